@@ -1,0 +1,158 @@
+"""The configuration of one engine: frozen dataclasses, from which the command line flags are derived.
+
+A field's `metadata` holds what the flag needs: `help`, and where it applies `choices`. A field is written once, here.
+Source: vllm/config (ModelConfig, CacheConfig, SchedulerConfig, ..., VllmConfig). Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def option(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
+    """A dataclass field that is also a command line flag."""
+    return field(default=default, metadata={"help": help, "choices": choices})
+
+
+def internal(default: Any) -> Any:
+    """A dataclass field that is computed, not a flag."""
+    return field(default=default, metadata={"internal": True})
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What a model's config.json says about its size (vLLM reads it as hf_config)."""
+
+    architecture: str
+    vocab_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    intermediate_size: int
+    max_position_embeddings: int
+    layer_norm_epsilon: float = 1e-5
+    torch_dtype: str = "float32"
+    eos_token_id: int | None = None
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model, in which number format, with which context."""
+
+    model: str = option(
+        "gpt2-tiny", "model to serve: a bundled name (gpt2-tiny), a Hugging Face id (gpt2), or a folder"
+    )
+    tokenizer: str | None = option(None, "folder or id of the tokenizer, if it is not the model's own")
+    dtype: str = option(
+        "auto", "number format of weights and KV cache; auto = float32 on CPU, the model's own on a GPU", DTYPES
+    )
+    max_model_len: int | None = option(
+        None, "longest prompt plus output in tokens; detected from the model if not given"
+    )
+    load_format: str = option(
+        "auto", "auto = safetensors; dummy = random weights, nothing is downloaded", ("auto", "safetensors", "dummy")
+    )
+    seed: int = option(
+        0, "seed of the engine: random weights, and sampling of requests that bring no seed of their own"
+    )
+    model_path: str | None = internal(None)  # resolved folder; None for dummy weights of a known shape
+    tokenizer_path: str | None = internal(None)  # resolved folder; None = the byte-level stand-in for dummy weights
+    shape: ModelShape | None = internal(None)
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """The paged KV cache."""
+
+    block_size: int = option(16, "tokens per KV-cache block")
+    gpu_memory_utilization: float = option(
+        0.9, "share of the device's memory that weights, activations and KV cache may use"
+    )
+    kv_cache_memory_bytes: int | None = option(None, "size of the KV cache in bytes, instead of measuring free memory")
+    num_gpu_blocks_override: int | None = option(None, "number of KV-cache blocks, instead of measuring free memory")
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """How much one engine step may do."""
+
+    max_num_seqs: int = option(256, "most requests in one step")
+    max_num_batched_tokens: int = option(2048, "token budget of one step")
+    enable_chunked_prefill: bool = option(True, "split a prompt over several steps when it does not fit the budget")
+
+
+@dataclass(frozen=True)
+class DeviceConfig:
+    """Where the model runs."""
+
+    device: str = option("auto", "device to run on", ("auto", "cpu", "cuda"))
+    attention_backend: str = option("auto", "paged attention implementation", ("auto", "torch"))
+    num_threads: int | None = option(
+        None, "compute threads of the engine process on CPU; detected: all cores but one, at least one"
+    )
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How many of each part there are. Only one of each is built so far; the fields exist so that the error is clear."""
+
+    tensor_parallel_size: int = option(1, "GPUs that share one model (only 1 is built)")
+    pipeline_parallel_size: int = option(1, "groups of layers on different GPUs (only 1 is built)")
+    data_parallel_size: int = option(1, "engine copies (only 1 is built)")
+
+
+@dataclass(frozen=True)
+class ObservabilityConfig:
+    """What can be seen from outside."""
+
+    trace: str | None = option(None, "folder to write trace files to, one per process")
+    trace_console: bool = option(False, "print [TRACE] lines to stderr")
+    disable_log_stats: bool = option(False, "no periodic line with throughput and queue lengths")
+
+
+@dataclass(frozen=True)
+class VllmConfig:
+    """Everything that the front end and the engine core share; sent over the handshake as msgpack."""
+
+    model_config: ModelConfig = ModelConfig()
+    cache_config: CacheConfig = CacheConfig()
+    scheduler_config: SchedulerConfig = SchedulerConfig()
+    device_config: DeviceConfig = DeviceConfig()
+    parallel_config: ParallelConfig = ParallelConfig()
+    observability_config: ObservabilityConfig = ObservabilityConfig()
+
+    @property
+    def max_model_len(self) -> int:
+        """The resolved context length in tokens."""
+        assert self.model_config.max_model_len is not None, "config is not resolved"
+        return self.model_config.max_model_len
+
+    @property
+    def shape(self) -> ModelShape:
+        """The resolved model shape."""
+        assert self.model_config.shape is not None, "config is not resolved"
+        return self.model_config.shape
+
+    def hash(self) -> str:
+        """12 hex digits that change when a setting changes that can change the work (vLLM: VllmConfig.compute_hash)."""
+        silent = replace(self, observability_config=ObservabilityConfig())
+        return hashlib.sha256(msgspec.msgpack.encode(silent)).hexdigest()[:12]
+
+
+SECTIONS: dict[str, type] = {
+    "model_config": ModelConfig,
+    "cache_config": CacheConfig,
+    "scheduler_config": SchedulerConfig,
+    "device_config": DeviceConfig,
+    "parallel_config": ParallelConfig,
+    "observability_config": ObservabilityConfig,
+}
+"""Field name in VllmConfig -> section class."""

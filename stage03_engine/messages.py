@@ -1,0 +1,156 @@
+"""What the front end and the engine core say to each other: msgpack, never pickle.
+
+Input  (front end ROUTER -> engine DEALER): [request type, payload]
+Output (engine PUSH -> front end PULL):     [payload], or [ENGINE_CORE_DEAD, reason]
+
+A `cause` field carries the trace reference ("pid:seq") of the event that sent the message.
+Source: vllm/v1/engine/__init__.py and vllm/v1/serial_utils.py.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import msgspec
+
+from stage03_engine.config import VllmConfig
+from stage03_engine.sampling_params import SamplingParams
+
+ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
+
+
+class EngineCoreRequestType(enum.Enum):
+    """First frame of an input message."""
+
+    ADD = b"\x00"
+    ABORT = b"\x01"
+    UTILITY = b"\x03"
+
+
+class FinishReason(enum.IntEnum):
+    """Why a request ended. STOP: end-of-text, stop token or stop string; LENGTH: max_tokens or the context is full."""
+
+    STOP = 0
+    LENGTH = 1
+    ABORT = 2
+    ERROR = 3
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+class EngineCoreRequest(msgspec.Struct, array_like=True, gc=False):
+    """One request, as the engine core receives it: token ids only, no text."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    eos_token_id: int | None = None
+    arrival_time: float = 0.0  # time.monotonic() at the front end, for statistics only
+    cause: str | None = None
+
+
+class AbortRequests(msgspec.Struct, array_like=True, gc=False):
+    """Forget these requests; unknown ids are ignored (they may just have finished)."""
+
+    request_ids: list[str]
+    cause: str | None = None
+
+
+class UtilityRequest(msgspec.Struct, array_like=True, gc=False):
+    """Call a method of the engine core that is not part of serving (ping, sleep, statistics)."""
+
+    call_id: int
+    method: str
+    args: list[Any] = []
+
+
+class UtilityResult(msgspec.Struct, array_like=True, gc=False):
+    """The answer to a UtilityRequest: `error` is None when `result` counts."""
+
+    call_id: int
+    result: Any = None
+    error: str | None = None
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
+    """Log-probabilities of one position: the sampled token first, then the k most likely in descending order.
+    `sampled_rank` is the sampled token's place, 1 for the most likely."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    sampled_rank: int
+
+
+class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False, omit_defaults=True):
+    """What one step added to one request."""
+
+    request_id: str
+    new_token_ids: list[int]
+    new_logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop token id or stop string that ended it
+    queued_seconds: float | None = (
+        None  # with the first token only: from arrival in the engine to first being scheduled
+    )
+    error: str | None = None  # with FinishReason.ERROR
+
+
+class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
+    """The state of the scheduler after a step. `kv_cache_usage` is in [0, 1]; `num_preemptions` counts since start."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_cache_usage: float = 0.0
+    num_preemptions: int = 0
+
+
+class EngineCoreOutputs(msgspec.Struct, array_like=True, gc=False):
+    """Everything that one engine step has to say to the front end."""
+
+    outputs: list[EngineCoreOutput] = []
+    scheduler_stats: SchedulerStats | None = None
+    utility_result: UtilityResult | None = None
+    engine_index: int = 0
+    cause: str | None = None
+
+
+class EngineHello(msgspec.Struct, tag="hello"):
+    """Handshake 1, engine -> front end: I am here; this is what my clock shows (time.monotonic_ns)."""
+
+    pid: int
+    monotonic_ns: int
+    cause: str | None = None
+
+
+class EngineInit(msgspec.Struct, tag="init"):
+    """Handshake 2, front end -> engine: your configuration and the sockets to use."""
+
+    config: VllmConfig
+    input_address: str
+    output_address: str
+    run_id: str = ""  # of the trace
+    cause: str | None = None
+
+
+class EngineReady(msgspec.Struct, tag="ready"):
+    """Handshake 3, engine -> front end: weights loaded, KV cache allocated."""
+
+    num_gpu_blocks: int
+    max_model_len: int
+    cause: str | None = None
+
+
+class EngineFailed(msgspec.Struct, tag="failed"):
+    """Handshake 3 instead: why it will not work, in one line."""
+
+    message: str
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode_add = msgspec.msgpack.Decoder(EngineCoreRequest).decode
+decode_abort = msgspec.msgpack.Decoder(AbortRequests).decode
+decode_utility = msgspec.msgpack.Decoder(UtilityRequest).decode
+decode_outputs = msgspec.msgpack.Decoder(EngineCoreOutputs).decode
+decode_handshake = msgspec.msgpack.Decoder(EngineHello | EngineInit | EngineReady | EngineFailed).decode

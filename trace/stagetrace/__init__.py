@@ -1,0 +1,12 @@
+"""stagetrace: structured tracing for the four stages. `from stagetrace import trace`, then `if trace.on: trace.emit(...)`.
+
+The folder around this package is called `trace/` and has no `__init__.py` on purpose: a package of that name would
+shadow Python's own `trace` module.
+"""
+
+from stagetrace.event import Event
+from stagetrace.reader import Run, read_run
+from stagetrace.recorder import Recorder, trace
+from stagetrace.vocabulary import VOCABULARY
+
+__all__ = ["VOCABULARY", "Event", "Recorder", "Run", "read_run", "trace"]

@@ -1,0 +1,132 @@
+"""The closed vocabulary: every event that may be emitted, one row each.
+
+`args` names the arguments and their types. `main_path` marks the rows that every served streaming request (start-up
+included) must produce; the others are for what does not always happen (preemption, abort, death, a non-streaming answer).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kind of event."""
+
+    name: str
+    phase: int  # of the nine phases; 0 for records about the recording itself
+    stage: str  # the folder that emits it
+    args: dict[str, str]  # argument name -> type
+    meaning: str  # one sentence
+    vllm: str  # where the same thing happens in vLLM V1
+    main_path: bool = True
+
+
+CLI, SERVER, ENGINE, KERNELS = "stage01_cli", "stage02_server", "stage03_engine", "stage04_kernels"
+
+
+def _optional(*args, **kwargs) -> Row:  # type: ignore[no-untyped-def]
+    return Row(*args, **kwargs, main_path=False)
+
+
+_ROWS = [
+    Row("run.start", 0, "trace", {"run_id": "str", "monotonic_ns": "int", "wall_clock_ns": "int"},
+        "First record of a file: which run, which versions, and how to turn monotonic time into wall clock time.", "-"),
+    # Phase 1: CLI entry
+    Row("cli.main", 1, CLI, {"argv": "list[str]"}, "The command line program started.", "entrypoints/cli/main.py main"),
+    Row("cli.env_setup", 1, CLI, {"set": "dict[str, str]"}, "Process-wide environment variables were set, before any library reads them.",
+        "entrypoints/utils.py cli_env_setup"),
+    Row("cli.parsed", 1, CLI, {"subparser": "str"}, "Arguments were parsed; the subcommand is known.", "utils FlexibleArgumentParser.parse_args"),
+    Row("cli.dispatch", 1, CLI, {"function": "str"}, "Control passes to the subcommand.", "entrypoints/cli/main.py dispatch_function"),
+    # Phase 2: serve
+    Row("serve.model_tag", 2, CLI, {"model": "str", "source": "str"}, "The model to serve was chosen (positional tag before --model).",
+        "entrypoints/cli/serve.py ServeSubcommand.cmd"),
+    Row("serve.decision", 2, CLI, {"branch": "str", "headless": "bool", "api_server_count": "int"},
+        "The decision tree: headless, one API server, or several.", "entrypoints/cli/serve.py ServeSubcommand.cmd"),
+    # Phase 3: API server
+    Row("server.socket_bound", 3, SERVER, {"address": "str"}, "The HTTP port is ours, before the engine spends seconds on loading.",
+        "openai/api_server.py setup_server"),
+    Row("server.engine_config", 3, SERVER, {"model": "str", "dtype": "str", "max_model_len": "int", "device": "str"},
+        "Arguments became a VllmConfig.", "engine/arg_utils.py AsyncEngineArgs.create_engine_config"),
+    Row("server.app_built", 3, SERVER, {"routes": "int"}, "The FastAPI application and its routes exist.", "openai/api_server.py build_app"),
+    Row("server.state_ready", 3, SERVER, {"served_model_names": "list[str]"}, "The serving handlers were put into the app state.",
+        "openai/api_server.py init_app_state"),
+    Row("server.listening", 3, SERVER, {"address": "str"}, "Uvicorn accepts connections.", "entrypoints/launcher.py serve_http"),
+    _optional("server.draining", 3, SERVER, {"signal": "str"}, "A signal came: no new connections, running requests finish.",
+        "entrypoints/launcher.py signal_handler"),
+    _optional("server.stopped", 3, SERVER, {"exit_code": "int"}, "The API server is done.", "openai/api_server.py run_server_worker"),
+    # Phase 4: AsyncLLM
+    Row("async_llm.init", 4, ENGINE, {"model": "str"}, "The front end of the engine begins to assemble itself.", "v1/engine/async_llm.py AsyncLLM.__init__"),
+    Row("tokenizer.loaded", 4, ENGINE, {"vocab_size": "int", "source": "str"}, "The tokenizer is ready.", "transformers_utils/tokenizer.py init_tokenizer_from_configs"),
+    Row("input_processor.created", 4, ENGINE, {}, "Text to EngineCoreRequest.", "v1/engine/processor.py Processor"),
+    Row("output_processor.created", 4, ENGINE, {}, "EngineCoreOutput to text.", "v1/engine/output_processor.py OutputProcessor"),
+    Row("client.created", 4, ENGINE, {"kind": "str"}, "The client that reaches the engine core exists.", "v1/engine/core_client.py EngineCoreClient"),
+    Row("output_handler.started", 4, ENGINE, {}, "The background task that pulls outputs from the engine core runs.",
+        "v1/engine/async_llm.py _run_output_handler"),
+    # Phase 5: EngineCore
+    Row("engine.spawned", 5, ENGINE, {"pid": "int"}, "The front end started the engine process.", "v1/engine/utils.py CoreEngineProcManager"),
+    Row("engine.hello", 5, ENGINE, {"identity": "int"}, "The engine process is alive and asks for its configuration.", "v1/engine/core.py startup_handshake"),
+    Row("engine.init_sent", 5, ENGINE, {"clock_offset_ns": "int"}, "The front end sent configuration and socket addresses; offset = its clock minus the engine's, at most.",
+        "v1/engine/utils.py wait_for_engine_startup"),
+    Row("executor.created", 5, ENGINE, {"kind": "str"}, "The executor and its worker exist.", "v1/executor/uniproc_executor.py UniProcExecutor"),
+    Row("weights.loaded", 5, ENGINE, {"tensors": "int", "bytes": "int", "seconds": "float"}, "The model's weights are in place.",
+        "v1/worker/gpu_model_runner.py load_model"),
+    Row("kv_cache.profiled", 5, ENGINE, {"available_bytes": "int", "block_bytes": "int", "num_blocks": "int", "rule": "str"},
+        "How many KV-cache blocks there will be, and which rule decided.", "v1/engine/core.py _initialize_kv_caches"),
+    Row("kv_cache.allocated", 5, ENGINE, {"num_blocks": "int", "block_size": "int", "bytes": "int"}, "The KV-cache tensors exist.",
+        "v1/worker/gpu_model_runner.py initialize_kv_cache"),
+    Row("scheduler.created", 5, ENGINE, {"max_num_seqs": "int", "max_num_batched_tokens": "int"}, "The scheduler exists.", "v1/core/sched/scheduler.py Scheduler"),
+    Row("engine.threads_started", 5, ENGINE, {"threads": "list[str]"}, "The input and output threads of the engine process run.",
+        "v1/engine/core.py process_input_sockets, process_output_sockets"),
+    Row("engine.ready", 5, ENGINE, {"num_blocks": "int", "max_model_len": "int"}, "The engine told the front end that it can serve.", "v1/engine/core.py EngineCoreProc"),
+    Row("engine.busy_loop", 5, ENGINE, {}, "The busy loop began.", "v1/engine/core.py run_busy_loop"),
+    _optional("engine.failed", 5, ENGINE, {"message": "str"}, "The engine could not start, or died of an exception.", "v1/engine/core.py _send_engine_dead"),
+    _optional("engine.dead", 5, ENGINE, {"message": "str"}, "The front end noticed that the engine process is gone.", "v1/engine/core_client.py EngineDeadError"),
+    # Phase 6: request
+    Row("http.request", 6, SERVER, {"method": "str", "path": "str"}, "An HTTP request was parsed.", "openai/api_server.py create_completion"),
+    Row("request.validated", 6, SERVER, {"model": "str", "stream": "bool", "prompts": "int"}, "The body passed validation; the request has its id.",
+        "openai/serving_completion.py create_completion"),
+    _optional("request.templated", 6, SERVER, {"messages": "int", "characters": "int"}, "The chat template turned messages into one prompt.",
+        "openai/serving_chat.py _preprocess_chat"),
+    Row("request.sampling_params", 6, SERVER, {"temperature": "float", "max_tokens": "int"}, "SamplingParams were made from the body and the defaults.",
+        "openai/protocol.py to_sampling_params"),
+    _optional("request.refused", 6, SERVER, {"status": "int", "type": "str"}, "The request was answered with an error object.", "openai/serving_engine.py create_error_response"),
+    # Phase 7: into the engine
+    Row("generate.start", 7, ENGINE, {}, "AsyncLLM.generate was called.", "v1/engine/async_llm.py generate"),
+    Row("request.tokenized", 7, ENGINE, {"num_tokens": "int"}, "The prompt became token ids.", "v1/engine/processor.py process_inputs"),
+    Row("request.registered", 7, ENGINE, {}, "The output processor and the collector expect this request.", "v1/engine/output_processor.py add_request"),
+    Row("zmq.request_sent", 7, ENGINE, {"type": "str", "bytes": "int"}, "A message for the engine core left.", "v1/engine/core_client.py add_request_async"),
+    Row("zmq.request_received", 7, ENGINE, {"type": "str"}, "The engine's input thread decoded it.", "v1/engine/core.py process_input_sockets"),
+    # Phase 8: execution
+    Row("sched.queued", 8, ENGINE, {"waiting": "int"}, "The request waits for its first step.", "v1/core/sched/scheduler.py add_request"),
+    Row("engine.step", 8, ENGINE, {"running": "int", "waiting": "int"}, "A span: schedule, execute, update.", "v1/engine/core.py EngineCore.step"),
+    Row("sched.admit", 8, ENGINE, {"new_blocks": "list[int]", "num_prompt_tokens": "int"}, "A waiting request joined the running ones.", "v1/core/sched/scheduler.py schedule"),
+    Row("sched.scheduled", 8, ENGINE, {"num_tokens": "int", "num_computed": "int", "new_blocks": "list[int]"},
+        "The request gets this many tokens in this step.", "v1/core/sched/scheduler.py schedule"),
+    _optional("sched.preempt", 8, ENGINE, {"freed_blocks": "int", "num_computed": "int"}, "No block was free: the request gave its blocks back and waits again.",
+        "v1/core/sched/scheduler.py _preempt_request"),
+    _optional("sched.resume", 8, ENGINE, {"new_blocks": "list[int]", "num_tokens": "int"}, "A preempted request was admitted again and recomputes.",
+        "v1/core/sched/scheduler.py schedule"),
+    Row("sched.output", 8, ENGINE, {"total_tokens": "int", "budget": "int", "free_blocks": "int"}, "The decision of this step is complete.", "v1/core/sched/output.py SchedulerOutput"),
+    Row("runner.prepared", 8, ENGINE, {"num_reqs": "int", "num_tokens": "int", "max_query_len": "int", "max_seq_len": "int"},
+        "Input tensors were built from the persistent batch.", "v1/worker/gpu_model_runner.py _prepare_inputs"),
+    Row("model.forward", 8, ENGINE, {"num_tokens": "int"}, "A span: embedding, blocks, final norm.", "v1/worker/gpu_model_runner.py execute_model"),
+    Row("model.logits", 8, ENGINE, {"rows": "int", "vocab_size": "int"}, "Logits exist for the rows that will be sampled.", "model_executor/layers/logits_processor.py"),
+    Row("sampler.sampled", 8, ENGINE, {"num_greedy": "int", "num_random": "int"}, "Next tokens were drawn.", "v1/sample/sampler.py Sampler"),
+    Row("sched.token", 8, ENGINE, {"token_ids": "list[int]", "num_output_tokens": "int"}, "The request received its new tokens.", "v1/core/sched/scheduler.py update_from_output"),
+    Row("sched.finished", 8, ENGINE, {"reason": "str", "freed_blocks": "int"}, "The request ended in the engine and its blocks are free.", "v1/core/sched/scheduler.py _free_request"),
+    # Phase 9: response
+    Row("zmq.outputs_sent", 9, ENGINE, {"num_outputs": "int", "bytes": "int"}, "The engine's output thread sent a step's outputs.", "v1/engine/core.py process_output_sockets"),
+    Row("zmq.outputs_received", 9, ENGINE, {"num_outputs": "int"}, "The front end decoded them.", "v1/engine/core_client.py get_output_async"),
+    Row("request.detokenized", 9, ENGINE, {"num_tokens": "int", "characters": "int"}, "New tokens became text that is safe to send.", "v1/engine/detokenizer.py IncrementalDetokenizer.update"),
+    _optional("request.stop_matched", 9, ENGINE, {"stop": "str"}, "A stop string appeared; the engine is told to stop.", "v1/engine/detokenizer.py check_stop_strings"),
+    Row("request.collected", 9, ENGINE, {"finished": "bool"}, "The output lies in the request's collector.", "v1/engine/output_processor.py RequestOutputCollector.put"),
+    Row("generate.yield", 9, ENGINE, {"finished": "bool"}, "AsyncLLM.generate handed an output to its caller.", "v1/engine/async_llm.py generate"),
+    Row("sse.chunk", 9, SERVER, {"bytes": "int"}, "A server-sent event left for the client.", "openai/serving_completion.py completion_stream_generator"),
+    _optional("http.response", 9, SERVER, {"status": "int"}, "A whole (not streamed) answer left for the client.", "openai/api_server.py create_completion"),
+    Row("request.finished", 9, ENGINE, {"reason": "str", "num_output_tokens": "int"}, "The request is complete for its client.", "v1/engine/output_processor.py"),
+    _optional("request.aborted", 9, ENGINE, {"reason": "str"}, "The client left, or an error ended the request.", "v1/engine/async_llm.py abort"),
+]  # fmt: skip
+
+VOCABULARY: dict[str, Row] = {row.name: row for row in _ROWS}
+"""Event name -> its row."""
