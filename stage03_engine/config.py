@@ -94,7 +94,7 @@ class DeviceConfig:
     """Where the model runs."""
 
     device: str = option("auto", "device to run on", ("auto", "cpu", "cuda"))
-    attention_backend: str = option("auto", "paged attention implementation", ("auto", "torch"))
+    attention_backend: str = option("auto", "paged attention implementation", ("auto", "torch", "reference"))
     num_threads: int | None = option(
         None, "compute threads of the engine process on CPU; detected: all cores but one, at least one"
     )

@@ -10,7 +10,6 @@ Source: vllm/v1/engine/__init__.py and vllm/v1/serial_utils.py.
 from __future__ import annotations
 
 import enum
-from typing import Any
 
 import msgspec
 
@@ -25,7 +24,6 @@ class EngineCoreRequestType(enum.Enum):
 
     ADD = b"\x00"
     ABORT = b"\x01"
-    UTILITY = b"\x03"
 
 
 class FinishReason(enum.IntEnum):
@@ -56,22 +54,6 @@ class AbortRequests(msgspec.Struct, array_like=True, gc=False):
 
     request_ids: list[str]
     cause: str | None = None
-
-
-class UtilityRequest(msgspec.Struct, array_like=True, gc=False):
-    """Call a method of the engine core that is not part of serving (ping, sleep, statistics)."""
-
-    call_id: int
-    method: str
-    args: list[Any] = []
-
-
-class UtilityResult(msgspec.Struct, array_like=True, gc=False):
-    """The answer to a UtilityRequest: `error` is None when `result` counts."""
-
-    call_id: int
-    result: Any = None
-    error: str | None = None
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
@@ -111,7 +93,6 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, gc=False):
 
     outputs: list[EngineCoreOutput] = []
     scheduler_stats: SchedulerStats | None = None
-    utility_result: UtilityResult | None = None
     engine_index: int = 0
     cause: str | None = None
 
@@ -151,6 +132,5 @@ class EngineFailed(msgspec.Struct, tag="failed"):
 encode = msgspec.msgpack.Encoder().encode
 decode_add = msgspec.msgpack.Decoder(EngineCoreRequest).decode
 decode_abort = msgspec.msgpack.Decoder(AbortRequests).decode
-decode_utility = msgspec.msgpack.Decoder(UtilityRequest).decode
 decode_outputs = msgspec.msgpack.Decoder(EngineCoreOutputs).decode
 decode_handshake = msgspec.msgpack.Decoder(EngineHello | EngineInit | EngineReady | EngineFailed).decode

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from stagetrace import trace
-
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import ConfigError
+from stagetrace import trace
 
 _VERSIONS_OF = ("vllm-in-stages", "torch", "tokenizers", "pyzmq", "msgspec", "fastapi", "uvicorn")
 

@@ -61,8 +61,8 @@ def causal_order(per_process: list[list[Event]]) -> list[Event]:
         if heads[process] == len(per_process[process]):
             return
         event = per_process[process][heads[process]]
-        if event.cause in known and event.cause not in placed:
-            waiting_for.setdefault(event.cause, []).append(process)  # type: ignore[arg-type]
+        if event.cause is not None and event.cause in known and event.cause not in placed:
+            waiting_for.setdefault(event.cause, []).append(process)
         else:
             heapq.heappush(ready, (event.ts, process))
 

@@ -25,8 +25,8 @@ class Row:
 CLI, SERVER, ENGINE, KERNELS = "stage01_cli", "stage02_server", "stage03_engine", "stage04_kernels"
 
 
-def _optional(*args, **kwargs) -> Row:  # type: ignore[no-untyped-def]
-    return Row(*args, **kwargs, main_path=False)
+def _optional(name: str, phase: int, stage: str, args: dict[str, str], meaning: str, vllm: str) -> Row:
+    return Row(name, phase, stage, args, meaning, vllm, main_path=False)
 
 
 _ROWS = [
@@ -113,6 +113,8 @@ _ROWS = [
     Row("model.forward", 8, ENGINE, {"num_tokens": "int"}, "A span: embedding, blocks, final norm.", "v1/worker/gpu_model_runner.py execute_model"),
     Row("model.logits", 8, ENGINE, {"rows": "int", "vocab_size": "int"}, "Logits exist for the rows that will be sampled.", "model_executor/layers/logits_processor.py"),
     Row("sampler.sampled", 8, ENGINE, {"num_greedy": "int", "num_random": "int"}, "Next tokens were drawn.", "v1/sample/sampler.py Sampler"),
+    _optional("kernel.checked", 8, KERNELS, {"what": "str", "against": "str", "cases": "int", "max_error": "float", "ok": "bool"},
+        "A fast tensor function was compared with its slow twin.", "tests/kernels"),
     Row("sched.token", 8, ENGINE, {"token_ids": "list[int]", "num_output_tokens": "int"}, "The request received its new tokens.", "v1/core/sched/scheduler.py update_from_output"),
     Row("sched.finished", 8, ENGINE, {"reason": "str", "freed_blocks": "int"}, "The request ended in the engine and its blocks are free.", "v1/core/sched/scheduler.py _free_request"),
     # Phase 9: response

@@ -1,0 +1,36 @@
+# Every target makes or refreshes .venv when it is missing, or older than what it is made from.
+PYTHON ?= python3
+MODEL  ?= gpt2-tiny
+HOST   ?= 127.0.0.1
+PORT   ?= 8000
+ARGS   ?=
+BIN    := .venv/bin
+STAMP  := .venv/.complete
+
+.PHONY: serve test venv lint bench clean
+
+serve: $(STAMP)  ## serve MODEL on HOST:PORT; ARGS are further flags of `serve`
+	exec $(BIN)/python -m stage02_server serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
+
+test: $(STAMP)  ## all tests; ARGS goes to pytest
+	$(BIN)/python -m pytest $(ARGS)
+
+venv: $(STAMP)  ## the virtual environment alone
+
+lint: $(STAMP)  ## style and types, repairing what can be repaired
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/mypy
+
+bench: $(STAMP)  ## measurements, as ratios within one run
+	$(BIN)/python -m pytest tests/benchmarks --benchmark-only --benchmark-columns=median,iqr,rounds $(ARGS)
+
+clean:  ## remove the virtual environment and everything that was generated
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks build *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; try make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv --clear .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@

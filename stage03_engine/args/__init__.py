@@ -1,0 +1,24 @@
+"""From the command line to settings: what stage 1 and the commands of stages 2 and 3 are built upon.
+
+vLLM keeps the same things in vllm/utils (FlexibleArgumentParser) and vllm/engine/arg_utils.py. They live in this stage
+because stages 1, 2 and 3 each have a command of their own, and nothing may import from a stage above.
+"""
+
+from stage03_engine.args.command import cli_env_setup, run_command
+from stage03_engine.args.fields import Setting, add_flags, settings_of
+from stage03_engine.args.parser import FlexibleArgumentParser, did_you_mean
+from stage03_engine.args.resolve import Resolved, resolve_cli, resolve_settings, with_detected
+
+__all__ = [
+    "FlexibleArgumentParser",
+    "Resolved",
+    "Setting",
+    "add_flags",
+    "cli_env_setup",
+    "did_you_mean",
+    "resolve_cli",
+    "resolve_settings",
+    "run_command",
+    "settings_of",
+    "with_detected",
+]

@@ -1,0 +1,40 @@
+"""What every command line of the stages does around its own work (vllm/entrypoints/utils.py)."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+
+from stage03_engine.errors import StagesError
+
+_ENVIRONMENT = {
+    # Compute threads, the API server's event loop and the client share few cores. An OpenMP thread that waits for work
+    # by spinning takes a core from the very thread that would bring the work, so waiting threads must sleep.
+    "OMP_WAIT_POLICY": "PASSIVE",  # GNU OpenMP, which torch uses on Linux
+    "KMP_BLOCKTIME": "0",  # LLVM and Intel OpenMP: the same, in milliseconds of spinning
+    # A request's prompt is tokenised in well under a millisecond; a thread pool for it would compete for the same cores.
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+def cli_env_setup() -> dict[str, str]:
+    """Set the environment variables that libraries read once, when they are imported; return those that were set.
+
+    A variable that the user has set is left alone. The engine process inherits them.
+    """
+    missing = {name: value for name, value in _ENVIRONMENT.items() if name not in os.environ}
+    os.environ.update(missing)
+    return missing
+
+
+def run_command(command: Callable[[], int]) -> int:
+    """Call `command` and return its exit code. A StagesError becomes one line on stderr and its own exit code;
+    Ctrl-C ends with 130 and no word."""
+    try:
+        return command()
+    except StagesError as error:
+        print(f"stages: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130

@@ -1,0 +1,124 @@
+"""Where a setting comes from: command line > environment > config file > default > detected.
+
+vLLM has two of these (the command line over `--config`, vllm/utils FlexibleArgumentParser) and separate environment
+variables (vllm/envs.py). Here each setting has all five, and remembers which one decided.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from stage03_engine.args.fields import Setting
+from stage03_engine.args.parser import did_you_mean
+from stage03_engine.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A value and its source: `command line`, `environment`, `config file`, `default` or `detected`."""
+
+    value: Any
+    source: str
+    detail: str = ""  # the flag, the variable, the file, or what was looked at
+
+    @property
+    def origin(self) -> str:
+        """`environment (STAGES_PORT)`"""
+        return f"{self.source} ({self.detail})" if self.detail else self.source
+
+
+def resolve_settings(
+    settings: Sequence[Setting],
+    given: Mapping[str, Any],
+    *,
+    config_file: str | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> dict[str, Resolved]:
+    """One Resolved per setting, from all sources but detection.
+
+    `given` maps names to what the command line (or the caller) gave. An empty environment variable counts as not set.
+    Raises ConfigError that names the flag, the variable, or the file and its key.
+    """
+    from_file = _read_config_file(config_file, settings) if config_file is not None else {}
+    resolved = {}
+    for setting in settings:
+        name, text = setting.name, environ.get(setting.variable, "")
+        if name in given:
+            found = Resolved(_accept(setting, given[name], setting.flag), "command line", setting.flag)
+        elif text:
+            value = _accept(setting, text, f"environment variable {setting.variable}")
+            found = Resolved(value, "environment", setting.variable)
+        elif name in from_file:
+            value = _accept(setting, from_file[name], f"config file {config_file}: {name}")
+            found = Resolved(value, "config file", str(config_file))
+        else:
+            found = Resolved(setting.default, "default")
+        resolved[name] = found
+    return resolved
+
+
+def resolve_cli(
+    settings: Sequence[Setting], args: argparse.Namespace, environ: Mapping[str, str] = os.environ
+) -> dict[str, Resolved]:
+    """`resolve_settings` for a parsed command line, with its `--config` and its positional `model_tag`.
+
+    The positional model is the same as `--model`; both, and different, is an error. Raises ConfigError.
+    """
+    names = {setting.name for setting in settings}
+    given = {name: value for name, value in vars(args).items() if name in names}
+    tag = getattr(args, "model_tag", None)
+    if tag is not None and given.setdefault("model", tag) != tag:
+        raise ConfigError(f"two models: {tag!r} and --model {given['model']!r}; give one of them")
+    resolved = resolve_settings(settings, given, config_file=getattr(args, "config", None), environ=environ)
+    if tag is not None:
+        resolved["model"] = Resolved(resolved["model"].value, "command line", "model tag")
+    return resolved
+
+
+def with_detected(resolved: Mapping[str, Resolved], detected: Mapping[str, tuple[Any, str]]) -> dict[str, Resolved]:
+    """Fill in what was left open (None or "auto") from `detected`: name -> (value, what was looked at)."""
+    filled = dict(resolved)
+    for name, (value, looked_at) in detected.items():
+        if resolved[name].value in (None, "auto"):
+            filled[name] = Resolved(value, "detected", looked_at)
+    return filled
+
+
+def _accept(setting: Setting, value: Any, where: str) -> Any:
+    try:
+        return setting.accept(value)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _read_config_file(path: str, settings: Sequence[Setting]) -> dict[str, Any]:
+    """The mapping in a YAML file, its keys written with underscores. Raises ConfigError."""
+    import yaml  # only when there is a config file
+
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = yaml.safe_load(file)
+    except OSError as error:
+        raise ConfigError(f"cannot read config file {path}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"config file {path} is not UTF-8 text") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date or a number that cannot be
+        raise ConfigError(f"config file {path} is not YAML: {error}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"config file {path} must hold a mapping such as `max-num-seqs: 64`")
+    known = [setting.name for setting in settings]
+    values: dict[str, Any] = {}
+    for key, value in content.items():
+        name = str(key).replace("-", "_")
+        if name not in known:
+            raise ConfigError(f"config file {path}: unknown key {key!r}{did_you_mean(name, known)}")
+        if name in values:
+            raise ConfigError(f"config file {path}: {name} is given twice")
+        values[name] = value
+    return values

@@ -1,0 +1,8 @@
+"""`python -m stage03_engine.core HANDSHAKE_ADDRESS ENGINE_INDEX`: the engine process. Started by the front end, not by hand."""
+
+import sys
+
+from stage03_engine.core.engine_core_proc import run_engine_core
+
+if __name__ == "__main__":
+    sys.exit(run_engine_core(sys.argv[1], int(sys.argv[2])))

@@ -1,0 +1,72 @@
+"""The inner loop of the engine: schedule -> execute -> update (vllm/v1/engine/core.py, EngineCore)."""
+
+from __future__ import annotations
+
+import random
+import time
+
+from stage03_engine.config import VllmConfig
+from stage03_engine.core.executor import UniProcExecutor
+from stage03_engine.core.kv_cache_size import decide_num_blocks
+from stage03_engine.core.request import Request
+from stage03_engine.core.scheduler import Scheduler
+from stage03_engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from stagetrace import trace
+
+
+class EngineCore:
+    """Scheduler and executor of one model. Lives in the engine process, or in-process below `LLM`."""
+
+    def __init__(self, config: VllmConfig) -> None:
+        self.config = config
+        self.executor = UniProcExecutor(config)
+        self.num_gpu_blocks = decide_num_blocks(config, self.executor)
+        self.executor.initialize_kv_cache(self.num_gpu_blocks)
+        self.scheduler = Scheduler(
+            config.scheduler_config, self.num_gpu_blocks, config.cache_config.block_size, config.max_model_len
+        )
+        # Seeds for requests that bring none: the same engine seed and order of arrival give the same outputs.
+        self._seeds = random.Random(config.model_config.seed)
+        self._queued_at: dict[str, float] = {}
+        self._queued_seconds: dict[str, float] = {}
+
+    def add_request(self, message: EngineCoreRequest) -> None:
+        """Queue a request. Raises ValueError when its id is in use."""
+        seed = message.sampling_params.seed
+        self.scheduler.add_request(Request(message, self._seeds.getrandbits(63) if seed is None else seed))
+        self._queued_at[message.request_id] = time.monotonic()
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        """End requests at once and free their blocks; unknown ids are ignored."""
+        self.scheduler.finish_requests(request_ids)
+        for request_id in request_ids:
+            self._queued_at.pop(request_id, None)
+            self._queued_seconds.pop(request_id, None)
+
+    def step(self) -> EngineCoreOutputs:
+        """Run one step. With nothing to do it returns the statistics alone."""
+        if not self.scheduler.has_unfinished_requests:
+            return EngineCoreOutputs(scheduler_stats=self.scheduler.make_stats())
+        if trace.on:
+            step, running, waiting = self.scheduler.step + 1, len(self.scheduler.running), len(self.scheduler.waiting)
+            trace.emit("engine.step", ph="B", step=step, running=running, waiting=waiting)
+        scheduler_output = self.scheduler.schedule()
+        for new in scheduler_output.scheduled_new_reqs:
+            if new.request_id in self._queued_at:  # absent when the request resumes
+                self._queued_seconds[new.request_id] = time.monotonic() - self._queued_at.pop(new.request_id)
+        runner_output = self.executor.execute_model(scheduler_output)
+        outputs = self.scheduler.update_from_output(scheduler_output, runner_output)
+        self._add_queue_time(outputs)
+        if trace.on:
+            running, waiting = len(self.scheduler.running), len(self.scheduler.waiting)
+            trace.emit("engine.step", ph="E", step=scheduler_output.step, running=running, waiting=waiting)
+        return EngineCoreOutputs(outputs, self.scheduler.make_stats())
+
+    def _add_queue_time(self, outputs: list[EngineCoreOutput]) -> None:
+        """A request's first output says how long it had waited for its first step."""
+        for output in outputs:
+            output.queued_seconds = self._queued_seconds.pop(output.request_id, None)
+
+    def shutdown(self) -> None:
+        """Release the executor."""
+        self.executor.shutdown()

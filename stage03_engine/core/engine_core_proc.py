@@ -1,0 +1,243 @@
+"""The engine core as a process of its own (vllm/v1/engine/core.py, EngineCoreProc).
+
+Three threads: the input thread decodes messages into a queue, the main thread runs the busy loop, the output thread encodes
+and sends. So a step never waits for a socket, and msgpack work overlaps with the model (torch releases the interpreter lock).
+A fourth only watches whether the parent is still there.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import queue
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from stage03_engine import messages
+from stage03_engine.core.engine_core import EngineCore
+from stage03_engine.errors import StagesError
+from stage03_engine.messages import (
+    ENGINE_CORE_DEAD,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineCoreRequestType,
+    EngineFailed,
+    EngineHello,
+    EngineInit,
+    EngineReady,
+    FinishReason,
+)
+from stage03_engine.tracing import open_trace
+from stagetrace import trace
+
+logger = logging.getLogger(__name__)
+
+_DECODE: dict[EngineCoreRequestType, Callable[[bytes], EngineCoreRequest | messages.AbortRequests]] = {
+    EngineCoreRequestType.ADD: messages.decode_add,
+    EngineCoreRequestType.ABORT: messages.decode_abort,
+}
+
+
+class EngineCoreProc:
+    """The engine core behind two sockets.
+
+    Invariant: whatever ends this process, the front end hears of it: by the failure message of the handshake, by the death
+    notice on the output socket, or by the end of the process itself.
+    """
+
+    def __init__(self, init: EngineInit, identity: bytes, engine_index: int) -> None:
+        self.engine_index = engine_index
+        self.core = EngineCore(init.config)
+        self.input_queue: queue.Queue = queue.Queue()
+        self.output_queue: queue.Queue[EngineCoreOutputs | bytes] = queue.Queue()
+        self._context = zmq.Context()
+        connected = threading.Event()
+        self._input_thread = threading.Thread(
+            target=self._process_input_socket, args=(init.input_address, identity, connected), name="input", daemon=True
+        )
+        self._output_thread = threading.Thread(
+            target=self._process_output_socket, args=(init.output_address,), name="output", daemon=True
+        )
+        self._input_thread.start()
+        self._output_thread.start()
+        connected.wait()
+        if trace.on:
+            trace.emit("engine.threads_started", threads=[self._input_thread.name, self._output_thread.name])
+
+    def _process_input_socket(self, address: str, identity: bytes, connected: threading.Event) -> None:
+        """Input thread: decode each message once, here, so that the busy loop only sees objects."""
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.IDENTITY, identity)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.set_hwm(0)
+        socket.connect(address)
+        socket.send(b"")  # a ROUTER can only address peers from which it has heard
+        connected.set()
+        try:
+            while True:
+                self._take_in(socket.recv_multipart())
+        except zmq.ContextTerminated:
+            socket.close()
+
+    def _take_in(self, frames: list[bytes]) -> None:
+        """Decode one message for the busy loop. What is not one of ours is ignored: it must not end the engine."""
+        try:
+            kind, payload = frames
+            request_type = EngineCoreRequestType(kind)
+            message = _DECODE[request_type](payload)
+        except (ValueError, msgspec.MsgspecError) as error:
+            logger.warning("ignored a malformed message on the input socket: %s", error)
+            return
+        if trace.on:
+            req = getattr(message, "request_id", None)
+            trace.emit("zmq.request_received", req=req, cause=message.cause, type=request_type.name)
+        self.input_queue.put((request_type, message))
+
+    def _process_output_socket(self, address: str) -> None:
+        """Output thread: encode and send; bytes instead of outputs are the death notice and end the thread."""
+        socket = self._context.socket(zmq.PUSH)
+        socket.set_hwm(0)
+        socket.connect(address)
+        while True:
+            outputs = self.output_queue.get()
+            if isinstance(outputs, bytes):
+                if outputs:
+                    socket.send_multipart([ENGINE_CORE_DEAD, outputs])
+                socket.close(linger=1000)
+                return
+            if trace.on and outputs.outputs:
+                size = len(messages.encode(outputs))
+                outputs.cause = trace.emit("zmq.outputs_sent", num_outputs=len(outputs.outputs), bytes=size)
+            socket.send(messages.encode(outputs))
+
+    def run_busy_loop(self) -> None:
+        """Take in what has arrived, run a step, hand out its outputs; block only when there is nothing to do."""
+        if trace.on:
+            trace.emit("engine.busy_loop")
+        while True:
+            self._process_input_queue()
+            if self.core.scheduler.has_unfinished_requests:
+                outputs = self.core.step()
+                outputs.engine_index = self.engine_index
+                self.output_queue.put(outputs)
+
+    def _process_input_queue(self) -> None:
+        """Everything that waits; when idle, wait for something."""
+        if not self.core.scheduler.has_unfinished_requests and self.input_queue.empty():
+            if trace.on:
+                trace.flush()
+            self._handle(*self.input_queue.get())
+        while not self.input_queue.empty():
+            self._handle(*self.input_queue.get_nowait())
+
+    def _handle(self, request_type: EngineCoreRequestType, message: object) -> None:
+        if request_type == EngineCoreRequestType.ADD:
+            assert isinstance(message, EngineCoreRequest)
+            try:
+                self.core.add_request(message)
+            except ValueError as error:  # this request's fault: its neighbours go on
+                refused = EngineCoreOutput(message.request_id, [], None, FinishReason.ERROR, error=str(error))
+                self.output_queue.put(EngineCoreOutputs([refused]))
+        else:
+            assert isinstance(message, messages.AbortRequests)
+            self.core.abort_requests(message.request_ids)
+            if not self.core.scheduler.has_unfinished_requests:  # no step will carry the new numbers to the metrics
+                self.output_queue.put(EngineCoreOutputs([], self.core.scheduler.make_stats()))
+
+    def shutdown(self, death_notice: str = "") -> None:
+        """Send the death notice if there is one, and end the threads."""
+        self.output_queue.put(death_notice.encode())
+        self._output_thread.join(timeout=2.0)
+        self._context.term()
+        self.core.shutdown()
+
+
+def _watch_parent(ipc_directory: Path) -> None:
+    """End this process when the front end is gone, even after kill -9: its end of our standard input closes then.
+
+    os._exit, because the main thread may be deep in a forward pass and there is nobody left to answer to.
+    """
+    while os.read(0, 4096):
+        pass
+    trace.close()
+    shutil.rmtree(ipc_directory, ignore_errors=True)
+    os._exit(0)
+
+
+def _sigterm(signum: int, frame: object) -> None:
+    raise SystemExit(0)
+
+
+def _startup_handshake(socket: zmq.Socket, engine_index: int) -> EngineInit:
+    """hello -> init. The events before the configuration arrives are held, not lost."""
+    trace.hold(f"EngineCore_DP{engine_index}")
+    cause = trace.emit("engine.hello", identity=engine_index) if trace.on else None
+    socket.send(messages.encode(EngineHello(os.getpid(), time.monotonic_ns(), cause)))
+    init = messages.decode_handshake(socket.recv())
+    assert isinstance(init, EngineInit)
+    open_trace(init.config, run_id=init.run_id)
+    return init
+
+
+def run_engine_core(handshake_address: str, engine_index: int) -> int:
+    """Main function of the engine process; returns its exit code.
+
+    Signals: SIGTERM ends it, SIGINT is the parent's business (Ctrl-C reaches the whole terminal group, but running
+    requests are to finish first).
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _sigterm)
+    directory = Path(handshake_address.removeprefix("ipc://")).parent
+    threading.Thread(target=_watch_parent, args=(directory,), name="parent-watch", daemon=True).start()
+    identity = engine_index.to_bytes(2, "little")
+    context = zmq.Context()
+    handshake = context.socket(zmq.DEALER)
+    handshake.setsockopt(zmq.IDENTITY, identity)
+    handshake.setsockopt(zmq.LINGER, 1000)
+    handshake.connect(handshake_address)
+    engine: EngineCoreProc | None = None
+    try:
+        init = _startup_handshake(handshake, engine_index)
+        engine = EngineCoreProc(init, identity, engine_index)
+        ready = EngineReady(engine.core.num_gpu_blocks, init.config.max_model_len)
+        if trace.on:
+            ready.cause = trace.emit("engine.ready", num_blocks=ready.num_gpu_blocks, max_model_len=ready.max_model_len)
+        handshake.send(messages.encode(ready))
+        gc.collect()
+        gc.freeze()  # the model and the modules live as long as the process: the collector need not look at them again
+        engine.run_busy_loop()
+    except SystemExit:
+        if engine is not None:
+            engine.shutdown()
+    except Exception as error:
+        _report_failure(error, engine, handshake)
+        return 1
+    finally:
+        trace.close()
+    return 0
+
+
+def _report_failure(error: Exception, engine: EngineCoreProc | None, handshake: zmq.Socket) -> None:
+    """Tell the front end why: over the handshake during start-up, with the death notice later."""
+    text = str(error) if isinstance(error, StagesError) else f"{type(error).__name__}: {error}"
+    message = " ".join(text.split())
+    if trace.on:
+        trace.emit("engine.failed", message=message)
+    if not isinstance(error, StagesError):
+        sys.excepthook(type(error), error, error.__traceback__)  # an error of ours: the traceback belongs in the log
+    if engine is None:
+        handshake.send(messages.encode(EngineFailed(message)))
+        handshake.close()
+        handshake.context.term()
+    else:
+        engine.shutdown(message)

@@ -1,0 +1,58 @@
+"""How many KV-cache blocks there are (vllm/v1/engine/core.py, _initialize_kv_caches; v1/core/kv_cache_utils.py)."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from stage03_engine.config import VllmConfig
+from stage03_engine.core.kv_cache_manager import cdiv
+from stage03_engine.errors import ConfigError
+from stagetrace import trace
+
+CPU_DEFAULT_BYTES = 4 << 30
+"""Most that the KV cache takes on a CPU when no size is given: the memory is not ours alone there (vLLM's CPU backend has
+the same default)."""
+
+
+class MeasuresMemory(Protocol):
+    """What the executor can say about the device."""
+
+    def kv_block_bytes(self) -> int: ...
+    def determine_available_memory(self) -> int: ...
+
+
+def decide_num_blocks(config: VllmConfig, executor: MeasuresMemory) -> int:
+    """The number of blocks, the null block included.
+
+    In this order: --num-gpu-blocks-override, --kv-cache-memory-bytes, measured free memory. On a CPU the measured size is
+    capped at 4 GiB, and on any device at what --max-num-seqs requests of full length can use.
+    Raises ConfigError when not even one request of full length fits.
+    """
+    cache, block_bytes = config.cache_config, executor.kv_block_bytes()
+    blocks_per_request = cdiv(config.max_model_len, cache.block_size)
+    if cache.num_gpu_blocks_override is not None:
+        rule, num_blocks = "num_gpu_blocks_override", cache.num_gpu_blocks_override
+    elif cache.kv_cache_memory_bytes is not None:
+        rule, num_blocks = "kv_cache_memory_bytes", cache.kv_cache_memory_bytes // block_bytes
+    else:
+        rule, available = "free memory", executor.determine_available_memory()
+        if config.device_config.device == "cpu" and available > CPU_DEFAULT_BYTES:
+            rule, available = "CPU default", CPU_DEFAULT_BYTES
+        num_blocks = available // block_bytes
+        useful = config.scheduler_config.max_num_seqs * blocks_per_request + 1
+        if num_blocks > useful:
+            rule, num_blocks = "max_num_seqs x max_model_len", useful
+    if num_blocks - 1 < blocks_per_request:
+        raise ConfigError(
+            f"the KV cache has room for {max(0, num_blocks - 1) * cache.block_size} tokens ({rule}), but one request may need "
+            f"{config.max_model_len}: lower --max-model-len, or raise --kv-cache-memory-bytes or --gpu-memory-utilization"
+        )
+    if trace.on:
+        trace.emit(
+            "kv_cache.profiled",
+            available_bytes=num_blocks * block_bytes,
+            block_bytes=block_bytes,
+            num_blocks=num_blocks,
+            rule=rule,
+        )
+    return num_blocks

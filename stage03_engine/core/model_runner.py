@@ -1,0 +1,234 @@
+"""The model runner: from a scheduler's decision to sampled tokens (vllm/v1/worker/gpu_model_runner.py)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from stage03_engine.config import VllmConfig
+from stage03_engine.core.input_batch import InputBatch
+from stage03_engine.core.models.loader import get_model
+from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
+from stage03_engine.messages import TokenLogprobs
+from stage04_kernels.attention import AttentionMetadata
+from stage04_kernels.sampler import SamplerOutput, SamplingMetadata, sample
+from stagetrace import trace
+
+CPU_PROFILE_TOKENS = 256
+
+
+def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """torch.zeros, but on a CPU a block costs no memory before it is first used: numpy takes the operating system's own
+    zero pages, where torch would write every byte (1.6 GB and half a second for gpt2-tiny's default cache)."""
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(size) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(size)
+
+
+@dataclass
+class StepInputs:
+    """The tensors of one step. `sampled` lists the rows of the persistent batch that have caught up and get a token."""
+
+    input_ids: Tensor  # [num_tokens] int64
+    positions: Tensor  # [num_tokens] int64
+    metadata: AttentionMetadata
+    logits_indices: Tensor  # [num_sampled] int64: the last token of each sampled request
+    sampled: list[int]
+
+
+class ModelRunner:
+    """Holds the model, the KV cache and the persistent batch of one device."""
+
+    def __init__(self, config: VllmConfig, device: torch.device) -> None:
+        self.config = config
+        self.device = device
+        self.dtype: torch.dtype = getattr(torch, config.model_config.dtype)
+        self.block_size = config.cache_config.block_size
+        self.batch = InputBatch(config.scheduler_config.max_num_seqs, config.max_model_len, self.block_size)
+        self.kv_caches: list[Tensor] = []
+        self.model: nn.Module
+
+    def load_model(self) -> None:
+        """Load the weights."""
+        self.model = get_model(self.config, self.dtype, self.device)
+
+    def initialize_kv_cache(self, num_blocks: int) -> None:
+        """Allocate one [2, num_blocks, block_size, num_kv_heads, head_dim] tensor per layer."""
+        shape = self.config.shape
+        size = (2, num_blocks, self.block_size, shape.num_kv_heads, shape.head_dim)
+        self.kv_caches = [_zeros(size, self.dtype, self.device) for _ in range(shape.num_layers)]
+        if trace.on:
+            num_bytes = sum(cache.numel() * cache.element_size() for cache in self.kv_caches)
+            trace.emit("kv_cache.allocated", num_blocks=num_blocks, block_size=self.block_size, bytes=num_bytes)
+
+    # Measuring
+
+    @torch.inference_mode()
+    def profile_run(self) -> None:
+        """Run the largest step that the scheduler may ask for, on a throw-away cache, so that its memory shows.
+
+        It is one request after another of the longest context, as many as fill the token budget; logits for as many rows
+        as there can be requests. On a CPU a short step must do: the full one takes seconds of start-up there, to measure a
+        few megabytes.
+        """
+        scheduler_config, max_len = self.config.scheduler_config, self.config.max_model_len
+        budget = min(scheduler_config.max_num_batched_tokens, scheduler_config.max_num_seqs * max_len)
+        if self.device.type == "cpu":
+            budget = min(budget, CPU_PROFILE_TOKENS)
+        lengths = [max_len] * (budget // max_len) + [budget % max_len] * (budget % max_len > 0)
+        self.initialize_kv_cache(2)
+        inputs = self._dummy_inputs(lengths)
+        hidden = self.model(inputs.input_ids, inputs.positions, self.kv_caches, inputs.metadata)
+        rows = min(budget, scheduler_config.max_num_seqs)
+        logits = self.model.compute_logits(hidden[:rows])  # type: ignore[operator]
+        metadata = SamplingMetadata.from_lists(
+            [0.0] * rows, [0] * rows, [1.0] * rows, [0.0] * rows, [0] * rows, [0] * rows
+        )
+        sample(logits, metadata)
+        self.kv_caches = []
+
+    def _dummy_inputs(self, lengths: list[int]) -> StepInputs:
+        """Prompts of these lengths whose every token goes to block 1: the result is meaningless, the memory is not."""
+        starts = np.concatenate(([0], np.cumsum(lengths)))
+        positions = np.concatenate([np.arange(length) for length in lengths])
+        table = np.ones((len(lengths), self.batch.block_table.shape[1]), dtype=np.int32)
+        slots = self.block_size + positions % self.block_size
+        metadata = self._metadata(starts, np.array(lengths), table, slots)
+        tokens = self._to_device(np.zeros_like(positions))
+        return StepInputs(tokens, self._to_device(positions), metadata, self._to_device(starts[1:] - 1), [])
+
+    # One step
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """Apply the deltas, run the model over the scheduled tokens, sample for the requests that have caught up."""
+        self._update_states(scheduler_output)
+        if not scheduler_output.num_scheduled_tokens:
+            return ModelRunnerOutput({})
+        step = scheduler_output.step
+        inputs = self._prepare_inputs(scheduler_output)
+        if trace.on:
+            trace.emit("model.forward", ph="B", step=step, num_tokens=len(inputs.input_ids))
+        hidden = self.model(inputs.input_ids, inputs.positions, self.kv_caches, inputs.metadata)
+        if trace.on:
+            trace.emit("model.forward", ph="E", step=step, num_tokens=len(inputs.input_ids))
+        if not inputs.sampled:
+            return ModelRunnerOutput({})
+        logits = self.model.compute_logits(hidden[inputs.logits_indices])  # type: ignore[operator]
+        if trace.on:
+            trace.emit("model.logits", step=step, rows=logits.shape[0], vocab_size=logits.shape[1])
+        metadata = self._sampling_metadata(inputs.sampled)
+        output = sample(logits, metadata)
+        if trace.on:
+            num_random = len(metadata.random_rows)
+            trace.emit("sampler.sampled", step=step, num_greedy=len(inputs.sampled) - num_random, num_random=num_random)
+        return self._collect(inputs.sampled, output)
+
+    def _update_states(self, scheduler_output: SchedulerOutput) -> None:
+        """Bring the persistent batch up to date with the scheduler."""
+        for request_id in (*scheduler_output.finished_req_ids, *scheduler_output.preempted_req_ids):
+            self.batch.remove(request_id)
+        for request_id, block_ids in scheduler_output.new_block_ids.items():
+            if block_ids:
+                self.batch.append_blocks(request_id, block_ids)
+        for new in scheduler_output.scheduled_new_reqs:
+            self.batch.add(new)
+
+    def _prepare_inputs(self, scheduler_output: SchedulerOutput) -> StepInputs:
+        """Gather the scheduled tokens of all requests into one flat row.
+
+        Invariant: token i of the row belongs to batch row `owner[i]`, has position `positions[i]` in its request, and its
+        key and value go to slot block_table[owner, position // block_size] * block_size + position % block_size.
+        """
+        batch = self.batch
+        scheduled = scheduler_output.num_scheduled_tokens
+        rows = np.array([batch.row_of[request_id] for request_id in scheduled])
+        counts = np.array(list(scheduled.values()))
+        starts = np.concatenate(([0], np.cumsum(counts)))  # [num_reqs + 1]
+        owner = np.repeat(rows, counts)  # [num_tokens]
+        first = batch.num_computed[rows]
+        positions = np.arange(starts[-1]) - np.repeat(starts[:-1] - first, counts)  # [num_tokens]
+        blocks = batch.block_table[owner, positions // self.block_size].astype(np.int64)
+        slots = blocks * self.block_size + positions % self.block_size
+        seq_lens = first + counts
+        batch.num_computed[rows] = seq_lens
+        caught_up = np.flatnonzero(seq_lens == batch.num_tokens[rows])
+        metadata = self._metadata(starts, seq_lens, batch.block_table[rows], slots)
+        if trace.on:
+            trace.emit(
+                "runner.prepared",
+                step=scheduler_output.step,
+                num_reqs=len(rows),
+                num_tokens=int(starts[-1]),
+                max_query_len=metadata.max_query_len,
+                max_seq_len=metadata.max_seq_len,
+            )
+        return StepInputs(
+            self._to_device(batch.token_ids[owner, positions]),
+            self._to_device(positions),
+            metadata,
+            self._to_device(starts[1:][caught_up] - 1),
+            rows[caught_up].tolist(),
+        )
+
+    def _metadata(
+        self, starts: np.ndarray, seq_lens: np.ndarray, block_table: np.ndarray, slots: np.ndarray
+    ) -> AttentionMetadata:
+        return AttentionMetadata(
+            query_start_loc=self._to_device(starts.astype(np.int32)),
+            seq_lens=self._to_device(seq_lens.astype(np.int32)),
+            block_table=self._to_device(block_table),
+            slot_mapping=self._to_device(slots),
+            query_start_loc_cpu=starts.tolist(),
+            seq_lens_cpu=seq_lens.tolist(),
+            max_query_len=int(np.diff(starts).max()),
+            max_seq_len=int(seq_lens.max()),
+        )
+
+    def _to_device(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+    def _sampling_metadata(self, rows: list[int]) -> SamplingMetadata:
+        requests = [self.batch.rows[row] for row in rows]
+        params = [request.sampling_params for request in requests]
+        asked = [p.logprobs for p in params if p.logprobs is not None]
+        return SamplingMetadata.from_lists(
+            [0.0 if p.greedy else p.temperature for p in params],
+            [p.top_k for p in params],
+            [p.top_p for p in params],
+            [p.min_p for p in params],
+            [request.seed for request in requests],
+            [int(self.batch.num_tokens[row]) - request.num_prompt_tokens for row, request in zip(rows, requests)],
+            max_num_logprobs=max(asked, default=None),
+            device=self.device,
+        )
+
+    def _collect(self, rows: list[int], output: SamplerOutput) -> ModelRunnerOutput:
+        """Bring the samples to the host (here the CPU waits for the device), remember them, name them by request."""
+        batch = self.batch
+        token_ids = output.sampled_token_ids.tolist()
+        ids = [batch.request_ids[row] for row in rows]
+        for row, token_id in zip(rows, token_ids):
+            if batch.num_tokens[row] < batch.max_model_len:
+                batch.append_token(row, token_id)
+        return ModelRunnerOutput(dict(zip(ids, [[t] for t in token_ids])), self._collect_logprobs(rows, ids, output))
+
+    def _collect_logprobs(
+        self, rows: list[int], ids: list[str], output: SamplerOutput
+    ) -> dict[str, list[TokenLogprobs]]:
+        if output.logprobs is None or output.logprob_token_ids is None or output.ranks is None:
+            return {}
+        token_ids, logprobs, ranks = output.logprob_token_ids.tolist(), output.logprobs.tolist(), output.ranks.tolist()
+        collected = {}
+        for i, row in enumerate(rows):
+            asked = self.batch.rows[row].sampling_params.logprobs
+            if asked is not None:  # the tensors are as wide as the most demanding request
+                collected[ids[i]] = [TokenLogprobs(token_ids[i][: asked + 1], logprobs[i][: asked + 1], ranks[i])]
+        return collected
+
+    def shutdown(self) -> None:
+        """Release the KV cache and the weights."""
+        self.kv_caches, self.model = [], nn.Module()

@@ -1,0 +1,103 @@
+"""GPT-2, written out (vllm/model_executor/models/gpt2.py; Radford et al. 2019, "Language Models are Unsupervised Multitask
+Learners").
+
+The model sees one flat row of tokens per step, the tokens of all requests one after the other: [num_tokens, hidden_size].
+Only attention knows which token belongs to which request, and only through the metadata; every other layer works token by
+token. The names of modules and parameters are those of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from stage03_engine.config import ModelShape
+from stage04_kernels.attention import AttentionMetadata, attention
+
+
+class Conv1D(nn.Module):
+    """A linear layer whose weight is stored as [in_features, out_features], as GPT-2's checkpoints do."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(in_features, out_features))
+        self.bias = nn.Parameter(torch.empty(out_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x, self.weight)
+
+
+class GPT2Attention(nn.Module):
+    """Queries, keys and values from one matrix; paged attention; output projection."""
+
+    def __init__(self, shape: ModelShape, backend: str) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim, self.backend = shape.num_heads, shape.head_dim, backend
+        self.scale = shape.head_dim**-0.5
+        self.c_attn = Conv1D(shape.hidden_size, 3 * shape.hidden_size)
+        self.c_proj = Conv1D(shape.hidden_size, shape.hidden_size)
+
+    def forward(self, x: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+        qkv = self.c_attn(x).view(-1, 3, self.num_heads, self.head_dim)  # [num_tokens, 3, num_heads, head_dim]
+        query, key, value = qkv.unbind(1)  # each [num_tokens, num_heads, head_dim]
+        out = attention(query, key, value, kv_cache, metadata, self.scale, self.backend)
+        return self.c_proj(out.reshape(x.shape))
+
+
+class GPT2MLP(nn.Module):
+    """Widen, GELU (the tanh approximation, which GPT-2 was trained with), narrow."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.c_fc = Conv1D(shape.hidden_size, shape.intermediate_size)
+        self.c_proj = Conv1D(shape.intermediate_size, shape.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+
+
+class GPT2Block(nn.Module):
+    """Layer norm before each half, residual around it."""
+
+    def __init__(self, shape: ModelShape, backend: str) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(shape.hidden_size, eps=shape.layer_norm_epsilon)
+        self.attn = GPT2Attention(shape, backend)
+        self.ln_2 = nn.LayerNorm(shape.hidden_size, eps=shape.layer_norm_epsilon)
+        self.mlp = GPT2MLP(shape)
+
+    def forward(self, x: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+        x = x + self.attn(self.ln_1(x), kv_cache, metadata)
+        return x + self.mlp(self.ln_2(x))
+
+
+def embedding(num_rows: int, hidden_size: int) -> nn.Embedding:
+    """An embedding without nn.Embedding's random initialisation: the loader brings the values, and on the meta device that
+    initialisation alone makes torch import a second's worth of modules."""
+    return nn.Embedding.from_pretrained(torch.empty(num_rows, hidden_size))
+
+
+class GPT2LMHeadModel(nn.Module):
+    """Token and position embedding, blocks, final norm; the logits reuse the token embedding (tied weights)."""
+
+    def __init__(self, shape: ModelShape, backend: str = "auto") -> None:
+        super().__init__()
+        self.wte = embedding(shape.vocab_size, shape.hidden_size)
+        self.wpe = embedding(shape.max_position_embeddings, shape.hidden_size)
+        self.h = nn.ModuleList(GPT2Block(shape, backend) for _ in range(shape.num_layers))
+        self.ln_f = nn.LayerNorm(shape.hidden_size, eps=shape.layer_norm_epsilon)
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, kv_caches: list[Tensor], metadata: AttentionMetadata
+    ) -> Tensor:
+        """input_ids, positions: [num_tokens] int64; kv_caches: one per layer. Returns hidden states [num_tokens, hidden_size]."""
+        x = self.wte(input_ids) + self.wpe(positions)
+        for block, kv_cache in zip(self.h, kv_caches, strict=True):
+            x = block(x, kv_cache, metadata)
+        return self.ln_f(x)
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """[num_rows, hidden_size] -> float32 [num_rows, vocab_size]. Only for the rows that are sampled: this is the largest
+        matrix of the model."""
+        return F.linear(hidden_states, self.wte.weight).float()

@@ -1,0 +1,47 @@
+"""What the scheduler tells the worker, and what the worker answers: only what has changed since the last step.
+
+Source: vllm/v1/core/sched/output.py (SchedulerOutput), vllm/v1/outputs.py (ModelRunnerOutput).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from stage03_engine.messages import TokenLogprobs
+from stage03_engine.sampling_params import SamplingParams
+
+
+class NewRequestData(msgspec.Struct, array_like=True, gc=False):
+    """A request that the worker does not know: just admitted, or resumed after preemption (then with its output so far)."""
+
+    request_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampling_params: SamplingParams
+    seed: int
+    block_ids: list[int]
+    num_computed_tokens: int
+
+
+class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
+    """One step's decision. `new_block_ids` holds, for requests that the worker knows, the blocks to append to their tables."""
+
+    step: int
+    scheduled_new_reqs: list[NewRequestData]
+    new_block_ids: dict[str, list[int]]
+    num_scheduled_tokens: dict[str, int]
+    finished_req_ids: list[str]
+    preempted_req_ids: list[str]
+
+    @property
+    def total_num_scheduled_tokens(self) -> int:
+        """Tokens in this step."""
+        return sum(self.num_scheduled_tokens.values())
+
+
+class ModelRunnerOutput(msgspec.Struct, array_like=True, gc=False):
+    """Sampled token ids (and logprobs where asked for) of the requests that have caught up; a request whose prompt is
+    not computed to its end yet is absent."""
+
+    sampled_token_ids: dict[str, list[int]]
+    logprobs: dict[str, list[TokenLogprobs]] = {}

@@ -1,0 +1,69 @@
+"""The worker: one device, its memory, its model runner (vllm/v1/worker/gpu_worker.py, cpu_worker.py)."""
+
+from __future__ import annotations
+
+import psutil
+import torch
+
+from stage03_engine.config import VllmConfig
+from stage03_engine.core.model_runner import ModelRunner
+from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
+from stage03_engine.errors import ConfigError
+
+
+class Worker:
+    """Owns a device. Raises ConfigError when the device is not there."""
+
+    def __init__(self, config: VllmConfig) -> None:
+        self.config = config
+        name = config.device_config.device
+        if name == "cuda" and not torch.cuda.is_available():
+            raise ConfigError("--device cuda: torch finds no usable GPU; use --device cpu")
+        self.device = torch.device(name)
+        if name == "cpu" and config.device_config.num_threads is not None:
+            torch.set_num_threads(config.device_config.num_threads)
+        self.model_runner = ModelRunner(config, self.device)
+
+    def load_model(self) -> None:
+        """Load the weights."""
+        self.model_runner.load_model()
+
+    def kv_block_bytes(self) -> int:
+        """Bytes of one KV-cache block over all layers: keys and values."""
+        shape, block_size = self.config.shape, self.config.cache_config.block_size
+        per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * self.model_runner.dtype.itemsize
+        return per_token * block_size
+
+    def determine_available_memory(self) -> int:
+        """Run the largest step once, then see what is left.
+
+        Bytes for the KV cache = total memory x gpu_memory_utilization - what is in use at the peak of that step.
+        """
+        utilization = self.config.cache_config.gpu_memory_utilization
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            self.model_runner.profile_run()
+            activations = torch.cuda.max_memory_allocated() - before
+            free, total = torch.cuda.mem_get_info()
+            used = total - free + activations
+        else:
+            self.model_runner.profile_run()
+            memory = psutil.virtual_memory()
+            # What a step's activations took is still in the allocator's hands here, so `available` already lacks it.
+            total, used = memory.total, memory.total - memory.available
+        return max(0, int(total * utilization) - used)
+
+    def initialize_kv_cache(self, num_blocks: int) -> None:
+        """Allocate the KV cache."""
+        self.model_runner.initialize_kv_cache(num_blocks)
+
+    @torch.inference_mode()
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """Run one step."""
+        return self.model_runner.execute_model(scheduler_output)
+
+    def shutdown(self) -> None:
+        """Release the KV cache and the weights."""
+        self.model_runner.shutdown()

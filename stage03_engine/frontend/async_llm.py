@@ -1,0 +1,167 @@
+"""The engine's front end on an event loop: what the API server holds.
+
+Source: vllm/v1/engine/async_llm.py (AsyncLLM).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from stage03_engine.config import VllmConfig
+from stage03_engine.errors import EngineDeadError
+from stage03_engine.frontend.core_client import AsyncEngineCoreClient, AsyncMPClient
+from stage03_engine.frontend.input_processor import InputProcessor
+from stage03_engine.frontend.loggers import LoggingStatLogger, StatLogger
+from stage03_engine.frontend.output_processor import OutputProcessor, RequestOutputCollector
+from stage03_engine.frontend.stats import IterationStats
+from stage03_engine.frontend.tokenizer import init_tokenizer_from_configs
+from stage03_engine.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady
+from stage03_engine.outputs import RequestOutput
+from stagetrace import trace
+
+
+class AsyncLLM:
+    """Many concurrent `generate()` calls over one engine core.
+
+    One background task, the output handler, pulls each step's outputs from the engine core, turns them into text and
+    puts them into the collectors on which the `generate()` calls wait.
+    """
+
+    def __init__(self, config: VllmConfig, client: AsyncEngineCoreClient, stat_loggers: list[StatLogger]) -> None:
+        if trace.on:
+            trace.emit("async_llm.init", model=config.model_config.model)
+        self.vllm_config = config
+        self.engine_core = client
+        self.engine_core.start_process()  # first: the engine imports and loads while we go on
+        self.tokenizer = init_tokenizer_from_configs(config)
+        self.input_processor = InputProcessor(config, self.tokenizer)
+        self.output_processor = OutputProcessor(self.tokenizer)
+        self.stat_loggers = stat_loggers
+        self.dead_error: EngineDeadError | None = None
+        self._dead = asyncio.Event()
+        self._output_handler: asyncio.Task[None] | None = None
+
+    @classmethod
+    def from_vllm_config(
+        cls,
+        config: VllmConfig,
+        client: AsyncEngineCoreClient | None = None,
+        stat_loggers: list[StatLogger] | None = None,
+    ) -> AsyncLLM:
+        """Begin to start an engine; returns at once, `start()` waits for it.
+
+        `client` replaces the engine process. Raises ConfigError when the tokenizer is unusable.
+        """
+        if stat_loggers is None:
+            stat_loggers = [] if config.observability_config.disable_log_stats else [LoggingStatLogger(config)]
+        engine = client or AsyncMPClient(config)
+        try:
+            return cls(config, engine, stat_loggers)
+        except BaseException:
+            engine.shutdown()
+            raise
+
+    async def start(self) -> EngineReady:
+        """Wait until the engine core can serve, then run the output handler. Raises EngineStartError."""
+        ready = await self.engine_core.start()
+        self._output_handler = asyncio.create_task(self._run_output_handler())
+        if trace.on:
+            trace.emit("output_handler.started")
+        return ready
+
+    async def generate(self, request: EngineCoreRequest, prompt: str | None = None) -> AsyncIterator[RequestOutput]:
+        """Run one request (made by `input_processor.process_inputs`) and yield its outputs.
+
+        Closing or cancelling the iterator aborts the request in the engine. Raises EngineDeadError.
+        """
+        request_id = request.request_id
+        if trace.on:
+            trace.emit("generate.start", req=request_id)
+        finished = False
+        try:
+            queue = await self.add_request(request, prompt)
+            while not finished:
+                output = await queue.get()
+                finished = output.finished
+                if trace.on:
+                    trace.emit("generate.yield", req=request_id, finished=finished)
+                yield output
+        finally:
+            # Cancelled, closed early, or failed: whoever asked is gone, so the engine must not go on.
+            if not finished:
+                await self.abort(request_id)
+
+    async def add_request(self, request: EngineCoreRequest, prompt: str | None = None) -> RequestOutputCollector:
+        """Register a request and send it to the engine core. Raises EngineDeadError."""
+        self.check_health()
+        queue = RequestOutputCollector(request.sampling_params.output_kind)
+        self.output_processor.add_request(request, prompt, queue)
+        await self.engine_core.add_request_async(request)
+        return queue
+
+    async def abort(self, request_id: str, reason: str = "client is gone") -> None:
+        """Stop a request and free its blocks; nothing happens if it has ended already."""
+        if not self.output_processor.abort_requests([request_id]) or self.errored:
+            return
+        if trace.on:
+            trace.emit("request.aborted", req=request_id, reason=reason)
+        for stat_logger in self.stat_loggers:
+            stat_logger.request_aborted()
+        await self.engine_core.abort_requests_async([request_id])
+
+    async def _run_output_handler(self) -> None:
+        try:
+            while True:
+                outputs = await self.engine_core.get_output_async()
+                await self._process(outputs)
+        except EngineDeadError as error:
+            self._die(error)
+        except Exception as error:  # a bug of ours must reach the waiting clients too, not leave them hanging
+            self._die(EngineDeadError(f"The output handler failed: {error!r}"))
+            raise
+
+    async def _process(self, outputs: EngineCoreOutputs) -> None:
+        """One step's outputs: to the collectors, to the engine (what a stop string ended), to the stat loggers."""
+        iteration = IterationStats()
+        _, reqs_to_abort = self.output_processor.process_outputs(outputs.outputs, iteration)
+        if reqs_to_abort:
+            await self.engine_core.abort_requests_async(reqs_to_abort)
+        for stat_logger in self.stat_loggers:
+            stat_logger.record(outputs.scheduler_stats, iteration)
+
+    def _die(self, error: EngineDeadError) -> None:
+        if trace.on:
+            trace.emit("engine.dead", message=str(error))
+        self.dead_error = error
+        self.output_processor.propagate_error(error)
+        self._dead.set()
+
+    @property
+    def errored(self) -> bool:
+        """True once the engine is dead."""
+        return self.dead_error is not None
+
+    @property
+    def num_unfinished_requests(self) -> int:
+        """Requests that still run or wait."""
+        return len(self.output_processor.request_states)
+
+    def check_health(self) -> None:
+        """Raises EngineDeadError if the engine is dead."""
+        if self.dead_error is not None:
+            raise self.dead_error
+
+    async def wait_dead(self) -> EngineDeadError:
+        """Returns when the engine has died."""
+        await self._dead.wait()
+        assert self.dead_error is not None
+        return self.dead_error
+
+    def shutdown(self) -> None:
+        """End the engine process and the output handler. May be called twice."""
+        if self._output_handler is not None:
+            self._output_handler.cancel()
+            self._output_handler = None
+        self.output_processor.propagate_error(EngineDeadError("The engine is shutting down."))
+        self.engine_core.shutdown()

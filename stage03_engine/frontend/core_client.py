@@ -1,0 +1,253 @@
+"""How the front end reaches the engine core, in three forms behind two small interfaces.
+
+InprocClient    calls an engine core in this very process.
+SyncMPClient    talks to an engine process and blocks for its outputs (for `LLM`).
+AsyncMPClient   the same on an event loop (for `AsyncLLM`, and so for the server).
+
+Source: vllm/v1/engine/core_client.py (EngineCoreClient, InprocClient, SyncMPClient, AsyncMPClient).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from typing import Any, Protocol
+
+import zmq
+import zmq.asyncio
+
+from stage03_engine import messages
+from stage03_engine.config import VllmConfig
+from stage03_engine.errors import EngineDeadError
+from stage03_engine.frontend.engine_process import POLL_MS, EngineProcess
+from stage03_engine.messages import (
+    ENGINE_CORE_DEAD,
+    AbortRequests,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineCoreRequestType,
+    EngineReady,
+)
+from stagetrace import trace
+
+
+class EngineCoreClient(ABC):
+    """For a caller without an event loop."""
+
+    @abstractmethod
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Queue a request."""
+
+    @abstractmethod
+    def abort_requests(self, request_ids: list[str]) -> None:
+        """Stop requests and free their blocks."""
+
+    @abstractmethod
+    def get_output(self) -> EngineCoreOutputs:
+        """The outputs of the next step; only call it while requests are unfinished. Raises EngineDeadError."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Release everything. May be called twice."""
+
+
+class AsyncEngineCoreClient(ABC):
+    """For a caller on an event loop."""
+
+    def start_process(self) -> None:  # noqa: B027 - a client without a process has nothing to start
+        """Begin to start the engine; returns at once."""
+
+    @abstractmethod
+    async def start(self) -> EngineReady:
+        """Wait until the engine can serve. Raises EngineStartError."""
+
+    @abstractmethod
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        """Queue a request."""
+
+    @abstractmethod
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        """Stop requests and free their blocks."""
+
+    @abstractmethod
+    async def get_output_async(self) -> EngineCoreOutputs:
+        """The outputs of the next step. Raises EngineDeadError."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Release everything. May be called twice."""
+
+
+class EngineCoreLike(Protocol):
+    """What InprocClient needs of an engine core. The core itself lives on the other side of the process boundary and is
+    handed in, so that the front end does not import it."""
+
+    def add_request(self, request: EngineCoreRequest) -> None: ...
+    def abort_requests(self, request_ids: list[str]) -> None: ...
+    def step(self) -> EngineCoreOutputs: ...
+    def shutdown(self) -> None: ...
+
+
+class InprocClient(EngineCoreClient):
+    """The engine core in this process: each `get_output` runs one step."""
+
+    def __init__(self, engine_core: EngineCoreLike) -> None:
+        self._core = engine_core
+        if trace.on:
+            trace.emit("client.created", kind="InprocClient")
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        self._core.add_request(request)
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        self._core.abort_requests(request_ids)
+
+    def get_output(self) -> EngineCoreOutputs:
+        return self._core.step()
+
+    def shutdown(self) -> None:
+        self._core.shutdown()
+
+
+def _message(request_type: EngineCoreRequestType, payload: Any, request_id: str | None = None) -> list[bytes]:
+    """The two frames of an input message; leaves its own trace reference in the payload as the cause."""
+    if trace.on and hasattr(payload, "cause"):
+        kind = request_type.name
+        payload.cause = trace.emit("zmq.request_sent", req=request_id, type=kind, bytes=len(messages.encode(payload)))
+    return [request_type.value, messages.encode(payload)]
+
+
+def _outputs(frames: list[bytes]) -> EngineCoreOutputs:
+    """Decode an output message. Raises EngineDeadError for the engine's death notice."""
+    if frames[0] == ENGINE_CORE_DEAD:
+        raise EngineDeadError(f"The engine stopped: {frames[1].decode()}")
+    outputs = messages.decode_outputs(frames[0])
+    if trace.on:
+        trace.emit("zmq.outputs_received", cause=outputs.cause, num_outputs=len(outputs.outputs))
+    return outputs
+
+
+def _sockets(context: zmq.Context, process: EngineProcess) -> tuple[Any, Any]:
+    """The front end's ends: ROUTER for input, PULL for output, both bound before the engine connects."""
+    input_socket, output_socket = context.socket(zmq.ROUTER), context.socket(zmq.PULL)
+    for socket, address in ((input_socket, process.input_address), (output_socket, process.output_address)):
+        socket.set_hwm(0)  # never drop, never block: the scheduler's queue is the only queue that may grow
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.bind(address)
+    return input_socket, output_socket
+
+
+class SyncMPClient(EngineCoreClient):
+    """An engine process, driven by blocking calls."""
+
+    def __init__(self, config: VllmConfig) -> None:
+        self._process = EngineProcess(config)
+        self._context = zmq.Context()
+        self._input, self._output = _sockets(self._context, self._process)
+        self._closed = False
+        try:
+            self.ready = self._process.shake_hands()
+            self._input.recv_multipart()  # the engine's empty first message: the ROUTER knows its peer from now on
+        except BaseException:
+            self.shutdown()
+            raise
+        if trace.on:
+            trace.emit("client.created", kind="SyncMPClient")
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        self._send(EngineCoreRequestType.ADD, request, request.request_id)
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        self._send(EngineCoreRequestType.ABORT, AbortRequests(request_ids))
+
+    def _send(self, request_type: EngineCoreRequestType, payload: Any, request_id: str | None = None) -> None:
+        self._input.send_multipart([self._process.identity, *_message(request_type, payload, request_id)])
+
+    def get_output(self) -> EngineCoreOutputs:
+        while not self._output.poll(POLL_MS):
+            if not self._process.alive and not self._output.poll(POLL_MS):
+                raise EngineDeadError("The engine process is gone.")
+        return _outputs(self._output.recv_multipart())
+
+    def shutdown(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._process.shutdown()
+        self._context.destroy(linger=0)
+
+
+class AsyncMPClient(AsyncEngineCoreClient):
+    """An engine process, driven from an event loop.
+
+    One pump task reads the output socket into a queue. The monitor thread puts an EngineDeadError into the same queue
+    when the process ends, so a waiter needs to look at one place only.
+    """
+
+    def __init__(self, config: VllmConfig) -> None:
+        self._config = config
+        self._process: EngineProcess | None = None
+        self._context: zmq.asyncio.Context | None = None
+        self._outputs: asyncio.Queue[EngineCoreOutputs | Exception] = asyncio.Queue()
+        self._pump_task: asyncio.Task[None] | None = None
+
+    def start_process(self) -> None:
+        if trace.on:
+            trace.emit("client.created", kind="AsyncMPClient")
+        self._process = EngineProcess(self._config)
+
+    async def start(self) -> EngineReady:
+        if self._process is None:
+            self.start_process()
+        process = self._process
+        assert process is not None
+        self._context = zmq.asyncio.Context()
+        self._input, self._output = _sockets(self._context, process)
+        ready = await asyncio.to_thread(process.shake_hands)
+        await self._input.recv_multipart()  # the engine's empty first message: the ROUTER knows its peer from now on
+        loop = asyncio.get_running_loop()
+        process.on_exit(lambda code: self._tell(loop, f"The engine process ended unexpectedly (exit code {code})."))
+        self._pump_task = asyncio.create_task(self._pump())
+        return ready
+
+    def _tell(self, loop: asyncio.AbstractEventLoop, message: str) -> None:
+        """From the monitor thread: put the death where the waiters look."""
+        try:
+            loop.call_soon_threadsafe(self._outputs.put_nowait, EngineDeadError(message))
+        except RuntimeError:
+            pass  # the loop is closed: we are shutting down ourselves
+
+    async def _pump(self) -> None:
+        while True:
+            frames = await self._output.recv_multipart()
+            try:
+                self._outputs.put_nowait(_outputs(frames))
+            except EngineDeadError as error:
+                self._outputs.put_nowait(error)
+                return
+
+    async def _send(self, request_type: EngineCoreRequestType, payload: Any, request_id: str | None = None) -> None:
+        assert self._process is not None
+        await self._input.send_multipart([self._process.identity, *_message(request_type, payload, request_id)])
+
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        await self._send(EngineCoreRequestType.ADD, request, request.request_id)
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        await self._send(EngineCoreRequestType.ABORT, AbortRequests(request_ids))
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        item = await self._outputs.get()
+        if isinstance(item, Exception):
+            self._outputs.put_nowait(item)  # whoever asks again gets the same answer
+            raise item
+        return item
+
+    def shutdown(self) -> None:
+        if self._pump_task is not None:
+            self._pump_task.cancel()
+        if self._process is not None:
+            self._process.shutdown()
+        if self._context is not None:
+            self._context.destroy(linger=0)
+            self._context = None

@@ -1,0 +1,87 @@
+"""Incremental detokenization: token ids in, text that is safe to send out.
+
+Two things make it more than `decode(ids)`. A character may be spread over several tokens, so bytes wait until they form
+whole characters. A stop string may be spread over several tokens, so text that could still turn into one waits too.
+Source: vllm/v1/engine/detokenizer.py (IncrementalDetokenizer, check_stop_strings).
+"""
+
+from __future__ import annotations
+
+import codecs
+
+from stage03_engine.frontend.tokenizer import Tokenizer
+from stage03_engine.sampling_params import SamplingParams
+
+
+def find_stop(text: str, stops: list[str], start: int) -> tuple[int, str] | None:
+    """The earliest stop string in `text` at or after `start`, as (position, stop string); on a tie the longest."""
+    found = [(text.find(stop, start), stop) for stop in stops]
+    found = [(position, stop) for position, stop in found if position >= 0]
+    return min(found, key=lambda hit: (hit[0], -len(hit[1])), default=None)
+
+
+def held_back(text: str, stops: list[str]) -> int:
+    """How many characters at the end of `text` could be the beginning of a stop string: they must not leave yet."""
+    longest = max((len(stop) for stop in stops), default=0)
+    for length in range(min(longest - 1, len(text)), 0, -1):
+        tail = text[-length:]
+        if any(stop.startswith(tail) for stop in stops):
+            return length
+    return 0
+
+
+class IncrementalDetokenizer:
+    """The growing text of one request.
+
+    Invariant: `text` is the decoded output so far (never with half a character at its end), and text[:safe] may be
+    shown: it contains no stop string and no beginning of one that could still complete.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self._tokenizer = tokenizer
+        self._stops = params.stop
+        self._include_stop = params.include_stop_str_in_output
+        self._skip_special = params.skip_special_tokens
+        # Python's incremental decoder keeps at most three bytes of an unfinished character, and turns bytes that can
+        # never become valid into U+FFFD at once, exactly as decoding the whole would.
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._searched = 0  # no stop string begins before this position
+        self._given = 0
+        self.text = ""
+        self.safe = 0
+
+    def update(self, new_token_ids: list[int], finished_by_token: bool = False) -> str | None:
+        """Append tokens; returns the stop string that appeared, or None.
+
+        `finished_by_token` says that the last id is an end-of-text or stop token, which is not part of the text.
+        """
+        text_ids = new_token_ids[:-1] if finished_by_token and not self._include_stop else new_token_ids
+        for token_id in text_ids:
+            if self._skip_special and self._tokenizer.is_special(token_id):
+                continue
+            self.text += self._decoder.decode(self._tokenizer.token_bytes(token_id))
+        if not self._stops:
+            self.safe = len(self.text)
+            return None
+        return self._check_stop()
+
+    def _check_stop(self) -> str | None:
+        hit = find_stop(self.text, self._stops, self._searched)
+        if hit is not None:
+            position, stop = hit
+            self.text = self.text[: position + len(stop) if self._include_stop else position]
+            self.safe = len(self.text)
+            return stop
+        self.safe = len(self.text) - held_back(self.text, self._stops)
+        self._searched = self.safe
+        return None
+
+    def finish(self) -> None:
+        """No more tokens: what was held back for a stop string is text after all; half a character is dropped."""
+        self.safe = len(self.text)
+
+    def next_text(self, delta: bool) -> str:
+        """The text that may be shown: all of it, or with `delta` what was not given before."""
+        start = self._given if delta else 0
+        self._given = self.safe
+        return self.text[start : self.safe]

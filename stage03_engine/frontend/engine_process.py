@@ -1,0 +1,132 @@
+"""Start the engine process, shake hands with it, notice its death, and leave nothing behind.
+
+The engine is a plain subprocess (`python -m stage03_engine.core`), not a multiprocessing child: its configuration comes
+over the handshake socket as msgpack, so nothing is ever pickled, and a user's main module is not imported again.
+Source: vllm/v1/engine/utils.py (CoreEngineProcManager, launch_core_engines, wait_for_engine_startup).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import zmq
+
+from stage03_engine import messages
+from stage03_engine.config import VllmConfig
+from stage03_engine.errors import EngineStartError
+from stage03_engine.messages import EngineFailed, EngineHello, EngineInit, EngineReady
+from stagetrace import trace
+
+POLL_MS = 50
+TERMINATE_SECONDS = 5.0
+MAX_IPC_PATH = 80  # a Unix socket path has room for 107 bytes; leave some for the file name
+
+
+def _private_directory() -> Path:
+    """A directory that only this user may enter: whoever can reach a socket can command the engine."""
+    base = tempfile.gettempdir()
+    if len(base) > MAX_IPC_PATH - 20:
+        base = "/tmp"
+    return Path(tempfile.mkdtemp(prefix="stages-", dir=base))  # mkdtemp makes it with mode 0700
+
+
+def engine_environment(num_threads: int) -> dict[str, str]:
+    """Environment of the engine process.
+
+    OpenMP's threads spin by default while they wait for the next parallel region. On a machine where the API loop, the
+    client and the engine share two cores, spinning threads take the core away from the one that has work: a 5 ms step
+    became 390 ms with two busy processes of two spinning threads each. So: passive waiting, and one core left free for the API process.
+    These variables are read when the library is loaded, hence here, before the process exists.
+    """
+    threads = str(num_threads)
+    quiet = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
+    return {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **quiet}
+
+
+class EngineProcess:
+    """One engine process and the private directory of its sockets."""
+
+    def __init__(self, config: VllmConfig, engine_index: int = 0) -> None:
+        self._config = config
+        self._directory = _private_directory()
+        self.handshake_address = f"ipc://{self._directory}/handshake"
+        self.input_address = f"ipc://{self._directory}/input"
+        self.output_address = f"ipc://{self._directory}/output"
+        self.identity = engine_index.to_bytes(2, "little")
+        self._context = zmq.Context()
+        self._handshake = self._context.socket(zmq.ROUTER)
+        self._handshake.bind(self.handshake_address)
+        command = [sys.executable, "-m", "stage03_engine.core", self.handshake_address, str(engine_index)]
+        # The engine reads its standard input only to learn when we are gone: the pipe closes even on kill -9.
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, env=engine_environment(config.device_config.num_threads or 1)
+        )
+        if trace.on:
+            trace.emit("engine.spawned", pid=self._process.pid)
+
+    @property
+    def pid(self) -> int:
+        """Process id of the engine."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """False once the process has ended."""
+        return self._process.poll() is None
+
+    def shake_hands(self) -> EngineReady:
+        """hello -> init -> ready. Blocks while the engine loads the model. Raises EngineStartError when it does not come up."""
+        try:
+            hello = self._receive()
+            assert isinstance(hello, EngineHello)
+            init = EngineInit(self._config, self.input_address, self.output_address, trace.run_id)
+            if trace.on:
+                offset = time.monotonic_ns() - hello.monotonic_ns
+                init.cause = trace.emit("engine.init_sent", cause=hello.cause, clock_offset_ns=offset)
+            self._handshake.send_multipart([self.identity, messages.encode(init)])
+            answer = self._receive()
+        finally:
+            self._handshake.close(linger=0)
+        if isinstance(answer, EngineFailed):
+            raise EngineStartError(answer.message)
+        assert isinstance(answer, EngineReady)
+        return answer
+
+    def _receive(self) -> EngineHello | EngineInit | EngineReady | EngineFailed:
+        while not self._handshake.poll(POLL_MS):
+            if not self.alive and not self._handshake.poll(POLL_MS):
+                raise EngineStartError(
+                    f"the engine process ended during start-up with exit code {self._process.returncode}"
+                )
+        _, payload = self._handshake.recv_multipart()
+        return messages.decode_handshake(payload)
+
+    def on_exit(self, callback: Callable[[int], None]) -> None:
+        """Call `callback(exit code)` from a thread as soon as the process has ended (vLLM: engine monitor thread)."""
+
+        def wait() -> None:
+            callback(self._process.wait())
+
+        threading.Thread(target=wait, name="engine-monitor", daemon=True).start()
+
+    def shutdown(self) -> None:
+        """End the process, reap it, and remove the sockets. May be called twice."""
+        self._process.terminate()
+        try:
+            self._process.wait(TERMINATE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        self._handshake.close(linger=0)
+        self._context.term()
+        shutil.rmtree(self._directory, ignore_errors=True)

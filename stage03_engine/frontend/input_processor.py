@@ -1,0 +1,80 @@
+"""Prompt in, EngineCoreRequest out: tokenization and the checks that need the model's limits.
+
+Source: vllm/v1/engine/processor.py (Processor; InputProcessor in later versions).
+"""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+
+from stage03_engine.config import VllmConfig
+from stage03_engine.errors import InvalidRequestError
+from stage03_engine.frontend.tokenizer import Tokenizer
+from stage03_engine.messages import EngineCoreRequest
+from stage03_engine.sampling_params import SamplingParams
+from stagetrace import trace
+
+
+class InputProcessor:
+    """Makes engine requests. Every refusal happens here, before anything reaches the engine."""
+
+    def __init__(self, config: VllmConfig, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._max_model_len = config.max_model_len
+        self._vocab_size = config.shape.vocab_size
+        if trace.on:
+            trace.emit("input_processor.created")
+
+    def process_inputs(self, request_id: str, prompt: str | list[int], params: SamplingParams) -> EngineCoreRequest:
+        """Tokenize and validate one prompt, given as text or as token ids.
+
+        `max_tokens` is clipped to the context that the prompt leaves; None becomes all of it.
+        Raises InvalidRequestError for an empty or too long prompt, ids out of the vocabulary, impossible `max_tokens`.
+        """
+        token_ids = self._tokenize(prompt)
+        room = self._max_model_len - len(token_ids)
+        if not token_ids:
+            raise InvalidRequestError("The prompt must not be empty: it has no tokens.", "prompt")
+        if room <= 0:
+            raise InvalidRequestError(
+                f"This model's maximum context length is {self._max_model_len} tokens, of which at least one is for the "
+                f"output. The prompt has {len(token_ids)} tokens; shorten it.",
+                "prompt",
+            )
+        if params.max_tokens is not None and params.max_tokens > self._max_model_len:
+            raise InvalidRequestError(
+                f"max_tokens must be at most the context length, {self._max_model_len}, got {params.max_tokens}.",
+                "max_tokens",
+            )
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        if trace.on:
+            trace.emit("request.tokenized", req=request_id, num_tokens=len(token_ids))
+        return EngineCoreRequest(
+            request_id=request_id,
+            prompt_token_ids=token_ids,
+            sampling_params=msgspec.structs.replace(params, max_tokens=max_tokens),
+            eos_token_id=self._tokenizer.eos_token_id,
+            arrival_time=time.monotonic(),
+        )
+
+    def _tokenize(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, str):
+            # What cannot fit whatever its tokens are is not tokenized: megabytes of text would hold up every other client.
+            if len(prompt) > self._max_model_len * self._tokenizer.max_token_bytes:
+                raise InvalidRequestError(
+                    f"This model's maximum context length is {self._max_model_len} tokens. The prompt has {len(prompt)} "
+                    f"characters, which are more tokens than that in any case; shorten it.",
+                    "prompt",
+                )
+            # A lone surrogate is a valid Python and JSON string but no Unicode text: the tokenizer cannot take it.
+            if not prompt.isascii() and any("\ud800" <= c <= "\udfff" for c in prompt):
+                raise InvalidRequestError("The prompt holds a lone surrogate, which is not Unicode text.", "prompt")
+            return self._tokenizer.encode(prompt)
+        for token_id in prompt:
+            if not 0 <= token_id < self._vocab_size:
+                raise InvalidRequestError(
+                    f"Token id {token_id} is out of the vocabulary: ids are 0 to {self._vocab_size - 1}.", "prompt"
+                )
+        return list(prompt)

@@ -1,0 +1,190 @@
+"""EngineCoreOutputs in, RequestOutputs out: detokenization, stop strings, and one collector per waiting request.
+
+Source: vllm/v1/engine/output_processor.py (OutputProcessor, RequestState, RequestOutputCollector).
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from stage03_engine.frontend.detokenizer import IncrementalDetokenizer
+from stage03_engine.frontend.stats import IterationStats, RequestStats
+from stage03_engine.frontend.tokenizer import Tokenizer
+from stage03_engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, TokenLogprobs
+from stage03_engine.outputs import CompletionOutput, RequestOutput
+from stage03_engine.sampling_params import RequestOutputKind
+from stagetrace import trace
+
+
+class RequestOutputCollector:
+    """Hands outputs from the output handler to one `generate()`.
+
+    Holds at most one output: when the consumer is slower than the engine, newer deltas are merged into the waiting one,
+    so memory stays bounded and nothing is lost.
+    """
+
+    def __init__(self, output_kind: RequestOutputKind) -> None:
+        self._aggregate = output_kind == RequestOutputKind.DELTA
+        self._ready = asyncio.Event()
+        self._output: RequestOutput | Exception | None = None
+
+    def put(self, output: RequestOutput | Exception) -> None:
+        """Never blocks. An exception replaces whatever waits and is raised by `get`."""
+        if isinstance(self._output, RequestOutput) and isinstance(output, RequestOutput):
+            self._output.add(output, self._aggregate)
+        elif not isinstance(self._output, Exception):
+            self._output = output
+        self._ready.set()
+
+    async def get(self) -> RequestOutput:
+        """Wait for the next output. Raises what was put, if that was an exception."""
+        await self._ready.wait()
+        output, self._output = self._output, None
+        self._ready.clear()
+        assert output is not None
+        if isinstance(output, Exception):
+            raise output
+        return output
+
+
+class RequestState:
+    """All that the front end knows about one running request."""
+
+    def __init__(
+        self, request: EngineCoreRequest, prompt: str | None, tokenizer: Tokenizer, queue: RequestOutputCollector | None
+    ) -> None:
+        self.request = request
+        self.prompt = prompt
+        self.queue = queue
+        self.detokenizer = IncrementalDetokenizer(tokenizer, request.sampling_params)
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] | None = None if request.sampling_params.logprobs is None else []
+        self._num_given = 0
+        self.stats = RequestStats(arrival=request.arrival_time, num_prompt_tokens=len(request.prompt_token_ids))
+
+    def make_output(self, finish_reason: FinishReason | None, stop_reason: int | str | None) -> RequestOutput | None:
+        """The output to hand over now, or None when there is nothing to show yet."""
+        kind = self.request.sampling_params.output_kind
+        finished = finish_reason is not None
+        if kind == RequestOutputKind.FINAL_ONLY and not finished:
+            return None
+        delta = kind == RequestOutputKind.DELTA
+        start = self._num_given if delta else 0
+        text = self.detokenizer.next_text(delta)
+        if delta and not finished and not text:
+            return None  # its tokens and logprobs go with the text that they become
+        self._num_given = len(self.token_ids)
+        completion = CompletionOutput(
+            index=0,
+            text=text,
+            token_ids=self.token_ids[start:],
+            logprobs=None if self.logprobs is None else self.logprobs[start:],
+            finish_reason=None if finish_reason is None else str(finish_reason),
+            stop_reason=stop_reason,
+        )
+        return RequestOutput(
+            self.request.request_id, self.prompt, self.request.prompt_token_ids, [completion], finished
+        )
+
+
+class OutputProcessor:
+    """Turns each step's outputs into what the callers wait for."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.request_states: dict[str, RequestState] = {}
+        if trace.on:
+            trace.emit("output_processor.created")
+
+    def add_request(
+        self, request: EngineCoreRequest, prompt: str | None = None, queue: RequestOutputCollector | None = None
+    ) -> None:
+        """Expect outputs for this request. Raises ValueError when its id is already in use."""
+        if request.request_id in self.request_states:
+            raise ValueError(f"request id {request.request_id} is already running")
+        self.request_states[request.request_id] = RequestState(request, prompt, self._tokenizer, queue)
+        if trace.on:
+            trace.emit("request.registered", req=request.request_id)
+
+    def process_outputs(
+        self, outputs: list[EngineCoreOutput], stats: IterationStats
+    ) -> tuple[list[RequestOutput], list[str]]:
+        """Returns (outputs of requests that have no collector, ids that the engine must stop because of a stop string).
+
+        Outputs of requests that are gone (aborted a moment ago) are ignored.
+        """
+        request_outputs: list[RequestOutput] = []
+        reqs_to_abort: list[str] = []
+        for output in outputs:
+            state = self.request_states.get(output.request_id)
+            if state is None:
+                continue
+            if output.error is not None:
+                self._refuse(state, RuntimeError(output.error))
+                continue
+            stop = self._take_in(state, output)
+            if stop is not None and output.finish_reason is None:
+                reqs_to_abort.append(output.request_id)
+            finish_reason, stop_reason = output.finish_reason, output.stop_reason
+            if stop is not None:
+                finish_reason, stop_reason = FinishReason.STOP, stop
+            stats.update(state.stats, output, len(output.new_token_ids), finish_reason)
+            if finish_reason is not None:
+                self._finish(state, finish_reason)
+            if (made := state.make_output(finish_reason, stop_reason)) is not None:
+                self._deliver(state, made, request_outputs)
+        return request_outputs, reqs_to_abort
+
+    def _take_in(self, state: RequestState, output: EngineCoreOutput) -> str | None:
+        """Add new tokens, logprobs and text to the state; returns the stop string that appeared."""
+        state.token_ids.extend(output.new_token_ids)
+        if state.logprobs is not None and output.new_logprobs:
+            state.logprobs.extend(output.new_logprobs)
+        before = state.detokenizer.safe
+        by_token = output.finish_reason == FinishReason.STOP
+        stop = state.detokenizer.update(output.new_token_ids, finished_by_token=by_token)
+        if trace.on:
+            new = max(0, state.detokenizer.safe - before)
+            trace.emit(
+                "request.detokenized", req=output.request_id, num_tokens=len(output.new_token_ids), characters=new
+            )
+            if stop is not None:
+                trace.emit("request.stop_matched", req=output.request_id, stop=stop)
+        return stop
+
+    def _finish(self, state: RequestState, reason: FinishReason) -> None:
+        state.detokenizer.finish()
+        del self.request_states[state.request.request_id]
+        if trace.on:
+            trace.emit(
+                "request.finished",
+                req=state.request.request_id,
+                reason=str(reason),
+                num_output_tokens=len(state.token_ids),
+            )
+
+    def _refuse(self, state: RequestState, error: RuntimeError) -> None:
+        """The engine could not take this request: whoever waits for it hears why."""
+        del self.request_states[state.request.request_id]
+        if state.queue is None:
+            raise error
+        state.queue.put(error)
+
+    def _deliver(self, state: RequestState, made: RequestOutput, request_outputs: list[RequestOutput]) -> None:
+        if state.queue is None:
+            request_outputs.append(made)
+            return
+        state.queue.put(made)
+        if trace.on:
+            trace.emit("request.collected", req=made.request_id, finished=made.finished)
+
+    def abort_requests(self, request_ids: list[str]) -> list[str]:
+        """Forget requests; returns those that were still running."""
+        return [i for i in request_ids if self.request_states.pop(i, None) is not None]
+
+    def propagate_error(self, error: Exception) -> None:
+        """The engine is gone: every waiting request ends with this error."""
+        for state in self.request_states.values():
+            if state.queue is not None:
+                state.queue.put(error)
+        self.request_states.clear()

@@ -1,0 +1,113 @@
+"""Offline inference without HTTP or an event loop (vllm/entrypoints/llm.py, vllm/v1/engine/llm_engine.py)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+from stage03_engine.arg_utils import EngineArgs
+from stage03_engine.config import VllmConfig
+from stage03_engine.errors import InvalidRequestError
+from stage03_engine.frontend.core_client import EngineCoreClient, InprocClient, SyncMPClient
+from stage03_engine.frontend.input_processor import InputProcessor
+from stage03_engine.frontend.output_processor import OutputProcessor
+from stage03_engine.frontend.stats import IterationStats
+from stage03_engine.frontend.tokenizer import init_tokenizer_from_configs
+from stage03_engine.outputs import RequestOutput
+from stage03_engine.sampling_params import SamplingParams
+
+Prompt = str | list[int]
+
+
+class LLM:
+    """An engine that is driven by plain function calls.
+
+    >>> LLM("gpt2-tiny").generate("To be, or", SamplingParams(temperature=0, max_tokens=8))[0].outputs[0].text
+
+    `multiprocess` puts the engine core into a process of its own, as the server does; otherwise it runs right here. The
+    keywords are the fields of the configuration classes, e.g. `block_size=8`. Raises ConfigError, ModelNotFoundError.
+    """
+
+    def __init__(self, model: str = "gpt2-tiny", *, multiprocess: bool = False, **engine_args: Any) -> None:
+        self._setup(EngineArgs.from_kwargs(model=model, **engine_args), multiprocess)
+
+    @classmethod
+    def from_vllm_config(cls, config: VllmConfig, *, multiprocess: bool = False) -> LLM:
+        """The same from a configuration that is already resolved."""
+        llm = cls.__new__(cls)
+        llm._setup(config, multiprocess)
+        return llm
+
+    def _setup(self, config: VllmConfig, multiprocess: bool) -> None:
+        self.vllm_config = config
+        self.tokenizer = init_tokenizer_from_configs(config)
+        self.input_processor = InputProcessor(config, self.tokenizer)
+        self.output_processor = OutputProcessor(self.tokenizer)
+        self.engine_core: EngineCoreClient
+        if multiprocess:
+            self.engine_core = SyncMPClient(config)
+        else:
+            from stage03_engine.core.engine_core import EngineCore  # imports torch: only for whoever runs it here
+
+            self.engine_core = InprocClient(EngineCore(config))
+        self._ids = itertools.count()
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Complete all prompts together; the results are in their order. `params` is one for all or one for each.
+
+        Raises InvalidRequestError before anything runs when a prompt or a setting is impossible.
+        """
+        single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
+        batch: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore[list-item, arg-type]
+        each = [params or SamplingParams()] * len(batch) if not isinstance(params, Sequence) else list(params)
+        if len(each) != len(batch):
+            raise InvalidRequestError(f"{len(batch)} prompts but {len(each)} sampling parameters.", "params")
+        requests = [
+            self.input_processor.process_inputs(f"r{next(self._ids)}", prompt, p) for prompt, p in zip(batch, each)
+        ]
+        for request, prompt in zip(requests, batch):
+            self.output_processor.add_request(request, prompt if isinstance(prompt, str) else None)
+            self.engine_core.add_request(request)
+        order = {request.request_id: i for i, request in enumerate(requests)}
+        finished = [output for output in self._run() if output.finished]
+        return sorted(finished, key=lambda output: order[output.request_id])
+
+    def _run(self) -> Iterator[RequestOutput]:
+        """Step until every request is finished, yielding outputs as they come."""
+        try:
+            while self.output_processor.request_states:
+                yield from self.step()
+        finally:  # interrupted: the engine must not go on with what nobody waits for
+            left = list(self.output_processor.request_states)
+            if left:
+                self.output_processor.abort_requests(left)
+                self.engine_core.abort_requests(left)
+
+    def step(self) -> list[RequestOutput]:
+        """One engine step and what came out of it."""
+        outputs = self.engine_core.get_output()
+        request_outputs, reqs_to_abort = self.output_processor.process_outputs(outputs.outputs, IterationStats())
+        if reqs_to_abort:
+            self.engine_core.abort_requests(reqs_to_abort)
+        return request_outputs
+
+    def stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[RequestOutput]:
+        """Complete one prompt, yielding outputs as they come (of the kind that `params.output_kind` says)."""
+        request = self.input_processor.process_inputs(f"r{next(self._ids)}", prompt, params)
+        self.output_processor.add_request(request, prompt if isinstance(prompt, str) else None)
+        self.engine_core.add_request(request)
+        yield from self._run()
+
+    def shutdown(self) -> None:
+        """End the engine. May be called twice."""
+        self.engine_core.shutdown()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.shutdown()

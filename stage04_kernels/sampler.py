@@ -1,0 +1,183 @@
+"""From logits to the next token (vLLM: Sampler in v1/sample/sampler.py, with v1/sample/ops).
+
+The order is vLLM's: temperature, min-p, top-k, top-p, then one draw. Each transform takes logits [num_rows, vocab] and
+returns new ones, in which what may not be drawn is -inf. The slow twin of each stands in sampler_reference.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+GREEDY_BELOW = 1e-5  # temperatures below this mean greedy, as in vLLM
+_MASK64 = (1 << 64) - 1
+
+
+@dataclass(frozen=True)
+class SamplingMetadata:
+    """The settings of each row. A tensor is None when its transform is off for all rows, so that it is skipped."""
+
+    temperature: Tensor  # [num_rows] float32; 0 = greedy
+    top_k: Tensor | None  # [num_rows] int64; 0 and -1 = off
+    top_p: Tensor | None  # [num_rows] float32; 1 = off
+    min_p: Tensor | None  # [num_rows] float32; 0 = off
+    seeds: list[int]  # per row; any 64-bit integer
+    positions: list[int]  # per row: how many tokens the request has produced so far
+    random_rows: list[int]  # the rows that are not greedy
+    max_num_logprobs: int | None = None  # None: no logprobs; 0: of the sampled token only; k: of the k most likely too
+
+    @classmethod
+    def from_lists(
+        cls,
+        temperature: list[float],
+        top_k: list[int],
+        top_p: list[float],
+        min_p: list[float],
+        seeds: list[int],
+        positions: list[int],
+        max_num_logprobs: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> SamplingMetadata:
+        """Build it from one value per row. Only random rows count when a transform is judged to be on."""
+        random_rows = [row for row, t in enumerate(temperature) if t >= GREEDY_BELOW]
+        use_top_k = any(top_k[row] > 0 for row in random_rows)
+        use_top_p = any(top_p[row] < 1.0 for row in random_rows)
+        use_min_p = any(min_p[row] > 0.0 for row in random_rows)
+        return cls(
+            temperature=torch.tensor(temperature, dtype=torch.float32, device=device),
+            top_k=torch.tensor(top_k, dtype=torch.int64, device=device) if use_top_k else None,
+            top_p=torch.tensor(top_p, dtype=torch.float32, device=device) if use_top_p else None,
+            min_p=torch.tensor(min_p, dtype=torch.float32, device=device) if use_min_p else None,
+            seeds=seeds,
+            positions=positions,
+            random_rows=random_rows,
+            max_num_logprobs=max_num_logprobs,
+        )
+
+
+@dataclass(frozen=True)
+class SamplerOutput:
+    """The chosen tokens. The other three are None unless logprobs were asked for; column 0 is the sampled token, then come
+    the k most likely in descending order. They are taken from the raw logits, before any transform."""
+
+    sampled_token_ids: Tensor  # [num_rows] int64
+    logprob_token_ids: Tensor | None = None  # [num_rows, k + 1] int64
+    logprobs: Tensor | None = None  # [num_rows, k + 1] float32
+    ranks: Tensor | None = None  # [num_rows] int64: 1 = the sampled token was the most likely
+
+
+def apply_temperature(logits: Tensor, temperature: Tensor) -> Tensor:
+    """Divide each row by its temperature [num_rows], which must be above 0."""
+    return logits / temperature[:, None]
+
+
+def apply_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
+    """Forbid tokens less likely than min_p [num_rows] times the most likely one (Nguyen et al. 2024)."""
+    probs = logits.softmax(dim=-1)
+    threshold = min_p[:, None] * probs.amax(dim=-1, keepdim=True)
+    return logits.masked_fill(probs < threshold, -torch.inf)
+
+
+def apply_top_k(logits: Tensor, top_k: Tensor) -> Tensor:
+    """Keep the top_k [num_rows] largest logits of each row, exactly that many: of equal ones the lower index stays."""
+    on = (top_k > 0)[:, None]  # [num_rows, 1]
+    k = torch.where(on, top_k[:, None], 1).clamp(max=logits.shape[-1])  # 1 where it is off: the search stays short
+    kth = logits.topk(int(k.max()), dim=-1).values.gather(1, k - 1)  # [num_rows, 1]: the smallest logit that stays
+    above, equal = logits > kth, logits == kth
+    places_left = k - above.sum(dim=-1, keepdim=True)
+    keep = above | (equal & (equal.cumsum(dim=-1) <= places_left))
+    return logits.masked_fill(on & ~keep, -torch.inf)
+
+
+# Invariant: a token stays if the mass of all tokens before it, from the most likely down, is still below p. So the first
+# one always stays, and the last one that stays is the one that reaches p.
+def apply_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
+    """Keep the smallest set of tokens whose mass reaches top_p [num_rows] (nucleus sampling, Holtzman et al. 2020).
+
+    At least one token stays; of equally likely ones the lower index comes first. Only rows with top_p < 1 are sorted:
+    sorting is by far the dearest part of sampling.
+    """
+    rows = (top_p < 1.0).nonzero().squeeze(1)
+    sorted_logits, order = logits[rows].sort(dim=-1, descending=True, stable=True)
+    probs = sorted_logits.softmax(dim=-1)
+    mass_before = probs.cumsum(dim=-1) - probs
+    kept = sorted_logits.masked_fill(mass_before >= top_p[rows, None], -torch.inf)
+    result = logits.clone()
+    result[rows] = torch.empty_like(kept).scatter_(1, order, kept)
+    return result
+
+
+def mix_seed(seed: int, position: int) -> int:
+    """One well-spread 64-bit seed from two integers (splitmix64, Steele et al. 2014, applied twice)."""
+    state = seed
+    for addend in (0, position):
+        state = (state + addend + 0x9E3779B97F4A7C15) & _MASK64
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK64
+        state ^= state >> 31
+    return state
+
+
+def exponential_noise(seeds: list[int], positions: list[int], vocab: int, device: torch.device) -> Tensor:
+    """Noise [num_rows, vocab] float32, exponentially distributed with rate 1; row i depends on seeds[i] and positions[i] only.
+
+    The generator is seeded anew for each row and keeps no state between rows or steps. Uniform numbers in double
+    precision and one logarithm over all rows cost a third of `Tensor.exponential_`.
+    """
+    generator = torch.Generator(device=device)
+    uniform = torch.empty(len(seeds), vocab, dtype=torch.float64, device=device)
+    for row, seed, position in zip(uniform, seeds, positions):
+        generator.manual_seed(mix_seed(seed, position))
+        row.uniform_(generator=generator)  # in [0, 1): -log(0) is inf, a token that cannot win
+    return uniform.log_().neg_().float()
+
+
+def sample_random(logits: Tensor, seeds: list[int], positions: list[int]) -> Tensor:
+    """Draw one token per row from softmax(logits): [num_rows, vocab] -> [num_rows] int64.
+
+    An exponential race: token t arrives after noise[t] / probs[t], and the first to arrive is t with probability probs[t].
+    A rounding error in one probability moves only that token's time, so that a seeded draw almost never depends on
+    how the logits were rounded. (In a search through the cumulative sum it would move every token behind it.)
+    """
+    probs = logits.softmax(dim=-1)
+    noise = exponential_noise(seeds, positions, logits.shape[-1], logits.device)
+    return (probs / noise).argmax(dim=-1)
+
+
+def gather_logprobs(logits: Tensor, token_ids: Tensor, num_logprobs: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Token ids and log-probabilities [num_rows, num_logprobs + 1] (given token first, then the most likely), and ranks."""
+    logprobs = logits.float().log_softmax(dim=-1)
+    chosen = logprobs.gather(1, token_ids[:, None])  # [num_rows, 1]
+    best = logprobs.topk(num_logprobs, dim=-1)
+    ranks = (logprobs > chosen).sum(dim=-1) + 1
+    return torch.cat([token_ids[:, None], best.indices], 1), torch.cat([chosen, best.values], 1), ranks
+
+
+def _draw(logits: Tensor, rows: Tensor, metadata: SamplingMetadata) -> Tensor:
+    """Transform and draw the random rows: logits [num_random, vocab] -> [num_random]."""
+    logits = apply_temperature(logits, metadata.temperature[rows])
+    if metadata.min_p is not None:
+        logits = apply_min_p(logits, metadata.min_p[rows])
+    if metadata.top_k is not None:
+        logits = apply_top_k(logits, metadata.top_k[rows])
+    if metadata.top_p is not None:
+        logits = apply_top_p(logits, metadata.top_p[rows])
+    seeds = [metadata.seeds[row] for row in metadata.random_rows]
+    return sample_random(logits, seeds, [metadata.positions[row] for row in metadata.random_rows])
+
+
+def sample(logits: Tensor, metadata: SamplingMetadata) -> SamplerOutput:
+    """Choose the next token of each row of logits [num_rows, vocab] float32.
+
+    Greedy rows take the argmax of the raw logits, the lowest index among equals. The draw of a random row is a function of
+    its seed, its position and its own logits: neither the rest of the batch nor any earlier step changes it.
+    """
+    token_ids = logits.argmax(dim=-1)
+    if metadata.random_rows:
+        rows = torch.tensor(metadata.random_rows, device=logits.device)
+        token_ids[rows] = _draw(logits[rows], rows, metadata)
+    if metadata.max_num_logprobs is None:
+        return SamplerOutput(token_ids)
+    return SamplerOutput(token_ids, *gather_logprobs(logits, token_ids, metadata.max_num_logprobs))

@@ -1,0 +1,79 @@
+"""The slow twins of sampler.py: one row at a time, sorted lists and sums in plain Python's double precision.
+
+vLLM has no counterpart file. Each function takes one row of logits as a list and returns what it must become.
+"""
+
+from __future__ import annotations
+
+import math
+
+NEVER = -math.inf
+
+
+def softmax(logits: list[float]) -> list[float]:
+    """Probabilities of one row."""
+    largest = max(logits)
+    weights = [math.exp(x - largest) for x in logits]
+    total = math.fsum(weights)
+    return [w / total for w in weights]
+
+
+def log_softmax(logits: list[float]) -> list[float]:
+    """Log-probabilities of one row."""
+    largest = max(logits)
+    log_total = largest + math.log(math.fsum(math.exp(x - largest) for x in logits))
+    return [x - log_total for x in logits]
+
+
+def descending(values: list[float]) -> list[int]:
+    """Indices from the largest value down; of equal values the lower index first."""
+    return sorted(range(len(values)), key=lambda index: (-values[index], index))
+
+
+def temperature(logits: list[float], value: float) -> list[float]:
+    """Twin of `apply_temperature`."""
+    return [x / value for x in logits]
+
+
+def min_p(logits: list[float], value: float) -> list[float]:
+    """Twin of `apply_min_p`."""
+    probs = softmax(logits)
+    threshold = value * max(probs)
+    return [x if p >= threshold else NEVER for x, p in zip(logits, probs)]
+
+
+def top_k(logits: list[float], value: int) -> list[float]:
+    """Twin of `apply_top_k`."""
+    if value <= 0:
+        return list(logits)
+    kept = set(descending(logits)[:value])
+    return [x if index in kept else NEVER for index, x in enumerate(logits)]
+
+
+def top_p(logits: list[float], value: float) -> list[float]:
+    """Twin of `apply_top_p`."""
+    if value >= 1.0:
+        return list(logits)
+    probs = softmax(logits)
+    kept: set[int] = set()
+    mass = 0.0
+    for index in descending(logits):
+        kept.add(index)
+        mass += probs[index]
+        if mass >= value:
+            break
+    return [x if index in kept else NEVER for index, x in enumerate(logits)]
+
+
+def logprobs(logits: list[float], token_id: int, count: int) -> tuple[list[int], list[float], int]:
+    """Twin of `gather_logprobs`: token ids and log-probabilities, sampled token first, and its rank."""
+    values = log_softmax(logits)
+    ids = [token_id, *descending(logits)[:count]]
+    rank = 1 + sum(x > logits[token_id] for x in logits)
+    return ids, [values[index] for index in ids], rank
+
+
+def race(logits: list[float], noise: list[float]) -> int:
+    """Twin of the draw in `sample_random`: the token that arrives first at time noise / probability."""
+    arrival = [n / p if p > 0.0 else math.inf for n, p in zip(noise, softmax(logits))]
+    return arrival.index(min(arrival))

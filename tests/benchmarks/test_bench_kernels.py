@@ -1,0 +1,45 @@
+"""How much faster the torch backend is than the oracle, and what one layer costs. Run with `--benchmark-only`."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from stage04_kernels.attention import attention
+from stage04_kernels.cases import AttentionCase, make_attention_case
+from stage04_kernels.sampler import SamplingMetadata, sample
+
+
+def run(case: AttentionCase, backend: str) -> torch.Tensor:
+    return attention(case.query, case.key, case.value, case.kv_cache, case.metadata, case.scale, backend)
+
+
+def test_bench_decode_torch_against_reference(benchmark: Any) -> None:
+    """32 decodes with a context of 512 tokens each: one layer of attention, 8 heads of 32."""
+    case = make_attention_case([1] * 32, [511] * 32, num_heads=8, num_kv_heads=8, head_dim=32)
+    fast = benchmark(run, case, "torch")
+    start = time.perf_counter()
+    slow = run(case, "reference")
+    reference_seconds = time.perf_counter() - start
+    torch.testing.assert_close(fast, slow, atol=1e-5, rtol=1e-5)
+    benchmark.extra_info["reference_ms"] = round(1e3 * reference_seconds, 2)
+    if benchmark.stats is not None:
+        benchmark.extra_info["reference_over_torch"] = round(reference_seconds / benchmark.stats.stats.median, 1)
+
+
+def test_bench_sample_mixed_batch(benchmark: Any) -> None:
+    """64 rows over 2,000 tokens: a quarter each greedy, plain, top-k and top-p."""
+    n = 64
+    logits = 3.0 * torch.randn(n, 2_000, generator=torch.Generator().manual_seed(0))
+    metadata = SamplingMetadata.from_lists(
+        temperature=[0.0, 1.0, 1.0, 1.0] * 16,
+        top_k=[0, 0, 50, 0] * 16,
+        top_p=[1.0, 1.0, 1.0, 0.9] * 16,
+        min_p=[0.0] * n,
+        seeds=list(range(n)),
+        positions=[5] * n,
+    )
+    output = benchmark(sample, logits, metadata)
+    assert output.sampled_token_ids.shape == (n,)

@@ -1,0 +1,188 @@
+"""From settings to a VllmConfig: what is detected, and which combinations are refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, strategies as st
+
+from stage03_engine.arg_utils import AsyncEngineArgs, EngineArgs
+from stage03_engine.args import FlexibleArgumentParser, cli_env_setup, run_command
+from stage03_engine.args.detect import available_cores
+from stage03_engine.config import VllmConfig
+from stage03_engine.errors import ConfigError, EngineStartError
+
+DUMMY = {"model": "gpt2", "load_format": "dummy", "device": "cpu"}
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("STAGES_")]:
+        monkeypatch.delenv(name)
+
+
+def test_everything_open_is_detected() -> None:
+    config = EngineArgs.from_kwargs(**DUMMY)
+    assert config.model_config.dtype == "float32"
+    assert config.max_model_len == config.shape.max_position_embeddings == 1024
+    assert config.device_config.num_threads == max(1, available_cores() - 1)
+    assert 1 <= available_cores() <= (os.cpu_count() or 1)
+
+
+def test_the_device_is_named_and_float32_goes_with_the_cpu() -> None:
+    config = EngineArgs.from_kwargs(model="gpt2", load_format="dummy")
+    assert config.device_config.device in ("cpu", "cuda")
+    on_gpu = EngineArgs.from_kwargs(model="gpt2", load_format="dummy", device="cuda")
+    assert on_gpu.model_config.dtype == on_gpu.shape.torch_dtype
+
+
+def test_the_alias_is_followed_and_said() -> None:
+    parser = FlexibleArgumentParser()
+    parser.add_argument("model_tag")
+    AsyncEngineArgs.add_cli_args(parser)
+    words = ["gpt-2", "--load-format=dummy"]
+    config, sources = AsyncEngineArgs.from_cli_args(parser.parse_args(words), {}).create_engine_config()
+    assert config.model_config.model == sources["model"].value == "gpt2"
+    assert sources["model"].origin == "command line (model tag, alias gpt-2)"
+    assert config == EngineArgs.from_kwargs(**DUMMY | {"device": "auto"})
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"max_model_len": 1025}, "max_model_len 1025 is more than the model's 1024 positions"),
+        ({"max_model_len": 0}, "max_model_len must be at least 1"),
+        ({"max_num_batched_tokens": 255}, "max_num_batched_tokens 255 is less than max_num_seqs 256"),
+        ({"max_num_batched_tokens": 1023, "enable_chunked_prefill": False}, "less than max_model_len 1024"),
+        ({"block_size": 0}, "block_size must be at least 1"),
+        ({"max_num_seqs": -1}, "max_num_seqs must be at least 1"),
+        ({"max_num_seqs": 0, "max_num_batched_tokens": 0}, "max_num_seqs must be at least 1"),
+        ({"kv_cache_memory_bytes": 0}, "kv_cache_memory_bytes must be at least 1"),
+        ({"num_gpu_blocks_override": 1}, "num_gpu_blocks_override must be at least 2"),
+        ({"num_threads": 0}, "num_threads must be at least 1"),
+        ({"gpu_memory_utilization": 0.0}, "gpu_memory_utilization must be in \\(0, 1\\]"),
+        ({"gpu_memory_utilization": 1.01}, "gpu_memory_utilization must be in \\(0, 1\\]"),
+        ({"gpu_memory_utilization": float("nan")}, "nan is not a finite number"),
+        ({"gpu_memory_utilization": "inf"}, "inf is not a finite number"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size = 2 is not built yet"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size = 2 is not built yet"),
+        ({"data_parallel_size": 8}, "data_parallel_size = 8 is not built yet"),
+        ({"data_parallel_size": 0}, "data_parallel_size must be at least 1"),
+        ({"dtype": "int4"}, "'int4' is not one of auto, float32"),
+        ({"blok_size": 4}, "unknown setting 'blok_size'; did you mean block_size\\?"),
+        ({"shape": None}, "unknown setting 'shape'"),
+    ],
+)
+def test_impossible_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineArgs.from_kwargs(**DUMMY | settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_model_len": 1024, "max_num_batched_tokens": 1024, "enable_chunked_prefill": False},
+        {"max_num_batched_tokens": 16, "max_num_seqs": 16},
+        {"gpu_memory_utilization": 1},
+        {"num_gpu_blocks_override": 2, "block_size": 1, "max_model_len": 1, "num_threads": 1},
+        {"kv_cache_memory_bytes": "1G"},
+    ],
+)
+def test_settings_at_the_edge_are_accepted(settings: dict[str, Any]) -> None:
+    EngineArgs.from_kwargs(**DUMMY | settings)
+
+
+@given(st.integers(-3, 40), st.integers(-3, 40), st.integers(-3, 1100), st.booleans())
+def test_what_is_accepted_can_make_progress(seqs: int, budget: int, length: int, chunked: bool) -> None:
+    """Independent statement of the rules: each running request gets a token per step, each prompt fits at some time."""
+    settings = {"max_num_seqs": seqs, "max_num_batched_tokens": budget, "max_model_len": length}
+    possible = 1 <= seqs <= budget and 1 <= length <= 1024 and (chunked or budget >= length)
+    try:
+        EngineArgs.from_kwargs(**DUMMY, **settings, enable_chunked_prefill=chunked)
+        accepted = True
+    except ConfigError:
+        accepted = False
+    assert accepted == possible
+
+
+def test_keywords_take_the_rank_of_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STAGES_BLOCK_SIZE", "4")
+    monkeypatch.setenv("STAGES_SEED", "7")
+    config = EngineArgs.from_kwargs(**DUMMY, block_size=8)
+    assert (config.cache_config.block_size, config.model_config.seed) == (8, 7)
+
+
+def test_a_config_survives_the_handshake() -> None:
+    config = EngineArgs.from_kwargs(**DUMMY)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=VllmConfig) == config
+
+
+def test_a_hidden_gpu_is_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from stage03_engine.args import detect
+
+    driver = tmp_path / "nvidiactl"
+    driver.touch()
+    monkeypatch.setattr(detect, "_NVIDIA_DRIVER", driver)
+    monkeypatch.setattr(detect, "version", lambda name: "2.13.0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert detect.detect_device()[0] == "cuda"
+    monkeypatch.setattr(detect, "version", lambda name: "2.13.0+cpu")
+    assert detect.detect_device() == ("cpu", "torch is built without CUDA")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert detect.detect_device()[0] == "cpu"
+
+
+@pytest.mark.parametrize(
+    "quota, cores", [("100000 100000", 1), ("50000 100000", 1), ("nonsense", None), ("max 1", None)]
+)
+def test_a_container_quota_limits_the_cores(
+    quota: str, cores: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from stage03_engine.args import detect
+
+    monkeypatch.setattr(detect, "_CGROUP_QUOTA", tmp_path / "missing")
+    unlimited = available_cores()
+    (tmp_path / "cpu.max").write_text(quota)
+    monkeypatch.setattr(detect, "_CGROUP_QUOTA", tmp_path / "cpu.max")
+    assert available_cores() == (unlimited if cores is None else cores)
+
+
+def test_commands_end_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(error: BaseException) -> int:
+        raise error
+
+    assert run_command(lambda: 7) == 7
+    assert run_command(lambda: fail(ConfigError("two\n  lines"))) == 2
+    assert capsys.readouterr().err == "stages: error: two lines\n"
+    assert run_command(lambda: fail(EngineStartError("no memory"))) == 1
+    assert capsys.readouterr().err == "stages: error: no memory\n"
+    assert run_command(lambda: fail(KeyboardInterrupt())) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_what_the_user_set_in_the_environment_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("KMP_BLOCKTIME", "TOKENIZERS_PARALLELISM"):
+        monkeypatch.setenv(name, "to be removed at the end")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    changed = cli_env_setup()
+    assert changed == {"KMP_BLOCKTIME": "0", "TOKENIZERS_PARALLELISM": "false"}
+    assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
+    assert changed.items() <= os.environ.items()
+    assert cli_env_setup() == {}
+
+
+def test_a_config_needs_no_torch() -> None:
+    code = (
+        "import sys; from stage03_engine.arg_utils import EngineArgs;"
+        "EngineArgs.from_kwargs(model='gpt2', load_format='dummy');"
+        "print([m for m in ('torch', 'transformers', 'huggingface_hub', 'yaml') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,108 @@
+"""Incremental detokenization: no half character leaves, no stop string slips through, nothing is lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+import stage03_engine.bundled
+from stage03_engine.arg_utils import EngineArgs
+from stage03_engine.frontend.detokenizer import IncrementalDetokenizer
+from stage03_engine.frontend.tokenizer import Tokenizer, init_tokenizer_from_configs
+from stage03_engine.sampling_params import SamplingParams
+
+BUNDLED = Path(stage03_engine.bundled.__file__).parent / "gpt2-tiny"
+TOKENIZER = init_tokenizer_from_configs(EngineArgs.from_kwargs(model="gpt2-tiny"))
+STAND_IN = init_tokenizer_from_configs(EngineArgs.from_kwargs(model="gpt2", load_format="dummy"))
+
+texts = st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=30)
+
+
+def stream(tokenizer: Tokenizer, ids: list[int], **params) -> tuple[list[str], str | None]:
+    """Feed one token at a time; returns (the deltas, the stop string that ended it)."""
+    detokenizer = IncrementalDetokenizer(tokenizer, SamplingParams(**params))
+    deltas, stop = [], None
+    for token_id in ids:
+        stop = detokenizer.update([token_id])
+        deltas.append(detokenizer.next_text(delta=True))
+        if stop is not None:
+            return deltas, stop
+    detokenizer.finish()
+    deltas.append(detokenizer.next_text(delta=True))
+    return deltas, None
+
+
+@pytest.mark.parametrize("tokenizer", [TOKENIZER, STAND_IN], ids=["bundled", "stand-in"])
+@settings(max_examples=200, deadline=None)
+@given(text=texts)
+def test_text_comes_back_whole_and_never_broken(tokenizer: Tokenizer, text: str) -> None:
+    deltas, _ = stream(tokenizer, tokenizer.encode(text), skip_special_tokens=False)
+    assert "".join(deltas) == text
+    assert "\ufffd" in text or not any("\ufffd" in delta for delta in deltas)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 2047), max_size=40))
+def test_any_tokens_give_what_decoding_the_whole_gives(ids: list[int]) -> None:
+    """Random tokens are full of invalid UTF-8. Only an unfinished character at the very end may be missing."""
+    deltas, _ = stream(TOKENIZER, ids)
+    raw = b"".join(TOKENIZER.token_bytes(i) for i in ids if not TOKENIZER.is_special(i))
+    for dropped in range(4):
+        kept = raw[: len(raw) - dropped]
+        if kept.decode("utf-8", errors="replace") == "".join(deltas):
+            assert raw[len(kept) :].decode("utf-8", errors="replace") in ("", "\ufffd")
+            return
+    pytest.fail("the deltas are not the decoded tokens")
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    text=st.text(alphabet="abcé\n", max_size=25),
+    stops=st.lists(st.text(alphabet="abcé\n", min_size=1, max_size=5), min_size=1, max_size=3),
+    include=st.booleans(),
+)
+def test_stop_strings_against_searching_the_whole_text(text: str, stops: list[str], include: bool) -> None:
+    """The oracle looks at the finished text. Bytes as tokens make every stop string cross token boundaries."""
+    ids = STAND_IN.encode(text)
+    deltas, stop = stream(STAND_IN, ids, stop=stops, include_stop_str_in_output=include)
+    ends = [text.find(s) + len(s) for s in stops if s in text]
+    if not ends:
+        assert stop is None and "".join(deltas) == text
+        return
+    # Text arrives character by character, so the stop string that is complete first wins.
+    end = min(ends)
+    candidates = [s for s in stops if s in text and text.find(s) + len(s) == end]
+    longest = max(candidates, key=len)
+    assert stop == longest
+    assert "".join(deltas) == (text[:end] if include else text[: end - len(longest)])
+
+
+def test_text_is_held_back_only_while_it_could_become_a_stop_string() -> None:
+    deltas, stop = stream(STAND_IN, STAND_IN.encode("abxab</s>tail"), stop=["</s>", "abc"])
+    assert stop == "</s>"
+    assert deltas[:5] == ["", "", "abx", "", ""]  # "ab" waits for a possible "c", then goes out at once
+    assert "".join(deltas) == "abxab"
+
+
+def test_gpt2_files_give_the_same_tokens_with_and_without_tokenizer_json(tmp_path: Path) -> None:
+    """Older folders have vocab.json and merges.txt only. The bundled tokenizer is taken apart to make such a folder."""
+    import json
+
+    whole = json.loads((BUNDLED / "tokenizer.json").read_text())
+    (tmp_path / "vocab.json").write_text(json.dumps(whole["model"]["vocab"]))
+    merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in whole["model"]["merges"]]
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
+    (tmp_path / "config.json").write_text((BUNDLED / "config.json").read_text())
+    config = EngineArgs.from_kwargs(model="gpt2-tiny", tokenizer=str(tmp_path))
+    old = init_tokenizer_from_configs(config)
+    text = "To be, or not to be: that's naïve.\n\n  <|endoftext|>"
+    assert old.encode(text) == TOKENIZER.encode(text)
+    assert old.eos_token_id == TOKENIZER.eos_token_id == 0
+    assert old.decode(old.encode(text)) == text.removesuffix("<|endoftext|>")
+
+
+def test_the_stand_in_has_the_models_vocabulary() -> None:
+    assert STAND_IN.vocab_size == 50257 and STAND_IN.eos_token_id == 50256
+    assert STAND_IN.encode("!") == [0] and STAND_IN.token_text(40000) == " t40000"

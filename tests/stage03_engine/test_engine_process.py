@@ -1,0 +1,153 @@
+"""The engine process seen from its sockets and signals."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+
+import psutil
+import pytest
+
+from stage03_engine import messages
+from stage03_engine.arg_utils import EngineArgs
+from stage03_engine.errors import EngineDeadError, EngineStartError
+from stage03_engine.frontend.core_client import SyncMPClient
+from stage03_engine.frontend.engine_process import EngineProcess
+from stage03_engine.frontend.input_processor import InputProcessor
+from stage03_engine.frontend.tokenizer import init_tokenizer_from_configs
+from stage03_engine.messages import EngineCoreRequest
+from stage03_engine.sampling_params import SamplingParams
+
+CONFIG = EngineArgs.from_kwargs(model="gpt2-tiny", kv_cache_memory_bytes=50_000_000)
+
+
+@pytest.fixture
+def client():
+    client = SyncMPClient(CONFIG)
+    yield client
+    client.shutdown()
+
+
+def request(name: str, max_tokens: int = 4) -> EngineCoreRequest:
+    processor = InputProcessor(CONFIG, init_tokenizer_from_configs(CONFIG))
+    return processor.process_inputs(
+        name, "ROMEO:", SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    )
+
+
+def tokens_of(client: SyncMPClient, name: str) -> list[int]:
+    tokens: list[int] = []
+    while True:
+        for output in client.get_output().outputs:
+            if output.request_id == name:
+                tokens += output.new_token_ids
+                if output.finish_reason is not None:
+                    return tokens
+
+
+def test_garbage_on_the_input_socket_is_ignored(client: SyncMPClient) -> None:
+    """A pickle that would create a file, wrong frames, wrong types: the engine serves on."""
+
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, ("/tmp/stages-evil-was-here",)
+
+    client.add_request(request("before"))
+    expected = tokens_of(client, "before")
+    for frames in (
+        [pickle.dumps(Evil())],
+        [b"\x00", pickle.dumps(Evil())],
+        [b"\x09", b""],
+        [b"\x00", b"\xc1"],
+        [b"a", b"b", b"c"],
+    ):
+        client._input.send_multipart([client._process.identity, *frames])
+    client.add_request(request("after"))
+    assert tokens_of(client, "after") == expected
+    assert not os.path.exists("/tmp/stages-evil-was-here")
+
+
+def test_an_id_in_use_is_refused_and_its_owner_is_served(client: SyncMPClient) -> None:
+    client.add_request(request("same", 30))
+    client.add_request(request("same", 30))
+    errors, tokens = [], 0
+    while tokens < 30:
+        for output in client.get_output().outputs:
+            errors += [output.error] if output.error else []
+            tokens += len(output.new_token_ids)
+    assert len(errors) == 1 and "already" in errors[0]
+
+
+def test_a_killed_engine_is_an_error_not_a_hang(client: SyncMPClient) -> None:
+    client.add_request(request("r", 400))
+    client.get_output()
+    os.kill(client._process.pid, signal.SIGKILL)
+    with pytest.raises(EngineDeadError):
+        tokens_of(client, "r")
+
+
+def test_sigterm_ends_the_engine_with_exit_code_0() -> None:
+    process = EngineProcess(CONFIG)
+    try:
+        process.shake_hands()
+        os.kill(process.pid, signal.SIGTERM)
+        assert process._process.wait(10) == 0
+    finally:
+        process.shutdown()
+
+
+def test_an_engine_that_dies_during_start_up_is_reported() -> None:
+    process = EngineProcess(CONFIG)
+    try:
+        os.kill(process.pid, signal.SIGKILL)
+        with pytest.raises(EngineStartError, match="exit code -9"):
+            process.shake_hands()
+    finally:
+        process.shutdown()
+
+
+def test_the_engine_ends_when_its_parent_is_killed() -> None:
+    """kill -9 of the front end while the engine computes: no process and no socket directory stays behind."""
+    script = """
+        import sys
+        from stage03_engine.llm import LLM
+        from stage03_engine.sampling_params import SamplingParams
+        llm = LLM("gpt2-tiny", kv_cache_memory_bytes=50_000_000, multiprocess=True)
+        process = llm.engine_core._process
+        print(process.pid, process._directory, flush=True)
+        params = SamplingParams(max_tokens=None, ignore_eos=True)
+        while True:
+            llm.generate(["ROMEO:"] * 16, params)
+    """
+    parent = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True, bufsize=1
+    )
+    assert parent.stdout is not None
+    pid, directory = parent.stdout.readline().split()
+    engine = psutil.Process(int(pid))
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    gone, _ = psutil.wait_procs([engine], timeout=2.0)
+    assert gone, "the engine outlived its parent by 2 s"
+    assert not os.path.exists(directory)
+
+
+def test_the_socket_directory_is_private() -> None:
+    process = EngineProcess(CONFIG)
+    try:
+        assert process._directory.stat().st_mode & 0o777 == 0o700
+        assert process.handshake_address.startswith("ipc://")
+    finally:
+        process.shutdown()
+
+
+def test_messages_survive_the_wire() -> None:
+    sent = request("r")
+    assert messages.decode_add(messages.encode(sent)) == sent
+    init = messages.EngineInit(CONFIG, "ipc://a", "ipc://b", "run")
+    assert messages.decode_handshake(messages.encode(init)) == init

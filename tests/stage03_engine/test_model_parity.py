@@ -1,0 +1,147 @@
+"""The GPT-2 written here against Hugging Face transformers on the same weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import stage03_engine.bundled
+from stage03_engine.arg_utils import EngineArgs
+from stage03_engine.core.models.loader import get_model
+from stage03_engine.llm import LLM
+from stage03_engine.sampling_params import SamplingParams
+from stage04_kernels.attention import AttentionMetadata
+
+BUNDLED = Path(stage03_engine.bundled.__file__).parent / "gpt2-tiny"
+PROMPTS = [
+    "To be, or",
+    "ROMEO:\nWhat",
+    "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\n" * 3,
+    "K",
+]
+
+
+@pytest.fixture(scope="module")
+def random_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GPT-2 of an unusual shape with random weights large enough that every part matters, saved by transformers itself."""
+    folder = tmp_path_factory.mktemp("random-gpt2")
+    torch.manual_seed(3)
+    config = GPT2Config(vocab_size=301, n_positions=96, n_embd=60, n_layer=3, n_head=5, n_inner=100)
+    model = GPT2LMHeadModel(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+def hf_model(folder: Path) -> GPT2LMHeadModel:
+    return GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def our_logits(folder: Path, tokens: list[int]) -> torch.Tensor:
+    """Logits of every position, [num_tokens, vocab], through the paged path: one request whose blocks lie out of order."""
+    config = EngineArgs.from_kwargs(model=str(folder), tokenizer=str(BUNDLED), device="cpu")
+    model = get_model(config, torch.float32, torch.device("cpu"))
+    shape, block_size, n = config.shape, 4, len(tokens)
+    table = torch.randperm(-(-n // block_size), generator=torch.Generator().manual_seed(0)) + 1
+    positions = torch.arange(n)
+    slots = table[positions // block_size] * block_size + positions % block_size
+    caches = [
+        torch.full((2, len(table) + 1, block_size, shape.num_kv_heads, shape.head_dim), torch.nan)
+        for _ in range(shape.num_layers)
+    ]
+    metadata = AttentionMetadata(
+        torch.tensor([0, n], dtype=torch.int32), torch.tensor([n], dtype=torch.int32), table[None].int(), slots,
+        [0, n], [n], n, n,
+    )  # fmt: skip
+    with torch.inference_mode():
+        return model.compute_logits(model(torch.tensor(tokens), positions, caches, metadata))
+
+
+@pytest.mark.parametrize("which", ["bundled", "random"])
+def test_logits_agree_with_transformers(which: str, random_folder: Path) -> None:
+    folder = BUNDLED if which == "bundled" else random_folder
+    reference = hf_model(folder)
+    generator = torch.Generator().manual_seed(1)
+    length = reference.config.n_positions
+    tokens = torch.randint(reference.config.vocab_size, (length,), generator=generator)
+    with torch.inference_mode():
+        expected = reference(tokens[None]).logits[0]
+    difference = (our_logits(folder, tokens.tolist()) - expected).abs().max().item()
+    assert difference <= 1e-4
+
+
+def hf_greedy(prompts: list[list[int]], count: int) -> list[list[int]]:
+    """Greedy tokens by transformers, the whole context computed anew for every token: slow and obviously right."""
+    model = hf_model(BUNDLED)
+    results = []
+    for prompt in prompts:
+        tokens = list(prompt)
+        for _ in range(count):
+            with torch.inference_mode():
+                tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+        results.append(tokens[len(prompt) :])
+    return results
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    with LLM("gpt2-tiny", num_gpu_blocks_override=40) as llm:
+        prompts = [llm.tokenizer.encode(prompt) for prompt in PROMPTS]
+    return hf_greedy(prompts, 64)
+
+
+POLICIES = {
+    "unlimited": {},
+    "chunks of 64": {"max_num_batched_tokens": 64, "max_num_seqs": 8},
+    "chunks of 16": {"max_num_batched_tokens": 16, "max_num_seqs": 8},
+    "chunked prefill off": {"enable_chunked_prefill": False},
+    "one at a time": {"max_num_seqs": 1},
+    "block size 1": {"block_size": 1},
+    "oracle attention": {"attention_backend": "reference"},
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_64_greedy_tokens_are_transformers_own(policy: str, expected: list[list[int]]) -> None:
+    with LLM("gpt2-tiny", kv_cache_memory_bytes=50_000_000, **POLICIES[policy]) as llm:
+        outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+
+
+@pytest.mark.parametrize("budget", [16, 2048])
+def test_greedy_tokens_survive_preemption(budget: int, expected: list[list[int]]) -> None:
+    """Room for little more than one request: the others are preempted again and again, and nobody can tell."""
+    tight = {"max_model_len": 160, "num_gpu_blocks_override": 12, "max_num_seqs": 8, "max_num_batched_tokens": budget}
+    with LLM("gpt2-tiny", **tight) as llm:
+        outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
+        assert llm.engine_core._core.scheduler.num_preemptions > 0, "the test is void if nothing was preempted"
+        llm.engine_core._core.scheduler.check_invariants()
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+
+
+def test_logprobs_are_those_of_transformers() -> None:
+    model = hf_model(BUNDLED)
+    with LLM("gpt2-tiny", num_gpu_blocks_override=40) as llm:
+        output = llm.generate("To be, or", SamplingParams(temperature=0.9, seed=5, max_tokens=12, logprobs=3))[0]
+    completion, tokens = output.outputs[0], output.prompt_token_ids + output.outputs[0].token_ids
+    with torch.inference_mode():
+        reference = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+    assert completion.logprobs is not None and len(completion.logprobs) == 12
+    for i, position in enumerate(completion.logprobs):
+        row = reference[len(output.prompt_token_ids) - 1 + i]
+        assert position.token_ids[0] == completion.token_ids[i]
+        assert position.token_ids[1:] == row.topk(3).indices.tolist()
+        assert position.sampled_rank == int((row > row[completion.token_ids[i]]).sum()) + 1
+        torch.testing.assert_close(torch.tensor(position.logprobs), row[position.token_ids], atol=1e-4, rtol=0)
+
+
+def test_the_bundled_model_loads_as_any_other_folder() -> None:
+    config = json.loads((BUNDLED / "config.json").read_text())
+    assert config["architectures"] == ["GPT2LMHeadModel"] and config["n_positions"] >= 512
+    assert (BUNDLED / "model.safetensors").stat().st_size <= 12_000_000

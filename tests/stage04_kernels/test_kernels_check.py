@@ -1,0 +1,102 @@
+"""`python -m stage04_kernels check`: exit codes, the table, and its trace."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from stage04_kernels import __main__ as command, check
+from stage04_kernels.attention import BACKENDS
+from stage04_kernels.tolerances import EXACT, Tolerance
+from stagetrace import read_run
+
+
+def stage04(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "stage04_kernels", *arguments], capture_output=True, text=True, timeout=120
+    )
+
+
+def test_check_passes_and_traces_each_row(tmp_path: Path) -> None:
+    done = stage04("check", "--seed", "7", "--trace", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    header, *rows, summary = done.stdout.splitlines()
+    assert all(title in header for title in ("what", "checked against", "cases", "dtype", "max abs error", "tolerance"))
+    assert all(row.endswith(" ok") for row in rows)
+    assert summary == f"{len(rows)} rows, 0 wrong"
+    run = read_run(tmp_path)
+    events = run.named("kernel.checked")
+    assert len(events) == len(rows)
+    assert [row.split("  ")[0].strip() for row in rows] == [event.args["what"] for event in events]
+    assert all(event.args["ok"] and event.args["cases"] > 0 for event in events)
+    assert run.named("run.start")[0].args["seed"] == 7
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["chekc"],
+        ["check", "--sede", "1"],
+        ["check", "--seed", "one"],
+        ["check", "--seed", str(2**64)],
+        ["check", "--trace", __file__],
+    ],
+)
+def test_a_wrong_command_line_is_one_line_and_exit_code_2(arguments: list[str]) -> None:
+    done = stage04(*arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1 and "--help" in done.stderr
+
+
+def test_a_wrong_backend_makes_the_check_fail(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A backend whose output is one per cent too large."""
+    right = BACKENDS["torch"]
+
+    def wrong(query, key, value, kv_cache, metadata, scale):  # type: ignore[no-untyped-def]
+        return right(query, key, value, kv_cache, metadata, scale) * 1.01
+
+    monkeypatch.setitem(BACKENDS, "wrong", wrong)
+    monkeypatch.setattr(check, "CHECKS", [check.check_attention])
+    threads = torch.get_num_threads()
+    try:
+        assert command.main(["check"]) == 1
+    finally:
+        torch.set_num_threads(threads)
+    lines = capsys.readouterr().out.splitlines()
+    assert all(line.endswith(" ok") for line in lines if line.startswith("attention[torch]"))
+    assert any(line.startswith("attention[wrong]") and line.endswith("WRONG") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("fast", "slow", "ok"),
+    [
+        ([1.0, 2.0], [1.0, 2.0], True),
+        ([1.0, 2.05], [1.0, 2.0], True),
+        ([1.0, 2.2], [1.0, 2.0], False),
+        ([float("nan"), 2.0], [1.0, 2.0], False),
+        ([float("nan"), 2.0], [float("nan"), 2.0], False),
+        ([float("-inf"), 2.0], [float("-inf"), 2.0], True),
+        ([-1e30, 2.0], [float("-inf"), 2.0], False),
+    ],
+)
+def test_a_row_judges_numbers_nan_and_infinity(fast: list[float], slow: list[float], ok: bool) -> None:
+    row = check.Row("what", "twin", Tolerance(0.1, 0.0))
+    row.compare(torch.tensor(fast), torch.tensor(slow))
+    assert row.ok is ok and row.cases == 1
+    assert (row.max_error <= 0.1) is ok
+
+
+def test_an_exact_row_allows_nothing() -> None:
+    row = check.Row("what", "twin", EXACT)
+    row.compare(torch.tensor([3]), torch.tensor([3]))
+    row.compare(torch.tensor([3]), torch.tensor([4]))
+    row.compare(torch.tensor([3]), torch.tensor([3]))
+    assert not row.ok and row.max_error == 1.0 and row.cases == 3
