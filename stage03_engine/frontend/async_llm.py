@@ -6,7 +6,7 @@ Source: vllm/v1/engine/async_llm.py (AsyncLLM).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import EngineDeadError
@@ -70,7 +70,9 @@ class AsyncLLM:
             trace.emit("output_handler.started")
         return ready
 
-    async def generate(self, request: EngineCoreRequest, prompt: str | None = None) -> AsyncIterator[RequestOutput]:
+    async def generate(
+        self, request: EngineCoreRequest, prompt: str | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Run one request (made by `input_processor.process_inputs`) and yield its outputs.
 
         Closing or cancelling the iterator aborts the request in the engine. Raises EngineDeadError.

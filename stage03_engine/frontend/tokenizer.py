@@ -35,7 +35,8 @@ def _byte_of_symbol() -> dict[str, int]:
 class Tokenizer:
     """A byte-level BPE tokenizer.
 
-    vocab_size: number of token ids; max_token_bytes: length of the longest one; eos_token_id: the id that ends a text, or None; chat_template: Jinja text, or None.
+    vocab_size: number of token ids; max_token_bytes: length of the longest token; eos_token_id: the id that ends a text, or
+    None; chat_template: Jinja text, or None.
     """
 
     def __init__(self, backend: Backend, eos_token_id: int | None, chat_template: str | None = None) -> None:

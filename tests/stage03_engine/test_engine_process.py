@@ -100,6 +100,14 @@ def test_sigterm_ends_the_engine_with_exit_code_0() -> None:
         process.shutdown()
 
 
+def test_ctrl_c_is_left_to_the_parent(client: SyncMPClient) -> None:
+    """The terminal sends SIGINT to both processes; running requests must still finish."""
+    client.add_request(request("r", 200))
+    client.get_output()
+    os.kill(client._process.pid, signal.SIGINT)
+    assert len(tokens_of(client, "r")) == 199
+
+
 def test_an_engine_that_dies_during_start_up_is_reported() -> None:
     process = EngineProcess(CONFIG)
     try:

@@ -15,6 +15,7 @@ from stage03_engine.core.models.loader import get_model
 from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import SamplingParams
 from stage04_kernels.attention import AttentionMetadata
+from stage04_kernels.sampler import SamplingMetadata, sample
 
 BUNDLED = Path(stage03_engine.bundled.__file__).parent / "gpt2-tiny"
 PROMPTS = [
@@ -139,6 +140,25 @@ def test_logprobs_are_those_of_transformers() -> None:
         assert position.token_ids[1:] == row.topk(3).indices.tolist()
         assert position.sampled_rank == int((row > row[completion.token_ids[i]]).sum()) + 1
         torch.testing.assert_close(torch.tensor(position.logprobs), row[position.token_ids], atol=1e-4, rtol=0)
+
+
+def test_a_seeded_draw_is_the_samplers_own_at_each_position() -> None:
+    """Transformers' logits and the sampler alone, step by step, give the engine's tokens: the engine passes on seed,
+    settings and the position in the output, also when it was preempted in between."""
+    params = SamplingParams(temperature=1.3, top_k=40, top_p=0.95, min_p=0.001, seed=77, max_tokens=24, ignore_eos=True)
+    tight = {"max_model_len": 160, "num_gpu_blocks_override": 12}
+    with LLM("gpt2-tiny", **tight) as llm:
+        outputs = llm.generate(PROMPTS[:3] * 2, params)
+        assert llm.engine_core._core.scheduler.num_preemptions > 0, "the test is void if nothing was preempted"
+    model = hf_model(BUNDLED)
+    for output in outputs:
+        tokens = list(output.prompt_token_ids)
+        for position in range(24):
+            with torch.inference_mode():
+                logits = model(torch.tensor([tokens])).logits[0, -1:].float()
+            metadata = SamplingMetadata.from_lists([1.3], [40], [0.95], [0.001], [77], [position])
+            tokens.append(int(sample(logits, metadata).sampled_token_ids[0]))
+        assert tokens[len(output.prompt_token_ids) :] == output.outputs[0].token_ids
 
 
 def test_the_bundled_model_loads_as_any_other_folder() -> None:

@@ -135,7 +135,9 @@ def test_every_request_gets_the_right_tokens_once(workload, limits, block_size, 
         scheduler.check_invariants()
         if scheduler.has_unfinished_requests:
             assert decision.num_scheduled_tokens, "work is waiting and nothing was scheduled"
-        for output in scheduler.update_from_output(decision, runner.execute(decision)):
+        sampled = runner.execute(decision)
+        assert runner.tokens.keys() <= scheduler.requests.keys(), "the runner was not told that a request ended"
+        for output in scheduler.update_from_output(decision, sampled):
             assert output.request_id not in reasons, "a request spoke after its end"
             outputs[output.request_id] += output.new_token_ids
             if output.finish_reason is not None:
@@ -189,6 +191,18 @@ def test_the_last_to_come_is_preempted_first_and_resumes_with_all_its_tokens() -
     scheduler.finish_requests(["a"])
     resumed = scheduler.schedule().scheduled_new_reqs[0]
     assert (resumed.request_id, resumed.token_ids, resumed.num_computed_tokens) == ("b", [2] * 20 + [4], 0)
+
+
+def test_who_is_preempted_is_not_overtaken_by_newcomers() -> None:
+    scheduler = Scheduler(SchedulerConfig(8, 64, True), 1 + 10, 4, MAX_LEN)
+    for name in "ab":
+        scheduler.add_request(make_request(name, [1] * 20, SamplingParams(max_tokens=19, ignore_eos=True)))
+    decision = scheduler.schedule()
+    scheduler.update_from_output(decision, ModelRunnerOutput({"a": [3], "b": [4]}))
+    scheduler.add_request(make_request("small", [5], SamplingParams(max_tokens=2)))
+    decision = scheduler.schedule()  # "b" goes; its blocks would be enough for "small", but "b" came first
+    assert decision.num_scheduled_tokens == {"a": 1}
+    assert [r.request_id for r in scheduler.waiting] == ["b", "small"]
 
 
 def test_the_same_inputs_give_byte_equal_decisions() -> None:

@@ -1,0 +1,43 @@
+"""The table of `stages serve --dry-run`: every setting, its value, and where that came from.
+
+vLLM logs only the arguments that differ from their defaults (entrypoints/utils.py, log_non_default_args).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from stage02_server.cli_args import FrontendArgs
+from stage03_engine.args import Resolved, settings_of
+from stage03_engine.config import SECTIONS, VllmConfig
+
+
+def table(config: VllmConfig, settings: Mapping[str, Resolved], *more_sections: type) -> str:
+    """One line per setting, in three columns, grouped as in `--help`; last, what was read from the model's folder."""
+    groups: list[tuple[str, list[tuple[str, str, str]]]] = []
+    for section in [*SECTIONS.values(), FrontendArgs, *more_sections]:
+        names = [setting.name for setting in settings_of(section)]
+        groups.append((section.__name__, [(n, _shown(settings[n].value), settings[n].origin) for n in names]))
+    groups.append(("Model", _model_rows(config)))
+    rows = [row for _, group in groups for row in group]
+    widths = [min(32, max(len(row[column]) for row in rows)) for column in (0, 1)]  # a long path may stick out
+    lines = []
+    for title, group in groups:
+        lines.append(title)
+        lines.extend(f"  {name:{widths[0]}}  {value:{widths[1]}}  {origin}" for name, value, origin in group)
+    return "\n".join(lines)
+
+
+def _model_rows(config: VllmConfig) -> list[tuple[str, str, str]]:
+    model = config.model_config
+    rows = [(name, _shown(getattr(model, name)), "detected") for name in ("model_path", "tokenizer_path")]
+    source = "detected (config.json)" if model.model_path else "detected (known shape)"
+    return rows + [(name, _shown(value), source) for name, value in asdict(config.shape).items()]
+
+
+def _shown(value: Any) -> str:
+    """Values as they are written in a config file; text without quotes."""
+    return value if isinstance(value, str) else json.dumps(value).replace("null", "none")

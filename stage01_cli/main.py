@@ -1,0 +1,98 @@
+"""The program `stages`: environment, parser, dispatch (vllm/entrypoints/cli/main.py)."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from stage01_cli.types import CLISubcommand
+from stage03_engine.args import FlexibleArgumentParser, cli_env_setup, did_you_mean, run_command
+from stage03_engine.errors import ConfigError
+from stagetrace import trace
+
+
+@dataclass(frozen=True)
+class LazyCommand:
+    """A subcommand that is imported only when it is used: `stages --help` must not wait for the imports of all."""
+
+    module: str
+    class_name: str
+    help: str
+
+    def load(self) -> CLISubcommand:
+        """Import the module and make the subcommand."""
+        return getattr(import_module(self.module), self.class_name)()
+
+
+COMMANDS = {
+    "serve": LazyCommand("stage01_cli.serve", "ServeSubcommand", "serve a model over an OpenAI-compatible HTTP API"),
+    "chat": LazyCommand("stage01_cli.openai_client", "ChatCommand", "chat with a running server"),
+    "complete": LazyCommand("stage01_cli.openai_client", "CompleteCommand", "let a running server complete a text"),
+    "collect-env": LazyCommand(
+        "stage01_cli.collect_env", "CollectEnvSubcommand", "describe this machine, for a report"
+    ),
+}
+"""Subcommand name -> where it is."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `stages` with `argv` (default: the process's own arguments) and return the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return run_command(lambda: _main(words))
+    finally:
+        trace.close()
+
+
+def _main(words: list[str]) -> int:
+    chosen = words[0] if words and not words[0].startswith("-") else None
+    if chosen == "serve":  # the only command whose work is traced; its process becomes the API server
+        trace.hold("APIServer")
+    if trace.on:
+        trace.emit("cli.main", argv=words)
+    env = cli_env_setup()
+    if trace.on:
+        trace.emit("cli.env_setup", set=env)
+    if chosen is not None and chosen not in COMMANDS:
+        raise ConfigError(f"no command {chosen!r}{did_you_mean(chosen, COMMANDS)}; see stages --help")
+    parser = make_parser(chosen)
+    # Without a command only the first flag counts: argparse would take the value of an unknown one for the command.
+    args = parser.parse_args(words if chosen is not None else words[:1])
+    if trace.on:
+        trace.emit("cli.parsed", subparser=str(args.subparser))
+    if args.subparser is None:
+        parser.print_help(sys.stderr)
+        return ConfigError.exit_code
+    if trace.on:
+        trace.emit("cli.dispatch", function=args.dispatch_function.__qualname__)
+    return args.dispatch_function(args)
+
+
+def make_parser(chosen: str | None) -> FlexibleArgumentParser:
+    """The parser of `stages`. Only the chosen subcommand is imported and gets its flags; the others are names."""
+    parser = FlexibleArgumentParser(
+        prog="stages", description="vLLM in stages: a small inference server, part by part."
+    )
+    parser.add_argument("-v", "--version", action=_Version, nargs=0, help="print the version and exit")
+    subparsers = parser.add_subparsers(dest="subparser", metavar="COMMAND")
+    for name, lazy in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=lazy.help, description=lazy.help)
+        if name == chosen:
+            command = lazy.load()
+            command.add_arguments(subparser)
+            subparser.set_defaults(dispatch_function=command.cmd)
+    return parser
+
+
+class _Version(argparse.Action):
+    """Looks the version up only when it is asked for: that reads the installed package's files."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from importlib.metadata import version
+
+        print(f"stages {version('vllm-in-stages')}")
+        parser.exit()

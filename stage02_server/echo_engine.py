@@ -1,0 +1,94 @@
+"""An engine core that needs no model: it answers with the prompt, again and again (`--engine echo`).
+
+Behind the same client interface as the real one, so the whole server and the whole front end run unchanged, without torch
+and without a second process. Stands where vllm/v1/engine/core_client.py has AsyncMPClient.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import dataclass
+
+from stage03_engine.config import VllmConfig
+from stage03_engine.frontend.core_client import AsyncEngineCoreClient
+from stage03_engine.messages import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineReady,
+    FinishReason,
+    SchedulerStats,
+    TokenLogprobs,
+)
+from stagetrace import trace
+
+TICK_SECONDS = 0.002  # a decode step of a small model on a GPU takes about this long
+
+
+@dataclass
+class _Running:
+    request: EngineCoreRequest
+    num_output_tokens: int = 0
+
+
+class EchoCoreClient(AsyncEngineCoreClient):
+    """Every tick gives every request its next token: the prompt's first, second, ... and from the start again."""
+
+    def __init__(self, config: VllmConfig, tick_seconds: float = TICK_SECONDS) -> None:
+        self._config = config
+        self._tick_seconds = tick_seconds
+        self._running: dict[str, _Running] = {}
+        self._work = asyncio.Event()
+        if trace.on:
+            trace.emit("client.created", kind="EchoCoreClient")
+
+    async def start(self) -> EngineReady:
+        return EngineReady(num_gpu_blocks=0, max_model_len=self._config.max_model_len)
+
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        self._running[request.request_id] = _Running(request)
+        self._work.set()
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            self._running.pop(request_id, None)
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        while not self._running:
+            self._work.clear()
+            await self._work.wait()
+        await asyncio.sleep(self._tick_seconds)
+        outputs = [self._next(running) for running in self._running.values()]
+        for output in outputs:
+            if output.finish_reason is not None:
+                del self._running[output.request_id]
+        return EngineCoreOutputs(outputs, SchedulerStats(num_running=len(self._running)), engine_index=0)
+
+    def _next(self, running: _Running) -> EngineCoreOutput:
+        request, params = running.request, running.request.sampling_params
+        token = request.prompt_token_ids[running.num_output_tokens % len(request.prompt_token_ids)]
+        running.num_output_tokens += 1
+        output = EngineCoreOutput(request.request_id, [token])
+        if running.num_output_tokens == 1:
+            output.queued_seconds = 0.0
+        if params.logprobs is not None:
+            output.new_logprobs = [self._logprobs(token, params.logprobs)]
+        if token in params.stop_token_ids:
+            output.finish_reason, output.stop_reason = FinishReason.STOP, token
+        elif token == request.eos_token_id and not params.ignore_eos:
+            output.finish_reason = FinishReason.STOP
+        elif running.num_output_tokens == params.max_tokens:
+            output.finish_reason = FinishReason.LENGTH
+        return output
+
+    def _logprobs(self, token: int, k: int) -> TokenLogprobs:
+        """The echo is certain: probability 1 for its token, 0 for the k - 1 ids that follow it."""
+        others = [(token + i) % self._config.shape.vocab_size for i in range(1, k)]
+        likely = [token, *others][:k]
+        return TokenLogprobs(
+            [token, *likely], [0.0] + [0.0 if i == token else -math.inf for i in likely], sampled_rank=1
+        )
+
+    def shutdown(self) -> None:
+        self._running.clear()

@@ -1,0 +1,99 @@
+"""Refusals over HTTP: one error object, made in one place (vllm/entrypoints/openai/serving_engine.py, create_error_response).
+
+    {"error": {"message": "...", "type": "BadRequestError", "param": "max_tokens", "code": 400}}
+
+Two kinds of 400 can be told apart, as in vLLM: the body did not have the right form (type "Bad Request", `param`
+"body.<field>"), or it had and cannot be served ("BadRequestError", the bare field).
+"""
+
+from __future__ import annotations
+
+import json
+from http import HTTPStatus
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Scope
+
+from stage02_server.protocol_response import ErrorInfo, ErrorResponse
+from stage03_engine.errors import EngineDeadError, InvalidRequestError
+from stagetrace import trace
+
+
+class APIError(Exception):
+    """A refusal with its HTTP status, OpenAI's error type, and the field to blame."""
+
+    def __init__(self, status: int, type: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.type, self.message, self.param = status, type, message, param
+
+
+def not_found(message: str, param: str | None = None) -> APIError:
+    """404: the thing that the request names does not exist here."""
+    return APIError(404, "NotFoundError", message, param)
+
+
+def unavailable(message: str) -> APIError:
+    """503: the server is not able to answer, now or ever again."""
+    return APIError(503, "ServiceUnavailableError", message)
+
+
+def as_api_error(error: BaseException) -> APIError:
+    """Any exception as a refusal. What nobody expected becomes a 500 that says nothing about the inside."""
+    if isinstance(error, APIError):
+        return error
+    if isinstance(error, InvalidRequestError):
+        return APIError(400, "BadRequestError", str(error), error.param)
+    if isinstance(error, EngineDeadError):
+        return unavailable("The engine has died; this server is shutting down.")
+    if isinstance(error, RequestValidationError):
+        return _from_validation(error)
+    if isinstance(error, HTTPException):  # of the framework: unknown route, wrong method, unreadable body
+        return APIError(error.status_code, HTTPStatus(error.status_code).phrase, str(error.detail))
+    return APIError(500, "InternalServerError", "The server failed on this request; its log says why.")
+
+
+def _from_validation(error: RequestValidationError) -> APIError:
+    """pydantic's list of complaints as one message about the first field that is wrong.
+
+    The offending value itself is left out: it may be large, secret, or not Unicode.
+    """
+    details = error.errors()
+    first = details[0]["loc"]
+    field = first[1] if len(first) > 1 and isinstance(first[1], str) else None
+    if details[0]["type"] == "json_invalid":
+        message = f"The body is not valid JSON: {details[0]['ctx']['error']} at character {first[-1]}."
+    elif field is None:
+        message = "The body must be a JSON object, sent with the header Content-Type: application/json."
+    else:
+        said = dict.fromkeys(str(d["msg"]) for d in details if d["loc"][1:2] == (field,))
+        message = f"{field}: {'; or '.join(said)}."
+    return APIError(400, "Bad Request", message, "body" if field is None else f"body.{field}")
+
+
+def error_json(error: APIError) -> str:
+    """The error object as JSON, in ASCII so that it can always be sent."""
+    info = ErrorInfo(message=error.message, type=error.type, param=error.param, code=error.status)
+    return json.dumps(ErrorResponse(error=info).model_dump())
+
+
+def error_response(scope: Scope, error: BaseException) -> Response:
+    """The whole answer to a refused request."""
+    refusal = as_api_error(error)
+    if trace.on:
+        trace.emit("request.refused", req=scope["state"].get("req"), status=refusal.status, type=refusal.type)
+    headers = getattr(error, "headers", None)  # of a 405: which methods are allowed
+    return Response(error_json(refusal), refusal.status, headers, media_type="application/json")
+
+
+async def _handle(request: Request, error: Exception) -> Response:
+    return error_response(request.scope, error)
+
+
+def add_exception_handlers(app: FastAPI) -> None:
+    """Every exception that can leave a handler becomes an error object. (Starlette logs the unexpected ones.)"""
+    for kind in (APIError, InvalidRequestError, EngineDeadError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, _handle)

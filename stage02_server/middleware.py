@@ -1,0 +1,128 @@
+"""What happens to every HTTP request before and after its handler: its id, its trace events, and the shutdown.
+
+Stands for XRequestIdMiddleware and ScalingMiddleware in vllm/entrypoints/openai/api_server.py. Pure ASGI: Starlette's
+BaseHTTPMiddleware would put a queue between a stream and its client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import uuid
+from dataclasses import dataclass
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from stage02_server.errors import error_json, error_response, unavailable
+from stagetrace import trace
+
+PREFIX = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
+_ACCEPTED_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+@dataclass(frozen=True)
+class RequestIds:
+    """`response` is what the client sees; the engine knows choice i of the request as `engine_id(i)`."""
+
+    response: str
+    engine: str
+
+    def engine_id(self, index: int) -> str:
+        """The id of one prompt's one answer; index = prompt * n + answer."""
+        return f"{self.engine}-{index}"
+
+
+def make_ids(prefix: str, x_request_id: str | None) -> RequestIds:
+    """Ids from the header X-Request-Id if it is short and printable, else from a random number.
+
+    Clients may send one id twice at the same time; the engine must not mix them up, so it gets a suffix.
+    """
+    if x_request_id is not None and _ACCEPTED_ID.fullmatch(x_request_id):
+        response = prefix + x_request_id
+        return RequestIds(response, f"{response}-{uuid.uuid4().hex[:8]}")
+    response = prefix + uuid.uuid4().hex
+    return RequestIds(response, response)
+
+
+class RequestGate:
+    """Knows the running requests, so that a shutdown can refuse new ones and end old ones."""
+
+    def __init__(self) -> None:
+        self.draining = False
+        self.expired = False
+        self.running: set[asyncio.Task[None]] = set()
+
+    def expire(self) -> None:
+        """Time is up: every running request ends now, with an error for its client."""
+        self.draining = self.expired = True
+        for task in self.running:
+            task.cancel()
+
+
+class _Answer:
+    """Watches what is sent, to know how far the answer has come."""
+
+    def __init__(self, send: Send, req: str | None) -> None:
+        self._send, self._req = send, req
+        self.status = 0
+        self.streams = False
+        self.complete = False
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            self.streams = Headers(raw=message["headers"]).get("content-type", "").startswith("text/event-stream")
+        await self._send(message)
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            self.complete = True
+            if trace.on and not self.streams:
+                trace.emit("http.response", req=self._req, status=self.status)
+
+
+class RequestMiddleware:
+    """Outermost of our own code around every request."""
+
+    def __init__(self, app: ASGIApp, gate: RequestGate) -> None:
+        self._app, self._gate = app, gate
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        req = None
+        state = scope.setdefault("state", {})
+        if scope["path"] in PREFIX:
+            state["ids"] = make_ids(PREFIX[scope["path"]], Headers(scope=scope).get("x-request-id"))
+            req = state["req"] = state["ids"].engine_id(0)
+        if trace.on:
+            trace.emit("http.request", req=req, method=scope["method"], path=scope["path"])
+        answer = _Answer(send, req)
+        if self._gate.draining:  # the port is closed, but a connection that was open already can still bring requests
+            await error_response(scope, unavailable("The server is shutting down."))(scope, receive, answer.send)
+            return
+        await self._run(scope, receive, answer)
+
+    async def _run(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._gate.running.add(task)
+        try:
+            await self._app(scope, receive, answer.send)
+        except asyncio.CancelledError:
+            if not self._gate.expired:
+                raise
+            task.uncancel()
+            await _cut(scope, receive, answer)
+        finally:
+            self._gate.running.discard(task)
+
+
+async def _cut(scope: Scope, receive: Receive, answer: _Answer) -> None:
+    """End an answer that did not make it before the deadline: with a 503, or inside a stream with an error event."""
+    error = unavailable("The server was shut down before this request was finished.")
+    if not answer.status:
+        await error_response(scope, error)(scope, receive, answer.send)
+    elif answer.streams and not answer.complete:
+        last = f"data: {error_json(error)}\n\ndata: [DONE]\n\n".encode()
+        await answer.send({"type": "http.response.body", "body": last, "more_body": False})

@@ -1,0 +1,163 @@
+"""The shapes of answers (vllm/entrypoints/openai/protocol.py); those of requests are in protocol.py."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel
+
+
+class TokenizeResponse(BaseModel):
+    """The token ids of a text."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeResponse(BaseModel):
+    """The text of token ids."""
+
+    prompt: str
+
+
+class UsageInfo(BaseModel):
+    """Tokens that a request took. With n > 1 the prompt counts once."""
+
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int
+
+
+class CompletionLogProbs(BaseModel):
+    """Four lists of equal length, one entry per output token. `text_offset` counts characters of the answer's text."""
+
+    text_offset: list[int] = []
+    token_logprobs: list[float] = []
+    tokens: list[str] = []
+    top_logprobs: list[dict[str, float]] = []
+
+
+class CompletionChoice(BaseModel):
+    """One answer, or what a chunk adds to it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogProbs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class CompletionResponse(BaseModel):
+    """The answer of /v1/completions, and each chunk of its stream."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: UsageInfo | None = None
+
+
+class TokenLogProb(BaseModel):
+    """A token with its log-probability. `bytes` are there because a token may be a part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogProb(TokenLogProb):
+    """The token at one position, and the most likely ones there."""
+
+    top_logprobs: list[TokenLogProb] = []
+
+
+class ChatLogProbs(BaseModel):
+    """One entry per output token."""
+
+    content: list[ChatLogProb]
+
+
+class ChatMessage(BaseModel):
+    """The answering message."""
+
+    role: str
+    content: str
+
+
+class ChatChoice(BaseModel):
+    """One answer."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogProbs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class ChatCompletionResponse(BaseModel):
+    """The answer of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageInfo
+
+
+class ChatStreamChoice(BaseModel):
+    """What a chunk adds to one answer."""
+
+    index: int
+    delta: dict[str, str]  # keys of ChatMessage
+    logprobs: ChatLogProbs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class ChatStreamResponse(BaseModel):
+    """One chunk of the stream of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatStreamChoice]
+    usage: UsageInfo | None = None
+
+
+class ModelCard(BaseModel):
+    """A model that requests may name."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "vllm-in-stages"
+    root: str
+    parent: str | None = None
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    """GET /v1/models."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class ErrorInfo(BaseModel):
+    """What went wrong: `code` is the HTTP status, `param` the field to blame."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: int
+
+
+class ErrorResponse(BaseModel):
+    """The body of every refusal."""
+
+    error: ErrorInfo

@@ -1,0 +1,53 @@
+"""The arguments of `serve`: those of the engine and those of the HTTP server, parsed and resolved together.
+
+`stages serve` and `python -m stage02_server serve` share them. Source: vllm/entrypoints/openai/cli_args.py
+(make_arg_parser, validate_parsed_serve_args). Imports no web framework.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, fields
+
+from stage02_server.cli_args import FrontendArgs
+from stage03_engine.arg_utils import AsyncEngineArgs, engine_settings
+from stage03_engine.args import Resolved, add_flags, resolve_cli, settings_of
+from stage03_engine.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ServeArgs:
+    """What `serve` was asked to do, before the model is looked for."""
+
+    engine_args: AsyncEngineArgs
+    frontend_args: FrontendArgs
+    settings: dict[str, Resolved]  # every setting of both, and of the sections that the command added
+
+
+def add_serve_args(parser: argparse.ArgumentParser) -> None:
+    """Add the positional model, `--config`, and the flags of the HTTP server and of the engine."""
+    parser.usage = "%(prog)s [MODEL] [FLAGS]"  # argparse would list all flags twice
+    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="model to serve, the same as --model")
+    AsyncEngineArgs.add_cli_args(parser)
+    add_flags(parser, FrontendArgs)
+
+
+def resolve_serve_args(args: argparse.Namespace, *more_sections: type) -> ServeArgs:
+    """Resolve all settings from command line, environment, config file and defaults.
+
+    `more_sections` are dataclasses whose flags the command added itself. Raises ConfigError.
+    """
+    frontend_settings = settings_of(FrontendArgs)
+    more = [setting for section in more_sections for setting in settings_of(section)]
+    settings = resolve_cli([*engine_settings(), *frontend_settings, *more], args)
+    frontend_args = FrontendArgs(**{field.name: settings[field.name].value for field in fields(FrontendArgs)})
+    _check_frontend(frontend_args)
+    return ServeArgs(AsyncEngineArgs(settings), frontend_args, settings)
+
+
+def _check_frontend(args: FrontendArgs) -> None:
+    if not 0 <= args.port <= 65535:
+        raise ConfigError(f"port must be in [0, 65535], not {args.port}")
+    for name in ("shutdown_timeout", "timeout_keep_alive"):
+        if getattr(args, name) < 0:
+            raise ConfigError(f"{name} must be at least 0 seconds, not {getattr(args, name)}")

@@ -1,0 +1,123 @@
+"""POST /v1/chat/completions (vllm/entrypoints/openai/serving_chat.py, OpenAIServingChat)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Iterator
+
+from starlette.requests import Request
+
+from stage02_server.chat_template import ChatTemplate
+from stage02_server.protocol import ChatCompletionRequest
+from stage02_server.protocol_response import (
+    ChatChoice,
+    ChatCompletionResponse,
+    ChatLogProb,
+    ChatLogProbs,
+    ChatMessage,
+    ChatStreamChoice,
+    ChatStreamResponse,
+    TokenLogProb,
+    UsageInfo,
+)
+from stage02_server.serving_engine import Batch, OpenAIServing, finite, run_until_disconnect
+from stage02_server.serving_models import OpenAIServingModels
+from stage03_engine.frontend.async_llm import AsyncLLM
+from stage03_engine.frontend.tokenizer import Tokenizer
+from stage03_engine.messages import TokenLogprobs
+from stage03_engine.outputs import CompletionOutput
+from stagetrace import trace
+
+
+def _logprobs(positions: list[TokenLogprobs] | None, tokenizer: Tokenizer) -> ChatLogProbs | None:
+    """OpenAI's chat shape. A position holds the sampled token first, then the most likely ones."""
+    if positions is None:
+        return None
+
+    def shown(token_id: int, logprob: float) -> dict:
+        text, raw = tokenizer.token_text(token_id), tokenizer.token_bytes(token_id)
+        return {"token": text, "logprob": finite(logprob), "bytes": list(raw)}
+
+    content = []
+    for position in positions:
+        (sampled, *top) = zip(position.token_ids, position.logprobs, strict=True)
+        content.append(ChatLogProb(**shown(*sampled), top_logprobs=[TokenLogProb(**shown(*pair)) for pair in top]))
+    return ChatLogProbs(content=content)
+
+
+class ChatChunks:
+    """Engine outputs as chunks of a chat stream. The first chunk of each answer says who speaks."""
+
+    def __init__(self, batch: Batch, tokenizer: Tokenizer, role: str) -> None:
+        self._batch, self._tokenizer, self._role = batch, tokenizer, role
+        self._created = int(time.time())
+        self._begun: set[int] = set()
+
+    def _chunk(self, choices: list[ChatStreamChoice], usage: UsageInfo | None = None) -> ChatStreamResponse:
+        return ChatStreamResponse(
+            id=self._batch.ids.response, created=self._created, model=self._batch.model, choices=choices, usage=usage
+        )
+
+    def chunks(self, index: int, output: CompletionOutput) -> Iterator[ChatStreamResponse]:
+        """One chunk, and before it the role if this is the answer's first."""
+        if index not in self._begun:
+            self._begun.add(index)
+            yield self._chunk([ChatStreamChoice(index=index, delta={"role": self._role, "content": ""})])
+        choice = ChatStreamChoice(
+            index=index,
+            delta={"content": output.text},
+            logprobs=_logprobs(output.logprobs, self._tokenizer),
+            finish_reason=output.finish_reason,
+            stop_reason=output.stop_reason,
+        )
+        yield self._chunk([choice])
+
+    def usage_chunk(self, usage: UsageInfo) -> ChatStreamResponse:
+        """The last one."""
+        return self._chunk([], usage)
+
+
+class OpenAIServingChat(OpenAIServing):
+    """Answers chats."""
+
+    def __init__(
+        self, engine_client: AsyncLLM, models: OpenAIServingModels, template: ChatTemplate, response_role: str
+    ) -> None:
+        super().__init__(engine_client, models)
+        self._template, self._role = template, response_role
+
+    async def create_chat_completion(
+        self, request: ChatCompletionRequest, raw_request: Request
+    ) -> ChatCompletionResponse | AsyncGenerator[bytes, None]:
+        """The whole answer, or its stream. Raises every refusal before a stream begins."""
+        ids, model = raw_request.state.ids, self.check(request)
+        if trace.on:
+            trace.emit("request.validated", req=ids.engine_id(0), model=model, stream=bool(request.stream), prompts=1)
+        prompt = self._template.apply(request.messages)
+        if trace.on:
+            count = len(request.messages)
+            trace.emit("request.templated", req=ids.engine_id(0), messages=count, characters=len(prompt))
+        batch = self.make_batch(request, [prompt], request.to_sampling_params(), ids, model)
+        if request.stream:
+            return self.stream(request, batch, ChatChunks(batch, self.engine_client.tokenizer, self._role))
+        return await run_until_disconnect(raw_request.receive, self._whole(batch))
+
+    async def _whole(self, batch: Batch) -> ChatCompletionResponse:
+        created = int(time.time())
+        outputs = await self.full(batch)
+        return ChatCompletionResponse(
+            id=batch.ids.response,
+            created=created,
+            model=batch.model,
+            choices=[self._choice(index, output) for index, output in enumerate(outputs)],
+            usage=batch.usage([len(output.token_ids) for output in outputs]),
+        )
+
+    def _choice(self, index: int, output: CompletionOutput) -> ChatChoice:
+        return ChatChoice(
+            index=index,
+            message=ChatMessage(role=self._role, content=output.text),
+            logprobs=_logprobs(output.logprobs, self.engine_client.tokenizer),
+            finish_reason=output.finish_reason,
+            stop_reason=output.stop_reason,
+        )

@@ -1,0 +1,212 @@
+"""What completions and chats share: from prompts to a merged flow of outputs, streamed or whole, for as long as the client
+listens (vllm/entrypoints/openai/serving_engine.py OpenAIServing; entrypoints/utils.py with_cancellation).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Coroutine, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+from starlette.types import Receive
+
+from stage02_server.errors import as_api_error, error_json
+from stage02_server.middleware import RequestIds
+from stage02_server.protocol import SamplingRequest
+from stage02_server.protocol_response import ChatStreamResponse, CompletionResponse, UsageInfo
+from stage02_server.serving_models import OpenAIServingModels
+from stage03_engine.frontend.async_llm import AsyncLLM
+from stage03_engine.messages import EngineCoreRequest
+from stage03_engine.outputs import CompletionOutput, RequestOutput
+from stage03_engine.sampling_params import SamplingParams
+from stagetrace import trace
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+LOWEST_LOGPROB = -9999.0  # JSON has no -Infinity; vLLM's number
+
+
+def finite(logprob: float) -> float:
+    """A log-probability that JSON can hold."""
+    return max(logprob, LOWEST_LOGPROB)
+
+
+class ClientGoneError(Exception):
+    """The client closed its connection before the answer was ready; nobody will read one."""
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client leaves; returns when it has cleaned up behind itself.
+
+    `receive` gives the client's messages. Raises ClientGoneError when the client left.
+    """
+    working = asyncio.create_task(work)
+    watching = asyncio.create_task(_wait_for_disconnect(receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGoneError
+        return working.result()
+    finally:
+        working.cancel()
+        watching.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def merge_async_iterators(
+    iterators: list[AsyncGenerator[RequestOutput, None]],
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """(index of the iterator, its next output), from whichever iterator has one. Closes all of them at the end.
+
+    Only one output per iterator is taken ahead: a slow client slows this down, and the collectors merge meanwhile.
+    """
+    waiting: dict[asyncio.Future[RequestOutput], int] = {}
+    try:
+        for index, iterator in enumerate(iterators):
+            waiting[asyncio.ensure_future(anext(iterator))] = index
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for future in done:
+                index = waiting.pop(future)
+                try:
+                    output = future.result()
+                except StopAsyncIteration:
+                    continue
+                waiting[asyncio.ensure_future(anext(iterators[index]))] = index
+                yield index, output
+    finally:
+        for future in waiting:
+            future.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        for iterator in iterators:
+            await iterator.aclose()
+
+
+@dataclass
+class Batch:
+    """The engine requests that one HTTP request became: answer k of prompt p is number p * n + k."""
+
+    ids: RequestIds
+    model: str
+    n: int
+    requests: list[EngineCoreRequest]
+
+    def usage(self, completion_tokens: list[int]) -> UsageInfo:
+        """Totals, from the output tokens of each answer."""
+        prompt = sum(len(request.prompt_token_ids) for request in self.requests[:: self.n])
+        completion = sum(completion_tokens)
+        return UsageInfo(prompt_tokens=prompt, total_tokens=prompt + completion, completion_tokens=completion)
+
+    def usage_of(self, index: int, completion_tokens: int) -> UsageInfo:
+        """The usage of one answer alone."""
+        prompt = len(self.requests[index].prompt_token_ids)
+        return UsageInfo(
+            prompt_tokens=prompt, total_tokens=prompt + completion_tokens, completion_tokens=completion_tokens
+        )
+
+
+class ChunkMaker(Protocol):
+    """Turns engine outputs into the chunks of one kind of stream."""
+
+    def chunks(self, index: int, output: CompletionOutput) -> Iterator[CompletionResponse | ChatStreamResponse]:
+        """The chunks that one output adds to answer `index`."""
+
+    def usage_chunk(self, usage: UsageInfo) -> CompletionResponse | ChatStreamResponse:
+        """The chunk without choices that ends a stream with `include_usage`."""
+
+
+class OpenAIServing:
+    """Base of the handlers that use the engine."""
+
+    def __init__(self, engine_client: AsyncLLM, models: OpenAIServingModels) -> None:
+        self.engine_client = engine_client
+        self.models = models
+
+    def check(self, request: SamplingRequest) -> str:
+        """The model name to answer with. Raises what makes the request impossible whatever its prompt says."""
+        self.engine_client.check_health()
+        model = self.models.check(request.model)
+        request.check_built()
+        return model
+
+    def make_batch(
+        self,
+        request: SamplingRequest,
+        prompts: list[str | list[int]],
+        params: SamplingParams,
+        ids: RequestIds,
+        model: str,
+    ) -> Batch:
+        """Tokenize and check every prompt, before a single byte of the answer is sent. Raises InvalidRequestError."""
+        if trace.on:
+            bound = self.engine_client.vllm_config.max_model_len if params.max_tokens is None else params.max_tokens
+            trace.emit(
+                "request.sampling_params", req=ids.engine_id(0), temperature=params.temperature, max_tokens=bound
+            )
+        n = request.num_choices
+        requests: list[EngineCoreRequest] = []
+        for prompt in prompts:
+            first = self.engine_client.input_processor.process_inputs(ids.engine_id(len(requests)), prompt, params)
+            requests.append(first)
+            for k in range(1, n):  # the same tokens, another random stream
+                own = first.sampling_params
+                if params.seed is not None:
+                    own = msgspec.structs.replace(own, seed=params.seed + k)
+                request_id = ids.engine_id(len(requests))
+                requests.append(msgspec.structs.replace(first, request_id=request_id, sampling_params=own))
+        return Batch(ids, model, n, requests)
+
+    async def outputs(self, batch: Batch) -> AsyncGenerator[tuple[int, CompletionOutput], None]:
+        """(answer index, what came) until every answer is finished. Raises EngineDeadError."""
+        flows = [self.engine_client.generate(request) for request in batch.requests]
+        async with aclosing(merge_async_iterators(flows)) as merged:
+            async for index, output in merged:
+                yield index, output.outputs[0]
+
+    async def full(self, batch: Batch) -> list[CompletionOutput]:
+        """Every answer, complete, in the order of their indices."""
+        finished: dict[int, CompletionOutput] = {}
+        async with aclosing(self.outputs(batch)) as outputs:
+            async for index, completion in outputs:
+                finished[index] = completion
+        return [finished[index] for index in range(len(batch.requests))]
+
+    async def stream(self, request: SamplingRequest, batch: Batch, maker: ChunkMaker) -> AsyncGenerator[bytes, None]:
+        """Server-sent events: a chunk per output, the usage if asked for, then [DONE].
+
+        An error after the first byte can no longer change the HTTP status: it becomes an event.
+        """
+        counts = [0] * len(batch.requests)
+        hidden = None if request.include_usage else {"usage"}
+        try:
+            async with aclosing(self.outputs(batch)) as outputs:
+                async for index, completion in outputs:
+                    counts[index] += len(completion.token_ids)
+                    for chunk in maker.chunks(index, completion):
+                        if request.continuous_usage:
+                            chunk.usage = batch.usage_of(index, counts[index])
+                        yield _event(chunk.model_dump_json(exclude=hidden), batch.ids.engine_id(index))
+            if request.include_usage:
+                yield _event(maker.usage_chunk(batch.usage(counts)).model_dump_json(), batch.ids.engine_id(0))
+        except Exception as error:
+            refusal = as_api_error(error)
+            if refusal.status == 500:
+                logger.exception("request %s failed", batch.ids.response)
+            yield _event(error_json(refusal), batch.ids.engine_id(0))
+        yield _event("[DONE]", batch.ids.engine_id(0))
+
+
+def _event(data: str, req: str) -> bytes:
+    event = f"data: {data}\n\n".encode()
+    if trace.on:
+        trace.emit("sse.chunk", req=req, bytes=len(event))
+    return event

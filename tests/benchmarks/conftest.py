@@ -1,0 +1,11 @@
+"""Print what each benchmark found out besides its time: the ratios are the point."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for result in config._benchmarksession.benchmarks:
+        for name, value in result.extra_info.items():
+            terminalreporter.write_line(f"{result.name}: {name} = {value}")

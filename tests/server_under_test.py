@@ -1,0 +1,147 @@
+"""Servers for the tests: the application in this process with the echo engine, and `serve` in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import queue
+import re
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import httpx
+from prometheus_client import CollectorRegistry
+
+from stage02_server.api_server import build_app, init_app_state
+from stage02_server.cli_args import FrontendArgs
+from stage02_server.echo_engine import EchoCoreClient
+from stage03_engine.config import ModelConfig, ModelShape, VllmConfig
+from stage03_engine.frontend.async_llm import AsyncLLM
+from stage03_engine.frontend.loggers import PrometheusStatLogger
+
+MAX_MODEL_LEN = 64
+EOS = 256  # the stand-in tokenizer has one token per byte, then <|endoftext|>
+
+
+def byte_config() -> VllmConfig:
+    shape = ModelShape(
+        architecture="GPT2LMHeadModel", vocab_size=257, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8,
+        hidden_size=8, intermediate_size=32, max_position_embeddings=MAX_MODEL_LEN, eos_token_id=EOS,
+    )  # fmt: skip
+    return VllmConfig(model_config=ModelConfig(model="byte-model", max_model_len=MAX_MODEL_LEN, shape=shape))
+
+
+class RecordingEcho(EchoCoreClient):
+    """The echo engine, without waiting, and with a memory of what it was asked."""
+
+    def __init__(self, tick_seconds: float = 0.0) -> None:
+        super().__init__(byte_config(), tick_seconds)
+        self.added: list[str] = []
+        self.seeds: list[int | None] = []
+        self.aborted: list[str] = []
+
+    async def add_request_async(self, request: Any) -> None:
+        self.added.append(request.request_id)
+        self.seeds.append(request.sampling_params.seed)
+        await super().add_request_async(request)
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        self.aborted.extend(request_ids)
+        await super().abort_requests_async(request_ids)
+
+
+class InProcessServer:
+    """The application on an event loop of its own; requests go in without a socket."""
+
+    def __init__(self, client: EchoCoreClient | None = None, **args: Any) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.client = client or RecordingEcho()
+        self.args = FrontendArgs(**args)
+        self.loop.run_until_complete(self._start())
+
+    async def _start(self) -> None:
+        registry = CollectorRegistry()
+        stat_loggers = [PrometheusStatLogger(byte_config(), registry, "byte-model")]
+        self.engine = AsyncLLM.from_vllm_config(byte_config(), client=self.client, stat_loggers=stat_loggers)
+        self.app = build_app(self.args)
+        init_app_state(self.engine, self.app.state, self.args, registry)
+        await self.engine.start()
+
+    def run(self, work: Any) -> Any:
+        return self.loop.run_until_complete(asyncio.wait_for(work, 20))
+
+    async def send(self, method: str, path: str, **how: Any) -> httpx.Response:
+        transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.request(method, path, **how)
+
+    def request(self, method: str, path: str, **how: Any) -> httpx.Response:
+        return self.run(self.send(method, path, **how))
+
+    def post(self, path: str, body: Any, **how: Any) -> httpx.Response:
+        return self.request("POST", path, json=body, **how)
+
+    def close(self) -> None:
+        self.engine.shutdown()
+        self.loop.run_until_complete(asyncio.sleep(0))
+        self.loop.close()
+
+
+def events(text: str) -> list[Any]:
+    """The data of each server-sent event; the last one must be [DONE]."""
+    *blocks, rest = text.split("\n\n")
+    assert rest == "" and all(block.startswith("data: ") for block in blocks)
+    assert blocks[-1] == "data: [DONE]"
+    return [json.loads(block.removeprefix("data: ")) for block in blocks[:-1]]
+
+
+_SERVE = """
+import sys
+{patch}
+from {command} import main
+code = main(["serve", *sys.argv[1:]])
+print(" ".join(sorted({{name.partition(".")[0] for name in sys.modules}})))
+sys.exit(code)
+"""
+
+
+class ServerProcess:
+    """`serve ...` of a stage in a process; `patch` runs before it. Prints its top-level modules at the end."""
+
+    def __init__(self, *args: str, patch: str = "", command: str = "stage02_server.__main__") -> None:
+        code = [sys.executable, "-c", _SERVE.format(patch=patch, command=command), *args]
+        self.process = subprocess.Popen(code, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.lines: list[str] = []
+        self._queue: queue.Queue[str | None] = queue.Queue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line.rstrip("\n"))
+            self._queue.put(line)
+        self._queue.put(None)
+
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        """The first line of the log, from here on, that matches."""
+        while (line := self._queue.get(timeout=30)) is not None:
+            if match := re.search(pattern, line):
+                return match
+        raise AssertionError(f"ended without a line like {pattern!r}: {self.lines}")
+
+    def wait_until_ready(self) -> str:
+        self.url = self.wait_for(r"Serving \S+ on (http://\S+)$")[1].replace("0.0.0.0", "127.0.0.1")
+        return self.url
+
+    def wait(self) -> int:
+        """The exit code."""
+        code = self.process.wait(timeout=30)
+        self._reader.join(timeout=30)
+        return code
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()

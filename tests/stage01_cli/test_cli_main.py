@@ -1,0 +1,166 @@
+"""The program `stages` from outside: help, errors, lazy imports."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stage01_cli.main import COMMANDS
+
+HEAVY = ("fastapi", "starlette", "uvicorn", "pydantic", "zmq", "tokenizers", "torch", "transformers", "numpy", "openai",
+         "huggingface_hub", "yaml", "psutil")  # fmt: skip
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """This process's environment without settings of ours, offline."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("STAGES_")}
+    return kept | {"HF_HUB_OFFLINE": "1"} | changes
+
+
+def stages(*words: str, module: str = "stage01_cli", **changes: str) -> subprocess.CompletedProcess[str]:
+    """Run `python -m stage01_cli ...` to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", module, *words], env=environment(**changes), capture_output=True, text=True, timeout=60
+    )
+
+
+def test_help_lists_every_command() -> None:
+    done = stages("--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert all(name in done.stdout and lazy.help in done.stdout for name, lazy in COMMANDS.items())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str) -> None:
+    done = stages(command, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"usage: stages {command}")
+
+
+def test_without_a_command_the_help_goes_to_stderr() -> None:
+    done = stages()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == stages("--help").stdout
+
+
+def test_version() -> None:
+    done = stages("--version")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("stages 0.")
+
+
+@pytest.mark.parametrize("module", ["stage01_cli.main", "stage02_server.__main__"])
+@pytest.mark.parametrize("words", [["--help"], ["serve", "--help"], ["serve", "--port", "x"]])
+def test_help_and_errors_import_nothing_heavy(module: str, words: list[str]) -> None:
+    code = (
+        f"import sys; from {module} import main\n"
+        f"try: main({words!r})\n"
+        "except SystemExit: pass\n"
+        f"print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
+    assert done.stderr.splitlines()[-1] == "[]"
+
+
+def test_only_the_chosen_command_is_imported() -> None:
+    code = (
+        "import sys; from stage01_cli.main import main\n"
+        "main(['collect-env'])\n"
+        "print([name for name in sys.modules if name.startswith(('stage01_cli', 'stage02'))], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
+    assert done.stderr.strip() == "['stage01_cli', 'stage01_cli.types', 'stage01_cli.main', 'stage01_cli.collect_env']"
+
+
+def test_help_takes_less_than_a_third_of_a_second_of_cpu_time() -> None:
+    def cpu_seconds() -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        stages("--help")
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    assert min(cpu_seconds() for _ in range(3)) < 0.3
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["serv"], "no command 'serv'; did you mean serve?; see stages --help"),
+        (["--port", "1"], "unknown flag --port; see stages --help"),
+        (["serve", "--max-num-seq", "4"], "unknown flag --max-num-seq; did you mean --max-num-seqs?"),
+        (["serve", "--qqq"], "unknown flag --qqq; see stages serve --help"),
+        (["serve", "gpt2", "gpt2"], "unexpected argument 'gpt2'; see stages serve --help"),
+        (["serve", "--port"], "argument --port: expected one argument"),
+        (["serve", "--port", "x"], "argument --port: 'x' is not an integer"),
+        (["serve", "--port", "65536"], "port must be in [0, 65535], not 65536"),
+        (["serve", "--shutdown-timeout=-1"], "shutdown_timeout must be at least 0 seconds, not -1"),
+        (["serve", "--engine", "core2"], "argument --engine: 'core2' is not one of core, echo"),
+        (["serve", "--gpu-memory-utilization", "nan"], "argument --gpu-memory-utilization: nan is not a finite number"),
+        (["serve", "a", "--model", "b"], "two models: 'a' and --model 'b'; give one of them"),
+        (["serve", "--served-model-name", '["a", 1]'], "--served-model-name: ['a', 1] is not a list of non-empty texts"),
+        (["serve", "--config", "missing.yaml"], "cannot read config file missing.yaml: No such file or directory"),
+        (["serve", "--config", "bad.yaml"], "config file bad.yaml: unknown key 'prot'; did you mean port?"),
+        (["serve", "./missing"], "no model at './missing': no such folder"),
+        (["serve", "--headless"], "engines without an API server (headless, or api_server_count below 1) are not built yet"),
+        (["serve", "--api-server-count", "0"],
+         "engines without an API server (headless, or api_server_count below 1) are not built yet"),
+        (["serve", "--api-server-count", "2"], "api_server_count = 2 is not built yet; only 1 is"),
+        (["serve", "gpt2", "--load-format=dummy", "--max-model-len=2k"],
+         "max_model_len 2000 is more than the model's 1024 positions; give at most 1024"),
+        (["serve", "gpt2", "--load-format=dummy", "--trace=/proc/nowhere"], "cannot write traces to '/proc/nowhere': No such file or directory"),
+        (["complete", "--max-tokens", "0"], "argument --max-tokens: must be at least 1, not 0"),
+        (["chat", "--urk"], "unknown flag --urk; did you mean --url?"),
+        (["collect-env", "now"], "unexpected argument 'now'; see stages collect-env --help"),
+    ],
+)  # fmt: skip
+def test_every_mistake_is_one_line_and_exit_code_2(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bad.yaml").write_text("prot: 80")
+    monkeypatch.chdir(tmp_path)
+    done = stages(*words)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"stages: error: {message}\n")
+
+
+def test_without_network_and_cache_the_error_names_what_works(tmp_path: Path) -> None:
+    done = stages("serve", "gpt2", HF_HOME=str(tmp_path))
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith("stages: error: model 'gpt2' is neither a folder")
+    assert "gpt2-tiny" in done.stderr and "--load-format dummy" in done.stderr
+
+
+def test_a_bad_variable_is_one_line_too() -> None:
+    done = stages("serve", STAGES_PORT="http")
+    expected = "stages: error: environment variable STAGES_PORT: 'http' is not an integer\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", expected)
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ([], "the following arguments are required: serve"),
+        (["gpt2"], "argument serve: invalid choice: 'gpt2'"),
+        (["serve", "--headless"], "unknown flag --headless"),
+        (["serve", "--blok-size", "3"], "unknown flag --blok-size; did you mean --block-size?"),
+        (["serve", "./missing"], "no model at './missing': no such folder"),
+    ],
+)
+def test_stage_2_alone_has_the_same_manners(words: list[str], message: str) -> None:
+    done = stages(*words, module="stage02_server")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith(f"stages: error: {message}")
+
+
+def test_collect_env_names_versions_but_no_secrets() -> None:
+    done = stages("collect-env", HF_TOKEN="hf_abc", STAGES_PORT="81")
+    facts = {line.split(maxsplit=1)[0]: line.split(maxsplit=1)[1] for line in done.stdout.splitlines()}
+    assert (done.returncode, done.stderr) == (0, "")
+    assert {"python", "platform", "cpu", "cores", "memory", "gpu", "device", "torch", "msgspec"} <= facts.keys()
+    assert facts["HF_TOKEN"] == "(set, not shown)" and "hf_abc" not in done.stdout
+    assert facts["STAGES_PORT"] == "81"
+    assert facts["TOKENIZERS_PARALLELISM"] == "false"

@@ -1,0 +1,102 @@
+"""`LLM` and `python -m stage03_engine generate`: the engine without HTTP."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stage03_engine.errors import ConfigError, InvalidRequestError
+from stage03_engine.llm import LLM
+from stage03_engine.sampling_params import SamplingParams
+from stagetrace import read_run
+
+SMALL = {"kv_cache_memory_bytes": 50_000_000}
+
+
+def test_unseeded_requests_differ_from_each_other_and_repeat_with_the_engines_seed() -> None:
+    def sample(seed: int) -> list[str]:
+        with LLM("gpt2-tiny", seed=seed, **SMALL) as llm:
+            outputs = llm.generate(["ROMEO:"] * 3, SamplingParams(max_tokens=12))
+            return [output.outputs[0].text for output in outputs]
+
+    first = sample(0)
+    assert len(set(first)) == 3
+    assert sample(0) == first != sample(1)
+
+
+def test_results_come_in_the_order_of_the_prompts_each_with_its_own_settings() -> None:
+    params = [SamplingParams(temperature=0, max_tokens=n) for n in (9, 1, 5)]
+    with LLM("gpt2-tiny", **SMALL) as llm:
+        outputs = llm.generate(["ROMEO:", [5, 6, 7], "K"], params)
+        assert [len(output.outputs[0].token_ids) for output in outputs] == [9, 1, 5]
+        assert [output.prompt for output in outputs] == ["ROMEO:", None, "K"]
+        assert outputs[1].prompt_token_ids == [5, 6, 7]
+        assert llm.generate([]) == []
+        with pytest.raises(InvalidRequestError, match="2 prompts but 3"):
+            llm.generate(["a", "b"], params)
+
+
+def test_an_impossible_prompt_leaves_the_engine_clean() -> None:
+    with LLM("gpt2-tiny", **SMALL) as llm:
+        with pytest.raises(InvalidRequestError):
+            llm.generate(["fine", ""])
+        stream = llm.stream("ROMEO:", SamplingParams(max_tokens=400, ignore_eos=True))
+        next(stream)
+        stream.close()
+        assert not llm.output_processor.request_states
+        assert not llm.engine_core._core.scheduler.has_unfinished_requests
+        assert llm.generate("ROMEO:", SamplingParams(temperature=0, max_tokens=2))[0].finished
+
+
+def test_stop_token_ids_and_ignore_eos() -> None:
+    with LLM("gpt2-tiny", **SMALL) as llm:
+        plain = llm.generate("To be, or", SamplingParams(temperature=0, max_tokens=10))[0].outputs[0]
+        third = plain.token_ids[2]
+        stopped = llm.generate("To be, or", SamplingParams(temperature=0, max_tokens=10, stop_token_ids=[third]))[0]
+        completion = stopped.outputs[0]
+        assert (completion.finish_reason, completion.stop_reason) == ("stop", third)
+        assert completion.token_ids == plain.token_ids[:3]
+        assert plain.text.startswith(completion.text) and len(completion.text) < len(plain.text)
+
+
+def test_unknown_settings_are_refused_with_a_suggestion() -> None:
+    with pytest.raises(ConfigError, match="block_size"):
+        LLM("gpt2-tiny", blocksize=8)
+
+
+def command(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "stage03_engine", "generate", *args], capture_output=True, text=True, timeout=60
+    )
+
+
+@pytest.mark.parametrize("where", [[], ["--multiprocess"]], ids=["in-process", "multiprocess"])
+def test_the_command_prints_the_completion_and_leaves_a_trace(where: list[str], tmp_path: Path) -> None:
+    flags = ["--max-tokens", "8", "--kv-cache-memory-bytes", "50000000", "--trace", str(tmp_path), *where]
+    result = command("gpt2-tiny", "To be, or", *flags)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("To be, or I'll be so,") and result.stderr == ""
+    run = read_run(tmp_path)
+    assert len(run.named("sched.token")) == 8
+    assert {e.proc for e in run.events} == {"LLM", *(["EngineCore_DP0"] if where else [])}
+
+
+@pytest.mark.parametrize(
+    ("args", "word"),
+    [
+        (["gpt2-tiny", ""], "empty"),
+        (["gpt2-tiny", "a", "--temperature", "3"], "temperature"),
+        (["gpt2-tiny", "a", "--max-tokens", "0"], "max_tokens"),
+        (["gpt2-tiny", "a", "--num-gpu-blocks-override", "3"], "--max-model-len"),
+        (["gpt2-tiny", "a", "--num-gpu-blocks-override", "3", "--multiprocess"], "--max-model-len"),
+        (["gpt2-tiny"], "PROMPT"),
+    ],
+)
+def test_what_is_impossible_ends_in_one_line(args: list[str], word: str) -> None:
+    result = command(*args)
+    assert result.returncode in (1, 2) and result.stdout == ""
+    [line] = result.stderr.splitlines()
+    assert line.startswith("stages: error: ") and word in line

@@ -1,0 +1,161 @@
+"""The rules of the house, read from the source: who may import whom, what stays light, how the trace is called."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+STAGES = ["stage01_cli", "stage02_server", "stage03_engine", "stage04_kernels"]
+NO_TORCH = [  # plain Python by contract: policy, and everything that the API process imports
+    *[
+        f"stage03_engine.core.{name}"
+        for name in ("scheduler", "kv_cache_manager", "block_pool", "request", "sched_output")
+    ],
+    "stage03_engine.llm",
+    "stage03_engine.frontend.async_llm",
+    "stage02_server.api_server",
+    "stage01_cli.main",
+]
+
+
+def sources(*folders: str) -> Iterator[tuple[Path, ast.Module]]:
+    for folder in folders:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            yield path.relative_to(ROOT), ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imported(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, absolute module name) of every import, at any depth. The project has no relative imports (tested below)."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.lineno, "." * node.level + (node.module or "")
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def test_imports_go_one_way() -> None:
+    wrong = []
+    for path, tree in sources(*STAGES, "trace"):
+        room = path.parts[0]
+        lower = STAGES[STAGES.index(room) :] if room in STAGES else []
+        for line, name in imported(tree):
+            top = name.split(".")[0]
+            if top in STAGES and top not in lower:
+                wrong.append(f"{path}:{line} imports {name}")
+            assert not name.startswith("."), f"{path}:{line}: relative import"
+    assert not wrong
+
+
+def test_front_end_and_core_meet_only_in_the_messages() -> None:
+    wrong = []
+    for side, other in (("frontend", "core"), ("core", "frontend")):
+        for path, tree in sources(f"stage03_engine/{side}"):
+            wrong += [
+                f"{path}:{line} imports {name}"
+                for line, name in imported(tree)
+                if name.startswith(f"stage03_engine.{other}")
+            ]
+    assert not wrong
+
+
+def test_kernels_know_no_engine_and_models_no_backend() -> None:
+    for path, tree in sources("stage04_kernels"):
+        assert not [name for _, name in imported(tree) if name.startswith("stage03_engine")], path
+    for path, tree in sources("stage03_engine/core/models"):
+        kernels = {name for _, name in imported(tree) if name.startswith("stage04_kernels.")}
+        assert kernels <= {
+            "stage04_kernels.attention",
+            "stage04_kernels.attention.attention",
+            "stage04_kernels.attention.AttentionMetadata",
+        }, path
+
+
+@pytest.mark.parametrize("module", NO_TORCH)
+def test_no_torch_is_imported(module: str) -> None:
+    code = f"import sys, {module}; sys.exit(', '.join({{'torch', 'transformers'}} & set(sys.modules)) or 0)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_every_trace_call_is_guarded() -> None:
+    """`trace.emit(...)` stands inside the body of `if trace.on ...:`, or is the first branch of `... if trace.on else ...`,
+    so that a switched-off trace evaluates no arguments."""
+
+    def is_guard(test: ast.expr) -> bool:
+        first = test.values[0] if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else test
+        return ast.unparse(first) == "trace.on"
+
+    def walk(node: ast.AST, guarded: bool, path: Path) -> None:
+        nonlocal calls
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "trace.emit":
+            calls += 1
+            assert guarded, f"{path}:{node.lineno}: trace.emit without `if trace.on:`"
+        inside_if = isinstance(node, ast.If | ast.IfExp) and is_guard(node.test)
+        body = (node.body if isinstance(node.body, list) else [node.body]) if inside_if else []
+        for child in ast.iter_child_nodes(node):
+            walk(child, guarded or child in body, path)
+
+    calls = 0
+    for path, tree in sources(*STAGES):
+        walk(tree, False, path)
+    assert calls > 50
+
+
+def test_emitted_events_are_in_the_vocabulary_with_these_arguments() -> None:
+    from stagetrace import VOCABULARY
+
+    own = {"ph", "req", "step", "cause"}
+    seen: dict[str, set[str]] = {}
+    for path, tree in sources(*STAGES):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "trace.emit":
+                assert isinstance(node.args[0], ast.Constant), f"{path}:{node.lineno}: the name must be a literal"
+                row = VOCABULARY[node.args[0].value]
+                given = {keyword.arg for keyword in node.keywords} - own
+                assert given == set(row.args), f"{path}:{node.lineno}: {row.name} takes {set(row.args)}, not {given}"
+                seen.setdefault(row.name, set()).add(path.parts[0])
+    expected = {name: row.stage for name, row in VOCABULARY.items() if name != "run.start"}
+    assert seen.keys() == expected.keys(), "the vocabulary holds events that nobody emits"
+    assert not {name for name, stage in expected.items() if stage not in seen[name]}, "emitted, but not by its stage"
+
+
+def test_trace_stays_pythons_own_module() -> None:
+    assert not (ROOT / "trace" / "__init__.py").exists()
+    code = "import trace, stagetrace; print(trace.Trace, stagetrace.trace.on)"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.stdout.strip() == "<class 'trace.Trace'> False"
+
+
+def test_top_level_is_the_card() -> None:
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    folders = {name.split("/")[0] for name in tracked if "/" in name}
+    assert folders <= {*STAGES, "notebooks", "tests", "trace", ".ci"}
+
+
+def test_files_and_functions_stay_readable() -> None:
+    too_long = []
+    for path, tree in sources(*STAGES, "trace"):
+        lines = (ROOT / path).read_text(encoding="utf-8").count("\n")
+        if lines > 330:
+            too_long.append(f"{path}: {lines} lines")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or 0) - node.lineno + 1
+                if length > 50:
+                    too_long.append(f"{path}:{node.lineno} {node.name}: {length} lines")
+    assert not too_long
+
+
+@pytest.mark.parametrize(
+    "command", [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]], ids=" ".join
+)
+def test_style_and_types(command: list[str]) -> None:
+    result = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]

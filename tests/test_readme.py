@@ -1,0 +1,103 @@
+"""Every command that a README shows, in a `sh` block or behind `$ ` in a `console` block, works as it stands there."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from server_under_test import ServerProcess
+
+ROOT = Path(__file__).parent.parent
+READMES = sorted(path for path in [*ROOT.glob("*.md"), *ROOT.glob("stage0*/*.md"), *ROOT.glob("trace/*.md")])
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    for readme in READMES:
+        text = readme.read_text(encoding="utf-8")
+        for kind, block in re.findall(r"^```(sh|console)\n(.*?)^```", text, re.M | re.S):
+            prompt = "$ " if kind == "console" else ""
+            for line in block.replace("\\\n", " ").splitlines():
+                if line.strip() and line.startswith(prompt):
+                    yield str(readme.relative_to(ROOT)), line.removeprefix(prompt)
+
+
+COMMANDS = [pytest.param(command, id=f"{where}: {command[:60]}") for where, command in commands()]
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    server = ServerProcess("gpt2-tiny", "--host", "127.0.0.1", "--port", "0", "--kv-cache-memory-bytes", "100000000")
+    yield server.wait_until_ready()
+    server.close()
+
+
+def check_serve(words: list[str], tmp_path: Path) -> None:
+    """A command that serves until it is told to stop: it must become ready."""
+    module = "stage02_server.__main__" if "stage02_server" in words else "stage01_cli.main"
+    arguments = words[words.index("serve") + 1 :]
+    if "--trace" in arguments:
+        arguments[arguments.index("--trace") + 1] = str(tmp_path)
+    server = ServerProcess(*arguments, "--host", "127.0.0.1", "--port", "0", command=module)
+    try:
+        server.wait_until_ready()
+    finally:
+        server.close()
+
+
+def check_make(words: list[str]) -> None:
+    """The target exists, and make knows what to do for it; whether it does it well is what this very test run shows."""
+    result = subprocess.run([*words, "--dry-run"], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command(command: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    words = shlex.split(command)
+    if words[0] == "make":
+        return check_make(words)
+    if "serve" in words and not {"--dry-run", "--help"} & set(words):
+        return check_serve(words, tmp_path)
+    if words[0] == "curl":
+        command = (
+            command.replace("http://localhost:8000", request.getfixturevalue("url")) + " --fail --silent --show-error"
+        )
+    command = re.sub(r"--trace \S+", f"--trace {tmp_path}", command)
+    path = (
+        os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]
+    )  # `python` and `stages` as after activation
+    result = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command],
+        cwd=ROOT,
+        env=os.environ | {"PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_readmes_show_commands_and_link_to_what_exists() -> None:
+    assert len(COMMANDS) >= 10
+    for readme in READMES:
+        text = readme.read_text(encoding="utf-8")
+        for target in re.findall(r"\]\(([^)#]+)\)", text):
+            assert target.startswith("http") or (readme.parent / target).exists(), f"{readme}: {target}"
+
+
+def test_files_named_in_the_readme_exist() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = text[text.index("## Where the documents' parts are") : text.index("## Working on it")]
+    for row in table.splitlines():
+        cells = row.split("|")
+        if len(cells) == 5:
+            folder = None
+            for name in re.findall(r"`([\w./*]+\.py)`", cells[2]):
+                path = name if name.startswith("stage") else f"{folder}/{name}"
+                folder = folder or os.path.dirname(name)
+                assert list(ROOT.glob(path)), f"{name} in: {row}"
