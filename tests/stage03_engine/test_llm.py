@@ -59,7 +59,21 @@ def test_stop_token_ids_and_ignore_eos() -> None:
         completion = stopped.outputs[0]
         assert (completion.finish_reason, completion.stop_reason) == ("stop", third)
         assert completion.token_ids == plain.token_ids[:3]
-        assert plain.text.startswith(completion.text) and len(completion.text) < len(plain.text)
+        assert completion.text == llm.tokenizer.decode(plain.token_ids[:2]), "a stop token is not part of the text"
+        params = SamplingParams(temperature=0, max_tokens=10, stop_token_ids=[third], include_stop_str_in_output=True)
+        kept = llm.generate("To be, or", params)[0].outputs[0]
+        assert kept.text == llm.tokenizer.decode(plain.token_ids[:3])
+
+
+def test_what_waits_for_a_stop_string_comes_out_at_the_end() -> None:
+    """The output ends with the beginning of a stop string that never completes."""
+    with LLM("gpt2-tiny", **SMALL) as llm:
+        plain = llm.generate("To be, or", SamplingParams(temperature=0, max_tokens=5))[0].outputs[0].text
+        never = plain[-3:] + "never"
+        assert (
+            llm.generate("To be, or", SamplingParams(temperature=0, max_tokens=5, stop=[never]))[0].outputs[0].text
+            == plain
+        )
 
 
 def test_unknown_settings_are_refused_with_a_suggestion() -> None:

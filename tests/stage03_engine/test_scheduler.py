@@ -132,6 +132,9 @@ def test_every_request_gets_the_right_tokens_once(workload, limits, block_size, 
         decision = scheduler.schedule()
         assert decision.total_num_scheduled_tokens <= budget
         assert len(decision.num_scheduled_tokens) <= max_num_seqs
+        assert not decision.num_scheduled_tokens.keys() & set(decision.preempted_req_ids), (
+            "sent away and back in one step"
+        )
         scheduler.check_invariants()
         if scheduler.has_unfinished_requests:
             assert decision.num_scheduled_tokens, "work is waiting and nothing was scheduled"
