@@ -14,8 +14,6 @@ from pydantic_core import PydanticCustomError
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.sampling_params import MAX_LOGPROBS, RequestOutputKind, SamplingParams
 
-MAX_N = 128
-
 
 def _encodable(text: str) -> str:
     try:
@@ -32,9 +30,7 @@ TokenIds = list[StrictInt]
 
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True, None),
-    "allowed_token_ids": (None,),
     "audio": (None,),
-    "bad_words": ([], None),
     "best_of": (1, None),
     "cache_salt": (None,),
     "chat_template": (None,),
@@ -42,7 +38,6 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "continue_final_message": (False, None),
     "documents": ([], None),
     "echo": (False, None),
-    "frequency_penalty": (0, None),
     "function_call": ("none", None),
     "functions": ([], None),
     "guided_choice": (None,),
@@ -50,15 +45,11 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "guided_json": (None,),
     "guided_regex": (None,),
     "length_penalty": (1, None),
-    "logit_bias": ({}, None),
     "logprob_token_ids": (None,),
-    "min_tokens": (0, None),
     "modalities": (["text"], None),
-    "presence_penalty": (0, None),
     "priority": (0, None),
     "prompt_embeds": (None,),
     "prompt_logprobs": (None,),
-    "repetition_penalty": (1, None),
     "response_format": ({"type": "text"}, None),
     "return_token_ids": (False, None),
     "return_tokens_as_token_ids": (False, None),
@@ -66,10 +57,17 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "suffix": ("", None),
     "tool_choice": ("none", "auto", None),
     "tools": ([], None),
-    "truncate_prompt_tokens": (None,),
     "use_beam_search": (False, None),
 }
 """Field of OpenAI's or vLLM's interface that is not built here -> the values that change nothing and are accepted."""
+
+_SAME_NAME = (
+    "n", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty",
+    "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "seed", "min_tokens", "stop_token_ids",
+    "include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens",
+    "truncate_prompt_tokens",
+)  # fmt: skip
+"""Fields that go into `SamplingParams` as they are; None means the default there."""
 
 
 class RequestModel(BaseModel):
@@ -101,12 +99,21 @@ class SamplingRequest(RequestModel):
     top_p: FiniteFloat | None = None
     top_k: Int32 | None = None
     min_p: FiniteFloat | None = None
+    frequency_penalty: FiniteFloat | None = 0.0
+    presence_penalty: FiniteFloat | None = 0.0
+    repetition_penalty: FiniteFloat | None = None
+    logit_bias: dict[Int64, FiniteFloat] | None = None
+    allowed_token_ids: list[Int64] | None = None
+    bad_words: list[Text] | None = None
     seed: Int64 | None = None
+    min_tokens: Int64 | None = 0
     stop: Text | list[Text] | None = None
     stop_token_ids: list[Int64] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool | None = True
+    spaces_between_special_tokens: bool | None = True
+    truncate_prompt_tokens: Int64 | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     user: Text | None = None
@@ -130,26 +137,14 @@ class SamplingRequest(RequestModel):
         """Raises InvalidRequestError for what is impossible, alone or together."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options can only be given together with stream=true.", "stream_options")
-        if not 1 <= self.num_choices <= MAX_N:
-            raise InvalidRequestError(f"n must be in [1, {MAX_N}], got {self.n}.", "n")
-        chosen = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p")}
-        params = SamplingParams(
+        chosen = {name: getattr(self, name) for name in _SAME_NAME}
+        return SamplingParams(
             **{name: value for name, value in chosen.items() if value is not None},
-            seed=self.seed,
             max_tokens=max_tokens,
             stop=[self.stop] if isinstance(self.stop, str) else self.stop or [],
-            stop_token_ids=self.stop_token_ids or [],
-            include_stop_str_in_output=self.include_stop_str_in_output,
-            ignore_eos=self.ignore_eos,
             logprobs=logprobs,
-            skip_special_tokens=self.skip_special_tokens is not False,
             output_kind=RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY,
         )
-        if self.num_choices > 1 and params.greedy:
-            raise InvalidRequestError(
-                f"n must be 1 when the temperature is 0 (all answers would be equal), got {self.n}.", "n"
-            )
-        return params
 
 
 class CompletionRequest(SamplingRequest):

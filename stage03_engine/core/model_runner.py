@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.input_batch import InputBatch
+from stage03_engine.core.logits_rules import make_rules, trace_rules
 from stage03_engine.core.models.loader import get_model
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
 from stage03_engine.messages import TokenLogprobs
@@ -48,7 +49,9 @@ class ModelRunner:
         self.device = device
         self.dtype: torch.dtype = getattr(torch, config.model_config.dtype)
         self.block_size = config.cache_config.block_size
-        self.batch = InputBatch(config.scheduler_config.max_num_seqs, config.max_model_len, self.block_size)
+        self.batch = InputBatch(
+            config.scheduler_config.max_num_seqs, config.max_model_len, self.block_size, config.shape.vocab_size
+        )
         self.kv_caches: list[Tensor] = []
         self.model: nn.Module
 
@@ -121,6 +124,7 @@ class ModelRunner:
         if trace.on:
             trace.emit("model.logits", step=step, rows=logits.shape[0], vocab_size=logits.shape[1])
         metadata = self._sampling_metadata(inputs.sampled)
+        trace_rules(metadata.rules, step)
         output = sample(logits, metadata)
         if trace.on:
             num_random = len(metadata.random_rows)
@@ -194,7 +198,7 @@ class ModelRunner:
     def _sampling_metadata(self, rows: list[int]) -> SamplingMetadata:
         requests = [self.batch.rows[row] for row in rows]
         params = [request.sampling_params for request in requests]
-        asked = [p.logprobs for p in params if p.logprobs is not None]
+        asked = [p.num_logprobs for p in params if p.num_logprobs is not None]
         return SamplingMetadata.from_lists(
             [0.0 if p.greedy else p.temperature for p in params],
             [p.top_k for p in params],
@@ -204,6 +208,7 @@ class ModelRunner:
             [int(self.batch.num_tokens[row]) - request.num_prompt_tokens for row, request in zip(rows, requests)],
             max_num_logprobs=max(asked, default=None),
             device=self.device,
+            rules=make_rules([(self.batch.rows[row].rules, *self.batch.tokens_of(row)) for row in rows], self.device),
         )
 
     def _collect(self, rows: list[int], output: SamplerOutput) -> ModelRunnerOutput:
@@ -224,7 +229,7 @@ class ModelRunner:
         token_ids, logprobs, ranks = output.logprob_token_ids.tolist(), output.logprobs.tolist(), output.ranks.tolist()
         collected = {}
         for i, row in enumerate(rows):
-            asked = self.batch.rows[row].sampling_params.logprobs
+            asked = self.batch.rows[row].sampling_params.num_logprobs
             if asked is not None:  # the tensors are as wide as the most demanding request
                 collected[ids[i]] = [TokenLogprobs(token_ids[i][: asked + 1], logprobs[i][: asked + 1], ranks[i])]
         return collected

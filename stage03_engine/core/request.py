@@ -56,6 +56,8 @@ def check_stop(request: Request, max_model_len: int) -> tuple[FinishReason, int 
     A stop token wins over the length limit, as the text would have ended there anyway (vllm/v1/core/sched/utils.py).
     """
     params, last = request.sampling_params, request.all_token_ids[-1]
+    if request.num_output_tokens < params.min_tokens and request.num_tokens < max_model_len:
+        return None  # such a token cannot be drawn yet; but a drafted or forced one must not end the request either
     if last == request.eos_token_id and not params.ignore_eos:
         return FinishReason.STOP, None
     if last in params.stop_token_ids:

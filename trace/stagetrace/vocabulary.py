@@ -112,6 +112,8 @@ _ROWS = [
         "Input tensors were built from the persistent batch.", "v1/worker/gpu_model_runner.py _prepare_inputs"),
     Row("model.forward", 8, ENGINE, {"num_tokens": "int"}, "A span: embedding, blocks, final norm.", "v1/worker/gpu_model_runner.py execute_model"),
     Row("model.logits", 8, ENGINE, {"rows": "int", "vocab_size": "int"}, "Logits exist for the rows that will be sampled.", "model_executor/layers/logits_processor.py"),
+    _optional("sampler.rules", 8, ENGINE, {"allowed": "int", "forbidden": "int", "biased": "int", "penalised_rows": "int"},
+        "Masks, biases and penalties will change the logits: how many they name.", "v1/sample/sampler.py apply_logits_processors"),
     Row("sampler.sampled", 8, ENGINE, {"num_greedy": "int", "num_random": "int"}, "Next tokens were drawn.", "v1/sample/sampler.py Sampler"),
     _optional("kernel.checked", 8, KERNELS, {"what": "str", "against": "str", "cases": "int", "max_error": "float", "ok": "bool"},
         "A fast tensor function was compared with its slow twin.", "tests/kernels"),

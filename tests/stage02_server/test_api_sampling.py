@@ -1,0 +1,75 @@
+"""The sampling fields of both endpoints: what is refused under which name, and what arrives in the engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from server_under_test import EOS, MAX_MODEL_LEN, InProcessServer
+
+from stage03_engine.sampling_params import SamplingParams
+
+ENDPOINTS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {"prompt": "Hello"}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}),
+]
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"frequency_penalty": 2.1}, "frequency_penalty"),
+    ({"frequency_penalty": "much"}, "body.frequency_penalty"),
+    ({"presence_penalty": -2.1}, "presence_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"logit_bias": {str(EOS + 1): 1}}, "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"logit_bias": {"word": 1}}, "body.logit_bias"),
+    ({"logit_bias": {"5": "high"}}, "body.logit_bias"),
+    ({"logit_bias": {str(10**40): 1}}, "body.logit_bias"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"),
+    ({"allowed_token_ids": [EOS + 1]}, "allowed_token_ids"),
+    ({"bad_words": [""]}, "bad_words"),
+    ({"bad_words": ["x"] * 1000}, "bad_words"),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+    ({"min_tokens": MAX_MODEL_LEN, "max_tokens": None}, "min_tokens"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": MAX_MODEL_LEN + 1}, "truncate_prompt_tokens"),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), ENDPOINTS, ids=["completions", "chat"])
+@pytest.mark.parametrize(("wish", "param"), REFUSED, ids=str)
+def test_refused(server: InProcessServer, path: str, body: dict[str, Any], wish: dict[str, Any], param: str) -> None:
+    response = server.post(path, body | wish)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    assert server.engine.num_unfinished_requests == 0
+
+
+@pytest.mark.parametrize(("path", "body"), ENDPOINTS, ids=["completions", "chat"])
+def test_every_field_arrives_in_the_engine(
+    make_server: Any, path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = make_server()
+    arrived: list[SamplingParams] = []
+    process_inputs = server.engine.input_processor.process_inputs
+
+    def spy(request_id: str, prompt: Any, params: SamplingParams) -> Any:
+        arrived.append(params)
+        return process_inputs(request_id, prompt, params)
+
+    monkeypatch.setattr(server.engine.input_processor, "process_inputs", spy)
+    wishes = {
+        "frequency_penalty": 0.5, "presence_penalty": -0.5, "repetition_penalty": 1.5, "allowed_token_ids": [1, 2],
+        "bad_words": ["x"], "min_tokens": 2, "truncate_prompt_tokens": 3, "spaces_between_special_tokens": False,
+        "max_tokens": 9, "seed": 3, "stop_token_ids": [8],
+    }  # fmt: skip
+    assert server.post(path, body | wishes | {"logit_bias": {"5": 1}}).status_code == 200
+    assert server.post(path, body | dict.fromkeys([*wishes, "logit_bias"])).status_code == 200
+    assert {name: getattr(arrived[0], name) for name in wishes} == wishes
+    assert arrived[0].logit_bias == {5: 1.0}
+    assert arrived[1] == SamplingParams(max_tokens=None, output_kind=arrived[1].output_kind)
+
+
+def test_a_truncated_prompt_counts_as_what_is_left(server: InProcessServer) -> None:
+    body = {"prompt": "x" * 50 + "abc", "truncate_prompt_tokens": 3, "max_tokens": 4}
+    answer = server.post("/v1/completions", body).json()
+    assert answer["choices"][0]["text"] == "abca" and answer["usage"]["prompt_tokens"] == 3
