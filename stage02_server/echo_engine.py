@@ -72,6 +72,9 @@ class EchoCoreClient(AsyncEngineCoreClient):
         output = EngineCoreOutput(request.request_id, [token])
         if running.num_output_tokens == 1:
             output.queued_seconds = 0.0
+            if params.prompt_logprobs is not None:
+                rest = request.prompt_token_ids[1:]
+                output.prompt_logprobs = [self._logprobs(i, params.prompt_logprobs) for i in rest]
         if params.logprobs is not None:
             output.new_logprobs = [self._logprobs(token, params.logprobs)]
         if token in params.stop_token_ids:

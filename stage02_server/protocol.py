@@ -31,7 +31,6 @@ TokenIds = list[StrictInt]
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True, None),
     "audio": (None,),
-    "best_of": (1, None),
     "cache_salt": (None,),
     "chat_template": (None,),
     "chat_template_kwargs": ({}, None),
@@ -49,7 +48,6 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"], None),
     "priority": (0, None),
     "prompt_embeds": (None,),
-    "prompt_logprobs": (None,),
     "response_format": ({"type": "text"}, None),
     "return_token_ids": (False, None),
     "return_tokens_as_token_ids": (False, None),
@@ -62,10 +60,10 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
 """Field of OpenAI's or vLLM's interface that is not built here -> the values that change nothing and are accepted."""
 
 _SAME_NAME = (
-    "n", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty",
+    "n", "best_of", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty",
     "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "seed", "min_tokens", "stop_token_ids",
     "include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens",
-    "truncate_prompt_tokens",
+    "truncate_prompt_tokens", "prompt_logprobs",
 )  # fmt: skip
 """Fields that go into `SamplingParams` as they are; None means the default there."""
 
@@ -95,6 +93,7 @@ class SamplingRequest(RequestModel):
     """What completions and chats have in common. None means the default of `SamplingParams`."""
 
     n: Int32 | None = 1
+    best_of: Int32 | None = None
     temperature: FiniteFloat | None = None
     top_p: FiniteFloat | None = None
     top_k: Int32 | None = None
@@ -107,6 +106,7 @@ class SamplingRequest(RequestModel):
     bad_words: list[Text] | None = None
     seed: Int64 | None = None
     min_tokens: Int64 | None = 0
+    prompt_logprobs: Int32 | None = None
     stop: Text | list[Text] | None = None
     stop_token_ids: list[Int64] | None = None
     include_stop_str_in_output: bool = False
@@ -128,15 +128,12 @@ class SamplingRequest(RequestModel):
         """True when every chunk of a stream is to hold the usage so far."""
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
-    @property
-    def num_choices(self) -> int:
-        """Answers per prompt."""
-        return 1 if self.n is None else self.n
-
     def _sampling_params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         """Raises InvalidRequestError for what is impossible, alone or together."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options can only be given together with stream=true.", "stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequestError("prompt_logprobs cannot be given in a stream.", "prompt_logprobs")
         chosen = {name: getattr(self, name) for name in _SAME_NAME}
         return SamplingParams(
             **{name: value for name, value in chosen.items() if value is not None},

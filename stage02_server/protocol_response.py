@@ -39,6 +39,14 @@ class CompletionLogProbs(BaseModel):
     top_logprobs: list[dict[str, float]] = []
 
 
+class PromptLogprob(BaseModel):
+    """A token that stands at a place of the prompt, or could have: `rank` 1 is the most likely one there."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
 class CompletionChoice(BaseModel):
     """One answer, or what a chunk adds to it."""
 
@@ -47,6 +55,7 @@ class CompletionChoice(BaseModel):
     logprobs: CompletionLogProbs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
 
 
 class CompletionResponse(BaseModel):
@@ -106,6 +115,7 @@ class ChatCompletionResponse(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: UsageInfo
+    prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
 
 
 class ChatStreamChoice(BaseModel):

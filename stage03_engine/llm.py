@@ -15,6 +15,7 @@ from stage03_engine.frontend.input_processor import InputProcessor
 from stage03_engine.frontend.output_processor import OutputProcessor
 from stage03_engine.frontend.stats import IterationStats
 from stage03_engine.frontend.tokenizer import init_tokenizer_from_configs
+from stage03_engine.messages import EngineCoreRequest
 from stage03_engine.outputs import RequestOutput
 from stage03_engine.sampling_params import SamplingParams
 
@@ -70,11 +71,14 @@ class LLM:
             self.input_processor.process_inputs(f"r{next(self._ids)}", prompt, p) for prompt, p in zip(batch, each)
         ]
         for request, prompt in zip(requests, batch):
-            self.output_processor.add_request(request, prompt if isinstance(prompt, str) else None)
-            self.engine_core.add_request(request)
+            self._add(request, prompt)
         order = {request.request_id: i for i, request in enumerate(requests)}
         finished = [output for output in self._run() if output.finished]
         return sorted(finished, key=lambda output: order[output.request_id])
+
+    def _add(self, request: EngineCoreRequest, prompt: Prompt) -> None:
+        for child in self.output_processor.add_request(request, prompt if isinstance(prompt, str) else None):
+            self.engine_core.add_request(child)
 
     def _run(self) -> Iterator[RequestOutput]:
         """Step until every request is finished, yielding outputs as they come."""
@@ -98,8 +102,7 @@ class LLM:
     def stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[RequestOutput]:
         """Complete one prompt, yielding outputs as they come (of the kind that `params.output_kind` says)."""
         request = self.input_processor.process_inputs(f"r{next(self._ids)}", prompt, params)
-        self.output_processor.add_request(request, prompt if isinstance(prompt, str) else None)
-        self.engine_core.add_request(request)
+        self._add(request, prompt)
         yield from self._run()
 
     def shutdown(self) -> None:

@@ -77,6 +77,9 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False, omit_defaults=
         None  # with the first token only: from arrival in the engine to first being scheduled
     )
     error: str | None = None  # with FinishReason.ERROR
+    prompt_logprobs: list[TokenLogprobs] | None = (
+        None  # with the first token only: one entry per prompt token but the first
+    )
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, gc=False):

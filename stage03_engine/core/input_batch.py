@@ -24,6 +24,7 @@ class Row:
     seed: int
     num_prompt_tokens: int
     rules: RowRules | None = None
+    num_prompt_logprobs: int | None = None  # None: not asked for, or given before (the request resumes with output)
 
 
 @dataclass
@@ -57,9 +58,10 @@ class InputBatch:
         row = len(self.rows)
         self.row_of[new.request_id] = row
         self.request_ids.append(new.request_id)
-        self.rows.append(
-            Row(new.sampling_params, new.seed, new.num_prompt_tokens, RowRules.of(new.sampling_params, self.vocab_size))
-        )
+        params, resumes = new.sampling_params, len(new.token_ids) > new.num_prompt_tokens
+        num_prompt_logprobs = None if resumes else params.prompt_logprobs
+        rules = RowRules.of(params, self.vocab_size)
+        self.rows.append(Row(params, new.seed, new.num_prompt_tokens, rules, num_prompt_logprobs))
         self.token_ids[row, : len(new.token_ids)] = new.token_ids
         self.num_tokens[row] = len(new.token_ids)
         self.num_computed[row] = new.num_computed_tokens

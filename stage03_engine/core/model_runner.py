@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +14,7 @@ from stage03_engine.config import VllmConfig
 from stage03_engine.core.input_batch import InputBatch
 from stage03_engine.core.logits_rules import make_rules, trace_rules
 from stage03_engine.core.models.loader import get_model
+from stage03_engine.core.prompt_logprobs import prompt_logprobs
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
 from stage03_engine.messages import TokenLogprobs
 from stage04_kernels.attention import AttentionMetadata
@@ -118,9 +120,11 @@ class ModelRunner:
         hidden = self.model(inputs.input_ids, inputs.positions, self.kv_caches, inputs.metadata)
         if trace.on:
             trace.emit("model.forward", ph="E", step=step, num_tokens=len(inputs.input_ids))
+        compute_logits: Callable[[Tensor], Tensor] = self.model.compute_logits  # type: ignore[assignment]
+        of_prompts = prompt_logprobs(self.batch, scheduler_output.num_scheduled_tokens, hidden, compute_logits)
         if not inputs.sampled:
-            return ModelRunnerOutput({})
-        logits = self.model.compute_logits(hidden[inputs.logits_indices])  # type: ignore[operator]
+            return ModelRunnerOutput({}, prompt_logprobs=of_prompts)
+        logits = compute_logits(hidden[inputs.logits_indices])
         if trace.on:
             trace.emit("model.logits", step=step, rows=logits.shape[0], vocab_size=logits.shape[1])
         metadata = self._sampling_metadata(inputs.sampled)
@@ -129,7 +133,9 @@ class ModelRunner:
         if trace.on:
             num_random = len(metadata.random_rows)
             trace.emit("sampler.sampled", step=step, num_greedy=len(inputs.sampled) - num_random, num_random=num_random)
-        return self._collect(inputs.sampled, output)
+        collected = self._collect(inputs.sampled, output)
+        collected.prompt_logprobs = of_prompts
+        return collected
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> None:
         """Bring the persistent batch up to date with the scheduler."""

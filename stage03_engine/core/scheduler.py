@@ -184,6 +184,8 @@ class Scheduler:
         """Append the sampled tokens and end the requests that are complete."""
         outputs: list[EngineCoreOutput] = []
         stopped: set[str] = set()
+        for request_id, (start, entries) in runner_output.prompt_logprobs.items():
+            self.requests[request_id].add_prompt_logprobs(start, entries)
         for request_id, new_token_ids in runner_output.sampled_token_ids.items():
             request = self.requests[request_id]
             for token_id in new_token_ids:
@@ -192,6 +194,7 @@ class Scheduler:
             reason, stop_reason = stop or (None, None)
             logprobs = runner_output.logprobs.get(request_id)
             outputs.append(EngineCoreOutput(request_id, new_token_ids, logprobs, reason, stop_reason))
+            outputs[-1].prompt_logprobs = request.take_prompt_logprobs()
             if trace.on:
                 trace.emit(
                     "sched.token",

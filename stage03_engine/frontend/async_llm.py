@@ -98,19 +98,20 @@ class AsyncLLM:
         """Register a request and send it to the engine core. Raises EngineDeadError."""
         self.check_health()
         queue = RequestOutputCollector(request.sampling_params.output_kind)
-        self.output_processor.add_request(request, prompt, queue)
-        await self.engine_core.add_request_async(request)
+        for child in self.output_processor.add_request(request, prompt, queue):
+            await self.engine_core.add_request_async(child)
         return queue
 
     async def abort(self, request_id: str, reason: str = "client is gone") -> None:
         """Stop a request and free its blocks; nothing happens if it has ended already."""
-        if not self.output_processor.abort_requests([request_id]) or self.errored:
+        running = self.output_processor.abort_requests([request_id])
+        if not running or self.errored:
             return
         if trace.on:
             trace.emit("request.aborted", req=request_id, reason=reason)
         for stat_logger in self.stat_loggers:
             stat_logger.request_aborted()
-        await self.engine_core.abort_requests_async([request_id])
+        await self.engine_core.abort_requests_async(running)
 
     async def _run_output_handler(self) -> None:
         try:

@@ -31,6 +31,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"min_tokens": -1}, "min_tokens"),
     ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
     ({"min_tokens": MAX_MODEL_LEN, "max_tokens": None}, "min_tokens"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+    ({"best_of": 1, "n": 2}, "best_of"),
+    ({"best_of": 129}, "best_of"),
+    ({"best_of": 10**9}, "best_of"),
+    ({"best_of": 2, "temperature": 0}, "best_of"),
+    ({"best_of": 2, "stream": True}, "best_of"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ({"truncate_prompt_tokens": MAX_MODEL_LEN + 1}, "truncate_prompt_tokens"),
 ]
@@ -73,3 +81,32 @@ def test_a_truncated_prompt_counts_as_what_is_left(server: InProcessServer) -> N
     body = {"prompt": "x" * 50 + "abc", "truncate_prompt_tokens": 3, "max_tokens": 4}
     answer = server.post("/v1/completions", body).json()
     assert answer["choices"][0]["text"] == "abca" and answer["usage"]["prompt_tokens"] == 3
+
+
+def test_n_times_prompts_is_bounded_before_anything_is_made(server: InProcessServer) -> None:
+    response = server.post("/v1/completions", {"prompt": ["x"] * 100, "n": 100})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "n")
+    assert len(server.post("/v1/completions", {"prompt": ["x"] * 32, "n": 4, "max_tokens": 1}).json()["choices"]) == 128
+
+
+def test_best_of_answers_and_counts_only_n(server: InProcessServer) -> None:
+    body = {"prompt": ["ab", "cd"], "n": 2, "best_of": 5, "max_tokens": 3}
+    answer = server.post("/v1/completions", body).json()
+    assert [(c["index"], c["text"]) for c in answer["choices"]] == [(0, "aba"), (1, "aba"), (2, "cdc"), (3, "cdc")]
+    assert answer["usage"] == {"prompt_tokens": 4, "completion_tokens": 12, "total_tokens": 16}
+    assert server.client.added[-1].startswith("4_") and server.engine.num_unfinished_requests == 0
+
+
+def test_prompt_logprobs_in_both_shapes(server: InProcessServer) -> None:
+    body = {"prompt_logprobs": 2, "n": 2, "max_tokens": 1}
+    first, second = server.post("/v1/completions", {"prompt": "abc"} | body).json()["choices"]
+    entries = first["prompt_logprobs"]
+    assert entries == second["prompt_logprobs"] and entries[0] is None and len(entries) == 3
+    token = str(ord("b") - ord("!"))
+    assert entries[1][token] == {"logprob": 0.0, "rank": 1, "decoded_token": "b"}
+    chat = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "abc"}]} | body).json()
+    assert len(chat["prompt_logprobs"]) == len(
+        server.post("/tokenize", {"messages": [{"role": "user", "content": "abc"}]}).json()["tokens"]
+    )
+    bare = server.post("/v1/completions", {"prompt": "abc", "max_tokens": 1}).json()["choices"][0]
+    assert bare["prompt_logprobs"] is None
