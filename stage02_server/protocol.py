@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, 
 from pydantic_core import PydanticCustomError
 
 from stage03_engine.errors import InvalidRequestError
+from stage03_engine.frontend.beam_search import BeamSearchParams
 from stage03_engine.sampling_params import MAX_LOGPROBS, RequestOutputKind, SamplingParams
 
 
@@ -43,7 +44,6 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "guided_grammar": (None,),
     "guided_json": (None,),
     "guided_regex": (None,),
-    "length_penalty": (1, None),
     "logprob_token_ids": (None,),
     "modalities": (["text"], None),
     "priority": (0, None),
@@ -55,7 +55,6 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "suffix": ("", None),
     "tool_choice": ("none", "auto", None),
     "tools": ([], None),
-    "use_beam_search": (False, None),
 }
 """Field of OpenAI's or vLLM's interface that is not built here -> the values that change nothing and are accepted."""
 
@@ -66,6 +65,11 @@ _SAME_NAME = (
     "truncate_prompt_tokens", "prompt_logprobs",
 )  # fmt: skip
 """Fields that go into `SamplingParams` as they are; None means the default there."""
+
+_NOT_WITH_BEAM_SEARCH = (
+    "stream", "best_of", "prompt_logprobs", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias",
+    "allowed_token_ids", "bad_words", "min_tokens", "stop", "stop_token_ids",
+)  # fmt: skip
 
 
 class RequestModel(BaseModel):
@@ -93,6 +97,9 @@ class SamplingRequest(RequestModel):
     """What completions and chats have in common. None means the default of `SamplingParams`."""
 
     n: Int32 | None = 1
+    use_beam_search: bool | None = False
+    length_penalty: FiniteFloat | None = 1.0
+    early_stopping: bool | None = False
     best_of: Int32 | None = None
     temperature: FiniteFloat | None = None
     top_p: FiniteFloat | None = None
@@ -128,10 +135,29 @@ class SamplingRequest(RequestModel):
         """True when every chunk of a stream is to hold the usage so far."""
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
-    def _sampling_params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    def _beam_search_params(self, max_tokens: int | None, logprobs: int | None) -> BeamSearchParams:
+        """What only matters when tokens are drawn (temperature, top_k, ..., seed) is ignored, as in vLLM; what would change
+        the answer is refused."""
+        unknown = {name: getattr(self, name) for name in _NOT_WITH_BEAM_SEARCH} | {"logprobs": logprobs}
+        for name, value in unknown.items():
+            if not (value is None or value is False or value == getattr(SamplingParams(), name, None)):
+                raise InvalidRequestError(f"{name} cannot be combined with use_beam_search.", name)
+        return BeamSearchParams(
+            beam_width=1 if self.n is None else self.n,
+            max_tokens=max_tokens,
+            ignore_eos=self.ignore_eos,
+            length_penalty=1.0 if self.length_penalty is None else self.length_penalty,
+            early_stopping=bool(self.early_stopping),
+            skip_special_tokens=self.skip_special_tokens is not False,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+        )
+
+    def _sampling_params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams | BeamSearchParams:
         """Raises InvalidRequestError for what is impossible, alone or together."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options can only be given together with stream=true.", "stream_options")
+        if self.use_beam_search:
+            return self._beam_search_params(max_tokens, logprobs)
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequestError("prompt_logprobs cannot be given in a stream.", "prompt_logprobs")
         chosen = {name: getattr(self, name) for name in _SAME_NAME}
@@ -157,7 +183,7 @@ class CompletionRequest(SamplingRequest):
             return list(self.prompt)
         return [self.prompt]  # type: ignore[list-item]
 
-    def to_sampling_params(self) -> SamplingParams:
+    def to_sampling_params(self) -> SamplingParams | BeamSearchParams:
         """Raises InvalidRequestError."""
         return self._sampling_params(self.max_tokens, self.logprobs)
 
@@ -188,7 +214,7 @@ class ChatCompletionRequest(SamplingRequest):
     logprobs: bool | None = False
     top_logprobs: Int32 | None = None
 
-    def to_sampling_params(self) -> SamplingParams:
+    def to_sampling_params(self) -> SamplingParams | BeamSearchParams:
         """Raises InvalidRequestError."""
         top = self.top_logprobs or 0
         if not 0 <= top <= MAX_LOGPROBS:

@@ -20,6 +20,7 @@ from stage02_server.protocol_response import ChatStreamResponse, CompletionRespo
 from stage02_server.serving_models import OpenAIServingModels
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.async_llm import AsyncLLM
+from stage03_engine.frontend.beam_search import BeamSearchParams
 from stage03_engine.frontend.tokenizer import Tokenizer
 from stage03_engine.messages import EngineCoreRequest, TokenLogprobs
 from stage03_engine.outputs import CompletionOutput, RequestOutput
@@ -122,6 +123,7 @@ class Batch:
     model: str
     n: int
     requests: list[EngineCoreRequest]
+    beam: BeamSearchParams | None = None  # search instead of sampling
 
     def usage(self, completion_tokens: list[int]) -> UsageInfo:
         """Totals, from the output tokens of each answer."""
@@ -165,11 +167,13 @@ class OpenAIServing:
         self,
         request: SamplingRequest,
         prompts: list[str | list[int]],
-        params: SamplingParams,
+        wishes: SamplingParams | BeamSearchParams,
         ids: RequestIds,
         model: str,
     ) -> Batch:
         """Tokenize and check every prompt, before a single byte of the answer is sent. Raises InvalidRequestError."""
+        beam = wishes if isinstance(wishes, BeamSearchParams) else None
+        params = wishes if isinstance(wishes, SamplingParams) else wishes.prompt_params()
         if trace.on:
             bound = self.engine_client.vllm_config.max_model_len if params.max_tokens is None else params.max_tokens
             trace.emit(
@@ -183,11 +187,12 @@ class OpenAIServing:
             )
         process = self.engine_client.input_processor.process_inputs
         requests = [process(ids.engine_id(index), prompt, params) for index, prompt in enumerate(prompts)]
-        return Batch(ids, model, params.n, requests)
+        return Batch(ids, model, params.n if beam is None else beam.beam_width, requests, beam)
 
     async def outputs(self, batch: Batch) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """(number of the prompt, what came) until every answer is finished. Raises EngineDeadError."""
-        flows = [self.engine_client.generate(request) for request in batch.requests]
+        engine, beam = self.engine_client, batch.beam
+        flows = [engine.generate(r) if beam is None else engine.beam_search(r, beam) for r in batch.requests]
         async with aclosing(merge_async_iterators(flows)) as merged:
             async for index, output in merged:
                 yield index, output

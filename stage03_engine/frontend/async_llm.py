@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import EngineDeadError
+from stage03_engine.frontend.beam_search import BeamSearch, BeamSearchParams, run_search
 from stage03_engine.frontend.core_client import AsyncEngineCoreClient, AsyncMPClient
 from stage03_engine.frontend.input_processor import InputProcessor
 from stage03_engine.frontend.loggers import LoggingStatLogger, StatLogger
@@ -93,6 +94,17 @@ class AsyncLLM:
             # Cancelled, closed early, or failed: whoever asked is gone, so the engine must not go on.
             if not finished:
                 await self.abort(request_id)
+
+    async def beam_search(
+        self, request: EngineCoreRequest, params: BeamSearchParams, prompt: str | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Search over a prompt (`request` is made with `params.prompt_params()`); yields one output, with every sequence.
+
+        Closing or cancelling the iterator aborts what runs in the engine. Raises EngineDeadError.
+        """
+        search = BeamSearch(request, params, self.vllm_config.shape.vocab_size)
+        await run_search(search, self.generate)
+        yield search.output(prompt, self.tokenizer)
 
     async def add_request(self, request: EngineCoreRequest, prompt: str | None = None) -> RequestOutputCollector:
         """Register a request and send it to the engine core. Raises EngineDeadError."""

@@ -39,6 +39,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"best_of": 10**9}, "best_of"),
     ({"best_of": 2, "temperature": 0}, "best_of"),
     ({"best_of": 2, "stream": True}, "best_of"),
+    ({"use_beam_search": True, "n": 0}, "n"),
+    ({"use_beam_search": True, "n": 65}, "n"),
+    ({"use_beam_search": True, "length_penalty": 11}, "length_penalty"),
+    ({"use_beam_search": True, "max_tokens": 0}, "max_tokens"),
+    ({"use_beam_search": True, "early_stopping": "never"}, "body.early_stopping"),
+    ({"use_beam_search": True, "stream": True}, "stream"),
+    ({"use_beam_search": True, "prompt_logprobs": 0}, "prompt_logprobs"),
+    ({"use_beam_search": True, "min_tokens": 1}, "min_tokens"),
+    ({"use_beam_search": True, "stop": "x"}, "stop"),
+    ({"use_beam_search": True, "repetition_penalty": 1.1}, "repetition_penalty"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ({"truncate_prompt_tokens": MAX_MODEL_LEN + 1}, "truncate_prompt_tokens"),
 ]
@@ -95,6 +105,24 @@ def test_best_of_answers_and_counts_only_n(server: InProcessServer) -> None:
     assert [(c["index"], c["text"]) for c in answer["choices"]] == [(0, "aba"), (1, "aba"), (2, "cdc"), (3, "cdc")]
     assert answer["usage"] == {"prompt_tokens": 4, "completion_tokens": 12, "total_tokens": 16}
     assert server.client.added[-1].startswith("4_") and server.engine.num_unfinished_requests == 0
+
+
+@pytest.mark.parametrize(("path", "body"), ENDPOINTS, ids=["completions", "chat"])
+def test_beam_search_answers_with_its_width(server: InProcessServer, path: str, body: dict[str, Any]) -> None:
+    wishes = {"use_beam_search": True, "n": 3, "max_tokens": 4, "temperature": 0, "top_p": 0.9, "seed": 1}
+    answer = server.post(path, body | wishes).json()
+    texts = [c["text"] if "text" in c else c["message"]["content"] for c in answer["choices"]]
+    first = server.post(path, body | {"max_tokens": 1}).json()["choices"][0]
+    start = first["text"] if "text" in first else first["message"]["content"]
+    assert texts[0] == start * 4, "each step asks for the sequence's first token again"
+    assert [c["index"] for c in answer["choices"]] == [0, 1, 2] and len(set(texts)) == 3
+    assert {c["finish_reason"] for c in answer["choices"]} == {"length"}
+    assert answer["usage"]["completion_tokens"] == 12 and server.engine.num_unfinished_requests == 0
+
+
+def test_logprobs_cannot_come_with_beam_search(server: InProcessServer) -> None:
+    response = server.post("/v1/completions", {"prompt": "x", "use_beam_search": True, "logprobs": 0})
+    assert response.json()["error"]["param"] == "logprobs"
 
 
 def test_prompt_logprobs_in_both_shapes(server: InProcessServer) -> None:

@@ -96,6 +96,8 @@ _ROWS = [
     Row("request.tokenized", 7, ENGINE, {"num_tokens": "int"}, "The prompt became token ids.", "v1/engine/processor.py process_inputs"),
     _optional("request.fanned_out", 7, ENGINE, {"children": "int"}, "A request for several answers became one request per answer.",
         "v1/engine/parallel_sampling.py ParentRequest"),
+    _optional("beam.step", 7, ENGINE, {"length": "int", "running": "int", "finished": "int"},
+        "A beam search took one more token: the length of its sequences, how many go on, how many are finished.", "entrypoints/llm.py LLM.beam_search"),
     Row("request.registered", 7, ENGINE, {}, "The output processor and the collector expect this request.", "v1/engine/output_processor.py add_request"),
     Row("zmq.request_sent", 7, ENGINE, {"type": "str", "bytes": "int"}, "A message for the engine core left.", "v1/engine/core_client.py add_request_async"),
     Row("zmq.request_received", 7, ENGINE, {"type": "str"}, "The engine's input thread decoded it.", "v1/engine/core.py process_input_sockets"),
