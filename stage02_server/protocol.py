@@ -121,6 +121,7 @@ class SamplingRequest(RequestModel):
     skip_special_tokens: bool | None = True
     spaces_between_special_tokens: bool | None = True
     truncate_prompt_tokens: Int64 | None = None
+    vllm_xargs: dict[Text, bool | Int64 | FiniteFloat | Text] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     user: Text | None = None
@@ -166,6 +167,7 @@ class SamplingRequest(RequestModel):
             max_tokens=max_tokens,
             stop=[self.stop] if isinstance(self.stop, str) else self.stop or [],
             logprobs=logprobs,
+            extra_args=self.vllm_xargs or {},
             output_kind=RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY,
         )
 

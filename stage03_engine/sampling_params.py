@@ -55,7 +55,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True  # byte-level tokenizers write none either way
     truncate_prompt_tokens: int | None = None  # keep the last k tokens of the prompt; -1: as many as leave room for one
-    extra_args: dict[str, Any] = {}  # for custom logits processors
+    extra_args: dict[str, Any] = {}  # for logits processors of the user's own
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     # Set by the front end, not by callers:
     stop_or_eos_ids: list[int] = []  # what min_tokens holds back

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.input_batch import InputBatch
+from stage03_engine.core.logits_processor import LogitsRow, load_logits_processors, transforms
 from stage03_engine.core.logits_rules import make_rules, trace_rules
 from stage03_engine.core.models.loader import get_model
 from stage03_engine.core.prompt_logprobs import prompt_logprobs
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
 from stage03_engine.messages import TokenLogprobs
 from stage04_kernels.attention import AttentionMetadata
-from stage04_kernels.sampler import SamplerOutput, SamplingMetadata, sample
+from stage04_kernels.sampler import RowsTransform, SamplerOutput, SamplingMetadata, sample
 from stagetrace import trace
 
 CPU_PROFILE_TOKENS = 256
@@ -54,6 +55,7 @@ class ModelRunner:
         self.batch = InputBatch(
             config.scheduler_config.max_num_seqs, config.max_model_len, self.block_size, config.shape.vocab_size
         )
+        self.logits_processors = load_logits_processors(config, device)
         self.kv_caches: list[Tensor] = []
         self.model: nn.Module
 
@@ -204,6 +206,7 @@ class ModelRunner:
     def _sampling_metadata(self, rows: list[int]) -> SamplingMetadata:
         requests = [self.batch.rows[row] for row in rows]
         params = [request.sampling_params for request in requests]
+        before, after_temperature = self._custom_transforms(rows) if self.logits_processors else ([], [])
         asked = [p.num_logprobs for p in params if p.num_logprobs is not None]
         return SamplingMetadata.from_lists(
             [0.0 if p.greedy else p.temperature for p in params],
@@ -215,7 +218,16 @@ class ModelRunner:
             max_num_logprobs=max(asked, default=None),
             device=self.device,
             rules=make_rules([(self.batch.rows[row].rules, *self.batch.tokens_of(row)) for row in rows], self.device),
+            before=before,
+            after_temperature=after_temperature,
         )
+
+    def _custom_transforms(self, rows: list[int]) -> tuple[list[RowsTransform], list[RowsTransform]]:
+        batch = self.batch
+        of_rows = [
+            LogitsRow(batch.request_ids[row], batch.rows[row].sampling_params, *batch.tokens_of(row)) for row in rows
+        ]
+        return transforms(self.logits_processors, of_rows)
 
     def _collect(self, rows: list[int], output: SamplerOutput) -> ModelRunnerOutput:
         """Bring the samples to the host (here the CPU waits for the device), remember them, name them by request."""

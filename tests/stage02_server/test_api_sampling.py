@@ -31,6 +31,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"min_tokens": -1}, "min_tokens"),
     ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
     ({"min_tokens": MAX_MODEL_LEN, "max_tokens": None}, "min_tokens"),
+    ({"vllm_xargs": {"a": [1]}}, "body.vllm_xargs"),
+    ({"vllm_xargs": {"a": None}}, "body.vllm_xargs"),
     ({"prompt_logprobs": 21}, "prompt_logprobs"),
     ({"prompt_logprobs": -1}, "prompt_logprobs"),
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
@@ -80,10 +82,11 @@ def test_every_field_arrives_in_the_engine(
         "bad_words": ["x"], "min_tokens": 2, "truncate_prompt_tokens": 3, "spaces_between_special_tokens": False,
         "max_tokens": 9, "seed": 3, "stop_token_ids": [8],
     }  # fmt: skip
-    assert server.post(path, body | wishes | {"logit_bias": {"5": 1}}).status_code == 200
-    assert server.post(path, body | dict.fromkeys([*wishes, "logit_bias"])).status_code == 200
+    others = {"logit_bias": {"5": 1}, "vllm_xargs": {"a": True, "b": 2, "c": 0.5, "d": "x"}}
+    assert server.post(path, body | wishes | others).status_code == 200
+    assert server.post(path, body | dict.fromkeys([*wishes, *others])).status_code == 200
     assert {name: getattr(arrived[0], name) for name in wishes} == wishes
-    assert arrived[0].logit_bias == {5: 1.0}
+    assert arrived[0].logit_bias == {5: 1.0} and repr(arrived[0].extra_args) == repr(others["vllm_xargs"])
     assert arrived[1] == SamplingParams(max_tokens=None, output_kind=arrived[1].output_kind)
 
 

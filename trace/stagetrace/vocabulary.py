@@ -69,6 +69,8 @@ _ROWS = [
     Row("engine.init_sent", 5, ENGINE, {"clock_offset_ns": "int"}, "The front end sent configuration and socket addresses; offset = its clock minus the engine's, at most.",
         "v1/engine/utils.py wait_for_engine_startup"),
     Row("executor.created", 5, ENGINE, {"kind": "str"}, "The executor and its worker exist.", "v1/executor/uniproc_executor.py UniProcExecutor"),
+    _optional("logits_processor.loaded", 5, ENGINE, {"path": "str", "argmax_invariant": "bool"}, "A logits processor of the user's own is in place.",
+        "v1/sample/logits_processor/__init__.py build_logitsprocs"),
     Row("weights.loaded", 5, ENGINE, {"tensors": "int", "bytes": "int", "seconds": "float"}, "The model's weights are in place.",
         "v1/worker/gpu_model_runner.py load_model"),
     Row("kv_cache.profiled", 5, ENGINE, {"available_bytes": "int", "block_bytes": "int", "num_blocks": "int", "rule": "str"},
