@@ -75,8 +75,11 @@ class EchoCoreClient(AsyncEngineCoreClient):
         output = EngineCoreOutput(request.request_id, [token])
         if running.num_output_tokens == 1:
             output.queued_seconds = 0.0
-        if params.logprobs is not None:
-            output.new_logprobs = [self._logprobs(token, params.logprobs)]
+            if params.prompt_logprobs is not None:
+                rest = request.prompt_token_ids[1:]
+                output.prompt_logprobs = [self._logprobs(i, params.prompt_logprobs) for i in rest]
+        if params.num_logprobs is not None:
+            output.new_logprobs = [self._logprobs(token, params.num_logprobs)]
         if token in params.stop_token_ids:
             output.finish_reason, output.stop_reason = FinishReason.STOP, token
         elif token == request.eos_token_id and not params.ignore_eos:

@@ -23,13 +23,13 @@ _ACCEPTED_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 @dataclass(frozen=True)
 class RequestIds:
-    """`response` is what the client sees; the engine knows choice i of the request as `engine_id(i)`."""
+    """`response` is what the client sees; the engine's front end knows prompt i of the request as `engine_id(i)`."""
 
     response: str
     engine: str
 
     def engine_id(self, index: int) -> str:
-        """The id of one prompt's one answer; index = prompt * n + answer."""
+        """The id of one prompt."""
         return f"{self.engine}-{index}"
 
 

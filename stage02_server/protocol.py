@@ -12,9 +12,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, 
 from pydantic_core import PydanticCustomError
 
 from stage03_engine.errors import InvalidRequestError
+from stage03_engine.frontend.beam_search import BeamSearchParams
 from stage03_engine.sampling_params import MAX_LOGPROBS, RequestOutputKind, SamplingParams
-
-MAX_N = 128
 
 
 def _encodable(text: str) -> str:
@@ -32,31 +31,21 @@ TokenIds = list[StrictInt]
 
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True, None),
-    "allowed_token_ids": (None,),
     "audio": (None,),
-    "bad_words": ([], None),
-    "best_of": (1, None),
     "chat_template": (None,),
     "chat_template_kwargs": ({}, None),
     "continue_final_message": (False, None),
     "documents": ([], None),
     "echo": (False, None),
-    "frequency_penalty": (0, None),
     "function_call": ("none", None),
     "functions": ([], None),
     "guided_choice": (None,),
     "guided_grammar": (None,),
     "guided_json": (None,),
     "guided_regex": (None,),
-    "length_penalty": (1, None),
-    "logit_bias": ({}, None),
     "logprob_token_ids": (None,),
-    "min_tokens": (0, None),
     "modalities": (["text"], None),
-    "presence_penalty": (0, None),
     "prompt_embeds": (None,),
-    "prompt_logprobs": (None,),
-    "repetition_penalty": (1, None),
     "response_format": ({"type": "text"}, None),
     "return_token_ids": (False, None),
     "return_tokens_as_token_ids": (False, None),
@@ -64,10 +53,21 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "suffix": ("", None),
     "tool_choice": ("none", "auto", None),
     "tools": ([], None),
-    "truncate_prompt_tokens": (None,),
-    "use_beam_search": (False, None),
 }
 """Field of OpenAI's or vLLM's interface that is not built here -> the values that change nothing and are accepted."""
+
+_SAME_NAME = (
+    "n", "best_of", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty",
+    "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "seed", "min_tokens", "stop_token_ids",
+    "include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens",
+    "truncate_prompt_tokens", "prompt_logprobs",
+)  # fmt: skip
+"""Fields that go into `SamplingParams` as they are; None means the default there."""
+
+_NOT_WITH_BEAM_SEARCH = (
+    "stream", "best_of", "prompt_logprobs", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias",
+    "allowed_token_ids", "bad_words", "min_tokens", "stop", "stop_token_ids",
+)  # fmt: skip
 
 
 class RequestModel(BaseModel):
@@ -95,16 +95,31 @@ class SamplingRequest(RequestModel):
     """What completions and chats have in common. None means the default of `SamplingParams`."""
 
     n: Int32 | None = 1
+    use_beam_search: bool | None = False
+    length_penalty: FiniteFloat | None = 1.0
+    early_stopping: bool | None = False
+    best_of: Int32 | None = None
     temperature: FiniteFloat | None = None
     top_p: FiniteFloat | None = None
     top_k: Int32 | None = None
     min_p: FiniteFloat | None = None
+    frequency_penalty: FiniteFloat | None = 0.0
+    presence_penalty: FiniteFloat | None = 0.0
+    repetition_penalty: FiniteFloat | None = None
+    logit_bias: dict[Int64, FiniteFloat] | None = None
+    allowed_token_ids: list[Int64] | None = None
+    bad_words: list[Text] | None = None
     seed: Int64 | None = None
+    min_tokens: Int64 | None = 0
+    prompt_logprobs: Int32 | None = None
     stop: Text | list[Text] | None = None
     stop_token_ids: list[Int64] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool | None = True
+    spaces_between_special_tokens: bool | None = True
+    truncate_prompt_tokens: Int64 | None = None
+    vllm_xargs: dict[Text, bool | Int64 | FiniteFloat | Text] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     user: Text | None = None
@@ -121,35 +136,40 @@ class SamplingRequest(RequestModel):
         """True when every chunk of a stream is to hold the usage so far."""
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
-    @property
-    def num_choices(self) -> int:
-        """Answers per prompt."""
-        return 1 if self.n is None else self.n
+    def _beam_search_params(self, max_tokens: int | None, logprobs: int | None) -> BeamSearchParams:
+        """What only matters when tokens are drawn (temperature, top_k, ..., seed) is ignored, as in vLLM; what would change
+        the answer is refused."""
+        unknown = {name: getattr(self, name) for name in _NOT_WITH_BEAM_SEARCH} | {"logprobs": logprobs}
+        for name, value in unknown.items():
+            if not (value is None or value is False or value == getattr(SamplingParams(), name, None)):
+                raise InvalidRequestError(f"{name} cannot be combined with use_beam_search.", name)
+        return BeamSearchParams(
+            beam_width=1 if self.n is None else self.n,
+            max_tokens=max_tokens,
+            ignore_eos=self.ignore_eos,
+            length_penalty=1.0 if self.length_penalty is None else self.length_penalty,
+            early_stopping=bool(self.early_stopping),
+            skip_special_tokens=self.skip_special_tokens is not False,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+        )
 
-    def _sampling_params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    def _sampling_params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams | BeamSearchParams:
         """Raises InvalidRequestError for what is impossible, alone or together."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options can only be given together with stream=true.", "stream_options")
-        if not 1 <= self.num_choices <= MAX_N:
-            raise InvalidRequestError(f"n must be in [1, {MAX_N}], got {self.n}.", "n")
-        chosen = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p")}
-        params = SamplingParams(
+        if self.use_beam_search:
+            return self._beam_search_params(max_tokens, logprobs)
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequestError("prompt_logprobs cannot be given in a stream.", "prompt_logprobs")
+        chosen = {name: getattr(self, name) for name in _SAME_NAME}
+        return SamplingParams(
             **{name: value for name, value in chosen.items() if value is not None},
-            seed=self.seed,
             max_tokens=max_tokens,
             stop=[self.stop] if isinstance(self.stop, str) else self.stop or [],
-            stop_token_ids=self.stop_token_ids or [],
-            include_stop_str_in_output=self.include_stop_str_in_output,
-            ignore_eos=self.ignore_eos,
             logprobs=logprobs,
-            skip_special_tokens=self.skip_special_tokens is not False,
+            extra_args=self.vllm_xargs or {},
             output_kind=RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY,
         )
-        if self.num_choices > 1 and params.greedy:
-            raise InvalidRequestError(
-                f"n must be 1 when the temperature is 0 (all answers would be equal), got {self.n}.", "n"
-            )
-        return params
 
 
 class CompletionRequest(SamplingRequest):
@@ -165,7 +185,7 @@ class CompletionRequest(SamplingRequest):
             return list(self.prompt)
         return [self.prompt]  # type: ignore[list-item]
 
-    def to_sampling_params(self) -> SamplingParams:
+    def to_sampling_params(self) -> SamplingParams | BeamSearchParams:
         """Raises InvalidRequestError."""
         return self._sampling_params(self.max_tokens, self.logprobs)
 
@@ -196,7 +216,7 @@ class ChatCompletionRequest(SamplingRequest):
     logprobs: bool | None = False
     top_logprobs: Int32 | None = None
 
-    def to_sampling_params(self) -> SamplingParams:
+    def to_sampling_params(self) -> SamplingParams | BeamSearchParams:
         """Raises InvalidRequestError."""
         top = self.top_logprobs or 0
         if not 0 <= top <= MAX_LOGPROBS:

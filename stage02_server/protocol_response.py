@@ -46,6 +46,14 @@ class CompletionLogProbs(BaseModel):
     top_logprobs: list[dict[str, float]] = []
 
 
+class PromptLogprob(BaseModel):
+    """A token that stands at a place of the prompt, or could have: `rank` 1 is the most likely one there."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
 class CompletionChoice(BaseModel):
     """One answer, or what a chunk adds to it."""
 
@@ -54,6 +62,7 @@ class CompletionChoice(BaseModel):
     logprobs: CompletionLogProbs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
 
 
 class CompletionResponse(BaseModel):
@@ -113,6 +122,7 @@ class ChatCompletionResponse(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: UsageInfo
+    prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
 
 
 class ChatStreamChoice(BaseModel):

@@ -20,7 +20,7 @@ from stage02_server.protocol_response import (
     TokenLogProb,
     UsageInfo,
 )
-from stage02_server.serving_engine import Batch, OpenAIServing, finite, run_until_disconnect
+from stage02_server.serving_engine import Batch, OpenAIServing, finite, prompt_logprobs_json, run_until_disconnect
 from stage02_server.serving_models import OpenAIServingModels
 from stage03_engine.frontend.async_llm import AsyncLLM
 from stage03_engine.frontend.tokenizer import Tokenizer
@@ -104,13 +104,14 @@ class OpenAIServingChat(OpenAIServing):
 
     async def _whole(self, batch: Batch) -> ChatCompletionResponse:
         created = int(time.time())
-        outputs = await self.full(batch)
+        (output,) = await self.full(batch)
         return ChatCompletionResponse(
             id=batch.ids.response,
             created=created,
             model=batch.model,
-            choices=[self._choice(index, output) for index, output in enumerate(outputs)],
-            usage=batch.usage([len(output.token_ids) for output in outputs]),
+            choices=[self._choice(answer.index, answer) for answer in output.outputs],
+            usage=batch.usage([len(answer.token_ids) for answer in output.outputs]),
+            prompt_logprobs=prompt_logprobs_json(output.prompt_logprobs, self.engine_client.tokenizer),
         )
 
     def _choice(self, index: int, output: CompletionOutput) -> ChatChoice:

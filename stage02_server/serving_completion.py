@@ -10,7 +10,14 @@ from starlette.requests import Request
 
 from stage02_server.protocol import CompletionRequest
 from stage02_server.protocol_response import CompletionChoice, CompletionLogProbs, CompletionResponse, UsageInfo
-from stage02_server.serving_engine import Batch, OpenAIServing, finite, run_until_disconnect
+from stage02_server.serving_engine import (
+    Batch,
+    OpenAIServing,
+    PromptLogprobs,
+    finite,
+    prompt_logprobs_json,
+    run_until_disconnect,
+)
 from stage03_engine.frontend.tokenizer import Tokenizer
 from stage03_engine.messages import TokenLogprobs
 from stage03_engine.outputs import CompletionOutput
@@ -50,7 +57,7 @@ class CompletionChunks:
     def __init__(self, batch: Batch, tokenizer: Tokenizer) -> None:
         self._batch = batch
         self._created = int(time.time())
-        self._logprobs = [LogprobsWriter(tokenizer) for _ in batch.requests]
+        self._logprobs = [LogprobsWriter(tokenizer) for _ in range(len(batch.requests) * batch.n)]
 
     def _chunk(self, choices: list[CompletionChoice], usage: UsageInfo | None = None) -> CompletionResponse:
         return CompletionResponse(
@@ -66,13 +73,16 @@ class CompletionChunks:
         return self._chunk([], usage)
 
 
-def _choice(index: int, output: CompletionOutput, logprobs: LogprobsWriter) -> CompletionChoice:
+def _choice(
+    index: int, output: CompletionOutput, logprobs: LogprobsWriter, prompt_logprobs: PromptLogprobs | None = None
+) -> CompletionChoice:
     return CompletionChoice(
         index=index,
         text=output.text,
         logprobs=logprobs.write(output.logprobs),
         finish_reason=output.finish_reason,
         stop_reason=output.stop_reason,
+        prompt_logprobs=prompt_logprobs,
     )
 
 
@@ -101,10 +111,20 @@ class OpenAIServingCompletion(OpenAIServing):
     async def _whole(self, batch: Batch) -> CompletionResponse:
         created, tokenizer = int(time.time()), self.engine_client.tokenizer
         outputs = await self.full(batch)
+        choices = [
+            _choice(
+                prompt * batch.n + answer.index,
+                answer,
+                LogprobsWriter(tokenizer),
+                prompt_logprobs_json(output.prompt_logprobs, tokenizer),
+            )
+            for prompt, output in enumerate(outputs)
+            for answer in output.outputs
+        ]
         return CompletionResponse(
             id=batch.ids.response,
             created=created,
             model=batch.model,
-            choices=[_choice(index, output, LogprobsWriter(tokenizer)) for index, output in enumerate(outputs)],
-            usage=batch.usage([len(output.token_ids) for output in outputs]),
+            choices=choices,
+            usage=batch.usage([len(answer.token_ids) for output in outputs for answer in output.outputs]),
         )

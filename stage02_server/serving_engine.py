@@ -11,7 +11,6 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-import msgspec
 from starlette.types import Receive
 
 from stage02_server.errors import as_api_error, error_json
@@ -20,24 +19,50 @@ from stage02_server.protocol import SamplingRequest
 from stage02_server.protocol_response import (
     ChatStreamResponse,
     CompletionResponse,
+    PromptLogprob,
     PromptTokensDetails,
     UsageInfo,
 )
 from stage02_server.serving_models import OpenAIServingModels
+from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.async_llm import AsyncLLM
-from stage03_engine.messages import EngineCoreRequest
+from stage03_engine.frontend.beam_search import BeamSearchParams
+from stage03_engine.frontend.tokenizer import Tokenizer
+from stage03_engine.messages import EngineCoreRequest, TokenLogprobs
 from stage03_engine.outputs import CompletionOutput, RequestOutput
 from stage03_engine.sampling_params import SamplingParams
 from stagetrace import trace
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+MAX_ANSWERS = 4096  # of one HTTP request with n or best_of above 1
 LOWEST_LOGPROB = -9999.0  # JSON has no -Infinity; vLLM's number
 
 
 def finite(logprob: float) -> float:
     """A log-probability that JSON can hold."""
     return max(logprob, LOWEST_LOGPROB)
+
+
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+
+
+def prompt_logprobs_json(entries: list[TokenLogprobs | None] | None, tokenizer: Tokenizer) -> PromptLogprobs | None:
+    """vLLM's shape: for each prompt token the tokens that could have stood there, by id; None for the first."""
+    if entries is None:
+        return None
+    result: PromptLogprobs = []
+    for entry in entries:
+        if entry is None:
+            result.append(None)
+            continue
+        ranks = [entry.sampled_rank, *range(1, len(entry.token_ids))]
+        position: dict[int, PromptLogprob] = {}
+        for token_id, logprob, rank in zip(entry.token_ids, entry.logprobs, ranks, strict=True):
+            text = tokenizer.token_text(token_id)
+            position.setdefault(token_id, PromptLogprob(logprob=finite(logprob), rank=rank, decoded_token=text))
+        result.append(position)
+    return result
 
 
 class ClientGoneError(Exception):
@@ -98,24 +123,25 @@ async def merge_async_iterators(
 
 @dataclass
 class Batch:
-    """The engine requests that one HTTP request became: answer k of prompt p is number p * n + k."""
+    """The engine requests that one HTTP request became, one per prompt; answer k of prompt p is number p * n + k."""
 
     ids: RequestIds
     model: str
     n: int
     requests: list[EngineCoreRequest]
-    cached_tokens: dict[int, int] = field(default_factory=dict)  # answer -> prompt tokens from the prefix cache
+    beam: BeamSearchParams | None = None  # search instead of sampling
+    cached_tokens: dict[int, int] = field(default_factory=dict)  # prompt -> its tokens from the prefix cache
 
     def usage(self, completion_tokens: list[int]) -> UsageInfo:
-        """Totals, from the output tokens of each answer. Each prompt counts once, as its first answer found it."""
-        firsts = range(0, len(self.requests), self.n)
-        prompt = sum(len(self.requests[i].prompt_token_ids) for i in firsts)
-        return _usage(prompt, sum(completion_tokens), sum(self.cached_tokens.get(i, 0) for i in firsts))
+        """Totals, from the output tokens of each answer."""
+        prompt = sum(len(request.prompt_token_ids) for request in self.requests)
+        return _usage(prompt, sum(completion_tokens), sum(self.cached_tokens.values()))
 
     def usage_of(self, index: int, completion_tokens: int) -> UsageInfo:
         """The usage of one answer alone."""
-        prompt = len(self.requests[index].prompt_token_ids)
-        return _usage(prompt, completion_tokens, self.cached_tokens.get(index, 0))
+        prompt = index // self.n
+        num_tokens = len(self.requests[prompt].prompt_token_ids)
+        return _usage(num_tokens, completion_tokens, self.cached_tokens.get(prompt, 0))
 
 
 def _usage(prompt: int, completion: int, cached: int) -> UsageInfo:
@@ -155,45 +181,46 @@ class OpenAIServing:
         self,
         request: SamplingRequest,
         prompts: list[str | list[int]],
-        params: SamplingParams,
+        wishes: SamplingParams | BeamSearchParams,
         ids: RequestIds,
         model: str,
     ) -> Batch:
         """Tokenize and check every prompt, before a single byte of the answer is sent. Raises InvalidRequestError."""
+        beam = wishes if isinstance(wishes, BeamSearchParams) else None
+        params = wishes if isinstance(wishes, SamplingParams) else wishes.prompt_params()
         if trace.on:
             bound = self.engine_client.vllm_config.max_model_len if params.max_tokens is None else params.max_tokens
             trace.emit(
                 "request.sampling_params", req=ids.engine_id(0), temperature=params.temperature, max_tokens=bound
             )
-        n = request.num_choices
-        requests: list[EngineCoreRequest] = []
-        for prompt in prompts:
-            first = self.engine_client.input_processor.process_inputs(
-                ids.engine_id(len(requests)), prompt, params, priority=request.priority, cache_salt=request.cache_salt
+        if params.num_answers > 1 and len(prompts) * params.num_answers > MAX_ANSWERS:
+            raise InvalidRequestError(
+                f"n (or best_of) times the number of prompts must be at most {MAX_ANSWERS}, got "
+                f"{params.num_answers} times {len(prompts)}.",
+                "n",
             )
-            requests.append(first)
-            for k in range(1, n):  # the same tokens, another random stream
-                own = first.sampling_params
-                if params.seed is not None:
-                    own = msgspec.structs.replace(own, seed=params.seed + k)
-                request_id = ids.engine_id(len(requests))
-                requests.append(msgspec.structs.replace(first, request_id=request_id, sampling_params=own))
-        return Batch(ids, model, n, requests)
+        process = self.engine_client.input_processor.process_inputs
+        requests = [
+            process(ids.engine_id(index), prompt, params, priority=request.priority, cache_salt=request.cache_salt)
+            for index, prompt in enumerate(prompts)
+        ]
+        return Batch(ids, model, params.n if beam is None else beam.beam_width, requests, beam)
 
-    async def outputs(self, batch: Batch) -> AsyncGenerator[tuple[int, CompletionOutput], None]:
-        """(answer index, what came) until every answer is finished. Raises EngineDeadError."""
-        flows = [self.engine_client.generate(request) for request in batch.requests]
+    async def outputs(self, batch: Batch) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """(number of the prompt, what came) until every answer is finished. Raises EngineDeadError."""
+        engine, beam = self.engine_client, batch.beam
+        flows = [engine.generate(r) if beam is None else engine.beam_search(r, beam) for r in batch.requests]
         async with aclosing(merge_async_iterators(flows)) as merged:
             async for index, output in merged:
                 batch.cached_tokens[index] = output.num_cached_tokens
-                yield index, output.outputs[0]
+                yield index, output
 
-    async def full(self, batch: Batch) -> list[CompletionOutput]:
-        """Every answer, complete, in the order of their indices."""
-        finished: dict[int, CompletionOutput] = {}
+    async def full(self, batch: Batch) -> list[RequestOutput]:
+        """The last output of every prompt, with all its answers."""
+        finished: dict[int, RequestOutput] = {}
         async with aclosing(self.outputs(batch)) as outputs:
-            async for index, completion in outputs:
-                finished[index] = completion
+            async for index, output in outputs:
+                finished[index] = output
         return [finished[index] for index in range(len(batch.requests))]
 
     async def stream(self, request: SamplingRequest, batch: Batch, maker: ChunkMaker) -> AsyncGenerator[bytes, None]:
@@ -201,16 +228,18 @@ class OpenAIServing:
 
         An error after the first byte can no longer change the HTTP status: it becomes an event.
         """
-        counts = [0] * len(batch.requests)
+        counts = [0] * (len(batch.requests) * batch.n)
         hidden = None if request.include_usage else {"usage"}
         try:
             async with aclosing(self.outputs(batch)) as outputs:
-                async for index, completion in outputs:
-                    counts[index] += len(completion.token_ids)
-                    for chunk in maker.chunks(index, completion):
-                        if request.continuous_usage:
-                            chunk.usage = batch.usage_of(index, counts[index])
-                        yield _event(chunk.model_dump_json(exclude=hidden), batch.ids.engine_id(index))
+                async for prompt, output in outputs:
+                    for completion in output.outputs:
+                        index = prompt * batch.n + completion.index
+                        counts[index] += len(completion.token_ids)
+                        for chunk in maker.chunks(index, completion):
+                            if request.continuous_usage:
+                                chunk.usage = batch.usage_of(index, counts[index])
+                            yield _event(chunk.model_dump_json(exclude=hidden), batch.ids.engine_id(prompt))
             if request.include_usage:
                 yield _event(maker.usage_chunk(batch.usage(counts)).model_dump_json(), batch.ids.engine_id(0))
         except Exception as error:

@@ -63,6 +63,10 @@ class ModelConfig:
     seed: int = option(
         0, "seed of the engine: random weights, and sampling of requests that bring no seed of their own"
     )
+    logits_processors: tuple[str, ...] | None = option(
+        None,
+        "module:Class of one or several logits processors of your own; see stage03_engine/core/logits_processor.py",
+    )
     model_path: str | None = internal(None)  # resolved folder; None for dummy weights of a known shape
     tokenizer_path: str | None = internal(None)  # resolved folder; None = the byte-level stand-in for dummy weights
     shape: ModelShape | None = internal(None)

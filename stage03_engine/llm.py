@@ -10,11 +10,13 @@ from typing import Any
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import InvalidRequestError
+from stage03_engine.frontend.beam_search import BeamSearch, BeamSearchParams, candidates_of
 from stage03_engine.frontend.core_client import EngineCoreClient, InprocClient, SyncMPClient
 from stage03_engine.frontend.input_processor import InputProcessor
 from stage03_engine.frontend.output_processor import OutputProcessor
 from stage03_engine.frontend.stats import IterationStats
 from stage03_engine.frontend.tokenizer import init_tokenizer_from_configs
+from stage03_engine.messages import EngineCoreRequest
 from stage03_engine.outputs import RequestOutput
 from stage03_engine.sampling_params import SamplingParams
 
@@ -61,8 +63,7 @@ class LLM:
 
         Raises InvalidRequestError before anything runs when a prompt or a setting is impossible.
         """
-        single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
-        batch: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore[list-item, arg-type]
+        batch = self._batch(prompts)
         each = [params or SamplingParams()] * len(batch) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(batch):
             raise InvalidRequestError(f"{len(batch)} prompts but {len(each)} sampling parameters.", "params")
@@ -70,11 +71,39 @@ class LLM:
             self.input_processor.process_inputs(f"r{next(self._ids)}", prompt, p) for prompt, p in zip(batch, each)
         ]
         for request, prompt in zip(requests, batch):
-            self.output_processor.add_request(request, prompt if isinstance(prompt, str) else None)
-            self.engine_core.add_request(request)
+            self._add(request, prompt)
         order = {request.request_id: i for i, request in enumerate(requests)}
         finished = [output for output in self._run() if output.finished]
         return sorted(finished, key=lambda output: order[output.request_id])
+
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[RequestOutput]:
+        """The `beam_width` best sequences for each prompt, the best first; all prompts advance together.
+
+        Raises InvalidRequestError before anything runs when a prompt or a setting is impossible.
+        """
+        batch = self._batch(prompts)
+        ids = [f"r{next(self._ids)}" for _ in batch]
+        requests = [self.input_processor.process_inputs(i, p, params.prompt_params()) for i, p in zip(ids, batch)]
+        searches = [BeamSearch(request, params, self.vllm_config.shape.vocab_size) for request in requests]
+        while open_searches := [search for search in searches if not search.done]:
+            steps = [search.step_requests() for search in open_searches]
+            for request in itertools.chain(*steps):
+                self._add(request, request.prompt_token_ids)
+            answers = {output.request_id: candidates_of(output) for output in self._run() if output.finished}
+            for search, step in zip(open_searches, steps):
+                search.advance([answers[request.request_id] for request in step])
+        texts = [prompt if isinstance(prompt, str) else None for prompt in batch]
+        return [search.output(text, self.tokenizer) for search, text in zip(searches, texts)]
+
+    @staticmethod
+    def _batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+        """One prompt is a batch of one."""
+        single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
+        return [prompts] if single else list(prompts)  # type: ignore[list-item, arg-type]
+
+    def _add(self, request: EngineCoreRequest, prompt: Prompt) -> None:
+        for child in self.output_processor.add_request(request, prompt if isinstance(prompt, str) else None):
+            self.engine_core.add_request(child)
 
     def _run(self) -> Iterator[RequestOutput]:
         """Step until every request is finished, yielding outputs as they come."""
@@ -98,8 +127,7 @@ class LLM:
     def stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[RequestOutput]:
         """Complete one prompt, yielding outputs as they come (of the kind that `params.output_kind` says)."""
         request = self.input_processor.process_inputs(f"r{next(self._ids)}", prompt, params)
-        self.output_processor.add_request(request, prompt if isinstance(prompt, str) else None)
-        self.engine_core.add_request(request)
+        self._add(request, prompt)
         yield from self._run()
 
     def reset_prefix_cache(self) -> bool:

@@ -96,6 +96,9 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False, omit_defaults=
     )
     error: str | None = None  # with FinishReason.ERROR
     num_cached_tokens: int = 0  # prompt tokens that were found in the prefix cache
+    prompt_logprobs: list[TokenLogprobs] | None = (
+        None  # with the first token only: one entry per prompt token but the first
+    )
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, gc=False):

@@ -17,17 +17,28 @@ class CompletionOutput:
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None  # "stop", "length", "abort"; None while it runs
     stop_reason: int | str | None = None  # the stop token id or stop string
+    cumulative_logprob: float | None = None  # of all tokens so far; only with logprobs
+
+    def append(self, new: CompletionOutput) -> None:
+        """Take in the next delta of the same sequence."""
+        self.text += new.text
+        self.token_ids = self.token_ids + new.token_ids
+        if new.logprobs:
+            self.logprobs = (self.logprobs or []) + new.logprobs
+        self.finish_reason, self.stop_reason = new.finish_reason, new.stop_reason
+        self.cumulative_logprob = new.cumulative_logprob
 
 
 @dataclass
 class RequestOutput:
-    """The state of one request, seen by whoever asked."""
+    """The state of one request, seen by whoever asked: one sequence, or with n > 1 those of which there is news."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # one entry per prompt token, None for the first
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
 
     def add(self, newer: RequestOutput, aggregate: bool) -> None:
@@ -36,12 +47,11 @@ class RequestOutput:
         aggregate True (DELTA): append; False (CUMULATIVE): the newer one replaces. Nothing is ever lost.
         """
         self.finished = newer.finished
-        if not aggregate:
-            self.outputs = newer.outputs
-            return
-        mine, new = self.outputs[0], newer.outputs[0]
-        mine.text += new.text
-        mine.token_ids = mine.token_ids + new.token_ids
-        if new.logprobs:
-            mine.logprobs = (mine.logprobs or []) + new.logprobs
-        mine.finish_reason, mine.stop_reason = new.finish_reason, new.stop_reason
+        self.prompt_logprobs = newer.prompt_logprobs or self.prompt_logprobs
+        mine = {output.index: output for output in self.outputs}
+        for new in newer.outputs:
+            if aggregate and new.index in mine:
+                mine[new.index].append(new)
+            else:
+                mine[new.index] = new
+        self.outputs = list(mine.values())

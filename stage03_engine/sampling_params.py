@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from enum import IntEnum
+from typing import Any
 
 import msgspec
 
@@ -11,6 +12,9 @@ from stage03_engine.errors import InvalidRequestError
 
 MAX_STOP_STRINGS = 4
 MAX_LOGPROBS = 20
+MAX_N = 128  # answers to one prompt
+MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH = 256, 128  # words, characters of each
+REPETITION_PENALTIES = (0.001, 1000.0)  # further out a float32 logit overflows
 
 
 class RequestOutputKind(IntEnum):
@@ -27,19 +31,36 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     Raises InvalidRequestError, naming the field and its range, when a value is impossible.
     """
 
+    n: int = 1  # answers to return
+    best_of: int | None = None  # answers to generate, of which the n most likely are returned
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    seed: int | None = None
+    frequency_penalty: float = 0.0  # per occurrence in the output
+    presence_penalty: float = 0.0  # once for what the output holds
+    repetition_penalty: float = 1.0  # for what the prompt or the output holds; 1: off
+    logit_bias: dict[int, float] = {}  # token id -> what is added to its logit, cut to [-100, 100]
+    allowed_token_ids: list[int] | None = None  # no other token may come
+    bad_words: list[str] = []  # texts that may not come
+    seed: int | None = None  # answer i takes seed + i
     max_tokens: int | None = 16  # None: up to the end of the context
+    min_tokens: int = 0  # no end-of-text, stop token or stop string before
     stop: list[str] = []
     stop_token_ids: list[int] = []
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logprobs: int | None = None  # k: the k most likely tokens and the sampled one; 0: the sampled one only
+    prompt_logprobs: int | None = None  # the same for the tokens of the prompt
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True  # byte-level tokenizers write none either way
+    truncate_prompt_tokens: int | None = None  # keep the last k tokens of the prompt; -1: as many as leave room for one
+    extra_args: dict[str, Any] = {}  # for logits processors of the user's own
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    # Set by the front end, not by callers:
+    stop_or_eos_ids: list[int] = []  # what min_tokens holds back
+    bad_words_token_ids: list[list[int]] = []
+    num_candidates: int = 0  # of beam search: how many likely tokens a step reports, beyond the limit of `logprobs`
 
     def __post_init__(self) -> None:
         # `not (a <= x <= b)` instead of `x < a or x > b`: NaN fails every comparison and must be refused, not let through.
@@ -50,14 +71,72 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
         self._check(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1")
         self._check(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "a 64-bit integer")
         self._check(self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", f"in [0, {MAX_LOGPROBS}]")
+        low, high = REPETITION_PENALTIES
+        self._check(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "in [-2, 2]")
+        self._check(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "in [-2, 2]")
+        self._check(low <= self.repetition_penalty <= high, "repetition_penalty", f"in [{low:g}, {high:g}]")
+        self._check(
+            self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_LOGPROBS,
+            "prompt_logprobs",
+            f"in [0, {MAX_LOGPROBS}]",
+        )
+        self._check_tokens()
+        self._check_answers()
         self._check(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} strings")
         self._check(all(self.stop), "stop", "without empty strings")
 
+    def _check_tokens(self) -> None:
+        """What names tokens or counts them. Whether an id is in the vocabulary is known to the InputProcessor only."""
+        self._check(all(map(math.isfinite, self.logit_bias.values())), "logit_bias", "a mapping to finite numbers")
+        self._check(self.allowed_token_ids is None or bool(self.allowed_token_ids), "allowed_token_ids", "not empty")
+        self._check(len(self.bad_words) <= MAX_BAD_WORDS, "bad_words", f"at most {MAX_BAD_WORDS} words")
+        self._check(
+            all(word.strip() and len(word) <= MAX_BAD_WORD_LENGTH for word in self.bad_words),
+            "bad_words",
+            f"words of 1 to {MAX_BAD_WORD_LENGTH} characters that are not blank",
+        )
+        if self.max_tokens is None:
+            self._check(self.min_tokens >= 0, "min_tokens", "at least 0")
+        else:
+            allowed = f"in [0, {self.max_tokens}], the upper end being the most tokens that may come"
+            self._check(0 <= self.min_tokens <= self.max_tokens, "min_tokens", allowed)
+        self._check(
+            self.truncate_prompt_tokens is None
+            or self.truncate_prompt_tokens == -1
+            or self.truncate_prompt_tokens >= 1,
+            "truncate_prompt_tokens",
+            "-1 or at least 1",
+        )
+
+    def _check_answers(self) -> None:
+        self._check(1 <= self.n <= MAX_N, "n", f"in [1, {MAX_N}]")
+        if self.best_of is not None:
+            self._check(self.n <= self.best_of <= MAX_N, "best_of", f"in [n, {MAX_N}] = [{self.n}, {MAX_N}]")
+            self._check(
+                self.best_of == self.n or self.output_kind == RequestOutputKind.FINAL_ONLY,
+                "best_of",
+                "equal to n in a stream: which answers are the best is known at the end",
+            )
+        field = "n" if self.best_of in (None, self.n) else "best_of"
+        self._check(self.num_answers == 1 or not self.greedy, field, "1 when the temperature is 0 (all would be equal)")
+        if self.seed is not None:
+            self._check(self.seed + self.num_answers - 1 < 2**63, "seed", "a 64-bit integer also for the last answer")
+
     def _check(self, ok: bool, field: str, allowed: str) -> None:
         if not ok:
-            value = getattr(self, field)
-            shown = value if not isinstance(value, float) or math.isfinite(value) else str(value)
+            shown = str(getattr(self, field))
+            shown = shown if len(shown) <= 100 else shown[:100] + "..."
             raise InvalidRequestError(f"{field} must be {allowed}, got {shown}.", field)
+
+    @property
+    def num_answers(self) -> int:
+        """How many sequences are generated for the prompt."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many likely tokens each step reports; None: no logprobs at all."""
+        return self.num_candidates or self.logprobs
 
     @property
     def greedy(self) -> bool:

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stage04_kernels import sampler, sampler_reference as reference
+from stage04_kernels import logits_processors, logits_reference, sampler, sampler_reference as reference
 from stage04_kernels.attention import BACKENDS, attention
 from stage04_kernels.cases import make_attention_case
 from stage04_kernels.kv_cache import write_kv, write_kv_reference
+from stage04_kernels.logits_cases import apply_rules_reference, random_rules
 from stage04_kernels.sampler import SamplingMetadata
 from stage04_kernels.tolerances import EXACT, TOLERANCES, Tolerance
 from stagetrace import trace
@@ -140,6 +141,27 @@ def check_transforms(seed: int) -> Iterator[Row]:
     yield from rows.values()
 
 
+def check_rules(seed: int) -> Iterator[Row]:
+    """Masks, biases and penalties, each alone and all in order."""
+    names = ("allowed", "forbidden", "bias", "penalties")
+    rows = {name: Row(f"apply_{name}", f"logits_reference.{name}", TOLERANCES[torch.float32]) for name in names}
+    rows["all"] = Row("apply_rules", "one row at a time", TOLERANCES[torch.float32])
+    for vocab, case_seed in product((8, 300), range(seed, seed + NUM_SEEDS)):
+        logits = random_logits(case_seed, 12, vocab)
+        rules, plain = random_rules(case_seed, 12, vocab)
+        for name in names:
+            tensors = getattr(rules, name)
+            tensors = tensors if isinstance(tensors, tuple) else (tensors,)
+            fast = getattr(logits_processors, f"apply_{name}")(logits, *tensors)
+            arguments = [wishes[name] if isinstance(wishes[name], tuple) else (wishes[name],) for wishes in plain]
+            twin = getattr(logits_reference, name)
+            slow = [twin(row, *given) for row, given in zip(logits.tolist(), arguments)]
+            rows[name].compare(fast, torch.tensor(slow, dtype=torch.float64))
+        slow = [apply_rules_reference(row, wishes) for row, wishes in zip(logits.tolist(), plain)]
+        rows["all"].compare(logits_processors.apply_rules(logits, rules), torch.tensor(slow, dtype=torch.float64))
+    yield from rows.values()
+
+
 def random_settings(rows: list[int], seed: int, max_num_logprobs: int | None = None) -> SamplingMetadata:
     """Settings that differ from row to row, every third one greedy. A row's settings depend on its number only."""
     return SamplingMetadata.from_lists(
@@ -213,6 +235,7 @@ CHECKS: list[Callable[[int], Iterator[Row]]] = [
     check_kv_write,
     check_attention,
     check_transforms,
+    check_rules,
     check_sample,
     check_distribution,
 ]

@@ -1,15 +1,21 @@
 """From logits to the next token (vLLM: Sampler in v1/sample/sampler.py, with v1/sample/ops).
 
-The order is vLLM's: temperature, min-p, top-k, top-p, then one draw. Each transform takes logits [num_rows, vocab] and
+The order is vLLM's: rules (logits_processors.py), temperature, min-p, top-k, top-p, then one draw. Each transform takes logits [num_rows, vocab] and
 returns new ones, in which what may not be drawn is -inf. The slow twin of each stands in sampler_reference.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from stage04_kernels.logits_processors import LogitsRules, apply_rules
+
+RowsTransform = Callable[[Tensor, list[int]], Tensor]
+"""Logits [n, vocab] of these n rows of the batch -> new ones."""
 
 GREEDY_BELOW = 1e-5  # temperatures below this mean greedy, as in vLLM
 _MASK64 = (1 << 64) - 1
@@ -27,6 +33,9 @@ class SamplingMetadata:
     positions: list[int]  # per row: how many tokens the request has produced so far
     random_rows: list[int]  # the rows that are not greedy
     max_num_logprobs: int | None = None  # None: no logprobs; 0: of the sampled token only; k: of the k most likely too
+    rules: LogitsRules | None = None  # None: no row has any
+    before: list[RowsTransform] = field(default_factory=list)  # custom ones that may change which logit is largest
+    after_temperature: list[RowsTransform] = field(default_factory=list)  # custom ones that never do; random rows only
 
     @classmethod
     def from_lists(
@@ -39,6 +48,9 @@ class SamplingMetadata:
         positions: list[int],
         max_num_logprobs: int | None = None,
         device: torch.device | str = "cpu",
+        rules: LogitsRules | None = None,
+        before: list[RowsTransform] | None = None,
+        after_temperature: list[RowsTransform] | None = None,
     ) -> SamplingMetadata:
         """Build it from one value per row. Only random rows count when a transform is judged to be on."""
         random_rows = [row for row, t in enumerate(temperature) if t >= GREEDY_BELOW]
@@ -54,6 +66,9 @@ class SamplingMetadata:
             positions=positions,
             random_rows=random_rows,
             max_num_logprobs=max_num_logprobs,
+            rules=rules,
+            before=before or [],
+            after_temperature=after_temperature or [],
         )
 
 
@@ -158,6 +173,8 @@ def gather_logprobs(logits: Tensor, token_ids: Tensor, num_logprobs: int) -> tup
 def _draw(logits: Tensor, rows: Tensor, metadata: SamplingMetadata) -> Tensor:
     """Transform and draw the random rows: logits [num_random, vocab] -> [num_random]."""
     logits = apply_temperature(logits, metadata.temperature[rows])
+    for transform in metadata.after_temperature:
+        logits = transform(logits, metadata.random_rows)
     if metadata.min_p is not None:
         logits = apply_min_p(logits, metadata.min_p[rows])
     if metadata.top_k is not None:
@@ -171,13 +188,18 @@ def _draw(logits: Tensor, rows: Tensor, metadata: SamplingMetadata) -> Tensor:
 def sample(logits: Tensor, metadata: SamplingMetadata) -> SamplerOutput:
     """Choose the next token of each row of logits [num_rows, vocab] float32.
 
-    Greedy rows take the argmax of the raw logits, the lowest index among equals. The draw of a random row is a function of
+    Greedy rows take the argmax after the rules, the lowest index among equals. The draw of a random row is a function of
     its seed, its position and its own logits: neither the rest of the batch nor any earlier step changes it.
     """
+    raw = logits
+    if metadata.rules is not None:
+        logits = apply_rules(logits, metadata.rules)
+    for transform in metadata.before:
+        logits = transform(logits, list(range(len(logits))))
     token_ids = logits.argmax(dim=-1)
     if metadata.random_rows:
         rows = torch.tensor(metadata.random_rows, device=logits.device)
         token_ids[rows] = _draw(logits[rows], rows, metadata)
     if metadata.max_num_logprobs is None:
         return SamplerOutput(token_ids)
-    return SamplerOutput(token_ids, *gather_logprobs(logits, token_ids, metadata.max_num_logprobs))
+    return SamplerOutput(token_ids, *gather_logprobs(raw, token_ids, metadata.max_num_logprobs))

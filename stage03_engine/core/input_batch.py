@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from stage03_engine.core.kv_cache_manager import cdiv
+from stage03_engine.core.logits_rules import RowRules
 from stage03_engine.core.sched_output import NewRequestData
 from stage03_engine.sampling_params import SamplingParams
 
@@ -22,6 +23,8 @@ class Row:
     sampling_params: SamplingParams
     seed: int
     num_prompt_tokens: int
+    rules: RowRules | None = None
+    num_prompt_logprobs: int | None = None  # None: not asked for, or given before (the request resumes with output)
 
 
 @dataclass
@@ -37,6 +40,7 @@ class InputBatch:
     max_num_seqs: int
     max_model_len: int
     block_size: int
+    vocab_size: int
     row_of: dict[str, int] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     request_ids: list[str] = field(default_factory=list)
@@ -54,7 +58,10 @@ class InputBatch:
         row = len(self.rows)
         self.row_of[new.request_id] = row
         self.request_ids.append(new.request_id)
-        self.rows.append(Row(new.sampling_params, new.seed, new.num_prompt_tokens))
+        params, resumes = new.sampling_params, len(new.token_ids) > new.num_prompt_tokens
+        num_prompt_logprobs = None if resumes else params.prompt_logprobs
+        rules = RowRules.of(params, self.vocab_size)
+        self.rows.append(Row(params, new.seed, new.num_prompt_tokens, rules, num_prompt_logprobs))
         self.token_ids[row, : len(new.token_ids)] = new.token_ids
         self.num_tokens[row] = len(new.token_ids)
         self.num_computed[row] = new.num_computed_tokens
@@ -72,6 +79,11 @@ class InputBatch:
         """A sampled token; it is the input of the next step."""
         self.token_ids[row, self.num_tokens[row]] = token_id
         self.num_tokens[row] += 1
+
+    def tokens_of(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """The prompt and the output of a row: views of its token ids."""
+        end, split = self.num_tokens[row], self.rows[row].num_prompt_tokens
+        return self.token_ids[row, :split], self.token_ids[row, split:end]
 
     def remove(self, request_id: str) -> None:
         """Forget a request; the last row moves into the hole. An unknown id (it never got a step) is ignored."""

@@ -53,9 +53,10 @@ class KVCacheManager:
     def get_computed_blocks(self, request: Request) -> list[int]:
         """The longest cached prefix of a request, in full blocks, of at most all but one of its tokens.
 
-        The last token is always computed: its logits give the next one, and logits are not cached.
+        The last token is always computed: its logits give the next one, and logits are not cached. For the same reason a
+        request that still wants log-probabilities of its prompt computes all of it.
         """
-        if not self.enable_caching:
+        if not self.enable_caching or request.misses_prompt_logprobs:
             return []
         self._hash_full_blocks(request)
         hits: list[int] = []

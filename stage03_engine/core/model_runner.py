@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,11 +12,14 @@ from torch import Tensor, nn
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.input_batch import InputBatch
+from stage03_engine.core.logits_processor import LogitsRow, load_logits_processors, transforms
+from stage03_engine.core.logits_rules import make_rules, trace_rules
 from stage03_engine.core.models.loader import get_model
+from stage03_engine.core.prompt_logprobs import prompt_logprobs
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
 from stage03_engine.messages import TokenLogprobs
 from stage04_kernels.attention import AttentionMetadata
-from stage04_kernels.sampler import SamplerOutput, SamplingMetadata, sample
+from stage04_kernels.sampler import RowsTransform, SamplerOutput, SamplingMetadata, sample
 from stagetrace import trace
 
 CPU_PROFILE_TOKENS = 256
@@ -48,7 +52,10 @@ class ModelRunner:
         self.device = device
         self.dtype: torch.dtype = getattr(torch, config.model_config.dtype)
         self.block_size = config.cache_config.block_size
-        self.batch = InputBatch(config.scheduler_config.max_num_seqs, config.max_model_len, self.block_size)
+        self.batch = InputBatch(
+            config.scheduler_config.max_num_seqs, config.max_model_len, self.block_size, config.shape.vocab_size
+        )
+        self.logits_processors = load_logits_processors(config, device)
         self.kv_caches: list[Tensor] = []
         self.swap_caches: list[Tensor] = []  # CPU memory for preempted requests, like kv_caches
         self.model: nn.Module
@@ -122,17 +129,22 @@ class ModelRunner:
         hidden = self.model(inputs.input_ids, inputs.positions, self.kv_caches, inputs.metadata)
         if trace.on:
             trace.emit("model.forward", ph="E", step=step, num_tokens=len(inputs.input_ids))
+        compute_logits: Callable[[Tensor], Tensor] = self.model.compute_logits  # type: ignore[assignment]
+        of_prompts = prompt_logprobs(self.batch, scheduler_output.num_scheduled_tokens, hidden, compute_logits)
         if not inputs.sampled:
-            return ModelRunnerOutput({})
-        logits = self.model.compute_logits(hidden[inputs.logits_indices])  # type: ignore[operator]
+            return ModelRunnerOutput({}, prompt_logprobs=of_prompts)
+        logits = compute_logits(hidden[inputs.logits_indices])
         if trace.on:
             trace.emit("model.logits", step=step, rows=logits.shape[0], vocab_size=logits.shape[1])
         metadata = self._sampling_metadata(inputs.sampled)
+        trace_rules(metadata.rules, step)
         output = sample(logits, metadata)
         if trace.on:
             num_random = len(metadata.random_rows)
             trace.emit("sampler.sampled", step=step, num_greedy=len(inputs.sampled) - num_random, num_random=num_random)
-        return self._collect(inputs.sampled, output)
+        collected = self._collect(inputs.sampled, output)
+        collected.prompt_logprobs = of_prompts
+        return collected
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> None:
         """Bring the persistent batch up to date with the scheduler."""
@@ -215,7 +227,8 @@ class ModelRunner:
     def _sampling_metadata(self, rows: list[int]) -> SamplingMetadata:
         requests = [self.batch.rows[row] for row in rows]
         params = [request.sampling_params for request in requests]
-        asked = [p.logprobs for p in params if p.logprobs is not None]
+        before, after_temperature = self._custom_transforms(rows) if self.logits_processors else ([], [])
+        asked = [p.num_logprobs for p in params if p.num_logprobs is not None]
         return SamplingMetadata.from_lists(
             [0.0 if p.greedy else p.temperature for p in params],
             [p.top_k for p in params],
@@ -225,7 +238,17 @@ class ModelRunner:
             [int(self.batch.num_tokens[row]) - request.num_prompt_tokens for row, request in zip(rows, requests)],
             max_num_logprobs=max(asked, default=None),
             device=self.device,
+            rules=make_rules([(self.batch.rows[row].rules, *self.batch.tokens_of(row)) for row in rows], self.device),
+            before=before,
+            after_temperature=after_temperature,
         )
+
+    def _custom_transforms(self, rows: list[int]) -> tuple[list[RowsTransform], list[RowsTransform]]:
+        batch = self.batch
+        of_rows = [
+            LogitsRow(batch.request_ids[row], batch.rows[row].sampling_params, *batch.tokens_of(row)) for row in rows
+        ]
+        return transforms(self.logits_processors, of_rows)
 
     def _collect(self, rows: list[int], output: SamplerOutput) -> ModelRunnerOutput:
         """Bring the samples to the host (here the CPU waits for the device), remember them, name them by request."""
@@ -245,7 +268,7 @@ class ModelRunner:
         token_ids, logprobs, ranks = output.logprob_token_ids.tolist(), output.logprobs.tolist(), output.ranks.tolist()
         collected = {}
         for i, row in enumerate(rows):
-            asked = self.batch.rows[row].sampling_params.logprobs
+            asked = self.batch.rows[row].sampling_params.num_logprobs
             if asked is not None:  # the tensors are as wide as the most demanding request
                 collected[ids[i]] = [TokenLogprobs(token_ids[i][: asked + 1], logprobs[i][: asked + 1], ranks[i])]
         return collected

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from stage03_engine.messages import EngineCoreRequest, FinishReason
+from stage03_engine.messages import EngineCoreRequest, FinishReason, TokenLogprobs
 
 
 class RequestStatus(enum.Enum):
@@ -39,6 +39,8 @@ class Request:
         self.num_computed_tokens = 0
         self.num_preemptions = 0
         self.status = RequestStatus.WAITING
+        # One entry per prompt token but the first, as steps compute them; None: not asked for, or handed out.
+        self.prompt_logprobs: list[TokenLogprobs] | None = None if self.sampling_params.prompt_logprobs is None else []
 
     @property
     def num_tokens(self) -> int:
@@ -49,6 +51,23 @@ class Request:
     def num_output_tokens(self) -> int:
         """Output so far."""
         return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def misses_prompt_logprobs(self) -> bool:
+        """True while positions of the prompt must be computed, and not only their keys and values be at hand (in vLLM such
+        a request skips reading the prefix cache)."""
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
+
+    def add_prompt_logprobs(self, start: int, entries: list[TokenLogprobs]) -> None:
+        """Take in what a step computed, after `start` others. After a preemption a step computes some of them again."""
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs += entries[len(self.prompt_logprobs) - start :]
+
+    def take_prompt_logprobs(self) -> list[TokenLogprobs] | None:
+        """All of them, once."""
+        assert not self.misses_prompt_logprobs, "a position of the prompt was skipped"
+        taken, self.prompt_logprobs = self.prompt_logprobs, None
+        return taken
 
     def append_output_token(self, token_id: int) -> None:
         """Take in a sampled token; its keys and values are not computed yet."""
@@ -61,6 +80,8 @@ def check_stop(request: Request, max_model_len: int) -> tuple[FinishReason, int 
     A stop token wins over the length limit, as the text would have ended there anyway (vllm/v1/core/sched/utils.py).
     """
     params, last = request.sampling_params, request.all_token_ids[-1]
+    if request.num_output_tokens < params.min_tokens and request.num_tokens < max_model_len:
+        return None  # such a token cannot be drawn yet; but a drafted or forced one must not end the request either
     if last == request.eos_token_id and not params.ignore_eos:
         return FinishReason.STOP, None
     if last in params.stop_token_ids:

@@ -47,3 +47,4 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, gc=False):
 
     sampled_token_ids: dict[str, list[int]]
     logprobs: dict[str, list[TokenLogprobs]] = {}
+    prompt_logprobs: dict[str, tuple[int, list[TokenLogprobs]]] = {}  # and how many prompt tokens come before them

@@ -233,6 +233,8 @@ class Scheduler:
     def update_from_output(self, output: SchedulerOutput, runner_output: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Append the sampled tokens and end the requests that are complete."""
         outputs: list[EngineCoreOutput] = []
+        for request_id, (start, entries) in runner_output.prompt_logprobs.items():
+            self.requests[request_id].add_prompt_logprobs(start, entries)
         for request_id, new_token_ids in runner_output.sampled_token_ids.items():
             request = self.requests[request_id]
             for token_id in new_token_ids:
@@ -247,6 +249,7 @@ class Scheduler:
                     reason,
                     stop_reason,
                     num_cached_tokens=request.num_cached_tokens,
+                    prompt_logprobs=request.take_prompt_logprobs(),
                 )
             )
             if trace.on:

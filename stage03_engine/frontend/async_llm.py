@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import EngineDeadError
+from stage03_engine.frontend.beam_search import BeamSearch, BeamSearchParams, run_search
 from stage03_engine.frontend.core_client import AsyncEngineCoreClient, AsyncMPClient
 from stage03_engine.frontend.input_processor import InputProcessor
 from stage03_engine.frontend.loggers import LoggingStatLogger, StatLogger
@@ -94,23 +95,35 @@ class AsyncLLM:
             if not finished:
                 await self.abort(request_id)
 
+    async def beam_search(
+        self, request: EngineCoreRequest, params: BeamSearchParams, prompt: str | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Search over a prompt (`request` is made with `params.prompt_params()`); yields one output, with every sequence.
+
+        Closing or cancelling the iterator aborts what runs in the engine. Raises EngineDeadError.
+        """
+        search = BeamSearch(request, params, self.vllm_config.shape.vocab_size)
+        await run_search(search, self.generate)
+        yield search.output(prompt, self.tokenizer)
+
     async def add_request(self, request: EngineCoreRequest, prompt: str | None = None) -> RequestOutputCollector:
         """Register a request and send it to the engine core. Raises EngineDeadError."""
         self.check_health()
         queue = RequestOutputCollector(request.sampling_params.output_kind)
-        self.output_processor.add_request(request, prompt, queue)
-        await self.engine_core.add_request_async(request)
+        for child in self.output_processor.add_request(request, prompt, queue):
+            await self.engine_core.add_request_async(child)
         return queue
 
     async def abort(self, request_id: str, reason: str = "client is gone") -> None:
         """Stop a request and free its blocks; nothing happens if it has ended already."""
-        if not self.output_processor.abort_requests([request_id]) or self.errored:
+        running = self.output_processor.abort_requests([request_id])
+        if not running or self.errored:
             return
         if trace.on:
             trace.emit("request.aborted", req=request_id, reason=reason)
         for stat_logger in self.stat_loggers:
             stat_logger.request_aborted()
-        await self.engine_core.abort_requests_async([request_id])
+        await self.engine_core.abort_requests_async(running)
 
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False while a request runs. Raises EngineDeadError."""

@@ -42,6 +42,8 @@ class IncrementalDetokenizer:
         self._stops = params.stop
         self._include_stop = params.include_stop_str_in_output
         self._skip_special = params.skip_special_tokens
+        self._min_tokens = params.min_tokens
+        self._num_tokens = 0
         # Python's incremental decoder keeps at most three bytes of an unfinished character, and turns bytes that can
         # never become valid into U+FFFD at once, exactly as decoding the whole would.
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -55,6 +57,7 @@ class IncrementalDetokenizer:
 
         `finished_by_token` says that the last id is an end-of-text or stop token, which is not part of the text.
         """
+        self._num_tokens += len(new_token_ids)
         text_ids = new_token_ids[:-1] if finished_by_token and not self._include_stop else new_token_ids
         for token_id in text_ids:
             if self._skip_special and self._tokenizer.is_special(token_id):
@@ -62,6 +65,11 @@ class IncrementalDetokenizer:
             self.text += self._decoder.decode(self._tokenizer.token_bytes(token_id))
         if not self._stops:
             self.safe = len(self.text)
+            return None
+        if (
+            self._num_tokens <= self._min_tokens
+        ):  # vLLM's rule: what stands in the first min_tokens tokens does not end it
+            self.safe = self._searched = len(self.text)
             return None
         return self._check_stop()
 

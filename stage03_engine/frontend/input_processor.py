@@ -6,6 +6,7 @@ Source: vllm/v1/engine/processor.py (Processor; InputProcessor in later versions
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import msgspec
 
@@ -48,7 +49,7 @@ class InputProcessor:
             raise InvalidRequestError("priority needs a server with --scheduling-policy priority.", "priority")
         if cache_salt == "":
             raise InvalidRequestError("cache_salt must not be empty; leave it out.", "cache_salt")
-        token_ids = self._tokenize(prompt)
+        token_ids = self._truncate(self._tokenize(prompt), params)
         room = self._max_model_len - len(token_ids)
         if not token_ids:
             raise InvalidRequestError("The prompt must not be empty: it has no tokens.", "prompt")
@@ -64,17 +65,52 @@ class InputProcessor:
                 "max_tokens",
             )
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        params = msgspec.structs.replace(params, max_tokens=max_tokens, **self._token_rules(params))
         if trace.on:
             trace.emit("request.tokenized", req=request_id, num_tokens=len(token_ids))
         return EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,
-            sampling_params=msgspec.structs.replace(params, max_tokens=max_tokens),
+            sampling_params=params,
             eos_token_id=self._tokenizer.eos_token_id,
             arrival_time=time.monotonic(),
             priority=priority,
             cache_salt=cache_salt,
         )
+
+    def _truncate(self, token_ids: list[int], params: SamplingParams) -> list[int]:
+        """The last `truncate_prompt_tokens` tokens; with -1 what leaves room for one token of output."""
+        keep = params.truncate_prompt_tokens
+        if keep is None:
+            return token_ids
+        if keep > self._max_model_len:
+            raise InvalidRequestError(
+                f"truncate_prompt_tokens must be at most the context length, {self._max_model_len}, got {keep}.",
+                "truncate_prompt_tokens",
+            )
+        return token_ids[-(self._max_model_len - 1 if keep == -1 else keep) :]
+
+    def _token_rules(self, params: SamplingParams) -> dict[str, Any]:
+        """Check the token ids that the parameters name; what `bad_words` and `min_tokens` come to as token ids."""
+        for field, ids in (("logit_bias", params.logit_bias), ("allowed_token_ids", params.allowed_token_ids or ())):
+            for token_id in ids:
+                if not 0 <= token_id < self._vocab_size:
+                    raise InvalidRequestError(
+                        f"{field} names token id {token_id}: ids are 0 to {self._vocab_size - 1}.", field
+                    )
+        ends = {*params.stop_token_ids, self._tokenizer.eos_token_id}
+        ends = {i for i in ends if i is not None and 0 <= i < self._vocab_size}
+        if params.min_tokens and params.allowed_token_ids and not set(params.allowed_token_ids) - ends:
+            raise InvalidRequestError("allowed_token_ids leaves nothing to write before min_tokens.", "min_tokens")
+        return {
+            "stop_or_eos_ids": sorted(ends) if params.min_tokens else [],
+            "bad_words_token_ids": self._bad_words(params.bad_words),
+        }
+
+    def _bad_words(self, words: list[str]) -> list[list[int]]:
+        """Each word at the start of a text and in the middle of one, where it has a space before it."""
+        texts = {prefix + word.lstrip() for word in words for prefix in ("", " ")}
+        return [self._tokenize(text) for text in sorted(texts)]
 
     def _tokenize(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):

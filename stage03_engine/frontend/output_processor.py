@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 
 from stage03_engine.frontend.detokenizer import IncrementalDetokenizer
+from stage03_engine.frontend.parallel_sampling import ParentRequest
 from stage03_engine.frontend.stats import IterationStats, RequestStats
 from stage03_engine.frontend.tokenizer import Tokenizer
 from stage03_engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, TokenLogprobs
@@ -51,14 +52,24 @@ class RequestState:
     """All that the front end knows about one running request."""
 
     def __init__(
-        self, request: EngineCoreRequest, prompt: str | None, tokenizer: Tokenizer, queue: RequestOutputCollector | None
+        self,
+        request: EngineCoreRequest,
+        prompt: str | None,
+        tokenizer: Tokenizer,
+        queue: RequestOutputCollector | None,
+        parent: ParentRequest | None = None,
+        index: int = 0,
     ) -> None:
         self.request = request
+        self.parent = parent
+        self.index = index  # among the answers of the parent
         self.prompt = prompt
         self.queue = queue
         self.detokenizer = IncrementalDetokenizer(tokenizer, request.sampling_params)
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] | None = None if request.sampling_params.logprobs is None else []
+        self.cumulative_logprob = 0.0
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None  # in a stream of deltas: until they are given
         self._num_given = 0
         self.num_cached_tokens = 0
         self.stats = RequestStats(arrival=request.arrival_time, num_prompt_tokens=len(request.prompt_token_ids))
@@ -76,15 +87,26 @@ class RequestState:
             return None  # its tokens and logprobs go with the text that they become
         self._num_given = len(self.token_ids)
         completion = CompletionOutput(
-            index=0,
+            index=self.index,
             text=text,
             token_ids=self.token_ids[start:],
             logprobs=None if self.logprobs is None else self.logprobs[start:],
             finish_reason=None if finish_reason is None else str(finish_reason),
             stop_reason=stop_reason,
+            cumulative_logprob=None if self.logprobs is None else self.cumulative_logprob,
         )
-        request_id, prompt_token_ids = self.request.request_id, self.request.prompt_token_ids
-        return RequestOutput(request_id, self.prompt, prompt_token_ids, [completion], finished, self.num_cached_tokens)
+        prompt_logprobs = self.prompt_logprobs
+        if delta:
+            self.prompt_logprobs = None
+        return RequestOutput(
+            self.request.request_id,
+            self.prompt,
+            self.request.prompt_token_ids,
+            [completion],
+            finished,
+            prompt_logprobs,
+            self.num_cached_tokens,
+        )
 
 
 class OutputProcessor:
@@ -93,18 +115,30 @@ class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self.request_states: dict[str, RequestState] = {}
+        self.parents: dict[str, ParentRequest] = {}
         if trace.on:
             trace.emit("output_processor.created")
 
     def add_request(
         self, request: EngineCoreRequest, prompt: str | None = None, queue: RequestOutputCollector | None = None
-    ) -> None:
-        """Expect outputs for this request. Raises ValueError when its id is already in use."""
-        if request.request_id in self.request_states:
+    ) -> list[EngineCoreRequest]:
+        """Expect outputs for this request. Returns what the engine core is to get: the request, or one child per answer.
+
+        Raises ValueError when its id is already in use.
+        """
+        if request.request_id in self.request_states or request.request_id in self.parents:
             raise ValueError(f"request id {request.request_id} is already running")
-        self.request_states[request.request_id] = RequestState(request, prompt, self._tokenizer, queue)
+        parent, children = None, [request]
+        if request.sampling_params.num_answers > 1:
+            parent = self.parents[request.request_id] = ParentRequest(request)
+            children = parent.children
+            if trace.on:
+                trace.emit("request.fanned_out", req=request.request_id, children=len(children))
+        for index, child in enumerate(children):
+            self.request_states[child.request_id] = RequestState(child, prompt, self._tokenizer, queue, parent, index)
         if trace.on:
             trace.emit("request.registered", req=request.request_id)
+        return children
 
     def process_outputs(
         self, outputs: list[EngineCoreOutput], stats: IterationStats
@@ -131,7 +165,12 @@ class OutputProcessor:
             stats.update(state.stats, output, len(output.new_token_ids), finish_reason)
             if finish_reason is not None:
                 self._finish(state, finish_reason)
-            if (made := state.make_output(finish_reason, stop_reason)) is not None:
+            made = state.make_output(finish_reason, stop_reason)
+            if made is not None and state.parent is not None:
+                made = state.parent.take_in(output.request_id, made)
+            if finish_reason is not None:
+                self._forget(output.request_id)
+            if made is not None:
                 self._deliver(state, made, request_outputs)
         return request_outputs, reqs_to_abort
 
@@ -141,6 +180,9 @@ class OutputProcessor:
         state.num_cached_tokens = output.num_cached_tokens
         if state.logprobs is not None and output.new_logprobs:
             state.logprobs.extend(output.new_logprobs)
+            state.cumulative_logprob += sum(entry.logprobs[0] for entry in output.new_logprobs)
+        if output.prompt_logprobs is not None:
+            state.prompt_logprobs = [None, *output.prompt_logprobs]
         before = state.detokenizer.safe
         by_token = output.finish_reason == FinishReason.STOP
         stop = state.detokenizer.update(output.new_token_ids, finished_by_token=by_token)
@@ -155,7 +197,6 @@ class OutputProcessor:
 
     def _finish(self, state: RequestState, reason: FinishReason) -> None:
         state.detokenizer.finish()
-        del self.request_states[state.request.request_id]
         if trace.on:
             trace.emit(
                 "request.finished",
@@ -166,7 +207,7 @@ class OutputProcessor:
 
     def _refuse(self, state: RequestState, error: RuntimeError) -> None:
         """The engine could not take this request: whoever waits for it hears why."""
-        del self.request_states[state.request.request_id]
+        self._forget(state.request.request_id)
         if state.queue is None:
             raise error
         state.queue.put(error)
@@ -180,8 +221,21 @@ class OutputProcessor:
             trace.emit("request.collected", req=made.request_id, finished=made.finished)
 
     def abort_requests(self, request_ids: list[str]) -> list[str]:
-        """Forget requests; returns those that were still running."""
-        return [i for i in request_ids if self.request_states.pop(i, None) is not None]
+        """Forget requests; returns those that the engine core knows and that were still running: the children of a parent."""
+        known: list[str] = []
+        for request_id in request_ids:
+            parent = self.parents.get(request_id)
+            known += [request_id] if parent is None else sorted(parent.running)
+        return [request_id for request_id in known if self._forget(request_id)]
+
+    def _forget(self, request_id: str) -> bool:
+        """Drop one request of the engine core, and its parent with its last child. False when it is not known."""
+        state = self.request_states.pop(request_id, None)
+        if state is not None and state.parent is not None:
+            state.parent.running.discard(request_id)
+            if not state.parent.running:
+                self.parents.pop(state.parent.request_id, None)
+        return state is not None
 
     def propagate_error(self, error: Exception) -> None:
         """The engine is gone: every waiting request ends with this error."""
@@ -189,3 +243,4 @@ class OutputProcessor:
             if state.queue is not None:
                 state.queue.put(error)
         self.request_states.clear()
+        self.parents.clear()

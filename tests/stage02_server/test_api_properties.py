@@ -25,7 +25,9 @@ anything = st.recursive(
 fields = st.sampled_from(
     ["prompt", "messages", "model", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p", "n",
      "seed", "stop", "stop_token_ids", "stream", "stream_options", "logprobs", "top_logprobs", "echo", "tools", "tokens",
-     "skip_special_tokens", "ignore_eos", "logit_bias", "user", "include_stop_str_in_output", "return_token_strs"]
+     "skip_special_tokens", "ignore_eos", "logit_bias", "frequency_penalty", "presence_penalty", "repetition_penalty", "allowed_token_ids", "bad_words",
+     "min_tokens", "truncate_prompt_tokens", "spaces_between_special_tokens", "best_of", "prompt_logprobs", "use_beam_search",
+     "length_penalty", "early_stopping", "vllm_xargs", "user", "include_stop_str_in_output", "return_token_strs"]
 )  # fmt: skip
 valid = st.fixed_dictionaries(
     {"prompt": st.just("Hello"), "messages": st.just([{"role": "user", "content": "Hello"}]), "tokens": st.just([1])}

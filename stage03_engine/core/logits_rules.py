@@ -1,0 +1,124 @@
+"""From the sampling parameters of the sampled rows to the tensors of `LogitsRules` (vLLM: InputBatch._make_sampling_metadata).
+
+A request without rules costs one look at None per step. What never changes is prepared once, when the request joins the
+batch; what depends on the output (penalties, bad words, min_tokens) is made anew from the tokens in every step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+from stage03_engine.sampling_params import SamplingParams
+from stage04_kernels.logits_processors import LogitsRules, Pairs, Penalties, forbidden_by_bad_words
+from stagetrace import trace
+
+MAX_BIAS = 100.0
+
+
+class RowRules:
+    """The rules of one request."""
+
+    def __init__(self, params: SamplingParams, vocab_size: int) -> None:
+        self.params = params
+        self.vocab_size = vocab_size
+        self.allowed = _ids({*(params.allowed_token_ids or ())})
+        self.biased = _ids(params.logit_bias)
+        self.bias = np.array(list(params.logit_bias.values()), dtype=np.float32).clip(-MAX_BIAS, MAX_BIAS)
+        self.always_forbidden = _ids({word[-1] for word in params.bad_words_token_ids if len(word) == 1})
+        self.ends = _ids(params.stop_or_eos_ids)
+        # A longer bad word matters only while the output ends with the token before its last.
+        self.long_bad_words: dict[int, list[list[int]]] = defaultdict(list)
+        for word in params.bad_words_token_ids:
+            if len(word) > 1:
+                self.long_bad_words[word[-2]].append(word)
+
+    @classmethod
+    def of(cls, params: SamplingParams, vocab_size: int) -> RowRules | None:
+        """None when the parameters ask for nothing that concerns the logits."""
+        rules = cls(params, vocab_size)
+        names_tokens = params.allowed_token_ids or params.logit_bias or params.bad_words_token_ids or params.min_tokens
+        return rules if names_tokens or rules.penalised else None
+
+    @property
+    def penalised(self) -> bool:
+        """Is any penalty on?"""
+        p = self.params
+        return p.repetition_penalty != 1.0 or p.frequency_penalty != 0.0 or p.presence_penalty != 0.0
+
+    def forbidden(self, output: np.ndarray) -> np.ndarray:
+        """The tokens that may not come next, after this output."""
+        parts = [self.always_forbidden]
+        if len(output) < self.params.min_tokens:
+            parts.append(self.ends)
+        if self.long_bad_words and len(output):
+            words = self.long_bad_words.get(int(output[-1]), [])
+            longest = max(map(len, words), default=1)
+            parts.append(_ids(forbidden_by_bad_words(words, output[-longest:].tolist())))
+        return np.concatenate(parts)
+
+
+def _ids(token_ids: Iterable[int]) -> np.ndarray:
+    return np.array(list(token_ids), dtype=np.int64)
+
+
+def make_rules(
+    rows: list[tuple[RowRules | None, np.ndarray, np.ndarray]], device: torch.device | str = "cpu"
+) -> LogitsRules | None:
+    """The rules of a step. `rows` holds for each row of logits its rules, its prompt and its output (token ids).
+
+    Returns None when no row has rules.
+    """
+    concerned = [(i, rules, prompt, output) for i, (rules, prompt, output) in enumerate(rows) if rules is not None]
+    if not concerned:
+        return None
+    penalised = [entry for entry in concerned if entry[1].penalised]
+    biased = _pairs([(i, rules.biased) for i, rules, _, _ in concerned], device)
+    values = np.concatenate([rules.bias for _, rules, _, _ in concerned])
+    return LogitsRules(
+        allowed=_pairs([(i, rules.allowed) for i, rules, _, _ in concerned], device),
+        forbidden=_pairs([(i, rules.forbidden(output)) for i, rules, _, output in concerned], device),
+        bias=None if biased is None else (biased, torch.from_numpy(values).to(device)),
+        penalties=_penalties(penalised, device) if penalised else None,
+    )
+
+
+def trace_rules(rules: LogitsRules | None, step: int) -> None:
+    """How many logits the rules name and how many rows are penalised."""
+    if trace.on and rules is not None:
+        trace.emit(
+            "sampler.rules",
+            step=step,
+            allowed=0 if rules.allowed is None else len(rules.allowed.rows),
+            forbidden=0 if rules.forbidden is None else len(rules.forbidden.rows),
+            biased=0 if rules.bias is None else len(rules.bias[1]),
+            penalised_rows=0 if rules.penalties is None else len(rules.penalties.rows),
+        )
+
+
+def _pairs(tokens_of: list[tuple[int, np.ndarray]], device: torch.device | str) -> Pairs | None:
+    """(row, its tokens) for each row -> one flat list of pairs; None when it is empty."""
+    tokens = np.concatenate([tokens for _, tokens in tokens_of])
+    if not len(tokens):
+        return None
+    rows = np.repeat([row for row, _ in tokens_of], [len(tokens) for _, tokens in tokens_of])
+    return Pairs(torch.from_numpy(rows).to(device), torch.from_numpy(tokens).to(device))
+
+
+def _penalties(rows: list[tuple[int, RowRules, np.ndarray, np.ndarray]], device: torch.device | str) -> Penalties:
+    vocab = rows[0][1].vocab_size
+    in_prompt = np.stack([np.bincount(prompt, minlength=vocab) > 0 for _, _, prompt, _ in rows])
+    counts = np.stack([np.bincount(output, minlength=vocab) for _, _, _, output in rows]).astype(np.float32)
+    settings = np.array(
+        [(r.params.repetition_penalty, r.params.frequency_penalty, r.params.presence_penalty) for _, r, _, _ in rows],
+        dtype=np.float32,
+    )
+    return Penalties(
+        torch.tensor([i for i, _, _, _ in rows], device=device),
+        torch.from_numpy(in_prompt).to(device),
+        torch.from_numpy(counts).to(device),
+        *torch.from_numpy(settings).to(device).unbind(1),
+    )
