@@ -46,8 +46,7 @@ class ChatTemplate:
 
     def __init__(self, given: str | None, tokenizer: Tokenizer) -> None:
         source = load_chat_template(given) or tokenizer.chat_template
-        end = "" if tokenizer.eos_token_id is None else tokenizer.token_text(tokenizer.eos_token_id)
-        self._tokens = {"bos_token": end, "eos_token": end}  # GPT-2 has one token for both
+        self._tokens = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
         self._template = None
         if source is None:
             logger.info("The model has no chat template: chats become the plain concatenation of their messages.")

@@ -54,10 +54,17 @@ class InputProcessor:
         return EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,
-            sampling_params=msgspec.structs.replace(params, max_tokens=max_tokens),
+            sampling_params=msgspec.structs.replace(
+                params, max_tokens=max_tokens, stop_token_ids=self._stop_token_ids(params)
+            ),
             eos_token_id=self._tokenizer.eos_token_id,
             arrival_time=time.monotonic(),
         )
+
+    def _stop_token_ids(self, params: SamplingParams) -> list[int]:
+        """Those of the request, and the ends of text that the model has besides its `eos_token_id` (Llama 3 has three)."""
+        more = () if params.ignore_eos else self._tokenizer.more_eos_token_ids
+        return [*params.stop_token_ids, *(end for end in more if end not in params.stop_token_ids)]
 
     def _tokenize(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):

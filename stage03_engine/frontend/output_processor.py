@@ -56,7 +56,7 @@ class RequestState:
         self.request = request
         self.prompt = prompt
         self.queue = queue
-        self.detokenizer = IncrementalDetokenizer(tokenizer, request.sampling_params)
+        self.detokenizer = IncrementalDetokenizer(tokenizer, request.sampling_params, request.prompt_token_ids)
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] | None = None if request.sampling_params.logprobs is None else []
         self._num_given = 0
