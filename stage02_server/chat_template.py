@@ -70,6 +70,11 @@ class ChatTemplate:
         except Exception as error:  # a template may do anything that Python can, e.g. divide by zero
             raise InvalidRequestError(f"The chat template does not take these messages: {error}", "messages") from error
 
+    def adds_special_tokens(self, asked: bool | None) -> bool:
+        """Should the tokenizer begin the prompt with the model's beginning-of-text token? What the request asks for, else
+        only where there is no template: templates write that token themselves."""
+        return self._template is None if asked is None else asked
+
 
 def _plain(message: ChatMessageParam) -> dict[str, Any]:
     """A message as templates expect it: its content is one string (text parts are joined by line breaks, as in vLLM)."""

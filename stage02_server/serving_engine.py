@@ -145,6 +145,7 @@ class OpenAIServing:
         params: SamplingParams,
         ids: RequestIds,
         model: str,
+        add_special_tokens: bool = True,
     ) -> Batch:
         """Tokenize and check every prompt, before a single byte of the answer is sent. Raises InvalidRequestError."""
         if trace.on:
@@ -155,7 +156,9 @@ class OpenAIServing:
         n = request.num_choices
         requests: list[EngineCoreRequest] = []
         for prompt in prompts:
-            first = self.engine_client.input_processor.process_inputs(ids.engine_id(len(requests)), prompt, params)
+            first = self.engine_client.input_processor.process_inputs(
+                ids.engine_id(len(requests)), prompt, params, add_special_tokens
+            )
             requests.append(first)
             for k in range(1, n):  # the same tokens, another random stream
                 own = first.sampling_params

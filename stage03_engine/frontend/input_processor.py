@@ -27,13 +27,17 @@ class InputProcessor:
         if trace.on:
             trace.emit("input_processor.created")
 
-    def process_inputs(self, request_id: str, prompt: str | list[int], params: SamplingParams) -> EngineCoreRequest:
+    def process_inputs(
+        self, request_id: str, prompt: str | list[int], params: SamplingParams, add_special_tokens: bool = True
+    ) -> EngineCoreRequest:
         """Tokenize and validate one prompt, given as text or as token ids.
+
+        `add_special_tokens` lets the tokenizer begin a text with the model's beginning-of-text token, if it has one.
 
         `max_tokens` is clipped to the context that the prompt leaves; None becomes all of it.
         Raises InvalidRequestError for an empty or too long prompt, ids out of the vocabulary, impossible `max_tokens`.
         """
-        token_ids = self._tokenize(prompt)
+        token_ids = self._tokenize(prompt, add_special_tokens)
         room = self._max_model_len - len(token_ids)
         if not token_ids:
             raise InvalidRequestError("The prompt must not be empty: it has no tokens.", "prompt")
@@ -66,7 +70,7 @@ class InputProcessor:
         more = () if params.ignore_eos else self._tokenizer.more_eos_token_ids
         return [*params.stop_token_ids, *(end for end in more if end not in params.stop_token_ids)]
 
-    def _tokenize(self, prompt: str | list[int]) -> list[int]:
+    def _tokenize(self, prompt: str | list[int], add_special_tokens: bool) -> list[int]:
         if isinstance(prompt, str):
             # What cannot fit whatever its tokens are is not tokenized: megabytes of text would hold up every other client.
             if len(prompt) > self._max_model_len * self._tokenizer.max_token_bytes:
@@ -78,7 +82,7 @@ class InputProcessor:
             # A lone surrogate is a valid Python and JSON string but no Unicode text: the tokenizer cannot take it.
             if not prompt.isascii() and any("\ud800" <= c <= "\udfff" for c in prompt):
                 raise InvalidRequestError("The prompt holds a lone surrogate, which is not Unicode text.", "prompt")
-            return self._tokenizer.encode(prompt)
+            return self._tokenizer.encode(prompt, add_special_tokens)
         for token_id in prompt:
             if not 0 <= token_id < self._vocab_size:
                 raise InvalidRequestError(

@@ -56,7 +56,7 @@ class TokenStream(Protocol):
     """Tokens in, text out, as soon as it is certain."""
 
     def push(self, token: str, raw: bytes) -> str:
-        """The text that `token` adds; `raw` are the bytes that it stands for."""
+        """The text that `token` adds; `raw` are the bytes that it stands for. An empty token is one that nobody knows."""
 
 
 class ByteLevelStream:
@@ -88,6 +88,8 @@ class SentencePieceStream:
 
     def push(self, token: str, raw: bytes) -> str:
         """See TokenStream."""
+        if not token:
+            return ""
         if self._decoder.byte_of(token) is not None:
             return self._strip(self._push_byte(raw))
         text = "\ufffd" * len(self._waiting)
