@@ -66,7 +66,9 @@ class ChatTemplate:
         if self._template is None:
             return "".join(message["content"] for message in plain)
         try:
-            return self._template.render(messages=plain, add_generation_prompt=True, **self._tokens)
+            # Templates ask `tools is not none`, as transformers always names these two.
+            rest = {"tools": None, "documents": None, **self._tokens}
+            return self._template.render(messages=plain, add_generation_prompt=True, **rest)
         except Exception as error:  # a template may do anything that Python can, e.g. divide by zero
             raise InvalidRequestError(f"The chat template does not take these messages: {error}", "messages") from error
 

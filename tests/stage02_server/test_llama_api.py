@@ -55,6 +55,15 @@ def test_a_template_brings_its_own(make_server: Any, folder: Path) -> None:
     assert tokens(add_special_tokens=True) == [BOS, *tokens()]
 
 
+def test_templates_find_the_names_that_transformers_gives_them(make_server: Any, folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text(
+        "{{ tools is none }}{{ documents is none }}{{ bos_token }}{{ eos_token }}"
+    )
+    server = serve(make_server, folder)
+    tokens = server.post("/tokenize", {"messages": MESSAGES}).json()["tokens"]
+    assert server.post("/detokenize", {"tokens": tokens}).json()["prompt"].lstrip() == "TrueTrue<s></s>"
+
+
 def test_a_chat_without_a_template_gets_it_too(make_server: Any, folder: Path) -> None:
     server = serve(make_server, folder)
     chat = server.post("/tokenize", {"messages": MESSAGES}).json()["tokens"]

@@ -23,6 +23,7 @@ from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.errors import ConfigError
 from stage03_engine.frontend.detokenizer import IncrementalDetokenizer
 from stage03_engine.frontend.tokenizer import Tokenizer, init_tokenizer_from_configs
+from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import SamplingParams
 
 BACKENDS: dict[str, Backend] = {
@@ -201,3 +202,16 @@ def test_other_kinds_are_refused(change: Callable[[Backend], None], tmp_path: Pa
     change(backend)
     with pytest.raises(ConfigError, match=f"{tmp_path}.*not supported"):
         load(tmp_path, backend, {})
+
+
+@pytest.mark.parametrize("kind", ["llama2", "llama3"])
+def test_a_llama_with_its_tokenizer_from_text_to_text(kind: str, tmp_path: Path) -> None:
+    backend = BACKENDS[kind]
+    model_folder(tmp_path, backend, {}, vocab_size=backend.get_vocab_size())
+    with LLM(str(tmp_path), load_format="dummy", num_gpu_blocks_override=20, seed=4) as llm:
+        params = SamplingParams(temperature=2.0, seed=3, max_tokens=30, ignore_eos=True)
+        outputs = llm.generate(["to be", "é 😀"], params)
+    for output in outputs:
+        assert output.prompt_token_ids == backend.encode(output.prompt).ids and output.prompt_token_ids[0] == 1
+        deltas = stream(kind, output.outputs[0].token_ids, output.prompt_token_ids)
+        assert output.outputs[0].text == deltas and len(deltas) > 20
