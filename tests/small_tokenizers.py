@@ -48,6 +48,7 @@ def metaspace() -> Backend:
     backend = Backend(models.BPE(unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.train_from_iterator(TEXTS, BpeTrainer(vocab_size=150, special_tokens=["<unk>", "<s>"], show_progress=False))
+    backend.add_tokens(["▁▁x▁"])
     backend.decoder = decoders.Metaspace()
     return backend
 

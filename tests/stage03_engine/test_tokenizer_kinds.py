@@ -115,6 +115,17 @@ def test_the_output_continues_the_prompt(kind: str, first: str, second: str) -> 
     assert backend.decode(prompt) + stream(kind, output, prompt) == whole
 
 
+def test_what_the_tokenizer_does_not_know_is_no_text_before_the_output() -> None:
+    """A model may have more ids than its tokenizer."""
+    ids = KINDS["llama2"].encode("to be", add_special_tokens=False)
+    assert stream("llama2", ids, [1, 100_000]) == "to be" and stream("llama2", ids, [1, *ids]) == " to be"
+
+
+def test_every_space_of_a_first_metaspace_token_goes() -> None:
+    ids = [KINDS["metaspace"].encode("▁▁x▁")[-1]] * 2
+    assert stream("metaspace", ids) == BACKENDS["metaspace"].decode(ids) == "x  x "
+
+
 def test_a_line_break_is_shown_at_once_though_it_is_a_byte_token() -> None:
     detokenizer = IncrementalDetokenizer(KINDS["llama2"], SamplingParams(stop=["\n"]))
     ids = KINDS["llama2"].encode("to\nbe", add_special_tokens=False)
