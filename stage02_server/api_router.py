@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from stage02_server.errors import not_found
+from stage02_server.errors import APIError, not_found
 from stage02_server.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from stage02_server.serving_engine import ClientGoneError, run_until_disconnect
 
@@ -61,6 +61,16 @@ async def create_chat_completion(request: ChatCompletionRequest, raw_request: Re
         return _answer(await raw_request.app.state.openai_serving_chat.create_chat_completion(request, raw_request))
     except ClientGoneError:
         return Response(status_code=499)
+
+
+@router.post("/reset_prefix_cache")
+async def reset_prefix_cache(raw_request: Request) -> Response:
+    """Forget all cached prefixes; 409 while requests run, because their blocks are in use."""
+    if await raw_request.app.state.engine_client.reset_prefix_cache():
+        return Response(status_code=200)
+    raise APIError(
+        409, "ConflictError", "The prefix cache is in use by running requests; try again when they are done."
+    )
 
 
 @router.get("/v1/models")

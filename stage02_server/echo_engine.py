@@ -54,6 +54,9 @@ class EchoCoreClient(AsyncEngineCoreClient):
         for request_id in request_ids:
             self._running.pop(request_id, None)
 
+    async def reset_prefix_cache_async(self) -> bool:
+        return not self._running
+
     async def get_output_async(self) -> EngineCoreOutputs:
         while not self._running:
             self._work.clear()

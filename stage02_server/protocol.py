@@ -36,7 +36,6 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "bad_words": ([], None),
     "best_of": (1, None),
-    "cache_salt": (None,),
     "chat_template": (None,),
     "chat_template_kwargs": ({}, None),
     "continue_final_message": (False, None),
@@ -55,7 +54,6 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "min_tokens": (0, None),
     "modalities": (["text"], None),
     "presence_penalty": (0, None),
-    "priority": (0, None),
     "prompt_embeds": (None,),
     "prompt_logprobs": (None,),
     "repetition_penalty": (1, None),
@@ -110,6 +108,8 @@ class SamplingRequest(RequestModel):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     user: Text | None = None
+    priority: Int32 = 0
+    cache_salt: Text | None = None
 
     @property
     def include_usage(self) -> bool:

@@ -22,12 +22,19 @@ class DetokenizeResponse(BaseModel):
     prompt: str
 
 
+class PromptTokensDetails(BaseModel):
+    """How many of the prompt's tokens were found in the prefix cache, and so cost nothing."""
+
+    cached_tokens: int
+
+
 class UsageInfo(BaseModel):
     """Tokens that a request took. With n > 1 the prompt counts once."""
 
     prompt_tokens: int
     total_tokens: int
     completion_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
 class CompletionLogProbs(BaseModel):

@@ -8,7 +8,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Coroutine, Iterator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -17,7 +17,12 @@ from starlette.types import Receive
 from stage02_server.errors import as_api_error, error_json
 from stage02_server.middleware import RequestIds
 from stage02_server.protocol import SamplingRequest
-from stage02_server.protocol_response import ChatStreamResponse, CompletionResponse, UsageInfo
+from stage02_server.protocol_response import (
+    ChatStreamResponse,
+    CompletionResponse,
+    PromptTokensDetails,
+    UsageInfo,
+)
 from stage02_server.serving_models import OpenAIServingModels
 from stage03_engine.frontend.async_llm import AsyncLLM
 from stage03_engine.messages import EngineCoreRequest
@@ -99,19 +104,27 @@ class Batch:
     model: str
     n: int
     requests: list[EngineCoreRequest]
+    cached_tokens: dict[int, int] = field(default_factory=dict)  # answer -> prompt tokens from the prefix cache
 
     def usage(self, completion_tokens: list[int]) -> UsageInfo:
-        """Totals, from the output tokens of each answer."""
-        prompt = sum(len(request.prompt_token_ids) for request in self.requests[:: self.n])
-        completion = sum(completion_tokens)
-        return UsageInfo(prompt_tokens=prompt, total_tokens=prompt + completion, completion_tokens=completion)
+        """Totals, from the output tokens of each answer. Each prompt counts once, as its first answer found it."""
+        firsts = range(0, len(self.requests), self.n)
+        prompt = sum(len(self.requests[i].prompt_token_ids) for i in firsts)
+        return _usage(prompt, sum(completion_tokens), sum(self.cached_tokens.get(i, 0) for i in firsts))
 
     def usage_of(self, index: int, completion_tokens: int) -> UsageInfo:
         """The usage of one answer alone."""
         prompt = len(self.requests[index].prompt_token_ids)
-        return UsageInfo(
-            prompt_tokens=prompt, total_tokens=prompt + completion_tokens, completion_tokens=completion_tokens
-        )
+        return _usage(prompt, completion_tokens, self.cached_tokens.get(index, 0))
+
+
+def _usage(prompt: int, completion: int, cached: int) -> UsageInfo:
+    return UsageInfo(
+        prompt_tokens=prompt,
+        total_tokens=prompt + completion,
+        completion_tokens=completion,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
+    )
 
 
 class ChunkMaker(Protocol):
@@ -157,7 +170,12 @@ class OpenAIServing:
         requests: list[EngineCoreRequest] = []
         for prompt in prompts:
             first = self.engine_client.input_processor.process_inputs(
-                ids.engine_id(len(requests)), prompt, params, add_special_tokens
+                ids.engine_id(len(requests)),
+                prompt,
+                params,
+                add_special_tokens=add_special_tokens,
+                priority=request.priority,
+                cache_salt=request.cache_salt,
             )
             requests.append(first)
             for k in range(1, n):  # the same tokens, another random stream
@@ -173,6 +191,7 @@ class OpenAIServing:
         flows = [self.engine_client.generate(request) for request in batch.requests]
         async with aclosing(merge_async_iterators(flows)) as merged:
             async for index, output in merged:
+                batch.cached_tokens[index] = output.num_cached_tokens
                 yield index, output.outputs[0]
 
     async def full(self, batch: Batch) -> list[CompletionOutput]:

@@ -125,11 +125,14 @@ def _check_ranges(config: VllmConfig) -> None:
         ("num_gpu_blocks_override", cache.num_gpu_blocks_override, 2),
         ("max_num_seqs", scheduler.max_num_seqs, 1),
         ("max_num_batched_tokens", scheduler.max_num_batched_tokens, 1),
+        ("long_prefill_token_threshold", scheduler.long_prefill_token_threshold, 0),
         ("num_threads", config.device_config.num_threads, 1),
     ]
     for name, value, least in at_least:
         if value is not None and value < least:
             raise ConfigError(f"{name} must be at least {least}, not {value}")
+    if cache.swap_space < 0.0:
+        raise ConfigError(f"swap_space must be at least 0, not {cache.swap_space}")
     if not 0.0 < cache.gpu_memory_utilization <= 1.0:
         raise ConfigError(f"gpu_memory_utilization must be in (0, 1], not {cache.gpu_memory_utilization}")
 
@@ -155,6 +158,10 @@ def _check_lengths(config: VllmConfig) -> None:
         raise ConfigError(
             f"max_num_batched_tokens {budget} is less than max_num_seqs {scheduler.max_num_seqs}: a step could not give "
             "each request one token; raise the first or lower the second"
+        )
+    if not scheduler.enable_chunked_prefill and scheduler.long_prefill_token_threshold:
+        raise ConfigError(
+            "long_prefill_token_threshold splits prompts, but chunked prefill is off; give one of the two"
         )
     if not scheduler.enable_chunked_prefill and budget < config.max_model_len:
         raise ConfigError(

@@ -100,6 +100,14 @@ class CacheConfig:
     )
     kv_cache_memory_bytes: int | None = option(None, "size of the KV cache in bytes, instead of measuring free memory")
     num_gpu_blocks_override: int | None = option(None, "number of KV-cache blocks, instead of measuring free memory")
+    enable_prefix_caching: bool = option(True, "reuse the blocks of earlier requests that began with the same tokens")
+    prefix_caching_hash_seed: str | None = option(
+        None, "text that the hashes of cached blocks begin with; random if not given, so that nobody can predict them"
+    )
+    swap_space: float = option(
+        1.0, "GiB of CPU memory for the blocks of preempted requests, with --preemption-mode swap"
+    )
+    block_pool_cls: str | None = option(None, "module:Class to use instead of stage03_engine.core.block_pool:BlockPool")
 
 
 @dataclass(frozen=True)
@@ -109,6 +117,21 @@ class SchedulerConfig:
     max_num_seqs: int = option(256, "most requests in one step")
     max_num_batched_tokens: int = option(2048, "token budget of one step")
     enable_chunked_prefill: bool = option(True, "split a prompt over several steps when it does not fit the budget")
+    long_prefill_token_threshold: int = option(
+        0,
+        "most tokens that one request gets in a step while others are there, so that a long prompt leaves room; 0 = off",
+    )
+    scheduling_policy: str = option(
+        "fcfs", "who goes first: arrival, or the priority in the request", ("fcfs", "priority")
+    )
+    preemption_mode: str = option(
+        "recompute", "what becomes of a preempted request's keys and values: computed again, or swapped to CPU memory",
+        ("recompute", "swap"),
+    )  # fmt: skip
+    scheduler_cls: str | None = option(None, "module:Class to use instead of stage03_engine.core.scheduler:Scheduler")
+    check_invariants: bool = option(
+        False, "check after every step that no block and no request is lost or used twice (slow)"
+    )
 
 
 @dataclass(frozen=True)

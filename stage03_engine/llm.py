@@ -102,6 +102,10 @@ class LLM:
         self.engine_core.add_request(request)
         yield from self._run()
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes."""
+        return self.engine_core.reset_prefix_cache()
+
     def shutdown(self) -> None:
         """End the engine. May be called twice."""
         self.engine_core.shutdown()

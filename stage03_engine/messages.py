@@ -24,6 +24,7 @@ class EngineCoreRequestType(enum.Enum):
 
     ADD = b"\x00"
     ABORT = b"\x01"
+    UTILITY = b"\x03"
 
 
 class FinishReason(enum.IntEnum):
@@ -46,6 +47,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, gc=False):
     sampling_params: SamplingParams
     eos_token_id: int | None = None
     arrival_time: float = 0.0  # time.monotonic() at the front end, for statistics only
+    priority: int = 0  # a smaller number goes first, under --scheduling-policy priority
+    cache_salt: str | None = None  # only requests with the same salt share cached prefixes
     cause: str | None = None
 
 
@@ -54,6 +57,21 @@ class AbortRequests(msgspec.Struct, array_like=True, gc=False):
 
     request_ids: list[str]
     cause: str | None = None
+
+
+class UtilityRequest(msgspec.Struct, array_like=True, gc=False):
+    """Call one of the engine core's UTILITY_METHODS, which are not part of serving requests."""
+
+    call_id: int
+    method: str
+    cause: str | None = None
+
+
+class UtilityResult(msgspec.Struct, array_like=True, gc=False):
+    """The answer to a UtilityRequest."""
+
+    call_id: int
+    result: bool
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
@@ -77,15 +95,19 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False, omit_defaults=
         None  # with the first token only: from arrival in the engine to first being scheduled
     )
     error: str | None = None  # with FinishReason.ERROR
+    num_cached_tokens: int = 0  # prompt tokens that were found in the prefix cache
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
-    """The state of the scheduler after a step. `kv_cache_usage` is in [0, 1]; `num_preemptions` counts since start."""
+    """The state of the scheduler after a step. `kv_cache_usage` is in [0, 1]; the other numbers from `num_preemptions` on
+    count since the start. Prefix-cache queries and hits are in tokens, of requests when they are first admitted."""
 
     num_running: int = 0
     num_waiting: int = 0
     kv_cache_usage: float = 0.0
     num_preemptions: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, gc=False):
@@ -93,6 +115,7 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, gc=False):
 
     outputs: list[EngineCoreOutput] = []
     scheduler_stats: SchedulerStats | None = None
+    utility_result: UtilityResult | None = None
     engine_index: int = 0
     cause: str | None = None
 
@@ -132,5 +155,6 @@ class EngineFailed(msgspec.Struct, tag="failed"):
 encode = msgspec.msgpack.Encoder().encode
 decode_add = msgspec.msgpack.Decoder(EngineCoreRequest).decode
 decode_abort = msgspec.msgpack.Decoder(AbortRequests).decode
+decode_utility = msgspec.msgpack.Decoder(UtilityRequest).decode
 decode_outputs = msgspec.msgpack.Decoder(EngineCoreOutputs).decode
 decode_handshake = msgspec.msgpack.Decoder(EngineHello | EngineInit | EngineReady | EngineFailed).decode

@@ -28,6 +28,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
 
     def add(self, newer: RequestOutput, aggregate: bool) -> None:
         """Take in a newer output of the same request that came before this one was read.

@@ -8,3 +8,4 @@ import os
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="0")
 for _name in [name for name in os.environ if name.startswith("STAGES_")]:
     del os.environ[_name]  # settings of whoever runs the tests must not decide them
+os.environ["STAGES_CHECK_INVARIANTS"] = "1"  # in every engine that a test starts, also in its own process

@@ -112,6 +112,31 @@ def test_64_clients_at_once_get_what_each_gets_alone(client: openai.OpenAI) -> N
     assert len(set(alone)) > 32
 
 
+def test_prefix_caching_shows_in_the_usage_and_salts_keep_tenants_apart(server: ServerProcess) -> None:
+    def cached(**extra: object) -> int:
+        body = {
+            "prompt": "KING RICHARD: what a piece of work is a man, " * 3,
+            "max_tokens": 2,
+            "temperature": 0,
+            **extra,
+        }
+        usage = httpx.post(server.url + "/v1/completions", json=body, timeout=30).json()["usage"]
+        return usage["prompt_tokens_details"]["cached_tokens"]
+
+    assert cached() == 0 < cached()
+    assert cached(cache_salt="a") == 0 < cached(cache_salt="a")
+    assert cached(cache_salt="b") == 0
+    assert httpx.post(server.url + "/reset_prefix_cache").status_code == 200
+    assert cached() == 0
+    metrics = httpx.get(server.url + "/metrics").text
+    assert "vllm:prefix_cache_hits_total" in metrics and "vllm:prefix_cache_queries_total" in metrics
+
+
+def test_a_priority_needs_the_policy(server: ServerProcess) -> None:
+    refused = httpx.post(server.url + "/v1/completions", json={"prompt": "a", "priority": 1})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "priority"
+
+
 def test_a_client_that_leaves_frees_its_blocks(server: ServerProcess) -> None:
     body = {"prompt": "ROMEO:", "max_tokens": 500, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=30) as response:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 
 from stage03_engine.config import VllmConfig
+from stage03_engine.core.block_pool import BlockPool
 from stage03_engine.core.executor import UniProcExecutor
-from stage03_engine.core.kv_cache_size import decide_num_blocks
+from stage03_engine.core.kv_cache_size import decide_num_blocks, decide_num_swap_blocks
 from stage03_engine.core.request import Request
 from stage03_engine.core.scheduler import Scheduler
+from stage03_engine.import_class import import_class
 from stage03_engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from stagetrace import trace
 
@@ -21,14 +24,26 @@ class EngineCore:
         self.config = config
         self.executor = UniProcExecutor(config)
         self.num_gpu_blocks = decide_num_blocks(config, self.executor)
-        self.executor.initialize_kv_cache(self.num_gpu_blocks)
-        self.scheduler = Scheduler(
-            config.scheduler_config, self.num_gpu_blocks, config.cache_config.block_size, config.max_model_len
-        )
+        num_swap_blocks = decide_num_swap_blocks(config, self.executor)
+        self.executor.initialize_kv_cache(self.num_gpu_blocks, num_swap_blocks)
+        self.scheduler = self._make_scheduler(num_swap_blocks)
         # Seeds for requests that bring none: the same engine seed and order of arrival give the same outputs.
         self._seeds = random.Random(config.model_config.seed)
         self._queued_at: dict[str, float] = {}
         self._queued_seconds: dict[str, float] = {}
+
+    def _make_scheduler(self, num_swap_blocks: int) -> Scheduler:
+        """The scheduler and the block pool, or those that the user brought."""
+        cache, scheduling = self.config.cache_config, self.config.scheduler_config
+        pool_class, scheduler_class = BlockPool, Scheduler
+        if cache.block_pool_cls is not None:
+            pool_class = import_class(cache.block_pool_cls, "--block-pool-cls")
+        if scheduling.scheduler_cls is not None:
+            scheduler_class = import_class(scheduling.scheduler_cls, "--scheduler-cls")
+        seed = cache.prefix_caching_hash_seed
+        hash_seed = os.urandom(32) if seed is None else seed.encode()
+        pool = pool_class(self.num_gpu_blocks)
+        return scheduler_class(scheduling, cache, pool, self.config.max_model_len, num_swap_blocks, hash_seed)
 
     def add_request(self, message: EngineCoreRequest) -> None:
         """Queue a request. Raises ValueError when its id is in use."""
@@ -57,6 +72,8 @@ class EngineCore:
         runner_output = self.executor.execute_model(scheduler_output)
         outputs = self.scheduler.update_from_output(scheduler_output, runner_output)
         self._add_queue_time(outputs)
+        if self.config.scheduler_config.check_invariants:
+            self.scheduler.check_invariants()
         if trace.on:
             running, waiting = len(self.scheduler.running), len(self.scheduler.waiting)
             trace.emit("engine.step", ph="E", step=scheduler_output.step, running=running, waiting=waiting)
@@ -66,6 +83,10 @@ class EngineCore:
         """A request's first output says how long it had waited for its first step."""
         for output in outputs:
             output.queued_seconds = self._queued_seconds.pop(output.request_id, None)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; False, and nothing is done, while a request holds blocks."""
+        return self.scheduler.reset_prefix_cache()
 
     def shutdown(self) -> None:
         """Release the executor."""

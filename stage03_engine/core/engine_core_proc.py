@@ -42,10 +42,14 @@ from stagetrace import trace
 
 logger = logging.getLogger(__name__)
 
-_DECODE: dict[EngineCoreRequestType, Callable[[bytes], EngineCoreRequest | messages.AbortRequests]] = {
+_Message = EngineCoreRequest | messages.AbortRequests | messages.UtilityRequest
+_DECODE: dict[EngineCoreRequestType, Callable[[bytes], _Message]] = {
     EngineCoreRequestType.ADD: messages.decode_add,
     EngineCoreRequestType.ABORT: messages.decode_abort,
+    EngineCoreRequestType.UTILITY: messages.decode_utility,
 }
+UTILITY_METHODS = ("reset_prefix_cache",)
+"""What a message may call by name: never more than this list."""
 
 
 class EngineCoreProc:
@@ -140,7 +144,9 @@ class EngineCoreProc:
         while not self.input_queue.empty():
             self._handle(*self.input_queue.get_nowait())
 
-    def _handle(self, request_type: EngineCoreRequestType, message: object) -> None:
+    def _handle(self, request_type: EngineCoreRequestType | None, message: object) -> None:
+        if request_type is None:
+            raise SystemExit
         if request_type == EngineCoreRequestType.ADD:
             assert isinstance(message, EngineCoreRequest)
             try:
@@ -148,11 +154,18 @@ class EngineCoreProc:
             except ValueError as error:  # this request's fault: its neighbours go on
                 refused = EngineCoreOutput(message.request_id, [], None, FinishReason.ERROR, error=str(error))
                 self.output_queue.put(EngineCoreOutputs([refused]))
+        elif isinstance(message, messages.UtilityRequest):
+            result = message.method in UTILITY_METHODS and getattr(self.core, message.method)()
+            self.output_queue.put(EngineCoreOutputs(utility_result=messages.UtilityResult(message.call_id, result)))
         else:
             assert isinstance(message, messages.AbortRequests)
             self.core.abort_requests(message.request_ids)
             if not self.core.scheduler.has_unfinished_requests:  # no step will carry the new numbers to the metrics
                 self.output_queue.put(EngineCoreOutputs([], self.core.scheduler.make_stats()))
+
+    def stop(self) -> None:
+        """From any thread: end the busy loop after the current step."""
+        self.input_queue.put((None, None))
 
     def shutdown(self, death_notice: str = "") -> None:
         """Send the death notice if there is one, and end the threads."""
@@ -174,8 +187,18 @@ def _watch_parent(ipc_directory: Path) -> None:
     os._exit(0)
 
 
-def _sigterm(signum: int, frame: object) -> None:
-    raise SystemExit(0)
+def _watch_sigterm(started: list[EngineCoreProc]) -> None:
+    """End this process on SIGTERM: between two steps once the engine has started, else at once.
+
+    A thread that waits for the (blocked) signal instead of a handler: Python runs handlers in the main thread, and one that
+    arrives just before the main thread falls asleep on its queue would not be run before the next message.
+    """
+    signal.sigwait({signal.SIGTERM})
+    if started:
+        started[0].stop()
+    else:
+        trace.close()
+        os._exit(0)
 
 
 def _startup_handshake(socket: zmq.Socket, engine_index: int) -> EngineInit:
@@ -196,7 +219,9 @@ def run_engine_core(handshake_address: str, engine_index: int) -> int:
     requests are to finish first).
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _sigterm)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # for this thread and all that it starts
+    started: list[EngineCoreProc] = []
+    threading.Thread(target=_watch_sigterm, args=(started,), name="sigterm-watch", daemon=True).start()
     directory = Path(handshake_address.removeprefix("ipc://")).parent
     threading.Thread(target=_watch_parent, args=(directory,), name="parent-watch", daemon=True).start()
     identity = engine_index.to_bytes(2, "little")
@@ -209,6 +234,7 @@ def run_engine_core(handshake_address: str, engine_index: int) -> int:
     try:
         init = _startup_handshake(handshake, engine_index)
         engine = EngineCoreProc(init, identity, engine_index)
+        started.append(engine)
         ready = EngineReady(engine.core.num_gpu_blocks, init.config.max_model_len)
         if trace.on:
             ready.cause = trace.emit("engine.ready", num_blocks=ready.num_gpu_blocks, max_model_len=ready.max_model_len)

@@ -29,9 +29,9 @@ class UniProcExecutor:
         """Bytes that the KV cache may take, after weights and the largest possible step."""
         return self.worker.determine_available_memory()
 
-    def initialize_kv_cache(self, num_blocks: int) -> None:
-        """Allocate the KV cache."""
-        self.worker.initialize_kv_cache(num_blocks)
+    def initialize_kv_cache(self, num_blocks: int, num_swap_blocks: int) -> None:
+        """Allocate the KV cache, and its swap space in CPU memory."""
+        self.worker.initialize_kv_cache(num_blocks, num_swap_blocks)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step."""

@@ -1,8 +1,17 @@
-"""Which blocks hold the tokens of which request (vllm/v1/core/kv_cache_manager.py). Plain Python, no tensors."""
+"""Which blocks hold the tokens of which request, and which of them another request can reuse.
+
+Plain Python, no tensors. Source: vllm/v1/core/kv_cache_manager.py (KVCacheManager), kv_cache_utils.py (hash_block_tokens).
+"""
 
 from __future__ import annotations
 
+import hashlib
+from array import array
+from collections.abc import Sequence
+
 from stage03_engine.core.block_pool import BlockPool
+from stage03_engine.core.request import Request
+from stagetrace import trace
 
 
 def cdiv(a: int, b: int) -> int:
@@ -10,43 +19,119 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def hash_block_tokens(parent: bytes, token_ids: Sequence[int], salt: str | None) -> bytes:
+    """sha256 over the parent block's hash, the tokens of one full block, and the salt.
+
+    The parent makes the hash stand for the whole prefix: the same 16 tokens after another beginning have other keys and
+    values. All blocks have the same number of tokens, so parent and tokens cannot be confused with each other.
+    """
+    digest = hashlib.sha256(parent)
+    digest.update(array("q", token_ids).tobytes())
+    if salt is not None:
+        digest.update(b"salt" + salt.encode())
+    return digest.digest()
+
+
 class KVCacheManager:
-    """The block table of every request that holds blocks.
+    """The block table of every request that holds blocks, and the prefix cache over all blocks.
 
     A block table only ever grows at its end while the request holds blocks: what was sent to the worker stays true.
+    `hash_seed` begins every chain of hashes: with a random one nobody outside can find out which tokens are cached by
+    constructing hashes. With `enable_caching` False no block is ever found again.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self, block_pool: BlockPool, block_size: int, enable_caching: bool = False, hash_seed: bytes = b""
+    ) -> None:
         self.block_size = block_size
-        self.block_pool = BlockPool(num_blocks)
+        self.block_pool = block_pool
+        self.enable_caching = enable_caching
+        self._hash_seed = hashlib.sha256(hash_seed).digest()
         self._tables: dict[str, list[int]] = {}
+        self._num_cached: dict[str, int] = {}  # blocks of each table that are findable
 
-    def allocate_slots(self, request_id: str, num_tokens: int) -> list[int] | None:
-        """Make room for the first `num_tokens` tokens of a request.
+    def get_computed_blocks(self, request: Request) -> list[int]:
+        """The longest cached prefix of a request, in full blocks, of at most all but one of its tokens.
 
-        Returns the blocks that are new (perhaps none), or None, and changes nothing, when too few are free.
+        The last token is always computed: its logits give the next one, and logits are not cached.
         """
-        table = self._tables.get(request_id, [])
-        missing = cdiv(num_tokens, self.block_size) - len(table)
-        if missing > self.block_pool.num_free:
+        if not self.enable_caching:
+            return []
+        self._hash_full_blocks(request)
+        hits: list[int] = []
+        for block_hash in request.block_hashes[: (request.num_tokens - 1) // self.block_size]:
+            block = self.block_pool.lookup(block_hash)
+            if block is None:
+                break
+            hits.append(block)
+        return hits
+
+    def _hash_full_blocks(self, request: Request) -> None:
+        """Extend the request's chain of hashes to all of its tokens that fill a block."""
+        size, hashes = self.block_size, request.block_hashes
+        for start in range(len(hashes) * size, request.num_tokens - size + 1, size):
+            parent = hashes[-1] if hashes else self._hash_seed
+            # The salt enters the first block only: every later hash contains it through its parent.
+            salt = request.cache_salt if not hashes else None
+            hashes.append(hash_block_tokens(parent, request.all_token_ids[start : start + size], salt))
+
+    def allocate_slots(self, request: Request, num_tokens: int, hits: Sequence[int] = ()) -> list[int] | None:
+        """Make room for the first `num_tokens` tokens of a request; `hits` are what `get_computed_blocks` found, for a
+        request that holds no blocks yet.
+
+        Returns the blocks that were appended to its table (hits first, perhaps none), or None, and changes nothing, when too
+        few are free. The tokens count as cached from now on: they are computed in this step, and within a step every layer
+        writes all keys and values before it reads any.
+        """
+        hits = list(hits)
+        table = self._tables.get(request.request_id, [])
+        missing = max(0, cdiv(num_tokens, self.block_size) - len(table) - len(hits))
+        if missing > self.block_pool.num_free - self.block_pool.num_free_among(hits):
             return None
-        new_blocks = self.block_pool.allocate(max(0, missing))
-        self._tables[request_id] = table + new_blocks
-        return new_blocks
+        self.block_pool.touch(hits)
+        appended = hits + self.block_pool.allocate(missing)
+        self._tables[request.request_id] = table + appended
+        if self.enable_caching:
+            self._cache_full_blocks(request, num_tokens, len(hits))
+        return appended
+
+    def _cache_full_blocks(self, request: Request, num_tokens: int, num_hits: int) -> None:
+        self._hash_full_blocks(request)
+        first = self._num_cached.get(request.request_id, num_hits)
+        end = max(first, min(num_tokens // self.block_size, len(request.block_hashes)))
+        table = self._tables[request.request_id]
+        new = [table[i] for i in range(first, end) if self.block_pool.cache(table[i], request.block_hashes[i])]
+        self._num_cached[request.request_id] = end
+        if trace.on and new:
+            trace.emit("kv.cached", req=request.request_id, blocks=new)
 
     def free(self, request_id: str) -> int:
-        """Give back all blocks of a request; returns how many. A request without blocks has none to give."""
+        """Give back all blocks of a request; returns how many. A request without blocks has none to give.
+
+        The end of the sequence goes first, so it is also evicted first: a shorter prefix is more likely to be shared.
+        """
         blocks = self._tables.pop(request_id, [])
-        self.block_pool.free(blocks)
+        self._num_cached.pop(request_id, None)
+        self.block_pool.free(blocks[::-1])
         return len(blocks)
 
     def block_table(self, request_id: str) -> list[int]:
         """The blocks of a request, in the order of its tokens."""
         return self._tables[request_id]
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; False, and nothing is done, while a request holds blocks."""
+        return self.block_pool.reset()
+
     def check_invariants(self) -> None:
-        """Raises AssertionError when blocks are lost or shared, or the tables and the pool disagree."""
+        """Raises AssertionError when blocks are lost, or shared without being the same prefix."""
         self.block_pool.check_invariants()
-        held = [block for table in self._tables.values() for block in table]
-        assert len(held) == len(set(held)), "a block belongs to two requests"
-        assert len(held) == self.block_pool.num_usable - self.block_pool.num_free, "tables and pool disagree"
+        owners: dict[int, list[tuple[int, str]]] = {}
+        for request_id, table in self._tables.items():
+            for place, block in enumerate(table):
+                owners.setdefault(block, []).append((place, request_id))
+        assert len(owners) == self.block_pool.num_usable - self.block_pool.num_free, "tables and pool disagree"
+        for block, places in owners.items():
+            assert len({place for place, _ in places}) == 1, f"block {block} is shared at different places: {places}"
+            shared_by_hash = all(place < self._num_cached.get(owner, 0) for place, owner in places)
+            assert len(places) == 1 or shared_by_hash, f"block {block} is shared without a hash: {places}"

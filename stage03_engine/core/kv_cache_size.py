@@ -56,3 +56,10 @@ def decide_num_blocks(config: VllmConfig, executor: MeasuresMemory) -> int:
             rule=rule,
         )
     return num_blocks
+
+
+def decide_num_swap_blocks(config: VllmConfig, executor: MeasuresMemory) -> int:
+    """The number of CPU blocks for preempted requests: --swap-space, with --preemption-mode swap only."""
+    if config.scheduler_config.preemption_mode != "swap":
+        return 0
+    return int(config.cache_config.swap_space * (1 << 30)) // executor.kv_block_bytes()

@@ -24,7 +24,7 @@ CPU_PROFILE_TOKENS = 256
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """torch.zeros, but on a CPU a block costs no memory before it is first used: numpy takes the operating system's own
     zero pages, where torch would write every byte (1.6 GB and half a second for gpt2-tiny's default cache)."""
-    if device.type != "cpu":
+    if device.type != "cpu" or 0 in size:
         return torch.zeros(size, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(size) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(size)
 
@@ -50,17 +50,22 @@ class ModelRunner:
         self.block_size = config.cache_config.block_size
         self.batch = InputBatch(config.scheduler_config.max_num_seqs, config.max_model_len, self.block_size)
         self.kv_caches: list[Tensor] = []
+        self.swap_caches: list[Tensor] = []  # CPU memory for preempted requests, like kv_caches
         self.model: nn.Module
 
     def load_model(self) -> None:
         """Load the weights."""
         self.model = get_model(self.config, self.dtype, self.device)
 
-    def initialize_kv_cache(self, num_blocks: int) -> None:
-        """Allocate one [2, num_blocks, block_size, num_kv_heads, head_dim] tensor per layer."""
+    def initialize_kv_cache(self, num_blocks: int, num_swap_blocks: int = 0) -> None:
+        """Allocate one [2, num_blocks, block_size, num_kv_heads, head_dim] tensor per layer, and the like in CPU memory."""
         shape = self.config.shape
-        size = (2, num_blocks, self.block_size, shape.num_kv_heads, shape.head_dim)
+        size, swap_size = (
+            (2, count, self.block_size, shape.num_kv_heads, shape.head_dim) for count in (num_blocks, num_swap_blocks)
+        )
         self.kv_caches = [_zeros(size, self.dtype, self.device) for _ in range(shape.num_layers)]
+        cpu = torch.device("cpu")
+        self.swap_caches = [_zeros(swap_size, self.dtype, cpu) for _ in range(shape.num_layers)]
         if trace.on:
             num_bytes = sum(cache.numel() * cache.element_size() for cache in self.kv_caches)
             trace.emit("kv_cache.allocated", num_blocks=num_blocks, block_size=self.block_size, bytes=num_bytes)
@@ -106,6 +111,8 @@ class ModelRunner:
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Apply the deltas, run the model over the scheduled tokens, sample for the requests that have caught up."""
         self._update_states(scheduler_output)
+        if scheduler_output.blocks_to_swap_out or scheduler_output.blocks_to_swap_in:
+            self._swap_blocks(scheduler_output.blocks_to_swap_out, scheduler_output.blocks_to_swap_in)
         if not scheduler_output.num_scheduled_tokens:
             return ModelRunnerOutput({})
         step = scheduler_output.step
@@ -137,6 +144,18 @@ class ModelRunner:
         for new in scheduler_output.scheduled_new_reqs:
             self.batch.add(new)
 
+    def _swap_blocks(self, out: list[tuple[int, int]], back: list[tuple[int, int]]) -> None:
+        """Copy whole blocks: first out, because this step may write to the blocks that are left, then back in."""
+        for pairs, sources, targets in (
+            (out, self.kv_caches, self.swap_caches),
+            (back, self.swap_caches, self.kv_caches),
+        ):
+            for source, target in zip(sources, targets):
+                for source_block, target_block in pairs:
+                    target[:, target_block].copy_(source[:, source_block])
+        if trace.on:
+            trace.emit("kv.swapped", num_out=len(out), num_in=len(back))
+
     def _prepare_inputs(self, scheduler_output: SchedulerOutput) -> StepInputs:
         """Gather the scheduled tokens of all requests into one flat row.
 
@@ -153,6 +172,8 @@ class ModelRunner:
         positions = np.arange(starts[-1]) - np.repeat(starts[:-1] - first, counts)  # [num_tokens]
         blocks = batch.block_table[owner, positions // self.block_size].astype(np.int64)
         slots = blocks * self.block_size + positions % self.block_size
+        if self.config.scheduler_config.check_invariants:
+            assert len(np.unique(slots)) == len(slots), "a slot is written twice in one step"
         seq_lens = first + counts
         batch.num_computed[rows] = seq_lens
         caught_up = np.flatnonzero(seq_lens == batch.num_tokens[rows])

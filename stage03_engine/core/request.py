@@ -25,6 +25,11 @@ class Request:
     """
 
     def __init__(self, message: EngineCoreRequest, seed: int) -> None:
+        self.arrival = 0  # its number in the order of arrival, given by the scheduler
+        self.priority = message.priority  # a smaller number goes first, under the priority policy
+        self.cache_salt = message.cache_salt
+        self.block_hashes: list[bytes] = []  # one per full block of all_token_ids, as far as they were needed
+        self.num_cached_tokens = 0  # found in the prefix cache when it was first admitted
         self.request_id = message.request_id
         self.sampling_params = message.sampling_params
         self.seed = seed  # the client's, or one of the engine's own

@@ -32,6 +32,8 @@ class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
     num_scheduled_tokens: dict[str, int]
     finished_req_ids: list[str]
     preempted_req_ids: list[str]
+    blocks_to_swap_out: list[tuple[int, int]] = []  # (block of the KV cache, CPU block), copied before the model runs
+    blocks_to_swap_in: list[tuple[int, int]] = []  # (CPU block, block of the KV cache), copied after those
 
     @property
     def total_num_scheduled_tokens(self) -> int:

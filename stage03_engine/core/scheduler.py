@@ -6,12 +6,17 @@ So every decision can be replayed, and tested in milliseconds.
 
 from __future__ import annotations
 
-from collections import deque
+import itertools
 
-from stage03_engine.config import SchedulerConfig
+import msgspec
+
+from stage03_engine.config import CacheConfig, SchedulerConfig
+from stage03_engine.core.block_pool import BlockPool
 from stage03_engine.core.kv_cache_manager import KVCacheManager
 from stage03_engine.core.request import Request, RequestStatus, check_stop
+from stage03_engine.core.request_queue import RequestQueue
 from stage03_engine.core.sched_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from stage03_engine.core.swap_space import SwapSpace
 from stage03_engine.messages import EngineCoreOutput, FinishReason, SchedulerStats
 from stagetrace import trace
 
@@ -19,28 +24,37 @@ from stagetrace import trace
 class Scheduler:
     """Continuous batching under one token budget.
 
-    `schedule()` gives tokens to the running requests first, then admits waiting ones in order of arrival. When no block is
-    free for a running request, the one that came last gives its blocks back and recomputes later (preemption).
+    `schedule()` gives tokens to the running requests first, then admits waiting ones, both in the order of the policy.
+    When no block is free for a running request, the one that matters least gives its blocks back (preemption); it resumes
+    by recomputing, as far as the prefix cache does not have its tokens, or from the swap space.
 
     Invariant: a request is in `waiting` or in `running`, never in both, and only running requests hold blocks.
     """
 
-    def __init__(self, config: SchedulerConfig, num_blocks: int, block_size: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache_config: CacheConfig,
+        block_pool: BlockPool,
+        max_model_len: int,
+        num_swap_blocks: int = 0,
+        hash_seed: bytes = b"",
+    ) -> None:
         self.config = config
         self.max_model_len = max_model_len
-        self.kv_cache_manager = KVCacheManager(num_blocks, block_size)
+        block_size = cache_config.block_size
+        self.kv_cache_manager = KVCacheManager(block_pool, block_size, cache_config.enable_prefix_caching, hash_seed)
+        self.swap_space = SwapSpace(num_swap_blocks, block_size) if config.preemption_mode == "swap" else None
         self.requests: dict[str, Request] = {}
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []
+        self.waiting = RequestQueue(config.scheduling_policy)
+        self.running = RequestQueue(config.scheduling_policy)
         self.finished_req_ids: list[str] = []  # to be told to the worker with the next step
         self.step = 0
-        self.num_preemptions = 0
+        self.stats = SchedulerStats()
+        self._arrivals = itertools.count()
         if trace.on:
-            trace.emit(
-                "scheduler.created",
-                max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-            )
+            budget = config.max_num_batched_tokens
+            trace.emit("scheduler.created", max_num_seqs=config.max_num_seqs, max_num_batched_tokens=budget)
 
     # Arrivals and departures
 
@@ -48,8 +62,9 @@ class Scheduler:
         """Queue a request. Raises ValueError when its id is in use."""
         if request.request_id in self.requests:
             raise ValueError(f"request id {request.request_id} is already scheduled")
+        request.arrival = next(self._arrivals)
         self.requests[request.request_id] = request
-        self.waiting.append(request)
+        self.waiting.add(request)
         if trace.on:
             trace.emit("sched.queued", req=request.request_id, waiting=len(self.waiting))
 
@@ -57,18 +72,17 @@ class Scheduler:
         """End requests from outside (abort, stop string); ids that are unknown or already finished are ignored."""
         for request_id in request_ids:
             request = self.requests.get(request_id)
-            if request is None:
-                continue
-            if request.status == RequestStatus.RUNNING:
-                self.running.remove(request)
-            else:
-                self.waiting.remove(request)
-            self._finish(request, reason)
+            if request is not None:
+                self._finish(request, reason)
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
-        """Free the blocks and forget. The caller has taken the request out of its queue."""
+        """Take a request out of its queue, free what it holds, forget it."""
+        queue = self.running if request.status == RequestStatus.RUNNING else self.waiting
+        queue.remove(request)
         request.status = RequestStatus.FINISHED
         freed = self.kv_cache_manager.free(request.request_id)
+        if self.swap_space is not None:
+            self.swap_space.drop(request.request_id)
         del self.requests[request.request_id]
         self.finished_req_ids.append(request.request_id)
         if trace.on:
@@ -92,165 +106,179 @@ class Scheduler:
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             self.requests[request_id].num_computed_tokens += num_tokens
         if trace.on:
-            trace.emit(
-                "sched.output",
-                step=self.step,
-                total_tokens=output.total_num_scheduled_tokens,
-                budget=self.config.max_num_batched_tokens,
-                free_blocks=self.kv_cache_manager.block_pool.num_free,
-            )
+            total, free = output.total_num_scheduled_tokens, self.kv_cache_manager.block_pool.num_free
+            budget = self.config.max_num_batched_tokens
+            trace.emit("sched.output", step=self.step, total_tokens=total, budget=budget, free_blocks=free)
         return output
 
+    def _limited(self, num_tokens: int, budget: int) -> int:
+        """What a request gets of the tokens that it lacks: within the budget, and not too much while others are there."""
+        threshold = self.config.long_prefill_token_threshold
+        if 0 < threshold < num_tokens and len(self.requests) > 1:
+            num_tokens = threshold
+        return min(num_tokens, budget)
+
     def _schedule_running(self, output: SchedulerOutput, budget: int) -> int:
-        """Tokens for running requests, in order of admission; returns the budget that is left."""
+        """Tokens for running requests; returns the budget that is left.
+
+        Victims are taken from the end of the queue, so they are never among those that were already served in this step.
+        """
         index = 0
         while index < len(self.running) and budget > 0:
             request = self.running[index]
-            num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
+            num_tokens = self._limited(request.num_tokens - request.num_computed_tokens, budget)
             new_blocks = self._allocate_or_preempt(request, num_tokens, output)
             if new_blocks is None:  # the request itself was the last one, and is preempted now
                 break
             output.new_block_ids[request.request_id] = new_blocks
-            output.num_scheduled_tokens[request.request_id] = num_tokens
-            self._trace_scheduled(request, num_tokens, new_blocks)
+            self._give(request, num_tokens, new_blocks, output)
             budget -= num_tokens
             index += 1
         return budget
+
+    def _give(self, request: Request, num_tokens: int, new_blocks: list[int], output: SchedulerOutput) -> None:
+        output.num_scheduled_tokens[request.request_id] = num_tokens
+        if trace.on:
+            computed = request.num_computed_tokens
+            trace.emit(
+                "sched.scheduled", req=request.request_id, step=self.step,
+                num_tokens=num_tokens, num_computed=computed, new_blocks=new_blocks,
+            )  # fmt: skip
 
     def _allocate_or_preempt(self, request: Request, num_tokens: int, output: SchedulerOutput) -> list[int] | None:
         """Blocks for the next `num_tokens` tokens of a running request, preempting from the end of the queue until there
         are enough. Returns None when `request` itself had to go."""
         while True:
-            end = request.num_computed_tokens + num_tokens
-            new_blocks = self.kv_cache_manager.allocate_slots(request.request_id, end)
+            new_blocks = self.kv_cache_manager.allocate_slots(request, request.num_computed_tokens + num_tokens)
             if new_blocks is not None:
                 return new_blocks
-            victim = self.running.pop()
+            victim = self.running.pop_last()
             self._preempt(victim, output)
             if victim is request:
                 return None
 
     def _preempt(self, request: Request, output: SchedulerOutput) -> None:
-        """Take a running request's blocks; it waits at the front and recomputes all its tokens when it resumes."""
-        freed = self.kv_cache_manager.free(request.request_id)
+        """Take a running request's blocks; it waits, and later recomputes its tokens or gets them back from the CPU."""
+        request_id, computed, swapped = request.request_id, request.num_computed_tokens, None
+        if self.swap_space is not None:
+            swapped = self.swap_space.swap_out(request_id, self.kv_cache_manager.block_table(request_id), computed)
+        if swapped is None:
+            request.num_computed_tokens = 0
+        else:
+            output.blocks_to_swap_out.extend(swapped)
+        freed = self.kv_cache_manager.free(request_id)
         if trace.on:
             trace.emit(
-                "sched.preempt",
-                req=request.request_id,
-                step=self.step,
-                freed_blocks=freed,
-                num_computed=request.num_computed_tokens,
-            )
+                "sched.preempt", req=request_id, step=self.step,
+                freed_blocks=freed, num_computed=computed, swapped=swapped is not None,
+            )  # fmt: skip
         request.status = RequestStatus.PREEMPTED
-        request.num_computed_tokens = 0
-        request.num_preemptions += 1
-        self.num_preemptions += 1
-        self.waiting.appendleft(request)
-        output.preempted_req_ids.append(request.request_id)
+        self.stats.num_preemptions += 1
+        self.waiting.add(request)
+        output.preempted_req_ids.append(request_id)
 
     def _schedule_waiting(self, output: SchedulerOutput, budget: int) -> None:
         """Admit waiting requests in order while budget, batch and blocks last. The first that does not fit stops the
-        rest: whoever came first is served first."""
+        rest: nobody overtakes."""
         while self.waiting and budget > 0 and len(self.running) < self.config.max_num_seqs:
             request = self.waiting[0]
-            num_tokens = request.num_tokens
-            if num_tokens > budget:
-                if not self.config.enable_chunked_prefill:
-                    break
-                num_tokens = budget
-            new_blocks = self.kv_cache_manager.allocate_slots(request.request_id, num_tokens)
+            hits = self.kv_cache_manager.get_computed_blocks(request)
+            computed = max(len(hits) * self.kv_cache_manager.block_size, request.num_computed_tokens)
+            missing = request.num_tokens - computed
+            if not self.config.enable_chunked_prefill and missing > budget:
+                break
+            num_tokens = self._limited(missing, budget)
+            new_blocks = self.kv_cache_manager.allocate_slots(request, computed + num_tokens, hits)
             if new_blocks is None:
                 break
-            self.waiting.popleft()
-            self.running.append(request)
-            self._trace_admitted(request, new_blocks)
-            request.status = RequestStatus.RUNNING
-            output.scheduled_new_reqs.append(
-                NewRequestData(
-                    request.request_id,
-                    request.all_token_ids,
-                    request.num_prompt_tokens,
-                    request.sampling_params,
-                    request.seed,
-                    new_blocks,
-                    request.num_computed_tokens,
-                )
-            )
-            output.num_scheduled_tokens[request.request_id] = num_tokens
-            self._trace_scheduled(request, num_tokens, new_blocks)
+            self._admit(request, computed, hits, new_blocks, output)
+            self._give(request, num_tokens, new_blocks, output)
             budget -= num_tokens
+
+    def _admit(
+        self, request: Request, computed: int, hits: list[int], new_blocks: list[int], output: SchedulerOutput
+    ) -> None:
+        """Move a request from waiting to running, and describe it to the worker."""
+        request_id, resumed = request.request_id, request.status == RequestStatus.PREEMPTED
+        self.waiting.remove(request)
+        if self.swap_space is not None:
+            output.blocks_to_swap_in.extend(self.swap_space.swap_in(request_id, new_blocks, len(hits)))
+        request.num_computed_tokens = computed
+        if not resumed:
+            request.num_cached_tokens = computed
+            self.stats.prefix_cache_queries += request.num_tokens
+            self.stats.prefix_cache_hits += computed
+        if trace.on:
+            if hits:
+                cached = len(hits) * self.kv_cache_manager.block_size
+                trace.emit("sched.prefix_hit", req=request_id, step=self.step, blocks=hits, num_tokens=cached)
+            if resumed:
+                trace.emit(
+                    "sched.resume", req=request_id, step=self.step, new_blocks=new_blocks, num_tokens=request.num_tokens
+                )
+            else:
+                prompt = request.num_prompt_tokens
+                trace.emit(
+                    "sched.admit", req=request_id, step=self.step, new_blocks=new_blocks, num_prompt_tokens=prompt
+                )
+        request.status = RequestStatus.RUNNING
+        self.running.add(request)
+        output.scheduled_new_reqs.append(
+            NewRequestData(
+                request_id, request.all_token_ids, request.num_prompt_tokens, request.sampling_params, request.seed,
+                new_blocks, computed,
+            )
+        )  # fmt: skip
 
     def update_from_output(self, output: SchedulerOutput, runner_output: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Append the sampled tokens and end the requests that are complete."""
         outputs: list[EngineCoreOutput] = []
-        stopped: set[str] = set()
         for request_id, new_token_ids in runner_output.sampled_token_ids.items():
             request = self.requests[request_id]
             for token_id in new_token_ids:
                 request.append_output_token(token_id)
-            stop = check_stop(request, self.max_model_len)
-            reason, stop_reason = stop or (None, None)
+            reason, stop_reason = check_stop(request, self.max_model_len) or (None, None)
             logprobs = runner_output.logprobs.get(request_id)
-            outputs.append(EngineCoreOutput(request_id, new_token_ids, logprobs, reason, stop_reason))
+            outputs.append(
+                EngineCoreOutput(
+                    request_id,
+                    new_token_ids,
+                    logprobs,
+                    reason,
+                    stop_reason,
+                    num_cached_tokens=request.num_cached_tokens,
+                )
+            )
             if trace.on:
+                total = request.num_output_tokens
                 trace.emit(
-                    "sched.token",
-                    req=request_id,
-                    step=output.step,
-                    token_ids=new_token_ids,
-                    num_output_tokens=request.num_output_tokens,
+                    "sched.token", req=request_id, step=output.step, token_ids=new_token_ids, num_output_tokens=total
                 )
             if reason is not None:
-                stopped.add(request_id)
                 self._finish(request, reason)
-        if stopped:
-            self.running = [request for request in self.running if request.request_id not in stopped]
         return outputs
 
     # Looking in from outside
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; False, and nothing is done, while a request holds blocks."""
+        return self.kv_cache_manager.reset_prefix_cache()
+
     def make_stats(self) -> SchedulerStats:
         """The state after a step, for the metrics."""
-        usage = self.kv_cache_manager.block_pool.usage
-        return SchedulerStats(len(self.running), len(self.waiting), usage, self.num_preemptions)
+        self.stats.num_running, self.stats.num_waiting = len(self.running), len(self.waiting)
+        self.stats.kv_cache_usage = self.kv_cache_manager.block_pool.usage
+        return msgspec.structs.replace(self.stats)  # a copy: the output thread may encode it during the next step
 
     def check_invariants(self) -> None:
         """Raises AssertionError when the state contradicts itself."""
         self.kv_cache_manager.check_invariants()
         running, waiting = {r.request_id for r in self.running}, {r.request_id for r in self.waiting}
+        if self.swap_space is not None:
+            self.swap_space.check_invariants(waiting)
         assert len(running) == len(self.running) and len(waiting) == len(self.waiting), "a request is queued twice"
         assert not running & waiting, "a request both runs and waits"
         assert running | waiting == set(self.requests), "a request is lost"
         for request in self.running:
             held = len(self.kv_cache_manager.block_table(request.request_id)) * self.kv_cache_manager.block_size
             assert request.num_computed_tokens <= held, "a token has no slot"
-
-    def _trace_admitted(self, request: Request, new_blocks: list[int]) -> None:
-        if trace.on:
-            if request.status == RequestStatus.PREEMPTED:
-                trace.emit(
-                    "sched.resume",
-                    req=request.request_id,
-                    step=self.step,
-                    new_blocks=new_blocks,
-                    num_tokens=request.num_tokens,
-                )
-            else:
-                trace.emit(
-                    "sched.admit",
-                    req=request.request_id,
-                    step=self.step,
-                    new_blocks=new_blocks,
-                    num_prompt_tokens=request.num_prompt_tokens,
-                )
-
-    def _trace_scheduled(self, request: Request, num_tokens: int, new_blocks: list[int]) -> None:
-        if trace.on:
-            trace.emit(
-                "sched.scheduled",
-                req=request.request_id,
-                step=self.step,
-                num_tokens=num_tokens,
-                num_computed=request.num_computed_tokens,
-                new_blocks=new_blocks,
-            )

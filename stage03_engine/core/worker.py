@@ -55,9 +55,9 @@ class Worker:
             total, used = memory.total, memory.total - memory.available
         return max(0, int(total * utilization) - used)
 
-    def initialize_kv_cache(self, num_blocks: int) -> None:
-        """Allocate the KV cache."""
-        self.model_runner.initialize_kv_cache(num_blocks)
+    def initialize_kv_cache(self, num_blocks: int, num_swap_blocks: int) -> None:
+        """Allocate the KV cache, and its swap space in CPU memory."""
+        self.model_runner.initialize_kv_cache(num_blocks, num_swap_blocks)
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:

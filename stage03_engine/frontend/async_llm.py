@@ -112,6 +112,11 @@ class AsyncLLM:
             stat_logger.request_aborted()
         await self.engine_core.abort_requests_async([request_id])
 
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; False while a request runs. Raises EngineDeadError."""
+        self.check_health()
+        return await self.engine_core.reset_prefix_cache_async()
+
     async def _run_output_handler(self) -> None:
         try:
             while True:

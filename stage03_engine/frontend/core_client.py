@@ -10,6 +10,7 @@ Source: vllm/v1/engine/core_client.py (EngineCoreClient, InprocClient, SyncMPCli
 from __future__ import annotations
 
 import asyncio
+import itertools
 from abc import ABC, abstractmethod
 from typing import Any, Protocol
 
@@ -27,6 +28,7 @@ from stage03_engine.messages import (
     EngineCoreRequest,
     EngineCoreRequestType,
     EngineReady,
+    UtilityRequest,
 )
 from stagetrace import trace
 
@@ -41,6 +43,10 @@ class EngineCoreClient(ABC):
     @abstractmethod
     def abort_requests(self, request_ids: list[str]) -> None:
         """Stop requests and free their blocks."""
+
+    @abstractmethod
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; False while a request holds blocks."""
 
     @abstractmethod
     def get_output(self) -> EngineCoreOutputs:
@@ -70,6 +76,10 @@ class AsyncEngineCoreClient(ABC):
         """Stop requests and free their blocks."""
 
     @abstractmethod
+    async def reset_prefix_cache_async(self) -> bool:
+        """Forget all cached prefixes; False while a request holds blocks."""
+
+    @abstractmethod
     async def get_output_async(self) -> EngineCoreOutputs:
         """The outputs of the next step. Raises EngineDeadError."""
 
@@ -84,6 +94,7 @@ class EngineCoreLike(Protocol):
 
     def add_request(self, request: EngineCoreRequest) -> None: ...
     def abort_requests(self, request_ids: list[str]) -> None: ...
+    def reset_prefix_cache(self) -> bool: ...
     def step(self) -> EngineCoreOutputs: ...
     def shutdown(self) -> None: ...
 
@@ -101,6 +112,9 @@ class InprocClient(EngineCoreClient):
 
     def abort_requests(self, request_ids: list[str]) -> None:
         self._core.abort_requests(request_ids)
+
+    def reset_prefix_cache(self) -> bool:
+        return self._core.reset_prefix_cache()
 
     def get_output(self) -> EngineCoreOutputs:
         return self._core.step()
@@ -163,6 +177,13 @@ class SyncMPClient(EngineCoreClient):
     def _send(self, request_type: EngineCoreRequestType, payload: Any, request_id: str | None = None) -> None:
         self._input.send_multipart([self._process.identity, *_message(request_type, payload, request_id)])
 
+    def reset_prefix_cache(self) -> bool:
+        """Only call it between requests, as `LLM` does: the answer is the next message."""
+        self._send(EngineCoreRequestType.UTILITY, UtilityRequest(0, "reset_prefix_cache"))
+        while (result := self.get_output().utility_result) is None:
+            pass
+        return result.result
+
     def get_output(self) -> EngineCoreOutputs:
         while not self._output.poll(POLL_MS):
             if not self._process.alive and not self._output.poll(POLL_MS):
@@ -190,6 +211,8 @@ class AsyncMPClient(AsyncEngineCoreClient):
         self._context: zmq.asyncio.Context | None = None
         self._outputs: asyncio.Queue[EngineCoreOutputs | Exception] = asyncio.Queue()
         self._pump_task: asyncio.Task[None] | None = None
+        self._calls: dict[int, asyncio.Future[bool]] = {}
+        self._call_ids = itertools.count()
 
     def start_process(self) -> None:
         if trace.on:
@@ -213,18 +236,28 @@ class AsyncMPClient(AsyncEngineCoreClient):
     def _tell(self, loop: asyncio.AbstractEventLoop, message: str) -> None:
         """From the monitor thread: put the death where the waiters look."""
         try:
-            loop.call_soon_threadsafe(self._outputs.put_nowait, EngineDeadError(message))
+            loop.call_soon_threadsafe(self._die, EngineDeadError(message))
         except RuntimeError:
             pass  # the loop is closed: we are shutting down ourselves
+
+    def _die(self, error: EngineDeadError) -> None:
+        self._outputs.put_nowait(error)
+        for call in self._calls.values():
+            if not call.done():
+                call.set_exception(error)
 
     async def _pump(self) -> None:
         while True:
             frames = await self._output.recv_multipart()
             try:
-                self._outputs.put_nowait(_outputs(frames))
+                outputs = _outputs(frames)
             except EngineDeadError as error:
                 self._outputs.put_nowait(error)
                 return
+            if outputs.utility_result is None:
+                self._outputs.put_nowait(outputs)
+            elif (call := self._calls.pop(outputs.utility_result.call_id, None)) is not None and not call.done():
+                call.set_result(outputs.utility_result.result)
 
     async def _send(self, request_type: EngineCoreRequestType, payload: Any, request_id: str | None = None) -> None:
         assert self._process is not None
@@ -235,6 +268,12 @@ class AsyncMPClient(AsyncEngineCoreClient):
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         await self._send(EngineCoreRequestType.ABORT, AbortRequests(request_ids))
+
+    async def reset_prefix_cache_async(self) -> bool:
+        call_id = next(self._call_ids)
+        self._calls[call_id] = asyncio.get_running_loop().create_future()
+        await self._send(EngineCoreRequestType.UTILITY, UtilityRequest(call_id, "reset_prefix_cache"))
+        return await self._calls[call_id]
 
     async def get_output_async(self) -> EngineCoreOutputs:
         item = await self._outputs.get()

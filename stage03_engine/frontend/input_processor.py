@@ -24,19 +24,32 @@ class InputProcessor:
         self._tokenizer = tokenizer
         self._max_model_len = config.max_model_len
         self._vocab_size = config.shape.vocab_size
+        self._has_priorities = config.scheduler_config.scheduling_policy == "priority"
         if trace.on:
             trace.emit("input_processor.created")
 
     def process_inputs(
-        self, request_id: str, prompt: str | list[int], params: SamplingParams, add_special_tokens: bool = True
+        self,
+        request_id: str,
+        prompt: str | list[int],
+        params: SamplingParams,
+        *,
+        add_special_tokens: bool = True,
+        priority: int = 0,
+        cache_salt: str | None = None,
     ) -> EngineCoreRequest:
         """Tokenize and validate one prompt, given as text or as token ids.
 
         `add_special_tokens` lets the tokenizer begin a text with the model's beginning-of-text token, if it has one.
-
-        `max_tokens` is clipped to the context that the prompt leaves; None becomes all of it.
-        Raises InvalidRequestError for an empty or too long prompt, ids out of the vocabulary, impossible `max_tokens`.
+        `max_tokens` is clipped to the context that the prompt leaves; None becomes all of it. `priority` counts under
+        --scheduling-policy priority only (smaller goes first). Only requests with the same `cache_salt` share cached prefixes.
+        Raises InvalidRequestError for an empty or too long prompt, ids out of the vocabulary, impossible `max_tokens`, a
+        priority without that policy, an empty salt.
         """
+        if priority != 0 and not self._has_priorities:
+            raise InvalidRequestError("priority needs a server with --scheduling-policy priority.", "priority")
+        if cache_salt == "":
+            raise InvalidRequestError("cache_salt must not be empty; leave it out.", "cache_salt")
         token_ids = self._tokenize(prompt, add_special_tokens)
         room = self._max_model_len - len(token_ids)
         if not token_ids:
@@ -53,16 +66,17 @@ class InputProcessor:
                 "max_tokens",
             )
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        params = msgspec.structs.replace(params, max_tokens=max_tokens, stop_token_ids=self._stop_token_ids(params))
         if trace.on:
             trace.emit("request.tokenized", req=request_id, num_tokens=len(token_ids))
         return EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,
-            sampling_params=msgspec.structs.replace(
-                params, max_tokens=max_tokens, stop_token_ids=self._stop_token_ids(params)
-            ),
+            sampling_params=params,
             eos_token_id=self._tokenizer.eos_token_id,
             arrival_time=time.monotonic(),
+            priority=priority,
+            cache_salt=cache_salt,
         )
 
     def _stop_token_ids(self, params: SamplingParams) -> list[int]:

@@ -148,15 +148,19 @@ class PrometheusStatLogger(StatLogger):
         self._success = {
             reason: success.labels(**values, finished_reason=reason) for reason in ("stop", "length", "abort", "error")
         }
-        self._preemptions_seen = 0
+        self._cache_queries = counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.")
+        self._cache_hits = counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.")
+        self._seen = SchedulerStats()
 
     def record(self, scheduler: SchedulerStats | None, iteration: IterationStats) -> None:
         if scheduler is not None:
             self._running.set(scheduler.num_running)
             self._waiting.set(scheduler.num_waiting)
             self._kv_usage.set(scheduler.kv_cache_usage)
-            self._preemptions.inc(scheduler.num_preemptions - self._preemptions_seen)
-            self._preemptions_seen = scheduler.num_preemptions
+            self._preemptions.inc(scheduler.num_preemptions - self._seen.num_preemptions)
+            self._cache_queries.inc(scheduler.prefix_cache_queries - self._seen.prefix_cache_queries)
+            self._cache_hits.inc(scheduler.prefix_cache_hits - self._seen.prefix_cache_hits)
+            self._seen = scheduler
         self._prompt_tokens.inc(iteration.num_prompt_tokens)
         self._generation_tokens.inc(iteration.num_generation_tokens)
         for histogram, values in (

@@ -60,6 +60,7 @@ class RequestState:
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] | None = None if request.sampling_params.logprobs is None else []
         self._num_given = 0
+        self.num_cached_tokens = 0
         self.stats = RequestStats(arrival=request.arrival_time, num_prompt_tokens=len(request.prompt_token_ids))
 
     def make_output(self, finish_reason: FinishReason | None, stop_reason: int | str | None) -> RequestOutput | None:
@@ -82,9 +83,8 @@ class RequestState:
             finish_reason=None if finish_reason is None else str(finish_reason),
             stop_reason=stop_reason,
         )
-        return RequestOutput(
-            self.request.request_id, self.prompt, self.request.prompt_token_ids, [completion], finished
-        )
+        request_id, prompt_token_ids = self.request.request_id, self.request.prompt_token_ids
+        return RequestOutput(request_id, self.prompt, prompt_token_ids, [completion], finished, self.num_cached_tokens)
 
 
 class OutputProcessor:
@@ -138,6 +138,7 @@ class OutputProcessor:
     def _take_in(self, state: RequestState, output: EngineCoreOutput) -> str | None:
         """Add new tokens, logprobs and text to the state; returns the stop string that appeared."""
         state.token_ids.extend(output.new_token_ids)
+        state.num_cached_tokens = output.num_cached_tokens
         if state.logprobs is not None and output.new_logprobs:
             state.logprobs.extend(output.new_logprobs)
         before = state.detokenizer.safe

@@ -136,4 +136,9 @@ def test_continuous_usage_counts_each_answer(server: InProcessServer, prompt: st
         counts = [usage["completion_tokens"] for usage in usages]
         assert counts == sorted(counts) and counts[-1] == limit
         assert all(u["prompt_tokens"] == size and u["total_tokens"] == size + u["completion_tokens"] for u in usages)
-    assert last["usage"] == {"prompt_tokens": size, "completion_tokens": n * limit, "total_tokens": size + n * limit}
+    assert last["usage"] == {
+        "prompt_tokens": size,
+        "completion_tokens": n * limit,
+        "total_tokens": size + n * limit,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }

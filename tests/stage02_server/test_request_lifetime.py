@@ -197,3 +197,20 @@ def test_requests_that_miss_the_deadline_are_told(make_server: MakeServer, strea
     assert response.status_code == (200 if stream else 503)
     assert answers[-1]["error"]["code"] == 503 and (len(answers) > 1) == stream
     assert client.aborted == client.added and server.engine.num_unfinished_requests == 0
+
+
+def test_the_prefix_cache_is_reset_unless_requests_run(server: InProcessServer, make_server: MakeServer) -> None:
+    assert server.post("/reset_prefix_cache", None).status_code == 200
+    hanging = HangingEcho()
+    busy = make_server(hanging)
+
+    async def reset_during_a_request() -> int:
+        running = asyncio.create_task(busy.send("POST", COMPLETIONS, json={"prompt": "abc", "max_tokens": 9}))
+        await hanging.hangs.wait()
+        refused = await busy.send("POST", "/reset_prefix_cache")
+        running.cancel()
+        await asyncio.wait([running])
+        assert refused.json()["error"]["type"] == "ConflictError"
+        return refused.status_code
+
+    assert busy.run(reset_during_a_request()) == 409

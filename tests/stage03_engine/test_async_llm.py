@@ -116,6 +116,20 @@ def test_a_reader_that_leaves_frees_its_blocks() -> None:
     run(test)
 
 
+def test_the_prefix_cache_is_not_reset_under_a_running_request() -> None:
+    endless = SamplingParams(temperature=0, max_tokens=500, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+
+    async def test() -> None:
+        async with engine() as (llm, _):
+            reader = llm.generate(llm.input_processor.process_inputs("r", "ROMEO:", endless))
+            await anext(reader)
+            assert not await llm.reset_prefix_cache()
+            await reader.aclose()
+            assert await llm.reset_prefix_cache()
+
+    run(test)
+
+
 def test_a_stop_string_ends_the_request_in_the_engine_too() -> None:
     params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True, stop=["so,"])
 

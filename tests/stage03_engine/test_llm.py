@@ -11,7 +11,7 @@ import pytest
 from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import SamplingParams
-from stagetrace import read_run
+from stagetrace import read_run, trace
 
 SMALL = {"kv_cache_memory_bytes": 50_000_000}
 
@@ -79,6 +79,88 @@ def test_what_waits_for_a_stop_string_comes_out_at_the_end() -> None:
 def test_unknown_settings_are_refused_with_a_suggestion() -> None:
     with pytest.raises(ConfigError, match="block_size"):
         LLM("gpt2-tiny", blocksize=8)
+
+
+PLUGIN = """
+from stage03_engine.core.block_pool import BlockPool
+from stage03_engine.core.scheduler import Scheduler
+
+class OneAtATime(Scheduler):
+    def _schedule_waiting(self, output, budget):
+        if not self.running:
+            self.config = type(self.config)(**{**vars(self.config), "max_num_seqs": 1})
+            super()._schedule_waiting(output, budget)
+
+class Backwards(BlockPool):
+    def allocate(self, count):
+        return super().allocate(count)[::-1]
+"""
+
+
+@pytest.mark.parametrize("multiprocess", [False, True])
+def test_a_users_own_scheduler_and_block_pool_run(
+    multiprocess: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"plugin_{multiprocess}".lower()
+    (tmp_path / f"{name}.py").write_text(PLUGIN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    own = {"scheduler_cls": f"{name}:OneAtATime", "block_pool_cls": f"{name}:Backwards"}
+    params = SamplingParams(temperature=0, max_tokens=6)
+    with LLM("gpt2-tiny", **SMALL) as llm:
+        expected = [output.outputs[0].token_ids for output in llm.generate(["ROMEO:", "K"], params)]
+    with LLM("gpt2-tiny", multiprocess=multiprocess, **SMALL, **own) as llm:
+        assert [output.outputs[0].token_ids for output in llm.generate(["ROMEO:", "K"], params)] == expected
+        if not multiprocess:
+            assert llm.engine_core._core.scheduler.step > 6, "the requests ran side by side"
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ({"scheduler_cls": "no_such_module:Class"}, "--scheduler-cls no_such_module:Class"),
+        ({"block_pool_cls": "stage03_engine.core.block_pool:Nothing"}, "--block-pool-cls"),
+        ({"scheduler_cls": "just_a_word"}, "module:Class"),
+        ({"long_prefill_token_threshold": 5, "enable_chunked_prefill": False}, "long_prefill_token_threshold"),
+    ],
+)
+def test_a_scheduler_setting_that_cannot_work_is_refused(setting: dict, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        LLM("gpt2-tiny", **SMALL, **setting)
+
+
+@pytest.mark.parametrize("multiprocess", [False, True])
+def test_prefix_caching_reuses_resets_and_switches_off(multiprocess: bool) -> None:
+    params, prompt = SamplingParams(temperature=0, max_tokens=4), [9] * 40
+    with LLM("gpt2-tiny", multiprocess=multiprocess, **SMALL) as llm:
+        first, second = llm.generate(prompt, params)[0], llm.generate(prompt, params)[0]
+        assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 32)
+        assert second.outputs[0].token_ids == first.outputs[0].token_ids
+        assert llm.reset_prefix_cache()
+        assert llm.generate(prompt, params)[0].num_cached_tokens == 0
+    with LLM("gpt2-tiny", multiprocess=multiprocess, enable_prefix_caching=False, **SMALL) as llm:
+        assert [llm.generate(prompt, params)[0].num_cached_tokens for _ in range(2)] == [0, 0]
+
+
+def test_the_trace_shows_hits_evictions_preemption_and_swapping(tmp_path: Path) -> None:
+    """A cache for little more than one request, eight requests, and the trace of what happens to their blocks."""
+    trace.hold("LLM")
+    trace.open(str(tmp_path))
+    try:
+        tight = {"max_model_len": 96, "num_gpu_blocks_override": 10, "preemption_mode": "swap", "swap_space": 0.01}
+        with LLM("gpt2-tiny", **tight) as llm:
+            prompts = [[i // 2] * 40 for i in range(2, 10)]
+            llm.generate(prompts, SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+    finally:
+        trace.close()
+    run = read_run(tmp_path)
+    for name in ("sched.prefix_hit", "kv.cached", "kv.evicted", "sched.preempt", "sched.resume", "kv.swapped"):
+        assert run.named(name), name
+    assert (
+        sum(e.args["num_out"] for e in run.named("kv.swapped"))
+        >= sum(e.args["num_in"] for e in run.named("kv.swapped"))
+        > 0
+    )
 
 
 def command(*args: str) -> subprocess.CompletedProcess[str]:

@@ -121,7 +121,7 @@ def test_greedy_tokens_survive_preemption(budget: int, expected: list[list[int]]
     tight = {"max_model_len": 160, "num_gpu_blocks_override": 12, "max_num_seqs": 8, "max_num_batched_tokens": budget}
     with LLM("gpt2-tiny", **tight) as llm:
         outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
-        assert llm.engine_core._core.scheduler.num_preemptions > 0, "the test is void if nothing was preempted"
+        assert llm.engine_core._core.scheduler.stats.num_preemptions > 0, "the test is void if nothing was preempted"
         llm.engine_core._core.scheduler.check_invariants()
     assert [output.outputs[0].token_ids for output in outputs] == expected
 
@@ -149,7 +149,7 @@ def test_a_seeded_draw_is_the_samplers_own_at_each_position() -> None:
     tight = {"max_model_len": 160, "num_gpu_blocks_override": 12}
     with LLM("gpt2-tiny", **tight) as llm:
         outputs = llm.generate(PROMPTS[:3] * 2, params)
-        assert llm.engine_core._core.scheduler.num_preemptions > 0, "the test is void if nothing was preempted"
+        assert llm.engine_core._core.scheduler.stats.num_preemptions > 0, "the test is void if nothing was preempted"
     model = hf_model(BUNDLED)
     for output in outputs:
         tokens = list(output.prompt_token_ids)

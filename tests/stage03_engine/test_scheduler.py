@@ -1,88 +1,20 @@
 """The scheduler against a toy model: no tensors, no clock, milliseconds.
 
-The toy's next token is a hash of all tokens before it. So the right output of a request is known without any scheduler, and
-any mistake in chunking, preemption or bookkeeping changes it.
+The toy (toy_runner.py) knows the right output of every request without any scheduler, and keeps a KV cache in which every
+slot says for which prefix it was computed. So any mistake in chunking, preemption, prefix caching or bookkeeping shows.
 """
 
 from __future__ import annotations
 
-import zlib
-
+import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
+from toy_runner import MAX_LEN, ToyRunner, make_request, make_scheduler, right_answer
 
-from stage03_engine.config import SchedulerConfig
-from stage03_engine.core.block_pool import NULL_BLOCK, BlockPool
-from stage03_engine.core.request import Request
-from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
+from stage03_engine.core.sched_output import ModelRunnerOutput
 from stage03_engine.core.scheduler import Scheduler
-from stage03_engine.messages import EngineCoreRequest, FinishReason
+from stage03_engine.messages import FinishReason
 from stage03_engine.sampling_params import SamplingParams
-
-EOS = 7
-MAX_LEN = 40
-
-
-def next_token(tokens: list[int]) -> int:
-    return zlib.crc32(bytes(t % 256 for t in tokens)) % 50
-
-
-def right_answer(prompt: list[int], params: SamplingParams) -> tuple[list[int], FinishReason]:
-    """What the request yields, by definition."""
-    tokens = list(prompt)
-    while True:
-        tokens.append(next_token(tokens))
-        output = tokens[len(prompt) :]
-        if (tokens[-1] == EOS and not params.ignore_eos) or tokens[-1] in params.stop_token_ids:
-            return output, FinishReason.STOP
-        if len(output) >= params.max_tokens or len(tokens) >= MAX_LEN:
-            return output, FinishReason.LENGTH
-
-
-class ToyRunner:
-    """Keeps its own picture of every request from the deltas alone, as the model runner does, and checks them."""
-
-    def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
-        self.tokens: dict[str, list[int]] = {}
-        self.computed: dict[str, int] = {}
-        self.tables: dict[str, list[int]] = {}
-
-    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        for request_id in (*output.finished_req_ids, *output.preempted_req_ids):
-            for known in (self.tokens, self.computed, self.tables):
-                known.pop(request_id, None)
-        for request_id, blocks in output.new_block_ids.items():
-            self.tables[request_id] += blocks
-        for new in output.scheduled_new_reqs:
-            assert new.request_id not in self.tokens, "a request that the runner knows came as new"
-            self.tokens[new.request_id] = list(new.token_ids)
-            self.computed[new.request_id] = new.num_computed_tokens
-            self.tables[new.request_id] = list(new.block_ids)
-        written: set[int] = set()
-        sampled = {}
-        for request_id, count in output.num_scheduled_tokens.items():
-            assert count > 0
-            start = self.computed[request_id]
-            for position in range(start, start + count):
-                slot = (
-                    self.tables[request_id][position // self.block_size] * self.block_size + position % self.block_size
-                )
-                assert slot >= self.block_size, "the null block was written"
-                assert slot not in written, "a slot was written twice in a step"
-                written.add(slot)
-            self.computed[request_id] = start + count
-            assert self.computed[request_id] <= len(self.tokens[request_id]), "a token was computed before it existed"
-            if self.computed[request_id] == len(self.tokens[request_id]):
-                token = next_token(self.tokens[request_id])
-                self.tokens[request_id].append(token)
-                sampled[request_id] = [token]
-        return ModelRunnerOutput(sampled)
-
-
-def make_request(request_id: str, prompt: list[int], params: SamplingParams) -> Request:
-    return Request(EngineCoreRequest(request_id, prompt, params, eos_token_id=EOS), seed=0)
-
 
 requests = st.lists(
     st.tuples(
@@ -105,14 +37,26 @@ requests = st.lists(
     st.sampled_from([1, 3, 4, 16]),
     st.integers(0, 20),
     st.booleans(),
+    st.booleans(),
+    st.sampled_from([0, 3, 50]),
 )
-def test_every_request_gets_the_right_tokens_once(workload, limits, block_size, spare_blocks, chunked) -> None:
+def test_every_request_gets_the_right_tokens_once(
+    workload, limits, block_size, spare_blocks, chunked, caching, swap_blocks
+) -> None:
     max_num_seqs, budget = limits
     if not chunked:
         budget = max(budget, MAX_LEN)
-    config = SchedulerConfig(max_num_seqs, budget, chunked)
     num_blocks = 1 + -(-MAX_LEN // block_size) + spare_blocks
-    scheduler, runner = Scheduler(config, num_blocks, block_size, MAX_LEN), ToyRunner(block_size)
+    scheduler = make_scheduler(
+        max_num_seqs,
+        budget,
+        num_blocks,
+        block_size,
+        caching=caching,
+        swap_blocks=swap_blocks,
+        enable_chunked_prefill=chunked,
+    )
+    runner = ToyRunner(scheduler)
     outputs: dict[str, list[int]] = {}
     reasons: dict[str, FinishReason] = {}
     aborted = set()
@@ -165,7 +109,7 @@ def scheduled(scheduler: Scheduler) -> dict[str, int]:
 
 
 def test_running_requests_come_before_waiting_ones_and_the_budget_is_shared() -> None:
-    scheduler = Scheduler(SchedulerConfig(8, 10, True), 100, 4, MAX_LEN)
+    scheduler = make_scheduler(8, 10, 100)
     scheduler.add_request(make_request("a", [1] * 14, SamplingParams(max_tokens=5)))
     scheduler.add_request(make_request("b", [2] * 9, SamplingParams(max_tokens=5)))
     assert scheduled(scheduler) == {"a": 10}
@@ -173,7 +117,7 @@ def test_running_requests_come_before_waiting_ones_and_the_budget_is_shared() ->
 
 
 def test_without_chunked_prefill_a_prompt_waits_until_it_fits() -> None:
-    scheduler = Scheduler(SchedulerConfig(8, MAX_LEN, False), 100, 4, MAX_LEN)
+    scheduler = make_scheduler(8, MAX_LEN, 100, enable_chunked_prefill=False)
     scheduler.add_request(make_request("a", [1] * 30, SamplingParams(max_tokens=5)))
     scheduler.add_request(make_request("b", [2] * 20, SamplingParams(max_tokens=5)))
     decision = scheduler.schedule()
@@ -183,7 +127,7 @@ def test_without_chunked_prefill_a_prompt_waits_until_it_fits() -> None:
 
 
 def test_the_last_to_come_is_preempted_first_and_resumes_with_all_its_tokens() -> None:
-    scheduler = Scheduler(SchedulerConfig(8, 64, True), 1 + 10, 4, MAX_LEN)
+    scheduler = make_scheduler(8, 64, 1 + 10)
     scheduler.add_request(make_request("a", [1] * 20, SamplingParams(max_tokens=19, ignore_eos=True)))
     scheduler.add_request(make_request("b", [2] * 20, SamplingParams(max_tokens=19, ignore_eos=True)))
     first = scheduler.schedule()
@@ -197,7 +141,7 @@ def test_the_last_to_come_is_preempted_first_and_resumes_with_all_its_tokens() -
 
 
 def test_who_is_preempted_is_not_overtaken_by_newcomers() -> None:
-    scheduler = Scheduler(SchedulerConfig(8, 64, True), 1 + 10, 4, MAX_LEN)
+    scheduler = make_scheduler(8, 64, 1 + 10)
     for name in "ab":
         scheduler.add_request(make_request(name, [1] * 20, SamplingParams(max_tokens=19, ignore_eos=True)))
     decision = scheduler.schedule()
@@ -209,10 +153,9 @@ def test_who_is_preempted_is_not_overtaken_by_newcomers() -> None:
 
 
 def test_the_same_inputs_give_byte_equal_decisions() -> None:
-    import msgspec
-
     def run() -> bytes:
-        scheduler, runner, log = Scheduler(SchedulerConfig(3, 16, True), 20, 4, MAX_LEN), ToyRunner(4), b""
+        scheduler, log = make_scheduler(3, 16, 20, caching=True), b""
+        runner = ToyRunner(scheduler)
         for i in range(5):
             scheduler.add_request(make_request(f"r{i}", [i] * (5 * i + 1), SamplingParams(max_tokens=9)))
         while scheduler.has_unfinished_requests:
@@ -225,29 +168,144 @@ def test_the_same_inputs_give_byte_equal_decisions() -> None:
 
 
 def test_an_id_in_use_is_refused() -> None:
-    scheduler = Scheduler(SchedulerConfig(), 100, 4, MAX_LEN)
+    scheduler = make_scheduler(8, 64, 100)
     scheduler.add_request(make_request("a", [1], SamplingParams()))
     with pytest.raises(ValueError, match="already"):
         scheduler.add_request(make_request("a", [1], SamplingParams()))
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.integers(2, 30), st.lists(st.integers(0, 10), max_size=40))
-def test_block_pool_loses_nothing(num_blocks: int, actions: list[int]) -> None:
-    """Even numbers allocate, odd ones free the oldest allocation."""
-    pool = BlockPool(num_blocks)
-    held: list[list[int]] = []
-    for action in actions:
-        if action % 2 and held:
-            pool.free(held.pop(0))
-        elif action <= pool.num_free:
-            held.append(pool.allocate(action))
-        else:
-            with pytest.raises(ValueError, match="free"):
-                pool.allocate(action)
-        pool.check_invariants()
-        in_use = [block for blocks in held for block in blocks]
-        assert NULL_BLOCK not in in_use and len(set(in_use)) == len(in_use)
-        assert pool.num_free == num_blocks - 1 - len(in_use)
-    with pytest.raises(KeyError):
-        pool.free([NULL_BLOCK])
+def step(scheduler: Scheduler, runner: ToyRunner) -> list[str]:
+    """One step; returns who got tokens."""
+    decision = scheduler.schedule()
+    scheduler.update_from_output(decision, runner.execute(decision))
+    scheduler.check_invariants()
+    return list(decision.num_scheduled_tokens)
+
+
+def test_a_long_prefill_leaves_room_for_others_but_not_when_it_is_alone() -> None:
+    """800-token prompts, a budget of 1,024 and a threshold of 400: 400, 400 and the 224 that are left."""
+    scheduler = make_scheduler(8, 1024, 1000, long_prefill_token_threshold=400)
+    for name in "abc":
+        scheduler.add_request(make_request(name, [1] * 800, SamplingParams(max_tokens=5)))
+    assert scheduled(scheduler) == {"a": 400, "b": 400, "c": 224}
+    alone = make_scheduler(8, 1024, 1000, long_prefill_token_threshold=400)
+    alone.add_request(make_request("a", [1] * 800, SamplingParams(max_tokens=5)))
+    assert scheduled(alone) == {"a": 800}
+
+
+def test_priority_decides_who_waits_and_who_is_preempted() -> None:
+    scheduler = make_scheduler(1, 64, 100, scheduling_policy="priority")
+    for name, priority in (("late", 5), ("first", 1), ("second", 1), ("urgent", -3)):
+        scheduler.add_request(make_request(name, [1] * 5, SamplingParams(max_tokens=1), priority))
+    runner, order = ToyRunner(scheduler), []
+    while scheduler.has_unfinished_requests:
+        order += step(scheduler, runner)
+    assert order == ["urgent", "first", "second", "late"]  # arrival breaks the tie
+
+    scheduler = make_scheduler(8, 64, 1 + 10, scheduling_policy="priority")
+    scheduler.add_request(make_request("low", [1] * 20, SamplingParams(max_tokens=19, ignore_eos=True), 9))
+    scheduler.add_request(make_request("high", [2] * 20, SamplingParams(max_tokens=19, ignore_eos=True), 0))
+    decision = scheduler.schedule()
+    scheduler.update_from_output(decision, ModelRunnerOutput({"low": [3], "high": [4]}))
+    decision = scheduler.schedule()
+    assert decision.preempted_req_ids == ["low"] and decision.num_scheduled_tokens == {"high": 1}
+
+
+def test_a_prefix_hit_takes_full_blocks_and_never_the_last_token() -> None:
+    scheduler = make_scheduler(8, 64, 100, caching=True)
+    runner = ToyRunner(scheduler)
+    prompt = list(range(10, 22))  # three full blocks
+    scheduler.add_request(make_request("a", prompt, SamplingParams(max_tokens=1)))
+    step(scheduler, runner)
+    for name, tokens, cached in (("same", prompt, 8), ("longer", [*prompt, 1], 12), ("other", [9, *prompt[1:]], 0)):
+        scheduler.add_request(make_request(name, tokens, SamplingParams(max_tokens=1)))
+        decision = scheduler.schedule()
+        [new] = decision.scheduled_new_reqs
+        assert (new.num_computed_tokens, decision.num_scheduled_tokens[name]) == (cached, len(tokens) - cached)
+        [output] = scheduler.update_from_output(decision, runner.execute(decision))
+        assert output.num_cached_tokens == cached
+    stats = scheduler.make_stats()
+    assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (12 + 12 + 13 + 12, 8 + 12)
+
+
+def test_requests_of_one_step_share_their_prompt() -> None:
+    """Parallel sampling: the second copy finds the blocks that the first one fills in the very same step."""
+    scheduler = make_scheduler(8, 64, 100, caching=True)
+    runner = ToyRunner(scheduler)
+    for name in ("a", "b"):
+        scheduler.add_request(make_request(name, list(range(10, 23)), SamplingParams(max_tokens=3)))
+    decision = scheduler.schedule()
+    first, second = decision.scheduled_new_reqs
+    assert first.block_ids[:3] == second.block_ids[:3] and first.block_ids[3] != second.block_ids[3]
+    assert decision.num_scheduled_tokens == {"a": 13, "b": 1}
+    scheduler.update_from_output(decision, runner.execute(decision))
+    while scheduler.has_unfinished_requests:
+        step(scheduler, runner)
+
+
+def test_salts_do_not_share_and_equal_salts_do() -> None:
+    scheduler = make_scheduler(8, 64, 100, caching=True)
+    runner, computed = ToyRunner(scheduler), {}
+    for name, salt in (
+        ("plain", None),
+        ("tenant", "s1"),
+        ("other", "s2"),
+        ("tenant again", "s1"),
+        ("plain again", None),
+    ):
+        runner.salts[name] = salt
+        scheduler.add_request(make_request(name, [5] * 9, SamplingParams(max_tokens=1), cache_salt=salt))
+        decision = scheduler.schedule()
+        computed[name] = decision.scheduled_new_reqs[0].num_computed_tokens
+        scheduler.update_from_output(decision, runner.execute(decision))
+    assert computed == {"plain": 0, "tenant": 0, "other": 0, "tenant again": 8, "plain again": 8}
+
+
+def test_the_cache_is_reset_only_while_nothing_runs() -> None:
+    scheduler = make_scheduler(8, 64, 100, caching=True)
+    runner = ToyRunner(scheduler)
+    scheduler.add_request(make_request("a", [5] * 9, SamplingParams(max_tokens=2, ignore_eos=True)))
+    step(scheduler, runner)
+    assert not scheduler.reset_prefix_cache()
+    step(scheduler, runner)
+    assert scheduler.kv_cache_manager.block_pool.num_cached == 2
+    assert scheduler.reset_prefix_cache()
+    assert scheduler.kv_cache_manager.block_pool.num_cached == 0
+    scheduler.add_request(make_request("a", [5] * 9, SamplingParams(max_tokens=1)))
+    decision = scheduler.schedule()
+    assert decision.scheduled_new_reqs[0].num_computed_tokens == 0
+    scheduler.update_from_output(decision, runner.execute(decision))
+    assert scheduler.kv_cache_manager.block_pool.num_cached == 2, (
+        "a second request of the same name is cached as the first"
+    )
+
+
+@pytest.mark.parametrize("how", ["prefix cache", "swap"])
+def test_who_resumes_does_not_compute_everything_again(how: str) -> None:
+    options = {"caching": True} if how == "prefix cache" else {"swap_blocks": 20}
+    scheduler = make_scheduler(8, 64, 1 + 10, **options)
+    runner = ToyRunner(scheduler)
+    for name, token in (("a", 1), ("b", 2)):
+        scheduler.add_request(make_request(name, [token] * 18, SamplingParams(max_tokens=15, ignore_eos=True)))
+    while not scheduler.make_stats().num_preemptions:
+        step(scheduler, runner)
+    scheduler.finish_requests(["a"])
+    resumed = scheduler.schedule().scheduled_new_reqs[0]
+    assert resumed.request_id == "b"
+    if how == "swap":
+        assert resumed.num_computed_tokens == len(resumed.token_ids) - 1
+    else:
+        assert resumed.num_computed_tokens >= 16
+
+
+def test_hash_chains_differ_between_engines_unless_a_seed_is_set() -> None:
+    from stage03_engine.core.block_pool import BlockPool
+    from stage03_engine.core.kv_cache_manager import KVCacheManager
+
+    def first_hash(seed: bytes) -> bytes:
+        request = make_request("a", [1] * 9, SamplingParams())
+        KVCacheManager(BlockPool(10), 4, True, seed).get_computed_blocks(request)
+        assert len(set(request.block_hashes)) == 2, "the same tokens at another place have another hash"
+        return request.block_hashes[0]
+
+    assert first_hash(b"x") == first_hash(b"x") != first_hash(b"y")

@@ -1,0 +1,19 @@
+"""Parts of the engine that a user brings: `--scheduler-cls module:Class` and the like (vLLM: resolve_obj_by_qualname)."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from stage03_engine.errors import ConfigError
+
+
+def import_class(path: str, flag: str) -> Any:
+    """The object that `module:Name` names. Raises ConfigError, naming the flag, when it cannot be had."""
+    module_name, colon, name = path.partition(":")
+    if not (module_name and colon and name):
+        raise ConfigError(f"{flag} must look like module:Class, not {path!r}")
+    try:
+        return getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{flag} {path}: {error}") from error

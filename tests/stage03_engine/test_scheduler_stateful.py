@@ -1,0 +1,94 @@
+"""The scheduler as a state machine: arrivals, steps, aborts and cache resets in any order, under any policy.
+
+The naive model of a request is its right answer (toy_runner.right_answer); the naive model of the KV cache is the toy's, where
+every slot says for which prefix it was written. About 10,000 rules run in a few seconds.
+"""
+
+from __future__ import annotations
+
+from hypothesis import settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from toy_runner import MAX_LEN, ToyRunner, make_request, make_scheduler, right_answer
+
+from stage03_engine.messages import FinishReason
+from stage03_engine.sampling_params import SamplingParams
+
+STEM = [(7 * i) % 50 + 50 for i in range(MAX_LEN)]  # most prompts begin alike, so that prefixes hit
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(data=st.data())
+    def build(self, data: st.DataObject) -> None:
+        block_size = data.draw(st.sampled_from([1, 2, 4, 16]))
+        max_num_seqs = data.draw(st.integers(1, 6))
+        chunked = data.draw(st.booleans())
+        budget = data.draw(st.integers(max_num_seqs, 64)) if chunked else 64
+        self.num_blocks = 1 + -(-MAX_LEN // block_size) + data.draw(st.integers(0, 25))
+        self.scheduler = make_scheduler(
+            max_num_seqs, budget, self.num_blocks, block_size,
+            caching=data.draw(st.booleans()), swap_blocks=data.draw(st.sampled_from([0, 2, 60])),
+            enable_chunked_prefill=chunked, scheduling_policy=data.draw(st.sampled_from(["fcfs", "priority"])),
+            long_prefill_token_threshold=data.draw(st.sampled_from([0, 5])) if chunked else 0,
+        )  # fmt: skip
+        self.runner = ToyRunner(self.scheduler)
+        self.expected: dict[str, tuple[list[int], FinishReason]] = {}
+        self.outputs: dict[str, list[int]] = {}
+        self.ended: set[str] = set()
+
+    @rule(
+        shared=st.integers(0, MAX_LEN - 4), own=st.lists(st.integers(0, 49), min_size=1, max_size=3), count=st.integers(1, 20),
+        ignore_eos=st.booleans(), priority=st.integers(-1, 1), salt=st.sampled_from([None, None, "s"]),
+    )  # fmt: skip
+    def arrive(
+        self, shared: int, own: list[int], count: int, ignore_eos: bool, priority: int, salt: str | None
+    ) -> None:
+        name, prompt = f"r{len(self.expected)}", STEM[:shared] + own
+        params = SamplingParams(max_tokens=count, ignore_eos=ignore_eos)
+        self.expected[name], self.outputs[name] = right_answer(prompt, params), []
+        self.runner.salts[name] = salt
+        self.scheduler.add_request(make_request(name, prompt, params, priority, salt))
+
+    @rule()
+    def step(self) -> None:
+        decision = self.scheduler.schedule()
+        self.scheduler.check_invariants()
+        assert decision.total_num_scheduled_tokens <= self.scheduler.config.max_num_batched_tokens
+        assert len(decision.num_scheduled_tokens) <= self.scheduler.config.max_num_seqs
+        assert decision.num_scheduled_tokens or not self.scheduler.has_unfinished_requests, "work waits, nothing runs"
+        for output in self.scheduler.update_from_output(decision, self.runner.execute(decision)):
+            name = output.request_id
+            assert name not in self.ended, "a request spoke after its end"
+            self.outputs[name] += output.new_token_ids
+            tokens, reason = self.expected[name]
+            assert self.outputs[name] == tokens[: len(self.outputs[name])]
+            assert (output.finish_reason is not None) == (self.outputs[name] == tokens)
+            if output.finish_reason is not None:
+                assert output.finish_reason == reason
+                self.ended.add(name)
+        self.scheduler.check_invariants()
+
+    @precondition(lambda self: self.expected)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.expected)))
+        self.scheduler.finish_requests([name])
+        self.ended.add(name)
+        self.scheduler.check_invariants()
+
+    @rule()
+    def reset(self) -> None:
+        assert self.scheduler.reset_prefix_cache() == (not self.scheduler.running)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        for _ in range(5000):
+            if not self.scheduler.has_unfinished_requests:
+                break
+            self.step()
+        assert self.ended == self.expected.keys(), "some request never ended"
+        assert self.scheduler.kv_cache_manager.block_pool.num_free == self.num_blocks - 1, "blocks leaked"
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
