@@ -46,8 +46,7 @@ class ChatTemplate:
 
     def __init__(self, given: str | None, tokenizer: Tokenizer) -> None:
         source = load_chat_template(given) or tokenizer.chat_template
-        end = "" if tokenizer.eos_token_id is None else tokenizer.token_text(tokenizer.eos_token_id)
-        self._tokens = {"bos_token": end, "eos_token": end}  # GPT-2 has one token for both
+        self._tokens = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
         self._template = None
         if source is None:
             logger.info("The model has no chat template: chats become the plain concatenation of their messages.")
@@ -67,9 +66,16 @@ class ChatTemplate:
         if self._template is None:
             return "".join(message["content"] for message in plain)
         try:
-            return self._template.render(messages=plain, add_generation_prompt=True, **self._tokens)
+            # Templates ask `tools is not none`, as transformers always names these two.
+            rest = {"tools": None, "documents": None, **self._tokens}
+            return self._template.render(messages=plain, add_generation_prompt=True, **rest)
         except Exception as error:  # a template may do anything that Python can, e.g. divide by zero
             raise InvalidRequestError(f"The chat template does not take these messages: {error}", "messages") from error
+
+    def adds_special_tokens(self, asked: bool | None) -> bool:
+        """Should the tokenizer begin the prompt with the model's beginning-of-text token? What the request asks for, else
+        only where there is no template: templates write that token themselves."""
+        return self._template is None if asked is None else asked
 
 
 def _plain(message: ChatMessageParam) -> dict[str, Any]:

@@ -178,6 +178,7 @@ class CompletionRequest(SamplingRequest):
     prompt: Text | TokenIds | list[Text] | list[TokenIds]
     max_tokens: Int64 | None = 16
     logprobs: Int32 | None = None
+    add_special_tokens: bool = True  # such as the beginning-of-text token, where the model's tokenizer has one
 
     def prompts(self) -> list[str | list[int]]:
         """One or more prompts, each as text or as token ids. `[]` counts as one empty prompt (and is refused later)."""
@@ -215,6 +216,7 @@ class ChatCompletionRequest(SamplingRequest):
     max_completion_tokens: Int64 | None = None
     logprobs: bool | None = False
     top_logprobs: Int32 | None = None
+    add_special_tokens: bool | None = None  # None: templates write them, a chat without a template gets them
 
     def to_sampling_params(self) -> SamplingParams | BeamSearchParams:
         """Raises InvalidRequestError."""
@@ -232,6 +234,7 @@ class TokenizeRequest(RequestModel):
 
     prompt: Text | None = None
     messages: list[ChatMessageParam] | None = None
+    add_special_tokens: bool | None = None  # None: with a prompt yes, with messages as in a chat
     return_token_strs: bool | None = False
 
 

@@ -97,7 +97,8 @@ class OpenAIServingChat(OpenAIServing):
         if trace.on:
             count = len(request.messages)
             trace.emit("request.templated", req=ids.engine_id(0), messages=count, characters=len(prompt))
-        batch = self.make_batch(request, [prompt], request.to_sampling_params(), ids, model)
+        special = self._template.adds_special_tokens(request.add_special_tokens)
+        batch = self.make_batch(request, [prompt], request.to_sampling_params(), ids, model, special)
         if request.stream:
             return self.stream(request, batch, ChatChunks(batch, self.engine_client.tokenizer, self._role))
         return await run_until_disconnect(raw_request.receive, self._whole(batch))

@@ -103,7 +103,7 @@ class OpenAIServingCompletion(OpenAIServing):
                 stream=bool(request.stream),
                 prompts=len(prompts),
             )
-        batch = self.make_batch(request, prompts, request.to_sampling_params(), ids, model)
+        batch = self.make_batch(request, prompts, request.to_sampling_params(), ids, model, request.add_special_tokens)
         if request.stream:
             return self.stream(request, batch, CompletionChunks(batch, self.engine_client.tokenizer))
         return await run_until_disconnect(raw_request.receive, self._whole(batch))

@@ -184,6 +184,7 @@ class OpenAIServing:
         wishes: SamplingParams | BeamSearchParams,
         ids: RequestIds,
         model: str,
+        add_special_tokens: bool = True,
     ) -> Batch:
         """Tokenize and check every prompt, before a single byte of the answer is sent. Raises InvalidRequestError."""
         beam = wishes if isinstance(wishes, BeamSearchParams) else None
@@ -199,9 +200,15 @@ class OpenAIServing:
                 f"{params.num_answers} times {len(prompts)}.",
                 "n",
             )
-        process = self.engine_client.input_processor.process_inputs
         requests = [
-            process(ids.engine_id(index), prompt, params, priority=request.priority, cache_salt=request.cache_salt)
+            self.engine_client.input_processor.process_inputs(
+                ids.engine_id(index),
+                prompt,
+                params,
+                add_special_tokens=add_special_tokens,
+                priority=request.priority,
+                cache_salt=request.cache_salt,
+            )
             for index, prompt in enumerate(prompts)
         ]
         return Batch(ids, model, params.n if beam is None else beam.beam_width, requests, beam)

@@ -24,8 +24,12 @@ class OpenAIServingTokenization:
         request.check_built()
         if (request.prompt is None) == (request.messages is None):
             raise InvalidRequestError("Give either prompt or messages.", "prompt")
-        text = self._template.apply(request.messages) if request.prompt is None else request.prompt  # type: ignore[arg-type]
-        tokens = self._tokenizer.encode(text)
+        if request.prompt is None:
+            text = self._template.apply(request.messages or [])
+            special = self._template.adds_special_tokens(request.add_special_tokens)
+        else:
+            text, special = request.prompt, request.add_special_tokens is not False
+        tokens = self._tokenizer.encode(text, special)
         strings = [self._tokenizer.token_text(token) for token in tokens] if request.return_token_strs else None
         return TokenizeResponse(count=len(tokens), max_model_len=self._max_model_len, tokens=tokens, token_strs=strings)
 

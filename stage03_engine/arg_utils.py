@@ -90,10 +90,11 @@ def _detect(files: ModelFiles, device: str) -> dict[str, tuple[Any, str]]:
     if device == "auto":
         device = found_device
     cores = available_cores()
+    positions = "n_positions" if shape.architecture == "GPT2LMHeadModel" else "max_position_embeddings"
     return {
         "device": (found_device, why),
         "dtype": ("float32", "device is cpu") if device == "cpu" else (shape.torch_dtype, "the model's own"),
-        "max_model_len": (shape.max_position_embeddings, "n_positions of the model"),
+        "max_model_len": (shape.max_position_embeddings, f"{positions} of the model"),
         # One core stays free for the API server and the client: compute threads on all cores would starve them.
         "num_threads": (max(1, cores - 1), f"{cores} cores"),
     }

@@ -26,6 +26,17 @@ def internal(default: Any) -> Any:
 
 
 @dataclass(frozen=True)
+class RopeScaling:
+    """How a model's rotary embedding was stretched to a longer context: `linear`, or `llama3` with its three numbers."""
+
+    rope_type: str
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """What a model's config.json says about its size (vLLM reads it as hf_config)."""
 
@@ -41,6 +52,17 @@ class ModelShape:
     layer_norm_epsilon: float = 1e-5
     torch_dtype: str = "float32"
     eos_token_id: int | None = None
+    more_eos_token_ids: tuple[int, ...] = ()  # some models have several tokens that end a text
+    # The Llama family only:
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    sliding_window: int | None = None  # a token sees itself and the window - 1 tokens before it
+    sliding_layers: tuple[int, ...] = ()  # the layers to which that applies
+    attention_bias: bool = False  # of the query, key and value matrices
+    attention_output_bias: bool = False
+    qk_norm: bool = False  # RMSNorm over each head of queries and keys
+    tie_word_embeddings: bool = True  # the output matrix is the token embedding
 
 
 @dataclass(frozen=True)

@@ -15,23 +15,35 @@ from stage04_kernels.paged_attention import paged_attention_reference, paged_att
 
 __all__ = ["BACKENDS", "AttentionMetadata", "attention", "resolve_backend"]
 
-Backend = Callable[[Tensor, Tensor, Tensor, Tensor, AttentionMetadata, float], Tensor]
+Backend = Callable[[Tensor, Tensor, Tensor, Tensor, AttentionMetadata, float, int | None], Tensor]
 
 
 def torch_backend(
-    query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kv_cache: Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    window: int | None,
 ) -> Tensor:
     """Plain torch operations; runs on every device that torch knows."""
     write_kv(key, value, kv_cache, metadata.slot_mapping)
-    return paged_attention_torch(query, kv_cache, metadata, scale)
+    return paged_attention_torch(query, kv_cache, metadata, scale, window)
 
 
 def reference_backend(
-    query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kv_cache: Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    window: int | None,
 ) -> Tensor:
     """The oracle: slow, for tests and for doubt."""
     write_kv_reference(key, value, kv_cache, metadata.slot_mapping)
-    return paged_attention_reference(query, kv_cache, metadata, scale)
+    return paged_attention_reference(query, kv_cache, metadata, scale, window)
 
 
 BACKENDS: dict[str, Backend] = {"torch": torch_backend, "reference": reference_backend}
@@ -58,6 +70,7 @@ def attention(
     metadata: AttentionMetadata,
     scale: float,
     backend: str = "auto",
+    window: int | None = None,
 ) -> Tensor:
     """Store this step's keys and values in the cache, then let every query token attend to its context.
 
@@ -65,8 +78,10 @@ def attention(
     key, value  [num_tokens, num_kv_heads, head_dim]; num_heads is a multiple of num_kv_heads
     kv_cache    [2, num_blocks, block_size, num_kv_heads, head_dim], contiguous; changed in place
     scale       factor on the scores, usually head_dim ** -0.5
-    Returns     [num_tokens, num_heads, head_dim]; causal: token i of q, with a context of s, sees positions 0..s-q+i
+    window      sliding window: how many positions a token sees at most, its own included; None = all
+    Returns     [num_tokens, num_heads, head_dim]; causal: token i of q, with a context of s, sees positions 0..s-q+i, and of
+                these the last `window`
 
     Raises ValueError for an unknown backend.
     """
-    return BACKENDS[resolve_backend(backend)](query, key, value, kv_cache, metadata, scale)
+    return BACKENDS[resolve_backend(backend)](query, key, value, kv_cache, metadata, scale, window)

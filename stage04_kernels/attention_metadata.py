@@ -33,15 +33,14 @@ class PrefillGather:
 
     start: int  # its query rows are start..end-1
     end: int
-    slots: Tensor  # [context] int64
-    mask: Tensor | None  # [end - start, context] bool; None: nothing came before, plain causal attention
+    slots: Tensor  # [visible] int64: from the first position that any of these tokens sees to the last
+    mask: Tensor | None  # [end - start, visible] bool; None: nothing came before, plain causal attention
 
 
 @dataclass(frozen=True)
 class GatherPlan:
     """Which cache slots the torch backend reads for a batch, and what is masked."""
 
-    block_size: int
     decodes: list[DecodeGather]
     prefills: list[PrefillGather]
 
@@ -77,48 +76,54 @@ class AttentionMetadata:
     seq_lens_cpu: list[int]
     max_query_len: int
     max_seq_len: int
-    _plan: GatherPlan | None = field(default=None, init=False, repr=False, compare=False)
+    _plans: dict[tuple[int, int | None], GatherPlan] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
-    def gather_plan(self, block_size: int) -> GatherPlan:
-        """The plan of the torch backend for this batch, computed on the first call only."""
-        if self._plan is None or self._plan.block_size != block_size:
-            self._plan = self._make_plan(block_size)
-        return self._plan
+    def gather_plan(self, block_size: int, window: int | None = None) -> GatherPlan:
+        """The plan of the torch backend for this batch and this sliding window, computed on the first call only."""
+        if (block_size, window) not in self._plans:
+            self._plans[block_size, window] = self._make_plan(block_size, window)
+        return self._plans[block_size, window]
 
-    def _make_plan(self, block_size: int) -> GatherPlan:
+    def _make_plan(self, block_size: int, window: int | None) -> GatherPlan:
         query_lens = [end - start for start, end in pairwise(self.query_start_loc_cpu)]
         decodes = [request for request, query_len in enumerate(query_lens) if query_len == 1]
         prefills = [request for request, query_len in enumerate(query_lens) if query_len > 1]
         # A GPU has the memory bandwidth for one large group, and pays for each launch.
         limit = CPU_GROUP_POSITIONS if self.block_table.device.type == "cpu" else len(decodes) * self.max_seq_len
-        groups = group_by_length(decodes, self.seq_lens_cpu, limit)
+        visible = [length if window is None else min(length, window) for length in self.seq_lens_cpu]
+        groups = group_by_length(decodes, visible, limit)
         return GatherPlan(
-            block_size,
-            [self._plan_decodes(group, block_size) for group in groups],
-            [self._plan_prefill(request, block_size) for request in prefills],
+            [self._plan_decodes(group, visible, block_size) for group in groups],
+            [self._plan_prefill(request, window, block_size) for request in prefills],
         )
 
     # Invariant: every padded position reads the last token of its own request. A masked score gets weight 0, but 0 times
     # what another request or nobody wrote may be NaN, so even masked positions must read numbers that are the request's own.
-    def _plan_decodes(self, requests: list[int], block_size: int) -> DecodeGather:
-        """`requests` begins with the longest."""
+    def _plan_decodes(self, requests: list[int], visible: list[int], block_size: int) -> DecodeGather:
+        """`requests` begins with the one that sees most. Request r sees its last `visible[r]` positions."""
         device = self.block_table.device
         chosen = torch.tensor(requests, device=device)  # [num_decodes]
         rows = torch.tensor([self.query_start_loc_cpu[r] for r in requests], device=device)
-        lengths = torch.tensor([self.seq_lens_cpu[r] for r in requests], device=device)[:, None]
-        positions = torch.arange(self.seq_lens_cpu[requests[0]], device=device)  # [max_context]
-        own = torch.minimum(positions, lengths - 1)  # [num_decodes, max_context]
+        lengths = torch.tensor([visible[r] for r in requests], device=device)[:, None]
+        first = torch.tensor([self.seq_lens_cpu[r] - visible[r] for r in requests], device=device)[:, None]
+        offsets = torch.arange(visible[requests[0]], device=device)  # [max_context]
+        own = first + torch.minimum(offsets, lengths - 1)  # [num_decodes, max_context] positions
         blocks = self.block_table[chosen].long().gather(1, own // block_size)
         slots = blocks * block_size + own % block_size
-        return DecodeGather(rows, slots.flatten(), (positions < lengths)[:, None, None, :])
+        return DecodeGather(rows, slots.flatten(), (offsets < lengths)[:, None, None, :])
 
-    def _plan_prefill(self, request: int, block_size: int) -> PrefillGather:
+    def _plan_prefill(self, request: int, window: int | None, block_size: int) -> PrefillGather:
         device = self.block_table.device
         start, end = self.query_start_loc_cpu[request], self.query_start_loc_cpu[request + 1]
         query_len, context = end - start, self.seq_lens_cpu[request]
-        positions = torch.arange(context, device=device)
+        window = context if window is None else window
+        first_visible = max(0, context - query_len + 1 - window)  # of the first query token
+        positions = torch.arange(first_visible, context, device=device)
         slots = self.block_table[request].long()[positions // block_size] * block_size + positions % block_size
-        if query_len == context:
+        if query_len == context <= window:
             return PrefillGather(start, end, slots, None)
-        last_visible = torch.arange(context - query_len, context, device=device)  # of each query token
-        return PrefillGather(start, end, slots, positions[None, :] <= last_visible[:, None])
+        last_visible = torch.arange(context - query_len, context, device=device)[:, None]  # of each query token
+        mask = (positions <= last_visible) & (positions > last_visible - window)
+        return PrefillGather(start, end, slots, mask)

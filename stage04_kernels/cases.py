@@ -23,6 +23,7 @@ class AttentionCase:
     kv_cache: Tensor  # [2, num_blocks, block_size, num_kv_heads, head_dim]
     metadata: AttentionMetadata
     scale: float
+    window: int | None = None
 
 
 def cdiv(a: int, b: int) -> int:
@@ -84,17 +85,20 @@ def make_attention_case(
     dtype: torch.dtype = torch.float32,
     num_shared: int = 0,
     num_padding: int = 0,
+    window: int | None = None,
     seed: int = 0,
 ) -> AttentionCase:
-    """A batch in which request r has `computed[r]` tokens in the cache and brings `query_lens[r]` new ones."""
+    """A batch in which request r has `computed[r]` tokens in the cache and brings `query_lens[r]` new ones. With a sliding
+    window, what all of these are too late to see is NaN too (where blocks are shared, another request may see it)."""
     generator = torch.Generator().manual_seed(seed)
     seq_lens = [c + q for c, q in zip(computed, query_lens)]
     tables, num_blocks = random_block_table(computed, seq_lens, block_size, num_shared, generator)
     kv_shape = (num_kv_heads, head_dim)
     kv_cache = torch.full((2, num_blocks * block_size, *kv_shape), torch.nan, dtype=dtype)
     for table, length in zip(tables, computed):
-        slots = slots_of(table, 0, length, block_size)
-        kv_cache[:, slots] = torch.randn(2, length, *kv_shape, generator=generator).to(dtype)
+        seen_from = max(0, length + 1 - window) if window is not None and num_shared == 0 else 0
+        slots = slots_of(table, seen_from, length, block_size)
+        kv_cache[:, slots] = torch.randn(2, len(slots), *kv_shape, generator=generator).to(dtype)
     num_tokens = sum(query_lens) + num_padding
     return AttentionCase(
         query=torch.randn(num_tokens, num_heads, head_dim, generator=generator).to(dtype),
@@ -103,4 +107,5 @@ def make_attention_case(
         kv_cache=kv_cache.view(2, num_blocks, block_size, *kv_shape),
         metadata=make_metadata(query_lens, seq_lens, tables, block_size, num_padding),
         scale=head_dim**-0.5,
+        window=window,
     )

@@ -14,7 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stage04_kernels import logits_processors, logits_reference, sampler, sampler_reference as reference
+from stage04_kernels import (
+    layernorm,
+    logits_processors,
+    logits_reference,
+    rope,
+    sampler,
+    sampler_reference as reference,
+)
 from stage04_kernels.attention import BACKENDS, attention
 from stage04_kernels.cases import make_attention_case
 from stage04_kernels.kv_cache import write_kv, write_kv_reference
@@ -47,6 +54,9 @@ ATTENTION_GRID: dict[str, list[dict[str, Any]]] = {
     "shared blocks": [{"query_lens": [1, 1, 9, 1], "computed": [64, 50, 48, 33], "num_shared": 3}],
     "long context": [{"query_lens": [1, 2, 1], "computed": [1023, 1000, 3], "num_heads": 2, "num_kv_heads": 2}],
     "padding rows": [{"query_lens": [1, 5], "computed": [18, 0], "num_padding": 3}],
+    "sliding window": [
+        {"query_lens": [1, 20, 1, 9, 40, 1], "computed": [37, 0, 2, 23, 0, 15], "window": n} for n in (1, 16, 30)
+    ],
 }
 
 
@@ -97,9 +107,27 @@ def check_attention(seed: int) -> Iterator[Row]:
                 for arguments, case_seed in product(grid, range(seed, seed + NUM_SEEDS)):
                     case = make_attention_case(**arguments, dtype=dtype, seed=case_seed)
                     tensors = (case.query, case.key, case.value)
-                    slow = attention(*tensors, case.kv_cache.clone(), case.metadata, case.scale, "reference")
-                    row.compare(attention(*tensors, case.kv_cache, case.metadata, case.scale, backend), slow)
+                    common = (case.metadata, case.scale)
+                    slow = attention(*tensors, case.kv_cache.clone(), *common, "reference", case.window)
+                    row.compare(attention(*tensors, case.kv_cache, *common, backend, case.window), slow)
                 yield row
+
+
+def check_layers(seed: int) -> Iterator[Row]:
+    """Rotary embedding and RMSNorm, for several sizes of a head or row, and positions near and far."""
+    generator = torch.Generator().manual_seed(seed)
+    for dtype, tolerance in TOLERANCES.items():
+        turned = Row("apply_rope", "apply_rope_reference", tolerance, str(dtype).removeprefix("torch."))
+        normed = Row("rms_norm", "rms_norm_reference", tolerance, turned.dtype)
+        for size in (2, 16, 64):
+            positions = torch.randint(100_000, (5,), generator=generator)
+            frequencies = rope.scale_llama3(rope.rope_frequencies(size, 500_000.0), 8.0, 1.0, 4.0, 8192)
+            x = torch.randn(5, 2, size, generator=generator).to(dtype)
+            weight = torch.rand(size, generator=generator).to(dtype)
+            slow = rope.apply_rope_reference(x, positions, frequencies)
+            turned.compare(rope.apply_rope(x, *rope.rope_cos_sin(positions, frequencies)), slow)
+            normed.compare(layernorm.rms_norm(x, weight, 1e-5), layernorm.rms_norm_reference(x, weight, 1e-5))
+        yield from (turned, normed)
 
 
 def random_logits(seed: int, num_rows: int, vocab: int) -> Tensor:
@@ -234,6 +262,7 @@ def check_distribution(seed: int) -> Iterator[Row]:
 CHECKS: list[Callable[[int], Iterator[Row]]] = [
     check_kv_write,
     check_attention,
+    check_layers,
     check_transforms,
     check_rules,
     check_sample,

@@ -1,7 +1,8 @@
 """Paged attention in torch, twice: slow and obvious, and fast (vLLM: flash_attn_varlen_func with a block table).
 
 Both read keys and values from the paged cache, so `write_kv` comes first. Query token i of a request with q tokens in
-this step and a context of s tokens sees the keys at positions 0 to s - q + i. Several query heads may share one key/value head
+this step and a context of s tokens sees the keys at positions 0 to s - q + i, with a sliding window (Beltagy et al. 2020) of
+w only the last w of these. Several query heads may share one key/value head
 (grouped-query attention, Ainslie et al. 2023): head h reads key/value head h // (num_heads // num_kv_heads).
 Source of paging: Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with PagedAttention".
 """
@@ -23,7 +24,9 @@ def gather_context(cache: Tensor, block_ids: list[int], context: int) -> Tensor:
     return torch.cat([cache[block] for block in block_ids[:num_blocks]])[:context]
 
 
-def paged_attention_reference(query: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, scale: float) -> Tensor:
+def paged_attention_reference(
+    query: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, scale: float, window: int | None = None
+) -> Tensor:
     """The oracle: one request, one query token, one head at a time, in float32. Arguments as in `attention`."""
     output = torch.zeros_like(query)
     heads_per_kv_head = query.shape[1] // kv_cache.shape[3]
@@ -36,22 +39,25 @@ def paged_attention_reference(query: Tensor, kv_cache: Tensor, metadata: Attenti
         values = gather_context(kv_cache[1], block_ids, context).float()
         for token in range(start, end):
             visible = context - (end - token) + 1
+            seen = slice(0 if window is None else max(0, visible - window), visible)
             for head in range(query.shape[1]):
                 kv_head = head // heads_per_kv_head
-                scores = keys[:visible, kv_head] @ query[token, head].float() * scale  # [visible]
+                scores = keys[seen, kv_head] @ query[token, head].float() * scale  # [positions seen]
                 weights = torch.exp(scores - scores.max())
                 weights = weights / weights.sum()
-                output[token, head] = (weights @ values[:visible, kv_head]).to(query.dtype)
+                output[token, head] = (weights @ values[seen, kv_head]).to(query.dtype)
     return output
 
 
-def paged_attention_torch(query: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, scale: float) -> Tensor:
+def paged_attention_torch(
+    query: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, scale: float, window: int | None = None
+) -> Tensor:
     """The fast path: decodes of similar length in one call, each prefill in one call. Arguments as in `attention`.
 
     Padding rows of the query come out as zeros.
     """
     keys, values = kv_cache.view(2, -1, *kv_cache.shape[3:]).unbind()  # [num_slots, num_kv_heads, head_dim]
-    plan = metadata.gather_plan(block_size=kv_cache.shape[2])
+    plan = metadata.gather_plan(kv_cache.shape[2], window)
     output = torch.zeros_like(query)
     for decodes in plan.decodes:
         output[decodes.rows] = _decode(query[decodes.rows], keys, values, decodes, scale)

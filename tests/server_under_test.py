@@ -36,8 +36,8 @@ def byte_config() -> VllmConfig:
 class RecordingEcho(EchoCoreClient):
     """The echo engine, without waiting, and with a memory of what it was asked."""
 
-    def __init__(self, tick_seconds: float = 0.0) -> None:
-        super().__init__(byte_config(), tick_seconds)
+    def __init__(self, tick_seconds: float = 0.0, config: VllmConfig | None = None) -> None:
+        super().__init__(config or byte_config(), tick_seconds)
         self.added: list[str] = []
         self.seeds: list[int | None] = []
         self.aborted: list[str] = []
@@ -55,16 +55,17 @@ class RecordingEcho(EchoCoreClient):
 class InProcessServer:
     """The application on an event loop of its own; requests go in without a socket."""
 
-    def __init__(self, client: EchoCoreClient | None = None, **args: Any) -> None:
+    def __init__(self, client: EchoCoreClient | None = None, config: VllmConfig | None = None, **args: Any) -> None:
         self.loop = asyncio.new_event_loop()
-        self.client = client or RecordingEcho()
+        self.config = config or byte_config()
+        self.client = client or RecordingEcho(config=self.config)
         self.args = FrontendArgs(**args)
         self.loop.run_until_complete(self._start())
 
     async def _start(self) -> None:
         registry = CollectorRegistry()
-        stat_loggers = [PrometheusStatLogger(byte_config(), registry, "byte-model")]
-        self.engine = AsyncLLM.from_vllm_config(byte_config(), client=self.client, stat_loggers=stat_loggers)
+        stat_loggers = [PrometheusStatLogger(self.config, registry, "byte-model")]
+        self.engine = AsyncLLM.from_vllm_config(self.config, client=self.client, stat_loggers=stat_loggers)
         self.app = build_app(self.args)
         init_app_state(self.engine, self.app.state, self.args, registry)
         await self.engine.start()

@@ -7,8 +7,6 @@ Source: vllm/v1/engine/detokenizer.py (IncrementalDetokenizer, check_stop_string
 
 from __future__ import annotations
 
-import codecs
-
 from stage03_engine.frontend.tokenizer import Tokenizer
 from stage03_engine.sampling_params import SamplingParams
 
@@ -37,16 +35,14 @@ class IncrementalDetokenizer:
     shown: it contains no stop string and no beginning of one that could still complete.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: list[int] | None = None) -> None:
         self._tokenizer = tokenizer
         self._stops = params.stop
         self._include_stop = params.include_stop_str_in_output
         self._skip_special = params.skip_special_tokens
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
-        # Python's incremental decoder keeps at most three bytes of an unfinished character, and turns bytes that can
-        # never become valid into U+FFFD at once, exactly as decoding the whole would.
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._stream = tokenizer.stream(prompt_token_ids or [], params.skip_special_tokens)
         self._searched = 0  # no stop string begins before this position
         self._given = 0
         self.text = ""
@@ -62,7 +58,7 @@ class IncrementalDetokenizer:
         for token_id in text_ids:
             if self._skip_special and self._tokenizer.is_special(token_id):
                 continue
-            self.text += self._decoder.decode(self._tokenizer.token_bytes(token_id))
+            self.text += self._stream.push(self._tokenizer.token(token_id), self._tokenizer.token_bytes(token_id))
         if not self._stops:
             self.safe = len(self.text)
             return None

@@ -35,11 +35,13 @@ class InputProcessor:
         prompt: str | list[int],
         params: SamplingParams,
         *,
+        add_special_tokens: bool = True,
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> EngineCoreRequest:
         """Tokenize and validate one prompt, given as text or as token ids.
 
+        `add_special_tokens` lets the tokenizer begin a text with the model's beginning-of-text token, if it has one.
         `max_tokens` is clipped to the context that the prompt leaves; None becomes all of it. `priority` counts under
         --scheduling-policy priority only (smaller goes first). Only requests with the same `cache_salt` share cached prefixes.
         Raises InvalidRequestError for an empty or too long prompt, ids out of the vocabulary, impossible `max_tokens`, a
@@ -49,7 +51,7 @@ class InputProcessor:
             raise InvalidRequestError("priority needs a server with --scheduling-policy priority.", "priority")
         if cache_salt == "":
             raise InvalidRequestError("cache_salt must not be empty; leave it out.", "cache_salt")
-        token_ids = self._truncate(self._tokenize(prompt), params)
+        token_ids = self._truncate(self._tokenize(prompt, add_special_tokens), params)
         room = self._max_model_len - len(token_ids)
         if not token_ids:
             raise InvalidRequestError("The prompt must not be empty: it has no tokens.", "prompt")
@@ -91,28 +93,36 @@ class InputProcessor:
         return token_ids[-(self._max_model_len - 1 if keep == -1 else keep) :]
 
     def _token_rules(self, params: SamplingParams) -> dict[str, Any]:
-        """Check the token ids that the parameters name; what `bad_words` and `min_tokens` come to as token ids."""
+        """Check the token ids that the parameters name; what `bad_words`, `min_tokens` and the model's further ends of
+        text come to as token ids."""
         for field, ids in (("logit_bias", params.logit_bias), ("allowed_token_ids", params.allowed_token_ids or ())):
             for token_id in ids:
                 if not 0 <= token_id < self._vocab_size:
                     raise InvalidRequestError(
                         f"{field} names token id {token_id}: ids are 0 to {self._vocab_size - 1}.", field
                     )
-        ends = {*params.stop_token_ids, self._tokenizer.eos_token_id}
+        stops = self._stop_token_ids(params)
+        ends = {*stops, self._tokenizer.eos_token_id}
         ends = {i for i in ends if i is not None and 0 <= i < self._vocab_size}
         if params.min_tokens and params.allowed_token_ids and not set(params.allowed_token_ids) - ends:
             raise InvalidRequestError("allowed_token_ids leaves nothing to write before min_tokens.", "min_tokens")
         return {
+            "stop_token_ids": stops,
             "stop_or_eos_ids": sorted(ends) if params.min_tokens else [],
             "bad_words_token_ids": self._bad_words(params.bad_words),
         }
 
+    def _stop_token_ids(self, params: SamplingParams) -> list[int]:
+        """Those of the request, and the ends of text that the model has besides its `eos_token_id` (Llama 3 has three)."""
+        more = () if params.ignore_eos else self._tokenizer.more_eos_token_ids
+        return [*params.stop_token_ids, *(end for end in more if end not in params.stop_token_ids)]
+
     def _bad_words(self, words: list[str]) -> list[list[int]]:
         """Each word at the start of a text and in the middle of one, where it has a space before it."""
         texts = {prefix + word.lstrip() for word in words for prefix in ("", " ")}
-        return [self._tokenize(text) for text in sorted(texts)]
+        return [self._tokenize(text, add_special_tokens=False) for text in sorted(texts)]
 
-    def _tokenize(self, prompt: str | list[int]) -> list[int]:
+    def _tokenize(self, prompt: str | list[int], add_special_tokens: bool) -> list[int]:
         if isinstance(prompt, str):
             # What cannot fit whatever its tokens are is not tokenized: megabytes of text would hold up every other client.
             if len(prompt) > self._max_model_len * self._tokenizer.max_token_bytes:
@@ -124,7 +134,7 @@ class InputProcessor:
             # A lone surrogate is a valid Python and JSON string but no Unicode text: the tokenizer cannot take it.
             if not prompt.isascii() and any("\ud800" <= c <= "\udfff" for c in prompt):
                 raise InvalidRequestError("The prompt holds a lone surrogate, which is not Unicode text.", "prompt")
-            return self._tokenizer.encode(prompt)
+            return self._tokenizer.encode(prompt, add_special_tokens)
         for token_id in prompt:
             if not 0 <= token_id < self._vocab_size:
                 raise InvalidRequestError(

@@ -65,7 +65,7 @@ class RequestState:
         self.index = index  # among the answers of the parent
         self.prompt = prompt
         self.queue = queue
-        self.detokenizer = IncrementalDetokenizer(tokenizer, request.sampling_params)
+        self.detokenizer = IncrementalDetokenizer(tokenizer, request.sampling_params, request.prompt_token_ids)
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] | None = None if request.sampling_params.logprobs is None else []
         self.cumulative_logprob = 0.0

@@ -7,55 +7,61 @@ Source: vllm/transformers_utils/tokenizer.py.
 from __future__ import annotations
 
 import json
-from functools import lru_cache
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer as Backend, decoders, models, pre_tokenizers
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import ConfigError
+from stage03_engine.frontend.token_length import byte_of_symbol, max_token_bytes
+from stage03_engine.frontend.token_text import SPACE, ByteLevelStream, SentencePieceStream, TokenStream, read_decoder
 from stagetrace import trace
 
 END_OF_TEXT = "<|endoftext|>"
 
 
-@lru_cache(maxsize=1)
-def _byte_of_symbol() -> dict[str, int]:
-    """Byte-level BPE writes each byte as one printable character; this is the way back (GPT-2's bytes_to_unicode).
-
-    Printable Latin-1 bytes stand for themselves; the other 68 are shifted to code points from 256 upwards.
-    """
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    shifted = [byte for byte in range(256) if byte not in printable]
-    table = {chr(byte): byte for byte in printable}
-    table.update({chr(256 + n): byte for n, byte in enumerate(shifted)})
-    return table
-
-
 class Tokenizer:
-    """A byte-level BPE tokenizer.
+    """A tokenizer of one of the kinds in token_text.py.
 
-    vocab_size: number of token ids; max_token_bytes: length of the longest token; eos_token_id: the id that ends a text, or
-    None; chat_template: Jinja text, or None.
+    vocab_size: number of token ids; max_token_bytes: no token stands for more bytes, or for more characters of a prompt;
+    eos_token_id: the id that ends a text, or None; more_eos_token_ids: further ones; chat_template: Jinja text, or None;
+    bos_token, eos_token: the text of these tokens for templates.
     """
 
     def __init__(self, backend: Backend, eos_token_id: int | None, chat_template: str | None = None) -> None:
-        self._backend = backend
+        decoder = read_decoder(json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else None)
+        if decoder is None:
+            raise ConfigError(
+                "this kind of tokenizer is not supported: its decoder is neither byte-level nor SentencePiece's"
+            )
+        self._backend, self._decoder = backend, decoder
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         self.eos_token_id = eos_token_id
+        self.more_eos_token_ids: tuple[int, ...] = ()
         self.chat_template = chat_template
-        self.max_token_bytes = max(map(len, backend.get_vocab()))  # each symbol stands for at most one byte
+        self.max_token_bytes = max_token_bytes(backend, decoder)
         self._special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
         self._added = {i: token.content for i, token in backend.get_added_tokens_decoder().items()}
+        self.eos_token = self.bos_token = "" if eos_token_id is None else self.token_text(eos_token_id)
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text. Text that spells a special token becomes that token, as in vLLM."""
-        return self._backend.encode(text).ids
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text. Text that spells a special token becomes that token, as in vLLM. `add_special_tokens` puts
+        the beginning-of-text token and the like around it, if the model's tokenizer.json says so."""
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         """The text of a whole sequence; bytes that are not UTF-8 become U+FFFD."""
+        if not self._decoder.byte_level:
+            return self._backend.decode(token_ids, skip_special_tokens)
         wanted = [i for i in token_ids if not (skip_special_tokens and i in self._special)]
         return b"".join(self.token_bytes(i) for i in wanted).decode("utf-8", errors="replace")
+
+    def stream(self, after: list[int], skip_special_tokens: bool = True) -> TokenStream:
+        """For the text of tokens that follow the tokens `after` (the prompt)."""
+        if self._decoder.byte_level:
+            return ByteLevelStream()
+        after_text = any(self.token_bytes(i) and not (skip_special_tokens and i in self._special) for i in after)
+        return SentencePieceStream(self._decoder, after_text)
 
     def is_special(self, token_id: int) -> bool:
         """True for tokens such as <|endoftext|> that are markers, not text."""
@@ -64,10 +70,17 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for; empty for an id that the vocabulary does not hold (padding rows of a
         model whose embedding is larger than its vocabulary)."""
+        token = self.token(token_id)
+        if not self._decoder.byte_level:
+            byte = self._decoder.byte_of(token)
+            return token.replace(SPACE, " ").encode() if byte is None else bytes([byte])
         if token_id in self._added:
-            return self._added[token_id].encode()
-        symbols = self._backend.id_to_token(token_id)
-        return b"" if symbols is None else bytes(_byte_of_symbol()[symbol] for symbol in symbols)
+            return token.encode()
+        return bytes(byte_of_symbol()[symbol] for symbol in token)
+
+    def token(self, token_id: int) -> str:
+        """A token as the vocabulary spells it; empty for an id that it does not hold."""
+        return self._backend.id_to_token(token_id) or ""
 
     def token_text(self, token_id: int) -> str:
         """A token as text for display, e.g. in logprobs; incomplete UTF-8 is shown as U+FFFD."""
@@ -77,7 +90,7 @@ class Tokenizer:
 def _stand_in(vocab_size: int) -> Tokenizer:
     """The tokenizer for random weights without any files: one token per byte, in GPT-2's order of bytes (so "!" is 0
     as there), then visible placeholders for ids that only a random model produces, then <|endoftext|>."""
-    symbols = list(_byte_of_symbol())[: vocab_size - 1]
+    symbols = list(byte_of_symbol())[: vocab_size - 1]
     vocab = {symbol: i for i, symbol in enumerate(symbols)}
     vocab.update({f"Ġt{i}": i for i in range(len(symbols), vocab_size - 1)})
     backend = Backend(models.BPE(vocab=vocab, merges=[]))
@@ -111,23 +124,49 @@ def _tokenizer_config(folder: Path) -> dict:
         raise ConfigError(f"{path} is not valid JSON: {error}") from error
 
 
-def _load(folder: Path, eos_token_id: int | None) -> Tokenizer:
-    backend = _load_backend(folder)
-    if type(backend.decoder).__name__ != "ByteLevel":
-        raise ConfigError(f"the tokenizer in {folder} is not a byte-level BPE; only that kind is supported")
-    settings = _tokenizer_config(folder)
-    eos = settings.get("eos_token")
-    eos = eos.get("content") if isinstance(eos, dict) else eos
-    if eos_token_id is None and eos is not None:
-        eos_token_id = backend.token_to_id(eos)
+def _content(token: object) -> str:
+    """A special token in tokenizer_config.json is a text, or an object that holds it."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else ""
+
+
+def _chat_template(folder: Path, settings: dict) -> str | None:
+    """chat_template.jinja, else that of tokenizer_config.json: a text, or a list of named ones, of which "default" counts."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read {path}: {error}") from error
     template = settings.get("chat_template")
-    return Tokenizer(backend, eos_token_id, template if isinstance(template, str) else None)
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _load(folder: Path, eos_token_ids: tuple[int, ...]) -> Tokenizer:
+    """`eos_token_ids` are those of the model; the tokenizer's own is the first of them, or the only one."""
+    backend, settings = _load_backend(folder), _tokenizer_config(folder)
+    own = backend.token_to_id(_content(settings.get("eos_token")))
+    eos_token_ids = eos_token_ids or (() if own is None else (own,))
+    first = own if own in eos_token_ids else next(iter(eos_token_ids), None)
+    try:
+        tokenizer = Tokenizer(backend, first, _chat_template(folder, settings))
+    except ConfigError as error:
+        raise ConfigError(f"{folder}: {error}") from None
+    tokenizer.more_eos_token_ids = tuple(end for end in eos_token_ids if end != first)
+    if "eos_token" in settings:
+        tokenizer.eos_token = _content(settings["eos_token"])
+    tokenizer.bos_token = _content(settings["bos_token"]) if "bos_token" in settings else tokenizer.eos_token
+    return tokenizer
 
 
 def init_tokenizer_from_configs(config: VllmConfig) -> Tokenizer:
     """The tokenizer that belongs to the configured model. Raises ConfigError when its files are unusable."""
     path, shape = config.model_config.tokenizer_path, config.shape
-    tokenizer = _stand_in(shape.vocab_size) if path is None else _load(Path(path), shape.eos_token_id)
+    ends = () if shape.eos_token_id is None else (shape.eos_token_id, *shape.more_eos_token_ids)
+    tokenizer = _stand_in(shape.vocab_size) if path is None else _load(Path(path), ends)
     if trace.on:
         trace.emit("tokenizer.loaded", vocab_size=tokenizer.vocab_size, source=path or "byte-level stand-in")
     return tokenizer

@@ -146,8 +146,8 @@ def test_shapes_are_read(changes: dict[str, Any], field: str, value: Any, tmp_pa
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"architectures": ["LlamaForCausalLM"]}, "architecture LlamaForCausalLM is not supported; supported: GPT2LM"),
-        ({"architectures": ..., "model_type": "llama"}, "architecture none is not supported"),
+        ({"architectures": ["GPTJForCausalLM"]}, "architecture GPTJForCausalLM is not supported; supported: GPT2LM"),
+        ({"architectures": ..., "model_type": "gptj"}, "architecture none is not supported"),
         ({"n_embd": 50}, "n_embd = 50 is not a multiple of n_head = 3"),
         ({"n_embd": "48"}, "n_embd must be a positive integer"),
         ({"n_layer": 0}, "n_layer must be a positive integer"),
@@ -156,7 +156,7 @@ def test_shapes_are_read(changes: dict[str, Any], field: str, value: Any, tmp_pa
         ({"vocab_size": True}, "vocab_size must be a positive integer"),
         ({"layer_norm_epsilon": float("nan")}, "layer_norm_epsilon"),
         ({"torch_dtype": "int8"}, "number format 'int8' is not supported"),
-        ({"eos_token_id": [1, 2]}, "eos_token_id must be an integer"),
+        ({"eos_token_id": [1, "2"]}, "eos_token_id must be an integer or a list"),
         ({"activation_function": "relu"}, "activation_function = 'relu' is not supported"),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True is not supported"),
     ],

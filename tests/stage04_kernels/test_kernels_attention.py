@@ -37,13 +37,16 @@ def attention_cases(draw: st.DrawFn) -> AttentionCase:
         dtype=draw(st.sampled_from(DTYPES)),
         num_shared=draw(st.integers(0, 3)),
         num_padding=draw(st.integers(0, 3)),
+        window=draw(st.none() | st.integers(1, 70)),
         seed=draw(st.integers(0, 2**32)),
     )
 
 
 def run(case: AttentionCase, backend: str) -> torch.Tensor:
     """Call the entry point on a copy of the cache."""
-    return attention(case.query, case.key, case.value, case.kv_cache.clone(), case.metadata, case.scale, backend)
+    return attention(
+        case.query, case.key, case.value, case.kv_cache.clone(), case.metadata, case.scale, backend, case.window
+    )
 
 
 def assert_close(fast: torch.Tensor, slow: torch.Tensor) -> None:
@@ -162,7 +165,7 @@ def test_auto_is_a_backend_and_a_new_one_plugs_into_the_table(monkeypatch: pytes
 
     def constant(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
-        metadata: AttentionMetadata, scale: float,
+        metadata: AttentionMetadata, scale: float, window: int | None,
     ) -> torch.Tensor:  # fmt: skip
         return torch.full_like(query, scale)
 

@@ -60,8 +60,8 @@ def test_a_wrong_backend_makes_the_check_fail(
     """A backend whose output is one per cent too large."""
     right = BACKENDS["torch"]
 
-    def wrong(query, key, value, kv_cache, metadata, scale):  # type: ignore[no-untyped-def]
-        return right(query, key, value, kv_cache, metadata, scale) * 1.01
+    def wrong(query, key, value, kv_cache, metadata, scale, window):  # type: ignore[no-untyped-def]
+        return right(query, key, value, kv_cache, metadata, scale, window) * 1.01
 
     monkeypatch.setitem(BACKENDS, "wrong", wrong)
     monkeypatch.setattr(check, "CHECKS", [check.check_attention])

@@ -8,12 +8,18 @@ token. The names of modules and parameters are those of the checkpoint.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stage03_engine.config import ModelShape
+from stage03_engine.core.models.layers import assign_weights, embedding
 from stage04_kernels.attention import AttentionMetadata, attention
+
+_CAUSAL_MASKS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)$")
 
 
 class Conv1D(nn.Module):
@@ -72,12 +78,6 @@ class GPT2Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
-def embedding(num_rows: int, hidden_size: int) -> nn.Embedding:
-    """An embedding without nn.Embedding's random initialisation: the loader brings the values, and on the meta device that
-    initialisation alone makes torch import a second's worth of modules."""
-    return nn.Embedding.from_pretrained(torch.empty(num_rows, hidden_size))
-
-
 class GPT2LMHeadModel(nn.Module):
     """Token and position embedding, blocks, final norm; the logits reuse the token embedding (tied weights)."""
 
@@ -101,3 +101,14 @@ class GPT2LMHeadModel(nn.Module):
         """[num_rows, hidden_size] -> float32 [num_rows, vocab_size]. Only for the rows that are sampled: this is the largest
         matrix of the model."""
         return F.linear(hidden_states, self.wte.weight).float()
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Raises ConfigError for a checkpoint that does not fit."""
+        assign_weights(self, tensors, gpt2_name)
+
+
+def gpt2_name(name: str) -> str | None:
+    """A checkpoint's tensor name -> the parameter's name here, or None for what is not a weight (stored causal masks, the
+    output matrix that is the token embedding again)."""
+    name = name.removeprefix("transformer.")
+    return None if name == "lm_head.weight" or _CAUSAL_MASKS.search(name) else name

@@ -1,0 +1,62 @@
+"""What several models share: layers without initial values, and `assign_weights` (vLLM: AutoWeightsLoader).
+
+torch's own layers fill themselves with random numbers. The loader brings the values, and on the meta device that
+initialisation alone makes torch import a second's worth of modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from stage03_engine.errors import ConfigError
+
+
+def embedding(num_rows: int, hidden_size: int) -> nn.Embedding:
+    """An embedding."""
+    return nn.Embedding.from_pretrained(torch.empty(num_rows, hidden_size))
+
+
+class Linear(nn.Module):
+    """A linear layer whose weight is stored as [out_features, in_features]."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+def assign_weights(
+    model: nn.Module, tensors: Iterable[tuple[str, Tensor]], parameter_name: Callable[[str], str | None]
+) -> None:
+    """Make each checkpoint tensor a parameter of `model`, as it lies in memory: nothing is copied.
+
+    `parameter_name` gives the parameter that a checkpoint's name means, or None for what is not needed.
+    Raises ConfigError, with names, when a tensor is missing, unknown, there twice, or of the wrong shape.
+    """
+    wanted = dict(model.named_parameters())
+    loaded: dict[str, nn.Parameter] = {}
+    for name, tensor in tensors:
+        target = parameter_name(name)
+        if target is None:
+            continue
+        if target not in wanted:
+            raise ConfigError(f"the checkpoint has a tensor that the model does not know: {name}")
+        if target in loaded:
+            raise ConfigError(f"the checkpoint has {name} twice")
+        if tensor.shape != wanted[target].shape:
+            raise ConfigError(
+                f"{name} has shape {list(tensor.shape)}, the configuration says {list(wanted[target].shape)}"
+            )
+        if not tensor.is_floating_point():
+            raise ConfigError(f"{name} holds {tensor.dtype}; quantized weights are not supported")
+        loaded[target] = nn.Parameter(tensor, requires_grad=False)
+    if missing := sorted(wanted.keys() - loaded.keys()):
+        raise ConfigError(f"the checkpoint lacks {len(missing)} tensors: {', '.join(missing[:5])}")
+    model.load_state_dict(loaded, assign=True)
