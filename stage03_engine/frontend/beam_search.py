@@ -117,12 +117,10 @@ class BeamSearch:
         candidates = sorted(candidates, key=lambda beam: -beam.logprob)[: self._num_candidates]
         length = len(candidates[0].token_ids)
         scale = length**self.params.length_penalty
-        full = len(self.finished) == width
-        if not (full and self.params.early_stopping):
-            # Only the best `width` candidates may finish; the others are there to have enough that go on.
-            ended = [beam for beam in candidates[:width] if self._ends(beam)]
-            ended = [Beam(beam.token_ids, beam.logprob, beam.logprob / scale) for beam in ended]
-            self.finished = sorted([*self.finished, *ended], key=lambda beam: -beam.score)[:width]
+        # Only the best `width` candidates may finish; the others are there to have enough that go on.
+        ended = [beam for beam in candidates[:width] if self._ends(beam)]
+        ended = [Beam(beam.token_ids, beam.logprob, beam.logprob / scale) for beam in ended]
+        self.finished = sorted([*self.finished, *ended], key=lambda beam: -beam.score)[:width]
         self.running = [beam for beam in candidates if not self._ends(beam)][:width]
         full = len(self.finished) == width
         # As in transformers: what runs is judged by the score that it would have if it ended here.

@@ -62,9 +62,7 @@ class IncrementalDetokenizer:
         if not self._stops:
             self.safe = len(self.text)
             return None
-        if (
-            self._num_tokens <= self._min_tokens
-        ):  # vLLM's rule: what stands in the first min_tokens tokens does not end it
+        if self._num_tokens <= self._min_tokens:  # vLLM: what stands in the first min_tokens tokens does not end it
             self.safe = self._searched = len(self.text)
             return None
         return self._check_stop()

@@ -92,6 +92,13 @@ def test_a_client_that_leaves_is_aborted_in_the_engine(
     assert server.engine.num_unfinished_requests == 0
 
 
+def test_a_client_that_leaves_ends_its_beam_search(make_server: MakeServer) -> None:
+    server = make_server(RecordingEcho(tick_seconds=3600))
+    server.run(send_and_leave(server, COMPLETIONS, {"prompt": ["x", "y"], "n": 3, "use_beam_search": True}))
+    assert sorted(server.client.aborted) == sorted(server.client.added) != []
+    assert server.engine.num_unfinished_requests == 0
+
+
 def test_a_client_that_leaves_without_reading_is_aborted_at_once(make_server: MakeServer) -> None:
     server = make_server(HangingEcho())
 

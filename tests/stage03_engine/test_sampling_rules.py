@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, strategies as st
 from transformers import GPT2LMHeadModel
 
 from stage03_engine.arg_utils import EngineArgs
+from stage03_engine.core.logits_rules import RowRules
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.input_processor import InputProcessor
 from stage03_engine.frontend.tokenizer import init_tokenizer_from_configs
@@ -187,3 +190,32 @@ def test_the_edges_are_allowed() -> None:
         frequency_penalty=-2, presence_penalty=2, repetition_penalty=0.001, min_tokens=16, n=128, best_of=128
     )
     SamplingParams(best_of=5, n=2, output_kind=RequestOutputKind.FINAL_ONLY)
+
+
+@given(
+    words=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), min_size=1, max_size=5),
+    output=st.lists(st.integers(0, 2), max_size=8),
+)
+def test_bad_words_of_any_length_are_found_in_the_output(words: list[list[int]], output: list[int]) -> None:
+    rules = RowRules.of(SamplingParams(bad_words_token_ids=words), vocab_size=3)
+    assert rules is not None
+    found = rules.forbidden(np.array(output, dtype=np.int64))
+    assert set(found.tolist()) == logits_reference.bad_words(words, output)
+
+
+def test_bad_words_are_taken_with_and_without_a_space_before_them() -> None:
+    request = PROCESSOR.process_inputs("r", "K", SamplingParams(bad_words=[" lord", "lord"]))
+    encode = init_tokenizer_from_configs(CONFIG).encode
+    assert sorted(request.sampling_params.bad_words_token_ids) == sorted([encode("lord"), encode(" lord")])
+
+
+def test_biases_are_cut_at_100(llm: LLM, model: Any) -> None:
+    """Two tokens with the same bias after the cut: the one that the model prefers wins."""
+    ids = llm.tokenizer.encode("To be, or")
+    with torch.inference_mode():
+        preferred, other = model(torch.tensor([ids])).logits[0, -1].topk(2).indices.tolist()
+    assert tokens(llm, ids, logit_bias={preferred: 100.0, other: 5000.0}, max_tokens=1) == [preferred]
+    assert tokens(llm, ids, logit_bias={preferred: -5000.0, other: -100.0, 7: 0.5}, max_tokens=1)[0] not in (
+        preferred,
+        other,
+    )
