@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, StrictInt
 from pydantic_core import PydanticCustomError
 
+from stage02_server.structured_outputs import to_structured_outputs
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.sampling_params import MAX_LOGPROBS, RequestOutputKind, SamplingParams
 
@@ -45,10 +46,6 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0, None),
     "function_call": ("none", None),
     "functions": ([], None),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
     "length_penalty": (1, None),
     "logit_bias": ({}, None),
     "logprob_token_ids": (None,),
@@ -59,10 +56,8 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": (None,),
     "prompt_logprobs": (None,),
     "repetition_penalty": (1, None),
-    "response_format": ({"type": "text"}, None),
     "return_token_ids": (False, None),
     "return_tokens_as_token_ids": (False, None),
-    "structured_outputs": (None,),
     "suffix": ("", None),
     "tool_choice": ("none", "auto", None),
     "tools": ([], None),
@@ -102,6 +97,12 @@ class SamplingRequest(RequestModel):
     top_k: Int32 | None = None
     min_p: FiniteFloat | None = None
     seed: Int64 | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Text | dict[str, Any] | bool | None = None
+    guided_regex: Text | None = None
+    guided_choice: list[Text] | None = None
+    guided_grammar: Text | None = None
     stop: Text | list[Text] | None = None
     stop_token_ids: list[Int64] | None = None
     include_stop_str_in_output: bool = False
@@ -143,6 +144,7 @@ class SamplingRequest(RequestModel):
             ignore_eos=self.ignore_eos,
             logprobs=logprobs,
             skip_special_tokens=self.skip_special_tokens is not False,
+            structured_outputs=to_structured_outputs(self),
             output_kind=RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY,
         )
         if self.num_choices > 1 and params.greedy:

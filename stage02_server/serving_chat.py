@@ -99,7 +99,8 @@ class OpenAIServingChat(OpenAIServing):
             trace.emit("request.templated", req=ids.engine_id(0), messages=count, characters=len(prompt))
         batch = self.make_batch(request, [prompt], request.to_sampling_params(), ids, model)
         if request.stream:
-            return self.stream(request, batch, ChatChunks(batch, self.engine_client.tokenizer, self._role))
+            maker = ChatChunks(batch, self.engine_client.tokenizer, self._role)
+            return await self.begin_stream(request, batch, maker, raw_request.receive)
         return await run_until_disconnect(raw_request.receive, self._whole(batch))
 
     async def _whole(self, batch: Batch) -> ChatCompletionResponse:

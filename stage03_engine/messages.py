@@ -77,6 +77,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False, omit_defaults=
         None  # with the first token only: from arrival in the engine to first being scheduled
     )
     error: str | None = None  # with FinishReason.ERROR
+    error_param: str | None = None  # the field of the request to blame for the error; None: nobody's fault
+    ended_by_grammar: bool = False  # with FinishReason.STOP: the newest token is text, unlike a stop token
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, gc=False):

@@ -8,6 +8,7 @@ from enum import IntEnum
 import msgspec
 
 from stage03_engine.errors import InvalidRequestError
+from stage03_engine.structured_outputs import StructuredOutputsParams
 
 MAX_STOP_STRINGS = 4
 MAX_LOGPROBS = 20
@@ -40,6 +41,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     logprobs: int | None = None  # k: the k most likely tokens and the sampled one; 0: the sampled one only
     skip_special_tokens: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    structured_outputs: StructuredOutputsParams | None = None  # what every output must match
 
     def __post_init__(self) -> None:
         # `not (a <= x <= b)` instead of `x < a or x > b`: NaN fails every comparison and must be refused, not let through.

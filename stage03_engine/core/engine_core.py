@@ -10,8 +10,11 @@ from stage03_engine.core.executor import UniProcExecutor
 from stage03_engine.core.kv_cache_size import decide_num_blocks
 from stage03_engine.core.request import Request
 from stage03_engine.core.scheduler import Scheduler
-from stage03_engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from stage03_engine.core.structured_output import StructuredOutputManager
+from stage03_engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from stagetrace import trace
+
+GRAMMAR_WAIT_SECONDS = 0.005
 
 
 class EngineCore:
@@ -22,8 +25,13 @@ class EngineCore:
         self.executor = UniProcExecutor(config)
         self.num_gpu_blocks = decide_num_blocks(config, self.executor)
         self.executor.initialize_kv_cache(self.num_gpu_blocks)
+        self.structured_output_manager = StructuredOutputManager(config)
         self.scheduler = Scheduler(
-            config.scheduler_config, self.num_gpu_blocks, config.cache_config.block_size, config.max_model_len
+            config.scheduler_config,
+            self.num_gpu_blocks,
+            config.cache_config.block_size,
+            config.max_model_len,
+            self.structured_output_manager,
         )
         # Seeds for requests that bring none: the same engine seed and order of arrival give the same outputs.
         self._seeds = random.Random(config.model_config.seed)
@@ -50,7 +58,10 @@ class EngineCore:
         if trace.on:
             step, running, waiting = self.scheduler.step + 1, len(self.scheduler.running), len(self.scheduler.waiting)
             trace.emit("engine.step", ph="B", step=step, running=running, waiting=waiting)
+        refused = self._end_refused()
         scheduler_output = self.scheduler.schedule()
+        if not scheduler_output.num_scheduled_tokens:  # all that there is waits for its grammar: do not spin
+            self.structured_output_manager.wait(GRAMMAR_WAIT_SECONDS)
         for new in scheduler_output.scheduled_new_reqs:
             if new.request_id in self._queued_at:  # absent when the request resumes
                 self._queued_seconds[new.request_id] = time.monotonic() - self._queued_at.pop(new.request_id)
@@ -60,7 +71,15 @@ class EngineCore:
         if trace.on:
             running, waiting = len(self.scheduler.running), len(self.scheduler.waiting)
             trace.emit("engine.step", ph="E", step=scheduler_output.step, running=running, waiting=waiting)
-        return EngineCoreOutputs(outputs, self.scheduler.make_stats())
+        return EngineCoreOutputs(refused + outputs, self.scheduler.make_stats())
+
+    def _end_refused(self) -> list[EngineCoreOutput]:
+        """End the requests whose grammar turned out to be impossible."""
+        refused = [r for r in self.structured_output_manager.poll() if r.request_id in self.scheduler.requests]
+        self.scheduler.finish_requests([r.request_id for r in refused], FinishReason.ERROR)
+        for refusal in refused:
+            self._queued_at.pop(refusal.request_id, None)
+        return refused
 
     def _add_queue_time(self, outputs: list[EngineCoreOutput]) -> None:
         """A request's first output says how long it had waited for its first step."""
@@ -68,5 +87,6 @@ class EngineCore:
             output.queued_seconds = self._queued_seconds.pop(output.request_id, None)
 
     def shutdown(self) -> None:
-        """Release the executor."""
+        """Release the executor and the grammar processes."""
+        self.structured_output_manager.shutdown()
         self.executor.shutdown()

@@ -32,6 +32,7 @@ class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
     num_scheduled_tokens: dict[str, int]
     finished_req_ids: list[str]
     preempted_req_ids: list[str]
+    grammar_bitmask: dict[str, bytes] | None = None  # of requests with a grammar that are sampled: the tokens it allows
 
     @property
     def total_num_scheduled_tokens(self) -> int:

@@ -12,6 +12,7 @@ from stage03_engine.config import SchedulerConfig
 from stage03_engine.core.kv_cache_manager import KVCacheManager
 from stage03_engine.core.request import Request, RequestStatus, check_stop
 from stage03_engine.core.sched_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from stage03_engine.core.structured_output import StructuredOutputManager
 from stage03_engine.messages import EngineCoreOutput, FinishReason, SchedulerStats
 from stagetrace import trace
 
@@ -25,8 +26,16 @@ class Scheduler:
     Invariant: a request is in `waiting` or in `running`, never in both, and only running requests hold blocks.
     """
 
-    def __init__(self, config: SchedulerConfig, num_blocks: int, block_size: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        structured_output_manager: StructuredOutputManager | None = None,
+    ) -> None:
         self.config = config
+        self.structured_output_manager = structured_output_manager or StructuredOutputManager()
         self.max_model_len = max_model_len
         self.kv_cache_manager = KVCacheManager(num_blocks, block_size)
         self.requests: dict[str, Request] = {}
@@ -50,6 +59,9 @@ class Scheduler:
             raise ValueError(f"request id {request.request_id} is already scheduled")
         self.requests[request.request_id] = request
         self.waiting.append(request)
+        if request.sampling_params.structured_outputs is not None:
+            request.status = RequestStatus.WAITING_FOR_FSM
+            self.structured_output_manager.grammar_init(request.request_id, request.sampling_params)
         if trace.on:
             trace.emit("sched.queued", req=request.request_id, waiting=len(self.waiting))
 
@@ -69,6 +81,7 @@ class Scheduler:
         """Free the blocks and forget. The caller has taken the request out of its queue."""
         request.status = RequestStatus.FINISHED
         freed = self.kv_cache_manager.free(request.request_id)
+        self.structured_output_manager.free(request.request_id)
         del self.requests[request.request_id]
         self.finished_req_ids.append(request.request_id)
         if trace.on:
@@ -91,6 +104,8 @@ class Scheduler:
             self._schedule_waiting(output, budget)
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             self.requests[request_id].num_computed_tokens += num_tokens
+        caught_up = [i for i in output.num_scheduled_tokens if self._has_caught_up(i)]
+        output.grammar_bitmask = self.structured_output_manager.grammar_bitmask(caught_up)
         if trace.on:
             trace.emit(
                 "sched.output",
@@ -100,6 +115,10 @@ class Scheduler:
                 free_blocks=self.kv_cache_manager.block_pool.num_free,
             )
         return output
+
+    def _has_caught_up(self, request_id: str) -> bool:
+        request = self.requests[request_id]
+        return request.num_computed_tokens == request.num_tokens
 
     def _schedule_running(self, output: SchedulerOutput, budget: int) -> int:
         """Tokens for running requests, in order of admission; returns the budget that is left."""
@@ -151,8 +170,14 @@ class Scheduler:
     def _schedule_waiting(self, output: SchedulerOutput, budget: int) -> None:
         """Admit waiting requests in order while budget, batch and blocks last. The first that does not fit stops the
         rest: whoever came first is served first."""
+        not_ready: list[Request] = []  # their grammars still compile; whoever is behind them need not wait for that
         while self.waiting and budget > 0 and len(self.running) < self.config.max_num_seqs:
             request = self.waiting[0]
+            if request.status == RequestStatus.WAITING_FOR_FSM:
+                if not self.structured_output_manager.is_ready(request.request_id):
+                    not_ready.append(self.waiting.popleft())
+                    continue
+                request.status = RequestStatus.WAITING
             num_tokens = request.num_tokens
             if num_tokens > budget:
                 if not self.config.enable_chunked_prefill:
@@ -179,11 +204,13 @@ class Scheduler:
             output.num_scheduled_tokens[request.request_id] = num_tokens
             self._trace_scheduled(request, num_tokens, new_blocks)
             budget -= num_tokens
+        self.waiting.extendleft(reversed(not_ready))
 
     def update_from_output(self, output: SchedulerOutput, runner_output: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Append the sampled tokens and end the requests that are complete."""
         outputs: list[EngineCoreOutput] = []
         stopped: set[str] = set()
+        complete, failed = self.structured_output_manager.accept_tokens(runner_output.sampled_token_ids)
         for request_id, new_token_ids in runner_output.sampled_token_ids.items():
             request = self.requests[request_id]
             for token_id in new_token_ids:
@@ -192,6 +219,11 @@ class Scheduler:
             reason, stop_reason = stop or (None, None)
             logprobs = runner_output.logprobs.get(request_id)
             outputs.append(EngineCoreOutput(request_id, new_token_ids, logprobs, reason, stop_reason))
+            if request_id in failed:
+                outputs[-1] = failed[request_id]
+            elif request_id in complete and reason != FinishReason.STOP:  # nothing can follow, whatever the length
+                outputs[-1].finish_reason, outputs[-1].ended_by_grammar = FinishReason.STOP, True
+            reason = outputs[-1].finish_reason
             if trace.on:
                 trace.emit(
                     "sched.token",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 
+from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.detokenizer import IncrementalDetokenizer
 from stage03_engine.frontend.stats import IterationStats, RequestStats
 from stage03_engine.frontend.tokenizer import Tokenizer
@@ -120,7 +121,12 @@ class OutputProcessor:
             if state is None:
                 continue
             if output.error is not None:
-                self._refuse(state, RuntimeError(output.error))
+                self._refuse(
+                    state,
+                    RuntimeError(output.error)
+                    if output.error_param is None
+                    else InvalidRequestError(output.error, output.error_param),
+                )
                 continue
             stop = self._take_in(state, output)
             if stop is not None and output.finish_reason is None:
@@ -141,7 +147,7 @@ class OutputProcessor:
         if state.logprobs is not None and output.new_logprobs:
             state.logprobs.extend(output.new_logprobs)
         before = state.detokenizer.safe
-        by_token = output.finish_reason == FinishReason.STOP
+        by_token = output.finish_reason == FinishReason.STOP and not output.ended_by_grammar
         stop = state.detokenizer.update(output.new_token_ids, finished_by_token=by_token)
         if trace.on:
             new = max(0, state.detokenizer.safe - before)
@@ -163,7 +169,7 @@ class OutputProcessor:
                 num_output_tokens=len(state.token_ids),
             )
 
-    def _refuse(self, state: RequestState, error: RuntimeError) -> None:
+    def _refuse(self, state: RequestState, error: RuntimeError | InvalidRequestError) -> None:
         """The engine could not take this request: whoever waits for it hears why."""
         del self.request_states[state.request.request_id]
         if state.queue is None:

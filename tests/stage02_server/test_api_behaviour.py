@@ -67,8 +67,6 @@ REFUSED_COMPLETIONS: list[tuple[dict[str, Any], int, str, str | None]] = [
     ({"prompt_logprobs": 0}, 400, BAD_REQUEST, "prompt_logprobs"),
     ({"bad_words": ["x"]}, 400, BAD_REQUEST, "bad_words"),
     ({"allowed_token_ids": [1]}, 400, BAD_REQUEST, "allowed_token_ids"),
-    ({"response_format": {"type": "json_object"}}, 400, BAD_REQUEST, "response_format"),
-    ({"structured_outputs": {"regex": "a"}}, 400, BAD_REQUEST, "structured_outputs"),
 ]
 
 REFUSED_CHATS: list[tuple[dict[str, Any], int, str, str | None]] = [
