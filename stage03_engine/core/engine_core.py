@@ -14,7 +14,7 @@ from stage03_engine.core.structured_output import StructuredOutputManager
 from stage03_engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from stagetrace import trace
 
-GRAMMAR_WAIT_SECONDS = 0.005
+GRAMMAR_WAIT_SECONDS = 0.02  # a request that arrives meanwhile waits so long at most
 
 
 class EngineCore:
@@ -55,13 +55,14 @@ class EngineCore:
         """Run one step. With nothing to do it returns the statistics alone."""
         if not self.scheduler.has_unfinished_requests:
             return EngineCoreOutputs(scheduler_stats=self.scheduler.make_stats())
+        refused = self._end_refused()
+        if self.structured_output_manager.num_not_ready == len(self.scheduler.requests):  # nobody can run: do not spin
+            self.structured_output_manager.wait(GRAMMAR_WAIT_SECONDS)
+            return EngineCoreOutputs(refused, self.scheduler.make_stats())
         if trace.on:
             step, running, waiting = self.scheduler.step + 1, len(self.scheduler.running), len(self.scheduler.waiting)
             trace.emit("engine.step", ph="B", step=step, running=running, waiting=waiting)
-        refused = self._end_refused()
         scheduler_output = self.scheduler.schedule()
-        if not scheduler_output.num_scheduled_tokens:  # all that there is waits for its grammar: do not spin
-            self.structured_output_manager.wait(GRAMMAR_WAIT_SECONDS)
         for new in scheduler_output.scheduled_new_reqs:
             if new.request_id in self._queued_at:  # absent when the request resumes
                 self._queued_seconds[new.request_id] = time.monotonic() - self._queued_at.pop(new.request_id)

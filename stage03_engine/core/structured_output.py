@@ -122,6 +122,11 @@ class StructuredOutputManager:
         """Is it known which tokens may come first?"""
         return self._requests[request_id].state is not None
 
+    @property
+    def num_not_ready(self) -> int:
+        """Requests that cannot run yet."""
+        return sum(request.state is None for request in self._requests.values())
+
     def poll(self) -> list[EngineCoreOutput]:
         """Take in what has been compiled; returns the requests that must end, each with its error. Never blocks for long."""
         if self._requests:
@@ -215,6 +220,7 @@ class StructuredOutputManager:
     def free(self, request_id: str) -> None:
         """The request has ended; one without a grammar is ignored."""
         request = self._requests.pop(request_id, None)
+        self._refused.pop(request_id, None)
         if request is None:
             return
         grammar = self._grammars.get(request.params.key)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import resource
 import signal
 import socket
@@ -130,10 +131,11 @@ def serve_grammar(stream: Stream, info: Any, config: VllmConfig) -> None:
     _limit_seconds(limits.grammar_compile_seconds)
     try:
         matchers = Matchers(compile_grammar(info, kind, text, not limits.disable_any_whitespace), info)
-    except RuntimeError as error:  # what xgrammar raises; the last line of its message says what is wrong
-        write_message(
-            stream, str(error).strip().splitlines()[-1].rpartition(": ")[2].strip(". ") or "the compiler refuses it"
-        )
+    except RuntimeError as error:  # what xgrammar raises
+        if "bad_alloc" in str(error):
+            raise MemoryError from error
+        # The last line says what is wrong, after the time and the place in xgrammar's source.
+        write_message(stream, re.sub(r"^\[[\d:]+\] \S+: ", "", str(error).strip().splitlines()[-1]).strip(". "))
         return
     _limit_seconds(0)
     write_message(stream, "")
