@@ -37,14 +37,14 @@ class _Request:
 
 @dataclass
 class _Grammar:
-    """One grammar process. Its answers come in the order of the questions: `expected` names the requests they are for."""
+    """One grammar process. Its answers come in the order of the questions: `expected` names the requests of each."""
 
     socket: socket.socket
     key: Key
     started: float
     compiled: bool = False
     users: dict[str, bool] = field(default_factory=dict)  # request id -> found the grammar here already
-    expected: deque[str] = field(default_factory=deque)
+    expected: deque[list[str]] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
         self.stream = self.socket.makefile("rb")
@@ -187,8 +187,8 @@ class StructuredOutputManager:
             cached = grammar.users[request_id]
             seconds = 0.0 if cached else time.monotonic() - grammar.started
             trace.emit("grammar.compiled", req=request_id, kind=grammar.key[0], seconds=seconds, cached=cached)
-        grammar.expected.append(request_id)
-        self._send(grammar, [OPEN, request_id, self._requests[request_id].ignore_eos])
+        grammar.expected.append([request_id])
+        self._send(grammar, [OPEN, {request_id: self._requests[request_id].ignore_eos}])
 
     # One step
 
@@ -203,16 +203,15 @@ class StructuredOutputManager:
         All grammar processes are asked before the first answer is waited for: they work at the same time.
         """
         mine = [i for i in sampled if i in self._requests]
-        asked: list[_Grammar] = []
+        of_grammar: dict[Key, list[str]] = {}
         for request_id in mine:
-            grammar = self._grammars.get(self._requests[request_id].params.key)
-            if grammar is not None and request_id in grammar.users:
-                grammar.expected.append(request_id)
-                self._send(grammar, [ACCEPT, request_id, sampled[request_id]])
-                asked.append(grammar)
-        for grammar in asked:
-            while self._grammars.get(grammar.key) is grammar and grammar.expected:
-                self._receive(grammar)
+            of_grammar.setdefault(self._requests[request_id].params.key, []).append(request_id)
+        for key, request_ids in of_grammar.items():
+            self._grammars[key].expected.append(request_ids)
+            self._send(self._grammars[key], [ACCEPT, {i: sampled[i] for i in request_ids}])
+        for key in of_grammar:
+            while key in self._grammars and self._grammars[key].expected:
+                self._receive(self._grammars[key])
         failed = {i: self._refused.pop(i) for i in mine if i in self._refused}
         states = {i: self._requests[i].state for i in mine}
         return {i for i, state in states.items() if state is not None and state.complete}, failed
@@ -243,7 +242,8 @@ class StructuredOutputManager:
             self._end_grammar(grammar, self._limit_reached(grammar))
             return
         if grammar.compiled:
-            self._update(grammar.expected.popleft(), MatcherState(*answer))
+            for request_id, state in zip(grammar.expected.popleft(), answer, strict=True):
+                self._update(request_id, MatcherState(*state))
         elif answer:
             self._end_grammar(grammar, f"cannot be used as a grammar: {answer}")
         else:

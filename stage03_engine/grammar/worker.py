@@ -9,8 +9,8 @@ vLLM runs xgrammar in the engine process (v1/structured_output/backend_xgrammar.
 sent. A fork costs milliseconds; starting from nothing would cost over a second.
 
 Messages, both ways: length (4 bytes, little-endian), msgpack. Engine -> grammar process: [kind, text], then any number of
-[OPEN, id, ignore_eos], [ACCEPT, id, token ids], [CLOSE, id]. Back: for the first an error text or "", for OPEN and ACCEPT a
-`MatcherState`; for CLOSE nothing.
+[OPEN, {id: ignore_eos}], [ACCEPT, {id: token ids}], [CLOSE, id]. Back: for the first an error text or "", for OPEN and ACCEPT a
+list with a `MatcherState` for each id; for CLOSE nothing.
 """
 
 from __future__ import annotations
@@ -140,14 +140,17 @@ def serve_grammar(stream: Stream, info: Any, config: VllmConfig) -> None:
     _limit_seconds(0)
     write_message(stream, "")
     while True:
-        operation, request_id, *argument = read_message(stream)
+        operation, argument = read_message(stream)
         if operation == CLOSE:
-            matchers.close(request_id)
+            matchers.close(argument)
             continue
-        _limit_seconds(limits.grammar_step_seconds)
-        state = (matchers.accept if operation == ACCEPT else matchers.open)(request_id, *argument)
+        move = matchers.accept if operation == ACCEPT else matchers.open
+        states = []
+        for request_id, value in argument.items():
+            _limit_seconds(limits.grammar_step_seconds)
+            states.append(move(request_id, value))
         _limit_seconds(0)
-        write_message(stream, state)
+        write_message(stream, states)
 
 
 def _run_grammar_process(connection: socket.socket, info: Any, config: VllmConfig) -> NoReturn:
