@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, StrictInt
 from pydantic_core import PydanticCustomError
 
+from stage02_server.structured_outputs import to_structured_outputs
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.beam_search import BeamSearchParams
 from stage03_engine.sampling_params import MAX_LOGPROBS, RequestOutputKind, SamplingParams
@@ -39,17 +40,11 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "echo": (False, None),
     "function_call": ("none", None),
     "functions": ([], None),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
     "logprob_token_ids": (None,),
     "modalities": (["text"], None),
     "prompt_embeds": (None,),
-    "response_format": ({"type": "text"}, None),
     "return_token_ids": (False, None),
     "return_tokens_as_token_ids": (False, None),
-    "structured_outputs": (None,),
     "suffix": ("", None),
     "tool_choice": ("none", "auto", None),
     "tools": ([], None),
@@ -112,6 +107,12 @@ class SamplingRequest(RequestModel):
     seed: Int64 | None = None
     min_tokens: Int64 | None = 0
     prompt_logprobs: Int32 | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Text | dict[str, Any] | bool | None = None
+    guided_regex: Text | None = None
+    guided_choice: list[Text] | None = None
+    guided_grammar: Text | None = None
     stop: Text | list[Text] | None = None
     stop_token_ids: list[Int64] | None = None
     include_stop_str_in_output: bool = False
@@ -143,6 +144,8 @@ class SamplingRequest(RequestModel):
         for name, value in unknown.items():
             if not (value is None or value is False or value == getattr(SamplingParams(), name, None)):
                 raise InvalidRequestError(f"{name} cannot be combined with use_beam_search.", name)
+        if to_structured_outputs(self) is not None:
+            raise InvalidRequestError("Structured output cannot be combined with use_beam_search.", "use_beam_search")
         return BeamSearchParams(
             beam_width=1 if self.n is None else self.n,
             max_tokens=max_tokens,
@@ -168,6 +171,7 @@ class SamplingRequest(RequestModel):
             stop=[self.stop] if isinstance(self.stop, str) else self.stop or [],
             logprobs=logprobs,
             extra_args=self.vllm_xargs or {},
+            structured_outputs=to_structured_outputs(self),
             output_kind=RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY,
         )
 

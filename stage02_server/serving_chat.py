@@ -100,7 +100,8 @@ class OpenAIServingChat(OpenAIServing):
         special = self._template.adds_special_tokens(request.add_special_tokens)
         batch = self.make_batch(request, [prompt], request.to_sampling_params(), ids, model, special)
         if request.stream:
-            return self.stream(request, batch, ChatChunks(batch, self.engine_client.tokenizer, self._role))
+            maker = ChatChunks(batch, self.engine_client.tokenizer, self._role)
+            return await self.begin_stream(request, batch, maker, raw_request.receive)
         return await run_until_disconnect(raw_request.receive, self._whole(batch))
 
     async def _whole(self, batch: Batch) -> ChatCompletionResponse:

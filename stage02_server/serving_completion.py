@@ -105,7 +105,8 @@ class OpenAIServingCompletion(OpenAIServing):
             )
         batch = self.make_batch(request, prompts, request.to_sampling_params(), ids, model, request.add_special_tokens)
         if request.stream:
-            return self.stream(request, batch, CompletionChunks(batch, self.engine_client.tokenizer))
+            maker = CompletionChunks(batch, self.engine_client.tokenizer)
+            return await self.begin_stream(request, batch, maker, raw_request.receive)
         return await run_until_disconnect(raw_request.receive, self._whole(batch))
 
     async def _whole(self, batch: Batch) -> CompletionResponse:

@@ -230,15 +230,33 @@ class OpenAIServing:
                 finished[index] = output
         return [finished[index] for index in range(len(batch.requests))]
 
-    async def stream(self, request: SamplingRequest, batch: Batch, maker: ChunkMaker) -> AsyncGenerator[bytes, None]:
-        """Server-sent events: a chunk per output, the usage if asked for, then [DONE].
+    async def begin_stream(
+        self, request: SamplingRequest, batch: Batch, maker: ChunkMaker, receive: Receive
+    ) -> AsyncGenerator[bytes, None]:
+        """The stream of `stream`, which has not begun yet, so that a refusal is still an HTTP status of its own.
+
+        Only the engine can tell whether a grammar compiles. So with structured output the first output is waited for.
+        """
+        outputs = self.outputs(batch)
+        if batch.requests[0].sampling_params.structured_outputs is not None:
+            outputs = await run_until_disconnect(receive, _after_first(outputs))
+        return self.stream(request, batch, maker, outputs)
+
+    async def stream(
+        self,
+        request: SamplingRequest,
+        batch: Batch,
+        maker: ChunkMaker,
+        source: AsyncGenerator[tuple[int, RequestOutput], None],
+    ) -> AsyncGenerator[bytes, None]:
+        """Server-sent events: a chunk per output of `source`, the usage if asked for, then [DONE].
 
         An error after the first byte can no longer change the HTTP status: it becomes an event.
         """
         counts = [0] * (len(batch.requests) * batch.n)
         hidden = None if request.include_usage else {"usage"}
         try:
-            async with aclosing(self.outputs(batch)) as outputs:
+            async with aclosing(source) as outputs:
                 async for prompt, output in outputs:
                     for completion in output.outputs:
                         index = prompt * batch.n + completion.index
@@ -255,6 +273,23 @@ class OpenAIServing:
                 logger.exception("request %s failed", batch.ids.response)
             yield _event(error_json(refusal), batch.ids.engine_id(0))
         yield _event("[DONE]", batch.ids.engine_id(0))
+
+
+async def _after_first(flow: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+    """The same flow, when its first item is there. Raises what the flow raises instead of one."""
+    try:
+        first = await anext(flow)
+    except BaseException:
+        await flow.aclose()
+        raise
+
+    async def go_on() -> AsyncGenerator[T, None]:
+        async with aclosing(flow):
+            yield first
+            async for item in flow:
+                yield item
+
+    return go_on()
 
 
 def _event(data: str, req: str) -> bytes:

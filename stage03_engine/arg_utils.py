@@ -117,7 +117,7 @@ def check_config(config: VllmConfig) -> None:
 
 
 def _check_ranges(config: VllmConfig) -> None:
-    cache, scheduler = config.cache_config, config.scheduler_config
+    cache, scheduler, grammar = config.cache_config, config.scheduler_config, config.structured_outputs_config
     at_least: list[tuple[str, int | None, int]] = [
         ("max_model_len", config.max_model_len, 1),
         ("block_size", cache.block_size, 1),
@@ -127,6 +127,8 @@ def _check_ranges(config: VllmConfig) -> None:
         ("max_num_batched_tokens", scheduler.max_num_batched_tokens, 1),
         ("long_prefill_token_threshold", scheduler.long_prefill_token_threshold, 0),
         ("num_threads", config.device_config.num_threads, 1),
+        ("grammar_cache_size", grammar.grammar_cache_size, 1),
+        ("grammar_memory_bytes", grammar.grammar_memory_bytes, 1),
     ]
     for name, value, least in at_least:
         if value is not None and value < least:
@@ -135,6 +137,9 @@ def _check_ranges(config: VllmConfig) -> None:
         raise ConfigError(f"swap_space must be at least 0, not {cache.swap_space}")
     if not 0.0 < cache.gpu_memory_utilization <= 1.0:
         raise ConfigError(f"gpu_memory_utilization must be in (0, 1], not {cache.gpu_memory_utilization}")
+    for name in ("grammar_compile_seconds", "grammar_step_seconds"):
+        if not 0.01 <= getattr(grammar, name) <= 3600.0:
+            raise ConfigError(f"{name} must be in [0.01, 3600], not {getattr(grammar, name)}")
 
 
 def _check_parallel(config: VllmConfig) -> None:

@@ -139,6 +139,23 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True)
+class StructuredOutputsConfig:
+    """What a grammar that a request brings may cost. Each grammar runs in a process of its own."""
+
+    grammar_cache_size: int = option(
+        32, "most grammars at once; those that no request uses any more stay compiled until their place is needed"
+    )
+    grammar_compile_seconds: float = option(5.0, "CPU seconds that compiling one grammar may take")
+    grammar_step_seconds: float = option(
+        0.5, "CPU seconds that one grammar may take to find the tokens that may follow"
+    )
+    disable_any_whitespace: bool = option(
+        False, "write JSON in one line: a small model may else fill its answer with spaces"
+    )
+    grammar_memory_bytes: int = option(512 * 1024**2, "bytes that one grammar may take (enforced on Linux)")
+
+
+@dataclass(frozen=True)
 class DeviceConfig:
     """Where the model runs."""
 
@@ -174,6 +191,7 @@ class VllmConfig:
     model_config: ModelConfig = ModelConfig()
     cache_config: CacheConfig = CacheConfig()
     scheduler_config: SchedulerConfig = SchedulerConfig()
+    structured_outputs_config: StructuredOutputsConfig = StructuredOutputsConfig()
     device_config: DeviceConfig = DeviceConfig()
     parallel_config: ParallelConfig = ParallelConfig()
     observability_config: ObservabilityConfig = ObservabilityConfig()
@@ -200,6 +218,7 @@ SECTIONS: dict[str, type] = {
     "model_config": ModelConfig,
     "cache_config": CacheConfig,
     "scheduler_config": SchedulerConfig,
+    "structured_outputs_config": StructuredOutputsConfig,
     "device_config": DeviceConfig,
     "parallel_config": ParallelConfig,
     "observability_config": ObservabilityConfig,

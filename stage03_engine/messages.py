@@ -99,6 +99,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False, omit_defaults=
     prompt_logprobs: list[TokenLogprobs] | None = (
         None  # with the first token only: one entry per prompt token but the first
     )
+    error_param: str | None = None  # the field of the request to blame for the error; None: nobody's fault
+    ended_by_grammar: bool = False  # with FinishReason.STOP: the newest token is text, unlike a stop token
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, gc=False):

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from stage03_engine.errors import InvalidRequestError
+from stage03_engine.structured_outputs import StructuredOutputsParams
 
 MAX_STOP_STRINGS = 4
 MAX_LOGPROBS = 20
@@ -57,6 +58,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     truncate_prompt_tokens: int | None = None  # keep the last k tokens of the prompt; -1: as many as leave room for one
     extra_args: dict[str, Any] = {}  # for logits processors of the user's own
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    structured_outputs: StructuredOutputsParams | None = None  # what every output must match
     # Set by the front end, not by callers:
     stop_or_eos_ids: list[int] = []  # what min_tokens holds back
     bad_words_token_ids: list[list[int]] = []

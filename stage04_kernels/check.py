@@ -23,6 +23,7 @@ from stage04_kernels import (
     sampler_reference as reference,
 )
 from stage04_kernels.attention import BACKENDS, attention
+from stage04_kernels.bitmask import apply_token_bitmask
 from stage04_kernels.cases import make_attention_case
 from stage04_kernels.kv_cache import write_kv, write_kv_reference
 from stage04_kernels.logits_cases import apply_rules_reference, random_rules
@@ -190,6 +191,23 @@ def check_rules(seed: int) -> Iterator[Row]:
     yield from rows.values()
 
 
+def check_token_bitmask(seed: int) -> Iterator[Row]:
+    """Masks over part of the rows; vocabularies that end inside a word, at its end and one after; masks of one token too."""
+    row = Row("apply_token_bitmask", "sampler_reference.token_bitmask")
+    for vocab in (8, 31, 32, 33, 2000):
+        logits, generator = random_logits(seed, 6, vocab), torch.Generator().manual_seed(seed)
+        for rows in ([0, 1, 2, 3, 4, 5], [4, 1], [2]):
+            shape = (len(rows), (vocab + 31) // 32)
+            words = torch.randint(-(2**31), 2**31, shape, generator=generator).to(torch.int32)
+            words[0] = 0
+            words[0, (vocab - 1) // 32] = torch.tensor(1 << ((vocab - 1) % 32)).to(torch.int32)
+            slow = logits.tolist()
+            for place, mask in zip(rows, words.tolist()):
+                slow[place] = reference.token_bitmask(slow[place], mask)
+            row.compare(apply_token_bitmask(logits, words, torch.tensor(rows)), torch.tensor(slow, dtype=torch.float64))
+    yield row
+
+
 def random_settings(rows: list[int], seed: int, max_num_logprobs: int | None = None) -> SamplingMetadata:
     """Settings that differ from row to row, every third one greedy. A row's settings depend on its number only."""
     return SamplingMetadata.from_lists(
@@ -265,6 +283,7 @@ CHECKS: list[Callable[[int], Iterator[Row]]] = [
     check_layers,
     check_transforms,
     check_rules,
+    check_token_bitmask,
     check_sample,
     check_distribution,
 ]

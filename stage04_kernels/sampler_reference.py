@@ -73,6 +73,11 @@ def logprobs(logits: list[float], token_id: int, count: int) -> tuple[list[int],
     return ids, [values[index] for index in ids], rank
 
 
+def token_bitmask(logits: list[float], words: list[int]) -> list[float]:
+    """Twin of `apply_token_bitmask` for one row: bit t % 32 of word t // 32 says whether token t may come."""
+    return [x if words[token // 32] % 2**32 // 2 ** (token % 32) % 2 else NEVER for token, x in enumerate(logits)]
+
+
 def race(logits: list[float], noise: list[float]) -> int:
     """Twin of the draw in `sample_random`: the token that arrives first at time noise / probability."""
     arrival = [n / p if p > 0.0 else math.inf for n, p in zip(noise, softmax(logits))]

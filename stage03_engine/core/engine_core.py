@@ -12,9 +12,12 @@ from stage03_engine.core.executor import UniProcExecutor
 from stage03_engine.core.kv_cache_size import decide_num_blocks, decide_num_swap_blocks
 from stage03_engine.core.request import Request
 from stage03_engine.core.scheduler import Scheduler
+from stage03_engine.core.structured_output import StructuredOutputManager
 from stage03_engine.import_class import import_class
-from stage03_engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from stage03_engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from stagetrace import trace
+
+GRAMMAR_WAIT_SECONDS = 0.02  # a request that arrives meanwhile waits so long at most
 
 
 class EngineCore:
@@ -26,6 +29,7 @@ class EngineCore:
         self.num_gpu_blocks = decide_num_blocks(config, self.executor)
         num_swap_blocks = decide_num_swap_blocks(config, self.executor)
         self.executor.initialize_kv_cache(self.num_gpu_blocks, num_swap_blocks)
+        self.structured_output_manager = StructuredOutputManager(config)
         self.scheduler = self._make_scheduler(num_swap_blocks)
         # Seeds for requests that bring none: the same engine seed and order of arrival give the same outputs.
         self._seeds = random.Random(config.model_config.seed)
@@ -43,7 +47,15 @@ class EngineCore:
         seed = cache.prefix_caching_hash_seed
         hash_seed = os.urandom(32) if seed is None else seed.encode()
         pool = pool_class(self.num_gpu_blocks)
-        return scheduler_class(scheduling, cache, pool, self.config.max_model_len, num_swap_blocks, hash_seed)
+        return scheduler_class(
+            scheduling,
+            cache,
+            pool,
+            self.config.max_model_len,
+            num_swap_blocks,
+            hash_seed,
+            self.structured_output_manager,
+        )
 
     def add_request(self, message: EngineCoreRequest) -> None:
         """Queue a request. Raises ValueError when its id is in use."""
@@ -62,6 +74,10 @@ class EngineCore:
         """Run one step. With nothing to do it returns the statistics alone."""
         if not self.scheduler.has_unfinished_requests:
             return EngineCoreOutputs(scheduler_stats=self.scheduler.make_stats())
+        refused = self._end_refused()
+        if self.structured_output_manager.num_not_ready == len(self.scheduler.requests):  # nobody can run: do not spin
+            self.structured_output_manager.wait(GRAMMAR_WAIT_SECONDS)
+            return EngineCoreOutputs(refused, self.scheduler.make_stats())
         if trace.on:
             step, running, waiting = self.scheduler.step + 1, len(self.scheduler.running), len(self.scheduler.waiting)
             trace.emit("engine.step", ph="B", step=step, running=running, waiting=waiting)
@@ -77,7 +93,15 @@ class EngineCore:
         if trace.on:
             running, waiting = len(self.scheduler.running), len(self.scheduler.waiting)
             trace.emit("engine.step", ph="E", step=scheduler_output.step, running=running, waiting=waiting)
-        return EngineCoreOutputs(outputs, self.scheduler.make_stats())
+        return EngineCoreOutputs(refused + outputs, self.scheduler.make_stats())
+
+    def _end_refused(self) -> list[EngineCoreOutput]:
+        """End the requests whose grammar turned out to be impossible."""
+        refused = [r for r in self.structured_output_manager.poll() if r.request_id in self.scheduler.requests]
+        self.scheduler.finish_requests([r.request_id for r in refused], FinishReason.ERROR)
+        for refusal in refused:
+            self._queued_at.pop(refusal.request_id, None)
+        return refused
 
     def _add_queue_time(self, outputs: list[EngineCoreOutput]) -> None:
         """A request's first output says how long it had waited for its first step."""
@@ -89,5 +113,6 @@ class EngineCore:
         return self.scheduler.reset_prefix_cache()
 
     def shutdown(self) -> None:
-        """Release the executor."""
+        """Release the executor and the grammar processes."""
+        self.structured_output_manager.shutdown()
         self.executor.shutdown()

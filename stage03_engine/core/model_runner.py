@@ -19,6 +19,7 @@ from stage03_engine.core.prompt_logprobs import prompt_logprobs
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
 from stage03_engine.messages import TokenLogprobs
 from stage04_kernels.attention import AttentionMetadata
+from stage04_kernels.bitmask import apply_token_bitmask
 from stage04_kernels.sampler import RowsTransform, SamplerOutput, SamplingMetadata, sample
 from stagetrace import trace
 
@@ -136,6 +137,8 @@ class ModelRunner:
         logits = compute_logits(hidden[inputs.logits_indices])
         if trace.on:
             trace.emit("model.logits", step=step, rows=logits.shape[0], vocab_size=logits.shape[1])
+        if scheduler_output.grammar_bitmask:
+            logits = self._apply_grammar_bitmask(logits, inputs.sampled, scheduler_output.grammar_bitmask)
         metadata = self._sampling_metadata(inputs.sampled)
         trace_rules(metadata.rules, step)
         output = sample(logits, metadata)
@@ -223,6 +226,14 @@ class ModelRunner:
 
     def _to_device(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+    def _apply_grammar_bitmask(self, logits: Tensor, rows: list[int], masks: dict[str, bytes]) -> Tensor:
+        """Forbid what a request's grammar forbids; rows of requests without one stay as they are."""
+        ids = [self.batch.request_ids[row] for row in rows]
+        constrained = np.array([i for i, request_id in enumerate(ids) if request_id in masks])
+        words = np.frombuffer(b"".join(masks[ids[i]] for i in constrained), dtype=np.int32).copy()
+        bitmask = self._to_device(words.reshape(len(constrained), -1))
+        return apply_token_bitmask(logits, bitmask, self._to_device(constrained))
 
     def _sampling_metadata(self, rows: list[int]) -> SamplingMetadata:
         requests = [self.batch.rows[row] for row in rows]

@@ -8,9 +8,10 @@ from stage03_engine.messages import EngineCoreRequest, FinishReason, TokenLogpro
 
 
 class RequestStatus(enum.Enum):
-    """WAITING -> RUNNING -> (PREEMPTED -> RUNNING)* -> FINISHED."""
+    """WAITING -> RUNNING -> (PREEMPTED -> RUNNING)* -> FINISHED; WAITING_FOR_FSM first while its grammar compiles."""
 
     WAITING = enum.auto()
+    WAITING_FOR_FSM = enum.auto()
     RUNNING = enum.auto()
     PREEMPTED = enum.auto()
     FINISHED = enum.auto()

@@ -34,6 +34,7 @@ class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
     preempted_req_ids: list[str]
     blocks_to_swap_out: list[tuple[int, int]] = []  # (block of the KV cache, CPU block), copied before the model runs
     blocks_to_swap_in: list[tuple[int, int]] = []  # (CPU block, block of the KV cache), copied after those
+    grammar_bitmask: dict[str, bytes] | None = None  # of requests with a grammar that are sampled: the tokens it allows
 
     @property
     def total_num_scheduled_tokens(self) -> int:

@@ -16,6 +16,7 @@ from stage03_engine.core.kv_cache_manager import KVCacheManager
 from stage03_engine.core.request import Request, RequestStatus, check_stop
 from stage03_engine.core.request_queue import RequestQueue
 from stage03_engine.core.sched_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from stage03_engine.core.structured_output import StructuredOutputManager
 from stage03_engine.core.swap_space import SwapSpace
 from stage03_engine.messages import EngineCoreOutput, FinishReason, SchedulerStats
 from stagetrace import trace
@@ -39,8 +40,10 @@ class Scheduler:
         max_model_len: int,
         num_swap_blocks: int = 0,
         hash_seed: bytes = b"",
+        structured_output_manager: StructuredOutputManager | None = None,
     ) -> None:
         self.config = config
+        self.structured_output_manager = structured_output_manager or StructuredOutputManager()
         self.max_model_len = max_model_len
         block_size = cache_config.block_size
         self.kv_cache_manager = KVCacheManager(block_pool, block_size, cache_config.enable_prefix_caching, hash_seed)
@@ -65,6 +68,9 @@ class Scheduler:
         request.arrival = next(self._arrivals)
         self.requests[request.request_id] = request
         self.waiting.add(request)
+        if request.sampling_params.structured_outputs is not None:
+            request.status = RequestStatus.WAITING_FOR_FSM
+            self.structured_output_manager.grammar_init(request.request_id, request.sampling_params)
         if trace.on:
             trace.emit("sched.queued", req=request.request_id, waiting=len(self.waiting))
 
@@ -83,6 +89,7 @@ class Scheduler:
         freed = self.kv_cache_manager.free(request.request_id)
         if self.swap_space is not None:
             self.swap_space.drop(request.request_id)
+        self.structured_output_manager.free(request.request_id)
         del self.requests[request.request_id]
         self.finished_req_ids.append(request.request_id)
         if trace.on:
@@ -105,6 +112,8 @@ class Scheduler:
             self._schedule_waiting(output, budget)
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             self.requests[request_id].num_computed_tokens += num_tokens
+        caught_up = [i for i in output.num_scheduled_tokens if self._has_caught_up(i)]
+        output.grammar_bitmask = self.structured_output_manager.grammar_bitmask(caught_up)
         if trace.on:
             total, free = output.total_num_scheduled_tokens, self.kv_cache_manager.block_pool.num_free
             budget = self.config.max_num_batched_tokens
@@ -117,6 +126,10 @@ class Scheduler:
         if 0 < threshold < num_tokens and len(self.requests) > 1:
             num_tokens = threshold
         return min(num_tokens, budget)
+
+    def _has_caught_up(self, request_id: str) -> bool:
+        request = self.requests[request_id]
+        return request.num_computed_tokens == request.num_tokens
 
     def _schedule_running(self, output: SchedulerOutput, budget: int) -> int:
         """Tokens for running requests; returns the budget that is left.
@@ -179,9 +192,15 @@ class Scheduler:
 
     def _schedule_waiting(self, output: SchedulerOutput, budget: int) -> None:
         """Admit waiting requests in order while budget, batch and blocks last. The first that does not fit stops the
-        rest: nobody overtakes."""
-        while self.waiting and budget > 0 and len(self.running) < self.config.max_num_seqs:
-            request = self.waiting[0]
+        rest: nobody overtakes, except those whose grammars still compile."""
+        index = 0
+        while index < len(self.waiting) and budget > 0 and len(self.running) < self.config.max_num_seqs:
+            request = self.waiting[index]
+            if request.status == RequestStatus.WAITING_FOR_FSM:
+                if not self.structured_output_manager.is_ready(request.request_id):
+                    index += 1
+                    continue
+                request.status = RequestStatus.WAITING
             hits = self.kv_cache_manager.get_computed_blocks(request)
             computed = max(len(hits) * self.kv_cache_manager.block_size, request.num_computed_tokens)
             missing = request.num_tokens - computed
@@ -235,6 +254,7 @@ class Scheduler:
         outputs: list[EngineCoreOutput] = []
         for request_id, (start, entries) in runner_output.prompt_logprobs.items():
             self.requests[request_id].add_prompt_logprobs(start, entries)
+        complete, failed = self.structured_output_manager.accept_tokens(runner_output.sampled_token_ids)
         for request_id, new_token_ids in runner_output.sampled_token_ids.items():
             request = self.requests[request_id]
             for token_id in new_token_ids:
@@ -252,6 +272,11 @@ class Scheduler:
                     prompt_logprobs=request.take_prompt_logprobs(),
                 )
             )
+            if request_id in failed:
+                outputs[-1] = failed[request_id]
+            elif request_id in complete and reason != FinishReason.STOP:  # nothing can follow, whatever the length
+                outputs[-1].finish_reason, outputs[-1].ended_by_grammar = FinishReason.STOP, True
+            reason = outputs[-1].finish_reason
             if trace.on:
                 total = request.num_output_tokens
                 trace.emit(

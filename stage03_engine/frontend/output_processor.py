@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 
+from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.detokenizer import IncrementalDetokenizer
 from stage03_engine.frontend.parallel_sampling import ParentRequest
 from stage03_engine.frontend.stats import IterationStats, RequestStats
@@ -154,7 +155,12 @@ class OutputProcessor:
             if state is None:
                 continue
             if output.error is not None:
-                self._refuse(state, RuntimeError(output.error))
+                self._refuse(
+                    state,
+                    RuntimeError(output.error)
+                    if output.error_param is None
+                    else InvalidRequestError(output.error, output.error_param),
+                )
                 continue
             stop = self._take_in(state, output)
             if stop is not None and output.finish_reason is None:
@@ -184,7 +190,7 @@ class OutputProcessor:
         if output.prompt_logprobs is not None:
             state.prompt_logprobs = [None, *output.prompt_logprobs]
         before = state.detokenizer.safe
-        by_token = output.finish_reason == FinishReason.STOP
+        by_token = output.finish_reason == FinishReason.STOP and not output.ended_by_grammar
         stop = state.detokenizer.update(output.new_token_ids, finished_by_token=by_token)
         if trace.on:
             new = max(0, state.detokenizer.safe - before)
@@ -205,7 +211,7 @@ class OutputProcessor:
                 num_output_tokens=len(state.token_ids),
             )
 
-    def _refuse(self, state: RequestState, error: RuntimeError) -> None:
+    def _refuse(self, state: RequestState, error: RuntimeError | InvalidRequestError) -> None:
         """The engine could not take this request: whoever waits for it hears why."""
         self._forget(state.request.request_id)
         if state.queue is None:

@@ -49,6 +49,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"use_beam_search": True, "stream": True}, "stream"),
     ({"use_beam_search": True, "prompt_logprobs": 0}, "prompt_logprobs"),
     ({"use_beam_search": True, "min_tokens": 1}, "min_tokens"),
+    ({"use_beam_search": True, "guided_regex": "a+"}, "use_beam_search"),
     ({"use_beam_search": True, "stop": "x"}, "stop"),
     ({"use_beam_search": True, "repetition_penalty": 1.1}, "repetition_penalty"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),

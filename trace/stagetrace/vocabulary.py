@@ -105,6 +105,10 @@ _ROWS = [
     Row("zmq.request_received", 7, ENGINE, {"type": "str"}, "The engine's input thread decoded it.", "v1/engine/core.py process_input_sockets"),
     # Phase 8: execution
     Row("sched.queued", 8, ENGINE, {"waiting": "int"}, "The request waits for its first step.", "v1/core/sched/scheduler.py add_request"),
+    _optional("grammar.compiled", 8, ENGINE, {"kind": "str", "seconds": "float", "cached": "bool"},
+        "The request's grammar is ready; cached: an earlier request had brought the same.", "v1/structured_output/__init__.py grammar_init"),
+    _optional("grammar.refused", 8, ENGINE, {"message": "str"}, "The request ends: its grammar is impossible, or cost more than it may.",
+        "v1/structured_output/__init__.py grammar_init"),
     Row("engine.step", 8, ENGINE, {"running": "int", "waiting": "int"}, "A span: schedule, execute, update.", "v1/engine/core.py EngineCore.step"),
     Row("sched.admit", 8, ENGINE, {"new_blocks": "list[int]", "num_prompt_tokens": "int"}, "A waiting request joined the running ones.", "v1/core/sched/scheduler.py schedule"),
     Row("sched.scheduled", 8, ENGINE, {"num_tokens": "int", "num_computed": "int", "new_blocks": "list[int]"},

@@ -1,0 +1,97 @@
+"""What structured output a request may ask for (vllm/sampling_params.py, StructuredOutputsParams).
+
+Everything that can be checked without a grammar compiler is checked here, before the engine hears of the request.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, NoReturn
+
+import msgspec
+
+from stage03_engine.errors import InvalidRequestError
+from stage03_engine.grammar.json_schema import check_json_schema
+from stage03_engine.grammar.regex import check_regex
+
+MAX_GRAMMAR_CHARACTERS = 65_536
+KINDS = ("json", "regex", "choice", "grammar", "json_object")
+
+
+class StructuredOutputsParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """The output matches exactly one of: a JSON schema, a regular expression (whole output, "." is any character), one of
+    several texts, a grammar in GBNF notation with the rule `root`, any JSON object.
+
+    `json` may be given as text or as a Python value and is kept as text. `source` is the field by which the request asked;
+    messages name it. Raises InvalidRequestError.
+    """
+
+    json: str | dict[str, Any] | bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    source: str = "structured_outputs"
+
+    def __post_init__(self) -> None:
+        given = [
+            kind for kind in KINDS if getattr(self, kind) not in (None, False) or (kind, self.json) == ("json", False)
+        ]
+        if len(given) != 1:
+            found = " and ".join(given) or "none"
+            self._refuse(f"give exactly one of {', '.join(KINDS)}, got {found}")
+        try:
+            self._check(given[0])
+        except RecursionError:
+            self._refuse("is nested too deeply")
+
+    def _check(self, kind: str) -> None:
+        if kind == "json":
+            msgspec.structs.force_setattr(self, "json", self._json_text())
+        text = self.key[1]
+        if len(text) > MAX_GRAMMAR_CHARACTERS:
+            self._refuse(f"must have at most {MAX_GRAMMAR_CHARACTERS} characters, got {len(text)}")
+        if "\0" in text or any("\ud800" <= c <= "\udfff" for c in text):
+            self._refuse("must be Unicode text without NUL")
+        problem = None
+        if kind == "json":
+            problem = check_json_schema(json.loads(text))
+        elif kind == "regex":
+            problem = check_regex(text)
+        elif kind == "choice" and (not self.choice or not all(self.choice)):
+            problem = "must be a list of at least one text, none of them empty"
+        elif kind == "grammar" and not re.search(r"^\s*root\s*::=", text, re.MULTILINE):
+            problem = "needs a rule `root ::= ...`"
+        if problem is not None:
+            self._refuse(problem)
+
+    def _json_text(self) -> str:
+        """The schema as compact text, with its properties in their order."""
+        schema: Any = self.json
+        if isinstance(schema, str):
+            if len(schema) > MAX_GRAMMAR_CHARACTERS:
+                self._refuse(f"must have at most {MAX_GRAMMAR_CHARACTERS} characters, got {len(schema)}")
+            try:
+                schema = json.loads(
+                    schema, parse_constant=lambda name: self._refuse(f"holds {name}, which is not JSON")
+                )
+            except json.JSONDecodeError as error:
+                self._refuse(f"is not valid JSON: {error}")
+        try:
+            return json.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        except (TypeError, ValueError) as error:
+            self._refuse(f"cannot be written as JSON: {error}")
+
+    def _refuse(self, problem: str) -> NoReturn:
+        raise InvalidRequestError(f"{self.source}: {problem}.", self.source)
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """(kind, text): equal for requests that can share a compiled grammar."""
+        if self.choice is not None:
+            return "choice", json.dumps(self.choice, ensure_ascii=False)
+        for kind in ("json", "regex", "grammar"):
+            if (text := getattr(self, kind)) is not None:
+                return kind, text
+        return "json_object", ""

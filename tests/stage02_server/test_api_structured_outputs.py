@@ -1,0 +1,174 @@
+"""Structured output over HTTP: which fields ask for it, what is refused with which words, and when the status is decided."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from server_under_test import InProcessServer, RecordingEcho, ServerProcess, events
+
+from stage03_engine.structured_outputs import StructuredOutputsParams
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+SCHEMA = {
+    "type": "object",
+    "properties": {"answer": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["answer"],
+}
+BY_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}
+BAD_FORM, BAD_REQUEST = "Bad Request", "BadRequestError"
+
+
+def nested(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "null"}
+    for _ in range(levels):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+REFUSED: list[tuple[dict[str, Any], str, str, str]] = [
+    # fields, type, param, a word of the message
+    ({"response_format": "json"}, BAD_FORM, "body.response_format", "dictionary"),
+    ({"response_format": {}}, BAD_REQUEST, "response_format", "json_schema"),
+    ({"response_format": {"type": "xml"}}, BAD_REQUEST, "response_format", "json_schema"),
+    ({"response_format": {"type": "structural_tag"}}, BAD_REQUEST, "response_format", "json_schema"),
+    ({"response_format": {"type": "json_schema"}}, BAD_REQUEST, "response_format", "schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}}, BAD_REQUEST, "response_format", "schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}, BAD_REQUEST, "response_format", "not"),
+    ({"structured_outputs": "a"}, BAD_FORM, "body.structured_outputs", "dictionary"),
+    ({"structured_outputs": {}}, BAD_REQUEST, "structured_outputs", "exactly one"),
+    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, BAD_REQUEST, "structured_outputs", "regex and choice"),
+    ({"structured_outputs": {"structural_tag": "a"}}, BAD_REQUEST, "structured_outputs", "structural_tag"),
+    ({"structured_outputs": {"regex": 3}}, BAD_REQUEST, "structured_outputs", "regex"),
+    ({"structured_outputs": {"choice": "yes"}}, BAD_REQUEST, "structured_outputs", "choice"),
+    ({"structured_outputs": {"json": False}}, BAD_REQUEST, "structured_outputs", "false"),
+    ({"guided_json": "{"}, BAD_REQUEST, "guided_json", "JSON"),
+    ({"guided_json": 3}, BAD_FORM, "body.guided_json", "guided_json"),
+    ({"guided_json": nested(100)}, BAD_REQUEST, "guided_json", "levels"),
+    ({"guided_json": nested(400)}, BAD_REQUEST, "guided_json", "deep"),
+    ({"guided_regex": "("}, BAD_REQUEST, "guided_regex", "regular expression"),
+    ({"guided_regex": "a" * 70_000}, BAD_REQUEST, "guided_regex", "65536"),
+    ({"guided_json": {"\ud800": 1}}, BAD_REQUEST, "guided_json", "Unicode"),
+    ({"guided_json": {"type": "string", "\ud800": 1}}, BAD_REQUEST, "guided_json", "Unicode"),
+    ({"guided_regex": ["a"]}, BAD_FORM, "body.guided_regex", "string"),
+    ({"guided_regex": "\ud800"}, BAD_FORM, "body.guided_regex", "Unicode"),
+    ({"guided_choice": []}, BAD_REQUEST, "guided_choice", "at least one"),
+    ({"guided_choice": [""]}, BAD_REQUEST, "guided_choice", "empty"),
+    ({"guided_choice": [3]}, BAD_FORM, "body.guided_choice", "string"),
+    ({"guided_grammar": "x ::= 3"}, BAD_REQUEST, "guided_grammar", "root"),
+    ({"guided_regex": "a", "guided_choice": ["b"]}, BAD_REQUEST, "guided_choice", "guided_regex and guided_choice"),
+    ({"guided_regex": "a", "response_format": {"type": "json_object"}}, BAD_REQUEST, "guided_regex", "response_format and guided_regex"),
+    ({"structured_outputs": {"regex": "a"}, "guided_regex": "a"}, BAD_REQUEST, "guided_regex", "only one"),
+]  # fmt: skip
+TAKEN: list[tuple[dict[str, Any], tuple[str, str] | None]] = [
+    ({"response_format": {"type": "text"}, "structured_outputs": None, "guided_json": None}, None),
+    ({"response_format": {"type": "text"}, "guided_regex": "a+"}, ("regex", "a+")),
+    ({"response_format": {"type": "json_object"}}, ("json_object", "")),
+    ({"response_format": BY_SCHEMA}, ("json", json.dumps(SCHEMA, separators=(",", ":")))),
+    ({"structured_outputs": {"json": SCHEMA, "regex": None}}, ("json", json.dumps(SCHEMA, separators=(",", ":")))),
+    ({"structured_outputs": {"json_object": True}}, ("json_object", "")),
+    ({"guided_json": json.dumps(SCHEMA)}, ("json", json.dumps(SCHEMA, separators=(",", ":")))),
+    ({"guided_json": True}, ("json", "true")),
+    ({"guided_choice": ["yes", "é"]}, ("choice", '["yes", "é"]')),
+    ({"guided_grammar": 'root ::= "a"'}, ("grammar", 'root ::= "a"')),
+]
+PATHS = [(COMPLETIONS, {"prompt": "Hello"}), (CHAT, {"messages": [{"role": "user", "content": "Hello"}]})]
+
+
+class RememberingEcho(RecordingEcho):
+    """The echo engine with a memory of what every answer was to match."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wanted: list[StructuredOutputsParams | None] = []
+
+    async def add_request_async(self, request: Any) -> None:
+        self.wanted.append(request.sampling_params.structured_outputs)
+        await super().add_request_async(request)
+
+
+@pytest.fixture(scope="module")
+def echo() -> Iterator[InProcessServer]:
+    server = InProcessServer(RememberingEcho())
+    yield server
+    server.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("fields", "type", "param", "word"), REFUSED, ids=lambda value: str(value)[:50])
+def test_what_is_refused(
+    echo: InProcessServer, fields: dict[str, Any], type: str, param: str, word: str, stream: bool
+) -> None:
+    for path, body in PATHS:
+        content, headers = json.dumps(body | {"stream": stream} | fields), {"Content-Type": "application/json"}
+        response = echo.request("POST", path, content=content, headers=headers)
+        error = response.json()["error"]
+        assert (response.status_code, error["type"], error["param"]) == (400, type, param), error
+        assert word in error["message"] and len(error["message"]) < 250
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("fields", "key"), TAKEN, ids=str)
+def test_what_reaches_the_engine(
+    echo: InProcessServer, fields: dict[str, Any], key: tuple[str, str] | None, stream: bool
+) -> None:
+    assert isinstance(echo.client, RememberingEcho)
+    for path, body in PATHS:
+        echo.client.wanted.clear()
+        response = echo.post(path, body | {"stream": stream, "n": 2, "max_tokens": 5} | fields)
+        assert response.status_code == 200, response.text
+        assert [wanted and wanted.key for wanted in echo.client.wanted] == [key, key]
+        if stream:  # the output that was waited for is not lost
+            pieces = [choice for event in events(response.text) for choice in event["choices"]]
+            texts = [
+                piece.get("text") or piece.get("delta", {}).get("content") or ""
+                for piece in pieces
+                if piece["index"] == 1
+            ]
+            assert "".join(texts) == "Hello"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    server = ServerProcess(
+        "gpt2-tiny", "--port", "0", "--kv-cache-memory-bytes", "50000000", "--disable-any-whitespace"
+    )
+    server.wait_until_ready()
+    yield server
+    server.close()
+
+
+def test_what_only_the_compiler_finds_is_a_400_before_the_first_byte(server: ServerProcess) -> None:
+    """Streamed or not, among neighbours that do not notice."""
+    plain = {"prompt": "ROMEO:", "max_tokens": 60, "temperature": 0}
+    bad = [{"guided_grammar": "root ::= nothing"}, {"guided_json": {"$ref": "#"}}, {"guided_regex": "(?=a)b"}]
+    with httpx.Client(base_url=server.url, timeout=60) as client, ThreadPoolExecutor(8) as pool:
+        alone = client.post(COMPLETIONS, json=plain).json()["choices"][0]["text"]
+        neighbours = [pool.submit(client.post, COMPLETIONS, json=plain) for _ in range(2)]
+        for fields in bad:
+            for stream in (False, True):
+                response = client.post(COMPLETIONS, json=plain | fields | {"stream": stream})
+                assert response.status_code == 400, response.text
+                assert response.json()["error"]["param"] == next(iter(fields))
+                assert response.json()["error"]["message"].startswith(next(iter(fields)))
+        assert [n.result().json()["choices"][0]["text"] for n in neighbours] == [alone, alone]
+
+
+def test_openai_client_gets_an_object_of_the_schema(server: ServerProcess) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        ask: Any = {
+            "model": "gpt2-tiny",
+            "messages": [{"role": "user", "content": "What?"}],
+            "response_format": BY_SCHEMA,
+        }
+        whole = client.chat.completions.create(**ask, n=3, seed=1)
+        for choice in whole.choices:
+            assert choice.finish_reason == "stop" and 0 <= json.loads(choice.message.content or "")["answer"] <= 9
+        stream = client.chat.completions.create(**ask, seed=1, stream=True)
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+        assert text == whole.choices[0].message.content
