@@ -12,6 +12,7 @@ from stage03_engine.args.detect import available_cores, detect_device
 from stage03_engine.args.fields import Setting, add_flags, settings_of
 from stage03_engine.args.parser import did_you_mean
 from stage03_engine.args.resolve import Resolved, resolve_cli, resolve_settings, with_detected
+from stage03_engine.args.speculative import parse_speculative_config
 from stage03_engine.config import SECTIONS, VllmConfig
 from stage03_engine.errors import ConfigError
 from stage03_engine.model_path import ModelFiles, resolve_model
@@ -100,7 +101,12 @@ def _detect(files: ModelFiles, device: str) -> dict[str, tuple[Any, str]]:
 
 
 def _build(settings: Mapping[str, Resolved], files: ModelFiles) -> VllmConfig:
-    computed = {"model_path": files.model_path, "tokenizer_path": files.tokenizer_path, "shape": files.shape}
+    computed: dict[str, Any] = {
+        "model_path": files.model_path,
+        "tokenizer_path": files.tokenizer_path,
+        "shape": files.shape,
+    }
+    computed |= parse_speculative_config(settings["speculative_config"].value)
     sections = {}
     for name, section in SECTIONS.items():
         values = {f.name: settings[f.name].value if f.name in settings else computed[f.name] for f in fields(section)}

@@ -90,6 +90,21 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True)
+class SpeculativeConfig:
+    """Speculative decoding: guess tokens and verify several in one step. `method` None means off."""
+
+    speculative_config: dict[str, Any] | None = option(
+        None,
+        'speculative decoding, as JSON: {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, '
+        '"prompt_lookup_max": 4}; off if not given',
+    )
+    method: str | None = internal(None)
+    num_speculative_tokens: int = internal(0)
+    prompt_lookup_min: int = internal(0)
+    prompt_lookup_max: int = internal(0)
+
+
+@dataclass(frozen=True)
 class DeviceConfig:
     """Where the model runs."""
 
@@ -125,6 +140,7 @@ class VllmConfig:
     model_config: ModelConfig = ModelConfig()
     cache_config: CacheConfig = CacheConfig()
     scheduler_config: SchedulerConfig = SchedulerConfig()
+    speculative_config: SpeculativeConfig = SpeculativeConfig()
     device_config: DeviceConfig = DeviceConfig()
     parallel_config: ParallelConfig = ParallelConfig()
     observability_config: ObservabilityConfig = ObservabilityConfig()
@@ -151,6 +167,7 @@ SECTIONS: dict[str, type] = {
     "model_config": ModelConfig,
     "cache_config": CacheConfig,
     "scheduler_config": SchedulerConfig,
+    "speculative_config": SpeculativeConfig,
     "device_config": DeviceConfig,
     "parallel_config": ParallelConfig,
     "observability_config": ObservabilityConfig,

@@ -79,6 +79,14 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False, omit_defaults=
     error: str | None = None  # with FinishReason.ERROR
 
 
+class SpecDecodingStats(msgspec.Struct, array_like=True, gc=False):
+    """What became of drafts since the start: how often there were some, how many tokens, how many of them stood."""
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+
 class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     """The state of the scheduler after a step. `kv_cache_usage` is in [0, 1]; `num_preemptions` counts since start."""
 
@@ -86,6 +94,7 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     num_waiting: int = 0
     kv_cache_usage: float = 0.0
     num_preemptions: int = 0
+    spec_decoding: SpecDecodingStats = msgspec.field(default_factory=SpecDecodingStats)
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, gc=False):

@@ -18,11 +18,14 @@ from stage04_kernels import sampler, sampler_reference as reference
 from stage04_kernels.attention import BACKENDS, attention
 from stage04_kernels.cases import make_attention_case
 from stage04_kernels.kv_cache import write_kv, write_kv_reference
+from stage04_kernels.rejection_sampler import num_accepted
 from stage04_kernels.sampler import SamplingMetadata
 from stage04_kernels.tolerances import EXACT, TOLERANCES, Tolerance
 from stagetrace import trace
 
 NUM_DRAWS = 20_000
+# Five standard deviations of the frequency of a token with probability 1/2, the widest there is.
+FREQUENCY_TOLERANCE = Tolerance(round(5 * math.sqrt(0.25 / NUM_DRAWS), 4), 0.0)
 NUM_SEEDS = 4  # how often each batch shape is filled with other numbers and other block tables
 
 ATTENTION_GRID: dict[str, list[dict[str, Any]]] = {
@@ -153,10 +156,8 @@ def random_settings(rows: list[int], seed: int, max_num_logprobs: int | None = N
     )
 
 
-def sample_row_reference(logits: list[float], row: int, metadata: SamplingMetadata) -> int:
-    """One row through the slow twins in the order of `sample`, with the same noise."""
-    if row not in metadata.random_rows:
-        return logits.index(max(logits))
+def prepare_reference(logits: list[float], row: int, metadata: SamplingMetadata) -> tuple[list[float], list[float]]:
+    """One random row through the slow twins in the order of `sample`, and the noise of its draw."""
     noise = sampler.exponential_noise(
         [metadata.seeds[row]], [metadata.positions[row]], len(logits), torch.device("cpu")
     )
@@ -167,7 +168,14 @@ def sample_row_reference(logits: list[float], row: int, metadata: SamplingMetada
         logits = reference.top_k(logits, int(metadata.top_k[row]))
     if metadata.top_p is not None:
         logits = reference.top_p(logits, float(metadata.top_p[row]))
-    return reference.race(logits, noise[0].tolist())
+    return logits, noise[0].tolist()
+
+
+def sample_row_reference(logits: list[float], row: int, metadata: SamplingMetadata) -> int:
+    """One row of `sample`."""
+    if row not in metadata.random_rows:
+        return logits.index(max(logits))
+    return reference.race(*prepare_reference(logits, row, metadata))
 
 
 def check_sample(seed: int) -> Iterator[Row]:
@@ -199,14 +207,56 @@ def check_distribution(seed: int) -> Iterator[Row]:
     """How often each token is drawn, against its probability: over seeds, and over the positions of one seed."""
     logits = random_logits(seed, 1, 16) / 3
     probs = logits.softmax(dim=-1)[0]
-    # Five standard deviations of the frequency of a token with probability 1/2, the widest there is.
-    tolerance = Tolerance(round(5 * math.sqrt(0.25 / NUM_DRAWS), 4), 0.0)
     many, one = list(range(NUM_DRAWS)), [seed] * NUM_DRAWS
     for name, seeds, positions in (("seeds", [seed + n for n in many], one), ("positions", one, many)):
-        row = Row(f"frequency over {NUM_DRAWS} {name}", "softmax", tolerance)
+        row = Row(f"frequency over {NUM_DRAWS} {name}", "softmax", FREQUENCY_TOLERANCE)
         tokens = sampler.sample_random(logits.expand(NUM_DRAWS, -1), seeds, positions)
         row.compare(tokens.bincount(minlength=16) / NUM_DRAWS, probs)
         yield row
+
+
+def verify_reference(logits: list[list[float]], first: int, draft: list[int], metadata: SamplingMetadata) -> list[int]:
+    """One request with drafts, position after position, as the textbook has it; its rows begin at `first`."""
+    tokens: list[int] = []
+    for row, guess in enumerate(draft, start=first):
+        if row in metadata.random_rows:
+            accepted, token = reference.verify_draft(*prepare_reference(logits[row], row, metadata), guess)
+        else:
+            token = sample_row_reference(logits[row], row, metadata)
+            accepted = token == guess
+        tokens.append(token)
+        if not accepted:
+            return tokens
+    return [*tokens, sample_row_reference(logits[first + len(draft)], first + len(draft), metadata)]
+
+
+def check_rejection(seed: int) -> Iterator[Row]:
+    """Drafts of 0 to 4 tokens, likely ones and others, against the textbook's rejection sampling; and how often each token
+    comes out of it."""
+    row = Row("num_accepted", "sampler_reference.verify_draft")
+    lengths = [0, 1, 2, 3, 4, 4]
+    for vocab, case_seed in product((4, 50, 2000), range(seed, seed + NUM_SEEDS)):
+        num_rows = sum(lengths) + len(lengths)
+        logits, metadata = random_logits(case_seed, num_rows, vocab), random_settings(list(range(num_rows)), case_seed)
+        tokens = sampler.sample(logits, metadata).sampled_token_ids
+        firsts = [sum(lengths[:i]) + i for i in range(len(lengths))]
+        # What is sampled is proposed too, so that drafts are accepted; request 3 proposes something else at its end.
+        drafts = [tokens[first : first + count].tolist() for first, count in zip(firsts, lengths)]
+        drafts[3][-1] = (drafts[3][-1] + 1) % vocab
+        drafts[4] = logits[firsts[4] : firsts[4] + 4].argmax(dim=-1).tolist()
+        for first, draft, accepted in zip(firsts, drafts, num_accepted(tokens, drafts)):
+            slow = verify_reference(logits.tolist(), first, draft, metadata)
+            row.compare(torch.tensor(accepted + 1), torch.tensor(len(slow)))
+            row.compare(tokens[first : first + len(slow)], torch.tensor(slow))
+    yield row
+    logits = random_logits(seed, 1, 16) / 3
+    row = Row(f"frequency over {NUM_DRAWS} drafts", "softmax", FREQUENCY_TOLERANCE)
+    twins = logits[0].tolist()
+    noise = sampler.exponential_noise([seed] * NUM_DRAWS, list(range(NUM_DRAWS)), 16, torch.device("cpu")).tolist()
+    likely = int(logits.argmax())
+    tokens = torch.tensor([reference.verify_draft(twins, times, likely)[1] for times in noise])
+    row.compare(tokens.bincount(minlength=16) / NUM_DRAWS, logits.softmax(dim=-1)[0])
+    yield row
 
 
 CHECKS: list[Callable[[int], Iterator[Row]]] = [
@@ -215,6 +265,7 @@ CHECKS: list[Callable[[int], Iterator[Row]]] = [
     check_transforms,
     check_sample,
     check_distribution,
+    check_rejection,
 ]
 
 

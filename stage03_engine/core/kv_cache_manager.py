@@ -13,7 +13,8 @@ def cdiv(a: int, b: int) -> int:
 class KVCacheManager:
     """The block table of every request that holds blocks.
 
-    A block table only ever grows at its end while the request holds blocks: what was sent to the worker stays true.
+    A block table only ever grows at its end while the request holds blocks: what was sent to the worker stays true. The one
+    exception is `trim`, which the worker follows by itself.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -33,6 +34,13 @@ class KVCacheManager:
         new_blocks = self.block_pool.allocate(max(0, missing))
         self._tables[request_id] = table + new_blocks
         return new_blocks
+
+    def trim(self, request_id: str, num_tokens: int) -> None:
+        """Give back the blocks behind the first `num_tokens` tokens: they held drafts that were rejected."""
+        table = self._tables[request_id]
+        needed = cdiv(num_tokens, self.block_size)
+        self._tables[request_id] = table[:needed]
+        self.block_pool.free(table[needed:])
 
     def free(self, request_id: str) -> int:
         """Give back all blocks of a request; returns how many. A request without blocks has none to give."""

@@ -32,6 +32,9 @@ class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
     num_scheduled_tokens: dict[str, int]
     finished_req_ids: list[str]
     preempted_req_ids: list[str]
+    scheduled_spec_decode_tokens: dict[
+        str, list[int]
+    ] = {}  # drafts that are verified; num_scheduled_tokens counts them
 
     @property
     def total_num_scheduled_tokens(self) -> int:
@@ -45,3 +48,4 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, gc=False):
 
     sampled_token_ids: dict[str, list[int]]
     logprobs: dict[str, list[TokenLogprobs]] = {}
+    draft_token_ids: dict[str, list[int]] = {}  # proposed for the next step

@@ -7,11 +7,13 @@ So every decision can be replayed, and tested in milliseconds.
 from __future__ import annotations
 
 from collections import deque
+from copy import copy
 
 from stage03_engine.config import SchedulerConfig
 from stage03_engine.core.kv_cache_manager import KVCacheManager
-from stage03_engine.core.request import Request, RequestStatus, check_stop
+from stage03_engine.core.request import Request, RequestStatus, append_tokens
 from stage03_engine.core.sched_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from stage03_engine.core.spec_decode.draft_scheduler import DraftScheduler
 from stage03_engine.messages import EngineCoreOutput, FinishReason, SchedulerStats
 from stagetrace import trace
 
@@ -29,6 +31,7 @@ class Scheduler:
         self.config = config
         self.max_model_len = max_model_len
         self.kv_cache_manager = KVCacheManager(num_blocks, block_size)
+        self.drafts = DraftScheduler(self.kv_cache_manager, config.max_num_batched_tokens, max_model_len)
         self.requests: dict[str, Request] = {}
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -89,6 +92,7 @@ class Scheduler:
         budget = self._schedule_running(output, self.config.max_num_batched_tokens)
         if not output.preempted_req_ids:  # who was just sent away must not be overtaken by a newcomer
             self._schedule_waiting(output, budget)
+        self.drafts.schedule(output, self.requests)
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             self.requests[request_id].num_computed_tokens += num_tokens
         if trace.on:
@@ -186,11 +190,13 @@ class Scheduler:
         stopped: set[str] = set()
         for request_id, new_token_ids in runner_output.sampled_token_ids.items():
             request = self.requests[request_id]
-            for token_id in new_token_ids:
-                request.append_output_token(token_id)
-            stop = check_stop(request, self.max_model_len)
+            self.drafts.settle(output, request, len(new_token_ids))
+            request.spec_token_ids = runner_output.draft_token_ids.get(request_id, [])
+            new_token_ids, stop = append_tokens(request, new_token_ids, self.max_model_len)
             reason, stop_reason = stop or (None, None)
             logprobs = runner_output.logprobs.get(request_id)
+            if logprobs is not None:
+                logprobs = logprobs[: len(new_token_ids)]
             outputs.append(EngineCoreOutput(request_id, new_token_ids, logprobs, reason, stop_reason))
             if trace.on:
                 trace.emit(
@@ -212,7 +218,9 @@ class Scheduler:
     def make_stats(self) -> SchedulerStats:
         """The state after a step, for the metrics."""
         usage = self.kv_cache_manager.block_pool.usage
-        return SchedulerStats(len(self.running), len(self.waiting), usage, self.num_preemptions)
+        return SchedulerStats(
+            len(self.running), len(self.waiting), usage, self.num_preemptions, copy(self.drafts.stats)
+        )
 
     def check_invariants(self) -> None:
         """Raises AssertionError when the state contradicts itself."""

@@ -51,7 +51,7 @@ class IncrementalDetokenizer:
         self.safe = 0
 
     def update(self, new_token_ids: list[int], finished_by_token: bool = False) -> str | None:
-        """Append tokens; returns the stop string that appeared, or None.
+        """Append tokens; returns the stop string that appeared, or None. Tokens behind it add no text.
 
         `finished_by_token` says that the last id is an end-of-text or stop token, which is not part of the text.
         """
@@ -60,10 +60,12 @@ class IncrementalDetokenizer:
             if self._skip_special and self._tokenizer.is_special(token_id):
                 continue
             self.text += self._decoder.decode(self._tokenizer.token_bytes(token_id))
+            # After each token, not after all: the text must not depend on how many tokens come at once.
+            if self._stops and (stop := self._check_stop()) is not None:
+                return stop
         if not self._stops:
             self.safe = len(self.text)
-            return None
-        return self._check_stop()
+        return None
 
     def _check_stop(self) -> str | None:
         hit = find_stop(self.text, self._stops, self._searched)

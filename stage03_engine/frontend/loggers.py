@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.frontend.stats import IterationStats
-from stage03_engine.messages import SchedulerStats
+from stage03_engine.messages import SchedulerStats, SpecDecodingStats
 
 logger = logging.getLogger(__name__)
 
@@ -134,6 +134,12 @@ class PrometheusStatLogger(StatLogger):
         self._waiting = gauge("vllm:num_requests_waiting", "Requests that wait for their first step or to resume.")
         self._kv_usage = gauge("vllm:kv_cache_usage_perc", "Share of KV-cache blocks in use, 0 to 1.")
         self._preemptions = counter("vllm:num_preemptions", "Preempted requests since the start.")
+        self._spec = {
+            "num_drafts": counter("vllm:spec_decode_num_drafts", "Steps in which a request had drafts."),
+            "num_draft_tokens": counter("vllm:spec_decode_num_draft_tokens", "Draft tokens verified."),
+            "num_accepted_tokens": counter("vllm:spec_decode_num_accepted_tokens", "Draft tokens that stood."),
+        }
+        self._spec_seen = SpecDecodingStats()
         self._prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens processed.")
         self._generation_tokens = counter("vllm:generation_tokens", "Tokens generated.")
         self._ttft = histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", _TTFT_BUCKETS)
@@ -157,6 +163,7 @@ class PrometheusStatLogger(StatLogger):
             self._kv_usage.set(scheduler.kv_cache_usage)
             self._preemptions.inc(scheduler.num_preemptions - self._preemptions_seen)
             self._preemptions_seen = scheduler.num_preemptions
+            self._record_spec_decoding(scheduler.spec_decoding)
         self._prompt_tokens.inc(iteration.num_prompt_tokens)
         self._generation_tokens.inc(iteration.num_generation_tokens)
         for histogram, values in (
@@ -169,6 +176,11 @@ class PrometheusStatLogger(StatLogger):
             self._e2e.observe(request.e2e_seconds)
             self._prompt_len.observe(request.num_prompt_tokens)
             self._output_len.observe(request.num_output_tokens)
+
+    def _record_spec_decoding(self, stats: SpecDecodingStats) -> None:
+        for name, metric in self._spec.items():
+            metric.inc(getattr(stats, name) - getattr(self._spec_seen, name))
+        self._spec_seen = stats
 
     def request_aborted(self) -> None:
         self._success["abort"].inc()
