@@ -76,6 +76,8 @@ class EngineArgs:
             alias = Resolved(files.name, asked.source, f"{asked.detail}, alias {asked.value}")
             settings = settings | {"model": alias}
         settings = with_detected(settings, _detect(files, settings["device"].value))
+        if settings["batch_invariant"].value:
+            settings = with_detected(settings, {"attention_backend": ("batch_invariant", "--batch-invariant")})
         config = _build(settings, files)
         check_config(config)
         return config, settings
@@ -118,6 +120,7 @@ def check_config(config: VllmConfig) -> None:
     """Raise ConfigError for the first setting that is impossible, alone or together with another."""
     _check_ranges(config)
     _check_parallel(config)
+    _check_batch_invariant(config)
     _check_lengths(config)
 
 
@@ -137,6 +140,15 @@ def _check_ranges(config: VllmConfig) -> None:
             raise ConfigError(f"{name} must be at least {least}, not {value}")
     if not 0.0 < cache.gpu_memory_utilization <= 1.0:
         raise ConfigError(f"gpu_memory_utilization must be in (0, 1], not {cache.gpu_memory_utilization}")
+
+
+def _check_batch_invariant(config: VllmConfig) -> None:
+    device = config.device_config
+    if device.batch_invariant and device.attention_backend != "batch_invariant":
+        raise ConfigError(
+            f"batch_invariant needs attention_backend auto or batch_invariant, not {device.attention_backend}: the "
+            "arithmetic of the others depends on the batch"
+        )
 
 
 def _check_parallel(config: VllmConfig) -> None:

@@ -109,7 +109,12 @@ class DeviceConfig:
     """Where the model runs."""
 
     device: str = option("auto", "device to run on", ("auto", "cpu", "cuda"))
-    attention_backend: str = option("auto", "paged attention implementation", ("auto", "torch", "reference"))
+    attention_backend: str = option(
+        "auto", "paged attention implementation", ("auto", "torch", "batch_invariant", "reference")
+    )
+    batch_invariant: bool = option(
+        False, "tokens and logprobs that do not depend, in any bit, on what else is in the batch; slower"
+    )
     num_threads: int | None = option(
         None, "compute threads of the engine process on CPU; detected: all cores but one, at least one"
     )

@@ -6,8 +6,10 @@ metadata alone is computed once, in `gather_plan`, and not again in each layer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,12 +80,19 @@ class AttentionMetadata:
     max_query_len: int
     max_seq_len: int
     _plan: GatherPlan | None = field(default=None, init=False, repr=False, compare=False)
+    _other_plans: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def gather_plan(self, block_size: int) -> GatherPlan:
         """The plan of the torch backend for this batch, computed on the first call only."""
         if self._plan is None or self._plan.block_size != block_size:
             self._plan = self._make_plan(block_size)
         return self._plan
+
+    def cached_plan(self, key: Any, make: Callable[[], Any]) -> Any:
+        """The plan of another backend, computed on the first call with this key only."""
+        if key not in self._other_plans:
+            self._other_plans[key] = make()
+        return self._other_plans[key]
 
     def _make_plan(self, block_size: int) -> GatherPlan:
         query_lens = [end - start for start, end in pairwise(self.query_start_loc_cpu)]

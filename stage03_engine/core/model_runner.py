@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from stage03_engine.config import VllmConfig
+from stage03_engine.core.batch_invariant import make_batch_invariant
 from stage03_engine.core.input_batch import InputBatch
 from stage03_engine.core.models.loader import get_model
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
@@ -61,6 +62,8 @@ class ModelRunner:
     def load_model(self) -> None:
         """Load the weights."""
         self.model = get_model(self.config, self.dtype, self.device)
+        if self.config.device_config.batch_invariant:
+            self.model = make_batch_invariant(self.model, self.config, self.dtype, self.device)
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
         """Allocate one [2, num_blocks, block_size, num_kv_heads, head_dim] tensor per layer."""

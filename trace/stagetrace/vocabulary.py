@@ -71,6 +71,8 @@ _ROWS = [
     Row("executor.created", 5, ENGINE, {"kind": "str"}, "The executor and its worker exist.", "v1/executor/uniproc_executor.py UniProcExecutor"),
     Row("weights.loaded", 5, ENGINE, {"tensors": "int", "bytes": "int", "seconds": "float"}, "The model's weights are in place.",
         "v1/worker/gpu_model_runner.py load_model"),
+    _optional("batch_invariant.checked", 5, ENGINE, {"rows": "int"}, "With --batch-invariant: how many rows each call of the model has.",
+        "model_executor/layers/batch_invariant.py"),
     Row("kv_cache.profiled", 5, ENGINE, {"available_bytes": "int", "block_bytes": "int", "num_blocks": "int", "rule": "str"},
         "How many KV-cache blocks there will be, and which rule decided.", "v1/engine/core.py _initialize_kv_caches"),
     Row("kv_cache.allocated", 5, ENGINE, {"num_blocks": "int", "block_size": "int", "bytes": "int"}, "The KV-cache tensors exist.",
