@@ -40,7 +40,7 @@ def make_parser() -> Parser:
 
 
 HEADER = ("what", "checked against", "cases", "dtype", "max abs error", "tolerance", "ok")
-LINE = "{:<40} {:<28} {:>5}  {:<9} {:>13}  {:<20} {}"
+LINE = "{:<48} {:<28} {:>5}  {:<9} {:>13}  {:<20} {}"
 
 
 def render(row: Row) -> str:
