@@ -12,6 +12,7 @@ from stage03_engine.args.detect import available_cores, detect_device
 from stage03_engine.args.fields import Setting, add_flags, settings_of
 from stage03_engine.args.parser import did_you_mean
 from stage03_engine.args.resolve import Resolved, resolve_cli, resolve_settings, with_detected
+from stage03_engine.args.speculative import parse_speculative_config
 from stage03_engine.config import SECTIONS, VllmConfig
 from stage03_engine.errors import ConfigError
 from stage03_engine.model_path import ModelFiles, resolve_model
@@ -75,6 +76,8 @@ class EngineArgs:
             alias = Resolved(files.name, asked.source, f"{asked.detail}, alias {asked.value}")
             settings = settings | {"model": alias}
         settings = with_detected(settings, _detect(files, settings["device"].value))
+        if settings["batch_invariant"].value:
+            settings = with_detected(settings, {"attention_backend": ("batch_invariant", "--batch-invariant")})
         config = _build(settings, files)
         check_config(config)
         return config, settings
@@ -101,7 +104,12 @@ def _detect(files: ModelFiles, device: str) -> dict[str, tuple[Any, str]]:
 
 
 def _build(settings: Mapping[str, Resolved], files: ModelFiles) -> VllmConfig:
-    computed = {"model_path": files.model_path, "tokenizer_path": files.tokenizer_path, "shape": files.shape}
+    computed: dict[str, Any] = {
+        "model_path": files.model_path,
+        "tokenizer_path": files.tokenizer_path,
+        "shape": files.shape,
+    }
+    computed |= parse_speculative_config(settings["speculative_config"].value)
     sections = {}
     for name, section in SECTIONS.items():
         values = {f.name: settings[f.name].value if f.name in settings else computed[f.name] for f in fields(section)}
@@ -113,6 +121,7 @@ def check_config(config: VllmConfig) -> None:
     """Raise ConfigError for the first setting that is impossible, alone or together with another."""
     _check_ranges(config)
     _check_parallel(config)
+    _check_batch_invariant(config)
     _check_lengths(config)
 
 
@@ -140,6 +149,15 @@ def _check_ranges(config: VllmConfig) -> None:
     for name in ("grammar_compile_seconds", "grammar_step_seconds"):
         if not 0.01 <= getattr(grammar, name) <= 3600.0:
             raise ConfigError(f"{name} must be in [0.01, 3600], not {getattr(grammar, name)}")
+
+
+def _check_batch_invariant(config: VllmConfig) -> None:
+    device = config.device_config
+    if device.batch_invariant and device.attention_backend != "batch_invariant":
+        raise ConfigError(
+            f"batch_invariant needs attention_backend auto or batch_invariant, not {device.attention_backend}: the "
+            "arithmetic of the others depends on the batch"
+        )
 
 
 def _check_parallel(config: VllmConfig) -> None:

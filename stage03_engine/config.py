@@ -156,11 +156,31 @@ class StructuredOutputsConfig:
 
 
 @dataclass(frozen=True)
+class SpeculativeConfig:
+    """Speculative decoding: guess tokens and verify several in one step. `method` None means off."""
+
+    speculative_config: dict[str, Any] | None = option(
+        None,
+        'speculative decoding, as JSON: {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, '
+        '"prompt_lookup_max": 4}; off if not given',
+    )
+    method: str | None = internal(None)
+    num_speculative_tokens: int = internal(0)
+    prompt_lookup_min: int = internal(0)
+    prompt_lookup_max: int = internal(0)
+
+
+@dataclass(frozen=True)
 class DeviceConfig:
     """Where the model runs."""
 
     device: str = option("auto", "device to run on", ("auto", "cpu", "cuda"))
-    attention_backend: str = option("auto", "paged attention implementation", ("auto", "torch", "reference"))
+    attention_backend: str = option(
+        "auto", "paged attention implementation", ("auto", "torch", "batch_invariant", "reference")
+    )
+    batch_invariant: bool = option(
+        False, "tokens and logprobs that do not depend, in any bit, on what else is in the batch; slower"
+    )
     num_threads: int | None = option(
         None, "compute threads of the engine process on CPU; detected: all cores but one, at least one"
     )
@@ -192,6 +212,7 @@ class VllmConfig:
     cache_config: CacheConfig = CacheConfig()
     scheduler_config: SchedulerConfig = SchedulerConfig()
     structured_outputs_config: StructuredOutputsConfig = StructuredOutputsConfig()
+    speculative_config: SpeculativeConfig = SpeculativeConfig()
     device_config: DeviceConfig = DeviceConfig()
     parallel_config: ParallelConfig = ParallelConfig()
     observability_config: ObservabilityConfig = ObservabilityConfig()
@@ -219,6 +240,7 @@ SECTIONS: dict[str, type] = {
     "cache_config": CacheConfig,
     "scheduler_config": SchedulerConfig,
     "structured_outputs_config": StructuredOutputsConfig,
+    "speculative_config": SpeculativeConfig,
     "device_config": DeviceConfig,
     "parallel_config": ParallelConfig,
     "observability_config": ObservabilityConfig,

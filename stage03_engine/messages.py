@@ -103,6 +103,14 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False, omit_defaults=
     ended_by_grammar: bool = False  # with FinishReason.STOP: the newest token is text, unlike a stop token
 
 
+class SpecDecodingStats(msgspec.Struct, array_like=True, gc=False):
+    """What became of drafts since the start: how often there were some, how many tokens, how many of them stood."""
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+
 class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     """The state of the scheduler after a step. `kv_cache_usage` is in [0, 1]; the other numbers from `num_preemptions` on
     count since the start. Prefix-cache queries and hits are in tokens, of requests when they are first admitted."""
@@ -113,6 +121,7 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     num_preemptions: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    spec_decoding: SpecDecodingStats = msgspec.field(default_factory=SpecDecodingStats)
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, gc=False):

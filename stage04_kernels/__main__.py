@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 from stagetrace import trace
 
 if TYPE_CHECKING:
-    from stage04_kernels.check import Row
+    from stage04_kernels.check_row import Row
 
 
 class Parser(argparse.ArgumentParser):
@@ -40,7 +40,7 @@ def make_parser() -> Parser:
 
 
 HEADER = ("what", "checked against", "cases", "dtype", "max abs error", "tolerance", "ok")
-LINE = "{:<40} {:<28} {:>5}  {:<9} {:>13}  {:<20} {}"
+LINE = "{:<48} {:<28} {:>5}  {:<9} {:>13}  {:<20} {}"
 
 
 def render(row: Row) -> str:

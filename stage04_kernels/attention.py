@@ -10,6 +10,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from stage04_kernels.attention_metadata import AttentionMetadata
+from stage04_kernels.batch_invariant import paged_attention_batch_invariant
 from stage04_kernels.kv_cache import write_kv, write_kv_reference
 from stage04_kernels.paged_attention import paged_attention_reference, paged_attention_torch
 
@@ -46,7 +47,25 @@ def reference_backend(
     return paged_attention_reference(query, kv_cache, metadata, scale, window)
 
 
-BACKENDS: dict[str, Backend] = {"torch": torch_backend, "reference": reference_backend}
+def batch_invariant_backend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kv_cache: Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """A fixed order of arithmetic for each token, whatever else is in the batch."""
+    write_kv(key, value, kv_cache, metadata.slot_mapping)
+    return paged_attention_batch_invariant(query, kv_cache, metadata, scale, window)
+
+
+BACKENDS: dict[str, Backend] = {
+    "torch": torch_backend,
+    "batch_invariant": batch_invariant_backend,
+    "reference": reference_backend,
+}
 """Backend name -> what writes the new keys and values and computes the attention."""
 
 

@@ -6,8 +6,10 @@ metadata alone is computed once, in `gather_plan`, and not again in each layer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,12 +81,19 @@ class AttentionMetadata:
     _plans: dict[tuple[int, int | None], GatherPlan] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    _other_plans: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def gather_plan(self, block_size: int, window: int | None = None) -> GatherPlan:
         """The plan of the torch backend for this batch and this sliding window, computed on the first call only."""
         if (block_size, window) not in self._plans:
             self._plans[block_size, window] = self._make_plan(block_size, window)
         return self._plans[block_size, window]
+
+    def cached_plan(self, key: Any, make: Callable[[], Any]) -> Any:
+        """The plan of another backend, computed on the first call with this key only."""
+        if key not in self._other_plans:
+            self._other_plans[key] = make()
+        return self._other_plans[key]
 
     def _make_plan(self, block_size: int, window: int | None) -> GatherPlan:
         query_lens = [end - start for start, end in pairwise(self.query_start_loc_cpu)]

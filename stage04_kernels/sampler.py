@@ -139,14 +139,15 @@ def exponential_noise(seeds: list[int], positions: list[int], vocab: int, device
     """Noise [num_rows, vocab] float32, exponentially distributed with rate 1; row i depends on seeds[i] and positions[i] only.
 
     The generator is seeded anew for each row and keeps no state between rows or steps. Uniform numbers in double
-    precision and one logarithm over all rows cost a third of `Tensor.exponential_`.
+    precision and a logarithm cost a third of `Tensor.exponential_`. Row by row, as in a logarithm over all rows the
+    rounding of an element can depend on its place.
     """
     generator = torch.Generator(device=device)
     uniform = torch.empty(len(seeds), vocab, dtype=torch.float64, device=device)
     for row, seed, position in zip(uniform, seeds, positions):
         generator.manual_seed(mix_seed(seed, position))
-        row.uniform_(generator=generator)  # in [0, 1): -log(0) is inf, a token that cannot win
-    return uniform.log_().neg_().float()
+        row.uniform_(generator=generator).log_()  # in [0, 1): -log(0) is inf, a token that cannot win
+    return uniform.neg_().float()
 
 
 def sample_random(logits: Tensor, seeds: list[int], positions: list[int]) -> Tensor:

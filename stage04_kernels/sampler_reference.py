@@ -78,6 +78,19 @@ def token_bitmask(logits: list[float], words: list[int]) -> list[float]:
     return [x if words[token // 32] % 2**32 // 2 ** (token % 32) % 2 else NEVER for token, x in enumerate(logits)]
 
 
+def verify_draft(logits: list[float], noise: list[float], draft: int) -> tuple[bool, int]:
+    """Twin of a draft position: (accepted?, the token that comes there). `logits` are what the transforms have left.
+
+    The draft is accepted if it arrives before all others, which has probability p(draft). Otherwise the others, with
+    the draft removed and the rest renormalised, race among themselves.
+    """
+    probs = softmax(logits)
+    arrival = [n / p if p > 0.0 else math.inf for n, p in zip(noise, probs)]
+    if all(arrival[draft] < time for token, time in enumerate(arrival) if token != draft):
+        return True, draft
+    return False, race([NEVER if token == draft else x for token, x in enumerate(logits)], noise)
+
+
 def race(logits: list[float], noise: list[float]) -> int:
     """Twin of the draw in `sample_random`: the token that arrives first at time noise / probability."""
     arrival = [n / p if p > 0.0 else math.inf for n, p in zip(noise, softmax(logits))]

@@ -85,6 +85,17 @@ class InputBatch:
         end, split = self.num_tokens[row], self.rows[row].num_prompt_tokens
         return self.token_ids[row, :split], self.token_ids[row, split:end]
 
+    def put_drafts(self, row: int, draft_token_ids: list[int]) -> None:
+        """Inputs of this step behind the known tokens; they are not known tokens yet."""
+        start = self.num_tokens[row]
+        self.token_ids[row, start : start + len(draft_token_ids)] = draft_token_ids
+
+    def rewind(self, row: int, num_rejected: int) -> None:
+        """Drafts were rejected: their keys and values count as not computed, and blocks that held nothing else are gone
+        (the scheduler has taken them back by the same rule)."""
+        self.num_computed[row] -= num_rejected
+        self.num_blocks[row] = min(self.num_blocks[row], cdiv(int(self.num_computed[row]), self.block_size))
+
     def remove(self, request_id: str) -> None:
         """Forget a request; the last row moves into the hole. An unknown id (it never got a step) is ignored."""
         row = self.row_of.pop(request_id, None)

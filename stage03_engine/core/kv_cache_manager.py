@@ -35,7 +35,8 @@ def hash_block_tokens(parent: bytes, token_ids: Sequence[int], salt: str | None)
 class KVCacheManager:
     """The block table of every request that holds blocks, and the prefix cache over all blocks.
 
-    A block table only ever grows at its end while the request holds blocks: what was sent to the worker stays true.
+    A block table only ever grows at its end while the request holds blocks: what was sent to the worker stays true. The one
+    exception is `trim`, which the worker follows by itself.
     `hash_seed` begins every chain of hashes: with a random one nobody outside can find out which tokens are cached by
     constructing hashes. With `enable_caching` False no block is ever found again.
     """
@@ -105,6 +106,13 @@ class KVCacheManager:
         self._num_cached[request.request_id] = end
         if trace.on and new:
             trace.emit("kv.cached", req=request.request_id, blocks=new)
+
+    def trim(self, request_id: str, num_tokens: int) -> None:
+        """Give back the blocks behind the first `num_tokens` tokens: they held drafts that were rejected."""
+        table = self._tables[request_id]
+        needed = cdiv(num_tokens, self.block_size)
+        self._tables[request_id] = table[:needed]
+        self.block_pool.free(table[needed:])
 
     def free(self, request_id: str) -> int:
         """Give back all blocks of a request; returns how many. A request without blocks has none to give.

@@ -11,15 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from stage03_engine.config import VllmConfig
+from stage03_engine.core.batch_invariant import make_batch_invariant
 from stage03_engine.core.input_batch import InputBatch
 from stage03_engine.core.logits_processor import LogitsRow, load_logits_processors, transforms
 from stage03_engine.core.logits_rules import make_rules, trace_rules
 from stage03_engine.core.models.loader import get_model
 from stage03_engine.core.prompt_logprobs import prompt_logprobs
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
+from stage03_engine.core.spec_decode.ngram_proposer import NgramProposer
 from stage03_engine.messages import TokenLogprobs
 from stage04_kernels.attention import AttentionMetadata
 from stage04_kernels.bitmask import apply_token_bitmask
+from stage04_kernels.rejection_sampler import num_accepted
 from stage04_kernels.sampler import RowsTransform, SamplerOutput, SamplingMetadata, sample
 from stagetrace import trace
 
@@ -36,13 +39,15 @@ def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 @dataclass
 class StepInputs:
-    """The tensors of one step. `sampled` lists the rows of the persistent batch that have caught up and get a token."""
+    """The tensors of one step. `sampled` lists the rows of the persistent batch that have caught up and get a token, `drafts`
+    what was guessed to come behind them: with k drafts there are k + 1 rows of logits."""
 
     input_ids: Tensor  # [num_tokens] int64
     positions: Tensor  # [num_tokens] int64
     metadata: AttentionMetadata
-    logits_indices: Tensor  # [num_sampled] int64: the last token of each sampled request
+    logits_indices: Tensor  # [num_logits] int64: the last token of each sampled request, and its drafts
     sampled: list[int]
+    drafts: list[list[int]]
 
 
 class ModelRunner:
@@ -57,6 +62,10 @@ class ModelRunner:
             config.scheduler_config.max_num_seqs, config.max_model_len, self.block_size, config.shape.vocab_size
         )
         self.logits_processors = load_logits_processors(config, device)
+        speculative = config.speculative_config
+        # A user's own logits processor may look at the tokens before a position, which for a draft are not certain.
+        drafts = speculative.method == "ngram" and not self.logits_processors
+        self.proposer = NgramProposer(speculative) if drafts else None
         self.kv_caches: list[Tensor] = []
         self.swap_caches: list[Tensor] = []  # CPU memory for preempted requests, like kv_caches
         self.model: nn.Module
@@ -64,6 +73,8 @@ class ModelRunner:
     def load_model(self) -> None:
         """Load the weights."""
         self.model = get_model(self.config, self.dtype, self.device)
+        if self.config.device_config.batch_invariant:
+            self.model = make_batch_invariant(self.model, self.config, self.dtype, self.device)
 
     def initialize_kv_cache(self, num_blocks: int, num_swap_blocks: int = 0) -> None:
         """Allocate one [2, num_blocks, block_size, num_kv_heads, head_dim] tensor per layer, and the like in CPU memory."""
@@ -96,7 +107,8 @@ class ModelRunner:
         self.initialize_kv_cache(2)
         inputs = self._dummy_inputs(lengths)
         hidden = self.model(inputs.input_ids, inputs.positions, self.kv_caches, inputs.metadata)
-        rows = min(budget, scheduler_config.max_num_seqs)
+        logits_per_request = 1 + self.config.speculative_config.num_speculative_tokens
+        rows = min(budget, scheduler_config.max_num_seqs * logits_per_request)
         logits = self.model.compute_logits(hidden[:rows])  # type: ignore[operator]
         metadata = SamplingMetadata.from_lists(
             [0.0] * rows, [0] * rows, [1.0] * rows, [0.0] * rows, [0] * rows, [0] * rows
@@ -112,7 +124,7 @@ class ModelRunner:
         slots = self.block_size + positions % self.block_size
         metadata = self._metadata(starts, np.array(lengths), table, slots)
         tokens = self._to_device(np.zeros_like(positions))
-        return StepInputs(tokens, self._to_device(positions), metadata, self._to_device(starts[1:] - 1), [])
+        return StepInputs(tokens, self._to_device(positions), metadata, self._to_device(starts[1:] - 1), [], [])
 
     # One step
 
@@ -137,16 +149,20 @@ class ModelRunner:
         logits = compute_logits(hidden[inputs.logits_indices])
         if trace.on:
             trace.emit("model.logits", step=step, rows=logits.shape[0], vocab_size=logits.shape[1])
+        rows = [row for row, draft in zip(inputs.sampled, inputs.drafts) for _ in range(len(draft) + 1)]
+        ahead = [place for draft in inputs.drafts for place in range(len(draft) + 1)]
         if scheduler_output.grammar_bitmask:
-            logits = self._apply_grammar_bitmask(logits, inputs.sampled, scheduler_output.grammar_bitmask)
-        metadata = self._sampling_metadata(inputs.sampled)
+            logits = self._apply_grammar_bitmask(logits, rows, scheduler_output.grammar_bitmask)
+        metadata = self._sampling_metadata(rows, ahead)
         trace_rules(metadata.rules, step)
         output = sample(logits, metadata)
         if trace.on:
             num_random = len(metadata.random_rows)
-            trace.emit("sampler.sampled", step=step, num_greedy=len(inputs.sampled) - num_random, num_random=num_random)
-        collected = self._collect(inputs.sampled, output)
+            trace.emit("sampler.sampled", step=step, num_greedy=len(rows) - num_random, num_random=num_random)
+        collected = self._collect(inputs, output)
         collected.prompt_logprobs = of_prompts
+        if self.proposer is not None:
+            collected.draft_token_ids = self.proposer.propose_batch(self.batch, inputs.sampled, step)
         return collected
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> None:
@@ -184,6 +200,10 @@ class ModelRunner:
         starts = np.concatenate(([0], np.cumsum(counts)))  # [num_reqs + 1]
         owner = np.repeat(rows, counts)  # [num_tokens]
         first = batch.num_computed[rows]
+        drafts = [scheduler_output.scheduled_spec_decode_tokens.get(request_id, []) for request_id in scheduled]
+        for row, draft in zip(rows, drafts):
+            if draft:
+                batch.put_drafts(row, draft)
         positions = np.arange(starts[-1]) - np.repeat(starts[:-1] - first, counts)  # [num_tokens]
         blocks = batch.block_table[owner, positions // self.block_size].astype(np.int64)
         slots = blocks * self.block_size + positions % self.block_size
@@ -191,7 +211,10 @@ class ModelRunner:
             assert len(np.unique(slots)) == len(slots), "a slot is written twice in one step"
         seq_lens = first + counts
         batch.num_computed[rows] = seq_lens
-        caught_up = np.flatnonzero(seq_lens == batch.num_tokens[rows])
+        num_drafts = np.array([len(draft) for draft in drafts])
+        caught_up = np.flatnonzero(seq_lens - num_drafts == batch.num_tokens[rows])
+        num_logits = num_drafts[caught_up] + 1  # their last rows
+        first_logits = starts[1:][caught_up] - np.cumsum(num_logits)
         metadata = self._metadata(starts, seq_lens, batch.block_table[rows], slots)
         if trace.on:
             trace.emit(
@@ -206,8 +229,9 @@ class ModelRunner:
             self._to_device(batch.token_ids[owner, positions]),
             self._to_device(positions),
             metadata,
-            self._to_device(starts[1:][caught_up] - 1),
+            self._to_device(np.repeat(first_logits, num_logits) + np.arange(num_logits.sum())),
             rows[caught_up].tolist(),
+            [drafts[i] for i in caught_up],
         )
 
     def _metadata(
@@ -228,14 +252,15 @@ class ModelRunner:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
 
     def _apply_grammar_bitmask(self, logits: Tensor, rows: list[int], masks: dict[str, bytes]) -> Tensor:
-        """Forbid what a request's grammar forbids; rows of requests without one stay as they are."""
+        """Forbid what a request's grammar forbids; rows of logits of requests without one stay as they are."""
         ids = [self.batch.request_ids[row] for row in rows]
         constrained = np.array([i for i, request_id in enumerate(ids) if request_id in masks])
         words = np.frombuffer(b"".join(masks[ids[i]] for i in constrained), dtype=np.int32).copy()
         bitmask = self._to_device(words.reshape(len(constrained), -1))
         return apply_token_bitmask(logits, bitmask, self._to_device(constrained))
 
-    def _sampling_metadata(self, rows: list[int]) -> SamplingMetadata:
+    def _sampling_metadata(self, rows: list[int], ahead: list[int]) -> SamplingMetadata:
+        """The settings of each row of logits: `rows` are their requests, `ahead` how many drafts come before."""
         requests = [self.batch.rows[row] for row in rows]
         params = [request.sampling_params for request in requests]
         before, after_temperature = self._custom_transforms(rows) if self.logits_processors else ([], [])
@@ -246,7 +271,10 @@ class ModelRunner:
             [p.top_p for p in params],
             [p.min_p for p in params],
             [request.seed for request in requests],
-            [int(self.batch.num_tokens[row]) - request.num_prompt_tokens for row, request in zip(rows, requests)],
+            [
+                int(self.batch.num_tokens[r]) + a - request.num_prompt_tokens
+                for r, a, request in zip(rows, ahead, requests)
+            ],
             max_num_logprobs=max(asked, default=None),
             device=self.device,
             rules=make_rules([(self.batch.rows[row].rules, *self.batch.tokens_of(row)) for row in rows], self.device),
@@ -261,28 +289,35 @@ class ModelRunner:
         ]
         return transforms(self.logits_processors, of_rows)
 
-    def _collect(self, rows: list[int], output: SamplerOutput) -> ModelRunnerOutput:
+    def _collect(self, inputs: StepInputs, output: SamplerOutput) -> ModelRunnerOutput:
         """Bring the samples to the host (here the CPU waits for the device), remember them, name them by request."""
         batch = self.batch
+        accepted = num_accepted(output.sampled_token_ids, inputs.drafts)
         token_ids = output.sampled_token_ids.tolist()
-        ids = [batch.request_ids[row] for row in rows]
-        for row, token_id in zip(rows, token_ids):
-            if batch.num_tokens[row] < batch.max_model_len:
-                batch.append_token(row, token_id)
-        return ModelRunnerOutput(dict(zip(ids, [[t] for t in token_ids])), self._collect_logprobs(rows, ids, output))
-
-    def _collect_logprobs(
-        self, rows: list[int], ids: list[str], output: SamplerOutput
-    ) -> dict[str, list[TokenLogprobs]]:
-        if output.logprobs is None or output.logprob_token_ids is None or output.ranks is None:
-            return {}
-        token_ids, logprobs, ranks = output.logprob_token_ids.tolist(), output.logprobs.tolist(), output.ranks.tolist()
-        collected = {}
-        for i, row in enumerate(rows):
-            asked = self.batch.rows[row].sampling_params.num_logprobs
+        logprobs = self._logprobs_to_host(output)
+        collected = ModelRunnerOutput({})
+        start = 0  # of the request's rows of logits
+        for row, draft, num_kept in zip(inputs.sampled, inputs.drafts, accepted):
+            end = start + num_kept + 1
+            batch.rewind(row, len(draft) - num_kept)
+            for token_id in token_ids[start:end]:
+                if batch.num_tokens[row] < batch.max_model_len:
+                    batch.append_token(row, token_id)
+            collected.sampled_token_ids[batch.request_ids[row]] = token_ids[start:end]
+            asked = batch.rows[row].sampling_params.num_logprobs
             if asked is not None:  # the tensors are as wide as the most demanding request
-                collected[ids[i]] = [TokenLogprobs(token_ids[i][: asked + 1], logprobs[i][: asked + 1], ranks[i])]
+                collected.logprobs[batch.request_ids[row]] = [
+                    TokenLogprobs(ids[: asked + 1], values[: asked + 1], rank)
+                    for ids, values, rank in logprobs[start:end]
+                ]
+            start += len(draft) + 1
         return collected
+
+    def _logprobs_to_host(self, output: SamplerOutput) -> list[tuple[list[int], list[float], int]]:
+        """Token ids, log-probabilities and rank of each row of logits; empty when nobody asked."""
+        if output.logprobs is None or output.logprob_token_ids is None or output.ranks is None:
+            return []
+        return list(zip(output.logprob_token_ids.tolist(), output.logprobs.tolist(), output.ranks.tolist()))
 
     def shutdown(self) -> None:
         """Release the KV cache and the weights."""

@@ -37,6 +37,7 @@ class Request:
         self.eos_token_id = message.eos_token_id
         self.num_prompt_tokens = len(message.prompt_token_ids)
         self.all_token_ids = list(message.prompt_token_ids)
+        self.spec_token_ids: list[int] = []  # guesses of what comes next, to be verified
         self.num_computed_tokens = 0
         self.num_preemptions = 0
         self.status = RequestStatus.WAITING
@@ -73,6 +74,21 @@ class Request:
     def append_output_token(self, token_id: int) -> None:
         """Take in a sampled token; its keys and values are not computed yet."""
         self.all_token_ids.append(token_id)
+
+
+def append_tokens(
+    request: Request, token_ids: list[int], max_model_len: int
+) -> tuple[list[int], tuple[FinishReason, int | None] | None]:
+    """Take in what a step sampled, up to the first token that ends the request: what comes behind it is forgotten.
+
+    Returns (the tokens taken in, what `check_stop` says of the last).
+    """
+    for count, token_id in enumerate(token_ids, start=1):
+        request.append_output_token(token_id)
+        stop = check_stop(request, max_model_len)
+        if stop is not None:
+            return token_ids[:count], stop
+    return token_ids, None
 
 
 def check_stop(request: Request, max_model_len: int) -> tuple[FinishReason, int | None] | None:

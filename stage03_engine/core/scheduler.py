@@ -7,15 +7,17 @@ So every decision can be replayed, and tested in milliseconds.
 from __future__ import annotations
 
 import itertools
+from copy import copy
 
 import msgspec
 
 from stage03_engine.config import CacheConfig, SchedulerConfig
 from stage03_engine.core.block_pool import BlockPool
 from stage03_engine.core.kv_cache_manager import KVCacheManager
-from stage03_engine.core.request import Request, RequestStatus, check_stop
+from stage03_engine.core.request import Request, RequestStatus, append_tokens
 from stage03_engine.core.request_queue import RequestQueue
 from stage03_engine.core.sched_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from stage03_engine.core.spec_decode.draft_scheduler import DraftScheduler
 from stage03_engine.core.structured_output import StructuredOutputManager
 from stage03_engine.core.swap_space import SwapSpace
 from stage03_engine.messages import EngineCoreOutput, FinishReason, SchedulerStats
@@ -48,6 +50,7 @@ class Scheduler:
         block_size = cache_config.block_size
         self.kv_cache_manager = KVCacheManager(block_pool, block_size, cache_config.enable_prefix_caching, hash_seed)
         self.swap_space = SwapSpace(num_swap_blocks, block_size) if config.preemption_mode == "swap" else None
+        self.drafts = DraftScheduler(self.kv_cache_manager, config.max_num_batched_tokens, max_model_len)
         self.requests: dict[str, Request] = {}
         self.waiting = RequestQueue(config.scheduling_policy)
         self.running = RequestQueue(config.scheduling_policy)
@@ -110,6 +113,7 @@ class Scheduler:
         budget = self._schedule_running(output, self.config.max_num_batched_tokens)
         if not output.preempted_req_ids:  # who was just sent away must not be overtaken by a newcomer
             self._schedule_waiting(output, budget)
+        self.drafts.schedule(output, self.requests)
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             self.requests[request_id].num_computed_tokens += num_tokens
         caught_up = [i for i in output.num_scheduled_tokens if self._has_caught_up(i)]
@@ -257,10 +261,13 @@ class Scheduler:
         complete, failed = self.structured_output_manager.accept_tokens(runner_output.sampled_token_ids)
         for request_id, new_token_ids in runner_output.sampled_token_ids.items():
             request = self.requests[request_id]
-            for token_id in new_token_ids:
-                request.append_output_token(token_id)
-            reason, stop_reason = check_stop(request, self.max_model_len) or (None, None)
+            self.drafts.settle(output, request, len(new_token_ids))
+            request.spec_token_ids = runner_output.draft_token_ids.get(request_id, [])
+            new_token_ids, stop = append_tokens(request, new_token_ids, self.max_model_len)
+            reason, stop_reason = stop or (None, None)
             logprobs = runner_output.logprobs.get(request_id)
+            if logprobs is not None:
+                logprobs = logprobs[: len(new_token_ids)]
             outputs.append(
                 EngineCoreOutput(
                     request_id,
@@ -296,7 +303,8 @@ class Scheduler:
         """The state after a step, for the metrics."""
         self.stats.num_running, self.stats.num_waiting = len(self.running), len(self.waiting)
         self.stats.kv_cache_usage = self.kv_cache_manager.block_pool.usage
-        return msgspec.structs.replace(self.stats)  # a copy: the output thread may encode it during the next step
+        # Copies: the output thread may encode them during the next step.
+        return msgspec.structs.replace(self.stats, spec_decoding=copy(self.drafts.stats))
 
     def check_invariants(self) -> None:
         """Raises AssertionError when the state contradicts itself."""

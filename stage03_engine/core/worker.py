@@ -21,7 +21,12 @@ class Worker:
             raise ConfigError("--device cuda: torch finds no usable GPU; use --device cpu")
         self.device = torch.device(name)
         if name == "cpu" and config.device_config.num_threads is not None:
-            torch.set_num_threads(config.device_config.num_threads)
+            num_threads = config.device_config.num_threads
+            if config.device_config.batch_invariant:
+                # A power of two cuts a tensor into equal parts of whole vectors. Otherwise elements are left over at the
+                # seams, for a loop that rounds differently, and which ones depends on the place in the batch.
+                num_threads = 1 << (num_threads.bit_length() - 1)
+            torch.set_num_threads(num_threads)
         self.model_runner = ModelRunner(config, self.device)
 
     def load_model(self) -> None:

@@ -31,6 +31,7 @@ def held_back(text: str, stops: list[str]) -> int:
 class IncrementalDetokenizer:
     """The growing text of one request.
 
+    `num_tokens` counts the tokens that were taken in: what comes behind a stop string is not.
     Invariant: `text` is the decoded output so far (never with half a character at its end), and text[:safe] may be
     shown: it contains no stop string and no beginning of one that could still complete.
     """
@@ -41,7 +42,7 @@ class IncrementalDetokenizer:
         self._include_stop = params.include_stop_str_in_output
         self._skip_special = params.skip_special_tokens
         self._min_tokens = params.min_tokens
-        self._num_tokens = 0
+        self.num_tokens = 0
         self._stream = tokenizer.stream(prompt_token_ids or [], params.skip_special_tokens)
         self._searched = 0  # no stop string begins before this position
         self._given = 0
@@ -49,23 +50,24 @@ class IncrementalDetokenizer:
         self.safe = 0
 
     def update(self, new_token_ids: list[int], finished_by_token: bool = False) -> str | None:
-        """Append tokens; returns the stop string that appeared, or None.
+        """Append tokens; returns the stop string that appeared, or None. Tokens behind it add no text.
 
         `finished_by_token` says that the last id is an end-of-text or stop token, which is not part of the text.
         """
-        self._num_tokens += len(new_token_ids)
         text_ids = new_token_ids[:-1] if finished_by_token and not self._include_stop else new_token_ids
         for token_id in text_ids:
+            self.num_tokens += 1
             if self._skip_special and self._tokenizer.is_special(token_id):
                 continue
             self.text += self._stream.push(self._tokenizer.token(token_id), self._tokenizer.token_bytes(token_id))
-        if not self._stops:
+            # After each token, not after all: the text must not depend on how many tokens come at once.
+            if self.num_tokens <= self._min_tokens:  # vLLM: what stands in the first min_tokens tokens does not end it
+                self._searched = len(self.text)
+            elif self._stops and (stop := self._check_stop()) is not None:
+                return stop
+        if not self._stops or self.num_tokens <= self._min_tokens:
             self.safe = len(self.text)
-            return None
-        if self._num_tokens <= self._min_tokens:  # vLLM: what stands in the first min_tokens tokens does not end it
-            self.safe = self._searched = len(self.text)
-            return None
-        return self._check_stop()
+        return None
 
     def _check_stop(self) -> str | None:
         hit = find_stop(self.text, self._stops, self._searched)

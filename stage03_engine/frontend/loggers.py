@@ -134,6 +134,11 @@ class PrometheusStatLogger(StatLogger):
         self._waiting = gauge("vllm:num_requests_waiting", "Requests that wait for their first step or to resume.")
         self._kv_usage = gauge("vllm:kv_cache_usage_perc", "Share of KV-cache blocks in use, 0 to 1.")
         self._preemptions = counter("vllm:num_preemptions", "Preempted requests since the start.")
+        self._spec = {
+            "num_drafts": counter("vllm:spec_decode_num_drafts", "Steps in which a request had drafts."),
+            "num_draft_tokens": counter("vllm:spec_decode_num_draft_tokens", "Draft tokens verified."),
+            "num_accepted_tokens": counter("vllm:spec_decode_num_accepted_tokens", "Draft tokens that stood."),
+        }
         self._prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens processed.")
         self._generation_tokens = counter("vllm:generation_tokens", "Tokens generated.")
         self._ttft = histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", _TTFT_BUCKETS)
@@ -160,6 +165,8 @@ class PrometheusStatLogger(StatLogger):
             self._preemptions.inc(scheduler.num_preemptions - self._seen.num_preemptions)
             self._cache_queries.inc(scheduler.prefix_cache_queries - self._seen.prefix_cache_queries)
             self._cache_hits.inc(scheduler.prefix_cache_hits - self._seen.prefix_cache_hits)
+            for name, metric in self._spec.items():
+                metric.inc(getattr(scheduler.spec_decoding, name) - getattr(self._seen.spec_decoding, name))
             self._seen = scheduler
         self._prompt_tokens.inc(iteration.num_prompt_tokens)
         self._generation_tokens.inc(iteration.num_generation_tokens)

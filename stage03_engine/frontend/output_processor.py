@@ -182,16 +182,19 @@ class OutputProcessor:
 
     def _take_in(self, state: RequestState, output: EngineCoreOutput) -> str | None:
         """Add new tokens, logprobs and text to the state; returns the stop string that appeared."""
-        state.token_ids.extend(output.new_token_ids)
-        state.num_cached_tokens = output.num_cached_tokens
-        if state.logprobs is not None and output.new_logprobs:
-            state.logprobs.extend(output.new_logprobs)
-            state.cumulative_logprob += sum(entry.logprobs[0] for entry in output.new_logprobs)
-        if output.prompt_logprobs is not None:
-            state.prompt_logprobs = [None, *output.prompt_logprobs]
         before = state.detokenizer.safe
         by_token = output.finish_reason == FinishReason.STOP and not output.ended_by_grammar
         stop = state.detokenizer.update(output.new_token_ids, finished_by_token=by_token)
+        count = len(output.new_token_ids)
+        if stop is not None:  # what several tokens at once brought behind the stop string does not count
+            count = state.detokenizer.num_tokens - len(state.token_ids)
+        state.token_ids.extend(output.new_token_ids[:count])
+        state.num_cached_tokens = output.num_cached_tokens
+        if state.logprobs is not None and output.new_logprobs:
+            state.logprobs.extend(output.new_logprobs[:count])
+            state.cumulative_logprob += sum(entry.logprobs[0] for entry in output.new_logprobs[:count])
+        if output.prompt_logprobs is not None:
+            state.prompt_logprobs = [None, *output.prompt_logprobs]
         if trace.on:
             new = max(0, state.detokenizer.safe - before)
             trace.emit(

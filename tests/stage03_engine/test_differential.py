@@ -1,8 +1,8 @@
 """The same workload through every policy: timing may change, greedy tokens in float32 may not.
 
 200 random workloads, each through one engine with all the room in the world and one request at a time, and through three
-others drawn from all combinations of prefix caching, chunk size, preemption mode, batch limit and process mode, with KV caches so
-small that they must preempt.
+others drawn from all combinations of prefix caching, chunk size, preemption mode and batch limit, with KV caches so small that they
+must preempt. Some of those have drafts (speculative decoding), some a process of their own, some priorities.
 """
 
 from __future__ import annotations
@@ -21,18 +21,21 @@ COMBINATIONS = list(itertools.product([True, False], [8, 32, 512], ["recompute",
 WORKLOADS, ENGINES_PER_WORKLOAD, BATCHES = 200, 3, 8
 
 
-def make_engine(combination: tuple[bool, int, str, int], multiprocess: bool) -> LLM:
-    caching, budget, mode, max_num_seqs = combination
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+
+
+def make_engine(number: int) -> LLM:
+    caching, budget, mode, max_num_seqs = COMBINATIONS[number]
     return LLM(
-        "gpt2-tiny", max_model_len=96, block_size=4, num_gpu_blocks_override=30, multiprocess=multiprocess,
+        "gpt2-tiny", max_model_len=96, block_size=4, num_gpu_blocks_override=30, multiprocess=number % 12 == 5,
         enable_prefix_caching=caching, max_num_batched_tokens=budget, preemption_mode=mode, max_num_seqs=max_num_seqs,
-        swap_space=0.01, scheduling_policy="fcfs" if max_num_seqs == 3 else "priority",
+        swap_space=0.01, speculative_config=NGRAM if number % 5 < 2 else None, scheduling_policy="fcfs" if max_num_seqs == 3 else "priority",
     )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[list[LLM]]:
-    engines = [make_engine(combination, i % 12 == 5) for i, combination in enumerate(COMBINATIONS)]
+    engines = [make_engine(number) for number in range(len(COMBINATIONS))]
     yield engines
     for engine in engines:
         engine.shutdown()
@@ -63,10 +66,16 @@ def tokens(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> 
     return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
 
 
-def stress(engines: list[LLM]) -> tuple[int, int]:
-    """(preemptions, tokens found in the prefix cache) so far, in the engines of this process."""
-    stats = [llm.engine_core._core.scheduler.stats for llm in engines if isinstance(llm.engine_core, InprocClient)]
-    return sum(s.num_preemptions for s in stats), sum(s.prefix_cache_hits for s in stats)
+def stress(engines: list[LLM]) -> tuple[int, int, int]:
+    """(preemptions, tokens found in the prefix cache, drafts accepted) so far, in the engines of this process."""
+    stats = [
+        llm.engine_core._core.scheduler.make_stats() for llm in engines if isinstance(llm.engine_core, InprocClient)
+    ]
+    return (
+        sum(s.num_preemptions for s in stats),
+        sum(s.prefix_cache_hits for s in stats),
+        sum(s.spec_decoding.num_accepted_tokens for s in stats),
+    )
 
 
 @pytest.mark.parametrize("batch", range(BATCHES))
@@ -77,4 +86,6 @@ def test_no_policy_changes_a_token(batch: int, engines: list[LLM], reference: LL
         expected = tokens(reference, prompts, params)
         for i in rng.sample(range(len(engines)), ENGINES_PER_WORKLOAD):
             assert tokens(engines[i], prompts, params) == expected, COMBINATIONS[i]
-    assert all(now > then for now, then in zip(stress(engines), before)), "void: nothing was preempted, or nothing hit"
+    assert all(now > then for now, then in zip(stress(engines), before)), (
+        "void: nothing was preempted, hit, or accepted"
+    )

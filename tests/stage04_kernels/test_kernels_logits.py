@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from stage04_kernels import logits_reference, sampler_reference as reference
-from stage04_kernels.check import random_logits
+from stage04_kernels.check_sampling import random_logits
 from stage04_kernels.logits_cases import apply_rules_reference, random_rules
 from stage04_kernels.logits_processors import (
     LogitsRules,

@@ -1,0 +1,42 @@
+"""`--speculative-config`: one JSON object, checked key by key (vllm/config, SpeculativeConfig)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stage03_engine.args.parser import did_you_mean
+from stage03_engine.errors import ConfigError
+
+KEYS = ("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
+DEFAULT_LOOKUP = 5  # vLLM's, when neither bound is given
+MAX_VALUE = 128  # of each number: nobody guesses further, and every draft position costs a row of logits
+
+
+def parse_speculative_config(given: dict[str, Any] | None) -> dict[str, Any]:
+    """The computed fields of SpeculativeConfig; method None when it is off. Of the two lookup lengths, a missing
+    one takes the value of the other. Raises ConfigError that names the key."""
+    if given is None:
+        return {"method": None, "num_speculative_tokens": 0, "prompt_lookup_min": 0, "prompt_lookup_max": 0}
+    for key in given:
+        if key not in KEYS:
+            raise ConfigError(f"speculative_config: unknown key {key!r}{did_you_mean(str(key), KEYS)}")
+    if given.get("method") != "ngram":
+        raise ConfigError(f"speculative_config: method must be 'ngram', not {given.get('method')!r}")
+    count = _positive("num_speculative_tokens", given.get("num_speculative_tokens"))
+    low = given.get("prompt_lookup_min", given.get("prompt_lookup_max", DEFAULT_LOOKUP))
+    shortest = _positive("prompt_lookup_min" if "prompt_lookup_min" in given else "prompt_lookup_max", low)
+    longest = _positive("prompt_lookup_max", given.get("prompt_lookup_max", shortest))
+    if shortest > longest:
+        raise ConfigError(f"speculative_config: prompt_lookup_min {shortest} is more than prompt_lookup_max {longest}")
+    return {
+        "method": "ngram",
+        "num_speculative_tokens": count,
+        "prompt_lookup_min": shortest,
+        "prompt_lookup_max": longest,
+    }
+
+
+def _positive(key: str, value: Any) -> int:
+    if type(value) is not int or not 1 <= value <= MAX_VALUE:  # not isinstance: True is no number here
+        raise ConfigError(f"speculative_config: {key} must be an integer in [1, {MAX_VALUE}], not {value!r}")
+    return value

@@ -1,0 +1,79 @@
+"""Prompt lookup: guess that what followed the last tokens before will follow them again (vllm/v1/spec_decode/ngram_proposer.py).
+
+A summary, an edited text or a chat repeats long stretches of its context. Finding them costs no model at all.
+Source: Saxena 2023, "Prompt Lookup Decoding". Plain numpy, no torch.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from stage03_engine.config import SpeculativeConfig
+from stage03_engine.core.input_batch import InputBatch
+from stage03_engine.sampling_params import SamplingParams
+from stagetrace import trace
+
+NEEDS_ITS_HISTORY: dict[str, object] = {
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_tokens": 0,
+    "bad_words": [],
+    "structured_outputs": None,
+}
+"""Sampling parameters whose effect on a position depends on the tokens before it, and the value that switches them off."""
+
+
+def may_draft(params: SamplingParams) -> bool:
+    """May drafts be verified for a request with these settings?
+
+    All draft positions are judged in one step, before it is known which of the tokens between them will stand. So whatever
+    changes the logits according to those tokens (penalties, a grammar, a minimum length) excludes drafts: such a
+    request runs one token per step as ever.
+    """
+    return all(getattr(params, name, off) in (off, None) for name, off in NEEDS_ITS_HISTORY.items())
+
+
+def find_continuation(tokens: np.ndarray, shortest: int, longest: int) -> int | None:
+    """Where the last n tokens stood before: the index behind their latest earlier occurrence, for the largest n in
+    [shortest, longest] that has one; None without any. The two occurrences may overlap. tokens: [num_tokens]."""
+    last = len(tokens) - 1
+    ends = np.flatnonzero(tokens[:last] == tokens[last])  # where an occurrence of the last token ends
+    found = ends if shortest == 1 else ends[:0]
+    for n in range(2, longest + 1):
+        ends = ends[ends >= n - 1]
+        ends = ends[tokens[ends - (n - 1)] == tokens[last - (n - 1)]]  # now n tokens are equal
+        if not len(ends):
+            break
+        if n >= shortest:
+            found = ends
+    return int(found[-1]) + 1 if len(found) else None
+
+
+class NgramProposer:
+    """Proposes `num_speculative_tokens` tokens, or none."""
+
+    def __init__(self, config: SpeculativeConfig) -> None:
+        self.num_tokens = config.num_speculative_tokens
+        self.shortest, self.longest = config.prompt_lookup_min, config.prompt_lookup_max
+
+    def propose(self, tokens: np.ndarray) -> list[int]:
+        """What followed the earlier occurrence. Where that runs into the end of `tokens` it goes on with its own guesses:
+        the text repeats with a period, and repeats on."""
+        start = find_continuation(tokens, self.shortest, self.longest)
+        if start is None:
+            return []
+        return np.resize(tokens[start : start + self.num_tokens], self.num_tokens).tolist()
+
+    def propose_batch(self, batch: InputBatch, rows: list[int], step: int) -> dict[str, list[int]]:
+        """Drafts for the next step, of those `rows` that may have some: request id -> token ids."""
+        drafts: dict[str, list[int]] = {}
+        for row in rows:
+            if not may_draft(batch.rows[row].sampling_params):
+                continue
+            proposed = self.propose(batch.token_ids[row, : batch.num_tokens[row]])
+            if proposed:
+                drafts[batch.request_ids[row]] = proposed
+                if trace.on:
+                    trace.emit("spec.proposed", req=batch.request_ids[row], step=step, token_ids=proposed)
+        return drafts

@@ -1,0 +1,101 @@
+"""Prompt lookup against a search that reads like its definition, and who gets no drafts."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from stage03_engine.arg_utils import EngineArgs
+from stage03_engine.config import VllmConfig
+from stage03_engine.core.spec_decode.ngram_proposer import (
+    NEEDS_ITS_HISTORY,
+    NgramProposer,
+    find_continuation,
+    may_draft,
+)
+from stage03_engine.errors import ConfigError
+from stage03_engine.sampling_params import SamplingParams
+
+
+def naive(tokens: list[int], shortest: int, longest: int) -> int | None:
+    for n in range(longest, shortest - 1, -1):
+        for start in range(len(tokens) - n - 1, -1, -1):
+            if tokens[start : start + n] == tokens[-n:]:
+                return start + n
+    return None
+
+
+lookups = st.tuples(st.integers(1, 5), st.integers(0, 4)).map(lambda pair: (pair[0], pair[0] + pair[1]))
+
+
+@settings(max_examples=1000, deadline=None)
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=30), lookups)
+def test_the_search_is_the_naive_one(tokens: list[int], lookup: tuple[int, int]) -> None:
+    assert find_continuation(np.array(tokens), *lookup) == naive(tokens, *lookup)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=30), lookups, st.integers(1, 9))
+def test_a_proposal_copies_token_by_token(tokens: list[int], lookup: tuple[int, int], count: int) -> None:
+    start = naive(tokens, *lookup)
+    text = list(tokens)
+    for i in range(count if start is not None else 0):
+        text.append(text[start + i])  # may read what it has just written
+    assert proposer(count, *lookup).propose(np.array(tokens)) == text[len(tokens) :]
+
+
+def config_of(**spec: object) -> VllmConfig:
+    return EngineArgs.from_kwargs(model="gpt2-tiny", speculative_config={"method": "ngram", **spec})
+
+
+def proposer(count: int, shortest: int, longest: int) -> NgramProposer:
+    spec = {"num_speculative_tokens": count, "prompt_lookup_min": shortest, "prompt_lookup_max": longest}
+    return NgramProposer(config_of(**spec).speculative_config)
+
+
+def test_what_depends_on_its_own_output_gets_no_drafts() -> None:
+    assert may_draft(SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=1, logprobs=3, stop=["a"]))
+    for name in NEEDS_ITS_HISTORY:
+        value = {"bad_words": ["a"], "structured_outputs": object()}.get(name, 3)
+        assert not may_draft(SimpleNamespace(**{name: value}))
+
+
+def test_defaults_of_the_lookup_lengths() -> None:
+    def lengths(**spec: object) -> tuple[int, int]:
+        config = config_of(num_speculative_tokens=2, **spec).speculative_config
+        return config.prompt_lookup_min, config.prompt_lookup_max
+
+    assert lengths() == (5, 5)
+    assert lengths(prompt_lookup_max=3) == (3, 3)
+    assert lengths(prompt_lookup_min=2) == (2, 2)
+    assert lengths(prompt_lookup_min=2, prompt_lookup_max=4) == (2, 4)
+    assert EngineArgs.from_kwargs(model="gpt2-tiny").speculative_config.method is None
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({}, "method must be 'ngram', not None"),
+        ({"method": "eagle", "num_speculative_tokens": 2}, "method must be 'ngram', not 'eagle'"),
+        ({"method": "ngram"}, "num_speculative_tokens must be an integer in \\[1, 128\\], not None"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens must be .* not 0"),
+        ({"method": "ngram", "num_speculative_tokens": 129}, "num_speculative_tokens must be .* not 129"),
+        ({"method": "ngram", "num_speculative_tokens": True}, "num_speculative_tokens must be .* not True"),
+        ({"method": "ngram", "num_speculative_tokens": float("nan")}, "num_speculative_tokens must be .* not nan"),
+        ({"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 0}, "prompt_lookup_min must be"),
+        ({"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": "4"}, "prompt_lookup_max must be"),
+        (
+            {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 4, "prompt_lookup_max": 3},
+            "prompt_lookup_min 4 is more than prompt_lookup_max 3",
+        ),
+        ({"method": "ngram", "num_speculative_token": 2}, "unknown key .*did you mean num_speculative_tokens"),
+        ("[1]", "is not a JSON object"),
+        ("{", "is not JSON"),
+    ],
+)
+def test_an_impossible_configuration_is_refused_by_key(spec: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineArgs.from_kwargs(model="gpt2-tiny", speculative_config=spec)
