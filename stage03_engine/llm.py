@@ -102,8 +102,13 @@ class LLM:
         return [prompts] if single else list(prompts)  # type: ignore[list-item, arg-type]
 
     def _add(self, request: EngineCoreRequest, prompt: Prompt) -> None:
-        for child in self.output_processor.add_request(request, prompt if isinstance(prompt, str) else None):
-            self.engine_core.add_request(child)
+        children = self.output_processor.add_request(request, prompt if isinstance(prompt, str) else None)
+        try:
+            for child in children:
+                self.engine_core.add_request(child)
+        except ValueError:  # the engine core refuses it: nobody will wait for those that came with it
+            self._abort_all()
+            raise
 
     def _run(self) -> Iterator[RequestOutput]:
         """Step until every request is finished, yielding outputs as they come."""
@@ -111,10 +116,13 @@ class LLM:
             while self.output_processor.request_states:
                 yield from self.step()
         finally:  # interrupted: the engine must not go on with what nobody waits for
-            left = list(self.output_processor.request_states)
-            if left:
-                self.output_processor.abort_requests(left)
-                self.engine_core.abort_requests(left)
+            self._abort_all()
+
+    def _abort_all(self) -> None:
+        left = list(self.output_processor.request_states)
+        if left:
+            self.output_processor.abort_requests(left)
+            self.engine_core.abort_requests(left)
 
     def step(self) -> list[RequestOutput]:
         """One engine step and what came out of it."""

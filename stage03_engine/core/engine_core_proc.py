@@ -153,6 +153,7 @@ class EngineCoreProc:
                 self.core.add_request(message)
             except ValueError as error:  # this request's fault: its neighbours go on
                 refused = EngineCoreOutput(message.request_id, [], None, FinishReason.ERROR, error=str(error))
+                refused.error_param = getattr(error, "param", None)
                 self.output_queue.put(EngineCoreOutputs([refused]))
         elif isinstance(message, messages.UtilityRequest):
             result = message.method in UTILITY_METHODS and getattr(self.core, message.method)()

@@ -13,13 +13,14 @@ import msgspec
 
 from stage03_engine.config import CacheConfig, SchedulerConfig
 from stage03_engine.core.block_pool import BlockPool
-from stage03_engine.core.kv_cache_manager import KVCacheManager
+from stage03_engine.core.kv_cache_manager import KVCacheManager, cdiv
 from stage03_engine.core.request import Request, RequestStatus, append_tokens
 from stage03_engine.core.request_queue import RequestQueue
 from stage03_engine.core.sched_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from stage03_engine.core.spec_decode.draft_scheduler import DraftScheduler
 from stage03_engine.core.structured_output import StructuredOutputManager
 from stage03_engine.core.swap_space import SwapSpace
+from stage03_engine.errors import InvalidRequestError
 from stage03_engine.messages import EngineCoreOutput, FinishReason, SchedulerStats
 from stagetrace import trace
 
@@ -65,9 +66,10 @@ class Scheduler:
     # Arrivals and departures
 
     def add_request(self, request: Request) -> None:
-        """Queue a request. Raises ValueError when its id is in use."""
+        """Queue a request. Raises ValueError when its id is in use, InvalidRequestError when it could never run."""
         if request.request_id in self.requests:
             raise ValueError(f"request id {request.request_id} is already scheduled")
+        self._check_fits(request)
         request.arrival = next(self._arrivals)
         self.requests[request.request_id] = request
         self.waiting.add(request)
@@ -76,6 +78,19 @@ class Scheduler:
             self.structured_output_manager.grammar_init(request.request_id, request.sampling_params)
         if trace.on:
             trace.emit("sched.queued", req=request.request_id, waiting=len(self.waiting))
+
+    def _check_fits(self, request: Request) -> None:
+        """Refuse what would wait for ever: it may grow beyond the whole cache. (At start-up the default pool is made large
+        enough for one request of full length; a block pool of the user's own may be smaller.)"""
+        max_tokens = request.sampling_params.max_tokens or self.max_model_len
+        num_tokens = min(request.num_prompt_tokens + max_tokens, self.max_model_len)
+        needed = cdiv(num_tokens, self.kv_cache_manager.block_size)
+        usable = self.kv_cache_manager.block_pool.num_usable
+        if needed > usable:
+            raise InvalidRequestError(
+                f"The request may grow to {num_tokens} tokens, which take {needed} KV-cache blocks, but there are only {usable}.",
+                "max_tokens",
+            )
 
     def finish_requests(self, request_ids: list[str], reason: FinishReason = FinishReason.ABORT) -> None:
         """End requests from outside (abort, stop string); ids that are unknown or already finished are ignored."""

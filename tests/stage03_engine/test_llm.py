@@ -91,6 +91,10 @@ class OneAtATime(Scheduler):
             self.config = type(self.config)(**{**vars(self.config), "max_num_seqs": 1})
             super()._schedule_waiting(output, budget)
 
+class Small(BlockPool):
+    def __init__(self, num_blocks):
+        super().__init__(6)
+
 class Backwards(BlockPool):
     def allocate(self, count):
         return super().allocate(count)[::-1]
@@ -113,6 +117,22 @@ def test_a_users_own_scheduler_and_block_pool_run(
         assert [output.outputs[0].token_ids for output in llm.generate(["ROMEO:", "K"], params)] == expected
         if not multiprocess:
             assert llm.engine_core._core.scheduler.step > 6, "the requests ran side by side"
+
+
+@pytest.mark.parametrize("multiprocess", [False, True])
+def test_what_could_never_run_is_refused_at_arrival_with_the_numbers(
+    multiprocess: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five usable blocks of 16 tokens: a request that may grow to 100 tokens would wait for ever."""
+    name = f"small_{multiprocess}".lower()
+    (tmp_path / f"{name}.py").write_text(PLUGIN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    with LLM("gpt2-tiny", multiprocess=multiprocess, block_pool_cls=f"{name}:Small", **SMALL) as llm:
+        with pytest.raises(InvalidRequestError, match="100 tokens, which take 7 KV-cache blocks, but there are only 5"):
+            llm.generate(["fine", [5] * 60], [SamplingParams(max_tokens=4), SamplingParams(max_tokens=40)])
+        assert not llm.output_processor.request_states
+        assert llm.generate([5] * 60, SamplingParams(max_tokens=20, ignore_eos=True))[0].finished
 
 
 @pytest.mark.parametrize(

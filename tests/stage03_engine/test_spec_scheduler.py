@@ -190,7 +190,7 @@ def test_the_budget_and_the_blocks_cut_the_drafts() -> None:
     def drafts_with(budget: int, num_blocks: int) -> dict[str, int]:
         scheduler = make_scheduler(8, budget, num_blocks)
         for name in "ab":
-            scheduler.add_request(make_request(name, [1] * 6, SamplingParams(max_tokens=20, ignore_eos=True)))
+            scheduler.add_request(make_request(name, [1] * 6, SamplingParams(max_tokens=10, ignore_eos=True)))
         decision = scheduler.schedule()
         answer = ModelRunnerOutput({"a": [3], "b": [3]}, draft_token_ids={"a": [4] * 5, "b": [4] * 5})
         scheduler.update_from_output(decision, answer)
