@@ -7,6 +7,7 @@ Source: vllm/v1/engine/utils.py (CoreEngineProcManager, launch_core_engines, wai
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import subprocess
@@ -27,6 +28,7 @@ from stagetrace import trace
 
 POLL_MS = 50
 TERMINATE_SECONDS = 5.0
+HELLO_SECONDS = 60.0  # an engine process that only has to import its modules and say hello; loading may take any time
 MAX_IPC_PATH = 80  # a Unix socket path has room for 107 bytes; leave some for the file name
 
 
@@ -87,7 +89,7 @@ class EngineProcess:
     def shake_hands(self) -> EngineReady:
         """hello -> init -> ready. Blocks while the engine loads the model. Raises EngineStartError when it does not come up."""
         try:
-            hello = self._receive()
+            hello = self._receive(HELLO_SECONDS)
             assert isinstance(hello, EngineHello)
             init = EngineInit(self._config, self.input_address, self.output_address, trace.run_id)
             if trace.on:
@@ -102,8 +104,13 @@ class EngineProcess:
         assert isinstance(answer, EngineReady)
         return answer
 
-    def _receive(self) -> EngineHello | EngineInit | EngineReady | EngineFailed:
+    def _receive(self, limit: float = math.inf) -> EngineHello | EngineInit | EngineReady | EngineFailed:
+        deadline = time.monotonic() + limit
         while not self._handshake.poll(POLL_MS):
+            if time.monotonic() > deadline:
+                raise EngineStartError(
+                    f"the engine process said nothing for {limit:.0f} s; is {self._directory} still there?"
+                )
             if not self.alive and not self._handshake.poll(POLL_MS):
                 raise EngineStartError(
                     f"the engine process ended during start-up with exit code {self._process.returncode}"

@@ -1,6 +1,6 @@
 """The same workload through every policy: timing may change, greedy tokens in float32 may not.
 
-200 random workloads, each through one engine with all the room in the world and one request at a time, and through three
+200 random workloads, each through one engine with all the room in the world and one request at a time, and through two
 others drawn from all combinations of prefix caching, chunk size, preemption mode and batch limit, with KV caches so small that they
 must preempt. Some of those have drafts (speculative decoding), some a process of their own, some priorities.
 """
@@ -18,7 +18,7 @@ from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import SamplingParams
 
 COMBINATIONS = list(itertools.product([True, False], [8, 32, 512], ["recompute", "swap"], [3, 8]))
-WORKLOADS, ENGINES_PER_WORKLOAD, BATCHES = 200, 3, 8
+WORKLOADS, ENGINES_PER_WORKLOAD, BATCHES = 200, 2, 8
 
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}

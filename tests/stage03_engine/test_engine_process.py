@@ -15,6 +15,7 @@ import pytest
 from stage03_engine import messages
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.errors import EngineDeadError, EngineStartError
+from stage03_engine.frontend import engine_process
 from stage03_engine.frontend.core_client import SyncMPClient
 from stage03_engine.frontend.engine_process import EngineProcess
 from stage03_engine.frontend.input_processor import InputProcessor
@@ -113,6 +114,18 @@ def test_an_engine_that_dies_during_start_up_is_reported() -> None:
     try:
         os.kill(process.pid, signal.SIGKILL)
         with pytest.raises(EngineStartError, match="exit code -9"):
+            process.shake_hands()
+    finally:
+        process.shutdown()
+
+
+def test_an_engine_that_cannot_reach_us_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody cleaned /tmp between the start of the process and its first word."""
+    monkeypatch.setattr(engine_process, "HELLO_SECONDS", 3.0)
+    process = EngineProcess(CONFIG)
+    try:
+        os.unlink(process.handshake_address.removeprefix("ipc://"))
+        with pytest.raises(EngineStartError, match="said nothing for 3 s"):
             process.shake_hands()
     finally:
         process.shutdown()
