@@ -19,54 +19,35 @@ __all__ = ["BACKENDS", "AttentionMetadata", "attention", "resolve_backend"]
 Backend = Callable[[Tensor, Tensor, Tensor, Tensor, AttentionMetadata, float, int | None], Tensor]
 
 
-def torch_backend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    kv_cache: Tensor,
-    metadata: AttentionMetadata,
-    scale: float,
-    window: int | None,
-) -> Tensor:
-    """Plain torch operations; runs on every device that torch knows."""
-    write_kv(key, value, kv_cache, metadata.slot_mapping)
-    return paged_attention_torch(query, kv_cache, metadata, scale, window)
+def write_then_attend(write: Callable[..., None], attend: Callable[..., Tensor]) -> Backend:
+    """A backend of two parts: keys and values go into the cache before any query reads it."""
 
+    def backend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        write(key, value, kv_cache, metadata.slot_mapping)
+        return attend(query, kv_cache, metadata, scale, window)
 
-def reference_backend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    kv_cache: Tensor,
-    metadata: AttentionMetadata,
-    scale: float,
-    window: int | None,
-) -> Tensor:
-    """The oracle: slow, for tests and for doubt."""
-    write_kv_reference(key, value, kv_cache, metadata.slot_mapping)
-    return paged_attention_reference(query, kv_cache, metadata, scale, window)
-
-
-def batch_invariant_backend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    kv_cache: Tensor,
-    metadata: AttentionMetadata,
-    scale: float,
-    window: int | None,
-) -> Tensor:
-    """A fixed order of arithmetic for each token, whatever else is in the batch."""
-    write_kv(key, value, kv_cache, metadata.slot_mapping)
-    return paged_attention_batch_invariant(query, kv_cache, metadata, scale, window)
+    return backend
 
 
 BACKENDS: dict[str, Backend] = {
-    "torch": torch_backend,
-    "batch_invariant": batch_invariant_backend,
-    "reference": reference_backend,
+    "torch": write_then_attend(write_kv, paged_attention_torch),
+    "batch_invariant": write_then_attend(write_kv, paged_attention_batch_invariant),
+    "reference": write_then_attend(write_kv_reference, paged_attention_reference),
 }
-"""Backend name -> what writes the new keys and values and computes the attention."""
+"""Backend name -> what writes the new keys and values and computes the attention.
+
+torch            plain torch operations, on every device that torch knows
+batch_invariant  a fixed order of arithmetic for each token, whatever else is in the batch
+reference        the oracle: slow, for tests and for doubt
+"""
 
 
 def resolve_backend(name: str) -> str:

@@ -18,7 +18,7 @@ from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import SamplingParams
 
 COMBINATIONS = list(itertools.product([True, False], [8, 32, 512], ["recompute", "swap"], [3, 8]))
-WORKLOADS, ENGINES_PER_WORKLOAD, BATCHES = 200, 2, 8
+WORKLOADS, ENGINES_PER_WORKLOAD, BATCHES = 200, 2, 4
 
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
