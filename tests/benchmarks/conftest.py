@@ -5,6 +5,12 @@ from __future__ import annotations
 import pytest
 
 
+@pytest.fixture(autouse=True)
+def without_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests run with --check-invariants; what is measured here should not."""
+    monkeypatch.delenv("STAGES_CHECK_INVARIANTS")
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     for result in config._benchmarksession.benchmarks:
         for name, value in result.extra_info.items():
