@@ -9,11 +9,23 @@ from stage03_engine.errors import ConfigError
 
 
 def import_class(path: str, flag: str) -> Any:
-    """The object that `module:Name` names. Raises ConfigError, naming the flag, when it cannot be had."""
+    """The class that `module:Name` names. Raises ConfigError, naming the flag, when it cannot be had or is no class."""
     module_name, colon, name = path.partition(":")
     if not (module_name and colon and name):
         raise ConfigError(f"{flag} must look like module:Class, not {path!r}")
     try:
-        return getattr(importlib.import_module(module_name), name)
+        found = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{flag} {path}: {error}") from error
+    if not isinstance(found, type):
+        raise ConfigError(f"{flag} {path}: this is no class")
+    return found
+
+
+def construct(path: str, flag: str, *args: Any) -> Any:
+    """An object of the class that `module:Name` names. Raises ConfigError, naming the flag, whatever its code raises."""
+    found = import_class(path, flag)
+    try:
+        return found(*args)
+    except Exception as error:
+        raise ConfigError(f"{flag} {path}: {type(error).__name__}: {error}") from error

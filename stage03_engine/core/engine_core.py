@@ -13,7 +13,7 @@ from stage03_engine.core.kv_cache_size import decide_num_blocks, decide_num_swap
 from stage03_engine.core.request import Request
 from stage03_engine.core.scheduler import Scheduler
 from stage03_engine.core.structured_output import StructuredOutputManager
-from stage03_engine.import_class import import_class
+from stage03_engine.import_class import construct
 from stage03_engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from stagetrace import trace
 
@@ -39,23 +39,17 @@ class EngineCore:
     def _make_scheduler(self, num_swap_blocks: int) -> Scheduler:
         """The scheduler and the block pool, or those that the user brought."""
         cache, scheduling = self.config.cache_config, self.config.scheduler_config
-        pool_class, scheduler_class = BlockPool, Scheduler
-        if cache.block_pool_cls is not None:
-            pool_class = import_class(cache.block_pool_cls, "--block-pool-cls")
-        if scheduling.scheduler_cls is not None:
-            scheduler_class = import_class(scheduling.scheduler_cls, "--scheduler-cls")
         seed = cache.prefix_caching_hash_seed
         hash_seed = os.urandom(32) if seed is None else seed.encode()
-        pool = pool_class(self.num_gpu_blocks)
-        return scheduler_class(
-            scheduling,
-            cache,
-            pool,
-            self.config.max_model_len,
-            num_swap_blocks,
-            hash_seed,
-            self.structured_output_manager,
-        )
+        if cache.block_pool_cls is None:
+            pool = BlockPool(self.num_gpu_blocks)
+        else:
+            pool = construct(cache.block_pool_cls, "--block-pool-cls", self.num_gpu_blocks)
+        max_len, structured = self.config.max_model_len, self.structured_output_manager
+        arguments = (scheduling, cache, pool, max_len, num_swap_blocks, hash_seed, structured)
+        if scheduling.scheduler_cls is None:
+            return Scheduler(*arguments)
+        return construct(scheduling.scheduler_cls, "--scheduler-cls", *arguments)
 
     def add_request(self, message: EngineCoreRequest) -> None:
         """Queue a request. Raises ValueError when its id is in use."""

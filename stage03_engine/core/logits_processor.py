@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import ConfigError
-from stage03_engine.import_class import import_class
+from stage03_engine.import_class import construct, import_class
 from stage03_engine.sampling_params import SamplingParams
 from stage04_kernels.sampler import RowsTransform
 from stagetrace import trace
@@ -54,12 +54,9 @@ def load_logits_processors(config: VllmConfig, device: torch.device) -> list[Log
     processors = []
     for path in config.model_config.logits_processors or ():
         found = import_class(path, "--logits-processors")
-        if not (isinstance(found, type) and issubclass(found, LogitsProcessor)):
+        if not issubclass(found, LogitsProcessor):
             raise ConfigError(f"--logits-processors {path}: not a subclass of {__name__}:LogitsProcessor")
-        try:
-            processors.append(found(config, device))
-        except Exception as error:  # whatever the user's code raises
-            raise ConfigError(f"--logits-processors {path}: {type(error).__name__}: {error}") from error
+        processors.append(construct(path, "--logits-processors", config, device))
         if trace.on:
             trace.emit("logits_processor.loaded", path=path, argmax_invariant=processors[-1].is_argmax_invariant())
     return processors

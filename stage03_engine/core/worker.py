@@ -61,8 +61,18 @@ class Worker:
         return max(0, int(total * utilization) - used)
 
     def initialize_kv_cache(self, num_blocks: int, num_swap_blocks: int) -> None:
-        """Allocate the KV cache, and its swap space in CPU memory."""
-        self.model_runner.initialize_kv_cache(num_blocks, num_swap_blocks)
+        """Allocate the KV cache, and its swap space in CPU memory. Raises ConfigError when there is not enough memory."""
+        try:
+            self.model_runner.initialize_kv_cache(num_blocks, num_swap_blocks)
+        except (
+            MemoryError,
+            ValueError,
+            torch.OutOfMemoryError,
+        ) as error:  # ValueError: more bytes than numpy can count
+            raise ConfigError(
+                f"there is not enough memory for {num_blocks} KV-cache blocks and {num_swap_blocks} swapped ones; lower "
+                "--kv-cache-memory-bytes, --num-gpu-blocks-override or --swap-space"
+            ) from error
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:

@@ -101,15 +101,19 @@ class Backwards(BlockPool):
 """
 
 
-@pytest.mark.parametrize("multiprocess", [False, True])
-def test_a_users_own_scheduler_and_block_pool_run(
-    multiprocess: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name = f"plugin_{multiprocess}".lower()
-    (tmp_path / f"{name}.py").write_text(PLUGIN)
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a module with a user's classes, importable here and in an engine process."""
+    (tmp_path / "users_own.py").write_text(PLUGIN)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    own = {"scheduler_cls": f"{name}:OneAtATime", "block_pool_cls": f"{name}:Backwards"}
+    monkeypatch.delitem(sys.modules, "users_own", raising=False)
+    return "users_own"
+
+
+@pytest.mark.parametrize("multiprocess", [False, True])
+def test_a_users_own_scheduler_and_block_pool_run(multiprocess: bool, plugin: str) -> None:
+    own = {"scheduler_cls": f"{plugin}:OneAtATime", "block_pool_cls": f"{plugin}:Backwards"}
     params = SamplingParams(temperature=0, max_tokens=6)
     with LLM("gpt2-tiny", **SMALL) as llm:
         expected = [output.outputs[0].token_ids for output in llm.generate(["ROMEO:", "K"], params)]
@@ -120,15 +124,9 @@ def test_a_users_own_scheduler_and_block_pool_run(
 
 
 @pytest.mark.parametrize("multiprocess", [False, True])
-def test_what_could_never_run_is_refused_at_arrival_with_the_numbers(
-    multiprocess: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_could_never_run_is_refused_at_arrival_with_the_numbers(multiprocess: bool, plugin: str) -> None:
     """Five usable blocks of 16 tokens: a request that may grow to 100 tokens would wait for ever."""
-    name = f"small_{multiprocess}".lower()
-    (tmp_path / f"{name}.py").write_text(PLUGIN)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    with LLM("gpt2-tiny", multiprocess=multiprocess, block_pool_cls=f"{name}:Small", **SMALL) as llm:
+    with LLM("gpt2-tiny", multiprocess=multiprocess, block_pool_cls=f"{plugin}:Small", **SMALL) as llm:
         with pytest.raises(InvalidRequestError, match="100 tokens, which take 7 KV-cache blocks, but there are only 5"):
             llm.generate(["fine", [5] * 60], [SamplingParams(max_tokens=4), SamplingParams(max_tokens=40)])
         assert not llm.output_processor.request_states
@@ -141,12 +139,18 @@ def test_what_could_never_run_is_refused_at_arrival_with_the_numbers(
         ({"scheduler_cls": "no_such_module:Class"}, "--scheduler-cls no_such_module:Class"),
         ({"block_pool_cls": "stage03_engine.core.block_pool:Nothing"}, "--block-pool-cls"),
         ({"scheduler_cls": "just_a_word"}, "module:Class"),
+        ({"block_pool_cls": "builtins:dict"}, "--block-pool-cls builtins:dict: TypeError"),
+        ({"scheduler_cls": "builtins:dict"}, "--scheduler-cls builtins:dict: TypeError"),
+        ({"block_pool_cls": "os:path"}, "--block-pool-cls os:path: this is no class"),
+        ({"preemption_mode": "swap", "swap_space": 1e9}, "not enough memory for .* lower .*--swap-space"),
+        ({"preemption_mode": "swap", "swap_space": 1e30}, "not enough memory"),
+        ({"kv_cache_memory_bytes": 10**17}, "not enough memory for .* lower --kv-cache-memory-bytes"),
         ({"long_prefill_token_threshold": 5, "enable_chunked_prefill": False}, "long_prefill_token_threshold"),
     ],
 )
 def test_a_scheduler_setting_that_cannot_work_is_refused(setting: dict, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        LLM("gpt2-tiny", **SMALL, **setting)
+        LLM("gpt2-tiny", **SMALL | setting)
 
 
 @pytest.mark.parametrize("multiprocess", [False, True])
