@@ -104,3 +104,12 @@ def test_a_wrong_result_ends_the_engine_with_the_name_of_the_class() -> None:
     llm = LLM("gpt2-tiny", multiprocess=True, logits_processors=["my_processors:Wrong"], **SMALL)
     with llm, pytest.raises(EngineDeadError, match="Wrong must return logits"):
         llm.generate("K", SamplingParams(max_tokens=2))
+
+
+def test_drafts_are_off_while_a_processor_is_loaded() -> None:
+    """A processor may look at the tokens before a position; between drafts it is not certain which they are."""
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
+    for processors, drafts in ((None, True), (["my_processors:TopOne"], False)):
+        with LLM("gpt2-tiny", logits_processors=processors, speculative_config=ngram, **SMALL) as llm:
+            llm.generate("my lord, my lord, my lord,", SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+            assert (llm.engine_core._core.scheduler.make_stats().spec_decoding.num_drafts > 0) == drafts

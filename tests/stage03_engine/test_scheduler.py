@@ -298,6 +298,20 @@ def test_who_resumes_does_not_compute_everything_again(how: str) -> None:
         assert resumed.num_computed_tokens >= 16
 
 
+def test_what_is_still_cached_is_not_swapped_back_over() -> None:
+    scheduler = make_scheduler(8, 64, 1 + 10, caching=True, swap_blocks=20)
+    runner = ToyRunner(scheduler)
+    for name, token in (("a", 1), ("b", 2)):
+        scheduler.add_request(make_request(name, [token] * 18, SamplingParams(max_tokens=15, ignore_eos=True)))
+    while not scheduler.make_stats().num_preemptions:
+        step(scheduler, runner)
+    scheduler.finish_requests(["a"])
+    decision = scheduler.schedule()
+    resumed = decision.scheduled_new_reqs[0]
+    assert resumed.num_computed_tokens == len(resumed.token_ids) - 1
+    assert len(decision.blocks_to_swap_in) <= 1, "only the last block was not full, and so not to be found"
+
+
 def test_hash_chains_differ_between_engines_unless_a_seed_is_set() -> None:
     from stage03_engine.core.block_pool import BlockPool
     from stage03_engine.core.kv_cache_manager import KVCacheManager
