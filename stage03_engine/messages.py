@@ -132,6 +132,7 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, gc=False):
     utility_result: UtilityResult | None = None
     engine_index: int = 0
     cause: str | None = None
+    step: int | None = None  # the engine step that made them, for the trace
 
 
 class EngineHello(msgspec.Struct, tag="hello"):

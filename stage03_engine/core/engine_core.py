@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import time
+from dataclasses import asdict, replace
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.block_pool import BlockPool
@@ -46,6 +47,13 @@ class EngineCore:
         else:
             pool = construct(cache.block_pool_cls, "--block-pool-cls", self.num_gpu_blocks)
         max_len, structured = self.config.max_model_len, self.structured_output_manager
+        if trace.on:
+            trace.emit(
+                "scheduler.created", max_num_seqs=scheduling.max_num_seqs, max_model_len=max_len,
+                max_num_batched_tokens=scheduling.max_num_batched_tokens, num_blocks=self.num_gpu_blocks,
+                num_swap_blocks=num_swap_blocks, scheduler_config=asdict(scheduling),
+                cache_config=asdict(replace(cache, prefix_caching_hash_seed=None)),
+            )  # fmt: skip
         arguments = (scheduling, cache, pool, max_len, num_swap_blocks, hash_seed, structured)
         if scheduling.scheduler_cls is None:
             return Scheduler(*arguments)
@@ -87,7 +95,7 @@ class EngineCore:
         if trace.on:
             running, waiting = len(self.scheduler.running), len(self.scheduler.waiting)
             trace.emit("engine.step", ph="E", step=scheduler_output.step, running=running, waiting=waiting)
-        return EngineCoreOutputs(refused + outputs, self.scheduler.make_stats())
+        return EngineCoreOutputs(refused + outputs, self.scheduler.make_stats(), step=scheduler_output.step)
 
     def _end_refused(self) -> list[EngineCoreOutput]:
         """End the requests whose grammar turned out to be impossible."""

@@ -121,7 +121,9 @@ class EngineCoreProc:
                 return
             if trace.on and outputs.outputs:
                 size = len(messages.encode(outputs))
-                outputs.cause = trace.emit("zmq.outputs_sent", num_outputs=len(outputs.outputs), bytes=size)
+                outputs.cause = trace.emit(
+                    "zmq.outputs_sent", step=outputs.step, num_outputs=len(outputs.outputs), bytes=size
+                )
             socket.send(messages.encode(outputs))
 
     def run_busy_loop(self) -> None:

@@ -77,6 +77,15 @@ class KVCacheManager:
             salt = request.cache_salt if not hashes else None
             hashes.append(hash_block_tokens(parent, request.all_token_ids[start : start + size], salt))
 
+    def new_block_hashes(self, request: Request) -> list[str]:
+        """Hashes of the blocks that the request's newest tokens filled, since this was last asked, shortened to 16 hex
+        digits: what a trace may say about tokens, so that a replay finds the same prefixes without knowing them."""
+        if not self.enable_caching:
+            return []
+        self._hash_full_blocks(request)
+        first, request.num_traced_hashes = request.num_traced_hashes, len(request.block_hashes)
+        return [block_hash[:8].hex() for block_hash in request.block_hashes[first:]]
+
     def allocate_slots(self, request: Request, num_tokens: int, hits: Sequence[int] = ()) -> list[int] | None:
         """Make room for the first `num_tokens` tokens of a request; `hits` are what `get_computed_blocks` found, for a
         request that holds no blocks yet.
@@ -91,8 +100,11 @@ class KVCacheManager:
         if missing > self.block_pool.num_free - self.block_pool.num_free_among(hits):
             return None
         self.block_pool.touch(hits)
-        appended = hits + self.block_pool.allocate(missing)
+        allocated = self.block_pool.allocate(missing)
+        appended = hits + allocated
         self._tables[request.request_id] = table + appended
+        if trace.on and allocated:
+            trace.emit("kv.allocated", req=request.request_id, blocks=allocated)
         if self.enable_caching:
             self._cache_full_blocks(request, num_tokens, len(hits))
         return appended
@@ -112,7 +124,12 @@ class KVCacheManager:
         table = self._tables[request_id]
         needed = cdiv(num_tokens, self.block_size)
         self._tables[request_id] = table[:needed]
-        self.block_pool.free(table[needed:])
+        self._free(request_id, table[needed:])
+
+    def _free(self, request_id: str, blocks: list[int]) -> None:
+        self.block_pool.free(blocks)
+        if trace.on and blocks:
+            trace.emit("kv.freed", req=request_id, blocks=blocks)
 
     def free(self, request_id: str) -> int:
         """Give back all blocks of a request; returns how many. A request without blocks has none to give.
@@ -121,7 +138,7 @@ class KVCacheManager:
         """
         blocks = self._tables.pop(request_id, [])
         self._num_cached.pop(request_id, None)
-        self.block_pool.free(blocks[::-1])
+        self._free(request_id, blocks[::-1])
         return len(blocks)
 
     def block_table(self, request_id: str) -> list[int]:
@@ -130,7 +147,10 @@ class KVCacheManager:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, and nothing is done, while a request holds blocks."""
-        return self.block_pool.reset()
+        done = self.block_pool.reset()
+        if trace.on:
+            trace.emit("kv.reset", done=done)
+        return done
 
     def check_invariants(self) -> None:
         """Raises AssertionError when blocks are lost, or shared without being the same prefix."""

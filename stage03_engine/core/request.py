@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from typing import Any
 
 from stage03_engine.messages import EngineCoreRequest, FinishReason, TokenLogprobs
 
@@ -30,6 +31,7 @@ class Request:
         self.priority = message.priority  # a smaller number goes first, under the priority policy
         self.cache_salt = message.cache_salt
         self.block_hashes: list[bytes] = []  # one per full block of all_token_ids, as far as they were needed
+        self.num_traced_hashes = 0  # of them, those that a trace has told of
         self.num_cached_tokens = 0  # found in the prefix cache when it was first admitted
         self.request_id = message.request_id
         self.sampling_params = message.sampling_params
@@ -53,6 +55,21 @@ class Request:
     def num_output_tokens(self) -> int:
         """Output so far."""
         return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def traced_params(self) -> dict[str, Any]:
+        """What the scheduler looks at, for the trace: enough to decide again in a replay."""
+        params = self.sampling_params
+        return {
+            "max_tokens": params.max_tokens,
+            "min_tokens": params.min_tokens,
+            "ignore_eos": params.ignore_eos,
+            "stop_token_ids": list(params.stop_token_ids),
+            "eos_token_id": self.eos_token_id,
+            "priority": self.priority,
+            "prompt_logprobs": params.prompt_logprobs is not None,
+            "grammar": params.structured_outputs is not None,
+        }
 
     @property
     def misses_prompt_logprobs(self) -> bool:

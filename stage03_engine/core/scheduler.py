@@ -17,6 +17,7 @@ from stage03_engine.core.kv_cache_manager import KVCacheManager, cdiv
 from stage03_engine.core.request import Request, RequestStatus, append_tokens
 from stage03_engine.core.request_queue import RequestQueue
 from stage03_engine.core.sched_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from stage03_engine.core.scheduler_trace import ended_by, trace_admitted, trace_held_back
 from stage03_engine.core.spec_decode.draft_scheduler import DraftScheduler
 from stage03_engine.core.structured_output import StructuredOutputManager
 from stage03_engine.core.swap_space import SwapSpace
@@ -59,9 +60,6 @@ class Scheduler:
         self.step = 0
         self.stats = SchedulerStats()
         self._arrivals = itertools.count()
-        if trace.on:
-            budget = config.max_num_batched_tokens
-            trace.emit("scheduler.created", max_num_seqs=config.max_num_seqs, max_num_batched_tokens=budget)
 
     # Arrivals and departures
 
@@ -77,7 +75,11 @@ class Scheduler:
             request.status = RequestStatus.WAITING_FOR_FSM
             self.structured_output_manager.grammar_init(request.request_id, request.sampling_params)
         if trace.on:
-            trace.emit("sched.queued", req=request.request_id, waiting=len(self.waiting))
+            trace.emit(
+                "sched.queued", req=request.request_id, waiting=len(self.waiting),
+                num_prompt_tokens=request.num_prompt_tokens, params=request.traced_params,
+                block_hashes=self.kv_cache_manager.new_block_hashes(request),
+            )  # fmt: skip
 
     def _check_fits(self, request: Request) -> None:
         """Refuse what would wait for ever: it may grow beyond the whole cache. (At start-up the default pool is made large
@@ -97,9 +99,9 @@ class Scheduler:
         for request_id in request_ids:
             request = self.requests.get(request_id)
             if request is not None:
-                self._finish(request, reason)
+                self._finish(request, reason, by="outside")
 
-    def _finish(self, request: Request, reason: FinishReason) -> None:
+    def _finish(self, request: Request, reason: FinishReason, by: str) -> None:
         """Take a request out of its queue, free what it holds, forget it."""
         queue = self.running if request.status == RequestStatus.RUNNING else self.waiting
         queue.remove(request)
@@ -111,7 +113,9 @@ class Scheduler:
         del self.requests[request.request_id]
         self.finished_req_ids.append(request.request_id)
         if trace.on:
-            trace.emit("sched.finished", req=request.request_id, step=self.step, reason=str(reason), freed_blocks=freed)
+            trace.emit(
+                "sched.finished", req=request.request_id, step=self.step, reason=str(reason), freed_blocks=freed, by=by
+            )
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -126,8 +130,10 @@ class Scheduler:
         output = SchedulerOutput(self.step, [], {}, {}, self.finished_req_ids, [])
         self.finished_req_ids = []
         budget = self._schedule_running(output, self.config.max_num_batched_tokens)
-        if not output.preempted_req_ids:  # who was just sent away must not be overtaken by a newcomer
+        if not output.preempted_req_ids:
             self._schedule_waiting(output, budget)
+        elif trace.on:  # who was just sent away must not be overtaken by a newcomer
+            trace_held_back(self, "preempted", budget)
         self.drafts.schedule(output, self.requests)
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             self.requests[request_id].num_computed_tokens += num_tokens
@@ -163,19 +169,22 @@ class Scheduler:
             if new_blocks is None:  # the request itself was the last one, and is preempted now
                 break
             output.new_block_ids[request.request_id] = new_blocks
-            self._give(request, num_tokens, new_blocks, output)
-            budget -= num_tokens
+            budget = self._give(request, num_tokens, new_blocks, output, budget)
             index += 1
         return budget
 
-    def _give(self, request: Request, num_tokens: int, new_blocks: list[int], output: SchedulerOutput) -> None:
+    def _give(
+        self, request: Request, num_tokens: int, new_blocks: list[int], output: SchedulerOutput, budget: int
+    ) -> int:
+        """Enter the tokens into the decision; returns what is left of the budget."""
         output.num_scheduled_tokens[request.request_id] = num_tokens
         if trace.on:
             computed = request.num_computed_tokens
             trace.emit(
-                "sched.scheduled", req=request.request_id, step=self.step,
-                num_tokens=num_tokens, num_computed=computed, new_blocks=new_blocks,
+                "sched.scheduled", req=request.request_id, step=self.step, num_tokens=num_tokens, num_computed=computed,
+                missing=request.num_tokens - computed, budget_left=budget, new_blocks=new_blocks,
             )  # fmt: skip
+        return budget - num_tokens
 
     def _allocate_or_preempt(self, request: Request, num_tokens: int, output: SchedulerOutput) -> list[int] | None:
         """Blocks for the next `num_tokens` tokens of a running request, preempting from the end of the queue until there
@@ -185,13 +194,14 @@ class Scheduler:
             if new_blocks is not None:
                 return new_blocks
             victim = self.running.pop_last()
-            self._preempt(victim, output)
+            self._preempt(victim, output, request)
             if victim is request:
                 return None
 
-    def _preempt(self, request: Request, output: SchedulerOutput) -> None:
+    def _preempt(self, request: Request, output: SchedulerOutput, needed_by: Request) -> None:
         """Take a running request's blocks; it waits, and later recomputes its tokens or gets them back from the CPU."""
         request_id, computed, swapped = request.request_id, request.num_computed_tokens, None
+        free_before = self.kv_cache_manager.block_pool.num_free
         if self.swap_space is not None:
             swapped = self.swap_space.swap_out(request_id, self.kv_cache_manager.block_table(request_id), computed)
         if swapped is None:
@@ -201,8 +211,8 @@ class Scheduler:
         freed = self.kv_cache_manager.free(request_id)
         if trace.on:
             trace.emit(
-                "sched.preempt", req=request_id, step=self.step,
-                freed_blocks=freed, num_computed=computed, swapped=swapped is not None,
+                "sched.preempt", req=request_id, step=self.step, freed_blocks=freed, num_computed=computed,
+                swapped=swapped is not None, needed_by=needed_by.request_id, free_before=free_before,
             )  # fmt: skip
         request.status = RequestStatus.PREEMPTED
         self.stats.num_preemptions += 1
@@ -212,26 +222,39 @@ class Scheduler:
     def _schedule_waiting(self, output: SchedulerOutput, budget: int) -> None:
         """Admit waiting requests in order while budget, batch and blocks last. The first that does not fit stops the
         rest: nobody overtakes, except those whose grammars still compile."""
-        index = 0
-        while index < len(self.waiting) and budget > 0 and len(self.running) < self.config.max_num_seqs:
+        index, rule = 0, ""
+        while index < len(self.waiting):
+            if budget <= 0 or len(self.running) >= self.config.max_num_seqs:
+                rule = "budget" if budget <= 0 else "max_num_seqs"
+                break
             request = self.waiting[index]
-            if request.status == RequestStatus.WAITING_FOR_FSM:
-                if not self.structured_output_manager.is_ready(request.request_id):
-                    index += 1
-                    continue
-                request.status = RequestStatus.WAITING
+            if request.status == RequestStatus.WAITING_FOR_FSM and not self._grammar_is_ready(request):
+                index += 1
+                continue
             hits = self.kv_cache_manager.get_computed_blocks(request)
             computed = max(len(hits) * self.kv_cache_manager.block_size, request.num_computed_tokens)
             missing = request.num_tokens - computed
             if not self.config.enable_chunked_prefill and missing > budget:
+                rule = "no_chunking"
                 break
             num_tokens = self._limited(missing, budget)
             new_blocks = self.kv_cache_manager.allocate_slots(request, computed + num_tokens, hits)
             if new_blocks is None:
+                rule = "blocks"
                 break
             self._admit(request, computed, hits, new_blocks, output)
-            self._give(request, num_tokens, new_blocks, output)
-            budget -= num_tokens
+            budget = self._give(request, num_tokens, new_blocks, output, budget)
+        if trace.on and len(self.waiting):
+            trace_held_back(self, rule, budget, index)
+
+    def _grammar_is_ready(self, request: Request) -> bool:
+        """Is the grammar of a waiting request compiled? Then it waits like all others."""
+        if not self.structured_output_manager.is_ready(request.request_id):
+            return False
+        request.status = RequestStatus.WAITING
+        if trace.on:
+            trace.emit("grammar.ready", req=request.request_id, step=self.step)
+        return True
 
     def _admit(
         self, request: Request, computed: int, hits: list[int], new_blocks: list[int], output: SchedulerOutput
@@ -247,18 +270,7 @@ class Scheduler:
             self.stats.prefix_cache_queries += request.num_tokens
             self.stats.prefix_cache_hits += computed
         if trace.on:
-            if hits:
-                cached = len(hits) * self.kv_cache_manager.block_size
-                trace.emit("sched.prefix_hit", req=request_id, step=self.step, blocks=hits, num_tokens=cached)
-            if resumed:
-                trace.emit(
-                    "sched.resume", req=request_id, step=self.step, new_blocks=new_blocks, num_tokens=request.num_tokens
-                )
-            else:
-                prompt = request.num_prompt_tokens
-                trace.emit(
-                    "sched.admit", req=request_id, step=self.step, new_blocks=new_blocks, num_prompt_tokens=prompt
-                )
+            trace_admitted(self, request, hits, new_blocks)
         request.status = RequestStatus.RUNNING
         self.running.add(request)
         output.scheduled_new_reqs.append(
@@ -274,11 +286,11 @@ class Scheduler:
         for request_id, (start, entries) in runner_output.prompt_logprobs.items():
             self.requests[request_id].add_prompt_logprobs(start, entries)
         complete, failed = self.structured_output_manager.accept_tokens(runner_output.sampled_token_ids)
-        for request_id, new_token_ids in runner_output.sampled_token_ids.items():
+        for request_id, sampled in runner_output.sampled_token_ids.items():
             request = self.requests[request_id]
-            self.drafts.settle(output, request, len(new_token_ids))
+            self.drafts.settle(output, request, len(sampled))
             request.spec_token_ids = runner_output.draft_token_ids.get(request_id, [])
-            new_token_ids, stop = append_tokens(request, new_token_ids, self.max_model_len)
+            new_token_ids, stop = append_tokens(request, sampled, self.max_model_len)
             reason, stop_reason = stop or (None, None)
             logprobs = runner_output.logprobs.get(request_id)
             if logprobs is not None:
@@ -300,12 +312,14 @@ class Scheduler:
                 outputs[-1].finish_reason, outputs[-1].ended_by_grammar = FinishReason.STOP, True
             reason = outputs[-1].finish_reason
             if trace.on:
-                total = request.num_output_tokens
                 trace.emit(
-                    "sched.token", req=request_id, step=output.step, token_ids=new_token_ids, num_output_tokens=total
-                )
+                    "sched.token", req=request_id, step=output.step, num_tokens=len(new_token_ids), sampled=len(sampled),
+                    num_output_tokens=request.num_output_tokens, token_ids=new_token_ids if trace.prompts else [],
+                    block_hashes=self.kv_cache_manager.new_block_hashes(request),
+                )  # fmt: skip
             if reason is not None:
-                self._finish(request, reason)
+                grammar = request_id in failed or outputs[-1].ended_by_grammar
+                self._finish(request, reason, "grammar" if grammar else ended_by(reason, stop_reason))
         return outputs
 
     # Looking in from outside

@@ -137,7 +137,8 @@ def _outputs(frames: list[bytes]) -> EngineCoreOutputs:
         raise EngineDeadError(f"The engine stopped: {frames[1].decode()}")
     outputs = messages.decode_outputs(frames[0])
     if trace.on:
-        trace.emit("zmq.outputs_received", cause=outputs.cause, num_outputs=len(outputs.outputs))
+        count = len(outputs.outputs)
+        trace.emit("zmq.outputs_received", step=outputs.step, cause=outputs.cause, num_outputs=count)
     return outputs
 
 

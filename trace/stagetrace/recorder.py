@@ -35,6 +35,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.on = False
+        self.prompts = False  # may events hold what clients wrote and what they were answered?
         self.run_id = ""
         self.proc = "main"
         self._pid = os.getpid()

@@ -75,5 +75,9 @@ class NgramProposer:
             if proposed:
                 drafts[batch.request_ids[row]] = proposed
                 if trace.on:
-                    trace.emit("spec.proposed", req=batch.request_ids[row], step=step, token_ids=proposed)
+                    token_ids = proposed if trace.prompts else []
+                    trace.emit(
+                        "spec.proposed", req=batch.request_ids[row], step=step,
+                        num_tokens=len(proposed), token_ids=token_ids,
+                    )  # fmt: skip
         return drafts
