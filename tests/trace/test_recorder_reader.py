@@ -125,7 +125,7 @@ def test_no_event_stands_before_its_cause_even_when_clocks_disagree(data: st.Dat
         event = Event(1, len(lanes[lane]), now + offsets[lane], lane, "p", "i", "cli.main", 1, "x:1", cause=cause)
         lanes[lane].append(event)
         sent.append(event.ref)
-    ordered = causal_order(lanes)
+    ordered = list(causal_order(lanes))
     place = {event.ref: i for i, event in enumerate(ordered)}
     assert len(ordered) == sum(map(len, lanes)) == len(place)
     for event in ordered:

@@ -5,8 +5,9 @@ shadow Python's own `trace` module.
 """
 
 from stagetrace.event import Event
-from stagetrace.reader import Run, read_run
+from stagetrace.reader import Recording, Run, read_run
 from stagetrace.recorder import Recorder, trace
+from stagetrace.story import Story, tell
 from stagetrace.vocabulary import VOCABULARY
 
-__all__ = ["VOCABULARY", "Event", "Recorder", "Run", "read_run", "trace"]
+__all__ = ["VOCABULARY", "Event", "Recorder", "Recording", "Run", "Story", "read_run", "tell", "trace"]

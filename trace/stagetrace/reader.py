@@ -1,8 +1,12 @@
-"""Read a recording: merge the files of all processes into one causally ordered list of events."""
+"""Read a recording: merge the files of all processes into one causally ordered stream of events.
+
+A recording of any size is read in bounded memory: of each file only a window of lines is held.
+"""
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,10 +14,120 @@ import msgspec
 
 from stagetrace.event import Event, decode_line
 
+REORDER_WINDOW = 256  # events by which the threads of a process may overtake each other on the way to the file
+
+
+class Recording:
+    """A folder of trace files. Iterating reads it from the start, in causal order, as often as one likes.
+
+    After an iteration `torn` counts the files whose last line was unreadable: a crash tears at most that one.
+    Raises FileNotFoundError when the folder holds no trace, and while iterating ValueError for a foreign line.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        self.torn = 0
+        files = sorted(self.directory.glob("*.jsonl"))
+        if not files:
+            raise FileNotFoundError(f"no trace in {directory}: expected files like APIServer-1234.jsonl")
+        self._files: dict[str, list[Path]] = {}  # process -> its files, the oldest first
+        for path in files:
+            self._files.setdefault(path.name.partition(".")[0], []).append(path)
+        for paths in self._files.values():  # a process that rotates: X.1.jsonl was written before X.jsonl
+            paths.sort(key=lambda path: (path.name.count(".") == 1, path.name))
+
+    def __iter__(self) -> Iterator[Event]:
+        self.torn = 0
+        return causal_order([self._process(paths) for paths in self._files.values()])
+
+    def _process(self, paths: list[Path]) -> Iterator[Event]:
+        """The events of one process by sequence number."""
+        window: list[tuple[int, int, Event]] = []
+        for place, event in enumerate(self._lines(paths)):
+            heapq.heappush(window, (event.seq, place, event))
+            if len(window) > REORDER_WINDOW:
+                yield heapq.heappop(window)[2]
+        while window:
+            yield heapq.heappop(window)[2]
+
+    def _lines(self, paths: list[Path]) -> Iterator[Event]:
+        for path in paths:
+            with open(path, "rb") as file:
+                number = 0
+                for number, line in enumerate(file, start=1):
+                    try:
+                        yield decode_line(line)
+                    except msgspec.DecodeError as error:
+                        if file.readline():
+                            raise ValueError(f"{path}:{number}: not a trace event ({error})") from error
+                        self.torn += 1
+
+
+def _parse_ref(ref: str) -> tuple[int, int] | None:
+    pid, _, seq = ref.partition(":")
+    return (int(pid), int(seq)) if pid.isdigit() and seq.isdigit() else None
+
+
+class _Lane:
+    """The events of one process, of which the next one can be looked at."""
+
+    def __init__(self, events: Iterable[Event]) -> None:
+        self._events = iter(events)
+        self.head: Event | None = next(self._events, None)
+        self.pid = self.head.pid if self.head is not None else None
+        self.blocked: list[tuple[int, _Lane]] = []  # (seq, lane): who waits for an event of this process
+
+    def pop(self) -> Event:
+        """Take the next event."""
+        event, self.head = self.head, next(self._events, None)
+        assert event is not None
+        return event
+
+    def freed(self) -> list[_Lane]:
+        """The lanes that need not wait any more: what they waited for is placed, or was never recorded."""
+        still = [(seq, lane) for seq, lane in self.blocked if self.head is not None and self.head.seq <= seq]
+        free = [lane for seq, lane in self.blocked if self.head is None or self.head.seq > seq]
+        self.blocked = still
+        return free
+
+
+def causal_order(per_process: Iterable[Iterable[Event]]) -> Iterator[Event]:
+    """Merge by time, but never place an event before its cause or before an earlier event of its own process.
+
+    Each process's events come in the order of their sequence numbers. Kahn's algorithm with a heap on the time: among the
+    events whose predecessors are all placed, the earliest is next. A cause that was not recorded (a crashed sender lost it, a
+    filter left it out) does not hold anything back.
+    """
+    lanes = [lane for lane in map(_Lane, per_process) if lane.head is not None]
+    of_pid = {lane.pid: lane for lane in lanes}
+    ready: list[tuple[int, int, _Lane]] = []  # (time, tie-breaker, lane)
+
+    def offer(lane: _Lane) -> None:
+        if lane.head is None:
+            return
+        cause = _parse_ref(lane.head.cause) if lane.head.cause is not None else None
+        sender = of_pid.get(cause[0]) if cause is not None else None
+        if cause is not None and sender not in (None, lane) and sender.head is not None and sender.head.seq <= cause[1]:
+            sender.blocked.append((cause[1], lane))
+        else:
+            heapq.heappush(ready, (lane.head.ts, lanes.index(lane), lane))
+
+    for lane in lanes:
+        offer(lane)
+    while ready or any(lane.blocked for lane in lanes):
+        if not ready:  # contradictory causes, which no run writes: show the events all the same
+            broken = next(lane for lane in lanes if lane.blocked)
+            heapq.heappush(ready, (0, 0, broken.blocked.pop()[1]))
+        lane = heapq.heappop(ready)[2]
+        yield lane.pop()
+        for other in lane.freed():
+            offer(other)
+        offer(lane)
+
 
 @dataclass
 class Run:
-    """A recording. `events` are in causal order; `torn` counts unreadable last lines (one per process that crashed)."""
+    """A recording in memory. `events` are in causal order; `torn` counts unreadable last lines (one per crashed process)."""
 
     events: list[Event]
     torn: int = 0
@@ -28,68 +142,8 @@ class Run:
         return [e for e in self.events if e.name == name]
 
 
-def _read_file(path: Path) -> tuple[list[Event], int]:
-    """Events of one process by sequence number. Only the last line may be unreadable: a crash tears it."""
-    lines = path.read_bytes().splitlines()
-    events: list[Event] = []
-    torn = 0
-    for number, line in enumerate(lines, start=1):
-        try:
-            events.append(decode_line(line))
-        except msgspec.DecodeError as error:
-            if number < len(lines):
-                raise ValueError(f"{path}:{number}: not a trace event ({error})") from error
-            torn = 1
-    events.sort(key=lambda e: e.seq)
-    return events, torn
-
-
-def causal_order(per_process: list[list[Event]]) -> list[Event]:
-    """Merge by time, but never place an event before its cause or before an earlier event of its own process.
-
-    Kahn's algorithm with a heap on the time: among the events whose predecessors are all placed, the earliest is next.
-    A cause that was not recorded (a crashed sender lost it) does not hold anything back.
-    """
-    known = {e.ref for events in per_process for e in events}
-    waiting_for: dict[str, list[int]] = {}  # cause -> processes that stand still until it is placed
-    heads = [0] * len(per_process)
-    ready: list[tuple[int, int]] = []  # (time, process)
-    placed: set[str] = set()
-    ordered: list[Event] = []
-
-    def offer(process: int) -> None:
-        if heads[process] == len(per_process[process]):
-            return
-        event = per_process[process][heads[process]]
-        if event.cause is not None and event.cause in known and event.cause not in placed:
-            waiting_for.setdefault(event.cause, []).append(process)
-        else:
-            heapq.heappush(ready, (event.ts, process))
-
-    for process in range(len(per_process)):
-        offer(process)
-    while ready:
-        _, process = heapq.heappop(ready)
-        event = per_process[process][heads[process]]
-        heads[process] += 1
-        placed.add(event.ref)
-        ordered.append(event)
-        for blocked in waiting_for.pop(event.ref, []):
-            offer(blocked)
-        offer(process)
-    return ordered
-
-
 def read_run(directory: str | Path) -> Run:
-    """Read every `*.jsonl` in a folder. Raises FileNotFoundError when there is none, ValueError for a foreign line."""
-    paths = sorted(Path(directory).glob("*.jsonl"))
-    if not paths:
-        raise FileNotFoundError(f"no trace in {directory}: expected files like APIServer-1234.jsonl")
-    per_process, torn = [], 0
-    for path in paths:
-        events, torn_here = _read_file(path)
-        per_process.append(events)
-        torn += torn_here
-    run = Run(causal_order(per_process), torn)
-    run.run_ids = {e.args["run_id"] for e in run.events if e.name == "run.start"}
-    return run
+    """Read a whole recording. Raises FileNotFoundError when there is none, ValueError for a foreign line."""
+    recording = Recording(directory)
+    events = list(recording)
+    return Run(events, recording.torn, {e.args["run_id"] for e in events if e.name == "run.start"})
