@@ -32,6 +32,7 @@ COMMANDS = {
     "serve": LazyCommand("stage01_cli.serve", "ServeSubcommand", "serve a model over an OpenAI-compatible HTTP API"),
     "chat": LazyCommand("stage01_cli.openai_client", "ChatCommand", "chat with a running server"),
     "complete": LazyCommand("stage01_cli.openai_client", "CompleteCommand", "let a running server complete a text"),
+    "trace": LazyCommand("stage01_cli.trace", "TraceSubcommand", "look at recordings made with --trace"),
     "collect-env": LazyCommand(
         "stage01_cli.collect_env", "CollectEnvSubcommand", "describe this machine, for a report"
     ),

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from stagetrace.errors import TraceError
 from stagetrace.event import Event, decode_line
 
 REORDER_WINDOW = 256  # events by which the threads of a process may overtake each other on the way to the file
@@ -21,7 +22,7 @@ class Recording:
     """A folder of trace files. Iterating reads it from the start, in causal order, as often as one likes.
 
     After an iteration `torn` counts the files whose last line was unreadable: a crash tears at most that one.
-    Raises FileNotFoundError when the folder holds no trace, and while iterating ValueError for a foreign line.
+    Raises FileNotFoundError when the folder holds no trace, and while iterating TraceError for a foreign line.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -59,7 +60,7 @@ class Recording:
                         yield decode_line(line)
                     except msgspec.DecodeError as error:
                         if file.readline():
-                            raise ValueError(f"{path}:{number}: not a trace event ({error})") from error
+                            raise TraceError(f"{path}:{number}: not a trace event ({error})") from error
                         self.torn += 1
 
 
@@ -143,7 +144,7 @@ class Run:
 
 
 def read_run(directory: str | Path) -> Run:
-    """Read a whole recording. Raises FileNotFoundError when there is none, ValueError for a foreign line."""
+    """Read a whole recording. Raises FileNotFoundError when there is none, TraceError for a foreign line."""
     recording = Recording(directory)
     events = list(recording)
     return Run(events, recording.torn, {e.args["run_id"] for e in events if e.name == "run.start"})

@@ -1,0 +1,35 @@
+"""`python -m stagetrace COMMAND RUN`: look at recordings without the stages."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from stagetrace.commands import add_commands, run_chosen
+from stagetrace.errors import TraceError
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        raise TraceError(f"{message}; see {self.prog} --help")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code, 2 for what the user can mend."""
+    parser = _Parser(prog="python -m stagetrace", description="Look at recordings of the stages (RUN is their folder).")
+    add_commands(parser)
+    try:
+        return run_chosen(parser.parse_args(argv))
+    except TraceError as error:
+        print(f"stagetrace: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

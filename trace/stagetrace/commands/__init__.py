@@ -1,0 +1,49 @@
+"""The commands over recordings, one module each: `python -m stagetrace view RUN`, the same as `stages trace view RUN`.
+
+A command's module has `add_arguments(parser)` and `run(args) -> exit code`; what is heavy it imports in `run`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from importlib import import_module
+
+from stagetrace.errors import TraceError
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    # "view": ("stagetrace.commands.view", "all events in columns, one per process; --follow for a live run"),
+    # "show": ("stagetrace.commands.show", "one request's story, from the HTTP byte to the last chunk"),
+    # "step": ("stagetrace.commands.step", "walk through a recording, forward and back"),
+    # "stats": ("stagetrace.commands.stats", "where the time went, per phase and per request"),
+    # "why": ("stagetrace.commands.why", "why a request waited, was preempted, or got what it got in a step"),
+    # "diff": ("stagetrace.commands.diff", "the first difference between two recordings"),
+    # "check": ("stagetrace.commands.check", "is the recording consistent, and what is missing?"),
+    # "export": ("stagetrace.commands.export", "Perfetto, OpenTelemetry, CSV, or one HTML page"),
+    # "figure": ("stagetrace.commands.figure", "draw a recording, or print the same as a table"),
+}
+"""Command -> (module, what it does in a few words)."""
+
+
+def add_commands(parser: argparse.ArgumentParser, more: dict[str, tuple[str, str]] | None = None) -> None:
+    """Add the commands, and `more` of the caller's, to a parser."""
+    subparsers = parser.add_subparsers(dest="trace_command", required=True, metavar="COMMAND")
+    for name, (module, text) in (COMMANDS | (more or {})).items():
+        subparser = subparsers.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        command = import_module(module)
+        command.add_arguments(subparser)
+        subparser.set_defaults(run_trace_command=command.run)
+
+
+def run_chosen(args: argparse.Namespace) -> int:
+    """Run the command that was chosen. Raises TraceError for what the user can mend."""
+    try:
+        code: int = args.run_trace_command(args)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # `... | head`: who reads has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        raise TraceError(str(error)) from error
