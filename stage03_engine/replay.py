@@ -226,7 +226,7 @@ class Replay:
         wrong = [i for i in recorded | replayed if recorded.get(i) != replayed.get(i)]
         if wrong:
             facts = [[_outcome(i, side.get(i)) for i in wrong] for side in (recorded, replayed)]
-            self._differ(wrong[0], *facts, before)
+            self._differ(wrong[0], facts[0], facts[1], before)
 
     def _differ(self, request_id: str | None, recorded: list[str], replayed: list[str], before: Snapshot) -> None:
         self.result.difference = Difference(self._now, request_id, recorded, replayed, self._in_words(before))
