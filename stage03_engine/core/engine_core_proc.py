@@ -37,7 +37,7 @@ from stage03_engine.messages import (
     EngineReady,
     FinishReason,
 )
-from stage03_engine.tracing import open_trace
+from stage03_engine.tracing import open_trace, tellable
 from stagetrace import trace
 
 logger = logging.getLogger(__name__)
@@ -261,7 +261,7 @@ def _report_failure(error: Exception, engine: EngineCoreProc | None, handshake: 
     text = str(error) if isinstance(error, StagesError) else f"{type(error).__name__}: {error}"
     message = " ".join(text.split())
     if trace.on:
-        trace.emit("engine.failed", message=message)
+        trace.emit("engine.failed", message=tellable(error))
     if not isinstance(error, StagesError):
         sys.excepthook(type(error), error, error.__traceback__)  # an error of ours: the traceback belongs in the log
     if engine is None:
