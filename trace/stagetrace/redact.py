@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 
 HIDDEN = "***"
-_SECRET_NAME = re.compile(r"key|secret|passw|credential|token(?!i[sz])", re.IGNORECASE)
+_SECRET_NAME = re.compile(r"key|secret|passw|credential|hash.?seed|token(?!i[sz])", re.IGNORECASE)
 _COUNTS_TOKENS = re.compile(r"token(?!$)", re.IGNORECASE)  # max-num-batched-tokens, not hf-token
 _NUMBER = re.compile(r"[+-]?\d{1,9}(\.\d+)?[kmgtKMGT]?")
 _SECRET_VALUE = re.compile(r"(sk|hf|ghp|gho|glpat)[-_]\w{6,}")
