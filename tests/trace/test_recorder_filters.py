@@ -76,7 +76,11 @@ def test_a_request_is_there_whole_or_not_at_all_and_its_steps_with_it(
     for e in everything:
         step = e.step or step
         evicted = e.name == "kv.evicted"
-        if e.phase < 6 or e.req in kept or (e.req is None and (e.step in kept_steps or (evicted and step in kept_steps))):
+        if (
+            e.phase < 6
+            or e.req in kept
+            or (e.req is None and (e.step in kept_steps or (evicted and step in kept_steps)))
+        ):
             expected.append(said(e))
     assert [said(e) for e in sampled] == expected
     assert [e.seq for e in sampled] == list(range(1, len(sampled) + 1))
