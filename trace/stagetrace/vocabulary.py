@@ -90,7 +90,9 @@ _ROWS = [
     _optional("engine.failed", 5, ENGINE, {"message": "str"}, "The engine could not start, or died of an exception; its text, which may quote a client, only with --trace-prompts.", "v1/engine/core.py _send_engine_dead"),
     _optional("engine.dead", 5, ENGINE, {"message": "str"}, "The front end noticed that the engine process is gone.", "v1/engine/core_client.py EngineDeadError"),
     # Phase 6: request
-    Row("http.request", 6, SERVER, {"method": "str", "path": "str"}, "An HTTP request was parsed.", "openai/api_server.py create_completion"),
+    Row("http.request", 6, SERVER, {"method": "str", "path": "str", "trace_id": "str | None", "parent_id": "str | None"},
+        "An HTTP request was parsed; the ids are those of the client's own trace, from its header traceparent. Its `req` is the id of its first prompt (stagetrace.ids has the rule).",
+        "openai/api_server.py create_completion, vllm/tracing.py extract_trace_context"),
     Row("request.validated", 6, SERVER, {"model": "str", "stream": "bool", "prompts": "int"}, "The body passed validation; the request has its id.",
         "openai/serving_completion.py create_completion"),
     _optional("request.templated", 6, SERVER, {"messages": "int", "characters": "int"}, "The chat template turned messages into one prompt.",
@@ -169,8 +171,8 @@ _ROWS = [
     _optional("request.stop_matched", 9, ENGINE, {"stop": "str | None"}, "A stop string appeared (which one: only with --trace-prompts); the engine is told to stop.", "v1/engine/detokenizer.py check_stop_strings"),
     Row("request.collected", 9, ENGINE, {"finished": "bool"}, "The output lies in the request's collector.", "v1/engine/output_processor.py RequestOutputCollector.put"),
     Row("generate.yield", 9, ENGINE, {"finished": "bool"}, "AsyncLLM.generate handed an output to its caller.", "v1/engine/async_llm.py generate"),
-    Row("sse.chunk", 9, SERVER, {"bytes": "int"}, "A server-sent event left for the client.", "openai/serving_completion.py completion_stream_generator"),
-    _optional("http.response", 9, SERVER, {"status": "int"}, "A whole (not streamed) answer left for the client.", "openai/api_server.py create_completion"),
+    Row("sse.chunk", 9, SERVER, {"bytes": "int"}, "A server-sent event left for the client; its cause is the http.request.", "openai/serving_completion.py completion_stream_generator"),
+    _optional("http.response", 9, SERVER, {"status": "int"}, "A whole (not streamed) answer left for the client; its cause is the http.request.", "openai/api_server.py create_completion"),
     Row("request.finished", 9, ENGINE, {"reason": "str", "num_output_tokens": "int"}, "The request is complete for its client.", "v1/engine/output_processor.py"),
     _optional("request.aborted", 9, ENGINE, {"reason": "str"}, "The client left, or an error ended the request.", "v1/engine/async_llm.py abort"),
 ]  # fmt: skip
