@@ -3,6 +3,7 @@ a seed. For the tests of replay, of `check`, `why` and `diff`, which need record
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -72,7 +73,7 @@ class ToyEngine:
             )  # fmt: skip
         grammars = RandomGrammars(self.rng)
         pool = BlockPool(num_blocks)
-        self.scheduler = Scheduler(config, cache, pool, max_model_len, swap_blocks, b"seed", grammars)
+        self.scheduler = Scheduler(config, cache, pool, max_model_len, swap_blocks, os.urandom(8), grammars)
 
     def add(self, request_id: str, prompt: list[int], priority: int = 0, **params: Any) -> None:
         message = EngineCoreRequest(request_id, prompt, SamplingParams(**params), eos_token_id=EOS, priority=priority)
