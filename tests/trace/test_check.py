@@ -154,6 +154,27 @@ def test_damage_of_an_argument_never_ends_in_a_traceback(tmp_path: Path) -> None
         assert any(f"{name} lacks" in finding.text for finding in check(tmp_path).findings)
 
 
+def test_what_was_rotated_away_or_filtered_out_is_no_contradiction(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (path,) = record(tmp_path, life).glob("*.jsonl")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    header, rest = lines[0], lines[len(lines) // 2 :]
+    header["args"]["part"] = 3
+    path.write_text("".join(json.dumps(line) + "\n" for line in [header, *rest]))
+    assert main(["check", str(tmp_path)]) == 0
+    assert "the first files of EngineCore_DP0-" in capsys.readouterr().out
+    header["args"].update(part=0, filter={"names": "sched.*"})
+    some = [line for line in lines[1:] if line["name"].startswith("sched.")]
+    _number([header, *some])
+    path.write_text("".join(json.dumps(line) + "\n" for line in [header, *some]))
+    assert main(["check", str(tmp_path)]) == 0
+    assert "of which a filter left some out" in capsys.readouterr().out
+    del some[5]
+    path.write_text("".join(json.dumps(line) + "\n" for line in [header, *some]))
+    assert main(["check", str(tmp_path)]) == 1
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record(tmp_path, life)
     _from_one(tmp_path)

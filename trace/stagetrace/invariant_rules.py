@@ -57,15 +57,15 @@ class Sequence:
     """The events of a process are numbered without gaps: a missing number is a lost event."""
 
     def __init__(self) -> None:
-        self._last: dict[int, int] = {}
+        self._last: dict[int, int | None] = {}  # None: the first number is not known
 
     def feed(self, event: Event, notes: Notes) -> None:
         if event.name == "run.start":  # stands outside of the count, at the head of each file
-            if event.args.get("part") and event.pid not in self._last:
-                text = f"{notes.name(event.pid)}: {event.args['part']} files were rotated away or follow later"
-                notes.add("rotated", event.pid, text, event)
+            self._last.setdefault(event.pid, 0 if not event.args.get("part") else None)
             return
         last = self._last.get(event.pid, 0)
+        if last is None:  # the files before this one were rotated away
+            last = event.seq - 1
         if event.seq <= last:
             notes.add("twice", event.pid, f"{notes.name(event.pid)}: the number {event.seq} comes twice", event)
         elif event.seq > last + 1:
@@ -232,6 +232,6 @@ class Steps:
         """Nothing stays open."""
 
 
-def make_rules(filtered: bool) -> list[Rule]:
+def make_rules(whole: bool) -> list[Rule]:
     """All rules but those of single events and their numbers; none for a recording that left events out on purpose."""
-    return [] if filtered else [Causality(), Requests(), Spans(), Steps(), BlockBalance()]
+    return [Causality(), Requests(), Spans(), Steps(), BlockBalance()] if whole else []

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from stagetrace.event import Event
+import msgspec
+
+from stagetrace.event import Event, decode_line
 from stagetrace.reader import Recording
 
 
@@ -39,6 +41,7 @@ class Report:
     events: int = 0
     processes: dict[int, str] = field(default_factory=dict)  # pid -> name
     left_out: dict[str, object] = field(default_factory=dict)  # the filter it was recorded with
+    rotated: list[str] = field(default_factory=list)  # processes whose oldest files are gone
 
     @property
     def consistent(self) -> bool:
@@ -127,7 +130,7 @@ def check(directory: str | Path) -> Report:
     from stagetrace.invariant_rules import Sequence, make_rules, well_formed
 
     recording, notes, deaths, sequence = Recording(directory), Notes(), Deaths(), Sequence()
-    report = Report(processes=notes.processes)
+    report = Report(processes=notes.processes, rotated=_rotated(Path(directory)))
     rules: list[Rule] | None = None
     for event in recording:
         report.events += 1
@@ -136,7 +139,7 @@ def check(directory: str | Path) -> Report:
         if event.name == "run.start":
             report.left_out.update(event.args.get("filter") or {})
         if rules is None:
-            rules = make_rules(filtered=bool(report.left_out))
+            rules = make_rules(whole=not report.left_out and not report.rotated)
         sequence.feed(event, notes)
         if well_formed(event, notes):
             deaths.feed(event)
@@ -154,6 +157,20 @@ def check(directory: str | Path) -> Report:
         reasons = dead if finding.excuses is None else [pid for pid in dead if pid in finding.excuses]
         finding.explained = ", ".join(f"{notes.name(pid)} {dead[pid][0]}" for pid in reasons)
     return report
+
+
+def _rotated(directory: Path) -> list[str]:
+    """The processes of whose files the first one (part 0) is gone: `--trace-max-bytes` keeps the newest."""
+    first: dict[str, int] = {}
+    for path in directory.glob("*.jsonl"):
+        name = path.name.partition(".")[0]
+        with open(path, "rb") as file:
+            try:
+                part = decode_line(file.readline()).args.get("part", 0)
+            except msgspec.DecodeError:  # reading it will say so
+                continue
+        first[name] = min(part, first.get(name, part))
+    return [name for name, part in sorted(first.items()) if part]
 
 
 def _torn(directory: Path) -> list[int]:

@@ -21,6 +21,8 @@ def run(args: argparse.Namespace) -> int:
     for finding in report.findings:
         print(finding)
     processes = ", ".join(f"{name} (pid {pid})" for pid, name in report.processes.items())
+    for name in report.rotated:
+        print(f"the first files of {name} were rotated away: only single events and their numbers can be checked")
     left_out = f", of which a filter left some out ({report.left_out})" if report.left_out else ""
     unexplained = sum(not finding.explained for finding in report.findings)
     result = (
