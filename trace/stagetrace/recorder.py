@@ -117,13 +117,13 @@ class Recorder:
         """
         frame = sys._getframe(1)
         place = self._places.get((id(frame.f_code), frame.f_lasti)) or self._new_place(frame)
-        phase = _PHASES[name]
-        if self._add is None:
+        phase, add = _PHASES[name], self._add
+        if add is None:
             return self._emit_slowly(name, phase, place, ph, req, step, cause, args)
         seq = next(self._seq)
         now, pid = time.monotonic_ns(), self._pid
         event = Event(FORMAT_VERSION, seq, now, pid, self.proc, ph, name, phase, place, req, step, cause, args)
-        self._add(encode(event))
+        add(encode(event))
         if not seq % WRITE_EVERY:
             self.flush()
         return f"{pid}:{seq}"
