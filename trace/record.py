@@ -80,10 +80,10 @@ class Server:
     def wait_for_arrival(self, name: str) -> None:
         """Until the engine has queued the request: its own recording says so, as an idle engine writes out its buffer."""
         deadline = time.monotonic() + ARRIVAL_SECONDS
-        sign = f'"name":"sched.queued","phase":8,"src":"scheduler.py:'.encode(), f'"req":"cmpl-{name}-'.encode()
+        signs = b'"name":"sched.queued"', f'"req":"cmpl-{name}-'.encode()
         while time.monotonic() < deadline:
             lines = [line for path in self.folder.glob("EngineCore*.jsonl") for line in path.read_bytes().splitlines()]
-            if any(sign[0] in line and sign[1] in line for line in lines):
+            if any(all(sign in line for sign in signs) for line in lines):
                 return
             time.sleep(POLL_SECONDS)
         raise SystemExit(f"{self.folder.name}: the engine did not get request {name}")
