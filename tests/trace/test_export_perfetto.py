@@ -79,16 +79,31 @@ def test_the_picture_holds_what_the_recording_tells(name: str) -> None:
     for request_id, tid in tids.items():
         own = [r for r in records if r.get("tid") == tid]
         spans = [r for r in own if r["ph"] == "B"]
+        request = story.requests[request_id]
         begins = [(r["name"], int(r["ts"] * 1000)) for r in spans[1:]]
-        assert begins == [(span.kind, span.start_ns) for span in story.requests[request_id].spans]
+        assert begins == [(span.kind, span.start_ns) for span in request.spans]
+        ends = [int(r["ts"] * 1000) for r in own if r["ph"] == "E"][:-1]
+        assert ends[:-1] == [span.end_ns for span in request.spans[:-1]]
+        assert ends[-1] == request.last.get("sched.finished", request.spans[-1].end_ns)
         instants = Counter(r["name"] for r in own if r["ph"] == "i")
         assert instants == Counter(e.name for e in events if e.req == request_id)
-    assert sum(r["ph"] == "s" for r in records) == len(story.messages) > 0
+    arrows = {end: [int(r["ts"] * 1000) for r in records if r["ph"] == end] for end in "sf"}
+    sent, received = [m.sent_ns for m in story.messages], [m.received_ns for m in story.messages]
+    assert arrows == {"s": sent, "f": received} and sent
     steps = [step for step in story.steps if step.end_ns]
     counted = [r["args"]["used"] for r in records if r["ph"] == "C" and r["name"] == "KV-cache blocks"]
     assert counted == [story.settings["num_blocks"] - 1 - step.free_blocks for step in steps]
     budget = [(int(r["ts"] * 1000), r["args"]["used"]) for r in records if r["name"] == "token budget"]
     assert budget == [(step.start_ns, step.total_tokens) for step in steps]
+
+
+def test_a_lost_end_of_a_span_does_not_prolong_the_span_around_it() -> None:
+    events = events_of("one_request")
+    lost = next(e for e in events if e.name == "model.forward" and e.ph == "E")
+    steps = [e.ts for e in events if e.name == "engine.step" and e.ph == "E"]
+    records = export([e for e in events if e is not lost])
+    check_format(records)
+    assert [int(r["ts"] * 1000) for r in records if r["name"] == "engine.step" and r["ph"] == "E"] == steps
 
 
 @settings(max_examples=60, deadline=None)

@@ -39,12 +39,12 @@ _ENDS = {"request.finished", "request.aborted", "request.refused", "http.respons
 
 @dataclass
 class _Track:
-    """One row of the picture: its open slices, and the time before which nothing more may be written to it."""
+    """One row of the picture: its open slices, and where it stands in time."""
 
     pid: int
     tid: int
     open: list[str] = field(default_factory=list)
-    now: int = 0
+    now: int = 0  # of its latest beginning or end
     message_end: int = 0  # of the open message slice
     num_spans: int = 0  # of a request: how many of its spans are written or open
     last: int = 0  # of a request: time of its latest event
@@ -118,18 +118,22 @@ class PerfettoWriter:
 
     def _begin(self, track: _Track, name: str, ts: int, args: dict[str, Any] | None = None) -> None:
         track.open.append(name)
-        self._at(track, ts, {"ph": "B", "name": name, "args": args or {}})
+        self._edge(track, ts, {"ph": "B", "name": name, "args": args or {}})
 
     def _end(self, track: _Track, ts: int, args: dict[str, Any] | None = None) -> None:
-        self._at(track, ts, {"ph": "E", "name": track.open.pop(), "args": args or {}})
+        self._edge(track, ts, {"ph": "E", "name": track.open.pop(), "args": args or {}})
 
     def _instant(self, track: _Track, event: Event) -> None:
         step = {} if event.step is None else {"step": event.step}
         self._at(track, event.ts, {"ph": "i", "s": "t", "name": event.name, "args": step | event.args})
 
-    def _at(self, track: _Track, ts: int, record: dict[str, Any]) -> None:
+    def _edge(self, track: _Track, ts: int, record: dict[str, Any]) -> None:
+        """The beginning or end of a slice: not before the one before it."""
         track.now = max(track.now, ts)
-        self._put({"pid": track.pid, "tid": track.tid, "ts": _microseconds(track.now), "cat": "stages"} | record)
+        self._at(track, track.now, record)
+
+    def _at(self, track: _Track, ts: int, record: dict[str, Any]) -> None:
+        self._put({"pid": track.pid, "tid": track.tid, "ts": _microseconds(ts), "cat": "stages"} | record)
 
     def _put(self, record: dict[str, Any]) -> None:
         self._file.write(self._separator + self._encode(record))
@@ -165,9 +169,8 @@ class PerfettoWriter:
             sender, sent_ns = self._sent.pop(event.cause)
             self._num_flows += 1
             flow = {"cat": "zmq", "name": "zmq", "id": self._num_flows}
-            start = {"ph": "s", "pid": sender.pid, "tid": sender.tid, "ts": _microseconds(sent_ns)}
-            self._put(start | flow)
-            self._at(track, event.ts, {"ph": "f", "bp": "e"} | flow)
+            self._at(sender, sent_ns, {"ph": "s"} | flow)
+            self._at(track, track.now, {"ph": "f", "bp": "e"} | flow)
 
     def _end_message(self, track: _Track, ts: int) -> None:
         if track.message_end and track.open:
