@@ -1,12 +1,13 @@
-"""Three schedulers with one planted bug each, for `notebooks/12_debug_with_a_trace`. Every answer that they give is right: only
+"""Three schedulers with one planted bug each, for `12_debug_with_a_trace`. Every answer that they give is right: only
 who waits, and for how long, is wrong. Do not read on if you want to find the bugs in the recordings.
 
-    stages serve gpt2-tiny --scheduler-cls buggy_schedulers:Overtaken   (with trace/ on PYTHONPATH)
+    stages serve gpt2-tiny --scheduler-cls buggy_schedulers:Overtaken   (with notebooks/ on PYTHONPATH)
 """
 
 from __future__ import annotations
 
 from gathering import Gathering
+
 from stage03_engine.core.request import Request, RequestStatus
 from stage03_engine.core.sched_output import SchedulerOutput
 from stage03_engine.messages import FinishReason
