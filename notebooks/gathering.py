@@ -37,4 +37,5 @@ class Gathering(Scheduler):
     def finish_requests(self, request_ids: list[str], reason: FinishReason = FinishReason.ABORT) -> None:
         """The client that was waited for has left."""
         super().finish_requests(request_ids, reason)
-        self._abort_step = 0
+        if request_ids:
+            self._abort_step = 0

@@ -108,7 +108,7 @@ def serving(name: str, *flags: str, gather: int = 0, abort_step: int = 0, schedu
     shutil.rmtree(folder, ignore_errors=True)
     command = [sys.executable, "-m", "stage01_cli", "serve", "gpt2-tiny", "--host", "127.0.0.1", "--port", "0"]
     command += ["--num-gpu-blocks-override", "64", "--prefix-caching-hash-seed", "recorded"]
-    command += ["--trace", f"recorded/{name}", *flags]
+    command += ["--trace", f"recorded/{name}", "--trace-prompts", *flags]
     if gather or scheduler:
         command += ["--scheduler-cls", scheduler or "gathering:Gathering"]
     search = os.pathsep.join(
