@@ -74,6 +74,8 @@ class Gatherer:
         self._in_step: OrderedDict[int, list[str]] = OrderedDict()  # step -> who received tokens in it
         self._arrived: dict[str, deque[int]] = {}  # request -> when its outputs arrived that are not text yet
 
+        self._latest_arrival = 0
+
     def feed(self, event: Event) -> None:
         """Take in the next event."""
         self.story.feed(event)
@@ -122,11 +124,14 @@ class Gatherer:
         elif event.name == "zmq.request_received" and event.cause in self._sent:
             sent = self._sent.pop(event.cause or "")
             request.parts.append(Part("ipc", sent.ts, event.ts, sent.pid, {"message": event.args["type"]}))
-        elif event.name == "request.detokenized" and (arrived := self._arrived.get(event.req or "")):
+        elif event.name == "request.detokenized" and self._latest_arrival:
+            arrived = self._arrived.get(event.req or "")
+            start = arrived.popleft() if arrived else self._latest_arrival  # the engine's side may be lost
             args = {"num_tokens": event.args["num_tokens"], "characters": event.args["characters"]}
-            request.parts.append(Part("detokenize", arrived.popleft(), event.ts, event.pid, args))
+            request.parts.append(Part("detokenize", start, event.ts, event.pid, args))
 
     def _outputs_received(self, event: Event) -> None:
+        self._latest_arrival = event.ts
         sent = self._sent.pop(event.cause or "", None)
         for request_id in self._in_step.pop(event.step or 0, []):
             request = self._requests.get(root_of(request_id))
