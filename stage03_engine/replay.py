@@ -119,7 +119,7 @@ class Replay:
         self._last_seq = event.seq
         try:
             self._feed(event)
-        except (KeyError, StopIteration) as error:
+        except KeyError as error:
             raise TraceError(f"{event.ref} {event.name}: {error} is not in the recording before it") from error
 
     def _feed(self, event: Event) -> None:

@@ -19,6 +19,7 @@ from stagetrace import Event
 from stagetrace.errors import TraceError
 
 FILLER = -1  # a token that ends nothing: real ids are never negative
+STOP_TOKEN = 1 << 40  # stands for whichever stop token a request named: their ids may not be recorded
 _NO_LOGPROBS = TokenLogprobs([], [], 0)
 _SOME_GRAMMAR = StructuredOutputsParams(
     json_object=True
@@ -41,6 +42,7 @@ def made_up_request(queued: Event, block_size: int) -> Request:
     params, length = dict(queued.args["params"]), queued.args["num_prompt_tokens"]
     eos, priority = params.pop("eos_token_id"), params.pop("priority")
     params["prompt_logprobs"] = 0 if params["prompt_logprobs"] else None
+    params["stop_token_ids"] = [STOP_TOKEN]
     params["structured_outputs"] = _SOME_GRAMMAR if params.pop("grammar") else None
     tokens = made_up_tokens(0, length, queued.args["block_hashes"], block_size)
     message = EngineCoreRequest(queued.req or "", tokens, SamplingParams(**params), eos, priority=priority)
@@ -148,14 +150,14 @@ class RecordedStep:
         return ModelRunnerOutput(sampled, prompt_logprobs=prompt_logprobs, draft_token_ids=drafts)
 
     def _sampled(self, event: Event, request: Request, block_size: int) -> list[int]:
-        taken, params = event.args["num_tokens"], request.sampling_params
+        taken = event.args["num_tokens"]
         tokens = made_up_tokens(request.num_tokens, taken, event.args["block_hashes"], block_size)
         end = self.ends.get(request.request_id)
         by = end.args["by"] if end is not None else ""
         if by == "eos" and request.eos_token_id is not None:
             tokens[-1] = request.eos_token_id
         elif by == "stop_token":
-            tokens[-1] = next(i for i in params.stop_token_ids if params.ignore_eos or i != request.eos_token_id)
+            tokens[-1] = STOP_TOKEN
         return tokens + [FILLER] * (event.args["sampled"] - taken)
 
 

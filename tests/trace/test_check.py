@@ -18,6 +18,7 @@ from stagetrace.__main__ import main
 from stagetrace.invariants import Report, check
 
 Line = dict[str, Any]
+RECORDED = sorted(path for path in (Path(__file__).parents[2] / "trace" / "recorded").iterdir() if path.is_dir())
 
 
 def life() -> None:
@@ -65,6 +66,18 @@ def _from_one(directory: Path) -> None:
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     _number(lines)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.mark.parametrize("folder", RECORDED, ids=lambda path: path.name)
+def test_the_recorded_runs_are_consistent_but_for_the_killed_and_the_leaking_engine(folder: Path) -> None:
+    report = check(folder)
+    texts = [str(finding) for finding in report.findings]
+    if folder.name == "bug_leak":
+        assert len(texts) == 1 and re.search(r"sched.finished .*: blocks .* were not given back", texts[0]), texts
+    elif folder.name == "engine_death":
+        assert report.deaths and texts and all(finding.explained for finding in report.findings)
+    else:
+        assert report.consistent, texts
 
 
 def test_the_life_below_has_every_kind_of_event(tmp_path: Path) -> None:

@@ -221,7 +221,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     out = capsys.readouterr().out
     assert "before: running: r0 (15 of 16 tokens computed)" in out
     assert "rule: stage03_engine/core/scheduler.py Scheduler._schedule_waiting; in vLLM: vllm/v1/core/sched" in out
-    for words in (["--req", "r2", "--step", "99"], ["--req", "r"], ["--req", "x"]):
+    assert main(["why", str(tmp_path), "--req", "r2", "--step", "99"]) == 0
+    assert "It had ended already: it was there from step 1 to step 24." in capsys.readouterr().out
+    for words in (["--req", "r2", "--step", "0"], ["--req", "r"], ["--req", "x"]):
         assert main(["why", str(tmp_path), *words]) == 2
         assert capsys.readouterr().err.count("\n") == 1
 

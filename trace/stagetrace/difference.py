@@ -114,8 +114,8 @@ class _Side:
             self.settings = event.args
         if event.pid in self.engines:
             yield from self._step(event, first)
-        if event.req is None or first not in (CORE if self._only_core else CORE + _FRONT):
-            return
+        if event.req is None or first == "kv" or first not in (CORE if self._only_core else CORE + _FRONT):
+            return  # which blocks a request has depends on the others; the steps are compared with them
         fact = self._fact(event)
         own = {key: len(v) if isinstance(v, list) else v for key, v in fact.args.items() if key not in _OF_COMPANY}
         side = "engine" if first in CORE else "front end"

@@ -54,8 +54,10 @@ def _print_step(lane: Lane, engine: str) -> None:
         if pair[0] != pair[1]:
             break
         same += 1
-    for label, of_side in zip("AB", facts):
-        for fact in of_side[same : same + MANY]:
+    for label, mine, other in zip("AB", facts, reversed(facts)):
+        rest = mine[same:]
+        own = [fact for fact in rest if fact not in other] or rest
+        for fact in own[:MANY]:
             print(f"  {label} does:   {fact}")
-        if len(of_side) > same + MANY:
-            print(f"  {label} and {len(of_side) - same - MANY} events more")
+        if len(own) > MANY:
+            print(f"  {label} and {len(own) - MANY} events more")

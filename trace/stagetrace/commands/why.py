@@ -36,11 +36,16 @@ def run(args: argparse.Namespace) -> int:
             found = True
     if found:
         return 0
-    if last is None:
-        raise TraceError(f"the recording ends before {request_id} could be part of a step")
-    raise TraceError(
-        f"{request_id} was in the engine from step {first} to step {last}; nothing concerned it in step {args.step}"
+    if first is None or last is None or args.step < 1:
+        raise TraceError(
+            f"no step {args.step}: the recording ends before {request_id} could be part of one, or it counts from 1"
+        )
+    there = f"it was there from step {first} to step {last}"
+    when = (
+        "had not arrived yet" if args.step < first else "had ended already" if args.step > last else "was passed over"
     )
+    print(f"{request_id} in step {args.step}\n- It {when}: {there}.")
+    return 0
 
 
 def _print_step(request_id: str, step: StepReasons) -> None:
