@@ -4,36 +4,37 @@
 const SPEEDS = [["1 event/s", 1, "event"], ["4 events/s", 4, "event"], ["12 events/s", 12, "event"], ["40 events/s", 40, "event"], ["1 step/s", 1, "step"], ["4 steps/s", 4, "step"], ["15 steps/s", 15, "step"]];
 
 /**
- * The common time line: {places, marks, decided}. `places[run][position]` is the event of that run; a step begins for all runs at the same
- * position, and who is done with it earlier waits at its last event. `marks` are the positions where steps begin, {step, start, decided}.
+ * The common time line: {places, marks}. `places[run][position]` is the event of that run. A step begins for all runs at the same position, and
+ * its decision is complete for all at the same position; who is there earlier waits. `marks` are those positions: {step, start, decided}.
  */
 function synchronise(recordings) {
-  const starts = recordings.map((recording) => new Map(recording.steps.map((one, k) => [one.step, k])));
-  const steps = [...new Set(recordings.flatMap((recording) => recording.steps.map((one) => one.step)))].sort((a, b) => a - b);
+  const ofStep = recordings.map((recording) => new Map(recording.steps.map((one, k) => [one.step, stretchOf(recording, k)])));
+  const steps = [...new Set(ofStep.flatMap((one) => [...one.keys()]))].sort((a, b) => a - b);
   const places = recordings.map(() => []);
   const marks = [];
-  addStretch(recordings, places, recordings.map((recording) => [0, recording.steps[0]?.start ?? recording.events.length]));
+  addStretch(places, recordings.map((recording) => [0, recording.steps[0]?.start ?? recording.events.length]));
   for (const step of steps) {
     const start = places[0].length;
-    const stretches = recordings.map((recording, run) => stretchOf(recording, starts[run].get(step)));
-    const decided = Math.max(...recordings.map((recording, run) => (starts[run].has(step) ? recording.steps[starts[run].get(step)].decided - stretches[run][0] : 0)));
-    addStretch(recordings, places, stretches);
-    marks.push({ step, start, decided: start + decided });
+    addStretch(places, ofStep.map((one) => one.get(step)?.slice(0, 2)));
+    marks.push({ step, start, decided: places[0].length - 1 });
+    addStretch(places, ofStep.map((one) => one.get(step)?.slice(1)));
   }
   return { places, marks };
 }
 
-/** The events of a step, [first, behind the last]; null where a run has no such step. */
+/** The places where a step begins, where its decision is behind it, and where the next step begins. */
 function stretchOf(recording, k) {
-  return k === undefined ? null : [recording.steps[k].start, recording.steps[k + 1]?.start ?? recording.events.length];
+  const { start, decided } = recording.steps[k];
+  return [start, decided + 1, recording.steps[k + 1]?.start ?? recording.events.length];
 }
 
-function addStretch(recordings, places, stretches) {
+/** Lay stretches of events, [first, behind the last], side by side; a run without one stays where it is. */
+function addStretch(places, stretches) {
   const length = Math.max(...stretches.map((stretch) => (stretch ? stretch[1] - stretch[0] : 0)));
   for (let offset = 0; offset < length; offset++) {
     stretches.forEach((stretch, run) => {
-      const last = places[run].at(-1) ?? 0;
-      places[run].push(stretch && stretch[1] > stretch[0] ? Math.min(stretch[0] + offset, stretch[1] - 1) : last);
+      const stays = !stretch || stretch[0] === stretch[1];
+      places[run].push(stays ? places[run].at(-1) ?? 0 : Math.min(stretch[0] + offset, stretch[1] - 1));
     });
   }
 }
@@ -281,7 +282,10 @@ class Player {
     if (key.ctrlKey || key.metaKey || key.altKey || document.getElementById("help-dialog").open) return;
     const at = document.activeElement;
     const typing = at instanceof HTMLInputElement && at.type !== "range";
-    if (typing && key.key === "Escape") at.blur();
+    if (typing && key.key === "Escape") {
+      key.preventDefault(); // a search box would forget its text, and `n` goes on with it
+      at.blur();
+    }
     if (typing && key.target.id === "search-text" && key.key === "Enter" && key.shiftKey) { key.preventDefault(); this.search(-1); }
     if (typing || (at instanceof HTMLSelectElement && key.key !== "/" && key.key !== "?")) return;
     if (key.key === " " && at instanceof HTMLButtonElement) return;

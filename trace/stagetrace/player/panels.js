@@ -213,7 +213,7 @@ class Panels {
     bar.dataset.budget = state.budget;
     bar.setAttribute("aria-label", text);
     this.find(".budget-text").textContent = text;
-    bar.replaceChildren(...given.map(([req, tokens]) => make("i", { "--hue": `var(--hue-${req % 8})`, "--share": tokens / state.budget, title: `${this.recording.label(req)}: ${tokens}` }, this.recording.label(req))));
+    bar.replaceChildren(...given.map(([req, tokens]) => make("i", { "--hue": `var(--hue-${req % 8})`, "--share": tokens / state.budget, title: `${this.recording.label(req)}: ${tokens}` }, tokens / state.budget > 0.06 ? this.recording.label(req) : "")));
   }
 
   #runningRow(req, r, longest) {
