@@ -208,7 +208,7 @@ def changed(run: Run, step: int) -> Run:
     old = events[at]
     args = old.args | {"num_tokens": old.args["num_tokens"] - 1}
     events[at] = Event(old.v, old.seq, old.ts, old.pid, old.proc, old.ph, old.name, old.phase, old.src, old.req, old.step, old.cause, args)  # fmt: skip
-    del events[at + 40]  # and from here on the two are not the same length
+    del events[next(i for i, e in enumerate(events) if i > at and e.name == "sse.chunk")]  # and that step is shorter
     return Run(events, run_ids={"changed"})
 
 
