@@ -7,7 +7,7 @@ ARGS   ?=
 BIN    := .venv/bin
 STAMP  := .venv/.complete
 
-.PHONY: serve test venv lint bench clean
+.PHONY: serve test venv lint bench recordings clean
 
 serve: $(STAMP)  ## serve MODEL on HOST:PORT; ARGS are further flags of `serve`
 	exec $(BIN)/python -m stage02_server serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
@@ -24,6 +24,9 @@ lint: $(STAMP)  ## style and types, repairing what can be repaired
 
 bench: $(STAMP)  ## measurements, as ratios within one run
 	$(BIN)/python -m pytest tests/benchmarks --benchmark-only --benchmark-columns=median,iqr,rounds $(ARGS)
+
+recordings: $(STAMP)  ## make trace/recorded/ again; ARGS are names of runs
+	$(BIN)/python trace/record.py $(ARGS)
 
 clean:  ## remove the virtual environment and everything that was generated
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks build *.egg-info
