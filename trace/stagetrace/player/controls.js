@@ -50,7 +50,7 @@ class Player {
     this.panels = recordings.map((recording, run) => new Panels(recording, run, (at) => this.goTo(this.positionOf(run, at))));
     document.getElementById("runs").append(...this.panels.map((panels) => panels.root));
     document.body.classList.toggle("compare", recordings.length > 1);
-    this.difference = recordings.length > 1 ? firstDifference(...recordings) : null;
+    this.firstDifferent = recordings.length > 1 ? this.marks.find((mark) => stepDifference(recordings, mark.step)) : undefined;
     this.#setUpControls();
     this.#showDifference();
     this.draw();
@@ -143,7 +143,7 @@ class Player {
     inList?.querySelector(".list .now")?.focus({ preventScroll: true }); // the rows are new, the focus stays on the current one
     this.slider.value = this.position;
     this.slider.setAttribute("aria-valuetext", this.#inWords());
-    this.#markSteps();
+    this.#markStep();
     this.announce();
   }
 
@@ -162,33 +162,32 @@ class Player {
     document.getElementById("announcement").textContent = text;
   }
 
-  #markSteps() {
+  /** With two runs: are the decisions of this step the same, and what has each run alone? */
+  #markStep() {
     if (this.recordings.length < 2) return;
-    const mark = this.marks.findLast((one) => one.start <= this.position);
-    const words = !this.difference || !mark || mark.step < this.difference.step ? "= same decisions so far" : mark.step === this.difference.step ? "≠ first difference, in this step" : "≠ differs since step " + this.difference.step;
-    for (const panels of this.panels) {
-      panels.find(".run-same").hidden = false;
-      panels.find(".run-same").textContent = words;
-    }
+    const { step } = this.marks.findLast((mark) => mark.start <= this.position) ?? { step: 0 };
+    const difference = step ? stepDifference(this.recordings, step) : null;
+    const since = this.firstDifferent && this.firstDifferent.step <= step ? this.firstDifferent.step : 0;
+    const words = !since ? "= the same so far" : step === since ? "≠ the first difference" : difference ? "≠ differs" : "= the same in this step";
+    this.panels.forEach((panels, run) => panels.drawDifference(words, difference?.[run] ?? []));
   }
 
   #showDifference() {
     if (this.recordings.length < 2) return;
     const line = document.getElementById("difference");
     line.hidden = false;
-    if (!this.difference) {
+    if (!this.firstDifferent) {
       line.textContent = "= The same decisions in every step.";
       return;
     }
-    const { step, only, order } = this.difference;
-    const parts = only.map((lines, run) => `${"AB"[run]}: ${lines.join("; ") || "nothing of its own"}`);
-    const mark = this.marks.find((one) => one.step === step);
+    const { step, decided } = this.firstDifferent;
     const button = make("button", { type: "button", title: "to the first difference (d)" }, `≠ first difference: step ${step}`);
-    button.addEventListener("click", () => this.goTo(mark.decided));
-    line.replaceChildren(button, order ? " the same, in another order" : ` ${parts.join(" | ")}`);
+    button.addEventListener("click", () => this.goTo(decided));
+    const first = stepDifference(this.recordings, step).map((lines, run) => `${"AB"[run]}: ${lines[0] ?? "not so"}`);
+    line.replaceChildren(button, ` ${first.join("  |  ")}`);
     const sign = document.getElementById("difference-mark");
     sign.hidden = false;
-    sign.style.setProperty("--at", mark.decided / Math.max(1, this.length - 1));
+    sign.style.setProperty("--at", decided / Math.max(1, this.length - 1));
   }
 
   // Controls
@@ -311,7 +310,7 @@ class Player {
       "/": () => this.searchBox.focus(),
       n: () => this.search(1),
       p: () => this.search(-1),
-      d: () => this.difference && this.goTo(this.marks.find((one) => one.step === this.difference.step).decided),
+      d: () => this.firstDifferent && this.goTo(this.firstDifferent.decided),
       "?": () => this.#help(),
     };
   }

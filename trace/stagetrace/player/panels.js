@@ -87,7 +87,7 @@ class Panels {
 
   #drawHead(state, event) {
     const { events } = this.recording;
-    this.find(".run-when").textContent = `event ${event.at + 1} of ${events.length} · ${state.step ? `engine step ${state.step}` : "before the first engine step"} · ${timeText(event.us)}`;
+    this.find(".run-when").textContent = `event ${event.at + 1} of ${events.length} · ${state.step ? `engine step ${state.step}` : "before the first engine step"} · ${(event.us / 1e6).toFixed(3)} s`;
     for (const item of this.find(".phases").children) {
       const lit = Number(item.dataset.phase) === event.phase;
       item.classList.toggle("lit", lit);
@@ -100,6 +100,16 @@ class Panels {
   meaning(event) {
     const span = { B: "Begins. ", E: "Ends. ", i: "" }[event.ph];
     return span + (this.recording.meanings.get(event.name).meaning || "Not in the vocabulary of this version.");
+  }
+
+  /** With two runs: is this step the same in both, and what happened only here. */
+  drawDifference(words, lines) {
+    const same = this.find(".run-same");
+    same.hidden = false;
+    same.textContent = words;
+    const box = this.find(".only-here");
+    box.hidden = lines.length === 0;
+    this.find(".only-here ul").replaceChildren(...lines.map((line) => make("li", {}, line)));
   }
 
   // Processes and messages
