@@ -25,7 +25,7 @@ READ_STATE = """positions => positions.map(position => {
   const slider = document.getElementById("slider"), run = document.querySelector(".run");
   slider.value = position;
   slider.dispatchEvent(new Event("input"));
-  const ids = selector => [...run.querySelectorAll(selector + " > li[data-request]")].map(li => li.title);
+  const ids = selector => [...run.querySelectorAll(selector + " > li[data-request]")].map(li => li.dataset.id);
   const cells = [...run.querySelectorAll(".block")];
   return {
     event: run.querySelector(".event-name").textContent,
@@ -304,6 +304,7 @@ def evil_run() -> Run:
             ("sched.queued", {"waiting": 1, "num_prompt_tokens": 3, "params": {}, "block_hashes": []}),
             ("engine.step", {"running": 0, "waiting": 1}),
             ("sched.held_back", {"rule": evil, "first": evil, "behind": [evil], "grammar": [], "budget_left": 1, "free_blocks": 1, "num_running": 1}),
+            ("request.tokenized", {"num_tokens": 1, "prompt": evil, "token_ids": []}),
             ("request.detokenized", {"num_tokens": 1, "characters": 1, "text": evil}),
             ("request.stop_matched", {"stop": evil}),
             ("nobody.knows", {evil: evil}),
@@ -321,9 +322,9 @@ def test_what_a_client_wrote_is_text(opened: Any) -> None:
     player.page.on("dialog", lambda dialog: player.errors.append(dialog.message))
     for place in range(len(run.events)):
         player.read(place)
-        assert player.page.locator("img, main b b, script").count() == 2  # the page's own two scripts
-    texts = player.page.locator(".run[data-run=A] .texts dd").all_text_contents()
-    assert texts == EVIL
+        assert player.page.evaluate("document.querySelectorAll('img, main b b, script').length") == 2  # its own scripts
+    assert player.page.locator(".run[data-run=A] .texts .prompt").all_text_contents() == EVIL
+    assert player.page.locator(".run[data-run=A] .texts .answer").all_text_contents() == EVIL
     assert player.page.title().startswith(f"run {EVIL[0]} and")
     player.read(3)
     assert EVIL[0] in player.text(".held-back") and EVIL[0] in player.text(".event .facts")
@@ -362,10 +363,12 @@ def test_the_page_holds_each_event_once() -> None:
 
 
 def test_requests_have_short_names() -> None:
-    ids = ["cmpl-r0-b281c1bc-0", "cmpl-r0-b281c1bc-1", "1_chatcmpl-mine-b281c1bc", "cmpl-" + "a" * 32 + "-0", "0"]
-    assert [name for _, name in short_names(ids)] == ["r0", "r0-1", "1_mine", "#4", "#5"]
-    twice = short_names(["cmpl-a-00000000-0", "cmpl-a-11111111-0", "cmpl-#1-11111111-0"])
-    assert [name for _, name in twice] == ["#1", "#2", "#3"]
+    ids = ["cmpl-r0-b281c1bc-0", "cmpl-r0-b281c1bc-1", "1_chatcmpl-mine-b281c1bc-0", "0_cmpl-" + "a" * 32 + "-0", "7"]
+    assert [name for _, name in short_names(ids)] == ["r0", "r0-1", "1_mine", "0_#3", "7"]
+    twice = short_names(["cmpl-a-00000000-0", "cmpl-a-11111111-0", "cmpl-#1-11111111-0", "cmpl-b-11111111-0"])
+    assert [name for _, name in twice] == ["#1", "#2", "#3", "b"]
+    alike = short_names(["cmpl-a-00000000-1", "cmpl-a-1-11111111-0"])
+    assert len({name for _, name in alike}) == 2
 
 
 def test_what_cannot_be_played(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

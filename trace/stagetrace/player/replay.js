@@ -29,7 +29,8 @@ function emptyRequest() {
     chunk: 0, drafts: 0, accepted: 0, // of this step
     given: 0, // tokens that it got since it was admitted last
     cachedTokens: 0, preemptions: 0, arrival: 0, priority: 0,
-    blocks: [], reason: "", by: "", answered: false, text: "", tokenIds: [],
+    blocks: [], reason: "", by: "", answered: false,
+    askedFor: "", text: "", tokenIds: [], // what was asked and answered: only with --trace-prompts
   };
 }
 
@@ -136,7 +137,7 @@ function onFreed(state, args, r, req) {
 }
 
 function onDetokenized(state, args, r) {
-  if (typeof args.text === "string") r.text += args.text; // only with --trace-prompts
+  if (typeof args.text === "string") r.text += args.text;
 }
 
 const HANDLERS = {
@@ -191,6 +192,7 @@ const HANDLERS = {
   "kv.cached": (state, args) => args.blocks.forEach((id) => { block(state, id).cached = true; }),
   "kv.evicted": (state, args) => { block(state, args.block).cached = false; },
   "kv.reset": (state, args) => { if (args.done) state.blocks.forEach((one) => { one.cached = false; }); },
+  "request.tokenized": (state, args, r) => { r.askedFor = args.prompt ?? ""; },
   "request.detokenized": onDetokenized,
   "request.finished": (state, args, r) => { r.answered = true; },
   "request.aborted": (state, args, r) => { r.answered = true; r.reason ||= args.reason; },
@@ -211,7 +213,7 @@ function apply(state, event, placeOfId) {
 class Recording {
   constructor(data) {
     this.title = data.title;
-    this.processes = data.processes.map(([pid, name]) => ({ pid, name, isEngine: name.startsWith("EngineCore") }));
+    this.processes = data.processes.map(([pid, name]) => ({ pid, name, isEngine: name.startsWith("EngineCore"), hasScheduler: false }));
     this.meanings = new Map(data.names.map(([name, phase, stage, meaning, vllm]) => [name, { phase, stage, meaning, vllm }]));
     this.requests = data.requests.map(([id, label]) => ({ id, label }));
     this.placeOfId = new Map(data.requests.map(([id], at) => [id, at]));
@@ -221,6 +223,9 @@ class Recording {
     this.spans = this.requests.map(() => []); // request -> [{start, status}], for the timeline
     this.received = new Set(); // places of messages whose receipt was recorded
     this.numBlocks = 0; // ids below this one are named in the recording
+    for (const event of this.events) {
+      if (event.name === "scheduler.created" || event.name === "engine.step") this.processes[event.process].hasScheduler = true;
+    }
     this.#readThrough();
   }
 
