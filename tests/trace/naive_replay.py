@@ -25,6 +25,7 @@ def state_after(events: list[Event]) -> dict[str, Any]:
     return {
         "running": [r for r in in_order if r in running],
         "waiting": [r for r in in_order if r not in running],
+        "lacks": {r: lacked_by(events, r) for r in in_order if r not in running},
         "tokens": {r: tokens_of(events, r) for r in running},
         "holders": {block: who for block, who in holders.items() if who},
         "cached": cached,
@@ -57,13 +58,26 @@ def blocks_after(events: list[Event]) -> tuple[dict[int, list[str | None]], set[
     return holders, cached
 
 
+def lacked_by(events: list[Event], request_id: str | None) -> int:
+    """Tokens that a waiting request must compute: all, unless a preemption copied what it had to CPU memory."""
+    own = [e for e in events if e.req == request_id]
+    sent_away = [e.args for e in own if e.name == "sched.preempt"]
+    kept = sent_away[-1]["num_computed"] if sent_away and sent_away[-1]["swapped"] else 0
+    return total_of(own) - kept
+
+
+def total_of(own: list[Event]) -> int:
+    """Tokens of a request: its prompt and what it received."""
+    received = sum(e.args["num_tokens"] for e in own if e.name == "sched.token")
+    return next(e.args["num_prompt_tokens"] for e in own if e.name == "sched.queued") + received
+
+
 def tokens_of(events: list[Event], request_id: str | None) -> tuple[int, int, int, int]:
     """(computed, given in the step that goes on, drafts of it, all) tokens of a running request."""
     own = [e for e in events if e.req == request_id or e.name == "engine.step"]
     given = [i for i, e in enumerate(own) if e.name == "sched.scheduled"]
     admitted = max(i for i, e in enumerate(own) if e.name in ("sched.admit", "sched.resume"))
-    received = sum(e.args["num_tokens"] for e in own if e.name == "sched.token")
-    total = next(e.args["num_prompt_tokens"] for e in own if e.name == "sched.queued") + received
+    total = total_of(own)
     if not given or given[-1] < admitted:  # admitted, and the decision about its tokens is the next event
         before = [e.args for e in own if e.name == "sched.preempt"]
         return (before[-1]["num_computed"] if before and before[-1]["swapped"] else 0), 0, 0, total
