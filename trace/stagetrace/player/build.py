@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 
@@ -51,14 +51,17 @@ def _harmless(json: str) -> str:
 class Player:
     """A page for a notebook: Jupyter asks for `_repr_html_`. `height` is in CSS pixels."""
 
-    html: str
+    html: str = field(repr=False)  # a notebook keeps the repr beside the HTML
     height: int = 640
 
     def _repr_html_(self) -> str:
         """The page in a frame of its own: its style and its keys do not touch the notebook's, nor the notebook's its."""
+        source = self.html.replace("&", "&amp;").replace(
+            "'", "&#39;"
+        )  # between single quotes: JSON is full of double ones
         return (
             f'<iframe title="player of a recording" sandbox="allow-scripts" width="100%" height="{self.height}" '
-            f'style="border: 1px solid #8888; border-radius: 6px" srcdoc="{html.escape(self.html)}"></iframe>'
+            f"style=\"border: 1px solid #8888; border-radius: 6px\" srcdoc='{source}'></iframe>"
         )
 
 

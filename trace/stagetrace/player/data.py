@@ -33,12 +33,13 @@ class _Table:
 
 def page_data(recording: str | Path | Recording | Run) -> dict[str, Any]:
     """One recording for the page: title, tables, and `events` with the columns [microseconds since the start, process,
-    name, source, phase letter, args, step, request, cause]; -1 = none, `cause` is the place of another event.
+    kind, source, phase letter, values of the arguments, step, request, cause]. A kind is a name and the names of its arguments;
+    `cause` is the place of another event; -1 = none.
 
     Raises FileNotFoundError when there is no recording, TraceError when it is empty or has more than MAX_EVENTS events.
     """
     title, events = _open(recording)
-    names, processes, sources, requests, refs = _Table(), _Table(), _Table(), _Table(), _Table()
+    kinds, processes, sources, requests, refs = _Table(), _Table(), _Table(), _Table(), _Table()
     rows: list[list[Any]] = []
     for event in events:
         if len(rows) == MAX_EVENTS:
@@ -49,9 +50,9 @@ def page_data(recording: str | Path | Recording | Run) -> dict[str, Any]:
         refs.place(event.ref)
         rows.append(
             [
-                event.ts, processes.place((event.pid, event.proc)), names.place(event.name), sources.place(event.src),
-                "iBE".find(event.ph), event.args, -1 if event.step is None else event.step,
-                -1 if event.req is None else requests.place(event.req), event.cause,
+                event.ts, processes.place((event.pid, event.proc)), kinds.place((event.name, *event.args)),
+                sources.place(event.src), "iBE".find(event.ph), list(event.args.values()),
+                -1 if event.step is None else event.step, -1 if event.req is None else requests.place(event.req), event.cause,
             ]
         )  # fmt: skip
     if not rows:
@@ -62,7 +63,8 @@ def page_data(recording: str | Path | Recording | Run) -> dict[str, Any]:
     return {
         "title": title,
         "processes": list(processes.places),
-        "names": [_meaning(name) for name in names.places],
+        "kinds": list(kinds.places),
+        "names": [_meaning(name) for name in dict.fromkeys(kind[0] for kind in kinds.places)],
         "sources": list(sources.places),
         "requests": short_names(requests.places),
         "events": rows,

@@ -231,9 +231,11 @@ class Recording {
     this.#readThrough();
   }
 
-  #event(data, [us, process, name, source, ph, args, step, req, cause], at) {
-    const [title, phase] = data.names[name];
-    return { at, us, process, name: title, phase, source: data.sources[source], ph: "iBE"[ph], args, step, req, cause };
+  #event(data, [us, process, kind, source, ph, values, step, req, cause], at) {
+    const [name, ...keys] = data.kinds[kind];
+    const args = Object.fromEntries(keys.map((key, k) => [key, values[k]]));
+    const { phase } = this.meanings.get(name);
+    return { at, us, process, name, phase, source: data.sources[source], ph: "iBE"[ph], args, step, req, cause };
   }
 
   /** Once over everything: snapshots, and where steps, spans and messages begin. */
