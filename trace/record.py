@@ -1,7 +1,7 @@
 """Make the recorded runs in `trace/recorded/`: small, each about one thing. `make recordings` runs this.
 
 Each is a real server with the bundled model, its real clients, and `--trace`. Tokens and decisions are the same every time
-(`gathering.py` says how); the times, process ids and the ends of the request ids are those of the day.
+(`notebooks/gathering.py` says how); the times, process ids and the ends of the request ids are those of the day.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ class Server:
     """`stages serve gpt2-tiny` that records to a folder."""
 
     def __init__(self, url: str, process: subprocess.Popen[str], folder: Path) -> None:
-        self.url, self.process, self.folder = url, process, folder
+        self.process, self.folder = process, folder
+        self._client = httpx.Client(base_url=url, timeout=60, verify=False)  # verify: to load no certificates
 
     def stream(self, name: str, prompt: str, max_tokens: int, meanwhile: Callable[[], bool] | None = None) -> None:
         """One streamed greedy completion. `meanwhile` is called after the first line; when it says True the client leaves."""
         body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
         headers = {"X-Request-Id": name}
-        with httpx.stream("POST", f"{self.url}/v1/completions", json=body, headers=headers, timeout=60) as response:
+        with self._client.stream("POST", "/v1/completions", json=body, headers=headers) as response:
             for number, _ in enumerate(response.iter_lines()):
                 if number == 0 and meanwhile is not None and meanwhile():
                     return
@@ -107,10 +108,12 @@ def serving(name: str, *flags: str, gather: int = 0, abort_step: int = 0, schedu
     shutil.rmtree(folder, ignore_errors=True)
     command = [sys.executable, "-m", "stage01_cli", "serve", "gpt2-tiny", "--host", "127.0.0.1", "--port", "0"]
     command += ["--num-gpu-blocks-override", "64", "--prefix-caching-hash-seed", "recorded"]
-    command += ["--trace", f"recorded/{name}", *flags]
+    command += ["--trace", f"recorded/{name}", "--trace-prompts", *flags]
     if gather or scheduler:
         command += ["--scheduler-cls", scheduler or "gathering:Gathering"]
-    search = os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
+    search = os.pathsep.join(
+        [str(HERE), str(HERE.parent), str(HERE.parent / "notebooks"), os.environ.get("PYTHONPATH", "")]
+    )
     environment = {**os.environ, "PYTHONPATH": search, "HF_HUB_OFFLINE": "1"}
     environment |= {"GATHER_REQUESTS": str(gather), "GATHER_ABORT_STEP": str(abort_step)}
     process = subprocess.Popen(command, cwd=HERE, env=environment, stderr=subprocess.PIPE, text=True)

@@ -23,18 +23,20 @@ from typing import Any, BinaryIO
 import msgspec
 
 from stagetrace.event import Event
+from stagetrace.lingering import Lingering
 from stagetrace.story import RequestStory, StepStory, Story
 
 REQUESTS_PID = 1 << 23  # above every real process id, as are the numbers of the extra tracks
-MESSAGE_NS = 20_000  # a message is an instant; a slice of this width (less if the next one follows sooner) holds its arrow
-MAX_PENDING = 4096  # messages sent, and requests ended, that may still be heard of
+MESSAGE_NS = (
+    20_000  # a message is an instant; a slice of this width (less if the next one follows sooner) holds its arrow
+)
+MAX_PENDING = 4096  # messages on their way
 _SOCKETS = {
     "zmq.request_sent": "sends to the engine",
     "zmq.request_received": "input thread",
     "zmq.outputs_sent": "output thread",
     "zmq.outputs_received": "receives from the engine",
 }
-_ENDS = {"request.finished", "request.aborted", "request.refused", "http.response"}
 
 
 @dataclass
@@ -59,8 +61,8 @@ class PerfettoWriter:
         self._separator = b"\n"
         self._story = Story(on_step=self._counters)
         self._tracks: dict[tuple[int, str], _Track] = {}
-        self._requests: OrderedDict[str, _Track] = OrderedDict()
-        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._requests: dict[str, _Track] = {}
+        self._ended = Lingering()
         self._sent: OrderedDict[str, tuple[_Track, int]] = OrderedDict()  # ref -> where and when a message left
         self._next_tid = REQUESTS_PID
         self._engine: _Track | None = None
@@ -166,7 +168,7 @@ class PerfettoWriter:
             if len(self._sent) > MAX_PENDING:
                 self._sent.popitem(last=False)
         elif event.cause in self._sent:
-            sender, sent_ns = self._sent.pop(event.cause)
+            sender, sent_ns = self._sent.pop(event.cause or "")
             self._num_flows += 1
             flow = {"cat": "zmq", "name": "zmq", "id": self._num_flows}
             self._at(sender, sent_ns, {"ph": "s"} | flow)
@@ -188,11 +190,8 @@ class PerfettoWriter:
         self._spans(track, story)
         self._instant(track, event)
         track.last = event.ts
-        if event.name in _ENDS or request_id in self._ended:
-            self._ended[request_id] = None
-            self._ended.move_to_end(request_id)
-            if len(self._ended) > MAX_PENDING:
-                self._forget(self._ended.popitem(last=False)[0])
+        if (over := self._ended.hear(request_id, event)) is not None:
+            self._forget(over)
 
     def _spans(self, track: _Track, story: RequestStory) -> None:
         """The slices of the spans that began or ended with the latest event."""

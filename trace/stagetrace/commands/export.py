@@ -13,7 +13,9 @@ from stagetrace.reader import Recording
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """One flag per format; at least one."""
     add_run(parser)
-    parser.add_argument("--perfetto", metavar="FILE", help="Chrome trace events (JSON): open the file in ui.perfetto.dev")
+    parser.add_argument(
+        "--perfetto", metavar="FILE", help="Chrome trace events (JSON): open the file in ui.perfetto.dev"
+    )
     parser.add_argument(
         "--otlp", metavar="URL|FILE",
         help="OpenTelemetry spans: to a collector (http://localhost:4318), or to a file, one OTLP JSON request per line",
