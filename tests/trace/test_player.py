@@ -12,6 +12,7 @@ import pytest
 from naive_replay import state_after
 
 from stagetrace import Event, Recording, Run, read_run
+from stagetrace.difference import StepFacts, compare
 from stagetrace.errors import TraceError
 from stagetrace.player import data, page, show
 from stagetrace.player.data import page_data, short_names
@@ -238,6 +239,17 @@ def test_two_runs_side_by_side(opened: Any) -> None:
     shared = opened(run, run)
     assert shared.text("#difference") == "= The same decisions in every step."
     assert shared.press("End") == shared.at(1) == len(run.events) - 1
+
+
+@pytest.mark.parametrize("bug", ["bug_leak", "bug_stall", "bug_starvation"])
+def test_the_first_difference_is_that_of_diff(opened: Any, bug: str) -> None:
+    lane = compare(RECORDED / bug, RECORDED / f"{bug}_healthy", only_core=True).steps[0]
+    assert isinstance(lane.a, StepFacts)
+    player = opened(RECORDED / bug, RECORDED / f"{bug}_healthy")
+    assert f"first difference: step {lane.a.step}" in player.text("#difference")
+    player.press("d")
+    assert f"engine step {lane.a.step} " in player.text(".run-when")
+    assert player.page.locator(".only-here li").count() > 0
 
 
 def test_a_quiet_page_for_who_wants_one(opened: Any) -> None:
