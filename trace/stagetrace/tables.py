@@ -14,6 +14,7 @@ from typing import Any
 
 from stagetrace.errors import TraceError
 from stagetrace.event import Event
+from stagetrace.lingering import Lingering
 from stagetrace.story import RequestStory, StepStory, Story
 
 REQUESTS: dict[str, Callable[[RequestStory], Any]] = {
@@ -111,11 +112,13 @@ def _table(stack: ExitStack, path: Path, columns: dict[str, Callable[[Any], Any]
 def _rows(events: Iterable[Event]) -> Iterator[tuple[str, Any]]:
     """(table, what the row is about), as the recording goes by."""
     steps: list[StepStory] = []
-    story = Story(on_step=steps.append)
+    story, ended = Story(on_step=steps.append), Lingering()
     for event in events:
         story.feed(event)
         yield "events.csv", event
         while steps:
             yield "steps.csv", steps.pop()
+        if event.req is not None and (over := ended.hear(event.req, event)) is not None:
+            yield "requests.csv", story.requests.pop(over)
     for request in story.requests.values():
         yield "requests.csv", request
