@@ -7,7 +7,7 @@ ARGS   ?=
 BIN    := .venv/bin
 STAMP  := .venv/.complete
 
-.PHONY: serve test venv lint bench clean
+.PHONY: serve test venv lint bench notebooks notebooks-build clean
 
 serve: $(STAMP)  ## serve MODEL on HOST:PORT; ARGS are further flags of `serve`
 	exec $(BIN)/python -m stage02_server serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
@@ -25,6 +25,12 @@ lint: $(STAMP)  ## style and types, repairing what can be repaired
 bench: $(STAMP)  ## measurements, as ratios within one run
 	$(BIN)/python -m pytest tests/benchmarks --benchmark-only --benchmark-columns=median,iqr,rounds $(ARGS)
 
+notebooks: .venv/.notebooks  ## JupyterLab on the first notebook; ARGS goes to it
+	exec $(BIN)/jupyter lab notebooks/00_the_whole_walk.ipynb $(ARGS)
+
+notebooks-build: $(STAMP)  ## execute the notebooks' sources and write the .ipynb files; ARGS names some of them, e.g. 00
+	$(BIN)/python notebooks/build.py $(ARGS)
+
 clean:  ## remove the virtual environment and everything that was generated
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -33,4 +39,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; try make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+.venv/.notebooks: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[notebooks]'
 	touch $@
