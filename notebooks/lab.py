@@ -12,6 +12,7 @@ import tempfile
 import threading
 import urllib.error
 import urllib.request
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from stagetrace import trace
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDED = ROOT / "trace" / "recorded"
+warnings.filterwarnings("ignore", message="IProgress not found")  # of a progress bar that nothing here shows
 
 
 def new_folder() -> Path:
