@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from stagetrace.figures.names import columns, plural, short_names
-from stagetrace.figures.style import INK, KINDS, MANY, Box, boxes, legend, new_figure, note, step_ticks
+from stagetrace.figures.style import INK, KINDS, MANY, Box, boxes, legend, new_figure, note, step_ticks, whole_ticks
 from stagetrace.figures.timeline import in_engine, stretches
 from stagetrace.story import Story
 
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 USES = ["decode", "prefill", "drafts"]
 MOST_COLUMNS = 400  # more steps than this are drawn in groups, each as the mean of its steps
+
+
+LINES = {"running": ("-", INK), "waiting": (":", INK)}
 
 
 @dataclass(frozen=True)
@@ -64,12 +67,13 @@ def token_budget(story: Story) -> Figure:
         used = _draw_shares(bars, story)
     _draw_budget(bars, story, used[1])
     _draw_queue(queue, story)
-    for axes in (bars, queue):
+    for axes, most_ticks in ((bars, 8), (queue, 4)):
+        whole_ticks(axes, most_ticks)
         step_ticks(axes, [step.step for step in story.steps])
     bars.set_xlabel("")
     bars.set_ylabel("tokens", fontsize=9, color=INK)
     queue.set_ylabel("requests", fontsize=9, color=INK)
-    legend(bars, {kind: KINDS[kind] for kind in USES if kind in used[0]})
+    legend(bars, {kind: KINDS[kind] for kind in USES if kind in used[0]}, lines=LINES)
     return figure
 
 
@@ -149,15 +153,10 @@ def _draw_budget(axes: Axes, story: Story, most: float) -> None:
 
 def _draw_queue(axes: Axes, story: Story) -> None:
     xs = range(len(story.steps))
-    lines = {
-        "running": ("-", [step.running for step in story.steps]),
-        "waiting": (":", [step.waiting for step in story.steps]),
-    }
-    for name, (style, counts) in lines.items():
-        axes.step(xs, counts, style, where="mid", color=INK, linewidth=1.4, label=name)
-    axes.set_ylim(0, max(1, *(count for _, counts in lines.values() for count in counts)) * 1.2)
-    axes.yaxis.get_major_locator().set_params(integer=True, nbins=4)
-    axes.legend(loc="upper right", fontsize=8, ncols=2, frameon=True, framealpha=0.9, edgecolor="none", labelcolor=INK)
+    running, waiting = [step.running for step in story.steps], [step.waiting for step in story.steps]
+    for name, counts in (("running", running), ("waiting", waiting)):
+        axes.step(xs, counts, LINES[name][0], where="mid", color=LINES[name][1], linewidth=1.4)
+    axes.set_ylim(0, max(1, *running, *waiting) * 1.15)
 
 
 def token_budget_table(story: Story) -> str:

@@ -106,17 +106,20 @@ def boxes(axes: Axes, places: Iterable[Box], look: Look, plain: bool = False) ->
     from matplotlib.collections import PolyCollection
 
     corners = [[(x, y), (x + w, y), (x + w, y + h), (x, y + h)] for x, y, w, h in places]
+    edge = "white" if look.ink == "white" and not look.hatch else "#444444"  # the hatch has the colour of the edge
+    hatched: dict[str, Any] = {"edgecolor": edge, "linewidth": 0.6, "hatch": look.hatch}
+    line = {"edgecolor": look.face, "linewidth": 0.3} if plain else hatched
     if corners:
-        line: dict[str, Any] = (
-            {"edgecolor": look.face, "linewidth": 0.3}
-            if plain
-            else {"edgecolor": "#444444", "linewidth": 0.5, "hatch": look.hatch}
-        )
         axes.add_collection(PolyCollection(corners, facecolor=look.face, **line), autolim=False)
 
 
-def legend(axes: Axes, looks: dict[str, Look], marks: dict[str, tuple[str, str]] | None = None) -> None:
-    """Under the axes: a patch per look and a symbol per mark (label -> marker, colour)."""
+Lines = dict[str, tuple[str, str]]  # label -> line style, colour
+
+
+def legend(
+    axes: Axes, looks: dict[str, Look], marks: dict[str, tuple[str, str]] | None = None, lines: Lines | None = None
+) -> None:
+    """Under the axes: a patch per look, a symbol per mark (label -> marker, colour), a stroke per line."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -126,6 +129,8 @@ def legend(axes: Axes, looks: dict[str, Look], marks: dict[str, tuple[str, str]]
     ]
     for label, (marker, colour) in (marks or {}).items():
         handles.append(Line2D([], [], marker=marker, color=colour, linestyle="", markeredgecolor=INK, label=label))
+    for label, (style, colour) in (lines or {}).items():
+        handles.append(Line2D([], [], color=colour, linestyle=style, linewidth=1.4, label=label))
     if handles:
         figure = axes.get_figure()
         assert figure is not None
@@ -152,3 +157,23 @@ def step_ticks(axes: Axes, numbers: list[int]) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(nbins=16, integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(number))
     axes.set_xlabel("engine step", fontsize=9, color=INK)
+
+
+def whole_ticks(axes: Axes, most: int) -> None:
+    """The vertical axis counts: no fractions."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=most, integer=True))
+
+
+def spread(places: list[float], gap: float, end: float) -> list[float]:
+    """Where to write labels of sorted `places` so that they stand `gap` apart: near their places, not beyond `end` unless they are
+    too many."""
+    found: list[float] = []
+    for place in places:
+        found.append(max(place, found[-1] + gap) if found else place)
+    limit = end
+    for i in reversed(range(len(found))):
+        found[i] = min(found[i], limit)
+        limit = found[i] - gap
+    return found
