@@ -19,6 +19,7 @@
 # | 9 out | detokenize, stop strings, chunk | [`OutputProcessor`](../stage03_engine/frontend/output_processor.py) | `v1/engine/output_processor.py` |
 
 # %%
+import itertools
 import json
 
 import lab
@@ -80,6 +81,87 @@ for event in run.events:
         rows.append((event.phase, event.proc, f"{(event.ts - story.start_ns) / 1e6:.1f}", event.name, event.src))
 lab.table(rows, "phase", "process", "ms", "event", "source")
 
+# %% [markdown]
+# ## Two processes
+#
+# The same request as a picture: one lane per process, an arrow per message over ZMQ. The engine works in steps; after each one it
+# sends what the step brought, and goes on without waiting for anybody.
+
+# %%
+from stagetrace import figures
+
+figure = figures.process_lanes(story, request.request_id)
+lab.picture(
+    figure,
+    "Above the API server, below it the three threads of the engine process. The same as text: figures.process_lanes_table(story, request_id).",
+)
+
+# %% [markdown] tags=["predict"]
+# > **Predict.** From the first byte of the request to the first chunk of the answer: which of these takes longest? Validation, tokenization,
+# > the message to the engine, waiting for the scheduler, the model's first step, the message back, detokenization.
+
+# %%
+MARKS = [
+    ("http.request", "the request is parsed"),
+    ("request.validated", "validation (pydantic)"),
+    ("request.tokenized", "parameters, tokenization"),
+    ("zmq.request_sent", "registering, encoding"),
+    ("zmq.request_received", "the message to the engine"),
+    ("sched.queued", "the engine takes it in"),
+    ("sched.admit", "waiting for the scheduler"),
+    ("sched.token", "first step: schedule, model, sample"),
+    ("request.detokenized", "message back, detokenization"),
+    ("sse.chunk", "collector, JSON, server-sent event"),
+]
+first = request.first
+rows = [(what, (first[b] - first[a]) / 1e6) for (a, _), (b, what) in itertools.pairwise(MARKS)]
+lab.table(rows, "until the first chunk", "ms")
+ttft = (first["sse.chunk"] - first["http.request"]) / 1e6
+tokens = request.token_ns
+print(f"\nTTFT: {ttft:.2f} ms; each further token: {(tokens[-1] - tokens[0]) / 1e6 / (len(tokens) - 1):.2f} ms (TPOT)")
+
+# %% [markdown]
+# The first request after the start pays for what is used for the first time: pydantic's validators, torch's first matrix products, pages of the weights that nobody has
+# read yet, an engine that is still tidying up when the message comes. Let the server answer three times, and compare:
+
+# %%
+with lab.serve() as warm:
+    for _ in range(3):
+        list(warm.stream("/v1/completions", body))
+last = list(tell(read_run(warm.folder).events).requests.values())[-1].first
+lab.table(
+    [(what, one, (last[b] - last[a]) / 1e6) for (what, one), (a, _), (b, _) in zip(rows, MARKS, MARKS[1:])],
+    "until the first chunk", "first request, ms", "third request, ms",
+)  # fmt: skip
+
+# %% [markdown]
+# So remember the order of the right column, not the left one: what remains is the model, even for a model as small as this one.
+#
+# ## Play it
+#
+# The whole recording, in a player that needs no kernel and no network: step with the arrow keys, or press play. Each event names its source line, its
+# meaning and its counterpart in vLLM.
+
+# %%
+from stagetrace import player
+
+player.show(server.folder, height=640)
+
+# %% [markdown]
+# ## What is said about this walk, and what is so
+#
+# Descriptions of `vllm serve gpt2` differ from each other, and from the system. What readers stumble over most, and where it is measured here:
+#
+# | said | so | shown in |
+# |---|---|---|
+# | an executor called `CudaExecutor`, `engine_core.run_loop()`, an `ipc_server` | `UniProcExecutor`, `run_busy_loop`, two ZMQ sockets | [05](05_engine_core.ipynb) |
+# | 10-50 ms for a message between the processes | the table above, and more of them | [05](05_engine_core.ipynb) |
+# | " world" is token 5773 | another number | [04](04_async_llm.ipynb) |
+# | the environment wins over the command line | the other way round | [01](01_cli.ipynb) |
+# | GPT-2 answers chats through its chat template | it has none | [06](06_request.ipynb) |
+# | the scheduler has a prefill phase and a decode phase | one token budget for all | [10](10_scheduler_lab.ipynb) |
+# | prefill is memory-bound, decode compute-bound | the other way round | [08](08_execution.ipynb) |
+#
 # %% [markdown] tags=["exercise"]
 # ## Exercise: put two processes' events into one order
 #

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import inspect
+import io
 import json
 import shutil
 import subprocess
@@ -16,9 +17,12 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stagetrace import trace
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDED = ROOT / "trace" / "recorded"
@@ -27,8 +31,10 @@ warnings.filterwarnings("ignore", message="IProgress not found")  # of a progres
 
 def new_folder() -> Path:
     """An empty folder for a recording; it is removed when the notebook's kernel ends."""
-    folder = Path(tempfile.mkdtemp(prefix="stages-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    parent = tempfile.mkdtemp(prefix="stages-")
+    atexit.register(shutil.rmtree, parent, ignore_errors=True)
+    folder = Path(parent) / "recording"
+    folder.mkdir()
     return folder
 
 
@@ -122,11 +128,15 @@ def _is_number(text: str) -> bool:
     return text.lstrip("-").replace(",", "").replace(".", "", 1).isdigit()
 
 
-def caption(text: str) -> None:
-    """A sentence below a picture, in italics."""
-    from IPython.display import Markdown, display
+def picture(figure: Figure, caption: str = "", dpi: int = 80) -> None:
+    """Show a figure, small enough for a notebook, with a sentence below it."""
+    from IPython.display import Image, Markdown, display
 
-    display(Markdown(f"*{text}*"))
+    data = io.BytesIO()
+    figure.savefig(data, format="png", dpi=dpi, bbox_inches="tight")
+    display(Image(data.getvalue()))
+    if caption:
+        display(Markdown(f"*{caption}*"))
 
 
 def source(thing: Any, first: int | None = None, last: int | None = None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 
@@ -51,7 +51,7 @@ def _harmless(json: str) -> str:
 class Player:
     """A page for a notebook: Jupyter asks for `_repr_html_`. `height` is in CSS pixels."""
 
-    html: str
+    html: str = field(repr=False)
     height: int = 640
 
     def _repr_html_(self) -> str:
