@@ -26,6 +26,7 @@ bench: $(STAMP)  ## measurements, as ratios within one run
 	$(BIN)/python -m pytest tests/benchmarks --benchmark-only --benchmark-columns=median,iqr,rounds $(ARGS)
 
 notebooks: .venv/.notebooks  ## JupyterLab on the first notebook; ARGS goes to it
+	$(BIN)/jupyter trust notebooks/*.ipynb >/dev/null  # else Jupyter hides the stored players until their cells run
 	exec $(BIN)/jupyter lab notebooks/00_the_whole_walk.ipynb $(ARGS)
 
 notebooks-build: $(STAMP)  ## execute the notebooks' sources and write the .ipynb files; ARGS names some of them, e.g. 00

@@ -140,7 +140,7 @@ lab.table(
 # ## Play it
 #
 # The whole recording, in a player that needs no kernel and no network: step with the arrow keys, or press play. Each event names its source line, its
-# meaning and its counterpart in vLLM.
+# meaning and its counterpart in vLLM. (If nothing is below, run the cell: Jupyter shows a stored page only in a notebook that it trusts.)
 
 # %%
 from stagetrace import player
@@ -155,7 +155,7 @@ player.show(server.folder, height=640)
 # | said | so | shown in |
 # |---|---|---|
 # | an executor called `CudaExecutor`, `engine_core.run_loop()`, an `ipc_server` | `UniProcExecutor`, `run_busy_loop`, two ZMQ sockets | [05](05_engine_core.ipynb) |
-# | 10-50 ms for a message between the processes | the table above, and more of them | [05](05_engine_core.ipynb) |
+# | 10-50 ms for a message between the processes | the right column above, and many more messages | [05](05_engine_core.ipynb) |
 # | " world" is token 5773 | another number | [04](04_async_llm.ipynb) |
 # | the environment wins over the command line | the other way round | [01](01_cli.ipynb) |
 # | GPT-2 answers chats through its chat template | it has none | [06](06_request.ipynb) |

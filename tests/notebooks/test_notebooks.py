@@ -126,9 +126,31 @@ def test_a_broken_link_is_noticed() -> None:
     assert broken_links("[text](../stage03_engine/scheduler.py)", folder) == ["../stage03_engine/scheduler.py"]
 
 
+def with_a_wrong_answer(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    """Cells to put at the end: what the reader was to write does nothing now, and the check again."""
+    tagged = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.metadata.get("tags")]
+    (check,) = [cell.source for cell in tagged if "check" in cell.metadata.tags]
+    names = [
+        node.name
+        for cell in tagged
+        if "exercise" in cell.metadata.tags
+        for node in ast.parse(cell.source).body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    ]
+    assert names, "the exercise's cell defines what the reader is to write"
+    wrong = "\n".join(f"{name} = lambda *args, **kwargs: None" for name in names)
+    make, may_raise = nbformat.v4.new_code_cell, {"metadata": {"tags": ["raises-exception"]}}
+    return [make(wrong), make(check, **may_raise)]
+
+
 @EACH
-def test_the_notebook_runs(source: Path) -> None:
+def test_the_notebook_runs_and_its_check_can_fail(source: Path) -> None:
     """No cell may take CELL_SECONDS: the client then raises."""
-    notebook = build.execute(build.read_source(source))
-    check = [cell for cell in notebook.cells if "check" in cell.metadata.get("tags", [])]
-    assert check and all("PASS" in json.dumps(cell.outputs) for cell in check)
+    notebook = build.read_source(source)
+    notebook.cells += with_a_wrong_answer(notebook)
+    build.execute(notebook)
+    *cells, again = notebook.cells
+    (check,) = [cell for cell in cells if "check" in cell.metadata.get("tags", [])]
+    assert "PASS" in json.dumps(check.outputs)
+    text = json.dumps(again.outputs)
+    assert "PASS" not in text and ("FAIL" in text or '"error"' in text), text
