@@ -78,6 +78,8 @@ class StepStory:
     budget: int = 0
     total_tokens: int = 0
     free_blocks: int = 0  # after the decision
+    decided_ns: int = 0  # when the decision was complete; 0: the recording ends before
+    num_changes: int = 0  # of Story.blocks, how many belong to the time before that
     forward_ns: tuple[int, int] = (0, 0)  # begin and end of the model's forward pass
     scheduled: dict[str, Scheduled] = field(default_factory=dict)
     admitted: list[str] = field(default_factory=list)
@@ -104,7 +106,7 @@ class Message:
 
 @dataclass
 class BlockChange:
-    """A KV-cache event: kv.allocated, kv.freed, kv.cached, kv.evicted, kv.reset, or sched.prefix_hit."""
+    """A KV-cache event: kv.allocated, kv.freed, kv.cached, kv.evicted, kv.reset (one that was done), or sched.prefix_hit."""
 
     name: str
     ts: int
@@ -223,6 +225,7 @@ class Story:
         if self._open is not None:
             self._open.budget, self._open.total_tokens = event.args["budget"], event.args["total_tokens"]
             self._open.free_blocks = event.args["free_blocks"]
+            self._open.decided_ns, self._open.num_changes = event.ts, len(self.blocks)
 
     def _forward(self, event: Event) -> None:
         if self._open is not None:
@@ -248,7 +251,7 @@ class Story:
         self.requests[event.req or ""].chunk_ns.append(event.ts)
 
     def _blocks(self, event: Event) -> None:
-        if self._on_step is None:
+        if self._on_step is None and event.args.get("done", True):  # a reset that was refused changes nothing
             blocks = event.args.get("blocks", [])
             blocks = [event.args["block"]] if event.name == "kv.evicted" else blocks
             step = self._open.step if self._open is not None else (self.steps[-1].step if self.steps else 0)
