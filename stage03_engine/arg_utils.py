@@ -16,6 +16,8 @@ from stage03_engine.args.speculative import parse_speculative_config
 from stage03_engine.config import SECTIONS, VllmConfig
 from stage03_engine.errors import ConfigError
 from stage03_engine.model_path import ModelFiles, resolve_model
+from stage03_engine.tracing import event_filter
+from stagetrace.writer import MIN_MAX_BYTES
 
 
 def engine_settings() -> list[Setting]:
@@ -123,6 +125,7 @@ def check_config(config: VllmConfig) -> None:
     _check_parallel(config)
     _check_batch_invariant(config)
     _check_lengths(config)
+    event_filter(config.observability_config)
 
 
 def _check_ranges(config: VllmConfig) -> None:
@@ -138,6 +141,7 @@ def _check_ranges(config: VllmConfig) -> None:
         ("num_threads", config.device_config.num_threads, 1),
         ("grammar_cache_size", grammar.grammar_cache_size, 1),
         ("grammar_memory_bytes", grammar.grammar_memory_bytes, 1),
+        ("trace_max_bytes", config.observability_config.trace_max_bytes, MIN_MAX_BYTES),
     ]
     for name, value, least in at_least:
         if value is not None and value < least:

@@ -30,8 +30,9 @@ def _optional(name: str, phase: int, stage: str, args: dict[str, str], meaning: 
 
 
 _ROWS = [
-    Row("run.start", 0, "trace", {"run_id": "str", "monotonic_ns": "int", "wall_clock_ns": "int"},
-        "First record of a file: which run, which versions, and how to turn monotonic time into wall clock time.", "-"),
+    Row("run.start", 0, "trace", {"run_id": "str", "monotonic_ns": "int", "wall_clock_ns": "int", "filter": "dict[str, Any]", "prompts": "bool", "part": "int"},
+        "First record of a file: which run, which versions, how to turn monotonic time into wall clock time; what a filter left out (nothing when it is empty), and how "
+        "many files of this process came before and are gone or older.", "-"),
     # Phase 1: CLI entry
     Row("cli.main", 1, CLI, {"argv": "list[str]"}, "The command line program started.", "entrypoints/cli/main.py main"),
     Row("cli.env_setup", 1, CLI, {"set": "dict[str, str]"}, "Process-wide environment variables were set, before any library reads them.",
@@ -86,10 +87,12 @@ _ROWS = [
         "v1/engine/core.py process_input_sockets, process_output_sockets"),
     Row("engine.ready", 5, ENGINE, {"num_blocks": "int", "max_model_len": "int"}, "The engine told the front end that it can serve.", "v1/engine/core.py EngineCoreProc"),
     Row("engine.busy_loop", 5, ENGINE, {}, "The busy loop began.", "v1/engine/core.py run_busy_loop"),
-    _optional("engine.failed", 5, ENGINE, {"message": "str"}, "The engine could not start, or died of an exception.", "v1/engine/core.py _send_engine_dead"),
+    _optional("engine.failed", 5, ENGINE, {"message": "str"}, "The engine could not start, or died of an exception; its text, which may quote a client, only with --trace-prompts.", "v1/engine/core.py _send_engine_dead"),
     _optional("engine.dead", 5, ENGINE, {"message": "str"}, "The front end noticed that the engine process is gone.", "v1/engine/core_client.py EngineDeadError"),
     # Phase 6: request
-    Row("http.request", 6, SERVER, {"method": "str", "path": "str"}, "An HTTP request was parsed.", "openai/api_server.py create_completion"),
+    Row("http.request", 6, SERVER, {"method": "str", "path": "str", "trace_id": "str | None", "parent_id": "str | None"},
+        "An HTTP request was parsed; the ids are those of the client's own trace, from its header traceparent. Its `req` is the id of its first prompt (stagetrace.ids has the rule).",
+        "openai/api_server.py create_completion, vllm/tracing.py extract_trace_context"),
     Row("request.validated", 6, SERVER, {"model": "str", "stream": "bool", "prompts": "int"}, "The body passed validation; the request has its id.",
         "openai/serving_completion.py create_completion"),
     _optional("request.templated", 6, SERVER, {"messages": "int", "characters": "int"}, "The chat template turned messages into one prompt.",
@@ -99,7 +102,8 @@ _ROWS = [
     _optional("request.refused", 6, SERVER, {"status": "int", "type": "str"}, "The request was answered with an error object.", "openai/serving_engine.py create_error_response"),
     # Phase 7: into the engine
     Row("generate.start", 7, ENGINE, {}, "AsyncLLM.generate was called.", "v1/engine/async_llm.py generate"),
-    Row("request.tokenized", 7, ENGINE, {"num_tokens": "int"}, "The prompt became token ids.", "v1/engine/processor.py process_inputs"),
+    Row("request.tokenized", 7, ENGINE, {"num_tokens": "int", "prompt": "str | None", "token_ids": "list[int]"},
+        "The prompt became token ids; text and ids only with --trace-prompts.", "v1/engine/processor.py process_inputs"),
     _optional("request.fanned_out", 7, ENGINE, {"children": "int"}, "A request for several answers became one request per answer.",
         "v1/engine/parallel_sampling.py ParentRequest"),
     _optional("beam.step", 7, ENGINE, {"length": "int", "running": "int", "finished": "int"},
@@ -112,7 +116,7 @@ _ROWS = [
         "The request waits for its first step. The hashes stand for the full blocks of its prompt: equal hashes, equal beginnings.", "v1/core/sched/scheduler.py add_request"),
     _optional("grammar.compiled", 8, ENGINE, {"kind": "str", "seconds": "float", "cached": "bool"},
         "The request's grammar is ready; cached: an earlier request had brought the same.", "v1/structured_output/__init__.py grammar_init"),
-    _optional("grammar.refused", 8, ENGINE, {"message": "str"}, "The request ends: its grammar is impossible, or cost more than it may.",
+    _optional("grammar.refused", 8, ENGINE, {"message": "str"}, "The request ends: its grammar is impossible, or cost more than it may; what may quote it only with --trace-prompts.",
         "v1/structured_output/__init__.py grammar_init"),
     _optional("grammar.ready", 8, ENGINE, {}, "The scheduler saw that the request's grammar is compiled: it may be admitted.", "v1/core/sched/scheduler.py schedule"),
     Row("engine.step", 8, ENGINE, {"running": "int", "waiting": "int"}, "A span: schedule, execute, update.", "v1/engine/core.py EngineCore.step"),
@@ -162,12 +166,13 @@ _ROWS = [
     # Phase 9: response
     Row("zmq.outputs_sent", 9, ENGINE, {"num_outputs": "int", "bytes": "int"}, "The engine's output thread sent a step's outputs.", "v1/engine/core.py process_output_sockets"),
     Row("zmq.outputs_received", 9, ENGINE, {"num_outputs": "int"}, "The front end decoded them.", "v1/engine/core_client.py get_output_async"),
-    Row("request.detokenized", 9, ENGINE, {"num_tokens": "int", "characters": "int"}, "New tokens became text that is safe to send.", "v1/engine/detokenizer.py IncrementalDetokenizer.update"),
-    _optional("request.stop_matched", 9, ENGINE, {"stop": "str"}, "A stop string appeared; the engine is told to stop.", "v1/engine/detokenizer.py check_stop_strings"),
+    Row("request.detokenized", 9, ENGINE, {"num_tokens": "int", "characters": "int", "text": "str | None", "token_ids": "list[int]"},
+        "New tokens became text that is safe to send; text and ids only with --trace-prompts.", "v1/engine/detokenizer.py IncrementalDetokenizer.update"),
+    _optional("request.stop_matched", 9, ENGINE, {"stop": "str | None"}, "A stop string appeared (which one: only with --trace-prompts); the engine is told to stop.", "v1/engine/detokenizer.py check_stop_strings"),
     Row("request.collected", 9, ENGINE, {"finished": "bool"}, "The output lies in the request's collector.", "v1/engine/output_processor.py RequestOutputCollector.put"),
     Row("generate.yield", 9, ENGINE, {"finished": "bool"}, "AsyncLLM.generate handed an output to its caller.", "v1/engine/async_llm.py generate"),
-    Row("sse.chunk", 9, SERVER, {"bytes": "int"}, "A server-sent event left for the client.", "openai/serving_completion.py completion_stream_generator"),
-    _optional("http.response", 9, SERVER, {"status": "int"}, "A whole (not streamed) answer left for the client.", "openai/api_server.py create_completion"),
+    Row("sse.chunk", 9, SERVER, {"bytes": "int"}, "A server-sent event left for the client; its cause is the http.request.", "openai/serving_completion.py completion_stream_generator"),
+    _optional("http.response", 9, SERVER, {"status": "int"}, "A whole (not streamed) answer left for the client; its cause is the http.request.", "openai/api_server.py create_completion"),
     Row("request.finished", 9, ENGINE, {"reason": "str", "num_output_tokens": "int"}, "The request is complete for its client.", "v1/engine/output_processor.py"),
     _optional("request.aborted", 9, ENGINE, {"reason": "str"}, "The client left, or an error ended the request.", "v1/engine/async_llm.py abort"),
 ]  # fmt: skip
