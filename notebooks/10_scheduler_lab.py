@@ -135,8 +135,7 @@ lab.table([(name, ends[name], end) for name, (_, end) in static.items()], "reque
 
 # %%
 chunks = live(REQUESTS, max_num_batched_tokens=16, max_num_seqs=8)
-display(token_budget(chunks.story))
-display(request_timeline(chunks.story))
+token_budget(chunks.story)
 
 # %%
 whole = live(REQUESTS, enable_chunked_prefill=False, max_num_batched_tokens=256)
@@ -196,7 +195,7 @@ print(computed, f"tokens computed: {100 * (computed['tight'] / computed['roomy']
 
 # %%
 PLAY = "KING RICHARD: what a piece of work is a man, how noble in reason, how infinite in faculty; what is this quintessence of dust, "
-after = [(f"q{i}", 10 * i, PLAY + end, 6) for i, end in enumerate(("yes", "no", "I say", "yes"))]
+after = [(f"q{i}", 4 * i, PLAY + end, 10) for i, end in enumerate(("yes", "no", "I say", "yes"))]
 together = [(name, 0, prompt, count) for name, _, prompt, count in after]
 cached = live(after)
 display(block_map(cached.story))
