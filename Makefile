@@ -7,7 +7,7 @@ ARGS   ?=
 BIN    := .venv/bin
 STAMP  := .venv/.complete
 
-.PHONY: serve test venv lint bench notebooks notebooks-build clean
+.PHONY: serve test venv lint bench recordings notebooks notebooks-build clean
 
 serve: $(STAMP)  ## serve MODEL on HOST:PORT; ARGS are further flags of `serve`
 	exec $(BIN)/python -m stage02_server serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
@@ -31,6 +31,9 @@ notebooks: .venv/.notebooks  ## JupyterLab on the first notebook; ARGS goes to i
 
 notebooks-build: $(STAMP)  ## execute the notebooks' sources and write the .ipynb files; ARGS names some of them, e.g. 00
 	$(BIN)/python notebooks/build.py $(ARGS)
+
+recordings: $(STAMP)  ## make trace/recorded/ again; ARGS are names of runs
+	$(BIN)/python trace/record.py $(ARGS)
 
 clean:  ## remove the virtual environment and everything that was generated
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks build *.egg-info

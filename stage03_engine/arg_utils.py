@@ -17,6 +17,8 @@ from stage03_engine.config import SECTIONS, VllmConfig
 from stage03_engine.errors import ConfigError
 from stage03_engine.model_path import ModelFiles, resolve_model
 from stage03_engine.tracing import event_filter
+from stagetrace import trace
+from stagetrace.redact import redact_values
 from stagetrace.writer import MIN_MAX_BYTES
 
 
@@ -82,6 +84,11 @@ class EngineArgs:
             settings = with_detected(settings, {"attention_backend": ("batch_invariant", "--batch-invariant")})
         config = _build(settings, files)
         check_config(config)
+        if trace.on:
+            given = {
+                name: f"{each.value} from {each.origin}" for name, each in settings.items() if each.source != "default"
+            }
+            trace.emit("config.resolved", settings=redact_values(given), defaults=len(settings) - len(given))
         return config, settings
 
 

@@ -1,7 +1,7 @@
 """Make the recorded runs in `trace/recorded/`: small, each about one thing. `make recordings` runs this.
 
-Each is a real server with the bundled model, its real clients, and `--trace`. Tokens and decisions are the same every time; the
-times are those of the machine.
+Each is a real server with the bundled model, its real clients, and `--trace`. Tokens and decisions are the same every time
+(`gathering.py` says how); the times, process ids and the ends of the request ids are those of the day.
 """
 
 from __future__ import annotations
@@ -12,14 +12,20 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import psutil
 
-RECORDED = Path(__file__).parent / "recorded"
+HERE = Path(__file__).parent
+RECORDED = HERE / "recorded"
+ARRIVAL_SECONDS = 30.0  # how long a request may take to reach the scheduler
+POLL_SECONDS = 0.002
 PROMPTS = [
     "ROMEO:",
     "To be, or not to be",
@@ -30,134 +36,209 @@ PROMPTS = [
     "First Citizen:",
     "O",
 ]
+Requests = list[tuple[str, int]]
+"""(prompt, how many tokens to answer with); their ids are r0, r1, ..."""
+
+
+class Server:
+    """`stages serve gpt2-tiny` that records to a folder."""
+
+    def __init__(self, url: str, process: subprocess.Popen[str], folder: Path) -> None:
+        self.url, self.process, self.folder = url, process, folder
+
+    def stream(self, name: str, prompt: str, max_tokens: int, meanwhile: Callable[[], bool] | None = None) -> None:
+        """One streamed greedy completion. `meanwhile` is called after the first line; when it says True the client leaves."""
+        body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+        headers = {"X-Request-Id": name}
+        with httpx.stream("POST", f"{self.url}/v1/completions", json=body, headers=headers, timeout=60) as response:
+            for number, _ in enumerate(response.iter_lines()):
+                if number == 0 and meanwhile is not None and meanwhile():
+                    return
+
+    def together(self, requests: Requests, leaves_at_step: int = 0) -> None:
+        """All at the same time, one client each; they arrive in this order. The first leaves behind a step, if one is given."""
+
+        def at_step() -> bool:
+            self.wait_for_steps(leaves_at_step)
+            return True
+
+        clients = []
+        for i, (prompt, length) in enumerate(requests):
+            meanwhile = at_step if leaves_at_step and i == 0 else None
+            client = threading.Thread(target=self.stream, args=(f"r{i}", prompt, length, meanwhile))
+            client.start()
+            clients.append(client)
+            self.wait_for_arrival(f"r{i}")
+        for client in clients:
+            client.join()
+
+    def wait_for_steps(self, count: int) -> None:
+        """Until so many steps of the engine are in its file; what is in its buffer does not count."""
+        while sum(path.read_bytes().count(b'"sched.output"') for path in self.folder.glob("EngineCore*")) < count:
+            time.sleep(POLL_SECONDS)
+
+    def wait_for_arrival(self, name: str) -> None:
+        """Until the engine has queued the request: its own recording says so, as an idle engine writes out its buffer."""
+        deadline = time.monotonic() + ARRIVAL_SECONDS
+        signs = b'"name":"sched.queued"', f'"req":"cmpl-{name}-'.encode()
+        while time.monotonic() < deadline:
+            lines = [line for path in self.folder.glob("EngineCore*.jsonl") for line in path.read_bytes().splitlines()]
+            if any(all(sign in line for sign in signs) for line in lines):
+                return
+            time.sleep(POLL_SECONDS)
+        raise SystemExit(f"{self.folder.name}: the engine did not get request {name}")
+
+    def kill_engine(self) -> None:
+        """kill -9."""
+        for child in psutil.Process(self.process.pid).children():
+            if "stage03_engine.core" in child.cmdline():
+                os.kill(child.pid, signal.SIGKILL)
 
 
 @contextmanager
-def server(name: str, *flags: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """`stages serve gpt2-tiny` that records to `recorded/NAME`; ends it, unless it has ended already."""
+def serving(name: str, *flags: str, gather: int = 0, abort_step: int = 0, scheduler: str = "") -> Iterator[Server]:
+    """A server that records to `recorded/NAME`, and ends.
+
+    gather       the engine begins when so many requests have arrived
+    abort_step   behind this step it waits for a client to leave
+    scheduler    the class to use instead of the one that gathers
+    """
     folder = RECORDED / name
     shutil.rmtree(folder, ignore_errors=True)
     command = [sys.executable, "-m", "stage01_cli", "serve", "gpt2-tiny", "--host", "127.0.0.1", "--port", "0"]
-    command += [
-        "--num-gpu-blocks-override",
-        "64",
-        "--prefix-caching-hash-seed",
-        "recorded",
-        "--trace",
-        str(folder),
-        *flags,
-    ]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    for line in process.stderr:
-        if " on http://" in line:
-            break
-    else:
-        raise SystemExit(f"{name}: the server did not start")
-    threading.Thread(target=process.stderr.read, daemon=True).start()
+    command += ["--num-gpu-blocks-override", "64", "--prefix-caching-hash-seed", "recorded"]
+    command += ["--trace", f"recorded/{name}", *flags]
+    if gather or scheduler:
+        command += ["--scheduler-cls", scheduler or "gathering:Gathering"]
+    search = os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": search, "HF_HUB_OFFLINE": "1"}
+    environment |= {"GATHER_REQUESTS": str(gather), "GATHER_ABORT_STEP": str(abort_step)}
+    process = subprocess.Popen(command, cwd=HERE, env=environment, stderr=subprocess.PIPE, text=True)
     try:
-        yield line.split(" on ")[-1].strip(), process
+        yield Server(_url(name, process), process, folder)
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait()
+    _forget_paths(folder)
 
 
-def complete(url: str, prompt: str, max_tokens: int, name: str, **fields: object) -> str:
-    """One streamed greedy completion; returns what came over HTTP."""
-    body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True, **fields}
-    answer = httpx.post(f"{url}/v1/completions", json=body, headers={"X-Request-Id": name}, timeout=60)
-    return answer.text
+def _url(name: str, process: subprocess.Popen[str]) -> str:
+    """Where the server listens, once it does; from then on its log is read and dropped."""
+    assert process.stderr is not None
+    log = []
+    for line in process.stderr:
+        log.append(line)
+        if " on http://" in line:
+            threading.Thread(target=process.stderr.read, daemon=True).start()
+            return line.split(" on ")[-1].strip()
+    raise SystemExit(f"{name}: the server did not start\n{''.join(log)}")
 
 
-def together(url: str, requests: list[tuple[str, int]], **fields: object) -> None:
-    """Completions at the same time, one thread each."""
-    threads = [
-        threading.Thread(target=complete, args=(url, prompt, length, f"r{i}"), kwargs=fields)
-        for i, (prompt, length) in enumerate(requests)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+def _forget_paths(folder: Path) -> None:
+    """Where this repository and the sockets lay is nobody's business."""
+    for path in folder.glob("*.jsonl"):
+        text = path.read_bytes()
+        for place in (HERE.parent, Path(tempfile.gettempdir())):
+            text = text.replace(f"{place}/".encode(), b"")
+        path.write_bytes(text)
 
 
 def one_request() -> None:
     """One streamed request, the whole walk."""
-    with server("one_request") as (url, _):
-        complete(url, "ROMEO:", 8, "r0")
+    with serving("one_request") as server:
+        server.stream("r0", "ROMEO:", 8)
 
 
 def mixed() -> None:
     """Eight requests of different lengths under a small token budget: chunked prefill beside decode."""
-    with server("mixed", "--max-num-batched-tokens", "32", "--max-num-seqs", "6") as (url, _):
-        together(url, [(prompt * (1 + 4 * (i % 3)), 6 + 3 * i) for i, prompt in enumerate(PROMPTS)])
+    with serving("mixed", "--max-num-batched-tokens", "32", "--max-num-seqs", "6", gather=8) as server:
+        server.together([(prompt * (1 + 4 * (i % 3)), 6 + 3 * i) for i, prompt in enumerate(PROMPTS)])
 
 
 def preemption() -> None:
     """More tokens than the KV cache holds: requests are preempted and come back."""
     flags = ("--num-gpu-blocks-override", "16", "--max-model-len", "96", "--block-size", "8")
-    with server("preemption", *flags) as (url, _):
-        together(url, [(prompt, 40) for prompt in PROMPTS])
+    with serving("preemption", *flags, gather=8) as server:
+        server.together([(prompt, 28) for prompt in PROMPTS])
 
 
 def prefix_hits() -> None:
     """The same beginning again and again: later requests find it in the prefix cache."""
-    with server("prefix_hits") as (url, _):
+    with serving("prefix_hits") as server:
         beginning = "KING RICHARD: what a piece of work is a man, how noble in reason, how infinite in faculty; "
         for i, end in enumerate(["yes", "no", "yes", "I know not"]):
-            complete(url, beginning + end, 6, f"r{i}")
+            server.stream(f"r{i}", beginning + end, 6)
 
 
 def speculative() -> None:
-    """N-gram drafts in a text that repeats itself."""
-    with server("speculative", "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 4}') as (url, _):
-        complete(url, "la la la la la la la la", 24, "r0")
+    """N-gram drafts: while the text repeats itself they stand, where it turns they are rejected."""
+    drafts = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}'
+    with serving("speculative", "--speculative-config", drafts) as server:
+        server.stream("r0", "First Citizen: We are accounted poor citizens. Second Citizen: We are", 40)
 
 
 def client_abort() -> None:
     """A client leaves in the middle of its stream; another one stays."""
-    with server("client_abort") as (url, _):
-        body = {"prompt": "ROMEO:", "max_tokens": 400, "ignore_eos": True, "stream": True, "temperature": 0}
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, headers={"X-Request-Id": "r0"}) as response:
-            lines = response.iter_lines()
-            for _ in range(6):
-                next(lines)
-        complete(url, "To be, or", 12, "r1")
+    with serving("client_abort", gather=2, abort_step=8) as server:
+        server.together([("ROMEO:", 400), ("To be, or", 16)], leaves_at_step=8)
 
 
 def engine_death() -> None:
-    """The engine process is killed in the middle of a request: kill -9."""
-    with server("engine_death") as (url, process):
-        body = {"prompt": "ROMEO:", "max_tokens": 400, "ignore_eos": True, "stream": True, "temperature": 0}
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, headers={"X-Request-Id": "r0"}) as response:
-            lines = response.iter_lines()
-            for _ in range(6):
-                next(lines)
-            for child in _children(process.pid):
-                os.kill(child, signal.SIGKILL)
-            for _ in lines:
-                pass
+    """The engine process is killed in the middle of a request, after another one was complete: kill -9."""
+
+    def kill() -> bool:
+        server.wait_for_steps(8 + 40)
+        server.kill_engine()
+        return False
+
+    with serving("engine_death") as server:
+        server.stream("r0", "To be, or", 8)
+        server.stream("r1", "ROMEO:", 500, meanwhile=kill)
 
 
-def _children(pid: int) -> list[int]:
-    import psutil
+def bug_starvation(name: str = "bug_starvation", scheduler: str = "buggy_schedulers:Overtaken") -> None:
+    """Planted bug: newcomers overtake whoever was preempted."""
+    flags = ("--num-gpu-blocks-override", "13", "--max-model-len", "64", "--block-size", "8", "--max-num-seqs", "4")
+    with serving(name, *flags, gather=8, scheduler=scheduler) as server:
+        server.together([(prompt, 28 if i < 4 else 16) for i, prompt in enumerate(PROMPTS)])
 
-    return [child.pid for child in psutil.Process(pid).children() if "stage03_engine.core" in child.cmdline()]
+
+def bug_leak(name: str = "bug_leak", scheduler: str = "buggy_schedulers:Leaking") -> None:
+    """Planted bug: the blocks of a request that its client aborted stay lost."""
+    flags = ("--num-gpu-blocks-override", "17", "--max-model-len", "96", "--block-size", "8")
+    with serving(name, *flags, gather=5, abort_step=12, scheduler=scheduler) as server:
+        requests = [("O, she doth teach the torches to burn bright! " * 2, 48), *((p, 24) for p in PROMPTS[1:5])]
+        server.together(requests, leaves_at_step=12)
 
 
+def bug_stall(name: str = "bug_stall", scheduler: str = "buggy_schedulers:Stalling") -> None:
+    """Planted bug: while a long prompt is computed, nobody else gets a token."""
+    flags = ("--max-num-batched-tokens", "32", "--max-num-seqs", "8")
+    with serving(name, *flags, gather=4, scheduler=scheduler) as server:
+        long = "Now is the winter of our discontent made glorious summer by this sun of York; " * 14
+        server.together([(PROMPTS[1], 24), (PROMPTS[2], 24), (PROMPTS[5], 24), (long, 6)])
+
+
+def _healthy(run: Callable[[str, str], None]) -> Callable[[], None]:
+    """The same requests with the scheduler that has no bug."""
+    return lambda: run(f"{run.__name__}_healthy", "gathering:Gathering")
+
+
+BUGS = (bug_starvation, bug_leak, bug_stall)
 RUNS: dict[str, Callable[[], None]] = {
     run.__name__: run for run in (one_request, mixed, preemption, prefix_hits, speculative, client_abort, engine_death)
 }
 """Name of the folder -> what makes it."""
+RUNS |= {bug.__name__: bug for bug in BUGS} | {f"{bug.__name__}_healthy": _healthy(bug) for bug in BUGS}
 
 
 def main() -> None:
     """Make the named runs, or all."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", choices=[[], *RUNS], metavar="NAME", help=f"one of {', '.join(RUNS)}")
     for name in parser.parse_args().names or RUNS:
         RUNS[name]()
-        print(f"{name}: {sum(path.stat().st_size for path in (RECORDED / name).iterdir()) // 1000} kB")
+        print(f"{name}: {sum(path.stat().st_size for path in (RECORDED / name).iterdir()) // 1000} kB", flush=True)
 
 
 if __name__ == "__main__":

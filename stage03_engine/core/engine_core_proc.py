@@ -244,6 +244,8 @@ def run_engine_core(handshake_address: str, engine_index: int) -> int:
     except SystemExit:
         if engine is not None:
             engine.shutdown()
+        if trace.on:
+            trace.emit("engine.stopped")
     except Exception as error:
         _report_failure(error, engine, handshake)
         return 1

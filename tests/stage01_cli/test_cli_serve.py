@@ -117,6 +117,7 @@ def test_phases_1_and_2_are_traced_in_order(tmp_path: Path, capsys: pytest.Captu
         "cli.dispatch",
         "serve.model_tag",
         "serve.decision",
+        "config.resolved",
     ]
     assert [event.name for event in run.events] == names
     assert {event.proc for event in run.events} == {"APIServer"}

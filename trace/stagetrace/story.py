@@ -159,7 +159,8 @@ class Story:
         elif self._open is not None:
             self._open.end_ns = event.ts
             for request_id in self._open.tokens:
-                self.requests[request_id].spans[-1].end_ns = event.ts
+                for span in self.requests[request_id].spans[-1:]:  # none, when its beginning was not recorded
+                    span.end_ns = event.ts
             if self._on_step is not None:
                 self._on_step(self._open)
             self._open = None
