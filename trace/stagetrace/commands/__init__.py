@@ -21,7 +21,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     # "diff": ("stagetrace.commands.diff", "the first difference between two recordings"),
     # "check": ("stagetrace.commands.check", "is the recording consistent, and what is missing?"),
     # "export": ("stagetrace.commands.export", "Perfetto, OpenTelemetry, CSV, or one HTML page"),
-    # "figure": ("stagetrace.commands.figure", "draw a recording, or print the same as a table"),
+    "figure": ("stagetrace.commands.figure", "draw a recording, or print the same as a table"),
 }
 """Command -> (module, what it does in a few words)."""
 

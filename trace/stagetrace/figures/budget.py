@@ -6,7 +6,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from stagetrace.figures.names import columns, plural, short_names
-from stagetrace.figures.style import INK, KINDS, MANY, Box, boxes, legend, new_figure, note, step_ticks, whole_ticks
+from stagetrace.figures.style import (
+    INK,
+    KINDS,
+    MANY,
+    Box,
+    boxes,
+    legend,
+    new_figure,
+    note,
+    step_ticks,
+    whole_ticks,
+    write,
+)
 from stagetrace.figures.timeline import in_engine, stretches
 from stagetrace.story import Story
 
@@ -90,10 +102,7 @@ def _draw_shares(axes: Axes, story: Story) -> tuple[set[str], float]:
             name = names[share.request_id]
             size = min(8.0, (column * 0.84 - 1) / (0.62 * len(name)))
             if size >= 5 and share.num_tokens / most * 2.6 * 72 > size * 1.2:
-                look = KINDS[share.kind]
-                paper = {"facecolor": look.face, "edgecolor": "none", "pad": 0.4} if look.hatch else None
-                middle = top + share.num_tokens / 2
-                axes.text(x, middle, name, fontsize=size, color=look.ink, ha="center", va="center_baseline", bbox=paper)
+                write(axes, x, top + share.num_tokens / 2, name, size, KINDS[share.kind])
             top += share.num_tokens
     plain = sum(map(len, places.values())) > MANY
     for kind, rectangles in places.items():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from stagetrace.errors import TraceError
@@ -130,11 +131,22 @@ def legend(
     for label, (marker, colour) in (marks or {}).items():
         handles.append(Line2D([], [], marker=marker, color=colour, linestyle="", markeredgecolor=INK, label=label))
     for label, (style, colour) in (lines or {}).items():
-        handles.append(Line2D([], [], color=colour, linestyle=style, linewidth=1.4, label=label))
+        handles.append(Line2D([], [], color=colour, linewidth=1.4, label=label, ls=style))
     if handles:
         figure = axes.get_figure()
         assert figure is not None
-        figure.legend(handles=handles, loc="outside lower left", ncols=6, fontsize=9, frameon=False, labelcolor=INK)
+        ncols = _fitting_columns([handle.get_label() for handle in handles])
+        figure.legend(handles=handles, loc="outside lower left", ncols=ncols, fontsize=9, frameon=False, labelcolor=INK)
+
+
+def _fitting_columns(labels: list[str]) -> int:
+    """How many columns of a legend fit into the width of the figure: matplotlib fills one column after another."""
+    for num_columns in range(len(labels), 1, -1):
+        short, longer = divmod(len(labels), num_columns)
+        starts = [i * short + min(i, longer) for i in range(num_columns + 1)]
+        if sum(max(map(len, labels[a:b])) + 9 for a, b in pairwise(starts)) <= 125:
+            return num_columns
+    return 1
 
 
 def row_labels(axes: Axes, labels: list[str], inches: float) -> None:
@@ -157,6 +169,13 @@ def step_ticks(axes: Axes, numbers: list[int]) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(nbins=16, integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(number))
     axes.set_xlabel("engine step", fontsize=9, color=INK)
+
+
+def write(axes: Axes, x: float, y: float, text: str, size: float, look: Look, ha: str = "center") -> None:
+    """Text on something filled; where it has a hatch, on a piece of it without."""
+    paper = {"facecolor": look.face, "edgecolor": "none", "pad": 0.5} if look.hatch else None
+    # Not in the layout: it lies within the axes anyway, and measuring a thousand of them takes seconds.
+    axes.text(x, y, text, fontsize=size, color=look.ink, ha=ha, va="center_baseline", bbox=paper, in_layout=False)
 
 
 def whole_ticks(axes: Axes, most: int) -> None:
