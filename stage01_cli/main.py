@@ -13,6 +13,7 @@ from stage01_cli.types import CLISubcommand
 from stage03_engine.args import FlexibleArgumentParser, cli_env_setup, did_you_mean, run_command
 from stage03_engine.errors import ConfigError
 from stagetrace import trace
+from stagetrace.redact import redact_argv, redact_values
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,10 @@ def _main(words: list[str]) -> int:
     if chosen == "serve":  # the only command whose work is traced; its process becomes the API server
         trace.hold("APIServer")
     if trace.on:
-        trace.emit("cli.main", argv=words)
+        trace.emit("cli.main", argv=redact_argv(words))
     env = cli_env_setup()
     if trace.on:
-        trace.emit("cli.env_setup", set=env)
+        trace.emit("cli.env_setup", set=redact_values(env))
     if chosen is not None and chosen not in COMMANDS:
         raise ConfigError(f"no command {chosen!r}{did_you_mean(chosen, COMMANDS)}; see stages --help")
     parser = make_parser(chosen)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from starlette.datastructures import State
 
     from stage03_engine.frontend.async_llm import AsyncLLM
+    from stage03_engine.frontend.core_client import AsyncEngineCoreClient
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +135,14 @@ async def build_async_engine_client(
     ]
     if not vllm_config.observability_config.disable_log_stats:
         stat_loggers.append(LoggingStatLogger(vllm_config))
-    client = EchoCoreClient(vllm_config) if args.engine == "echo" else None
+    client: AsyncEngineCoreClient | None = None  # None: an engine process
+    if args.engine == "echo":
+        client = EchoCoreClient(vllm_config)
+    elif args.in_process:
+        from stage03_engine.core.engine_core import EngineCore  # the only way for torch into this process
+        from stage03_engine.frontend.async_inproc_client import AsyncInprocClient
+
+        client = AsyncInprocClient(vllm_config, EngineCore)
     engine = AsyncLLM.from_vllm_config(vllm_config, client=client, stat_loggers=stat_loggers)
     try:
         yield engine

@@ -21,6 +21,9 @@ class FrontendArgs:
     engine: str = option(
         "core", "core = the real engine; echo = answers with the prompt itself, without torch", ("core", "echo")
     )
+    in_process: bool = option(
+        False, "run the engine inside the API process, for print and breakpoint(); slower, and without ZMQ"
+    )
     shutdown_timeout: int = option(30, "seconds that running requests get to finish after SIGTERM")
     timeout_keep_alive: int = option(5, "seconds that an idle HTTP connection stays open")
     uvicorn_log_level: str = option(

@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import re
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stage02_server.errors import error_json, error_response, unavailable
+from stage02_server.traceparent import parse_traceparent
 from stagetrace import trace
 
 PREFIX = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
@@ -27,6 +28,7 @@ class RequestIds:
 
     response: str
     engine: str
+    cause: str | None = None  # the trace's name for the arrival of the request
 
     def engine_id(self, index: int) -> str:
         """The id of one prompt."""
@@ -63,8 +65,8 @@ class RequestGate:
 class _Answer:
     """Watches what is sent, to know how far the answer has come."""
 
-    def __init__(self, send: Send, req: str | None) -> None:
-        self._send, self._req = send, req
+    def __init__(self, send: Send, req: str | None, cause: str | None) -> None:
+        self._send, self._req, self._cause = send, req, cause
         self.status = 0
         self.streams = False
         self.complete = False
@@ -77,7 +79,7 @@ class _Answer:
         if message["type"] == "http.response.body" and not message.get("more_body", False):
             self.complete = True
             if trace.on and not self.streams:
-                trace.emit("http.response", req=self._req, status=self.status)
+                trace.emit("http.response", req=self._req, cause=self._cause, status=self.status)
 
 
 class RequestMiddleware:
@@ -95,9 +97,12 @@ class RequestMiddleware:
         if scope["path"] in PREFIX:
             state["ids"] = make_ids(PREFIX[scope["path"]], Headers(scope=scope).get("x-request-id"))
             req = state["req"] = state["ids"].engine_id(0)
+        cause = None
         if trace.on:
-            trace.emit("http.request", req=req, method=scope["method"], path=scope["path"])
-        answer = _Answer(send, req)
+            cause = _trace_arrival(scope, req)
+            if "ids" in state:
+                state["ids"] = replace(state["ids"], cause=cause)
+        answer = _Answer(send, req, cause)
         if self._gate.draining:  # the port is closed, but a connection that was open already can still bring requests
             await error_response(scope, unavailable("The server is shutting down."))(scope, receive, answer.send)
             return
@@ -116,6 +121,15 @@ class RequestMiddleware:
             await _cut(scope, receive, answer)
         finally:
             self._gate.running.discard(task)
+
+
+def _trace_arrival(scope: Scope, req: str | None) -> str | None:
+    """Only called while the trace is on. Returns what the response names as its cause."""
+    trace_id, parent_id = parse_traceparent(Headers(scope=scope).getlist("traceparent"))
+    method, path = scope["method"], scope["path"]
+    if trace.on:
+        return trace.emit("http.request", req=req, method=method, path=path, trace_id=trace_id, parent_id=parent_id)
+    return None
 
 
 async def _cut(scope: Scope, receive: Receive, answer: _Answer) -> None:

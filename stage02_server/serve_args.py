@@ -48,6 +48,8 @@ def resolve_serve_args(args: argparse.Namespace, *more_sections: type) -> ServeA
 def _check_frontend(args: FrontendArgs) -> None:
     if not 0 <= args.port <= 65535:
         raise ConfigError(f"port must be in [0, 65535], not {args.port}")
+    if args.in_process and args.engine == "echo":
+        raise ConfigError("in_process is about the real engine; the echo engine runs in the API process anyway")
     for name in ("shutdown_timeout", "timeout_keep_alive"):
         if getattr(args, name) < 0:
             raise ConfigError(f"{name} must be at least 0 seconds, not {getattr(args, name)}")

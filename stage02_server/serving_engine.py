@@ -264,15 +264,15 @@ class OpenAIServing:
                         for chunk in maker.chunks(index, completion):
                             if request.continuous_usage:
                                 chunk.usage = batch.usage_of(index, counts[index])
-                            yield _event(chunk.model_dump_json(exclude=hidden), batch.ids.engine_id(prompt))
+                            yield _event(chunk.model_dump_json(exclude=hidden), batch.ids, prompt)
             if request.include_usage:
-                yield _event(maker.usage_chunk(batch.usage(counts)).model_dump_json(), batch.ids.engine_id(0))
+                yield _event(maker.usage_chunk(batch.usage(counts)).model_dump_json(), batch.ids)
         except Exception as error:
             refusal = as_api_error(error)
             if refusal.status == 500:
                 logger.exception("request %s failed", batch.ids.response)
-            yield _event(error_json(refusal), batch.ids.engine_id(0))
-        yield _event("[DONE]", batch.ids.engine_id(0))
+            yield _event(error_json(refusal), batch.ids)
+        yield _event("[DONE]", batch.ids)
 
 
 async def _after_first(flow: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
@@ -292,8 +292,8 @@ async def _after_first(flow: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]
     return go_on()
 
 
-def _event(data: str, req: str) -> bytes:
+def _event(data: str, ids: RequestIds, prompt: int = 0) -> bytes:
     event = f"data: {data}\n\n".encode()
     if trace.on:
-        trace.emit("sse.chunk", req=req, bytes=len(event))
+        trace.emit("sse.chunk", req=ids.engine_id(prompt), cause=ids.cause, bytes=len(event))
     return event

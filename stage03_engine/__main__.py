@@ -38,7 +38,7 @@ def make_parser() -> FlexibleArgumentParser:
 def generate(args: argparse.Namespace) -> int:
     """Print the prompt and its completion."""
     config, _ = EngineArgs.from_cli_args(args).create_engine_config()
-    open_trace(config)
+    open_trace(config, private=[args.prompt, *args.stop])
     try:
         params = SamplingParams(
             temperature=args.temperature,

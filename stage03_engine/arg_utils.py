@@ -16,6 +16,10 @@ from stage03_engine.args.speculative import parse_speculative_config
 from stage03_engine.config import SECTIONS, VllmConfig
 from stage03_engine.errors import ConfigError
 from stage03_engine.model_path import ModelFiles, resolve_model
+from stage03_engine.tracing import event_filter
+from stagetrace import trace
+from stagetrace.redact import redact_values
+from stagetrace.writer import MIN_MAX_BYTES
 
 
 def engine_settings() -> list[Setting]:
@@ -80,6 +84,11 @@ class EngineArgs:
             settings = with_detected(settings, {"attention_backend": ("batch_invariant", "--batch-invariant")})
         config = _build(settings, files)
         check_config(config)
+        if trace.on:
+            given = {
+                name: f"{each.value} from {each.origin}" for name, each in settings.items() if each.source != "default"
+            }
+            trace.emit("config.resolved", settings=redact_values(given), defaults=len(settings) - len(given))
         return config, settings
 
 
@@ -123,6 +132,7 @@ def check_config(config: VllmConfig) -> None:
     _check_parallel(config)
     _check_batch_invariant(config)
     _check_lengths(config)
+    event_filter(config.observability_config)
 
 
 def _check_ranges(config: VllmConfig) -> None:
@@ -138,6 +148,7 @@ def _check_ranges(config: VllmConfig) -> None:
         ("num_threads", config.device_config.num_threads, 1),
         ("grammar_cache_size", grammar.grammar_cache_size, 1),
         ("grammar_memory_bytes", grammar.grammar_memory_bytes, 1),
+        ("trace_max_bytes", config.observability_config.trace_max_bytes, MIN_MAX_BYTES),
     ]
     for name, value, least in at_least:
         if value is not None and value < least:

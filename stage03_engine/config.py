@@ -201,6 +201,24 @@ class ObservabilityConfig:
 
     trace: str | None = option(None, "folder to write trace files to, one per process")
     trace_console: bool = option(False, "print [TRACE] lines to stderr")
+    trace_phases: str | None = option(None, "record only events of these phases, such as 7,8")
+    trace_names: str | None = option(None, "record only events whose name matches a pattern, such as 'sched.*,kv.*'")
+    trace_requests: str | None = option(
+        None,
+        "record only requests whose id matches a pattern, such as 'cmpl-1f0c*', with the steps that they take part in",
+    )
+    trace_sample: float = option(
+        1.0, "share of the requests that is recorded, such as 0.01: each with all its events, or not at all"
+    )
+    trace_max_bytes: int | None = option(
+        None, "most bytes of trace files per process: the newest events and one older file are kept"
+    )
+    trace_prompts: bool = option(
+        False, "record what clients wrote and were answered too: prompts, outputs, token ids, stop strings"
+    )
+    trace_layers: bool = option(
+        False, "record the embedding, and attention and MLP of each layer, as spans of their own (slow)"
+    )
     disable_log_stats: bool = option(False, "no periodic line with throughput and queue lengths")
 
 

@@ -135,6 +135,13 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, gc=False):
     step: int | None = None  # the engine step that made them, for the trace
 
 
+def refusal(request_id: str, error: ValueError) -> EngineCoreOutputs:
+    """The answer to a request that the engine core does not take; `error.param` is the field to blame, if any."""
+    refused = EngineCoreOutput(request_id, [], None, FinishReason.ERROR, error=str(error))
+    refused.error_param = getattr(error, "param", None)
+    return EngineCoreOutputs([refused])
+
+
 class EngineHello(msgspec.Struct, tag="hello"):
     """Handshake 1, engine -> front end: I am here; this is what my clock shows (time.monotonic_ns)."""
 

@@ -1,12 +1,13 @@
-"""Open this process's trace according to its configuration."""
+"""Open this process's trace according to its configuration; what may be told without `--trace-prompts`."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from importlib.metadata import PackageNotFoundError, version
 
-from stage03_engine.config import VllmConfig
-from stage03_engine.errors import ConfigError
-from stagetrace import trace
+from stage03_engine.config import ObservabilityConfig, VllmConfig
+from stage03_engine.errors import ConfigError, EngineDeadError, StagesError
+from stagetrace import EventFilter, trace
 
 _VERSIONS_OF = ("vllm-in-stages", "torch", "tokenizers", "pyzmq", "msgspec", "fastapi", "uvicorn")
 
@@ -21,10 +22,22 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def open_trace(config: VllmConfig, *, run_id: str = "") -> None:
+def event_filter(config: ObservabilityConfig) -> EventFilter:
+    """The filter that the flags ask for. Raises ConfigError that names the flag."""
+    texts = {name: getattr(config, "trace_" + name) for name in ("phases", "names", "requests")}
+    for name, value in (*texts.items(), ("sample", config.trace_sample)):
+        try:
+            EventFilter(**{name: value})
+        except ValueError as error:
+            raise ConfigError(f"trace_{name}: {error}") from None
+    return EventFilter(**texts, sample=config.trace_sample)
+
+
+def open_trace(config: VllmConfig, *, run_id: str = "", private: Collection[str] = ()) -> None:
     """Start recording (or switch off what was held) as `config.observability_config` says.
 
-    Raises ConfigError when the folder cannot be written.
+    `private` are words of the command line that only `--trace-prompts` may record. Raises ConfigError when the folder
+    cannot be written.
     """
     observability = config.observability_config
     if observability.trace is None and not observability.trace_console:
@@ -32,6 +45,24 @@ def open_trace(config: VllmConfig, *, run_id: str = "") -> None:
         return
     header = {"config_hash": config.hash(), "seed": config.model_config.seed, "versions": _versions()}
     try:
-        trace.open(observability.trace, console=observability.trace_console, run_id=run_id, **header)
+        trace.open(
+            observability.trace,
+            console=observability.trace_console,
+            run_id=run_id,
+            prompts=observability.trace_prompts,
+            events=event_filter(observability),
+            max_bytes=observability.trace_max_bytes,
+            private=private,
+            **header,
+        )
     except OSError as error:
         raise ConfigError(f"cannot write traces to {observability.trace!r}: {error.strerror or error}") from error
+
+
+def tellable(error: Exception | str) -> str:
+    """An error's text for the trace. What is not about the settings may quote a client: without `--trace-prompts` only what
+    stands before the first colon is told (`ValueError`, `The engine stopped`)."""
+    if isinstance(error, StagesError):
+        return str(error)
+    text = str(error) if isinstance(error, str | EngineDeadError) else f"{type(error).__name__}: {error}"
+    return text if trace.prompts else text.partition(":")[0]

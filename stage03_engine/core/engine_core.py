@@ -72,6 +72,11 @@ class EngineCore:
             self._queued_at.pop(request_id, None)
             self._queued_seconds.pop(request_id, None)
 
+    @property
+    def has_unfinished_requests(self) -> bool:
+        """Is there anything for `step` to do?"""
+        return self.scheduler.has_unfinished_requests
+
     def step(self) -> EngineCoreOutputs:
         """Run one step. With nothing to do it returns the statistics alone."""
         if not self.scheduler.has_unfinished_requests:

@@ -27,7 +27,6 @@ from stage03_engine.core.engine_core import EngineCore
 from stage03_engine.errors import StagesError
 from stage03_engine.messages import (
     ENGINE_CORE_DEAD,
-    EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineCoreRequestType,
@@ -35,9 +34,8 @@ from stage03_engine.messages import (
     EngineHello,
     EngineInit,
     EngineReady,
-    FinishReason,
 )
-from stage03_engine.tracing import open_trace
+from stage03_engine.tracing import open_trace, tellable
 from stagetrace import trace
 
 logger = logging.getLogger(__name__)
@@ -154,9 +152,7 @@ class EngineCoreProc:
             try:
                 self.core.add_request(message)
             except ValueError as error:  # this request's fault: its neighbours go on
-                refused = EngineCoreOutput(message.request_id, [], None, FinishReason.ERROR, error=str(error))
-                refused.error_param = getattr(error, "param", None)
-                self.output_queue.put(EngineCoreOutputs([refused]))
+                self.output_queue.put(messages.refusal(message.request_id, error))
         elif isinstance(message, messages.UtilityRequest):
             result = message.method in UTILITY_METHODS and getattr(self.core, message.method)()
             self.output_queue.put(EngineCoreOutputs(utility_result=messages.UtilityResult(message.call_id, result)))
@@ -248,6 +244,8 @@ def run_engine_core(handshake_address: str, engine_index: int) -> int:
     except SystemExit:
         if engine is not None:
             engine.shutdown()
+        if trace.on:
+            trace.emit("engine.stopped")
     except Exception as error:
         _report_failure(error, engine, handshake)
         return 1
@@ -261,7 +259,7 @@ def _report_failure(error: Exception, engine: EngineCoreProc | None, handshake: 
     text = str(error) if isinstance(error, StagesError) else f"{type(error).__name__}: {error}"
     message = " ".join(text.split())
     if trace.on:
-        trace.emit("engine.failed", message=message)
+        trace.emit("engine.failed", message=tellable(error))
     if not isinstance(error, StagesError):
         sys.excepthook(type(error), error, error.__traceback__)  # an error of ours: the traceback belongs in the log
     if engine is None:

@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.batch_invariant import make_batch_invariant
 from stage03_engine.core.input_batch import InputBatch
+from stage03_engine.core.layer_trace import LayerTrace
 from stage03_engine.core.logits_processor import LogitsRow, load_logits_processors, transforms
-from stage03_engine.core.logits_rules import make_rules, trace_rules
+from stage03_engine.core.logits_rules import make_rules
 from stage03_engine.core.models.loader import get_model
 from stage03_engine.core.prompt_logprobs import prompt_logprobs
+from stage03_engine.core.sampler_trace import trace_sampling
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
 from stage03_engine.core.spec_decode.ngram_proposer import NgramProposer
 from stage03_engine.messages import TokenLogprobs
@@ -69,12 +71,15 @@ class ModelRunner:
         self.kv_caches: list[Tensor] = []
         self.swap_caches: list[Tensor] = []  # CPU memory for preempted requests, like kv_caches
         self.model: nn.Module
+        self.layer_trace: LayerTrace | None = None
 
     def load_model(self) -> None:
         """Load the weights."""
         self.model = get_model(self.config, self.dtype, self.device)
         if self.config.device_config.batch_invariant:
             self.model = make_batch_invariant(self.model, self.config, self.dtype, self.device)
+        if self.config.observability_config.trace_layers:
+            self.layer_trace = LayerTrace(self.model)
 
     def initialize_kv_cache(self, num_blocks: int, num_swap_blocks: int = 0) -> None:
         """Allocate one [2, num_blocks, block_size, num_kv_heads, head_dim] tensor per layer, and the like in CPU memory."""
@@ -137,6 +142,8 @@ class ModelRunner:
             return ModelRunnerOutput({})
         step = scheduler_output.step
         inputs = self._prepare_inputs(scheduler_output)
+        if self.layer_trace is not None:
+            self.layer_trace.step = step
         if trace.on:
             trace.emit("model.forward", ph="B", step=step, num_tokens=len(inputs.input_ids))
         hidden = self.model(inputs.input_ids, inputs.positions, self.kv_caches, inputs.metadata)
@@ -154,7 +161,8 @@ class ModelRunner:
         if scheduler_output.grammar_bitmask:
             logits = self._apply_grammar_bitmask(logits, rows, scheduler_output.grammar_bitmask)
         metadata = self._sampling_metadata(rows, ahead)
-        trace_rules(metadata.rules, step)
+        if trace.on:
+            trace_sampling(self.batch, rows, metadata, self.logits_processors, scheduler_output)
         output = sample(logits, metadata)
         if trace.on:
             num_random = len(metadata.random_rows)

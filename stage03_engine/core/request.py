@@ -6,6 +6,7 @@ import enum
 from typing import Any
 
 from stage03_engine.messages import EngineCoreRequest, FinishReason, TokenLogprobs
+from stagetrace import trace
 
 
 class RequestStatus(enum.Enum):
@@ -58,13 +59,14 @@ class Request:
 
     @property
     def traced_params(self) -> dict[str, Any]:
-        """What the scheduler looks at, for the trace: enough to decide again in a replay."""
+        """What the scheduler looks at, for the trace: enough to decide again in a replay. The ids of stop tokens
+        only with --trace-prompts."""
         params = self.sampling_params
         return {
             "max_tokens": params.max_tokens,
             "min_tokens": params.min_tokens,
             "ignore_eos": params.ignore_eos,
-            "stop_token_ids": list(params.stop_token_ids),
+            "stop_token_ids": list(params.stop_token_ids) if trace.prompts else [],
             "eos_token_id": self.eos_token_id,
             "priority": self.priority,
             "prompt_logprobs": params.prompt_logprobs is not None,

@@ -20,6 +20,7 @@ from stage03_engine.grammar.protocol import ACCEPT, CLOSE, OPEN, MatcherState, f
 from stage03_engine.messages import EngineCoreOutput, FinishReason
 from stage03_engine.sampling_params import SamplingParams
 from stage03_engine.structured_outputs import StructuredOutputsParams
+from stage03_engine.tracing import tellable
 from stagetrace import trace
 
 MAX_COMPILING = 2  # at once; each takes a core
@@ -281,7 +282,7 @@ class StructuredOutputManager:
         request = self._requests[request_id]
         message = f"{request.params.source} {message}."
         if trace.on:
-            trace.emit("grammar.refused", req=request_id, message=message)
+            trace.emit("grammar.refused", req=request_id, message=tellable(message))
         self._refused[request_id] = EngineCoreOutput(
             request_id, [], None, FinishReason.ERROR, error=message, error_param=request.params.source
         )

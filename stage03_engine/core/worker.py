@@ -9,6 +9,7 @@ from stage03_engine.config import VllmConfig
 from stage03_engine.core.model_runner import ModelRunner
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
 from stage03_engine.errors import ConfigError
+from stagetrace import trace
 
 
 class Worker:
@@ -28,6 +29,9 @@ class Worker:
                 num_threads = 1 << (num_threads.bit_length() - 1)
             torch.set_num_threads(num_threads)
         self.model_runner = ModelRunner(config, self.device)
+        if trace.on:
+            dtype, threads = config.model_config.dtype, torch.get_num_threads()
+            trace.emit("worker.created", device=name, dtype=dtype, threads=threads)
 
     def load_model(self) -> None:
         """Load the weights."""
@@ -58,7 +62,10 @@ class Worker:
             memory = psutil.virtual_memory()
             # What a step's activations took is still in the allocator's hands here, so `available` already lacks it.
             total, used = memory.total, memory.total - memory.available
-        return max(0, int(total * utilization) - used)
+        available = max(0, int(total * utilization) - used)
+        if trace.on:
+            trace.emit("memory.profiled", total=total, used=used, utilization=utilization, available=available)
+        return available
 
     def initialize_kv_cache(self, num_blocks: int, num_swap_blocks: int) -> None:
         """Allocate the KV cache, and its swap space in CPU memory. Raises ConfigError when there is not enough memory."""

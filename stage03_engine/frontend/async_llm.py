@@ -19,6 +19,7 @@ from stage03_engine.frontend.stats import IterationStats
 from stage03_engine.frontend.tokenizer import init_tokenizer_from_configs
 from stage03_engine.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady
 from stage03_engine.outputs import RequestOutput
+from stage03_engine.tracing import tellable
 from stagetrace import trace
 
 
@@ -152,7 +153,7 @@ class AsyncLLM:
 
     def _die(self, error: EngineDeadError) -> None:
         if trace.on:
-            trace.emit("engine.dead", message=str(error))
+            trace.emit("engine.dead", message=tellable(error))
         self.dead_error = error
         self.output_processor.propagate_error(error)
         self._dead.set()

@@ -1,8 +1,10 @@
-"""How the front end reaches the engine core, in three forms behind two small interfaces.
+"""How the front end reaches the engine core, in four forms behind two small interfaces.
 
 InprocClient    calls an engine core in this very process.
 SyncMPClient    talks to an engine process and blocks for its outputs (for `LLM`).
 AsyncMPClient   the same on an event loop (for `AsyncLLM`, and so for the server).
+
+The fourth, AsyncInprocClient for `serve --in-process`, has a file of its own.
 
 Source: vllm/v1/engine/core_client.py (EngineCoreClient, InprocClient, SyncMPClient, AsyncMPClient).
 """

@@ -69,7 +69,9 @@ class InputProcessor:
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         params = msgspec.structs.replace(params, max_tokens=max_tokens, **self._token_rules(params))
         if trace.on:
-            trace.emit("request.tokenized", req=request_id, num_tokens=len(token_ids))
+            text = prompt if trace.prompts and isinstance(prompt, str) else None
+            ids = token_ids if trace.prompts else []
+            trace.emit("request.tokenized", req=request_id, num_tokens=len(token_ids), prompt=text, token_ids=ids)
         return EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,

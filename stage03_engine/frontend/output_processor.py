@@ -198,10 +198,12 @@ class OutputProcessor:
         if trace.on:
             new = max(0, state.detokenizer.safe - before)
             trace.emit(
-                "request.detokenized", req=output.request_id, num_tokens=len(output.new_token_ids), characters=new
-            )
+                "request.detokenized", req=output.request_id, num_tokens=len(output.new_token_ids), characters=new,
+                text=state.detokenizer.text[before:][:new] if trace.prompts else None,
+                token_ids=output.new_token_ids if trace.prompts else [],
+            )  # fmt: skip
             if stop is not None:
-                trace.emit("request.stop_matched", req=output.request_id, stop=stop)
+                trace.emit("request.stop_matched", req=output.request_id, stop=stop if trace.prompts else None)
         return stop
 
     def _finish(self, state: RequestState, reason: FinishReason) -> None:

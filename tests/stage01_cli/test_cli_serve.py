@@ -117,6 +117,7 @@ def test_phases_1_and_2_are_traced_in_order(tmp_path: Path, capsys: pytest.Captu
         "cli.dispatch",
         "serve.model_tag",
         "serve.decision",
+        "config.resolved",
     ]
     assert [event.name for event in run.events] == names
     assert {event.proc for event in run.events} == {"APIServer"}
@@ -127,12 +128,12 @@ def test_phases_1_and_2_are_traced_in_order(tmp_path: Path, capsys: pytest.Captu
     assert arguments["serve.decision"] == {"branch": "run_server", "headless": False, "api_server_count": 1}
 
 
-def test_the_trace_is_off_unless_asked_for(served: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_trace_is_off_unless_asked_for(served: list[Any], capfd: pytest.CaptureFixture[str]) -> None:
     assert main(DUMMY) == 5
     assert not trace.on
     main([*DUMMY, "--trace-console"])
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[1].startswith("[TRACE] (main.py) cli.main argv=['serve', 'gpt2'")
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[1].startswith("APIServer      [TRACE] (main.py) cli.main argv=['serve', 'gpt2'")
 
 
 def test_the_variable_stages_trace_turns_the_trace_on(tmp_path: Path, served: list[Any]) -> None:

@@ -34,18 +34,18 @@ def test_what_is_recorded_comes_back(tmp_path: Path) -> None:
     assert (tmp_path / f"APIServer-{os.getpid()}.jsonl").exists()
 
 
-def test_the_console_line_is_the_same_event(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_console_line_is_the_same_event(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     recorder = Recorder()
+    recorder.hold("EngineCore_DP0")
     recorder.open(str(tmp_path), console=True)
     recorder.emit("sched.admit", req="r0", step=3, new_blocks=[4, 5], num_prompt_tokens=9)
     recorder.emit("engine.step", ph="B", step=3, running=1, waiting=0)
     recorder.close()
-    lines = capsys.readouterr().err.splitlines()[1:]
-    assert (
-        lines[0] == "[TRACE] (test_recorder_reader.py) sched.admit req=r0 step=3 new_blocks=[4, 5] num_prompt_tokens=9"
-    )
-    assert lines[1] == "[TRACE] (test_recorder_reader.py) engine.step begin step=3 running=1 waiting=0"
-    assert lines == [event.console_line() for event in read_run(tmp_path).events[1:]]
+    lines = capfd.readouterr().err.splitlines()[1:]
+    who = "EngineCore_DP0 [TRACE] (test_recorder_reader.py)"
+    assert lines[0] == f"{who} sched.admit req=r0 step=3 new_blocks=[4, 5] num_prompt_tokens=9"
+    assert lines[1] == f"{who} engine.step begin step=3 running=1 waiting=0"
+    assert lines == ["EngineCore_DP0 " + event.console_line() for event in list(read_run(tmp_path).events)[1:]]
 
 
 def test_off_means_off_and_dropped_events_are_gone(tmp_path: Path) -> None:

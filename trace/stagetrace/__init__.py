@@ -5,9 +5,13 @@ shadow Python's own `trace` module.
 """
 
 from stagetrace.event import Event
+from stagetrace.filters import EventFilter
+from stagetrace.ids import root_of
 from stagetrace.reader import Recording, Run, read_run
 from stagetrace.recorder import Recorder, trace
 from stagetrace.story import Story, tell
 from stagetrace.vocabulary import VOCABULARY
 
-__all__ = ["VOCABULARY", "Event", "Recorder", "Recording", "Run", "Story", "read_run", "tell", "trace"]
+__all__ = [
+    "VOCABULARY", "Event", "EventFilter", "Recorder", "Recording", "Run", "Story", "read_run", "root_of", "tell", "trace",
+]  # fmt: skip

@@ -16,12 +16,13 @@ FORMAT_VERSION = 1
 class Event(msgspec.Struct, gc=False, omit_defaults=True):
     """What happened, where, when, and what caused it.
 
-    `cause` is the `ref` of the event that made this one happen in another process ("4211:88" = pid 4211, its 88th
-    event); within a process the sequence number says the order.
+    `cause` is the `ref` of the event that made this one happen ("4211:88" = pid 4211, its 88th event), in another process
+    or, from an HTTP request to its chunks, in this one; within a process the sequence number says the order. Which `req` belong
+    to one HTTP request is a rule of its own: `stagetrace.ids`.
     """
 
     v: int  # FORMAT_VERSION
-    seq: int  # counts up within one process
+    seq: int  # counts up within one process, from 1; 0 is run.start, at the head of each file
     ts: int  # time.monotonic_ns(): comparable between the processes of one host
     pid: int
     proc: str  # APIServer, EngineCore_DP0, LLM, CLI
@@ -56,9 +57,13 @@ _encoder = msgspec.json.Encoder(enc_hook=str)
 _decoder = msgspec.json.Decoder(Event)
 
 
+encode = _encoder.encode
+"""One JSON object, without a newline in it."""
+
+
 def encode_line(event: Event) -> bytes:
     """One JSON object and a newline."""
-    return _encoder.encode(event) + b"\n"
+    return encode(event) + b"\n"
 
 
 def decode_line(line: bytes) -> Event:

@@ -10,6 +10,8 @@ so that a switched-off trace costs one attribute read and one branch. A process 
 off      nothing is recorded (the default).
 holding  events are kept in memory, because the command line that says whether and where to record is still being parsed.
 open     events go to `DIR/<proc>-<pid>.jsonl`, to the console (stderr), or both.
+
+An event is encoded at once, as what it holds may change a moment later; the encoded line waits for the writer's thread.
 """
 
 from __future__ import annotations
@@ -18,20 +20,26 @@ import atexit
 import itertools
 import os
 import sys
+import threading
 import time
 import uuid
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any, BinaryIO
+from types import CodeType, FrameType
+from typing import Any
 
-from stagetrace.event import FORMAT_VERSION, Event, encode_line
+from stagetrace.event import FORMAT_VERSION, Event, encode
+from stagetrace.filters import EventFilter
+from stagetrace.redact import redact_argv
 from stagetrace.vocabulary import VOCABULARY
+from stagetrace.writer import TraceFile, write_console_line
 
-FLUSH_INTERVAL_NS = 500_000_000  # a crash loses at most the events of this last half second
+_PHASES = {name: row.phase for name, row in VOCABULARY.items()}
 
 
 class Recorder:
-    """Collects the events of one process. Safe to call from several threads: the sequence number and the buffered
-    write are each atomic under the interpreter's lock, and a reader sorts by sequence number."""
+    """Collects the events of one process. Safe to call from several threads: number, time and place in the file of an event
+    are given under one lock, so a file is in the order of its numbers."""
 
     def __init__(self) -> None:
         self.on = False
@@ -40,52 +48,94 @@ class Recorder:
         self.proc = "main"
         self._pid = os.getpid()
         self._seq = itertools.count(1)
+        self._lock = threading.RLock()  # reentrant: a signal handler may interrupt an emit and emit
         self._held: list[Event] | None = None
-        self._file: BinaryIO | None = None
+        self._file: TraceFile | None = None
+        self._filter: EventFilter | None = None
         self._console = False
-        self._last_flush = 0
+        self._opened_at = ""  # file:line of the call of open
+        self._run: dict[str, Any] = {}  # what every run.start of this process says
+        self._places: dict[tuple[CodeType, int], str] = {}  # of a call -> file:line
 
     def hold(self, proc: str) -> None:
         """Start to collect in memory; `open` writes what was collected, `drop` forgets it."""
         self.close()
-        self._pid, self.proc, self._held, self.on = os.getpid(), proc, [], True
+        self._pid, self.proc, self._held, self._filter, self.on = os.getpid(), proc, [], None, True
 
     def drop(self) -> None:
         """Forget what was held and switch off."""
         self._held, self.on = None, False
 
-    def open(self, directory: str | None, *, console: bool = False, run_id: str = "", **header: Any) -> None:
+    def open(
+        self, directory: str | None, *, console: bool = False, run_id: str = "", prompts: bool = False,
+        events: EventFilter | None = None, max_bytes: int | None = None, private: Collection[str] = (), **header: Any,
+    ) -> None:  # fmt: skip
         """Write events to a file in `directory` (made if missing), and to stderr with `console`.
 
-        The first record is `run.start` with the run id, versions, one (monotonic, wall clock) pair and what the caller
-        adds to `header` (config hash, seed). Raises OSError when the directory cannot be written.
+        `prompts`: events may hold what clients wrote and were answered. `events`: only those that it admits are kept.
+        `max_bytes`: about what the files of this process may take on disk; the oldest events go first. `private`: words of
+        the command line that are a prompt. The first record of a file is `run.start`, with number 0: run id, versions, one
+        (monotonic, wall clock) pair, what was left out, and what the caller adds to `header` (config hash, seed). Raises
+        OSError when the directory cannot be written.
         """
         held, self._held = self._held or [], None
+        self._opened_at = self._place(sys._getframe(1))
+        self._pid, self._console, self.prompts = os.getpid(), console, prompts
+        self._filter = events if events is not None and events.active else None
         self.run_id = run_id or uuid.uuid4().hex[:12]
-        self._pid, self._console = os.getpid(), console
+        words = [os.path.basename(sys.argv[0]), *sys.argv[1:]] if sys.argv else []
+        self._run = {
+            "run_id": self.run_id,
+            "python": sys.version.split()[0],
+            "argv": redact_argv(words, () if prompts else private),
+            "filter": {} if self._filter is None else self._filter.header,
+            "prompts": prompts,
+        } | header
         if directory is not None:
-            folder = Path(directory)
-            folder.mkdir(parents=True, exist_ok=True)
-            self._file = open(folder / f"{self.proc}-{self._pid}.jsonl", "ab", buffering=1 << 16)
+            name = f"{self.proc}-{self._pid}"
+            self._file = TraceFile(Path(directory), name, lambda part: encode(self._start(part)) + b"\n", max_bytes)
             atexit.register(self.close)
         self.on = directory is not None or console
-        if self.on:
-            start = self._make("run.start", "i", None, None, None, self._header() | header, depth=2)
-            start.seq = 0  # before everything that was held
-            for event in [start, *held]:
-                self._write(event)
+        if console:
+            self._print(self._start(0))
+        for event in held if self.on else []:
+            for kept in [event] if self._filter is None else self._filter.admit(event):
+                self._take(kept)
 
     def emit(
         self, name: str, *, ph: str = "i", req: str | None = None, step: int | None = None,
         cause: str | None = None, **args: Any,
-    ) -> str:  # fmt: skip
-        """Record one event and return its `ref`. Raises KeyError for a name that the vocabulary does not hold."""
-        event = self._make(name, ph, req, step, cause, args, depth=2)
+    ) -> str | None:  # fmt: skip
+        """Record one event and return its `ref`; None when the filter left it out.
+
+        Raises KeyError for a name that the vocabulary does not hold.
+        """
+        phase, place = _PHASES[name], self._place(sys._getframe(1))
+        with self._lock:
+            event = Event(
+                FORMAT_VERSION, 0, time.monotonic_ns(), self._pid, self.proc, ph, name, phase, place,
+                req, step, cause, args,
+            )  # fmt: skip
+            for each in (event,) if self._filter is None else self._filter.admit(event):
+                each.seq = next(self._seq)
+                self._take(each)
+        return event.ref if event.seq else None
+
+    def _place(self, frame: FrameType) -> str:
+        call = (frame.f_code, frame.f_lineno)
+        place = self._places.get(call)
+        if place is None:
+            place = self._places[call] = f"{os.path.basename(call[0].co_filename)}:{call[1]}"
+        return place
+
+    def _take(self, event: Event) -> None:
         if self._held is not None:
             self._held.append(event)
-        else:
-            self._write(event)
-        return event.ref
+            return
+        if self._file is not None:
+            self._file.add(encode(event))
+        if self._console:
+            self._print(event)
 
     def flush(self) -> None:
         """Hand buffered events to the operating system (called when a process goes idle)."""
@@ -97,36 +147,22 @@ class Recorder:
         self.on = False
         file, self._file = self._file, None
         if file is not None:
+            atexit.unregister(self.close)
             file.close()
 
-    def _make(
-        self, name: str, ph: str, req: str | None, step: int | None, cause: str | None, args: dict[str, Any], depth: int
-    ) -> Event:
-        frame = sys._getframe(depth)
-        src = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-        now = time.monotonic_ns()
+    def _start(self, part: int) -> Event:
+        clocks = {"monotonic_ns": time.monotonic_ns(), "wall_clock_ns": time.time_ns()}
+        row = VOCABULARY["run.start"]
         return Event(
-            FORMAT_VERSION, next(self._seq), now, self._pid, self.proc, ph, name, VOCABULARY[name].phase, src,
-            req, step, cause, args,
+            FORMAT_VERSION, 0, clocks["monotonic_ns"], self._pid, self.proc, "i", row.name, row.phase, self._opened_at,
+            args=self._run | clocks | {"part": part},
         )  # fmt: skip
 
-    def _write(self, event: Event) -> None:
-        if self._file is not None:
-            self._file.write(encode_line(event))
-            if event.ts - self._last_flush > FLUSH_INTERVAL_NS:
-                self._last_flush = event.ts
-                self._file.flush()
-        if self._console:
-            sys.stderr.write(event.console_line() + "\n")
-
-    def _header(self) -> dict[str, Any]:
-        return {
-            "run_id": self.run_id,
-            "monotonic_ns": time.monotonic_ns(),
-            "wall_clock_ns": time.time_ns(),
-            "python": sys.version.split()[0],
-            "argv": [os.path.basename(sys.argv[0]), *sys.argv[1:]] if sys.argv else [],
-        }
+    def _print(self, event: Event) -> None:
+        try:
+            write_console_line(f"{self.proc:<14} {event.console_line()}")
+        except OSError:  # nobody reads it any more; that must not end the engine
+            self._console = False
 
 
 trace = Recorder()

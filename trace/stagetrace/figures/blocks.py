@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-SHARED, CACHED, FREE = Look("#ffffff", "////"), Look("#eeeeee", "...."), Look("#ffffff")
+SHARED, CACHED, FREE = Look("#b8b8b8", "////"), Look("#eeeeee", "...."), Look("#ffffff")
 MARKS = {"evicted": ("X", "black"), "prefix hit": ("^", "white")}
 
 
@@ -157,7 +157,12 @@ def _draw(axes: Axes, story: Story, map_: list[Stretch]) -> None:
     marks = _marks(axes, story)
     shown = {names.get(i, i): looks[(i,)] for i in order[:14]} if len(order) <= 14 else {}
     rest = {("", ""): "shared", (): "free, still cached"}
-    legend(axes, shown | {text: looks[key] for key, text in rest.items() if key in places} | {"free": FREE}, marks)
+    legend(
+        axes,
+        shown | {text: looks[key] for key, text in rest.items() if key in places} | {"free": FREE},
+        marks,
+        plain=plain,
+    )
 
 
 def join(map_: list[Stretch]) -> list[tuple[Box, tuple[str, ...]]]:

@@ -125,7 +125,7 @@ def _draw_engine(axes: Axes, shown: Scene, y: int) -> None:
     def box(start: int, end: int, half: float) -> Box:
         return ((start - shown.start_ns) / 1e6, y - half, (end - start) / 1e6, 2 * half)
 
-    plain = len(shown.steps) > 300
+    plain = len(shown.steps) > 150
     whole = [box(step.start_ns, step.end_ns or shown.end_ns, 0.32) for step in shown.steps]
     forward = [box(*step.forward_ns, 0.2) for step in shown.steps if step.forward_ns[0]]
     boxes(axes, whole, KINDS["engine step"], plain)

@@ -118,14 +118,20 @@ Lines = dict[str, tuple[str, str]]  # label -> line style, colour
 
 
 def legend(
-    axes: Axes, looks: dict[str, Look], marks: dict[str, tuple[str, str]] | None = None, lines: Lines | None = None
+    axes: Axes,
+    looks: dict[str, Look],
+    marks: dict[str, tuple[str, str]] | None = None,
+    lines: Lines | None = None,
+    plain: bool = False,
 ) -> None:
-    """Under the axes: a patch per look, a symbol per mark (label -> marker, colour), a stroke per line."""
+    """Under the axes: a patch per look (`plain`: without its hatch), a symbol per mark (label -> marker, colour), a stroke per line."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     handles: list[Any] = [
-        Patch(facecolor=look.face, hatch=look.hatch * 2, edgecolor="#444444", linewidth=0.5, label=label)
+        Patch(
+            facecolor=look.face, hatch="" if plain else look.hatch * 2, edgecolor="#444444", linewidth=0.5, label=label
+        )
         for label, look in looks.items()
     ]
     for label, (marker, colour) in (marks or {}).items():

@@ -208,7 +208,7 @@ def _draw(axes: Axes, places: dict[str, list[Box]], marks: dict[str, list[tuple[
             )
     text = {"prefill": "prefill (its tokens)", "no tokens": "running, no tokens", "wait": "waiting"}
     shown = {text.get(kind, kind): KINDS[kind] for kind, rectangles in places.items() if rectangles}
-    legend(axes, shown, {name: MARKS[name] for name, points in marks.items() if points})
+    legend(axes, shown, {name: MARKS[name] for name, points in marks.items() if points}, plain=plain)
 
 
 def request_timeline_table(story: Story) -> str:

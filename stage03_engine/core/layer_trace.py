@@ -1,0 +1,56 @@
+"""`--trace-layers`: the embedding, and attention and MLP of each layer, as spans in the trace. vLLM has no counterpart.
+
+The model files know nothing of it: hooks on their modules emit the events, and without the flag there are no hooks. On a GPU a
+span ends when its kernels are launched, not when they are done.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch import nn
+
+from stagetrace import trace
+
+_EMBEDDING = re.compile(r"(?:^|\.)(?:wte|embed_tokens)$")
+_LAYER = re.compile(r"(?:^|\.)(?:h|layers)\.(\d+)(?:\.(attn|self_attn|mlp))?$")  # of gpt2.py and llama.py
+
+
+class LayerTrace:
+    """The hooks of one model. `step` is the engine step under way; None while the model is only measured."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.step: int | None = None
+        for name, module in model.named_modules():
+            if _EMBEDDING.search(name):
+                module.register_forward_pre_hook(self._embedding_begins)
+            elif match := _LAYER.search(name):
+                self._watch(module, int(match[1]), match[2])
+
+    def _watch(self, module: nn.Module, layer: int, part: str | None) -> None:
+        if part is None:
+            if layer == 0:
+                module.register_forward_pre_hook(self._embedding_ends)
+        elif part == "mlp":
+            module.register_forward_pre_hook(lambda *_: self._mlp("B", layer))
+            module.register_forward_hook(lambda *_: self._mlp("E", layer))
+        else:
+            module.register_forward_pre_hook(lambda *_: self._attention("B", layer))
+            module.register_forward_hook(lambda *_: self._attention("E", layer))
+
+    def _embedding_begins(self, *_: Any) -> None:
+        if trace.on and self.step is not None:
+            trace.emit("model.embedding", ph="B", step=self.step)
+
+    def _embedding_ends(self, *_: Any) -> None:
+        if trace.on and self.step is not None:
+            trace.emit("model.embedding", ph="E", step=self.step)
+
+    def _attention(self, ph: str, layer: int) -> None:
+        if trace.on and self.step is not None:
+            trace.emit("model.attention", ph=ph, step=self.step, layer=layer)
+
+    def _mlp(self, ph: str, layer: int) -> None:
+        if trace.on and self.step is not None:
+            trace.emit("model.mlp", ph=ph, step=self.step, layer=layer)

@@ -1,0 +1,116 @@
+"""The engine core on the event loop of the server itself: `serve --in-process`, for a debugger.
+
+Steps run in the main thread, between two turns of the event loop, so `print`, `breakpoint()` and pdb in scheduler, model or
+sampler are at the terminal. While a step runs, or waits in a debugger, HTTP waits too. vLLM has no counterpart: its
+AsyncLLM always has engine processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from stage03_engine.config import VllmConfig
+from stage03_engine.errors import EngineDeadError, EngineStartError, StagesError
+from stage03_engine.frontend.core_client import AsyncEngineCoreClient, EngineCoreLike
+from stage03_engine.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady, refusal
+from stage03_engine.tracing import tellable
+from stagetrace import trace
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+BREATH_SECONDS = (
+    0.001  # between two steps: enough turns of the event loop for a request to come in or a chunk to go out
+)
+
+
+class SteppedCore(EngineCoreLike, Protocol):
+    """What it needs of an engine core besides. The core is handed in, as for InprocClient."""
+
+    num_gpu_blocks: int
+
+    @property
+    def has_unfinished_requests(self) -> bool: ...
+
+
+class AsyncInprocClient(AsyncEngineCoreClient):
+    """Each `get_output_async` runs one step of the core, when there is something to do.
+
+    Invariant: after an exception inside the core nothing touches it again; every call raises the same EngineDeadError.
+    """
+
+    def __init__(self, config: VllmConfig, make_core: Callable[[VllmConfig], SteppedCore]) -> None:
+        self._config, self._make_core = config, make_core
+        self._core: SteppedCore | None = None
+        self._news: deque[EngineCoreOutputs] = deque()  # outputs that no step made
+        self._work = asyncio.Event()
+        self._dead: EngineDeadError | None = None
+        if trace.on:
+            trace.emit("client.created", kind="AsyncInprocClient")
+
+    async def start(self) -> EngineReady:
+        """Load the model, here and now: the event loop stands still meanwhile. Raises StagesError."""
+        try:
+            self._core = self._make_core(self._config)
+        except StagesError:
+            raise
+        except Exception as error:
+            logger.exception("the engine could not start")
+            raise EngineStartError(f"{type(error).__name__}: {error}") from error
+        return EngineReady(self._core.num_gpu_blocks, self._config.max_model_len)
+
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        def add(core: SteppedCore) -> None:
+            try:
+                core.add_request(request)
+            except ValueError as error:  # this request's fault: its neighbours go on
+                self._news.append(refusal(request.request_id, error))
+
+        self._call(add)
+        self._work.set()
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        def abort(core: SteppedCore) -> None:
+            core.abort_requests(request_ids)
+            if not core.has_unfinished_requests:  # no step will carry the new numbers to the metrics
+                self._news.append(core.step())
+
+        self._call(abort)
+        self._work.set()
+
+    async def reset_prefix_cache_async(self) -> bool:
+        return self._call(lambda core: core.reset_prefix_cache())
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        while True:
+            if self._news:
+                return self._news.popleft()
+            if self._call(lambda core: core.has_unfinished_requests):
+                await asyncio.sleep(BREATH_SECONDS)
+                return self._call(lambda core: core.step())
+            self._work.clear()
+            await self._work.wait()
+
+    def _call(self, work: Callable[[SteppedCore], T]) -> T:
+        """Let the core work. Any exception is its death: the log says why, and whoever asks from now on hears it."""
+        if self._dead is not None:
+            raise self._dead
+        assert self._core is not None, "start() comes first"
+        try:
+            return work(self._core)
+        except Exception as error:
+            logger.exception("the engine died")
+            if trace.on:
+                trace.emit("engine.failed", message=tellable(error))
+            self._dead = EngineDeadError(f"The engine stopped: {type(error).__name__}: {error}")
+            self._work.set()
+            raise self._dead from error
+
+    def shutdown(self) -> None:
+        core, self._core = self._core, None
+        self._dead = self._dead or EngineDeadError("The engine is shutting down.")
+        if core is not None:
+            core.shutdown()
