@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from stagetrace.figures.names import columns, ranges, short_names
+from stagetrace.figures.names import columns, drawn_names, ranges, short_names
 from stagetrace.figures.style import (
     INK,
     MANY,
@@ -151,7 +151,7 @@ def _draw(axes: Axes, story: Story, map_: list[Stretch]) -> None:
     }
     for holders, rectangles in places.items():
         boxes(axes, rectangles, looks[holders], plain)
-    names = short_names(story.requests)
+    names = drawn_names(story.requests)
     if not plain:
         _write_holders(axes, joined, names, looks, len(story.steps))
     marks = _marks(axes, story)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from stagetrace.figures.names import columns, plural, short_names
+from stagetrace.figures.names import columns, drawn_names, plural, short_names
 from stagetrace.figures.style import (
     INK,
     KINDS,
@@ -91,7 +91,7 @@ def token_budget(story: Story) -> Figure:
 
 def _draw_shares(axes: Axes, story: Story) -> tuple[set[str], float]:
     """A box per share, with the request's name where there is room. Returns the uses that occur and the largest sum."""
-    of_steps, names = shares(story), short_names(story.requests)
+    of_steps, names = shares(story), drawn_names(story.requests)
     most = max(sum(share.num_tokens for share in step) for step in of_steps) or 1
     places: dict[str, list[Box]] = {kind: [] for kind in USES}
     column = 8.5 * 72 / max(len(of_steps), 20)  # points

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from stagetrace.errors import TraceError
-from stagetrace.figures.names import columns, milliseconds, short_names
+from stagetrace.figures.names import columns, drawn_names, milliseconds, short_names
 from stagetrace.figures.style import INK, KINDS, PALE, Box, boxes, legend, new_figure, note, spread
 from stagetrace.story import Message, RequestStory, StepStory, Story
 
@@ -83,7 +83,7 @@ def process_lanes(story: Story, req: str | None = None) -> Figure:
     matplotlib, or when `req` is unknown.
     """
     shown = scene(story, req)
-    names = short_names(story.requests)
+    names = drawn_names(story.requests)
     whose = f"Request {names[shown.requests[0].request_id]}" if req is not None else "All requests"
     lanes = _lanes(story, shown)
     figure, (axes,) = new_figure(

@@ -38,8 +38,6 @@ KINDS: dict[str, Look] = {
     "preempted": Look("#d55e00", "xxx"),
     "no tokens": Look("#ffffff", "---"),
     "drafts": Look("#f0e442", "\\\\\\"),
-    "IPC": Look("#cc79a7", "///"),
-    "front end": Look("#009e73", "ooo", "white"),
     "model": Look("#0072b2", ink="white"),
     "engine step": Look("#e4e4e4"),
 }

@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from stagetrace.figures.names import columns, plural, short_names
+from stagetrace.figures.names import columns, drawn_names, plural, short_names
 from stagetrace.figures.style import (
     INK,
     KINDS,
@@ -112,7 +112,7 @@ def request_timeline(story: Story, x: str = "step") -> Figure:
         _draw_steps(axes, story, requests)
     else:
         _draw_time(axes, story, requests)
-    names = short_names(story.requests)
+    names = drawn_names(story.requests)
     row_labels(axes, [names[request.request_id] for request in requests], height)
     return figure
 
