@@ -212,8 +212,9 @@ class Story:
         scheduled = Scheduled(**event.args)
         if self._open is not None:
             self._open.scheduled[event.req or ""] = scheduled
-        spans = self.requests[event.req or ""].spans
-        if spans and spans[-1].kind == "prefill" and scheduled.missing == 1 and spans[-1].num_tokens:
+        request = self.requests[event.req or ""]
+        spans = request.spans
+        if spans and spans[-1].kind == "prefill" and request.token_ns and request.token_ns[-1] > spans[-1].start_ns:
             self._span(event, "decode")  # what it lacks is the token that it was given last
         if spans:
             span = spans[-1]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from stagetrace.figures.names import columns, drawn_names, ranges, short_names
+from stagetrace.figures.names import columns, drawn_names, plural, ranges, short_names
 from stagetrace.figures.style import (
     INK,
     MANY,
@@ -123,11 +123,10 @@ def block_map(story: Story) -> Figure:
     map_ = stretches(story)
     usable = num_usable(story)
     shown = min(usable, max((stretch.block for stretch in map_), default=0) + 1)
-    figure, (axes,) = new_figure(
-        min(max(shown * 0.2, 2.0), 8) + 1.5, title=f"Who holds which of {usable} KV-cache blocks"
-    )
+    title = f"Who holds which of {plural(usable, 'KV-cache block')}, over {plural(len(story.steps), 'engine step')}"
+    figure, (axes,) = new_figure(min(max(shown * 0.2, 2.0), 8) + 1.5, title=title)
     if not map_:
-        note(axes, "The recording holds no step in which a KV-cache block was in use.")
+        note(figure, "The recording holds no step in which a KV-cache block was in use.")
         return figure
     _draw(axes, story, map_)
     step_ticks(axes, [step.step for step in story.steps])

@@ -23,7 +23,7 @@ LOOKS = {
     "ipc out": Look("#e69f00", "\\\\\\"),
     "detokenize": Look("#f0e442", "|||"),
     "response": Look("#009e73", "+++", "white"),
-    "unrecorded": Look("#ffffff", "***"),
+    "unrecorded": Look("#ffffff", "/"),
 }
 FIRST_TOKEN = {"first token at the client (TTFT)": ("D", "white")}
 
@@ -50,7 +50,7 @@ def latency_breakdown(story: Story) -> Figure:
     title = f"What {plural(len(latencies), 'request')} waited for"
     figure, (axes,) = new_figure(height + 1.6, title=title + ", summed up by cause before and after the first token")
     if not latencies:
-        note(axes, "The recording holds no token that reached a client.")
+        note(figure, "The recording holds no token that reached a client.")
         return figure
     longest = max(sum(time for _, time in pieces(latency)) for latency in latencies) or 1
     places: dict[str, list[Box]] = {}

@@ -70,8 +70,7 @@ def token_budget(story: Story) -> Figure:
     title += f" (each bar: the mean of {group} steps)" if group > 1 else ""
     figure, (bars, queue) = new_figure(5.2, rows=[3, 1], title=title)
     if not story.steps:
-        note(bars, "The recording holds no engine step.")
-        queue.set_axis_off()
+        note(figure, "The recording holds no engine step.")
         return figure
     if group > 1:
         used = _draw_means(bars, story, group)

@@ -90,7 +90,7 @@ def process_lanes(story: Story, req: str | None = None) -> Figure:
         0.75 * len(lanes) + 1.9, title=f"{whose}: what the processes do, and their messages over ZMQ"
     )
     if not shown.requests:
-        note(axes, "The recording holds no request.")
+        note(figure, "The recording holds no request.")
         return figure
     axes.set_yticks(range(len(lanes)), [label for _, label in lanes])
     axes.set_ylim(len(lanes) - 0.5, -0.75)
@@ -153,23 +153,23 @@ def _draw_engine(axes: Axes, shown: Scene, y: int) -> None:
 
 def _draw_messages(axes: Axes, shown: Scene, place: dict[int | str, int]) -> None:
     """Requests go down to the input thread, outputs up from the output thread."""
-    few = len(shown.messages) <= FEW_ARROWS
-    for message in shown.messages:
-        request = message.name == "zmq.request_sent"
-        rows = (
-            (place.get(message.sender), place["input"]) if request else (place["output"], place.get(message.receiver))
-        )
-        if None in rows:
+    from matplotlib.collections import LineCollection
+
+    for name, (linestyle, colour) in ARROWS.items():
+        arrows = []
+        for message in shown.messages:
+            rows: tuple[int | str, int | str] = (message.sender, "input")
+            if name == "zmq.outputs_sent":
+                rows = ("output", message.receiver)
+            if message.name == name and all(row in place for row in rows):
+                times = (message.sent_ns, message.received_ns)
+                arrows.append([((time - shown.start_ns) / 1e6, place[row]) for time, row in zip(times, rows)])
+        if len(shown.messages) > FEW_ARROWS:
+            axes.add_collection(LineCollection(arrows, colors=colour, linewidths=0.4), autolim=False)
             continue
-        ends = [((time - shown.start_ns) / 1e6, y) for time, y in zip((message.sent_ns, message.received_ns), rows)]
-        linestyle, colour = ARROWS[message.name]
-        line = {
-            "arrowstyle": "-|>" if few else "-",
-            "linestyle": linestyle,
-            "color": colour,
-            "linewidth": 1.0 if few else 0.4,
-        }
-        axes.annotate("", ends[1], ends[0], arrowprops={**line, "shrinkA": 0, "shrinkB": 0})
+        for start, end in arrows:
+            line = {"arrowstyle": "-|>", "linestyle": linestyle, "color": colour, "shrinkA": 0, "shrinkB": 0}
+            axes.annotate("", end, start, arrowprops=line)
 
 
 def _draw_requests(axes: Axes, shown: Scene, names: dict[str, str]) -> None:
@@ -200,16 +200,16 @@ def _draw_requests(axes: Axes, shown: Scene, names: dict[str, str]) -> None:
             markeredgecolor=INK,
             markersize=9 if marker == "|" else 6,
         )
-    if len(arrivals) <= 40:
-        arrivals.sort()
-        _label(axes, shown, arrivals)
+    _label(axes, shown, sorted(arrivals))
     _explain(axes, shown, {name: MARKS[name] for name, xs in points.items() if xs})
 
 
 def _label(axes: Axes, shown: Scene, labels: list[tuple[float, str]]) -> None:
-    """Write labels above the front end's lane, moved aside where they would cover each other."""
+    """Write labels above the front end's lane, moved aside where they would cover each other; none when there is no room for all."""
     width = (shown.end_ns - shown.start_ns) / 1e6 or 1.0
     gap = 0.01 * width * (1 + max((len(text) for _, text in labels), default=0))
+    if gap * len(labels) > width:
+        return
     for (x, text), place in zip(labels, spread([x for x, _ in labels], gap, width)):
         line = {"arrowstyle": "-", "color": PALE, "linewidth": 0.7}
         axes.annotate(text, (x, 0), (place, -0.5), fontsize=8.5, ha="center", va="center", color=INK, arrowprops=line)

@@ -43,7 +43,7 @@ KINDS: dict[str, Look] = {
 }
 
 _COLOURS = ["#0072b2", "#e69f00", "#009e73", "#f0e442", "#cc79a7", "#56b4e9", "#d55e00"]
-_HATCHES = [["", "\\\\", "..", "", "//", "", "xx"], ["++", "oo", "--", "xx", "||", "//", ".."]]
+_HATCHES = [["", "\\\\", "..", "", "//", "", "xx"], ["++", "oo", "--", "xx", "||", "..", "\\\\"]]
 
 
 def request_look(place: int) -> Look:
@@ -90,11 +90,12 @@ def new_figure(height: float, rows: list[float] | None = None, title: str = "") 
     return figure, axes
 
 
-def note(axes: Axes, text: str) -> None:
-    """Say in the middle of empty axes why there is nothing to see."""
-    axes.set_xticks([])
-    axes.set_yticks([])
-    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", fontsize=10, color=INK, wrap=True)
+def note(figure: Figure, text: str) -> None:
+    """Say why there is nothing to see; the figure becomes as small as that."""
+    figure.set_size_inches(WIDTH, 1.5)
+    for axes in figure.axes:
+        axes.set_axis_off()
+    figure.text(0.5, 0.45, text, ha="center", va="center", fontsize=10, color=INK)
 
 
 Box = tuple[float, float, float, float]  # left, bottom, width, height, in data units

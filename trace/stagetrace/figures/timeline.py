@@ -106,7 +106,7 @@ def request_timeline(story: Story, x: str = "step") -> Figure:
     title = f"{plural(len(requests), 'request')} {what}: waiting, prefill, decode"
     figure, (axes,) = new_figure(height + 1.5, title=title)
     if not requests:
-        note(axes, "The recording holds no event of the scheduler about a request.")
+        note(figure, "The recording holds no event of the scheduler about a request.")
         return figure
     if x == "step":
         _draw_steps(axes, story, requests)
