@@ -6,15 +6,27 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from stagetrace.figures.names import columns, ranges, short_names
-from stagetrace.figures.style import INK, MANY, Box, Look, boxes, legend, new_figure, note, request_look, step_ticks
+from stagetrace.figures.names import columns, drawn_names, plural, ranges, short_names
+from stagetrace.figures.style import (
+    INK,
+    MANY,
+    Box,
+    Look,
+    boxes,
+    legend,
+    new_figure,
+    note,
+    request_look,
+    step_ticks,
+    write,
+)
 from stagetrace.story import BlockChange, Story
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-SHARED, CACHED, FREE = Look("#ffffff", "////"), Look("#eeeeee", "...."), Look("#ffffff")
+SHARED, CACHED, FREE = Look("#b8b8b8", "////"), Look("#eeeeee", "...."), Look("#ffffff")
 MARKS = {"evicted": ("X", "black"), "prefix hit": ("^", "white")}
 
 
@@ -111,11 +123,10 @@ def block_map(story: Story) -> Figure:
     map_ = stretches(story)
     usable = num_usable(story)
     shown = min(usable, max((stretch.block for stretch in map_), default=0) + 1)
-    figure, (axes,) = new_figure(
-        min(max(shown * 0.2, 2.0), 8) + 1.5, title=f"Who holds which of {usable} KV-cache blocks"
-    )
+    title = f"Who holds which of {plural(usable, 'KV-cache block')}, over {plural(len(story.steps), 'engine step')}"
+    figure, (axes,) = new_figure(min(max(shown * 0.2, 2.0), 8) + 1.5, title=title)
     if not map_:
-        note(axes, "The recording holds no step in which a KV-cache block was in use.")
+        note(figure, "The recording holds no step in which a KV-cache block was in use.")
         return figure
     _draw(axes, story, map_)
     step_ticks(axes, [step.step for step in story.steps])
@@ -129,6 +140,7 @@ def block_map(story: Story) -> Figure:
 def _draw(axes: Axes, story: Story, map_: list[Stretch]) -> None:
     places: dict[tuple[str, ...], list[Box]] = {}
     joined = join(map_)
+    plain = len(joined) > MANY or max(stretch.block for stretch in map_) > 120 or len(story.steps) > 1500
     for box, holders in joined:
         places.setdefault(holders if len(holders) < 2 else ("", ""), []).append(box)
     order = list(dict.fromkeys(change.req for change in story.blocks if change.req is not None))
@@ -137,14 +149,19 @@ def _draw(axes: Axes, story: Story, map_: list[Stretch]) -> None:
         ("", ""): SHARED,
     }
     for holders, rectangles in places.items():
-        boxes(axes, rectangles, looks[holders], plain=len(joined) > MANY)
-    names = short_names(story.requests)
-    if len(joined) <= MANY:
+        boxes(axes, rectangles, looks[holders], plain)
+    names = drawn_names(story.requests)
+    if not plain:
         _write_holders(axes, joined, names, looks, len(story.steps))
     marks = _marks(axes, story)
     shown = {names.get(i, i): looks[(i,)] for i in order[:14]} if len(order) <= 14 else {}
     rest = {("", ""): "shared", (): "free, still cached"}
-    legend(axes, shown | {text: looks[key] for key, text in rest.items() if key in places} | {"free": FREE}, marks)
+    legend(
+        axes,
+        shown | {text: looks[key] for key, text in rest.items() if key in places} | {"free": FREE},
+        marks,
+        plain=plain,
+    )
 
 
 def join(map_: list[Stretch]) -> list[tuple[Box, tuple[str, ...]]]:
@@ -172,19 +189,7 @@ def _write_holders(
     for (x, y, width, height), holders in joined:
         text = "+".join(names.get(holder, holder) for holder in holders)
         if text and width * 8.5 * 72 / max(num_steps, 1) > len(text) * 5 + 2:
-            look = looks[holders if len(holders) < 2 else ("", "")]
-            paper = {"facecolor": look.face, "edgecolor": "none", "pad": 0.6} if look.hatch else None
-            axes.text(
-                x + width / 2,
-                y + height / 2,
-                text,
-                fontsize=7.5,
-                color=look.ink,
-                ha="center",
-                va="center_baseline",
-                bbox=paper,
-                clip_on=True,
-            )
+            write(axes, x + width / 2, y + height / 2, text, 7.5, looks[holders if len(holders) < 2 else ("", "")])
 
 
 def _marks(axes: Axes, story: Story) -> dict[str, tuple[str, str]]:

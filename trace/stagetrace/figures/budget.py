@@ -5,8 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from stagetrace.figures.names import columns, plural, short_names
-from stagetrace.figures.style import INK, KINDS, MANY, Box, boxes, legend, new_figure, note, step_ticks, whole_ticks
+from stagetrace.figures.names import columns, drawn_names, plural, short_names
+from stagetrace.figures.style import (
+    INK,
+    KINDS,
+    MANY,
+    Box,
+    boxes,
+    legend,
+    new_figure,
+    note,
+    step_ticks,
+    whole_ticks,
+    write,
+)
 from stagetrace.figures.timeline import in_engine, stretches
 from stagetrace.story import Story
 
@@ -58,8 +70,7 @@ def token_budget(story: Story) -> Figure:
     title += f" (each bar: the mean of {group} steps)" if group > 1 else ""
     figure, (bars, queue) = new_figure(5.2, rows=[3, 1], title=title)
     if not story.steps:
-        note(bars, "The recording holds no engine step.")
-        queue.set_axis_off()
+        note(figure, "The recording holds no engine step.")
         return figure
     if group > 1:
         used = _draw_means(bars, story, group)
@@ -79,7 +90,7 @@ def token_budget(story: Story) -> Figure:
 
 def _draw_shares(axes: Axes, story: Story) -> tuple[set[str], float]:
     """A box per share, with the request's name where there is room. Returns the uses that occur and the largest sum."""
-    of_steps, names = shares(story), short_names(story.requests)
+    of_steps, names = shares(story), drawn_names(story.requests)
     most = max(sum(share.num_tokens for share in step) for step in of_steps) or 1
     places: dict[str, list[Box]] = {kind: [] for kind in USES}
     column = 8.5 * 72 / max(len(of_steps), 20)  # points
@@ -90,10 +101,7 @@ def _draw_shares(axes: Axes, story: Story) -> tuple[set[str], float]:
             name = names[share.request_id]
             size = min(8.0, (column * 0.84 - 1) / (0.62 * len(name)))
             if size >= 5 and share.num_tokens / most * 2.6 * 72 > size * 1.2:
-                look = KINDS[share.kind]
-                paper = {"facecolor": look.face, "edgecolor": "none", "pad": 0.4} if look.hatch else None
-                middle = top + share.num_tokens / 2
-                axes.text(x, middle, name, fontsize=size, color=look.ink, ha="center", va="center_baseline", bbox=paper)
+                write(axes, x, top + share.num_tokens / 2, name, size, KINDS[share.kind])
             top += share.num_tokens
     plain = sum(map(len, places.values())) > MANY
     for kind, rectangles in places.items():

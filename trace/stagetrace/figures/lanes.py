@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from stagetrace.errors import TraceError
-from stagetrace.figures.names import columns, milliseconds, short_names
-from stagetrace.figures.style import INK, KINDS, MANY, PALE, Box, boxes, legend, new_figure, note, spread
+from stagetrace.figures.names import columns, drawn_names, milliseconds, short_names
+from stagetrace.figures.style import INK, KINDS, PALE, Box, boxes, legend, new_figure, note, spread
 from stagetrace.story import Message, RequestStory, StepStory, Story
 
 if TYPE_CHECKING:
@@ -46,16 +47,22 @@ def scene(story: Story, req: str | None = None) -> Scene:
     steps = [step for step in story.steps if step.start_ns <= end and (step.end_ns or story.end_ns) >= start]
     if req is not None:
         steps = [step for step in steps if requests[0].request_id in step.scheduled]
-    numbers = {step.step for step in steps}
-    messages = [
-        message
-        for message in story.messages
-        if start <= message.sent_ns <= end
-        and (req is None or message.req == requests[0].request_id or (message.req is None and message.step in numbers))
-    ]
+    messages = [message for message in story.messages if start <= message.sent_ns <= end]
+    if req is not None:
+        numbers, abort = {step.step for step in steps}, _abort(story, requests[0])
+        messages = [m for m in messages if m.req == requests[0].request_id or m is abort or m.step in numbers]
     engines = [pid for pid, name in story.processes.items() if name.startswith("EngineCore")] or list(story.processes)
     engine = engines[0] if engines else None
     return Scene(start, end, requests, steps, messages, [pid for pid in story.processes if pid != engine], engine)
+
+
+def _abort(story: Story, request: RequestStory) -> Message | None:
+    """The message that ended the request from outside. It names no request: it is the first such one after the decision to send it."""
+    decided = request.first.get("request.stop_matched", request.first.get("request.aborted", story.end_ns))
+    for message in story.messages:
+        if message.name == "zmq.request_sent" and message.req is None and message.sent_ns >= decided:
+            return message
+    return None
 
 
 def find_request(story: Story, req: str) -> RequestStory:
@@ -76,14 +83,14 @@ def process_lanes(story: Story, req: str | None = None) -> Figure:
     matplotlib, or when `req` is unknown.
     """
     shown = scene(story, req)
-    names = short_names(story.requests)
+    names = drawn_names(story.requests)
     whose = f"Request {names[shown.requests[0].request_id]}" if req is not None else "All requests"
     lanes = _lanes(story, shown)
     figure, (axes,) = new_figure(
         0.75 * len(lanes) + 1.9, title=f"{whose}: what the processes do, and their messages over ZMQ"
     )
     if not shown.requests:
-        note(axes, "The recording holds no request.")
+        note(figure, "The recording holds no request.")
         return figure
     axes.set_yticks(range(len(lanes)), [label for _, label in lanes])
     axes.set_ylim(len(lanes) - 0.5, -0.75)
@@ -118,7 +125,7 @@ def _draw_engine(axes: Axes, shown: Scene, y: int) -> None:
     def box(start: int, end: int, half: float) -> Box:
         return ((start - shown.start_ns) / 1e6, y - half, (end - start) / 1e6, 2 * half)
 
-    plain = len(shown.steps) > MANY
+    plain = len(shown.steps) > 150
     whole = [box(step.start_ns, step.end_ns or shown.end_ns, 0.32) for step in shown.steps]
     forward = [box(*step.forward_ns, 0.2) for step in shown.steps if step.forward_ns[0]]
     boxes(axes, whole, KINDS["engine step"], plain)
@@ -140,29 +147,29 @@ def _draw_engine(axes: Axes, shown: Scene, y: int) -> None:
         middle = ((step.start_ns + (step.end_ns or shown.end_ns)) / 2 - shown.start_ns) / 1e6
         half = 0.006 * len(str(step.step)) * width
         if middle - half > free:
-            axes.text(middle, y + 0.34, str(step.step), fontsize=7.5, color=INK, ha="center", va="top")
+            axes.text(middle, y + 0.34, str(step.step), fontsize=7.5, color=INK, ha="center", va="top", in_layout=False)
             free = middle + half
 
 
 def _draw_messages(axes: Axes, shown: Scene, place: dict[int | str, int]) -> None:
     """Requests go down to the input thread, outputs up from the output thread."""
-    few = len(shown.messages) <= FEW_ARROWS
-    for message in shown.messages:
-        request = message.name == "zmq.request_sent"
-        rows = (
-            (place.get(message.sender), place["input"]) if request else (place["output"], place.get(message.receiver))
-        )
-        if None in rows:
+    from matplotlib.collections import LineCollection
+
+    for name, (linestyle, colour) in ARROWS.items():
+        arrows = []
+        for message in shown.messages:
+            rows: tuple[int | str, int | str] = (message.sender, "input")
+            if name == "zmq.outputs_sent":
+                rows = ("output", message.receiver)
+            if message.name == name and all(row in place for row in rows):
+                times = (message.sent_ns, message.received_ns)
+                arrows.append([((time - shown.start_ns) / 1e6, place[row]) for time, row in zip(times, rows)])
+        if len(shown.messages) > FEW_ARROWS:
+            axes.add_collection(LineCollection(arrows, colors=colour, linewidths=0.4), autolim=False)
             continue
-        ends = [((time - shown.start_ns) / 1e6, y) for time, y in zip((message.sent_ns, message.received_ns), rows)]
-        linestyle, colour = ARROWS[message.name]
-        line = {
-            "arrowstyle": "-|>" if few else "-",
-            "linestyle": linestyle,
-            "color": colour,
-            "linewidth": 1.0 if few else 0.4,
-        }
-        axes.annotate("", ends[1], ends[0], arrowprops={**line, "shrinkA": 0, "shrinkB": 0})
+        for start, end in arrows:
+            line = {"arrowstyle": "-|>", "linestyle": linestyle, "color": colour, "shrinkA": 0, "shrinkB": 0}
+            axes.annotate("", end, start, arrowprops=line)
 
 
 def _draw_requests(axes: Axes, shown: Scene, names: dict[str, str]) -> None:
@@ -193,16 +200,16 @@ def _draw_requests(axes: Axes, shown: Scene, names: dict[str, str]) -> None:
             markeredgecolor=INK,
             markersize=9 if marker == "|" else 6,
         )
-    if len(arrivals) <= 40:
-        arrivals.sort()
-        _label(axes, shown, arrivals)
+    _label(axes, shown, sorted(arrivals))
     _explain(axes, shown, {name: MARKS[name] for name, xs in points.items() if xs})
 
 
 def _label(axes: Axes, shown: Scene, labels: list[tuple[float, str]]) -> None:
-    """Write labels above the front end's lane, moved aside where they would cover each other."""
+    """Write labels above the front end's lane, moved aside where they would cover each other; none when there is no room for all."""
     width = (shown.end_ns - shown.start_ns) / 1e6 or 1.0
     gap = 0.01 * width * (1 + max((len(text) for _, text in labels), default=0))
+    if gap * len(labels) > width:
+        return
     for (x, text), place in zip(labels, spread([x for x, _ in labels], gap, width)):
         line = {"arrowstyle": "-", "color": PALE, "linewidth": 0.7}
         axes.annotate(text, (x, 0), (place, -0.5), fontsize=8.5, ha="center", va="center", color=INK, arrowprops=line)
@@ -243,50 +250,63 @@ def _draw_letters(axes: Axes, shown: Scene) -> None:
     _explain(axes, shown, {"chunk to the client": MARKS["chunk to the client"]} if chunks else {})
 
 
+@dataclass(frozen=True)
+class Entry:
+    """One line of the table; took_ns is None for what has no duration."""
+
+    time_ns: int
+    process: str
+    what: str
+    took_ns: int | None = None
+
+
 def process_lanes_table(story: Story, req: str | None = None) -> str:
-    """All that the figure shows, in the order of time: milliseconds, process, what, and how long it took. Raises TraceError when `req`
-    is unknown."""
-    shown, names = scene(story, req), short_names(story.requests)
-    process = {pid: f"{name} {pid}" for pid, name in story.processes.items()}
-    rows: list[tuple[int, str, str, int | None]] = []
-    for request in shown.requests:
-        name, front = names[request.request_id], process[shown.front_ends[0]] if shown.front_ends else "-"
-        rows += [
-            (request.first[event], front, f"{name} {event}", None)
-            for event in FRONT_END_EVENTS
-            if event in request.first and event != "sse.chunk"
+    """All that the figure shows, in the order of time: milliseconds, process, what, and how long it took. Raises TraceError when
+    `req` is unknown."""
+    shown = scene(story, req)
+    entries = [*_front_end_entries(story, shown), *_step_entries(story, shown), *_message_entries(story, shown)]
+    rows = [
+        [
+            milliseconds(entry.time_ns - shown.start_ns),
+            entry.process,
+            entry.what,
+            "" if entry.took_ns is None else milliseconds(entry.took_ns),
         ]
-        rows += [(time, front, f"{name} sse.chunk", None) for time in request.chunk_ns]
-    for step in shown.steps:
-        engine = process.get(shown.engine or 0, "-")
-        rows.append(
-            (
-                step.start_ns,
-                engine,
-                f"step {step.step}" + ("" if step.end_ns else ", not ended"),
-                (step.end_ns or shown.end_ns) - step.start_ns,
-            )
-        )
-        if step.forward_ns[0]:
-            rows.append(
-                (step.forward_ns[0], engine, f"step {step.step} forward", step.forward_ns[1] - step.forward_ns[0])
-            )
-    for message in shown.messages:
-        what = (
-            f"request {names.get(message.req, message.req)}"
-            if message.req is not None
-            else f"outputs of step {message.step}"
-        )
-        rows.append(
-            (
-                message.sent_ns,
-                process[message.sender],
-                f"{what} -> {process[message.receiver]}",
-                message.received_ns - message.sent_ns,
-            )
-        )
-    cells = [
-        [milliseconds(time - shown.start_ns), who, what, "" if took is None else milliseconds(took)]
-        for time, who, what, took in sorted(rows, key=lambda row: row[0])
+        for entry in sorted(entries, key=lambda entry: entry.time_ns)
     ]
-    return columns(["ms", "process", "what", "took ms"], cells)
+    return columns(["ms", "process", "what", "took ms"], rows)
+
+
+def _process(story: Story, pid: int | None) -> str:
+    return f"{story.processes[pid]} {pid}" if pid in story.processes else "-"
+
+
+def _front_end_entries(story: Story, shown: Scene) -> Iterator[Entry]:
+    names, process = short_names(story.requests), _process(story, next(iter(shown.front_ends), shown.engine))
+    for request in shown.requests:
+        times = {name: [request.first[name]] for name in FRONT_END_EVENTS if name in request.first}
+        if request.chunk_ns:
+            times["sse.chunk"] = request.chunk_ns
+        for name, moments in times.items():
+            yield from (Entry(time, process, f"{names[request.request_id]} {name}") for time in moments)
+
+
+def _step_entries(story: Story, shown: Scene) -> Iterator[Entry]:
+    engine = _process(story, shown.engine)
+    for step in shown.steps:
+        text = f"step {step.step}" + ("" if step.end_ns else ", not ended")
+        yield Entry(step.start_ns, engine, text, (step.end_ns or shown.end_ns) - step.start_ns)
+        if step.forward_ns[0]:
+            start, end = step.forward_ns
+            yield Entry(start, engine, f"step {step.step} forward", end - start)
+
+
+def _message_entries(story: Story, shown: Scene) -> Iterator[Entry]:
+    names = short_names(story.requests)
+    for message in shown.messages:
+        if message.name == "zmq.outputs_sent":
+            what = f"outputs of step {message.step}"
+        else:
+            what = "abort" if message.req is None else f"request {names[message.req]}"
+        text = f"{what} -> {_process(story, message.receiver)}"
+        yield Entry(message.sent_ns, _process(story, message.sender), text, message.received_ns - message.sent_ns)

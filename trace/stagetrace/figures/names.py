@@ -5,25 +5,22 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-_PARTS = re.compile(r"(?P<child>\d+_)?(?:chatcmpl-|cmpl-)?(?P<name>.+?)(?:-[0-9a-f]{8})?(?P<prompt>-\d+)?")
-
-
-def _short(request_id: str) -> str:
-    """`cmpl-r0-b281c1bc-0` is r0, its second prompt r0-1, and `1_cmpl-r0-b281c1bc-0`, the second answer, r0.1."""
-    parts = _PARTS.fullmatch(request_id)
-    if parts is None:
-        return request_id
-    name = parts["name"][:8] if re.fullmatch("[0-9a-f]{32}", parts["name"]) else parts["name"]
-    prompt = parts["prompt"] if parts["prompt"] not in (None, "-0") else ""
-    return name + prompt + (f".{parts['child'][:-1]}" if parts["child"] else "")
+from stagetrace.terminal import cut, short_id, table
 
 
 def short_names(request_ids: Iterable[str]) -> dict[str, str]:
     """A name for each request that fits into a figure: what the client called it, where that is still unambiguous."""
     ids = list(request_ids)
-    names = {request_id: _short(request_id) for request_id in ids}
-    taken = list(names.values())
-    return {request_id: name if taken.count(name) == 1 else request_id for request_id, name in names.items()}
+    for shorten in (lambda request_id: cut(short_id(request_id), 12), short_id):
+        names = {request_id: shorten(request_id) for request_id in ids}
+        if len(set(names.values())) == len(ids):
+            return names
+    return {request_id: request_id for request_id in ids}
+
+
+def drawn_names(request_ids: Iterable[str]) -> dict[str, str]:
+    """The same for matplotlib, which would take what stands between two dollar signs for a formula."""
+    return {request_id: name.replace("$", r"\$") for request_id, name in short_names(request_ids).items()}
 
 
 def ranges(numbers: Iterable[int]) -> str:
@@ -39,14 +36,8 @@ def ranges(numbers: Iterable[int]) -> str:
 
 def columns(header: list[str], rows: list[list[str]]) -> str:
     """A table in plain text. A column of numbers is aligned to the right."""
-    cells = [header, *rows]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-    numeric = [bool(rows) and all(re.fullmatch(r"[-+]?[\d.]*", row[i]) for row in rows) for i in range(len(header))]
-    lines = [
-        "  ".join(cell.rjust(width) if right else cell.ljust(width) for cell, width, right in zip(row, widths, numeric))
-        for row in cells
-    ]
-    return "\n".join(line.rstrip() for line in lines)
+    words = [i for i in range(len(header)) if not all(re.fullmatch(r"[-+]?[\d.]*", row[i]) for row in rows)]
+    return table(header, rows, words)
 
 
 def plural(count: int, noun: str) -> str:

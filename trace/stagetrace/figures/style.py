@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from stagetrace.errors import TraceError
@@ -37,14 +38,12 @@ KINDS: dict[str, Look] = {
     "preempted": Look("#d55e00", "xxx"),
     "no tokens": Look("#ffffff", "---"),
     "drafts": Look("#f0e442", "\\\\\\"),
-    "IPC": Look("#cc79a7", "///"),
-    "front end": Look("#009e73", "ooo", "white"),
     "model": Look("#0072b2", ink="white"),
     "engine step": Look("#e4e4e4"),
 }
 
 _COLOURS = ["#0072b2", "#e69f00", "#009e73", "#f0e442", "#cc79a7", "#56b4e9", "#d55e00"]
-_HATCHES = [["", "\\\\", "..", "", "//", "", "xx"], ["++", "oo", "--", "xx", "||", "//", ".."]]
+_HATCHES = [["", "\\\\", "..", "", "//", "", "xx"], ["++", "oo", "--", "xx", "||", "..", "\\\\"]]
 
 
 def request_look(place: int) -> Look:
@@ -91,11 +90,12 @@ def new_figure(height: float, rows: list[float] | None = None, title: str = "") 
     return figure, axes
 
 
-def note(axes: Axes, text: str) -> None:
-    """Say in the middle of empty axes why there is nothing to see."""
-    axes.set_xticks([])
-    axes.set_yticks([])
-    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", fontsize=10, color=INK, wrap=True)
+def note(figure: Figure, text: str) -> None:
+    """Say why there is nothing to see; the figure becomes as small as that."""
+    figure.set_size_inches(WIDTH, 1.5)
+    for axes in figure.axes:
+        axes.set_axis_off()
+    figure.text(0.5, 0.45, text, ha="center", va="center", fontsize=10, color=INK)
 
 
 Box = tuple[float, float, float, float]  # left, bottom, width, height, in data units
@@ -117,24 +117,41 @@ Lines = dict[str, tuple[str, str]]  # label -> line style, colour
 
 
 def legend(
-    axes: Axes, looks: dict[str, Look], marks: dict[str, tuple[str, str]] | None = None, lines: Lines | None = None
+    axes: Axes,
+    looks: dict[str, Look],
+    marks: dict[str, tuple[str, str]] | None = None,
+    lines: Lines | None = None,
+    plain: bool = False,
 ) -> None:
-    """Under the axes: a patch per look, a symbol per mark (label -> marker, colour), a stroke per line."""
+    """Under the axes: a patch per look (`plain`: without its hatch), a symbol per mark (label -> marker, colour), a stroke per line."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     handles: list[Any] = [
-        Patch(facecolor=look.face, hatch=look.hatch * 2, edgecolor="#444444", linewidth=0.5, label=label)
+        Patch(
+            facecolor=look.face, hatch="" if plain else look.hatch * 2, edgecolor="#444444", linewidth=0.5, label=label
+        )
         for label, look in looks.items()
     ]
     for label, (marker, colour) in (marks or {}).items():
         handles.append(Line2D([], [], marker=marker, color=colour, linestyle="", markeredgecolor=INK, label=label))
     for label, (style, colour) in (lines or {}).items():
-        handles.append(Line2D([], [], color=colour, linestyle=style, linewidth=1.4, label=label))
+        handles.append(Line2D([], [], color=colour, linewidth=1.4, label=label, ls=style))
     if handles:
         figure = axes.get_figure()
         assert figure is not None
-        figure.legend(handles=handles, loc="outside lower left", ncols=6, fontsize=9, frameon=False, labelcolor=INK)
+        ncols = _fitting_columns([handle.get_label() for handle in handles])
+        figure.legend(handles=handles, loc="outside lower left", ncols=ncols, fontsize=9, frameon=False, labelcolor=INK)
+
+
+def _fitting_columns(labels: list[str]) -> int:
+    """How many columns of a legend fit into the width of the figure: matplotlib fills one column after another."""
+    for num_columns in range(len(labels), 1, -1):
+        short, longer = divmod(len(labels), num_columns)
+        starts = [i * short + min(i, longer) for i in range(num_columns + 1)]
+        if sum(max(map(len, labels[a:b])) + 9 for a, b in pairwise(starts)) <= 125:
+            return num_columns
+    return 1
 
 
 def row_labels(axes: Axes, labels: list[str], inches: float) -> None:
@@ -157,6 +174,13 @@ def step_ticks(axes: Axes, numbers: list[int]) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(nbins=16, integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(number))
     axes.set_xlabel("engine step", fontsize=9, color=INK)
+
+
+def write(axes: Axes, x: float, y: float, text: str, size: float, look: Look, ha: str = "center") -> None:
+    """Text on something filled; where it has a hatch, on a piece of it without."""
+    paper = {"facecolor": look.face, "edgecolor": "none", "pad": 0.5} if look.hatch else None
+    # Not in the layout: it lies within the axes anyway, and measuring a thousand of them takes seconds.
+    axes.text(x, y, text, fontsize=size, color=look.ink, ha=ha, va="center_baseline", bbox=paper, in_layout=False)
 
 
 def whole_ticks(axes: Axes, most: int) -> None:

@@ -6,8 +6,20 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from stagetrace.figures.names import columns, plural, short_names
-from stagetrace.figures.style import INK, KINDS, MANY, Box, boxes, legend, new_figure, note, row_labels, step_ticks
+from stagetrace.figures.names import columns, drawn_names, plural, short_names
+from stagetrace.figures.style import (
+    INK,
+    KINDS,
+    MANY,
+    Box,
+    boxes,
+    legend,
+    new_figure,
+    note,
+    row_labels,
+    step_ticks,
+    write,
+)
 from stagetrace.story import RequestStory, StepStory, Story
 
 if TYPE_CHECKING:
@@ -94,13 +106,13 @@ def request_timeline(story: Story, x: str = "step") -> Figure:
     title = f"{plural(len(requests), 'request')} {what}: waiting, prefill, decode"
     figure, (axes,) = new_figure(height + 1.5, title=title)
     if not requests:
-        note(axes, "The recording holds no event of the scheduler about a request.")
+        note(figure, "The recording holds no event of the scheduler about a request.")
         return figure
     if x == "step":
         _draw_steps(axes, story, requests)
     else:
         _draw_time(axes, story, requests)
-    names = short_names(story.requests)
+    names = drawn_names(story.requests)
     row_labels(axes, [names[request.request_id] for request in requests], height)
     return figure
 
@@ -137,19 +149,12 @@ def _write_chunks(axes: Axes, row: list[Stretch], y: int, num_steps: int, num_ro
             continue
         if column > max(len(str(chunk)) for chunk in stretch.chunks) * 0.62 * size + 1:
             for place, chunk in enumerate(stretch.chunks, start=stretch.first):
-                axes.text(
-                    place, y, str(chunk), fontsize=size, color=KINDS["prefill"].ink, ha="center", va="center_baseline"
-                )
+                write(axes, place, y, str(chunk), size, KINDS["prefill"])
         else:
             text, room = "+".join(map(str, stretch.chunks)), after.get(id(stretch))
-            if (
-                room is not None
-                and room.kind == "decode"
-                and (room.last - room.first + 1) * column > len(text) * 0.62 * size + 4
-            ):
-                axes.text(
-                    stretch.last + 0.5, y, " " + text, fontsize=size, color=KINDS["decode"].ink, va="center_baseline"
-                )
+            width = (room.last - room.first + 1) * column if room is not None and room.kind == "decode" else 0
+            if width > len(text) * 0.62 * size + 4:
+                write(axes, stretch.last + 0.5, y, " " + text, size, KINDS["decode"], ha="left")
 
 
 def span_end(story: Story, request: RequestStory, place: int) -> int:
@@ -174,15 +179,7 @@ def _draw_time(axes: Axes, story: Story, requests: list[RequestStory]) -> None:
             start = (span.start_ns - zero) / 1e6
             places[span.kind].append((start, y - HALF, end - start, 2 * HALF))
             if span.kind == "prefill" and end - start > 0.008 * last * len(str(span.num_tokens)) and len(requests) < 60:
-                axes.text(
-                    (start + end) / 2,
-                    y,
-                    str(span.num_tokens),
-                    fontsize=8,
-                    color=KINDS["prefill"].ink,
-                    ha="center",
-                    va="center_baseline",
-                )
+                write(axes, (start + end) / 2, y, str(span.num_tokens), 8, KINDS["prefill"])
         marks[ending(request)].append((row[-1], y))
     _draw(axes, places, marks)
     axes.set_xlim(-0.01 * last - 1e-3, last * 1.02 + 1e-3)
@@ -191,17 +188,27 @@ def _draw_time(axes: Axes, story: Story, requests: list[RequestStory]) -> None:
 
 def _draw(axes: Axes, places: dict[str, list[Box]], marks: dict[str, list[tuple[float, float]]]) -> None:
     """Fill the rows, set the marks, and explain what was drawn."""
-    plain = sum(map(len, places.values())) > MANY
+    crowded = len({y for points in marks.values() for _, y in points}) > 60
+    plain = crowded or sum(map(len, places.values())) > MANY
     for kind, rectangles in places.items():
         boxes(axes, rectangles, KINDS[kind], plain)
     for name, points in marks.items():
         if points:
             marker, colour = MARKS[name]
             xs, ys = zip(*points)
-            axes.plot(xs, ys, marker, color=colour, markeredgecolor=INK, markersize=5, clip_on=False, zorder=3)
+            axes.plot(
+                xs,
+                ys,
+                marker,
+                color=colour,
+                markeredgecolor=INK,
+                markersize=2.5 if crowded else 5,
+                clip_on=False,
+                zorder=3,
+            )
     text = {"prefill": "prefill (its tokens)", "no tokens": "running, no tokens", "wait": "waiting"}
     shown = {text.get(kind, kind): KINDS[kind] for kind, rectangles in places.items() if rectangles}
-    legend(axes, shown, {name: MARKS[name] for name, points in marks.items() if points})
+    legend(axes, shown, {name: MARKS[name] for name, points in marks.items() if points}, plain=plain)
 
 
 def request_timeline_table(story: Story) -> str:
