@@ -4,36 +4,37 @@
 const SPEEDS = [["1 event/s", 1, "event"], ["4 events/s", 4, "event"], ["12 events/s", 12, "event"], ["40 events/s", 40, "event"], ["1 step/s", 1, "step"], ["4 steps/s", 4, "step"], ["15 steps/s", 15, "step"]];
 
 /**
- * The common time line: {places, marks, decided}. `places[run][position]` is the event of that run; a step begins for all runs at the same
- * position, and who is done with it earlier waits at its last event. `marks` are the positions where steps begin, {step, start, decided}.
+ * The common time line: {places, marks}. `places[run][position]` is the event of that run. A step begins for all runs at the same position, and
+ * its decision is complete for all at the same position; who is there earlier waits. `marks` are those positions: {step, start, decided}.
  */
 function synchronise(recordings) {
-  const starts = recordings.map((recording) => new Map(recording.steps.map((one, k) => [one.step, k])));
-  const steps = [...new Set(recordings.flatMap((recording) => recording.steps.map((one) => one.step)))].sort((a, b) => a - b);
+  const ofStep = recordings.map((recording) => new Map(recording.steps.map((one, k) => [one.step, stretchOf(recording, k)])));
+  const steps = [...new Set(ofStep.flatMap((one) => [...one.keys()]))].sort((a, b) => a - b);
   const places = recordings.map(() => []);
   const marks = [];
-  addStretch(recordings, places, recordings.map((recording) => [0, recording.steps[0]?.start ?? recording.events.length]));
+  addStretch(places, recordings.map((recording) => [0, recording.steps[0]?.start ?? recording.events.length]));
   for (const step of steps) {
     const start = places[0].length;
-    const stretches = recordings.map((recording, run) => stretchOf(recording, starts[run].get(step)));
-    const decided = Math.max(...recordings.map((recording, run) => (starts[run].has(step) ? recording.steps[starts[run].get(step)].decided - stretches[run][0] : 0)));
-    addStretch(recordings, places, stretches);
-    marks.push({ step, start, decided: start + decided });
+    addStretch(places, ofStep.map((one) => one.get(step)?.slice(0, 2)));
+    marks.push({ step, start, decided: places[0].length - 1 });
+    addStretch(places, ofStep.map((one) => one.get(step)?.slice(1)));
   }
   return { places, marks };
 }
 
-/** The events of a step, [first, behind the last]; null where a run has no such step. */
+/** The places where a step begins, where its decision is behind it, and where the next step begins. */
 function stretchOf(recording, k) {
-  return k === undefined ? null : [recording.steps[k].start, recording.steps[k + 1]?.start ?? recording.events.length];
+  const { start, decided } = recording.steps[k];
+  return [start, decided + 1, recording.steps[k + 1]?.start ?? recording.events.length];
 }
 
-function addStretch(recordings, places, stretches) {
+/** Lay stretches of events, [first, behind the last], side by side; a run without one stays where it is. */
+function addStretch(places, stretches) {
   const length = Math.max(...stretches.map((stretch) => (stretch ? stretch[1] - stretch[0] : 0)));
   for (let offset = 0; offset < length; offset++) {
     stretches.forEach((stretch, run) => {
-      const last = places[run].at(-1) ?? 0;
-      places[run].push(stretch && stretch[1] > stretch[0] ? Math.min(stretch[0] + offset, stretch[1] - 1) : last);
+      const stays = !stretch || stretch[0] === stretch[1];
+      places[run].push(stays ? places[run].at(-1) ?? 0 : Math.min(stretch[0] + offset, stretch[1] - 1));
     });
   }
 }
@@ -49,7 +50,7 @@ class Player {
     this.panels = recordings.map((recording, run) => new Panels(recording, run, (at) => this.goTo(this.positionOf(run, at))));
     document.getElementById("runs").append(...this.panels.map((panels) => panels.root));
     document.body.classList.toggle("compare", recordings.length > 1);
-    this.difference = recordings.length > 1 ? firstDifference(...recordings) : null;
+    this.firstDifferent = recordings.length > 1 ? this.marks.find((mark) => stepDifference(recordings, mark.step)) : undefined;
     this.#setUpControls();
     this.#showDifference();
     this.draw();
@@ -142,7 +143,7 @@ class Player {
     inList?.querySelector(".list .now")?.focus({ preventScroll: true }); // the rows are new, the focus stays on the current one
     this.slider.value = this.position;
     this.slider.setAttribute("aria-valuetext", this.#inWords());
-    this.#markSteps();
+    this.#markStep();
     this.announce();
   }
 
@@ -161,33 +162,32 @@ class Player {
     document.getElementById("announcement").textContent = text;
   }
 
-  #markSteps() {
+  /** With two runs: are the decisions of this step the same, and what has each run alone? */
+  #markStep() {
     if (this.recordings.length < 2) return;
-    const mark = this.marks.findLast((one) => one.start <= this.position);
-    const words = !this.difference || !mark || mark.step < this.difference.step ? "= same decisions so far" : mark.step === this.difference.step ? "≠ first difference, in this step" : "≠ differs since step " + this.difference.step;
-    for (const panels of this.panels) {
-      panels.find(".run-same").hidden = false;
-      panels.find(".run-same").textContent = words;
-    }
+    const { step } = this.marks.findLast((mark) => mark.start <= this.position) ?? { step: 0 };
+    const difference = step ? stepDifference(this.recordings, step) : null;
+    const since = this.firstDifferent && this.firstDifferent.step <= step ? this.firstDifferent.step : 0;
+    const words = !since ? "= the same so far" : step === since ? "≠ the first difference" : difference ? "≠ differs" : "= the same in this step";
+    this.panels.forEach((panels, run) => panels.drawDifference(words, difference?.[run] ?? []));
   }
 
   #showDifference() {
     if (this.recordings.length < 2) return;
     const line = document.getElementById("difference");
     line.hidden = false;
-    if (!this.difference) {
+    if (!this.firstDifferent) {
       line.textContent = "= The same decisions in every step.";
       return;
     }
-    const { step, only, order } = this.difference;
-    const parts = only.map((lines, run) => `${"AB"[run]}: ${lines.join("; ") || "nothing of its own"}`);
-    const mark = this.marks.find((one) => one.step === step);
+    const { step, decided } = this.firstDifferent;
     const button = make("button", { type: "button", title: "to the first difference (d)" }, `≠ first difference: step ${step}`);
-    button.addEventListener("click", () => this.goTo(mark.decided));
-    line.replaceChildren(button, order ? " the same, in another order" : ` ${parts.join(" | ")}`);
+    button.addEventListener("click", () => this.goTo(decided));
+    const first = stepDifference(this.recordings, step).map((lines, run) => `${"AB"[run]}: ${lines[0] ?? "not so"}`);
+    line.replaceChildren(button, ` ${first.join("  |  ")}`);
     const sign = document.getElementById("difference-mark");
     sign.hidden = false;
-    sign.style.setProperty("--at", mark.decided / Math.max(1, this.length - 1));
+    sign.style.setProperty("--at", decided / Math.max(1, this.length - 1));
   }
 
   // Controls
@@ -281,7 +281,10 @@ class Player {
     if (key.ctrlKey || key.metaKey || key.altKey || document.getElementById("help-dialog").open) return;
     const at = document.activeElement;
     const typing = at instanceof HTMLInputElement && at.type !== "range";
-    if (typing && key.key === "Escape") at.blur();
+    if (typing && key.key === "Escape") {
+      key.preventDefault(); // a search box would forget its text, and `n` goes on with it
+      at.blur();
+    }
     if (typing && key.target.id === "search-text" && key.key === "Enter" && key.shiftKey) { key.preventDefault(); this.search(-1); }
     if (typing || (at instanceof HTMLSelectElement && key.key !== "/" && key.key !== "?")) return;
     if (key.key === " " && at instanceof HTMLButtonElement) return;
@@ -307,7 +310,7 @@ class Player {
       "/": () => this.searchBox.focus(),
       n: () => this.search(1),
       p: () => this.search(-1),
-      d: () => this.difference && this.goTo(this.marks.find((one) => one.step === this.difference.step).decided),
+      d: () => this.firstDifferent && this.goTo(this.firstDifferent.decided),
       "?": () => this.#help(),
     };
   }

@@ -10,14 +10,15 @@ from typing import Any
 
 from stagetrace.errors import TraceError
 from stagetrace.event import Event
+from stagetrace.ids import root_of
 from stagetrace.reader import Recording, Run
 from stagetrace.vocabulary import VOCABULARY
 
 MAX_EVENTS = 200_000
 """A page above this would take a browser many seconds to open: some 10,000 steps of ten requests."""
 
-_GIVEN_ID = re.compile(r"(?P<child>\d+_)?(?:chat)?cmpl-(?P<name>[^#]{1,10})-[0-9a-f]{8}(?P<prompt>-\d+)?")
-"""Ids of requests that came with X-Request-Id: `cmpl-r0-b281c1bc-0` is called `r0` on the page."""
+_GIVEN_ID = re.compile(r"(?:chat)?cmpl-([^#]{1,10})-[0-9a-f]{8}|([^#]{1,10})")
+"""Roots of requests that came with X-Request-Id, and of those that did not come over HTTP: `cmpl-r0-b281c1bc` is called `r0` on the page."""
 
 
 class _Table:
@@ -42,8 +43,8 @@ def page_data(recording: str | Path | Recording | Run) -> dict[str, Any]:
     for event in events:
         if len(rows) == MAX_EVENTS:
             raise TraceError(
-                f"{title} has more than {MAX_EVENTS} events, too many for one page: record fewer requests or names "
-                "(see --trace-* of serve), or export it for Perfetto"
+                f"{title} has more than {MAX_EVENTS} events, too many for one page: record less "
+                "(--trace-phases, --trace-names, --trace-requests of serve), or export it for Perfetto"
             )
         refs.place(event.ref)
         rows.append(
@@ -82,16 +83,13 @@ def _meaning(name: str) -> list[Any]:
 
 
 def short_names(request_ids: Iterable[str]) -> list[tuple[str, str]]:
-    """(id, short name) of each request: what the client called it where that is short and unique, else its number."""
+    """(id, short name) of each request. The root of an id (see stagetrace.ids) is called what the client called it, where that is
+    short and unique, else by its number; around it stays what tells the prompts and the answers of one request apart."""
     ids = list(request_ids)
-    short = []
-    for number, request_id in enumerate(ids, start=1):
-        given = _GIVEN_ID.fullmatch(request_id)
-        if given is None:
-            short.append(f"#{number}")
-        else:
-            prompt = given["prompt"] if given["prompt"] not in (None, "-0") else ""
-            short.append((given["child"] or "") + given["name"] + prompt)
-    times = Counter(short)
-    unique = [name if times[name] == 1 else f"#{number}" for number, name in enumerate(short, start=1)]
-    return list(zip(ids, unique))
+    roots = list(dict.fromkeys(map(root_of, ids)))
+    given = {root: match[1] or match[2] for root in roots if (match := _GIVEN_ID.fullmatch(root))}
+    times = Counter(given.values())
+    names = {root: given[root] if times[given.get(root)] == 1 else f"#{n}" for n, root in enumerate(roots, start=1)}
+    short = [request_id.replace(root_of(request_id), names[root_of(request_id)], 1).removesuffix("-0") for request_id in ids]
+    again = Counter(short)  # a client may call its request what another's second prompt is called
+    return [(i, name if again[name] == 1 else f"#{n}.{name}") for n, (i, name) in enumerate(zip(ids, short), start=1)]

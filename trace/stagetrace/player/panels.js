@@ -66,7 +66,7 @@ class Panels {
   /** A request's name with its colour, which repeats: the name is what tells requests apart. */
   chip(req, ...more) {
     const classes = this.#isDim(req) ? "chip dim" : "chip";
-    return make("li", { class: classes, "data-request": this.recording.label(req), "--hue": `var(--hue-${req % 8})`, title: this.recording.requests[req].id }, make("b", {}, this.recording.label(req)), ...more);
+    return make("li", { class: classes, "data-request": this.recording.label(req), "data-id": this.recording.requests[req].id, "--hue": `var(--hue-${req % 8})`, title: this.recording.requests[req].id }, make("b", {}, this.recording.label(req)), ...more);
   }
 
   /** Draw the moment just after the event at this place. */
@@ -87,7 +87,7 @@ class Panels {
 
   #drawHead(state, event) {
     const { events } = this.recording;
-    this.find(".run-when").textContent = `event ${event.at + 1} of ${events.length} · ${state.step ? `engine step ${state.step}` : "before the first engine step"} · ${timeText(event.us)}`;
+    this.find(".run-when").textContent = `event ${event.at + 1} of ${events.length} · ${state.step ? `engine step ${state.step}` : "before the first engine step"} · ${(event.us / 1e6).toFixed(3)} s`;
     for (const item of this.find(".phases").children) {
       const lit = Number(item.dataset.phase) === event.phase;
       item.classList.toggle("lit", lit);
@@ -100,6 +100,16 @@ class Panels {
   meaning(event) {
     const span = { B: "Begins. ", E: "Ends. ", i: "" }[event.ph];
     return span + (this.recording.meanings.get(event.name).meaning || "Not in the vocabulary of this version.");
+  }
+
+  /** With two runs: is this step the same in both, and what happened only here. */
+  drawDifference(words, lines) {
+    const same = this.find(".run-same");
+    same.hidden = false;
+    same.textContent = words;
+    const box = this.find(".only-here");
+    box.hidden = lines.length === 0;
+    this.find(".only-here ul").replaceChildren(...lines.map((line) => make("li", {}, line)));
   }
 
   // Processes and messages
@@ -122,12 +132,12 @@ class Panels {
   }
 
   #inside(state, process) {
-    if (process.isEngine) {
-      if (state.engineDead) return `× ${state.engineDead}`;
-      return state.step ? `step ${state.step}${state.inStep ? "" : " is done"}: ${state.running.length} running, ${state.waiting.length} waiting` : "";
-    }
+    const parts = [];
     const open = state.requests.filter((r) => r.status !== "unknown" && !r.answered).length;
-    return open ? `${counted(open, "request")} open` : "";
+    if (!process.isEngine && open) parts.push(`${counted(open, "request")} open`);
+    if (process.hasScheduler && state.step) parts.push(`step ${state.step}${state.inStep ? "" : " is done"}: ${state.running.length} running, ${state.waiting.length} waiting`);
+    if ((process.isEngine || process.hasScheduler) && state.engineDead) return `× ${state.engineDead}`;
+    return parts.join(" · ");
   }
 
   #clientLine(event) {
@@ -201,6 +211,7 @@ class Panels {
     this.#drawBudget(state);
     const longest = Math.max(1, ...state.running.map((req) => state.requests[req].total + state.requests[req].drafts));
     const rows = state.running.map((req) => this.#runningRow(req, state.requests[req], longest));
+    this.find(".running .rows").classList.toggle("many", rows.length > 8); // one line each
     this.find(".running .rows").replaceChildren(...(rows.length ? rows : [make("li", { class: "nobody" }, "nobody")]));
   }
 
@@ -213,7 +224,7 @@ class Panels {
     bar.dataset.budget = state.budget;
     bar.setAttribute("aria-label", text);
     this.find(".budget-text").textContent = text;
-    bar.replaceChildren(...given.map(([req, tokens]) => make("i", { "--hue": `var(--hue-${req % 8})`, "--share": tokens / state.budget, title: `${this.recording.label(req)}: ${tokens}` }, this.recording.label(req))));
+    bar.replaceChildren(...given.map(([req, tokens]) => make("i", { "--hue": `var(--hue-${req % 8})`, "--share": tokens / state.budget, title: `${this.recording.label(req)}: ${tokens}` }, tokens / state.budget > 0.06 ? this.recording.label(req) : "")));
   }
 
   #runningRow(req, r, longest) {
@@ -222,6 +233,7 @@ class Panels {
     const words = [`${r.computed} computed`, r.chunk ? `+ ${r.chunk} now` : "", r.drafts ? `+ ${counted(r.drafts, "draft")}` : "", `of ${r.total}`].filter(Boolean).join(" ");
     const bar = make("div", { class: "tokens", role: "img", "aria-label": `${words} tokens` }, ...Object.entries(parts).filter(([, n]) => n).map(([kind, n]) => make("i", { class: kind, "--share": n / longest })));
     const row = this.chip(req, make("span", { class: "what" }, r.status), bar, make("span", { class: "words" }, words), make("span", { class: "holds" }, this.#holdsText(r)));
+    row.title += `: ${r.status}, ${this.#holdsText(r)}`;
     for (const [kind, n] of Object.entries({ ...parts, total: r.total, output: r.output })) row.dataset[kind] = n;
     return row;
   }
@@ -243,6 +255,9 @@ class Panels {
     this.looks = [];
     const map = this.find(".blocks");
     map.classList.toggle("dense", count > 256);
+    this.letters = Math.min(8, Math.max(2, ...this.recording.requests.map(({ label }) => label.length))); // that fit into a cell
+    this.root.style.setProperty("--cell", `${Math.max(36, this.letters * 8 + 8)}px`);
+    this.root.style.setProperty("--who", `${this.letters * 8}px`);
     map.append(...this.cells);
     if (last.usable >= count) this.find(".cache h2").append(make("span", { class: "caption" }, ` (the first ${count} of ${last.usable + 1} are drawn)`));
   }
@@ -261,6 +276,11 @@ class Panels {
     partial.textContent = partial.hidden ? "" : `The scheduler says that ${state.freeRecorded} are free: this recording does not hold every event of a block.`;
   }
 
+  /** The end of a name that is too long for a cell: what tells names apart is more often there. */
+  #cut(name) {
+    return name.length > this.letters ? `…${name.slice(1 - this.letters)}` : name;
+  }
+
   #drawBlock(cell, id, state, changed) {
     const { holders = [], cached = false } = state.blocks[id] ?? {};
     const dim = holders.length > 0 && this.only >= 0 && !holders.includes(this.only);
@@ -271,7 +291,7 @@ class Panels {
     cell.className = ["block", kind, cached ? "b-cached" : "", changed ? "changed" : "", dim ? "dim" : ""].filter(Boolean).join(" ");
     cell.style.setProperty("--hue", holders.length ? `var(--hue-${holders[0] % 8})` : "transparent");
     const names = holders.map((req) => this.recording.label(req));
-    cell.lastChild.textContent = id === 0 ? "–" : names.length > 1 ? `${names.length}×` : names[0] ?? (cached ? "c" : "");
+    cell.lastChild.textContent = id === 0 ? "–" : names.length > 1 ? `${names.length}×` : names.length ? this.#cut(names[0]) : cached ? "c" : "";
     cell.dataset.holders = names.join(" ");
     cell.title = `block ${id}: ${id === 0 ? "padding, never given away" : names.length ? `held by ${names.join(", ")}` : "free"}${cached ? ", in the prefix cache" : ""}`;
   }
@@ -279,9 +299,9 @@ class Panels {
   // Output, if it was recorded
 
   #drawOutput(state) {
-    const withOutput = state.requests.map((r, req) => [r, req]).filter(([r, req]) => (r.text || r.tokenIds.length) && !this.#isDim(req));
+    const withOutput = state.requests.map((r, req) => [r, req]).filter(([r, req]) => (r.askedFor || r.text || r.tokenIds.length) && !this.#isDim(req));
     this.find(".output").hidden = withOutput.length === 0;
-    this.find(".texts").replaceChildren(...withOutput.flatMap(([r, req]) => [make("dt", {}, this.recording.label(req)), make("dd", { "data-request": this.recording.label(req) }, r.text || `token ids ${r.tokenIds.join(" ")}`)]));
+    this.find(".texts").replaceChildren(...withOutput.flatMap(([r, req]) => [make("dt", {}, this.recording.label(req)), make("dd", { "data-request": this.recording.label(req) }, make("span", { class: "prompt" }, r.askedFor), make("span", { class: "answer" }, r.text || (r.tokenIds.length ? `token ids ${r.tokenIds.join(" ")}` : "")))]));
   }
 
   // Requests over time

@@ -29,25 +29,24 @@ function emptyRequest() {
     chunk: 0, drafts: 0, accepted: 0, // of this step
     given: 0, // tokens that it got since it was admitted last
     cachedTokens: 0, preemptions: 0, arrival: 0, priority: 0,
-    blocks: [], reason: "", by: "", answered: false, text: "", tokenIds: [],
+    blocks: [], reason: "", by: "", answered: false,
+    askedFor: "", text: "", tokenIds: [], // what was asked and answered: only with --trace-prompts
   };
 }
 
 // Small helpers of the handlers
-
-function place(list, req) {
-  if (!list.includes(req)) list.push(req);
-}
 
 function remove(list, req) {
   const at = list.indexOf(req);
   if (at >= 0) list.splice(at, 1);
 }
 
-/** Both queues stand in the order of the policy; arrival breaks every tie, so who was preempted comes back to its old place. */
-function sortQueue(state, queue) {
-  const rank = (req) => (state.policy === "priority" ? state.requests[req].priority : 0);
-  queue.sort((a, b) => rank(a) - rank(b) || state.requests[a].arrival - state.requests[b].arrival);
+/** Enter a queue where the policy says. Arrival breaks every tie, so who was preempted comes back to its old place. */
+function enqueue(state, queue, req) {
+  if (queue.includes(req)) return;
+  const rank = (one) => (state.policy === "priority" ? state.requests[one].priority : 0);
+  const behind = queue.findIndex((other) => rank(req) - rank(other) < 0 || (rank(req) === rank(other) && state.requests[req].arrival < state.requests[other].arrival));
+  queue.splice(behind < 0 ? queue.length : behind, 0, req);
 }
 
 function block(state, id) {
@@ -77,7 +76,7 @@ function settleStep(state) {
   }
 }
 
-// One handler per event that changes the state: (state, args, request, its place, event)
+// One handler per event that changes the state: (state, args, request, its place, event, places of request ids)
 
 function onStep(state, args, r, req, event) {
   settleStep(state);
@@ -91,8 +90,7 @@ function onStep(state, args, r, req, event) {
 
 function onAdmit(state, args, r, req) {
   remove(state.waiting, req);
-  place(state.running, req);
-  sortQueue(state, state.running);
+  enqueue(state, state.running, req);
   r.status = "prefill";
   r.given = 0;
   r.blocks = args.new_blocks.slice(); // the prefix cache's first
@@ -106,10 +104,16 @@ function onScheduled(state, args, r) {
   r.given += args.num_tokens;
 }
 
+/** The scheduler says in which order they wait: whatever policy a class of the user's has, this is what it did. */
+function onHeldBack(state, args, r, req, event, placeOfId) {
+  state.heldBack = args;
+  const order = [...args.grammar, args.first, ...args.behind].map((id) => placeOfId.get(id)).filter((one) => state.waiting.includes(one));
+  if (order.length === state.waiting.length) state.waiting = order;
+}
+
 function onPreempt(state, args, r, req) {
   remove(state.running, req);
-  place(state.waiting, req);
-  sortQueue(state, state.waiting);
+  enqueue(state, state.waiting, req);
   r.status = "preempted";
   r.preemptions += 1;
   if (!args.swapped) r.computed = 0; // it must be computed again, unless it was copied to CPU memory
@@ -133,7 +137,7 @@ function onFreed(state, args, r, req) {
 }
 
 function onDetokenized(state, args, r) {
-  if (typeof args.text === "string") r.text += args.text; // only with --trace-prompts
+  if (typeof args.text === "string") r.text += args.text;
 }
 
 const HANDLERS = {
@@ -155,8 +159,7 @@ const HANDLERS = {
     r.prompt = r.total = args.num_prompt_tokens;
     r.priority = args.params?.priority ?? 0;
     r.arrival = state.arrivals++;
-    place(state.waiting, req);
-    sortQueue(state, state.waiting);
+    enqueue(state, state.waiting, req);
   },
   "engine.step": onStep,
   "sched.admit": onAdmit,
@@ -169,7 +172,7 @@ const HANDLERS = {
   "spec.scheduled": (state, args, r) => { r.drafts = args.num_tokens; },
   "spec.verified": (state, args, r) => { r.accepted = args.accepted; },
   "sched.preempt": onPreempt,
-  "sched.held_back": (state, args) => { state.heldBack = args; },
+  "sched.held_back": onHeldBack,
   "sched.output": (state, args) => {
     state.decided = true;
     state.budget = args.budget;
@@ -189,6 +192,7 @@ const HANDLERS = {
   "kv.cached": (state, args) => args.blocks.forEach((id) => { block(state, id).cached = true; }),
   "kv.evicted": (state, args) => { block(state, args.block).cached = false; },
   "kv.reset": (state, args) => { if (args.done) state.blocks.forEach((one) => { one.cached = false; }); },
+  "request.tokenized": (state, args, r) => { r.askedFor = args.prompt ?? ""; },
   "request.detokenized": onDetokenized,
   "request.finished": (state, args, r) => { r.answered = true; },
   "request.aborted": (state, args, r) => { r.answered = true; r.reason ||= args.reason; },
@@ -197,28 +201,31 @@ const HANDLERS = {
 };
 
 /** Take the next event into the state. */
-function apply(state, event) {
+function apply(state, event, placeOfId) {
   state.at = event.at;
   state.phase = event.phase || state.phase;
   state.lastOf[event.process] = event.at;
   const r = event.req >= 0 ? state.requests[event.req] : null;
-  HANDLERS[event.name]?.(state, event.args, r, event.req, event);
+  HANDLERS[event.name]?.(state, event.args, r, event.req, event, placeOfId);
 }
 
 /** One run: its tables, its events, and the state after each of them. */
 class Recording {
   constructor(data) {
     this.title = data.title;
-    this.processes = data.processes.map(([pid, name]) => ({ pid, name, isEngine: name.startsWith("EngineCore") }));
+    this.processes = data.processes.map(([pid, name]) => ({ pid, name, isEngine: name.startsWith("EngineCore"), hasScheduler: false }));
     this.meanings = new Map(data.names.map(([name, phase, stage, meaning, vllm]) => [name, { phase, stage, meaning, vllm }]));
     this.requests = data.requests.map(([id, label]) => ({ id, label }));
     this.placeOfId = new Map(data.requests.map(([id], at) => [id, at]));
     this.events = data.events.map((row, at) => this.#event(data, row, at));
     this.effects = new Map(); // place of an event -> places of those that it caused
-    this.steps = []; // {step, start, decided}: places of events; decided = where the decision of the step is complete
+    this.steps = []; // {step, start, decided, end}: places of events; decided = where the decision of the step is complete
     this.spans = this.requests.map(() => []); // request -> [{start, status}], for the timeline
     this.received = new Set(); // places of messages whose receipt was recorded
     this.numBlocks = 0; // ids below this one are named in the recording
+    for (const event of this.events) {
+      if (event.name === "scheduler.created" || event.name === "engine.step") this.processes[event.process].hasScheduler = true;
+    }
     this.#readThrough();
   }
 
@@ -233,7 +240,7 @@ class Recording {
     this.snapshots = [emptyState(this.requests.length)];
     const state = emptyState(this.requests.length);
     for (const event of this.events) {
-      apply(state, event);
+      apply(state, event, this.placeOfId);
       this.#note(event, state);
       if ((event.at + 1) % this.every === 0) this.snapshots.push(structuredClone(state));
     }
@@ -247,8 +254,10 @@ class Recording {
       this.effects.get(event.cause).push(event.at);
       this.received.add(event.cause);
     }
-    if (event.name === "engine.step" && event.ph === "B") this.steps.push({ step: event.step, start: event.at, decided: event.at });
-    if (event.name === "sched.output" && this.steps.length) this.steps.at(-1).decided = event.at;
+    if (event.name === "engine.step" && event.ph === "B") this.steps.push({ step: event.step, start: event.at, decided: event.at, end: event.at });
+    const step = this.steps.at(-1);
+    if (step && event.name === "sched.output") step.decided = event.at;
+    if (step && event.name === "engine.step") step.end = event.at;
     if (event.req < 0) return;
     const spans = this.spans[event.req];
     const status = state.requests[event.req].status;
@@ -260,7 +269,7 @@ class Recording {
     const snapshot = Math.floor((at + 1) / this.every);
     const behind = this.current.at > at;
     if (behind || at - this.current.at > this.every) this.current = structuredClone(this.snapshots[snapshot]);
-    while (this.current.at < at) apply(this.current, this.events[this.current.at + 1]);
+    while (this.current.at < at) apply(this.current, this.events[this.current.at + 1], this.placeOfId);
     return this.current;
   }
 
@@ -280,43 +289,49 @@ class Recording {
   }
 }
 
-/** What was decided in a step and what came of it, one line each: what two runs are compared by. Times and pids are not in it. */
-function decisions(recording, step) {
+/**
+ * What was decided in a step and what came of it, one line each, with the arrivals and departures since the step before: what two runs are compared
+ * by (`stagetrace diff` compares the same). Times, pids and the random parts of ids are not in it.
+ */
+function decisions(recording, k) {
   const lines = [];
-  const end = recording.steps[step + 1]?.start ?? recording.events.length;
-  for (let at = recording.steps[step].start; at < end; at++) {
+  for (let at = k ? recording.steps[k - 1].end + 1 : 0; at <= recording.steps[k].end; at++) {
     const line = decision(recording, recording.events[at]);
     if (line) lines.push(line);
   }
   return lines;
 }
 
+const DECISIONS = {
+  "sched.queued": (args, who) => `${who} joins the queue with ${args.num_prompt_tokens} tokens`,
+  "sched.admit": (args, who) => `${who} is admitted, blocks ${args.new_blocks.join(" ")}`,
+  "sched.resume": (args, who) => `${who} comes back, blocks ${args.new_blocks.join(" ")}`,
+  "sched.prefix_hit": (args, who) => `${who} finds ${args.num_tokens} tokens in the prefix cache`,
+  "sched.scheduled": (args, who) => `${who} gets ${args.num_tokens} of ${args.missing} missing tokens`,
+  "sched.preempt": (args, who, label) => `${who} is preempted for ${label(args.needed_by)}`,
+  "sched.held_back": (args, who, label) => `${args.first ? label(args.first) : "somebody"} is held back: ${args.rule || "grammar"}, behind it ${args.behind.map(label).join(" ") || "nobody"}`,
+  "sched.output": (args) => `${args.total_tokens} tokens in all, ${args.free_blocks} blocks free`,
+  "sched.token": (args, who) => `${who} receives ${args.num_tokens} of ${args.sampled} sampled ${(args.token_ids ?? []).join(" ")}`.trim(),
+  "sched.finished": (args, who) => `${who} ends: ${args.reason} (${args.by}), ${args.freed_blocks} blocks free again`,
+  "spec.scheduled": (args, who) => `${who} has ${args.num_tokens} drafts verified`,
+  "spec.verified": (args, who) => `${args.accepted} of ${args.drafted} drafts of ${who} stand`,
+  "spec.proposed": (args, who) => `${args.num_tokens} drafts are proposed for ${who}`,
+  "kv.allocated": (args, who) => `${who} takes blocks ${args.blocks.join(" ")}`,
+  "kv.freed": (args, who) => `${who} gives back blocks ${args.blocks.join(" ")}`,
+  "kv.cached": (args) => `blocks ${args.blocks.join(" ")} can be found from now on`,
+  "kv.evicted": (args) => `block ${args.block} is forgotten`,
+};
+
 function decision(recording, { name, args, req }) {
-  const who = recording.label(req);
-  switch (name) {
-    case "sched.queued": return `${who} joins the queue`;
-    case "sched.admit": return `${who} is admitted, blocks ${args.new_blocks.join(" ")}`;
-    case "sched.resume": return `${who} comes back, blocks ${args.new_blocks.join(" ")}`;
-    case "sched.prefix_hit": return `${who} finds ${args.num_tokens} tokens in the prefix cache`;
-    case "sched.scheduled": return `${who} gets ${args.num_tokens} of ${args.missing} missing tokens`;
-    case "spec.scheduled": return `${who} has ${args.num_tokens} drafts verified`;
-    case "spec.verified": return `${who}: ${args.accepted} of ${args.drafted} drafts stand`;
-    case "sched.preempt": return `${who} is preempted for ${recording.labelOfId(args.needed_by)}`;
-    case "sched.held_back": return `${args.first ? recording.labelOfId(args.first) : "everybody"} held back: ${args.rule || "grammar"}`;
-    case "sched.token": return `${who} receives ${args.num_tokens} token${args.num_tokens === 1 ? "" : "s"} ${(args.token_ids ?? []).join(" ")}`.trim();
-    case "sched.finished": return `${who} ends: ${args.reason} (${args.by})`;
-    default: return "";
-  }
+  const label = (id) => recording.labelOfId(id);
+  return DECISIONS[name]?.(args, recording.label(req), label) ?? "";
 }
 
-/** The first step in which two runs differ: {step, only: [lines of the first alone, lines of the second alone]}, or null. */
-function firstDifference(a, b) {
-  const length = Math.max(a.steps.length, b.steps.length);
-  for (let k = 0; k < length; k++) {
-    const lines = [a, b].map((run) => (run.steps[k] ? decisions(run, k) : []));
-    if (lines[0].join("\n") === lines[1].join("\n")) continue;
-    const only = [0, 1].map((one) => lines[one].filter((line) => !lines[1 - one].includes(line)));
-    return { step: (a.steps[k] ?? b.steps[k]).step, order: only[0].length + only[1].length === 0, only };
-  }
-  return null;
+/** What each of two runs has alone in its step of this number: [lines of the first, lines of the second], or null if the step is the same. */
+function stepDifference(runs, step) {
+  const places = runs.map((run) => run.steps.findIndex((one) => one.step === step));
+  const lines = runs.map((run, i) => (places[i] < 0 ? ["there is no such step"] : decisions(run, places[i])));
+  if (lines[0].join("\n") === lines[1].join("\n")) return null;
+  const only = [0, 1].map((i) => lines[i].filter((line) => !lines[1 - i].includes(line)));
+  return only[0].length + only[1].length ? only : [["the same, in another order"], ["the same, in another order"]];
 }
