@@ -63,7 +63,7 @@ class Replayed:
     cut_off: int | None = None  # the step in whose middle the recording ends
 
     def __str__(self) -> str:
-        counts = f"{self.steps} steps, {self.requests} requests, {self.tokens} scheduled tokens"
+        counts = f"steps {self.steps}, requests {self.requests}, scheduled tokens {self.tokens}"
         lines = [
             f"{self.proc} (pid {self.pid}): {counts}" + ("" if self.difference else ": every decision is the same")
         ]

@@ -18,7 +18,7 @@ def test_replay_of_a_thousand_requests(benchmark: BenchmarkFixture, tmp_path: Pa
     def life() -> None:
         engine = ToyEngine(1, num_blocks=400, block_size=4, max_num_seqs=32, max_num_batched_tokens=256)
         for i in range(NUM_REQUESTS):
-            prompt = STEM[: engine.rng.randint(1, 40)] + [i % 50]
+            prompt = [*STEM[: engine.rng.randint(1, 40)], i % 50]
             engine.add(f"r{i}", prompt, max_tokens=engine.rng.randint(1, 50), ignore_eos=True)
         engine.run()
 

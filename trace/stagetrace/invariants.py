@@ -109,43 +109,50 @@ class Deaths:
         elif event.name == "engine.step":
             self._open_steps.pop(pid, None)
 
-    def end(self, torn: Collection[int]) -> dict[int, str]:
-        """pid -> how it is known that the process was killed, or still runs. `torn`: those whose last line is torn."""
+    def end(self, torn: Collection[int], notes: Notes) -> dict[int, tuple[str, str]]:
+        """pid -> (what became of the process, how it is known). `torn`: those whose last line is torn."""
         found = {pid: f"it ends in the middle of step {step}" for pid, step in self._open_steps.items()}
         found |= dict.fromkeys(torn, "its last line is torn")
         found |= {pid: "it never said that it stopped" for pid, stopped in self._serving.items() if not stopped}
-        return found | self._said
+        dead = {pid: ("was killed or still runs", how) for pid, how in (found | self._said).items()}
+        for parent, children in self._children.items():
+            for child in children if parent in dead else []:
+                if child in self._open_steps:  # an engine ends at once when nobody is left to answer to
+                    dead[child] = (f"ended with its front end, {notes.name(parent)}", found[child])
+        return dead
 
 
 def check(directory: str | Path) -> Report:
     """Read a recording and look at everything that must hold. Raises FileNotFoundError and TraceError as the reader does."""
-    from stagetrace.invariant_rules import make_rules
+    from stagetrace.invariant_rules import Sequence, make_rules, well_formed
 
-    recording, notes, deaths = Recording(directory), Notes(), Deaths()
+    recording, notes, deaths, sequence = Recording(directory), Notes(), Deaths(), Sequence()
     report = Report(processes=notes.processes)
     rules: list[Rule] | None = None
     for event in recording:
         report.events += 1
         notes.processes.setdefault(event.pid, event.proc)
+        notes.last[event.pid] = event
         if event.name == "run.start":
             report.left_out.update(event.args.get("filter") or {})
         if rules is None:
             rules = make_rules(filtered=bool(report.left_out))
-        deaths.feed(event)
-        for rule in rules:
-            rule.feed(event, notes)
-        notes.last[event.pid] = event
+        sequence.feed(event, notes)
+        if well_formed(event, notes):
+            deaths.feed(event)
+            for rule in rules:
+                rule.feed(event, notes)
     for rule in rules or []:
         rule.end(notes)
-    dead = deaths.end(_torn(Path(directory)))
-    for pid, how in dead.items():
+    dead = deaths.end(_torn(Path(directory)), notes)
+    for pid, (end, how) in dead.items():
         last = notes.last.get(pid)
         seen = "nothing of it was recorded" if last is None else f"its last recorded event is {last.ref} {last.name}"
-        report.deaths.append(f"{notes.name(pid)} was killed or still runs: {how}; {seen}")
+        report.deaths.append(f"{notes.name(pid)} {end}: {how}; {seen}")
     report.findings = list(notes.findings.values())
     for finding in report.findings:
         reasons = dead if finding.excuses is None else [pid for pid in dead if pid in finding.excuses]
-        finding.explained = ", ".join(f"{notes.name(pid)} was killed or still runs" for pid in reasons)
+        finding.explained = ", ".join(f"{notes.name(pid)} {dead[pid][0]}" for pid in reasons)
     return report
 
 

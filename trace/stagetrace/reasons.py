@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from stagetrace.engine_state import EngineState, RequestState
 from stagetrace.errors import TraceError
 from stagetrace.event import Event
 from stagetrace.reader import Recording
-from stagetrace.reason_words import CODE, held_back, preempted, scheduled
+from stagetrace.reason_words import CODE, count, ended, held_back, preempted, scheduled
 
 MANY = 10  # ids that an error lists
 
@@ -82,8 +82,7 @@ class _Engine:
         self.open: StepReasons | None = None
         self._cached_by: dict[int, tuple[str, int]] = {}  # block -> (who filled it, in which step)
         self._before: RequestState | None = None  # the request when the step began
-        self._running: list[str] = []  # who ran when the step began
-        self._hits: dict[str, Any] = {}
+        self._num_hits = 0  # blocks that it found in the prefix cache in this step
         self._preempted: list[str] = []  # in this step
 
     def feed(self, event: Event) -> StepReasons | None:
@@ -94,6 +93,10 @@ class _Engine:
         elif event.name == "engine.step":
             step, self.open = self.open, None
             done = step if step is not None and step.reasons else None
+        elif event.name == "sched.finished" and event.req == self.request_id and self.open is None:  # between two steps
+            self.open = StepReasons(self.state.step, self.state.in_words())
+            self._mine(event.name, event.args)
+            done, self.open = self.open, None
         else:
             self._event(event)
         self.state.feed(event)
@@ -101,10 +104,9 @@ class _Engine:
 
     def _begin(self, step: int) -> None:
         request = self.state.requests.get(self.request_id)
-        self._hits, self._preempted = {}, []
-        self._before = request
+        self._num_hits, self._preempted = 0, []
+        self._before = replace(request) if request is not None else None
         if request is not None:
-            self._running = [i for i, r in self.state.requests.items() if r.status == "running"]
             self.open = StepReasons(step, self.state.in_words())
 
     def _event(self, event: Event) -> None:
@@ -114,10 +116,7 @@ class _Engine:
         elif event.name == "sched.preempt":
             self._preempted.append(event.req or "")
         if self.open is None:
-            if event.req == self.request_id and event.name == "sched.finished":
-                self.open = StepReasons(self.state.step, self.state.in_words())  # aborted between two steps
-            else:
-                return
+            return
         if event.name == "sched.held_back":
             self._held_back(event.args)
         elif event.name == "sched.output" and not self.open.reasons:
@@ -149,7 +148,7 @@ class _Engine:
             self._say(args["rule"], f"It waits, first in the queue: {text}", f"waits: {args['rule']}")
             return
         place = args["behind"].index(mine) + 2
-        text = f"It waits, number {place} in the queue, behind {args['first']}, and nobody overtakes. {args['first']}: {text}"
+        text = f"It waits, number {place} in the queue, behind {args['first']}; nobody overtakes. Why {args['first']} waits: {text}"
         self._say("order", text, f"waits behind {args['first']}: {args['rule']}")
 
     def _passed_over(self, args: dict[str, Any]) -> None:
@@ -170,8 +169,9 @@ class _Engine:
             case "sched.resume":
                 self._say("resume", self._resumed(), "resumed")
             case "sched.scheduled":
-                kind = "decode" if args["missing"] == 1 else "prefill"
-                self._say("chunk", scheduled(args, settings, self._request()), f"{kind} of {args['num_tokens']}")
+                newest = args["missing"] == 1 and args["num_computed"] >= self._request().prompt
+                kind = "decode" if newest else "prefill"
+                self._say("chunk", scheduled(args, settings, self._num_hits), f"{kind} of {args['num_tokens']}")
             case "spec.scheduled":
                 text = f"{args['num_tokens']} drafts are verified beside it, from what budget and free blocks had left."
                 self._say("drafts", text, "drafts")
@@ -179,9 +179,9 @@ class _Engine:
                 text = f"The model accepted {args['accepted']} of {args['drafted']} drafts."
                 self._say("verify", text, "verified")
             case "sched.preempt":
-                self._say("preempt", preempted(args, self.state, self.request_id, self._running), "preempted")
+                self._say("preempt", preempted(args, self.state, self.request_id), "preempted")
             case "sched.finished":
-                self._finished(args)
+                self._say("end " + args["by"], ended(args, self._request(), settings), f"ended: {args['by']}")
 
     def _resumed(self) -> str:
         request = self._request()
@@ -190,26 +190,10 @@ class _Engine:
         return f"It came back: its {request.total} tokens are computed again, but for those in the prefix cache."
 
     def _prefix_hit(self, args: dict[str, Any]) -> None:
+        self._num_hits = len(args["blocks"])
         by: dict[tuple[str, int], list[int]] = {}
         for block in args["blocks"]:
-            by.setdefault(self._cached_by.get(block, ("a request before the recording", 0)), []).append(block)
-        whose = "; ".join(f"blocks {blocks} were cached by {who} in step {step}" for (who, step), blocks in by.items())
-        count = len(args["blocks"])
-        text = f"The first {args['num_tokens']} of its tokens, {count} full blocks, were found in the prefix cache: {whose}."
-        self._say("prefix", text, "prefix hit")
-
-    def _finished(self, args: dict[str, Any]) -> None:
-        by, request = args["by"], self.state.requests.get(self.request_id)
-        limit = request.params.get("max_tokens") if request is not None else None
-        why = {
-            "eos": "the newest token is the end-of-text token",
-            "stop_token": "the newest token is one of its stop_token_ids",
-            "length": f"it has max_tokens = {limit}, or the {self.state.settings['max_model_len']} tokens of the context",
-            "grammar": "its grammar allows nothing more, or failed",
-            "outside": "the front end asked for it (abort, stop string), or its grammar was refused",
-        }.get(by, by)
-        self._say(
-            "end " + by,
-            f"It ended ({args['reason']}): {why}. {args['freed_blocks']} blocks were given back.",
-            f"ended: {by}",
-        )
+            by.setdefault(self._cached_by.get(block, ("an unknown request", 0)), []).append(block)
+        whose = "; ".join(f"{blocks}, cached by {who} in step {step}" for (who, step), blocks in by.items())
+        found = f"{count(args['num_tokens'], 'token')} of it ({count(self._num_hits, 'full block')})"
+        self._say("prefix", f"The first {found} were found in the prefix cache: {whose}.", "prefix hit")

@@ -28,12 +28,14 @@ def run(args: argparse.Namespace) -> int:
         for line in _ranges(steps):
             print(f"  {line}")
         return 0
-    first, last = None, None
+    first, last, found = None, None, False
     for step in steps:
         first, last = first or step.step, step.step
-        if step.step == args.step:
+        if step.step == args.step:  # twice, when it was aborted after its step
             _print_step(request_id, step)
-            return 0
+            found = True
+    if found:
+        return 0
     if last is None:
         raise TraceError(f"the recording ends before {request_id} could be part of a step")
     raise TraceError(
