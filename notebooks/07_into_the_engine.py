@@ -37,6 +37,7 @@ from stage03_engine.frontend.output_processor import RequestOutputCollector
 from stage03_engine.outputs import CompletionOutput, RequestOutput
 from stage03_engine.sampling_params import RequestOutputKind, SamplingParams
 from stagetrace import read_run, tell
+from stagetrace.figures import process_lanes
 
 # %% [markdown]
 # ## Start: one process here, one there
@@ -183,6 +184,7 @@ print(f"fast reader: {fast} outputs; slow reader: {slow} outputs; same text: {fa
 engine.shutdown()
 recording.close()
 run = read_run(folder)
+story = tell(run.events)
 
 
 def show_way_in(request_id):
@@ -206,6 +208,12 @@ show_way_in("m20")
 # itself, as its last field. Such a link is what puts the events of two processes into one order
 # ([`causal_order`](../trace/stagetrace/reader.py)).
 #
+# The same as a picture: the two processes over time, an arrow for each message.
+
+# %%
+lab.picture(process_lanes(story, req="m20"))
+
+# %% [markdown]
 # Now the very first request. It took much longer on the way. What happened at the time when it was received?
 
 # %%
@@ -219,7 +227,6 @@ print(f"\nfrom engine.ready to engine.busy_loop: {(loop_began - is_ready) / 1e6:
 # middle of that. This is what a trace is for: one slow message is a question, and the event beside it an answer.
 
 # %%
-story = tell(run.events)
 ways = {
     "in: request": sorted(
         (m.received_ns - m.sent_ns) / 1000 for m in story.messages if m.name == "zmq.request_sent" and m.req

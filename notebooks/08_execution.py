@@ -244,6 +244,12 @@ show(runner._prepare_inputs(second), list(second.num_scheduled_tokens))
 # Deltas only: the worker knows the requests, and gets the blocks that their tables grow by. `a` brings one token (what is called
 # decode), `b` its next chunk (what is called prefill), in one row, in one call of the model. Nothing in the code says which is which.
 #
+# This is all that a step is, and the engine's code for it is as short:
+
+# %%
+lab.source(type(core).step)
+
+# %% [markdown]
 # ## Where the time of a step goes
 #
 # The same parts as the trace sees them, for a batch of decodes. (`engine.step` is a span; so is `model.forward`.)
@@ -274,6 +280,30 @@ for before_mark, after_mark in pairwise(MARKS):
 print(f"median of {len(complete)} steps with 8 decodes:")
 for part, micros in zip(PARTS, medians):
     print(f"  {part:13}{micros:8.0f} µs")
+
+# %% [markdown]
+# Inside the model, `--trace-layers` shows the parts of each layer as spans too. The same batch, and what each kind of part takes
+# of a step:
+
+# %%
+with lab.record() as folder, LLM("gpt2-tiny", num_gpu_blocks_override=256, max_num_seqs=8, trace_layers=True) as traced:
+    traced.generate(
+        ["ROMEO:"] * 8, SamplingParams(temperature=0.8, top_k=20, top_p=0.9, max_tokens=40, ignore_eos=True)
+    )
+spent, began = {}, {}
+for event in read_run(folder).events:
+    if event.name in ("model.embedding", "model.attention", "model.mlp", "model.forward"):
+        if event.ph == "B":
+            began[event.name] = event.ts
+        else:
+            spent.setdefault(event.name, {}).setdefault(event.step, []).append(event.ts - began[event.name])
+for name, of_steps in spent.items():
+    per_step = sorted(sum(times) for times in of_steps.values())
+    print(f"{name:16} {len(of_steps[2])} a step, {per_step[len(per_step) // 2] / 1000:6.0f} µs together")
+print("\nand the sampler, in step 2:")
+for event in read_run(folder).events:
+    if event.step == 2 and event.name.startswith("sampler"):
+        print(" ", event.console_line().removeprefix("[TRACE] "))
 
 # %% [markdown]
 # ## The roofline: which part is limited by what
@@ -345,8 +375,8 @@ def measure(query_lens, seq_lens, repeats):
     return (*count(query_lens, seq_lens), best_time(step, repeats))
 
 
-points = {f"decode, {n} at once": measure([1] * n, [64] * n, 3) for n in (1, 4, 16)}
-points |= {f"prefill, {n} tokens": measure([n], [n], 2) for n in (16, 64, 256)}
+points = {f"decode, {n} at once": measure([1] * n, [64] * n, 2) for n in (1, 4, 16)}
+points |= {f"prefill, {n} tokens": measure([n], [n], 1) for n in (16, 64, 160)}
 print("step                    ms   per token   FLOP/byte   GFLOP/s   GB/s   nearer to")
 for name, (operations, moved, seconds) in points.items():
     tokens = int(name.split(",")[1].split()[0])
@@ -405,9 +435,9 @@ for gpu, flops, bytes_per_second in (("A100 SXM 80 GB", 312e12, 2.039e12), ("H10
 # > the whole context again. Is the factor a constant?
 
 # %%
-for context in (16, 64, 256):
+for context in (16, 64, 160):
     cached = measure([1], [context], 2)[2]
-    again = measure([context], [context], 1)[2]
+    again = points[f"prefill, {context} tokens"][2]  # to compute the whole context again is a prefill of it
     print(
         f"context {context:4}: with the cache {cached * 1e3:6.1f} ms, without {again * 1e3:7.1f} ms, factor {again / cached:5.1f}"
     )
@@ -443,7 +473,7 @@ big.shutdown()
 #   request, and `logits_indices`: the rows of the last tokens of those requests that have caught up with all their tokens.
 
 
-# %% tags=["exercise"]
+# %%
 def real_inputs(batch, block_size):
     """What ModelRunner makes of it."""
     other = ModelRunner(llm.vllm_config, torch.device("cpu"))
@@ -459,6 +489,7 @@ def real_inputs(batch, block_size):
     return tuple(tensor.tolist() for tensor in tensors)
 
 
+# %% tags=["exercise"]
 def my_inputs(batch, block_size):
     return real_inputs(batch, block_size)  # yours goes here
 

@@ -116,6 +116,13 @@ for token_id in tokenizer.encode("And so, I say: so, my lord"):
 lab.table(rows, "token", "text so far", "sent", "stop")
 
 # %% [markdown]
+# The whole of it, in the real part:
+
+# %%
+lab.source(IncrementalDetokenizer._check_stop)
+lab.source(held_back)
+
+# %% [markdown]
 # ## Who stops the engine
 #
 # The engine core knows no text, so it cannot see a stop string. (It does see `max_tokens`, the end-of-text token and stop tokens.)
@@ -285,7 +292,7 @@ print(
 #   taken in.
 
 
-# %% tags=["exercise"]
+# %%
 class Pieces:
     """A tokenizer whose token i stands for the bytes pieces[i]."""
 
@@ -317,6 +324,7 @@ def real_deltas(pieces, stops):
     return [*deltas, detokenizer.next_text(delta=True)], None
 
 
+# %% tags=["exercise"]
 def my_deltas(pieces, stops):
     return real_deltas(pieces, stops)  # yours goes here
 

@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import lab
-from IPython.display import display
 
 from stage03_engine.config import CacheConfig, SchedulerConfig
 from stage03_engine.core.block_pool import BlockPool
@@ -35,7 +34,7 @@ from stage03_engine.llm import LLM
 from stage03_engine.messages import EngineCoreRequest
 from stage03_engine.replay import replay
 from stage03_engine.sampling_params import SamplingParams
-from stagetrace import Story, read_run, tell
+from stagetrace import Story, player, read_run, tell
 from stagetrace.figures import block_map, request_timeline, token_budget
 
 # %% [markdown]
@@ -75,6 +74,10 @@ def live(requests, **flags):
     return Run(tell(read_run(folder).events), tokens, folder)
 
 
+def draw(figure):
+    lab.picture(figure, dpi=70)
+
+
 SPEECH = "Now is the winter of our discontent made glorious summer by this sun of York; and all the clouds that lour'd upon our house "
 REQUESTS = [
     ("a", 0, "ROMEO:", 24),
@@ -103,7 +106,7 @@ lab.table(
 
 # %%
 three = live(REQUESTS, max_num_seqs=3)
-request_timeline(three.story)
+draw(request_timeline(three.story))
 
 # %%
 order = [(name, at, count) for name, at, _, count in sorted(REQUESTS, key=lambda r: r[1])]
@@ -124,6 +127,12 @@ lab.table([(name, ends[name], end) for name, (_, end) in static.items()], "reque
 # %% [markdown]
 # There is no batch that must be complete: the scheduler decides anew in each step. Requests join and leave between two steps.
 #
+# Running requests are served first, by the whole of this loop:
+
+# %%
+lab.source(Scheduler._schedule_running)
+
+# %% [markdown]
 # ## The token budget, and chunks
 #
 # `e` has a long prompt. `max_num_batched_tokens` bounds the tokens of one step, for all requests together. Whoever runs is
@@ -135,7 +144,7 @@ lab.table([(name, ends[name], end) for name, (_, end) in static.items()], "reque
 
 # %%
 chunks = live(REQUESTS, max_num_batched_tokens=16, max_num_seqs=8)
-token_budget(chunks.story)
+draw(token_budget(chunks.story))
 
 # %%
 whole = live(REQUESTS, enable_chunked_prefill=False, max_num_batched_tokens=256)
@@ -169,8 +178,8 @@ lab.table(
 
 # %%
 tight = live(REQUESTS, num_gpu_blocks_override=13, block_size=8, max_model_len=96, enable_prefix_caching=False)
-display(request_timeline(tight.story))
-display(block_map(tight.story))
+draw(request_timeline(tight.story))
+draw(block_map(tight.story))
 
 # %%
 for step in tight.story.steps:
@@ -180,6 +189,15 @@ for step in tight.story.steps:
         )
 computed = {label: sum(s.total_tokens for s in run.story.steps) for label, run in (("roomy", first), ("tight", tight))}
 print(computed, f"tokens computed: {100 * (computed['tight'] / computed['roomy'] - 1):.0f} % more")
+
+# %% [markdown]
+# Two requests are enough to watch it happen. Play it: space starts and stops, the arrow keys step. Each event says where in the code
+# it was emitted, and what it means.
+
+# %%
+two = [("a", 0, "ROMEO:", 20), ("e", 0, SPEECH, 10)]
+duel = live(two, num_gpu_blocks_override=8, block_size=8, max_model_len=56, enable_prefix_caching=False)
+player.show(duel.folder, height=620)
 
 # %% [markdown]
 # The newest goes (the last of the queue), and waits at the front of those that wait, so that no newcomer overtakes it. Its keys and values
@@ -198,7 +216,7 @@ PLAY = "KING RICHARD: what a piece of work is a man, how noble in reason, how in
 after = [(f"q{i}", 4 * i, PLAY + end, 10) for i, end in enumerate(("yes", "no", "I say", "yes"))]
 together = [(name, 0, prompt, count) for name, _, prompt, count in after]
 cached = live(after)
-display(block_map(cached.story))
+draw(block_map(cached.story))
 rows = []
 for label, run in (
     ("one after another", cached),
@@ -252,7 +270,7 @@ class ShortestFirst(Scheduler):
 sys.path.append(str(folder))
 short = live(REQUESTS, max_num_seqs=2, scheduler_cls="my_scheduler:ShortestFirst")
 fair = live(REQUESTS, max_num_seqs=2)
-display(request_timeline(short.story))
+draw(request_timeline(short.story))
 rows = []
 for label, run in (("first come", fair), ("shortest first", short)):
     begins = {
@@ -352,9 +370,16 @@ def decisions(scheduler_class, seed):
     return said
 
 
-lab.check(
-    lambda seed: decisions(MyScheduler, seed), lambda seed: decisions(Scheduler, seed), [(seed,) for seed in range(200)]
-)
+def compared(scheduler_class, seed):
+    """The first decision in which a scheduler differs from the real one."""
+    pairs = zip(decisions(scheduler_class, seed), decisions(Scheduler, seed))
+    for number, (got, right) in enumerate(pairs, start=1):
+        if got != right:
+            return f"decision {number} is {got}, should be {right}"
+    return "the same decisions"
+
+
+lab.check(lambda seed: compared(MyScheduler, seed), lambda seed: "the same decisions", [(seed,) for seed in range(200)])
 
 # %% [markdown]
 # And on real recordings: each decision of these engines, made again by your scheduler.

@@ -27,7 +27,6 @@ import sys
 from itertools import pairwise
 
 import lab
-from IPython.display import display
 
 from stage03_engine.replay import replay
 from stagetrace import read_run, tell
@@ -90,8 +89,8 @@ complaint("bug_starvation")
 # > better off? What could make a preempted request wait that long?
 
 # %%
-display(request_timeline(runs["bug_starvation_healthy"]))
-display(request_timeline(runs["bug_starvation"]))
+lab.picture(request_timeline(runs["bug_starvation_healthy"]))
+lab.picture(request_timeline(runs["bug_starvation"]))
 
 # %% [markdown]
 # In the upper picture, whoever was sent away comes back before a newcomer is let in. In the lower one newcomers begin while preempted
@@ -149,6 +148,9 @@ complaint("bug_leak")
 ask("why", "bug_leak", "--req", "r4")  # ask more: why, diff, check, show; or draw: block_map(runs["bug_leak"])
 
 # %% [markdown]
+# You can also play both runs side by side, step by step: in a new cell, `from stagetrace import player`, then
+# `player.show(lab.RECORDED / "bug_leak", compare=lab.RECORDED / "bug_leak_healthy")`.
+#
 # Fill in what you found: the step in which the two runs first differ, the request that the engine treats wrongly there, and how many
 # blocks that costs for ever.
 
@@ -227,7 +229,7 @@ print(judge(answer_3, truth_3()))
 # All other events do not matter.
 
 
-# %% tags=["exercise"]
+# %%
 class Findings:
     """Keeps what a rule of `stages trace check` says."""
 
@@ -247,6 +249,7 @@ def real_lost_blocks(events):
     return [(hit[1], sorted(int(b) for b in hit[2].split(","))) for hit in hits if hit]
 
 
+# %% tags=["exercise"]
 def lost_blocks(events):
     return real_lost_blocks(events)  # yours goes here
 
@@ -302,10 +305,10 @@ print("case 2:", truth_2())
 from buggy_schedulers import Leaking, Stalling
 
 lab.source(Leaking)
-block_map(runs["bug_leak"])
+lab.picture(block_map(runs["bug_leak"]))
 
 # %%
 print("case 3:", truth_3())
 lab.source(Stalling)
-display(token_budget(runs["bug_stall_healthy"]))
-display(token_budget(runs["bug_stall"]))
+lab.picture(token_budget(runs["bug_stall_healthy"]))
+lab.picture(token_budget(runs["bug_stall"]))
