@@ -15,6 +15,7 @@
 # | the loop | [`EngineCoreProc.run_busy_loop`](../stage03_engine/core/engine_core_proc.py) | `v1/engine/core.py` run_busy_loop |
 
 # %%
+import math
 import statistics
 import time
 
@@ -111,7 +112,7 @@ print(messages.decode_add(wire).sampling_params.max_tokens, "tokens at most")
 story = tell(run.events)
 for name in ("zmq.request_sent", "zmq.outputs_sent"):
     times = sorted((m.received_ns - m.sent_ns) / 1e6 for m in story.messages if m.name == name)
-    middle, worst = statistics.median(times), times[int(0.9 * (len(times) - 1))]
+    middle, worst = statistics.median(times), times[math.ceil(0.9 * len(times)) - 1]
     print(
         f"{name:18} {len(times):4} messages, from sent to decoded: median {middle:.3f} ms, 90th percentile {worst:.3f} ms"
     )

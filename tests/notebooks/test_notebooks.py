@@ -127,7 +127,8 @@ def test_a_broken_link_is_noticed() -> None:
 
 
 def with_a_wrong_answer(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
-    """Cells to put at the end: what the reader was to write does nothing now, and the check again."""
+    """Cells to put at the end: what the reader was to write (the last definition of the exercise's cell) does nothing now,
+    and the check again."""
     tagged = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.metadata.get("tags")]
     (check,) = [cell.source for cell in tagged if "check" in cell.metadata.tags]
     names = [
@@ -138,7 +139,7 @@ def with_a_wrong_answer(notebook: nbformat.NotebookNode) -> list[nbformat.Notebo
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
     ]
     assert names, "the exercise's cell defines what the reader is to write"
-    wrong = "\n".join(f"{name} = lambda *args, **kwargs: None" for name in names)
+    wrong = f"{names[-1]} = lambda *args, **kwargs: None"
     make, may_raise = nbformat.v4.new_code_cell, {"metadata": {"tags": ["raises-exception"]}}
     return [make(wrong), make(check, **may_raise)]
 
