@@ -68,6 +68,7 @@ def test_command(command: str, request: pytest.FixtureRequest, tmp_path: Path) -
             command.replace("http://localhost:8000", request.getfixturevalue("url")) + " --fail --silent --show-error"
         )
     command = re.sub(r"--trace \S+", f"--trace {tmp_path}", command)
+    command = re.sub(r"--out (\S+)", rf"--out {tmp_path}/\1", command)
     path = (
         os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]
     )  # `python` and `stages` as after activation
