@@ -28,7 +28,8 @@ def find_chromium() -> str | None:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """A running browser, one per module; import it into the test module. Without a Chromium the tests are skipped, but
+    """A running browser, one per module; a test module says `pytest_plugins = ["browser"]`.
+    Without a Chromium the tests are skipped, but
     fail where the environment says CI: there they must not be left out unnoticed."""
     path = find_chromium()
     if path is None:

@@ -12,7 +12,12 @@ def state_after(events: list[Event]) -> dict[str, Any]:
     """Who waits and runs (request ids in arrival order), tokens of those who run, blocks with their holders, cached blocks,
     free blocks, budget, and messages on the way (places in `events`)."""
     arrived = [e.req for e in events if e.name == "sched.queued"]
-    running = {r for r in arrived if last_of(events, r, ("sched.admit", "sched.resume", "sched.preempt", "sched.finished")) in ("sched.admit", "sched.resume")}
+    running = {
+        r
+        for r in arrived
+        if last_of(events, r, ("sched.admit", "sched.resume", "sched.preempt", "sched.finished"))
+        in ("sched.admit", "sched.resume")
+    }
     ended = {e.req for e in events if e.name == "sched.finished"}
     holders, cached = blocks_after(events)
     usable = next((e.args["num_blocks"] - 1 for e in events if e.name == "scheduler.created"), 0)

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import browser  # noqa: F401 - a fixture
 from naive_replay import state_after
 
 from stagetrace import Event, Recording, Run, read_run
 from stagetrace.errors import TraceError
 from stagetrace.player import data, page, show
 from stagetrace.player.data import page_data, short_names
+
+pytest_plugins = ["browser"]  # the fixture of tests/browser.py
 
 RECORDED = Path(__file__).parents[2] / "trace" / "recorded"
 RUNS = sorted(path.name for path in RECORDED.iterdir() if path.is_dir())
@@ -78,7 +79,7 @@ class Opened:
 
 
 @pytest.fixture
-def opened(browser: Any, tmp_path: Path) -> Iterator[Any]:  # noqa: F811
+def opened(browser: Any, tmp_path: Path) -> Iterator[Any]:
     """A function that opens a page; whatever it opened must have been silent and alone."""
     pages: list[Opened] = []
 
@@ -119,7 +120,11 @@ def check_state(
 @pytest.mark.parametrize("name", RUNS)
 def test_what_it_shows_is_what_the_recording_says(opened: Any, name: str) -> None:
     events = read_run(RECORDED / name).events
-    outputs = [i for i, e in enumerate(events) if e.name in ("sched.output", "sched.preempt", "spec.verified", "sched.held_back")]
+    outputs = [
+        i
+        for i, e in enumerate(events)
+        if e.name in ("sched.output", "sched.preempt", "spec.verified", "sched.held_back")
+    ]
     chance = random.Random(name)
     places = {0, len(events) - 1, *chance.sample(range(len(events)), 24)}
     places |= set(chance.sample(outputs, min(16, len(outputs))))
@@ -292,13 +297,19 @@ def test_everything_can_be_reached_and_has_a_name(opened: Any) -> None:
     assert player.page.get_by_role("slider").count() == 1 and player.page.get_by_role("status").count() == 2
 
 
-EVIL = ["</script><script>alert(1)</script>", "<img src=x onerror=alert(1)>", "\"'><b>&amp;<!--", "@@DATA@@", "${alert(1)}"]
+EVIL = [
+    "</script><script>alert(1)</script>",
+    "<img src=x onerror=alert(1)>",
+    "\"'><b>&amp;<!--",
+    "@@DATA@@",
+    "${alert(1)}",
+]
 
 
 def evil_run() -> Run:
     """A recording in which everything that a client could have written is an attack."""
     events, step = [], 0
-    for i, evil in enumerate(EVIL):
+    for evil in EVIL:
         rows = [
             ("http.request", {"method": evil, "path": evil}),
             ("sched.queued", {"waiting": 1, "num_prompt_tokens": 3, "params": {}, "block_hashes": []}),
@@ -330,7 +341,7 @@ def test_what_a_client_wrote_is_text(opened: Any) -> None:
     assert EVIL[0] in player.text(".held-back") and EVIL[0] in player.text(".event .facts")
 
 
-def test_in_a_notebook(browser: Any, tmp_path: Path) -> None:  # noqa: F811
+def test_in_a_notebook(browser: Any, tmp_path: Path) -> None:
     """The frame of a notebook cell, or of an exported page: it gets the keys, and its scripts run in there."""
     shown = show(RECORDED / "one_request", height=500)._repr_html_()
     assert 'height="500"' in shown and html.escape("<!doctype html>") in shown

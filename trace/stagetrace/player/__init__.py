@@ -2,7 +2,7 @@
 
 `page(recording)` is the page as text, `show(recording)` puts it into a notebook; both take a second recording to compare with.
 In reading order: data.py (what of a recording the page holds), build.py (how the page is put together), replay.js (events ->
-state), panels.js (state -> picture), controls.js (time, keys and mouse).
+state), panels.js and details.js (state -> picture), controls.js (time, keys and mouse).
 """
 
 from stagetrace.player.build import Player, page, show

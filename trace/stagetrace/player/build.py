@@ -14,7 +14,7 @@ import msgspec
 from stagetrace.player.data import page_data
 from stagetrace.reader import Recording, Run
 
-SCRIPTS = ("replay.js", "panels.js", "controls.js")
+SCRIPTS = ("replay.js", "panels.js", "details.js", "controls.js")
 
 
 def page(recording: str | Path | Recording | Run, compare: str | Path | Recording | Run | None = None) -> str:

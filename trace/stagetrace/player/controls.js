@@ -1,11 +1,15 @@
-// Part 3 of 3: time, keys and mouse. A position is a place on the common time line of all runs of the page; with one run it is the
+// Part 4 of 4: time, keys and mouse. A position is a place on the common time line of all runs of the page; with one run it is the
 // place of an event, with two their steps are laid side by side.
 
-const SPEEDS = [["1 event/s", 1, "event"], ["4 events/s", 4, "event"], ["12 events/s", 12, "event"], ["40 events/s", 40, "event"], ["1 step/s", 1, "step"], ["4 steps/s", 4, "step"], ["15 steps/s", 15, "step"]];
+const SPEEDS = [
+  ["1 event/s", 1, "event"], ["4 events/s", 4, "event"], ["12 events/s", 12, "event"], ["40 events/s", 40, "event"],
+  ["1 step/s", 1, "step"], ["4 steps/s", 4, "step"], ["15 steps/s", 15, "step"],
+];
 
 /**
- * The common time line: {places, marks}. `places[run][position]` is the event of that run. A step begins for all runs at the same position, and
- * its decision is complete for all at the same position; who is there earlier waits. `marks` are those positions: {step, start, decided}.
+ * The common time line: {places, marks}. `places[run][position]` is the event of that run. A step begins for all runs at the same
+ * position, and its decision is complete for all at the same position; who is there earlier waits. `marks` are those positions:
+ * {step, start, decided}.
  */
 function synchronise(recordings) {
   const ofStep = recordings.map((recording) => new Map(recording.steps.map((one, k) => [one.step, stretchOf(recording, k)])));
@@ -67,7 +71,8 @@ class Player {
 
   /** Does an event that is to be shown happen at this position, in any run? */
   happens(position, wanted) {
-    return this.recordings.some((_, run) => (position === 0 || this.places[run][position] !== this.places[run][position - 1]) && wanted(this.event(run, position), run));
+    const moved = (places) => position === 0 || places[position] !== places[position - 1];
+    return this.places.some((places, run) => moved(places) && wanted(this.event(run, position), run));
   }
 
   isShown(event, run) {
@@ -97,8 +102,8 @@ class Player {
 
   /** To where the decision of the next step, or of the one before, is complete. */
   moveByStep(direction) {
-    const marks = direction > 0 ? this.marks.filter((mark) => mark.decided > this.position) : this.marks.filter((mark) => mark.decided < this.position);
-    const mark = direction > 0 ? marks[0] : marks.at(-1);
+    const next = (mark) => mark.decided > this.position, before = (mark) => mark.decided < this.position;
+    const mark = direction > 0 ? this.marks.find(next) : this.marks.findLast(before);
     this.goTo(mark ? mark.decided : direction > 0 ? this.length - 1 : 0);
     return Boolean(mark);
   }
@@ -150,12 +155,13 @@ class Player {
   #inWords() {
     const event = this.event(0);
     const step = this.panels[0].recording.current.step;
-    return `event ${event.at + 1} of ${this.recordings[0].events.length}, ${step ? `step ${step}` : "start"}: ${event.name} ${this.recordings[0].label(event.req)}`;
+    const [{ events }] = this.recordings;
+    return `event ${event.at + 1} of ${events.length}, ${step ? `step ${step}` : "start"}: ${this.recordings[0].oneLine(event)}`;
   }
 
   /** Tell a screen reader where we are; not while playing, which would be a flood. */
   announce() {
-    if (this.timer === 0) this.say(`${this.#inWords()}. ${this.panels[0].meaning(this.event(0))}`);
+    if (this.timer === 0) this.say(`${this.#inWords()}. ${this.recordings[0].meaning(this.event(0))}`);
   }
 
   say(text) {
@@ -168,7 +174,8 @@ class Player {
     const { step } = this.marks.findLast((mark) => mark.start <= this.position) ?? { step: 0 };
     const difference = step ? stepDifference(this.recordings, step) : null;
     const since = this.firstDifferent && this.firstDifferent.step <= step ? this.firstDifferent.step : 0;
-    const words = !since ? "= the same so far" : step === since ? "≠ the first difference" : difference ? "≠ differs" : "= the same in this step";
+    const later = difference ? "≠ differs" : "= the same in this step";
+    const words = !since ? "= the same so far" : step === since ? "≠ the first difference" : later;
     this.panels.forEach((panels, run) => panels.drawDifference(words, difference?.[run] ?? []));
   }
 
@@ -223,7 +230,8 @@ class Player {
 
   #fillChoices() {
     const labels = [...new Set(this.recordings.flatMap((recording) => recording.requests.map(({ label }) => label)))];
-    this.filterBox.append(make("option", { value: "" }, "all requests"), ...labels.map((label) => make("option", { value: label }, `only ${label}`)));
+    const choices = labels.map((label) => make("option", { value: label }, `only ${label}`));
+    this.filterBox.append(make("option", { value: "" }, "all requests"), ...choices);
     const names = [...new Set(this.recordings.flatMap((recording) => [...recording.meanings.keys()]))].sort();
     document.getElementById("event-names").append(...names.map((value) => make("option", { value })));
   }
@@ -231,7 +239,11 @@ class Player {
   /** Show one request alone, and go to its first event unless the current one is its own. */
   #filter(label) {
     this.only = label;
-    this.panels.forEach((panels, run) => panels.filter(label === "" ? -1 : this.recordings[run].requests.findIndex((one) => one.label === label)));
+    this.panels.forEach((panels, run) => {
+      const { requests } = this.recordings[run];
+      const req = requests.findIndex((one) => one.label === label);
+      panels.filter(label === "" ? -1 : req < 0 ? requests.length : req); // behind the last: this run has no such request
+    });
     this.#countFound();
     const own = (event, run) => this.isShown(event, run);
     if (!this.recordings.some((_, run) => own(this.event(run), run))) {

@@ -90,6 +90,8 @@ def short_names(request_ids: Iterable[str]) -> list[tuple[str, str]]:
     given = {root: match[1] or match[2] for root in roots if (match := _GIVEN_ID.fullmatch(root))}
     times = Counter(given.values())
     names = {root: given[root] if times[given.get(root)] == 1 else f"#{n}" for n, root in enumerate(roots, start=1)}
-    short = [request_id.replace(root_of(request_id), names[root_of(request_id)], 1).removesuffix("-0") for request_id in ids]
+    short = [
+        request_id.replace(root_of(request_id), names[root_of(request_id)], 1).removesuffix("-0") for request_id in ids
+    ]
     again = Counter(short)  # a client may call its request what another's second prompt is called
     return [(i, name if again[name] == 1 else f"#{n}.{name}") for n, (i, name) in enumerate(zip(ids, short), start=1)]

@@ -1,5 +1,5 @@
 "use strict";
-// Part 1 of 3: from events to a state. No picture here: a Recording knows its events, and what the system looked like after each.
+// Part 1 of 4: from events to a state. No picture here: a Recording knows its events, and what the system looked like after each.
 // What an event means is written beside each handler below; the words are those of stagetrace.vocabulary.
 
 const PHASES = ["CLI entry", "serve", "API server", "AsyncLLM", "EngineCore", "request", "into the engine", "execution", "response"];
@@ -44,8 +44,9 @@ function remove(list, req) {
 /** Enter a queue where the policy says. Arrival breaks every tie, so who was preempted comes back to its old place. */
 function enqueue(state, queue, req) {
   if (queue.includes(req)) return;
-  const rank = (one) => (state.policy === "priority" ? state.requests[one].priority : 0);
-  const behind = queue.findIndex((other) => rank(req) - rank(other) < 0 || (rank(req) === rank(other) && state.requests[req].arrival < state.requests[other].arrival));
+  const key = (one) => [state.policy === "priority" ? state.requests[one].priority : 0, state.requests[one].arrival];
+  const goesBefore = ([priority, arrival], [p, a]) => priority < p || (priority === p && arrival < a);
+  const behind = queue.findIndex((other) => goesBefore(key(req), key(other)));
   queue.splice(behind < 0 ? queue.length : behind, 0, req);
 }
 
@@ -216,6 +217,7 @@ class Recording {
     this.processes = data.processes.map(([pid, name]) => ({ pid, name, isEngine: name.startsWith("EngineCore"), hasScheduler: false }));
     this.meanings = new Map(data.names.map(([name, phase, stage, meaning, vllm]) => [name, { phase, stage, meaning, vllm }]));
     this.requests = data.requests.map(([id, label]) => ({ id, label }));
+    this.nameWidth = this.requests.reduce((most, { label }) => Math.max(most, Math.min(8, label.length)), 2); // letters
     this.placeOfId = new Map(data.requests.map(([id], at) => [id, at]));
     this.events = data.events.map((row, at) => this.#event(data, row, at));
     this.effects = new Map(); // place of an event -> places of those that it caused
@@ -254,10 +256,11 @@ class Recording {
       this.effects.get(event.cause).push(event.at);
       this.received.add(event.cause);
     }
-    if (event.name === "engine.step" && event.ph === "B") this.steps.push({ step: event.step, start: event.at, decided: event.at, end: event.at });
+    const { at, name, ph } = event;
+    if (name === "engine.step" && ph === "B") this.steps.push({ step: event.step, start: at, decided: at, end: at });
     const step = this.steps.at(-1);
-    if (step && event.name === "sched.output") step.decided = event.at;
-    if (step && event.name === "engine.step") step.end = event.at;
+    if (step && name === "sched.output") step.decided = at;
+    if (step && name === "engine.step") step.end = at;
     if (event.req < 0) return;
     const spans = this.spans[event.req];
     const status = state.requests[event.req].status;
@@ -277,6 +280,16 @@ class Recording {
     return this.requests[req]?.label ?? "";
   }
 
+  /** What the vocabulary says about an event. */
+  meaning(event) {
+    const span = { B: "Begins. ", E: "Ends. ", i: "" }[event.ph];
+    return span + (this.meanings.get(event.name).meaning || "Not in the vocabulary of this version.");
+  }
+
+  oneLine(event) {
+    return [event.name, { B: "begins", E: "ends", i: "" }[event.ph], this.label(event.req)].filter(Boolean).join(" ");
+  }
+
   /** The short name of a request that an argument names by its id. */
   labelOfId(id) {
     return this.placeOfId.has(id) ? this.label(this.placeOfId.get(id)) : String(id);
@@ -290,8 +303,8 @@ class Recording {
 }
 
 /**
- * What was decided in a step and what came of it, one line each, with the arrivals and departures since the step before: what two runs are compared
- * by (`stagetrace diff` compares the same). Times, pids and the random parts of ids are not in it.
+ * What was decided in a step and what came of it, one line each, with the arrivals and departures since the step before. Two runs are
+ * compared by it (`stagetrace diff` compares the same); times, pids and the random parts of ids are not in it.
  */
 function decisions(recording, k) {
   const lines = [];
@@ -309,7 +322,10 @@ const DECISIONS = {
   "sched.prefix_hit": (args, who) => `${who} finds ${args.num_tokens} tokens in the prefix cache`,
   "sched.scheduled": (args, who) => `${who} gets ${args.num_tokens} of ${args.missing} missing tokens`,
   "sched.preempt": (args, who, label) => `${who} is preempted for ${label(args.needed_by)}`,
-  "sched.held_back": (args, who, label) => `${args.first ? label(args.first) : "somebody"} is held back: ${args.rule || "grammar"}, behind it ${args.behind.map(label).join(" ") || "nobody"}`,
+  "sched.held_back": (args, who, label) => {
+    const behind = args.behind.map(label).join(" ") || "nobody";
+    return `${args.first ? label(args.first) : "somebody"} is held back: ${args.rule || "grammar"}, behind it ${behind}`;
+  },
   "sched.output": (args) => `${args.total_tokens} tokens in all, ${args.free_blocks} blocks free`,
   "sched.token": (args, who) => `${who} receives ${args.num_tokens} of ${args.sampled} sampled ${(args.token_ids ?? []).join(" ")}`.trim(),
   "sched.finished": (args, who) => `${who} ends: ${args.reason} (${args.by}), ${args.freed_blocks} blocks free again`,
@@ -327,7 +343,7 @@ function decision(recording, { name, args, req }) {
   return DECISIONS[name]?.(args, recording.label(req), label) ?? "";
 }
 
-/** What each of two runs has alone in its step of this number: [lines of the first, lines of the second], or null if the step is the same. */
+/** What each of two runs has alone in its step of this number, [lines of the first, of the second]; null if the step is the same. */
 function stepDifference(runs, step) {
   const places = runs.map((run) => run.steps.findIndex((one) => one.step === step));
   const lines = runs.map((run, i) => (places[i] < 0 ? ["there is no such step"] : decisions(run, places[i])));
