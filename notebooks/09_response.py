@@ -33,6 +33,7 @@ from stage03_engine.frontend.tokenizer import init_tokenizer_from_configs
 from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import SamplingParams
 from stagetrace import read_run, tell
+from stagetrace.figures import latency_breakdown
 
 tokenizer = init_tokenizer_from_configs(EngineArgs.from_kwargs(model="gpt2-tiny"))
 
@@ -242,6 +243,12 @@ axes.set(xlabel="ms since generate()", ylabel="number", title="From token to chu
 axes.legend()
 plt.show()
 print(f"{len(request.token_ns)} tokens, {len(request.chunk_ns)} chunks, of which one is [DONE]")
+
+# %% [markdown]
+# And what each client waited for, by cause. (The parts add up: [`Latency`](../trace/stagetrace/latency.py).)
+
+# %%
+lab.picture(latency_breakdown(story))
 
 # %% [markdown]
 # When there are fewer chunks than tokens, two tokens shared one: the collector merges what its reader has not fetched yet (notebook 07),
