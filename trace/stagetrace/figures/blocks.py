@@ -18,6 +18,7 @@ from stagetrace.figures.style import (
     note,
     request_look,
     step_ticks,
+    whole_ticks,
     write,
 )
 from stagetrace.story import BlockChange, Story
