@@ -251,6 +251,9 @@ print(f"{len(request.token_ns)} tokens, {len(request.chunk_ns)} chunks, of which
 lab.picture(latency_breakdown(story))
 
 # %% [markdown]
+# The client of a whole answer has nothing until the last token: all of that is `response`. `ipc out` is the time from send to decoded. It holds
+# what the front end waits for a processor, so on a busy machine it grows; notebook 07 measures the socket.
+#
 # When there are fewer chunks than tokens, two tokens shared one: the collector merges what its reader has not fetched yet (notebook 07),
 # and a token without a whole character gives no chunk.
 #
