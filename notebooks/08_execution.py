@@ -324,13 +324,14 @@ for event in read_run(folder).events:
 
 # %%
 def best_time(work, repeats):
-    """Seconds of the fastest of some runs, after one to warm up."""
+    """Seconds of the fastest of some runs, after one to warm up. They are seconds of this thread on a processor (torch computes in
+    it alone here), so that what else runs on the machine counts little."""
     work()
     times = []
     for _ in range(repeats):
-        begin = time.perf_counter()
+        begin = time.thread_time()
         work()
-        times.append(time.perf_counter() - begin)
+        times.append(time.thread_time() - begin)
     return min(times)
 
 
