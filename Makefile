@@ -7,7 +7,7 @@ ARGS   ?=
 BIN    := .venv/bin
 STAMP  := .venv/.complete
 
-.PHONY: serve test venv lint bench recordings clean
+.PHONY: serve test venv lint bench recordings notebooks notebooks-build clean
 
 serve: $(STAMP)  ## serve MODEL on HOST:PORT; ARGS are further flags of `serve`
 	exec $(BIN)/python -m stage02_server serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
@@ -25,6 +25,13 @@ lint: $(STAMP)  ## style and types, repairing what can be repaired
 bench: $(STAMP)  ## measurements, as ratios within one run
 	$(BIN)/python -m pytest tests/benchmarks --benchmark-only --benchmark-columns=median,iqr,rounds $(ARGS)
 
+notebooks: .venv/.notebooks  ## JupyterLab on the first notebook; ARGS goes to it
+	$(BIN)/jupyter trust notebooks/*.ipynb >/dev/null  # else Jupyter hides the stored players until their cells run
+	exec $(BIN)/jupyter lab notebooks/00_the_whole_walk.ipynb $(ARGS)
+
+notebooks-build: $(STAMP)  ## execute the notebooks' sources and write the .ipynb files; ARGS names some of them, e.g. 00
+	$(BIN)/python notebooks/build.py $(ARGS)
+
 recordings: $(STAMP)  ## make trace/recorded/ again; ARGS are names of runs
 	$(BIN)/python trace/record.py $(ARGS)
 
@@ -36,4 +43,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; try make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+.venv/.notebooks: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[notebooks]'
 	touch $@

@@ -1,0 +1,289 @@
+# %% [markdown]
+# # 05 EngineCore starts
+#
+# **Question.** The engine is a process of its own. How is it started, how do the two processes find each other, how much memory does it take for weights
+# and KV cache, and what does it do while nobody asks anything?
+#
+# | part | here | vLLM |
+# |---|---|---|
+# | spawn, handshake | [`EngineProcess`](../stage03_engine/frontend/engine_process.py) | `v1/engine/utils.py` CoreEngineProcManager, launch_core_engines |
+# | the process | [`run_engine_core`](../stage03_engine/core/engine_core_proc.py), [`EngineCoreProc`](../stage03_engine/core/engine_core_proc.py) | `v1/engine/core.py` EngineCoreProc |
+# | messages | [`EngineCoreRequest`](../stage03_engine/messages.py), [`EngineHello`](../stage03_engine/messages.py) | `v1/engine/__init__.py` |
+# | executor, worker | [`UniProcExecutor`](../stage03_engine/core/executor.py), [`Worker`](../stage03_engine/core/worker.py) | `v1/executor/uniproc_executor.py`, `v1/worker/gpu_worker.py` |
+# | weights | [`get_model`](../stage03_engine/core/models/loader.py) | `model_executor/model_loader` |
+# | size of the KV cache | [`decide_num_blocks`](../stage03_engine/core/kv_cache_size.py) | `v1/engine/core.py` _initialize_kv_caches |
+# | the loop | [`EngineCoreProc.run_busy_loop`](../stage03_engine/core/engine_core_proc.py) | `v1/engine/core.py` run_busy_loop |
+
+# %%
+import math
+import statistics
+import time
+
+import lab
+import psutil
+
+from stagetrace import read_run, tell
+
+with lab.serve() as server:
+    body = {"prompt": "ROMEO: he jests", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+    for _ in range(3):
+        list(server.stream("/v1/completions", body))
+    (child,) = psutil.Process(server.process.pid).children()  # the engine has nothing to do now: what does that cost?
+    before = child.cpu_times().user
+    time.sleep(1)
+    idle_cpu_seconds = child.cpu_times().user - before
+run = read_run(server.folder)
+
+# %% [markdown]
+# ## Names that do not exist
+#
+# Popular descriptions of this start-up speak of an executor called `CudaExecutor`, of `engine_core.run_loop()` and of an `ipc_server`. vLLM has none of the three. What is in
+# these places is found by asking the code:
+
+# %%
+import inspect
+
+from stage03_engine.core import engine_core_proc, executor
+from stage03_engine.core.engine_core_proc import EngineCoreProc
+
+print(
+    "classes in core/executor.py:  ",
+    [n for n, c in inspect.getmembers(executor, inspect.isclass) if c.__module__ == executor.__name__],
+)
+print(
+    "methods of EngineCoreProc:    ",
+    [n for n, _ in inspect.getmembers(EngineCoreProc, inspect.isfunction) if "loop" in n or "socket" in n],
+)
+print("main function of the process: ", engine_core_proc.run_engine_core.__name__)
+
+# %% [markdown]
+# `UniProcExecutor` (one device, in the same process) is also vLLM's default for one GPU; `MultiprocExecutor` is its form for several. The device is the worker's business, not the
+# executor's. Instead of an IPC server there are two ZMQ sockets, each with a thread of its own.
+
+# %% [markdown] tags=["predict"]
+# > **Predict.** Before it can serve, the engine says hello, gets its configuration, makes an executor, loads weights, measures memory, allocates the KV cache, makes a scheduler,
+# > starts threads. Which of these takes longest? Which is the first that depends on the weights being loaded?
+
+# %%
+phase5 = [event for event in run.events if event.phase == 5]
+previous = phase5[0].ts
+for event in phase5:
+    args = {key: value for key, value in event.args.items() if not isinstance(value, dict)}
+    print(f"{event.proc:15} +{(event.ts - previous) / 1e6:8.2f} ms  {event.name:24} {args}")
+    previous = event.ts
+
+# %% [markdown]
+# Between `engine.spawned` and `engine.hello` the new process imports torch. On a large model the weights would take longest. The free memory is measured after the weights are
+# loaded, because the KV cache gets what they leave.
+
+# %% [markdown]
+# ## Handshake and clocks
+#
+# Three messages: hello (engine → front end), init (configuration and socket addresses), ready. The engine's hello carries what its clock shows. The front end subtracts that from its own
+# clock when the message arrives:
+
+# %%
+(sent,) = run.named("engine.init_sent")
+(hello,) = run.named("engine.hello")
+print(f"clock_offset_ns = {sent.args['clock_offset_ns']:,}")
+print(f"time stamps: init_sent - hello = {sent.ts - hello.ts:,} ns")
+
+# %% [markdown]
+# On one host both processes read the same monotonic clock, so the "offset" is really the travel time of the message: an upper bound of the difference. Two hosts would have clocks
+# that began at different moments; then this number would be large, and a reader could correct by it. The recording is ordered by causes first, so it does not need the clocks to agree.
+#
+# ## What goes over the sockets
+#
+# Messages are `msgspec` structs in msgpack, never pickle: whoever can write to a socket could otherwise run code in the engine.
+
+# %%
+from stage03_engine import messages
+from stage03_engine.sampling_params import SamplingParams
+
+request = messages.EngineCoreRequest("r0", [814, 26], SamplingParams(temperature=0.0, max_tokens=8), eos_token_id=0)
+wire = messages.encode(request)
+print(len(wire), "bytes:", wire)
+print(messages.decode_add(wire).sampling_params.max_tokens, "tokens at most")
+
+# %% [markdown] tags=["predict"]
+# > **Predict.** Popular descriptions put the overhead of this inter-process communication at 10-50 ms per message. What do you expect: 10 ms, 1 ms, 0.1 ms?
+
+# %%
+story = tell(run.events)
+for name in ("zmq.request_sent", "zmq.outputs_sent"):
+    times = sorted((m.received_ns - m.sent_ns) / 1e6 for m in story.messages if m.name == name)
+    middle, worst = statistics.median(times), times[math.ceil(0.9 * len(times)) - 1]
+    print(
+        f"{name:18} {len(times):4} messages, from sent to decoded: median {middle:.3f} ms, 90th percentile {worst:.3f} ms"
+    )
+steps = statistics.median((step.end_ns - step.start_ns) / 1e6 for step in story.steps)
+print(f"10 ms would be {10 / middle:.0f} times the median of the last line")
+print(f"an engine step of this small model: median {steps:.3f} ms")
+
+# %% [markdown]
+# This is measured with the recorder on, which adds its own work, and on a small shared machine.
+
+# %% [markdown]
+# ## Weights and KV cache, in bytes
+#
+# One block holds the keys and the values of `block_size` tokens in every layer:
+#
+# `block_bytes = 2 (keys, values) × layers × block_size × kv_heads × head_dim × bytes per number`
+
+# %%
+from dataclasses import replace
+
+from stage03_engine.arg_utils import EngineArgs
+from stage03_engine.model_shape import KNOWN_SHAPES
+
+(weights,) = run.named("weights.loaded")
+(profiled,) = run.named("kv_cache.profiled")
+a = weights.args
+print(
+    f"weights: {a['bytes'] / 1e6:.1f} MB in {a['seconds'] * 1e3:.1f} ms (mapped from the file, then converted to float32: {a['bytes'] / a['seconds'] / 1e9:.1f} GB/s)"
+)
+config = EngineArgs.from_kwargs(model="gpt2-tiny")
+shapes = {
+    "gpt2-tiny": config.shape,
+    **{name: KNOWN_SHAPES[name] for name in ("gpt2", "gpt2-xl", "Qwen/Qwen3-0.6B", "mistralai/Mistral-7B-v0.1")},
+}
+rows = []
+for name, s in shapes.items():
+    per_token = 2 * s.num_layers * s.num_kv_heads * s.head_dim
+    context = s.max_position_embeddings
+    rows.append(
+        (
+            name,
+            s.num_layers,
+            s.num_kv_heads,
+            s.head_dim,
+            per_token * 4 * 16,
+            per_token * 2,
+            context,
+            per_token * 2 * context / 2**20,
+        )
+    )
+lab.table(
+    rows,
+    "model",
+    "layers",
+    "kv heads",
+    "head dim",
+    "block bytes float32",
+    "bytes/token 16 bit",
+    "context",
+    "MiB for one full context",
+)
+print("\nblock bytes in the recording:", profiled.args["block_bytes"])
+
+# %% [markdown]
+# ## How many blocks
+#
+# The rule that decided is in the event: an override, a size in bytes, or the measured free memory, with two caps.
+
+# %%
+from stage03_engine.core.kv_cache_size import decide_num_blocks
+
+
+class Memory:
+    """What `decide_num_blocks` asks the executor."""
+
+    def __init__(self, available, block_bytes):
+        self.available, self.block_bytes = available, block_bytes
+
+    def determine_available_memory(self):
+        return self.available
+
+    def kv_block_bytes(self):
+        return self.block_bytes
+
+
+def with_settings(override=None, cache_bytes=None, seqs=256, max_len=512, block_size=16, device="cpu"):
+    return replace(
+        config,
+        cache_config=replace(
+            config.cache_config,
+            num_gpu_blocks_override=override,
+            kv_cache_memory_bytes=cache_bytes,
+            block_size=block_size,
+        ),
+        scheduler_config=replace(config.scheduler_config, max_num_seqs=seqs),
+        model_config=replace(config.model_config, max_model_len=max_len),
+        device_config=replace(config.device_config, device=device),
+    )
+
+
+GIB = 1 << 30
+tries = [
+    dict(override=64),
+    dict(cache_bytes=GIB // 8),
+    dict(),
+    dict(seqs=8),
+    dict(seqs=100000),
+    dict(seqs=100000, device="cuda"),
+]
+rows = []
+for settings in tries:
+    with lab.record() as folder:
+        decide_num_blocks(with_settings(**settings), Memory(12 * GIB, 196608))
+    (event,) = read_run(folder).named("kv_cache.profiled")
+    rows.append((settings, event.args["num_blocks"], event.args["available_bytes"] / 2**20, event.args["rule"]))
+lab.table(rows, "settings (12 GiB free)", "blocks", "MiB", "rule")
+
+# %% [markdown]
+# ## The busy loop
+#
+# It is called busy because it runs a step whenever there is a request, without waiting for anything. With nothing to do it blocks on a queue and costs nothing:
+
+# %%
+lab.source(EngineCoreProc.run_busy_loop)
+print()
+lab.source(EngineCoreProc._process_input_queue)
+print(f"\nCPU time of the idle engine process in one second: {idle_cpu_seconds:.2f} s")
+print("threads of its own, in the recording:", run.named("engine.threads_started")[0].args["threads"])
+
+# %% [markdown] tags=["exercise"]
+# ## Exercise: the size of the KV cache
+#
+# Write `num_blocks(config, memory)`; `memory` has the two methods of `Memory` above. Return the number of blocks:
+#
+# 1. `config.cache_config.num_gpu_blocks_override`, if it is not None;
+# 2. else `config.cache_config.kv_cache_memory_bytes` divided by the bytes of a block (rounded down), if it is not None;
+# 3. else the free memory divided by the bytes of a block, where on a CPU (`config.device_config.device`) at most 4 GiB of it count; but never more than
+#    `max_num_seqs` requests of `config.max_model_len` tokens can use, plus one (block 0 is never handed out: the null block).
+#
+# In each case one request of full length must fit beside the null block; if it does not, raise ConfigError (any text: the check below
+# compares only that it is raised). The real part is [`decide_num_blocks`](../stage03_engine/core/kv_cache_size.py).
+
+# %% tags=["exercise"]
+from stage03_engine.errors import ConfigError
+
+
+def num_blocks(config, memory):
+    return decide_num_blocks(config, memory)  # replace this by your own
+
+
+# %% tags=["check"]
+import random
+
+
+def or_error(function):
+    def call(settings, available, block_bytes):
+        try:
+            return function(with_settings(**settings), Memory(available, block_bytes))
+        except ConfigError:
+            return "ConfigError"
+
+    return call
+
+
+def case(seed):
+    rng = random.Random(seed)
+    settings = dict(
+        override=rng.choice([None, None, rng.randint(2, 200)]), cache_bytes=rng.choice([None, None, rng.randint(1, GIB)]), seqs=rng.choice([1, 7, 256, 100000]),
+        max_len=rng.choice([1, 16, 17, 500, 512]), block_size=rng.choice([1, 8, 16, 32]), device=rng.choice(["cpu", "cuda"]),
+    )  # fmt: skip
+    return settings, rng.randint(0, 20 * GIB), rng.choice([1, 1000, 196608, 10**9])
+
+
+lab.check(or_error(num_blocks), or_error(decide_num_blocks), map(case, range(2000)))

@@ -1,0 +1,514 @@
+# %% [markdown]
+# # 08 Execution: one step, taken apart
+#
+# **Question.** Requests wait, and a moment later each of them has a token more. What exactly happens in one step of the engine:
+# who decides, what does the model see, where do keys and values go, and how do logits become a token? And which part of it is
+# limited by arithmetic, which by memory?
+#
+# You will drive the real scheduler, model runner, model and sampler one call at a time, look at what passes between them, see
+# where the time of a step goes, and put prefill and decode on a roofline. At the end you build the inputs of a step yourself.
+#
+# | part | here | in vLLM (V1) |
+# |---|---|---|
+# | the step | [`EngineCore.step`](../stage03_engine/core/engine_core.py) | `v1/engine/core.py` EngineCore.step |
+# | the decision | [`Scheduler.schedule`](../stage03_engine/core/scheduler.py), [`SchedulerOutput`](../stage03_engine/core/sched_output.py) | `v1/core/sched/scheduler.py`, `v1/core/sched/output.py` |
+# | the device | [`UniProcExecutor`](../stage03_engine/core/executor.py), [`Worker`](../stage03_engine/core/worker.py) | `v1/executor/uniproc_executor.py`, `v1/worker/gpu_worker.py` |
+# | deltas to tensors | [`InputBatch`](../stage03_engine/core/input_batch.py), [`ModelRunner`](../stage03_engine/core/model_runner.py) | `v1/worker/gpu_input_batch.py`, `v1/worker/gpu_model_runner.py` |
+# | the model | [`GPT2LMHeadModel`](../stage03_engine/core/models/gpt2.py) | `model_executor/models/gpt2.py` |
+# | logits to tokens | [`sample`](../stage04_kernels/sampler.py) | `v1/sample/sampler.py` Sampler |
+
+# %%
+import random
+import time
+from itertools import pairwise
+
+import lab
+import matplotlib.pyplot as plt
+import torch
+
+from stage03_engine.core.model_runner import ModelRunner
+from stage03_engine.core.sched_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from stage03_engine.llm import LLM
+from stage03_engine.sampling_params import SamplingParams
+from stage04_kernels.cases import make_metadata
+from stage04_kernels.sampler import (
+    SamplingMetadata,
+    apply_min_p,
+    apply_temperature,
+    apply_top_k,
+    apply_top_p,
+    sample,
+)
+from stagetrace import read_run
+
+torch.set_grad_enabled(False)
+torch.set_num_threads(1)
+
+llm = LLM(
+    "gpt2-tiny", block_size=4, num_gpu_blocks_override=32, max_model_len=64, max_num_seqs=8, max_num_batched_tokens=8
+)
+core = llm.engine_core._core  # the EngineCore; in a server it lives in its own process
+scheduler, runner = core.scheduler, core.executor.worker.model_runner
+print(
+    type(core).__name__, "->", type(scheduler).__name__, "+", type(core.executor).__name__, "->", type(runner).__name__
+)
+
+# %% [markdown]
+# ## Schedule
+#
+# A request is its tokens, `num_tokens`, and how many of them are computed, `num_computed_tokens`. A step gives requests some of the
+# difference, all of them together at most `max_num_batched_tokens`: the token budget, here 8.
+
+# %%
+greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+for name, prompt in (("a", "O my"), ("b", "To be, or not to be, that is the")):
+    request = llm.input_processor.process_inputs(name, prompt, greedy)
+    core.add_request(request)
+    print(f"request {name}: {len(request.prompt_token_ids)} tokens {request.prompt_token_ids}")
+
+# %% [markdown] tags=["predict"]
+# > **Predict.** With a budget of 8, how many tokens of each request are in the first step? And in the second? Which requests get a
+# > new token at the end of each?
+
+# %%
+first = scheduler.schedule()
+print("step", first.step, "gives", first.num_scheduled_tokens, "=", first.total_num_scheduled_tokens, "tokens")
+for new in first.scheduled_new_reqs:
+    print(
+        f"  new to the worker: {new.request_id}, {len(new.token_ids)} tokens, blocks {new.block_ids}, {new.num_computed_tokens} computed"
+    )
+
+# %% [markdown]
+# The decision names no phase. `a` gets all of its tokens. `b` gets what is left of the budget: a chunk of its prompt.
+#
+# ## Inputs
+#
+# The model runner keeps a row per request (the persistent batch), applies the decision to it, and gathers the tokens of all
+# requests into one flat row.
+
+# %%
+runner._update_states(first)
+inputs = runner._prepare_inputs(first)
+
+
+def show(inputs, names):
+    """The flat row of a step, a column per token."""
+    meta = inputs.metadata
+    owner = [
+        names[r]
+        for r in range(len(names))
+        for _ in range(meta.query_start_loc_cpu[r + 1] - meta.query_start_loc_cpu[r])
+    ]
+    texts = [repr(llm.tokenizer.token_text(i)) for i in inputs.input_ids.tolist()]
+    rows = {
+        "request": owner,
+        "token": texts,
+        "input_ids": inputs.input_ids.tolist(),
+        "positions": inputs.positions.tolist(),
+        "slot_mapping": meta.slot_mapping.tolist(),
+    }
+    for name, values in rows.items():
+        print(f"{name:13}", *(f"{value!s:>9}" for value in values))
+    print("query_start_loc", meta.query_start_loc.tolist(), " seq_lens", meta.seq_lens.tolist())
+    for r, name in enumerate(names):
+        print(f"block table of {name}:", [b for b in meta.block_table[r].tolist() if b])
+    print("rows whose logits are wanted:", inputs.logits_indices.tolist())
+
+
+show(inputs, list(first.num_scheduled_tokens))
+
+# %% [markdown]
+# Two things to check by eye. `slot = block_table[position // 4] * 4 + position % 4`. And only one row of logits is wanted, that of
+# the last token of `a`: `b` has not caught up, so its last logits would predict a token that it has already.
+#
+# ## The model, layer by layer
+#
+# Every layer but attention works token by token and does not know whose token it is. Each attention layer first writes the keys and
+# values of this step into the cache, then reads the context from it.
+
+# %%
+model, caches = runner.model, runner.kv_caches
+print("cache of a layer:", list(caches[0].shape), " (keys and values, blocks, slots, heads, head_dim)")
+before = int((caches[0][0].abs().sum((-1, -2)) > 0).sum())
+
+x = model.wte(inputs.input_ids) + model.wpe(inputs.positions)
+print("embedding       ", list(x.shape))
+for number, block in enumerate(model.h):
+    x = block(x, caches[number], inputs.metadata)
+    print(f"block {number}          ", list(x.shape), f" mean length of a row {x.norm(dim=-1).mean().item():8.2f}")
+hidden = model.ln_f(x)
+logits = model.compute_logits(hidden[inputs.logits_indices])
+print("logits          ", list(logits.shape), " only the rows that are sampled")
+
+after = int((caches[0][0].abs().sum((-1, -2)) > 0).sum())
+whole = model(inputs.input_ids, inputs.positions, caches, inputs.metadata)
+print(f"slots with keys in layer 0: {before} before, {after} after")
+print("by hand equals model(...), bit for bit:", torch.equal(hidden, whole))
+
+# %% [markdown]
+# ## The sampler, transform by transform
+#
+# The order is rules (bias, penalties, masks), temperature, min-p, top-k, top-p, then one draw. Each transform takes logits and
+# returns logits; what may not be drawn becomes -inf.
+
+# %% [markdown] tags=["predict"]
+# > **Predict.** Of the tokens of the vocabulary, how many are left after min-p 0.05, top-k 20 and top-p 0.8? Does a higher temperature
+# > before them leave more, or fewer?
+
+
+# %%
+def one(value):
+    return torch.tensor([value])
+
+
+stages = {"raw": logits}
+stages["temperature 1.5"] = apply_temperature(stages["raw"], one(1.5))
+stages["min-p 0.05"] = apply_min_p(stages["temperature 1.5"], one(0.05))
+stages["top-k 20"] = apply_top_k(stages["min-p 0.05"], one(20))
+stages["top-p 0.8"] = apply_top_p(stages["top-k 20"], one(0.8))
+for name, values in stages.items():
+    probs = values.softmax(-1)[0]
+    best = probs.topk(4)
+    shown = "  ".join(f"{llm.tokenizer.token_text(int(i))!r} {p:.3f}" for p, i in zip(best.values, best.indices))
+    print(f"{name:16} {int((values > -torch.inf).sum()):5} tokens left   {shown}")
+
+# %%
+order = logits[0].argsort(descending=True)[:16]
+figure, axes = plt.subplots(figsize=(8.5, 3))
+for offset, ((name, values), hatch) in enumerate(zip(stages.items(), ("", "//", "..", "xx", "--"))):
+    heights = values.softmax(-1)[0, order]
+    places = [i + (offset - 2) * 0.16 for i in range(len(order))]
+    axes.bar(places, heights, width=0.16, label=name, hatch=hatch, edgecolor="white", linewidth=0.3)
+axes.set_xticks(range(len(order)), [repr(llm.tokenizer.token_text(int(i))) for i in order], rotation=45, ha="right")
+axes.set(ylabel="probability", title="The same logits after each transform: what is cut goes to the rest")
+axes.legend(fontsize=8)
+plt.show()
+
+# %% [markdown]
+# A draw depends on the request's seed, on how many tokens it has produced, and on its own logits: not on the batch. It is a race, in
+# which token t arrives after `noise[t] / probs[t]` and the first to arrive wins.
+
+
+# %%
+def draw(rows, seeds):
+    """One draw for each row, all with temperature 1."""
+    count = len(seeds)
+    metadata = SamplingMetadata.from_lists([1.0] * count, [0] * count, [1.0] * count, [0.0] * count, seeds, [0] * count)
+    return sample(rows, metadata).sampled_token_ids.tolist()
+
+
+alone = draw(logits, [7])
+crowd = draw(logits.repeat(5, 1), [1, 2, 7, 3, 4])
+print("seed 7 alone:", alone[0], "  seed 7 in a batch of five:", crowd[2], "  its neighbours:", crowd[:2] + crowd[3:])
+
+drawn = torch.tensor(draw(logits.repeat(4000, 1), list(range(4000))))
+for token in logits[0].topk(3).indices.tolist():
+    wanted, got = logits.softmax(-1)[0, token].item(), (drawn == token).float().mean().item()
+    print(f"{llm.tokenizer.token_text(token)!r}: probability {wanted:.3f}, drawn in {got:.3f} of 4000 seeds")
+
+# %% [markdown]
+# ## Update
+#
+# The sampled tokens go back to the scheduler. It appends them and ends the requests that are complete.
+
+# %%
+row_of = {row: request_id for request_id, row in runner.batch.row_of.items()}
+greedy_ids = logits.argmax(-1).tolist()
+sampled = {row_of[row]: [token] for row, token in zip(inputs.sampled, greedy_ids)}
+for row, token in zip(inputs.sampled, greedy_ids):
+    runner.batch.append_token(row, token)  # the runner remembers it: it is an input of the next step
+outputs = scheduler.update_from_output(first, ModelRunnerOutput(sampled))
+for output in outputs:
+    print(
+        "to the front end:",
+        output.request_id,
+        output.new_token_ids,
+        [llm.tokenizer.token_text(i) for i in output.new_token_ids],
+    )
+for request in scheduler.running:
+    print(f"{request.request_id}: {request.num_computed_tokens} of {request.num_tokens} tokens computed")
+
+# %% [markdown] tags=["predict"]
+# > **Predict.** What is in the next step's decision? Which of these does the worker still need: the token ids of `a`? The block table of
+# > `b`? What the budget was?
+
+# %%
+second = scheduler.schedule()
+print("gives", second.num_scheduled_tokens)
+print("new to the worker:", second.scheduled_new_reqs)
+print("blocks to append:", second.new_block_ids)
+runner._update_states(second)
+show(runner._prepare_inputs(second), list(second.num_scheduled_tokens))
+
+# %% [markdown]
+# Deltas only: the worker knows the requests, and gets the blocks that their tables grow by. `a` brings one token (what is called
+# decode), `b` its next chunk (what is called prefill), in one row, in one call of the model. Nothing in the code says which is which.
+#
+# This is all that a step is, and the engine's code for it is as short:
+
+# %%
+lab.source(type(core).step)
+
+# %% [markdown]
+# ## Where the time of a step goes
+#
+# The same parts as the trace sees them, for a batch of decodes. (`engine.step` is a span; so is `model.forward`.)
+
+# %%
+MARKS = [
+    "engine.step",
+    "sched.output",
+    "runner.prepared",
+    "model.forward end",
+    "model.logits",
+    "sampler.sampled",
+    "engine.step end",
+]
+PARTS = ["schedule", "build inputs", "model", "logits", "sample", "update"]
+with lab.record() as folder, LLM("gpt2-tiny", num_gpu_blocks_override=256, max_num_seqs=8) as traced:
+    traced.generate(["ROMEO:"] * 8, SamplingParams(temperature=0.8, max_tokens=60, ignore_eos=True))
+steps = {}
+for event in read_run(folder).events:
+    mark = event.name + (" end" if event.ph == "E" else "")
+    if mark in MARKS and event.step is not None:
+        steps.setdefault(event.step, {})[mark] = event.ts
+complete = [marks for marks in steps.values() if len(marks) == len(MARKS)][5:]
+medians = []
+for before_mark, after_mark in pairwise(MARKS):
+    times = sorted(marks[after_mark] - marks[before_mark] for marks in complete)
+    medians.append(times[len(times) // 2] / 1000)
+print(f"median of {len(complete)} steps with 8 decodes:")
+for part, micros in zip(PARTS, medians):
+    print(f"  {part:13}{micros:8.0f} µs")
+
+# %% [markdown]
+# Inside the model, `--trace-layers` shows the parts of each layer as spans too. The same batch, and what each kind of part takes
+# of a step:
+
+# %%
+with lab.record() as folder, LLM("gpt2-tiny", num_gpu_blocks_override=256, max_num_seqs=8, trace_layers=True) as traced:
+    traced.generate(
+        ["ROMEO:"] * 8, SamplingParams(temperature=0.8, top_k=20, top_p=0.9, max_tokens=40, ignore_eos=True)
+    )
+spent, began = {}, {}
+for event in read_run(folder).events:
+    if event.name in ("model.embedding", "model.attention", "model.mlp", "model.forward"):
+        if event.ph == "B":
+            began[event.name] = event.ts
+        else:
+            spent.setdefault(event.name, {}).setdefault(event.step, []).append(event.ts - began[event.name])
+for name, of_steps in spent.items():
+    per_step = sorted(sum(times) for times in of_steps.values())
+    print(f"{name:16} {len(of_steps[2])} a step, {per_step[len(per_step) // 2] / 1000:6.0f} µs together")
+print("\nand the sampler, in step 2:")
+for event in read_run(folder).events:
+    if event.step == 2 and event.name.startswith("sampler"):
+        print(" ", event.console_line().removeprefix("[TRACE] "))
+
+# %% [markdown]
+# ## The roofline: which part is limited by what
+#
+# A computation that does F operations and moves B bytes takes at least `F / peak` and at least `B / bandwidth` seconds. Which of
+# the two is larger depends on its *intensity* F / B, against the machine's own ratio peak / bandwidth, the *ridge*. Left of the ridge
+# memory is the limit, right of it arithmetic.
+#
+# A prompt of n tokens reads every weight once and uses it n times. A decode reads every weight once and uses it once.
+
+# %% [markdown] tags=["predict"]
+# > **Predict.** Popular descriptions say: prefill is memory-bound, decode is compute-bound. Where do you put the two?
+
+# %% [markdown]
+# gpt2-tiny would fit into the processor's cache and show nothing, so this cell takes GPT-2's own shape with random weights
+# (nothing is downloaded). Operations and bytes are counted, times are measured.
+
+
+# %%
+def best_time(work, repeats):
+    """Seconds of the fastest of some runs, after one to warm up. They are seconds of this thread on a processor (torch computes in
+    it alone here), so that what else runs on the machine counts little."""
+    work()
+    times = []
+    for _ in range(repeats):
+        begin = time.thread_time()
+        work()
+        times.append(time.thread_time() - begin)
+    return min(times)
+
+
+square, long = torch.randn(1024, 1024), torch.randn(16_000_000)
+peak = 2 * 1024**3 / best_time(lambda: square @ square, 5)  # operations per second
+bandwidth = long.nbytes / best_time(lambda: long.sum(), 5)  # bytes per second
+print(
+    f"this machine, one thread: {peak / 1e9:.0f} GFLOP/s, {bandwidth / 1e9:.1f} GB/s, ridge at {peak / bandwidth:.1f} FLOP/byte"
+)
+
+# %%
+big = LLM("gpt2", load_format="dummy", num_gpu_blocks_override=200, max_num_batched_tokens=1024)
+gpt2, shape = big.engine_core._core.executor.worker.model_runner, big.vllm_config.shape
+torch.set_num_threads(1)
+num_weights = sum(p.numel() for p in gpt2.model.parameters())
+matrices = num_weights - (shape.vocab_size + shape.max_position_embeddings) * shape.hidden_size  # used once per token
+
+
+def count(query_lens, seq_lens):
+    """(operations, bytes moved) of a step; logits for the last token of each request; activations are left out."""
+    tokens, rows = sum(query_lens), len(query_lens)
+    seen = sum(q * (s - q) + q * (q + 1) // 2 for q, s in zip(query_lens, seq_lens))  # pairs of query and key
+    operations = 2 * matrices * tokens + 2 * shape.vocab_size * shape.hidden_size * rows
+    operations += 4 * shape.num_layers * shape.hidden_size * seen
+    kv_per_token = 2 * shape.num_layers * shape.hidden_size
+    return operations, 4 * (num_weights + kv_per_token * (sum(seq_lens) + tokens))
+
+
+def measure(query_lens, seq_lens, repeats):
+    """(operations, bytes, seconds) of a step of the real model."""
+    tables, free = [], iter(range(1, 200))
+    for length in seq_lens:
+        tables.append([next(free) for _ in range(-(-length // 16))])
+    metadata = make_metadata(query_lens, seq_lens, tables, 16)
+    positions = torch.cat([torch.arange(s - q, s) for q, s in zip(query_lens, seq_lens)])
+    last = metadata.query_start_loc[1:].long() - 1
+
+    def step():
+        hidden = gpt2.model(torch.zeros_like(positions), positions, gpt2.kv_caches, metadata)
+        gpt2.model.compute_logits(hidden[last])
+
+    return (*count(query_lens, seq_lens), best_time(step, repeats))
+
+
+points = {f"decode, {n} at once": measure([1] * n, [64] * n, 2) for n in (1, 4, 16)}
+points |= {f"prefill, {n} tokens": measure([n], [n], 1) for n in (16, 64, 160)}
+print("step                    ms   per token   FLOP/byte   GFLOP/s   GB/s   nearer to")
+for name, (operations, moved, seconds) in points.items():
+    tokens = int(name.split(",")[1].split()[0])
+    compute_share, memory_share = operations / seconds / peak, moved / seconds / bandwidth
+    limit = "memory limit" if memory_share > compute_share else "compute limit"
+    print(
+        f"{name:19}{seconds * 1e3:7.1f}{seconds * 1e3 / tokens:12.2f}{operations / moved:12.1f}"
+        f"{operations / seconds / 1e9:10.1f}{moved / seconds / 1e9:7.1f}   {limit}"
+    )
+
+# %%
+figure, axes = plt.subplots(figsize=(8, 4))
+xs = [0.25, peak / bandwidth, 256]
+axes.plot(xs, [min(peak, bandwidth * x) / 1e9 for x in xs], color="black", label="roofline of this machine")
+axes.axvline(peak / bandwidth, color="grey", linestyle=":", label="ridge")
+for name, (operations, moved, seconds) in points.items():
+    is_decode = name.startswith("decode")
+    axes.plot(
+        operations / moved,
+        operations / seconds / 1e9,
+        "o" if is_decode else "s",
+        color="#0072B2" if is_decode else "#D55E00",
+        markersize=9,
+    )
+    axes.annotate(
+        name,
+        (operations / moved, operations / seconds / 1e9),
+        textcoords="offset points",
+        xytext=(8, 4) if is_decode else (8, -10),
+        fontsize=8,
+    )
+axes.set(
+    xscale="log",
+    yscale="log",
+    xlim=(0.2, 900),
+    ylim=(0.7 * min(p[0] / p[2] for p in points.values()) / 1e9, None),
+    xlabel="intensity: FLOP per byte",
+    ylabel="GFLOP/s",
+    title="Circles: decode. Squares: prefill",
+)
+axes.legend(fontsize=8)
+plt.show()
+
+# %% [markdown]
+# It is the other way round. A decode of one request sits under the slope: it waits for memory, and decodes that run together take
+# much less time than one after the other, because they share the weights that are read. That is the whole reason for batching. A long prompt sits under
+# the flat part: there arithmetic is the limit, and more of it takes more time. A GPU has its ridge further right, so even more
+# requests can decode together there before arithmetic counts:
+
+# %%
+for gpu, flops, bytes_per_second in (("A100 SXM 80 GB", 312e12, 2.039e12), ("H100 SXM", 989e12, 3.35e12)):
+    print(f"{gpu}: ridge at {flops / bytes_per_second:.0f} FLOP/byte (data sheet, bf16 without sparsity)")
+
+# %% [markdown] tags=["predict"]
+# > **Predict.** "The KV cache makes decoding 100 times faster." Compute the next token with the cache, and without one by running
+# > the whole context again. Is the factor a constant?
+
+# %%
+for context in (16, 64, 160):
+    cached = measure([1], [context], 2)[2]
+    again = points[f"prefill, {context} tokens"][2]  # to compute the whole context again is a prefill of it
+    print(
+        f"context {context:4}: with the cache {cached * 1e3:6.1f} ms, without {again * 1e3:7.1f} ms, factor {again / cached:5.1f}"
+    )
+big.shutdown()
+
+# %% [markdown]
+# No constant: the factor grows with the context, from nothing to as much as you like.
+
+# %% [markdown]
+# > **What is often said**
+# >
+# > - *"Prefill is memory-bound, decode is compute-bound."* See above.
+# > - *"The scheduler decides between a prefill and a decode phase."* In V1 there is neither: one token budget, and requests that lack
+# >   one token or many. `SequenceGroup` and `ExecuteModelRequest` are names of the older engine; now there is one `Request`, and a
+# >   `SchedulerOutput` in deltas.
+# > - *"`EngineCore.run_loop` awaits `ipc_server.get_requests()`."* The loop is `run_busy_loop`. It is not async. Two threads read and
+# >   write the sockets, so that a step never waits for one (`core/engine_core_proc.py`).
+# > - *"`CudaExecutor` in `cuda_executor.py`."* No such class: one device is `UniProcExecutor`, several are `MultiprocExecutor`.
+# > - *"Weights are loaded or unloaded if needed"* within a step: never. *"The KV cache is updated after sampling"*: it is written in
+# >   each layer, before that layer's attention reads it (you saw the slots fill). What is sampled has no keys until the next step.
+# > - *"`torch.multinomial` draws the token."* vLLM draws with an exponential race too, since it needs no synchronisation with the
+# >   host; here it also makes a seeded draw independent of the batch.
+# > - *"The next token is 5773, ' world'."* In GPT-2's vocabulary " world" is 995.
+
+# %% [markdown] tags=["exercise"]
+# ## Exercise: build the inputs of a step
+#
+# **Contract.** `my_inputs(batch, block_size)`
+#
+# - `batch` is a list of requests of this step: `(token_ids, num_computed, num_scheduled, block_table)`. Of its `token_ids`, the first
+#   `num_computed` have keys and values in the cache; the next `num_scheduled` are in this step. `block_table` lists its blocks.
+# - Returns four lists of integers: `input_ids`, `positions` and `slot_mapping`, one entry for each token of the step, request after
+#   request, and `logits_indices`: the rows of the last tokens of those requests that have caught up with all their tokens.
+
+
+# %%
+def real_inputs(batch, block_size):
+    """What ModelRunner makes of it."""
+    other = ModelRunner(llm.vllm_config, torch.device("cpu"))
+    other.block_size = other.batch.block_size = block_size
+    new = [
+        NewRequestData(f"r{i}", tokens, len(tokens), SamplingParams(), 0, table, computed)
+        for i, (tokens, computed, _, table) in enumerate(batch)
+    ]
+    other._update_states(SchedulerOutput(1, new, {}, {}, [], []))
+    scheduled = {f"r{i}": count for i, (_, _, count, _) in enumerate(batch)}
+    made = other._prepare_inputs(SchedulerOutput(2, [], {}, scheduled, [], []))
+    tensors = (made.input_ids, made.positions, made.metadata.slot_mapping, made.logits_indices)
+    return tuple(tensor.tolist() for tensor in tensors)
+
+
+# %% tags=["exercise"]
+def my_inputs(batch, block_size):
+    return real_inputs(batch, block_size)  # yours goes here
+
+
+# %% tags=["check"]
+def random_step(seed):
+    """Prompts, chunks and decodes, with blocks anywhere."""
+    rng = random.Random(seed)
+    block_size, free = rng.choice([4, 8]), list(range(1, 100))
+    rng.shuffle(free)
+    batch = []
+    for _ in range(rng.randint(1, 6)):
+        length = rng.randint(1, 30)
+        computed = rng.choice([0, length - 1, rng.randrange(length)])
+        scheduled = rng.choice([length - computed, rng.randint(1, length - computed)])
+        table = [free.pop() for _ in range(-(-(computed + scheduled) // block_size))]
+        batch.append(([rng.randrange(2048) for _ in range(length)], computed, scheduled, table))
+    return batch, block_size
+
+
+lab.check(lambda *case: tuple(map(list, my_inputs(*case))), real_inputs, map(random_step, range(200)))

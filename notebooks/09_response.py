@@ -1,0 +1,354 @@
+# %% [markdown]
+# # 09 The response: from token ids to text that may leave
+#
+# **Question.** The engine sends token ids, the client sees text appear. Why is that not simply `decode(ids)`, who notices a stop
+# string, and what exactly goes over the wire?
+#
+# You will cut characters in half, watch text being held back, see the front end stop the engine, read the raw bytes of a stream, and
+# follow each token from the engine to its chunk. At the end you write the incremental detokenizer.
+#
+# | part | here | in vLLM (V1) |
+# |---|---|---|
+# | the output handler | [`AsyncLLM`](../stage03_engine/frontend/async_llm.py) `_run_output_handler` | `v1/engine/async_llm.py` output_handler |
+# | outputs to texts | [`OutputProcessor.process_outputs`](../stage03_engine/frontend/output_processor.py) | `v1/engine/output_processor.py` OutputProcessor |
+# | tokens to safe text | [`IncrementalDetokenizer`](../stage03_engine/frontend/detokenizer.py) | `v1/engine/detokenizer.py` IncrementalDetokenizer |
+# | bytes to characters | [`ByteLevelStream`](../stage03_engine/frontend/token_text.py) | `tokenizers` DecodeStream |
+# | chunks and JSON | [`OpenAIServing.stream`](../stage02_server/serving_engine.py), [`OpenAIServingCompletion`](../stage02_server/serving_completion.py) | `entrypoints/openai/serving_completion.py` |
+
+# %%
+import http.client
+import json
+import random
+import time
+from itertools import pairwise
+from urllib.parse import urlsplit
+
+import lab
+import matplotlib.pyplot as plt
+
+from stage03_engine.arg_utils import EngineArgs
+from stage03_engine.frontend.detokenizer import IncrementalDetokenizer, held_back
+from stage03_engine.frontend.token_text import ByteLevelStream
+from stage03_engine.frontend.tokenizer import init_tokenizer_from_configs
+from stage03_engine.llm import LLM
+from stage03_engine.sampling_params import SamplingParams
+from stagetrace import read_run, tell
+from stagetrace.figures import latency_breakdown
+
+tokenizer = init_tokenizer_from_configs(EngineArgs.from_kwargs(model="gpt2-tiny"))
+
+# %% [markdown]
+# ## A character may be several tokens
+#
+# A byte-level tokenizer cuts UTF-8 where it likes. What is common is one token; what is rare is spelled byte by byte.
+
+# %% [markdown] tags=["predict"]
+# > **Predict.** `naïve ☕ 日` has 9 characters. How many tokens, roughly, for a model that has only read Shakespeare? What does a client
+# > see if each token is decoded alone, as soon as it comes?
+
+# %%
+text = "naïve ☕ 日"
+ids = tokenizer.encode(text)
+stream, shown = ByteLevelStream(), ""
+rows = []
+for token_id in ids:
+    raw = tokenizer.token_bytes(token_id)
+    new = stream.push(tokenizer.token(token_id), raw)
+    shown += new
+    rows.append((token_id, raw.hex(" "), raw.decode("utf-8", errors="replace"), repr(new)))
+lab.table(rows, "id", "bytes", "decoded alone", "what the stream gives")
+print(f"\n{len(text)} characters, {len(text.encode())} bytes, {len(ids)} tokens")
+print("decoded one by one:", "".join(row[2] for row in rows))
+print("through the stream:", shown)
+
+# %% [markdown]
+# U+FFFD (�) stands for bytes that are no character. Sent once, it cannot be taken back. So bytes wait until they are whole, and the
+# client gets nothing for a token that ends in the middle of a character.
+#
+# Could one decode everything again after each token, and send what is new? It would be right, and its cost would grow with the square of the
+# length:
+
+# %%
+long = tokenizer.encode("To be, or not to be: that is the question. " * 40)[:400]
+params = SamplingParams(max_tokens=400)
+for count in (100, 200, 400):
+    begin = time.perf_counter()
+    for end in range(1, count + 1):
+        tokenizer.decode(long[:end])
+    whole = time.perf_counter() - begin
+    begin = time.perf_counter()
+    detokenizer = IncrementalDetokenizer(tokenizer, params)
+    for token_id in long[:count]:
+        detokenizer.update([token_id])
+    incremental = time.perf_counter() - begin
+    print(f"{count} tokens: anew each time {whole * 1e3:7.2f} ms, incremental {incremental * 1e3:5.2f} ms")
+print(f"per token: {incremental / count * 1e6:.1f} µs")
+
+# %% [markdown]
+# ## A stop string may be several tokens
+#
+# The client says: stop at `"so, my"`. That text must never be shown, and no part of it either. Tokens know nothing of it: it may
+# begin in the middle of one and end in the middle of another. So text that could still become a stop string is **held back**.
+
+# %%
+for tail in ("I'll not", "I'll not so", "I'll not s", "I'll not so, m", "I'll not so, n"):
+    count = held_back(tail, ["so, my"])
+    print(f"{tail!r:20} hold back {count} characters: {tail[len(tail) - count :]!r}")
+
+# %% [markdown] tags=["predict"]
+# > **Predict.** The tokens of `And so, I say: so, my lord` come one by one, with the stop string `so, my`. Which tokens give the client
+# > nothing? What is the last text that is sent?
+
+# %%
+detokenizer = IncrementalDetokenizer(tokenizer, SamplingParams(stop=["so, my"]))
+rows = []
+for token_id in tokenizer.encode("And so, I say: so, my lord"):
+    stop = detokenizer.update([token_id])
+    rows.append(
+        (
+            repr(tokenizer.token_text(token_id)),
+            repr(detokenizer.text),
+            repr(detokenizer.next_text(delta=True)),
+            stop or "",
+        )
+    )
+    if stop:
+        break
+lab.table(rows, "token", "text so far", "sent", "stop")
+
+# %% [markdown]
+# The whole of it, in the real part:
+
+# %%
+lab.source(IncrementalDetokenizer._check_stop)
+lab.source(held_back)
+
+# %% [markdown]
+# ## Who stops the engine
+#
+# The engine core knows no text, so it cannot see a stop string. (It does see `max_tokens`, the end-of-text token and stop tokens.)
+# The front end sees it, and must tell the engine: an ABORT message, while the next step may already run.
+
+# %% [markdown] tags=["predict"]
+# > **Predict.** How many tokens does the engine make behind the one that completed the stop string? Where do they go?
+
+# %%
+with lab.record("FrontEnd") as folder:
+    llm = LLM("gpt2-tiny", multiprocess=True, num_gpu_blocks_override=64, trace=str(folder))
+    free = llm.generate("To be, or", SamplingParams(temperature=0, max_tokens=40))[0].outputs[0]
+    cut = llm.generate("To be, or", SamplingParams(temperature=0, max_tokens=40, stop=["so, my"]))[0].outputs[0]
+    llm.generate("O", SamplingParams(max_tokens=2))  # by the time this is answered, the engine has read the abort
+    llm.shutdown()
+print("without:", repr(free.text[:60]))
+print("with:   ", repr(cut.text), cut.finish_reason, repr(cut.stop_reason))
+
+run = read_run(folder)
+names = (
+    "sched.token",
+    "request.stop_matched",
+    "zmq.request_sent",
+    "zmq.request_received",
+    "sched.finished",
+    "request.finished",
+)
+events = [
+    e for e in run.events if e.name in names and (e.req == "r1" or (e.req is None and e.args.get("type") == "ABORT"))
+]
+end = next(i for i, e in enumerate(events) if e.name == "request.stop_matched")
+for event in events[end - 3 :]:
+    print(f"{event.proc:14} {event.name:22} {event.args.get('type', '')} {event.args.get('num_output_tokens', '')}")
+made = max(e.args["num_output_tokens"] for e in events if e.name == "sched.token")
+print(f"made by the engine: {made} tokens; part of the answer: {len(cut.token_ids)}")
+
+# %% [markdown]
+# Tokens that come too late are thrown away: `process_outputs` ignores a request that it does not know any more. Their blocks are free
+# as soon as the abort is read.
+#
+# ## What goes over the wire
+#
+# The same request, whole and as a stream, from a real server. A stream is server-sent events: `data: `, one JSON object, an empty
+# line; at the end `data: [DONE]`.
+
+
+# %%
+def post(url, body, name):
+    """(seconds until the first byte of the body, seconds until the last, headers, body) of one completion."""
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=20)
+    begin = time.perf_counter()
+    connection.request(
+        "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json", "X-Request-Id": name}
+    )
+    answer = connection.getresponse()
+    data = answer.read(1)
+    first = time.perf_counter() - begin
+    data += answer.read()
+    connection.close()
+    return first, time.perf_counter() - begin, dict(answer.getheaders()), data
+
+
+body = {"prompt": "JULIET: good night, ", "max_tokens": 48, "temperature": 0, "ignore_eos": True}
+with lab.serve() as server:
+    post(server.url, body, "warm")
+    answers = {
+        "json": post(server.url, body, "json"),
+        "sse": post(server.url, {**body, "stream": True}, "sse"),
+    }
+
+for name, (first, last, headers, data) in answers.items():
+    kind = headers.get("content-type") or headers.get("Content-Type")
+    print(f"{name}: first byte after {first * 1e3:.1f} ms, last after {last * 1e3:.1f} ms, {len(data)} bytes, {kind}")
+
+# %%
+chunks = answers["sse"][3].split(b"\n\n")
+print(repr(chunks[0] + b"\n\n"))
+print("...")
+print(repr(chunks[-3] + b"\n\n"))
+print(repr(chunks[-2] + b"\n\n"))
+
+streamed = "".join(json.loads(chunk.removeprefix(b"data: "))["choices"][0]["text"] for chunk in chunks[:-2])
+whole = json.loads(answers["json"][3])["choices"][0]["text"]
+print(
+    "\nsame text:",
+    streamed == whole,
+    "   bytes on the wire for each character of text:",
+    round(len(answers["sse"][3]) / len(whole)),
+)
+
+# %% [markdown]
+# The first byte of a whole answer comes with its last. A stream buys an early first byte, and pays with many more bytes and a chunk of
+# work for each token.
+#
+# Now each token of the stream: when the engine had it, and when its chunk left.
+
+# %%
+story = tell(read_run(server.folder).events)
+request = next(r for name, r in story.requests.items() if "sse" in name)
+zero = request.first["generate.start"]
+figure, axes = plt.subplots(figsize=(8, 3))
+axes.plot(
+    [(t - zero) / 1e6 for t in request.token_ns],
+    range(1, len(request.token_ns) + 1),
+    "o",
+    label="token in the engine",
+    markersize=5,
+)
+axes.plot(
+    [(t - zero) / 1e6 for t in request.chunk_ns],
+    range(1, len(request.chunk_ns) + 1),
+    "x",
+    label="chunk left the server",
+    markersize=6,
+)
+axes.set(xlabel="ms since generate()", ylabel="number", title="From token to chunk")
+axes.legend()
+plt.show()
+print(f"{len(request.token_ns)} tokens, {len(request.chunk_ns)} chunks, of which one is [DONE]")
+
+# %% [markdown]
+# And what each client waited for, by cause. (The parts add up: [`Latency`](../trace/stagetrace/latency.py).)
+
+# %%
+lab.picture(latency_breakdown(story))
+
+# %% [markdown]
+# The client of a whole answer has nothing until the last token: all of that is `response`. `ipc out` is the time from send to decoded. It holds
+# what the front end waits for a processor, so on a busy machine it grows; notebook 07 measures the socket.
+#
+# When there are fewer chunks than tokens, two tokens shared one: the collector merges what its reader has not fetched yet (notebook 07),
+# and a token without a whole character gives no chunk.
+#
+# ## One message a step, not one a token
+#
+# With many requests at once, the output handler gets one message a step with a piece for each of them.
+
+# %%
+with (
+    lab.record("LLM") as folder,
+    LLM("gpt2-tiny", multiprocess=True, num_gpu_blocks_override=128, trace=str(folder)) as llm,
+):
+    llm.generate(["ROMEO:"] * 16, SamplingParams(temperature=0.8, max_tokens=24, ignore_eos=True))
+run = read_run(folder)
+received, taken_in = run.named("zmq.outputs_received"), run.named("request.detokenized")
+times = sorted(b.ts - a.ts for a, b in pairwise(taken_in) if a.pid == b.pid and b.seq == a.seq + 1)
+print(
+    f"{len(taken_in)} pieces in {len(received)} messages; between two pieces of one message {times[len(times) // 2] / 1000:.0f} µs"
+)
+
+# %% [markdown]
+# > **What is often said**
+# >
+# > - *"The engine detokenizes and checks stop strings"* (`_process_model_outputs`). In the older engine. In V1 the core makes token ids; text
+# >   exists in the front end only, and so do stop strings.
+# > - *"Output processing: 1 to 5 ms."* Measured here: microseconds a token, above.
+# > - *"`finish_reason='stop_string'`."* The value is `stop`, for the end-of-text token, a stop token and a stop string alike; vLLM's own
+# >   field `stop_reason` says which string or token it was.
+# > - *"`generate()` yields the text so far, and the last output holds all of it."* That depends on `output_kind`: a stream asks for `DELTA`, a
+# >   whole answer for `FINAL_ONLY`. Otherwise each chunk would grow.
+# > - *"[5773, 0, 1264, 389, 345, 30] is ' world! How are you?'"* In GPT-2's vocabulary " world" is 995 and " How" is 1374.
+
+# %% [markdown] tags=["exercise"]
+# ## Exercise: the incremental detokenizer
+#
+# **Contract.** `my_deltas(pieces, stops)`
+#
+# - `pieces`: the bytes of each token, in order. Cut anywhere, also within a character, and not always valid UTF-8.
+# - `stops`: stop strings, perhaps none.
+# - Returns `(deltas, stop)`: `deltas` is a list of texts, one for each token that was taken in, and a last one for what is left when
+#   no more tokens come (not after a stop string). `stop` is the stop string that ended it, or None.
+# - Bytes wait until they form a whole character; bytes that never can become U+FFFD (Python's `codecs.getincrementaldecoder("utf-8")`
+#   with `errors="replace"` does both). What still waits at the end is dropped.
+# - Text that could still turn into a stop string waits. What is sent holds no stop string and no part of the one that ended it.
+# - Of several stop strings the one that begins first counts; among those that begin at the same place, the longest. After it nothing is
+#   taken in.
+
+
+# %%
+class Pieces:
+    """A tokenizer whose token i stands for the bytes pieces[i]."""
+
+    def __init__(self, pieces):
+        self.pieces = pieces
+
+    def stream(self, after, skip_special_tokens):
+        return ByteLevelStream()
+
+    def token(self, token_id):
+        return ""
+
+    def token_bytes(self, token_id):
+        return self.pieces[token_id]
+
+    def is_special(self, token_id):
+        return False
+
+
+def real_deltas(pieces, stops):
+    """What the real part makes of it."""
+    detokenizer, deltas = IncrementalDetokenizer(Pieces(pieces), SamplingParams(stop=stops)), []
+    for token_id in range(len(pieces)):
+        stop = detokenizer.update([token_id])
+        deltas.append(detokenizer.next_text(delta=True))
+        if stop is not None:
+            return deltas, stop
+    detokenizer.finish()
+    return [*deltas, detokenizer.next_text(delta=True)], None
+
+
+# %% tags=["exercise"]
+def my_deltas(pieces, stops):
+    return real_deltas(pieces, stops)  # yours goes here
+
+
+# %% tags=["check"]
+def random_text(seed):
+    """Letters, characters of two to four bytes, now and then a broken one; cut anywhere; stop strings of the same letters."""
+    rng = random.Random(seed)
+    letters = rng.choices("abé☕😀", k=rng.randint(1, 20))
+    data = b"".join(b"\xff" if rng.random() < 0.03 else letter.encode() for letter in letters)
+    cuts = sorted(rng.sample(range(1, len(data) + 1), k=rng.randint(0, min(12, len(data)))))
+    pieces = [data[a:b] for a, b in zip([0, *cuts], [*cuts, len(data)]) if a < b]
+    stops = ["".join(rng.choices("abé☕", k=rng.randint(1, 4))) for _ in range(rng.choice([0, 1, 2, 3]))]
+    return pieces, stops
+
+
+lab.check(my_deltas, real_deltas, map(random_text, range(1000)))

@@ -1,0 +1,353 @@
+# %% [markdown]
+# # 11 Paged attention: the keys and values of a request may lie anywhere
+#
+# **Question.** A request's keys and values are kept so that they are computed once only. Nobody knows beforehand how long the
+# request will become. How can its memory grow token by token, without moving anything and without reserving the most that it
+# might need, and why does attention not notice?
+#
+# You will lay tokens into blocks by hand, attend to them in three ways with small tensors, compare the real function with
+# contiguous attention, measure the memory that each way of reserving wastes, and take softmax apart until it can be computed
+# block by block. At the end you write paged attention, and the real model decodes with yours.
+#
+# | part | here | in vLLM (V1) |
+# |---|---|---|
+# | a token's place: the slot | [`write_kv`](../stage04_kernels/kv_cache.py) | `csrc/cache_kernels.cu` reshape_and_cache_flash |
+# | paged attention, slow and fast | [`paged_attention_reference`, `paged_attention_torch`](../stage04_kernels/paged_attention.py) | `flash_attn_varlen_func` with a block table |
+# | what attention must know about a step | [`AttentionMetadata`](../stage04_kernels/attention_metadata.py) | `v1/attention/backends/flash_attn.py` FlashAttentionMetadata |
+# | who owns which block | [`BlockPool`](../stage03_engine/core/block_pool.py), [`KVCacheManager`](../stage03_engine/core/kv_cache_manager.py) | `v1/core/block_pool.py`, `v1/core/kv_cache_manager.py` |
+
+# %%
+import math
+import random
+from itertools import pairwise
+
+import lab
+import matplotlib.pyplot as plt
+import torch
+import torch.nn.functional as F
+
+from stage03_engine.llm import LLM
+from stage03_engine.sampling_params import SamplingParams
+from stage04_kernels.attention import BACKENDS, attention, write_then_attend
+from stage04_kernels.cases import make_attention_case, make_metadata
+from stage04_kernels.kv_cache import write_kv
+from stage04_kernels.paged_attention import gather_context, paged_attention_reference, paged_attention_torch
+from stage04_kernels.tolerances import TOLERANCES
+
+torch.manual_seed(0)
+torch.set_grad_enabled(False)
+torch.set_num_threads(1)
+
+# %% [markdown]
+# ## Blocks and slots
+#
+# The cache of one layer is one tensor, `[2, num_blocks, block_size, num_kv_heads, head_dim]`: keys, then values. It is allocated
+# once, at start-up. A request owns whole blocks, in any order; its **block table** lists them in the order of its tokens. The place
+# of one token is its **slot**: `slot = block_table[position // block_size] * block_size + position % block_size`.
+
+# %%
+BLOCK_SIZE = 4
+table = [5, 2, 7]  # the blocks of a request of 10 tokens
+print("position  block  offset  slot")
+for position in range(10):
+    block, offset = table[position // BLOCK_SIZE], position % BLOCK_SIZE
+    print(f"{position:8}  {block:5}  {offset:6}  {block * BLOCK_SIZE + offset:4}")
+
+# %% [markdown] tags=["predict"]
+# > **Predict.** The request gets its 11th, 12th and 13th token. For which of them must the engine find a new block? What has to be
+# > copied then? Write your answer down before you run the next cell.
+
+# %%
+for num_tokens in (10, 11, 12, 13):
+    needed = -(-num_tokens // BLOCK_SIZE)
+    note = "a new block is appended to the table" if needed > len(table) else "there is room in the last block"
+    print(f"{num_tokens} tokens take {needed} blocks: {note}")
+
+# %% [markdown]
+# Nothing is copied. A block table only ever grows at its end, which is why the scheduler can send the worker the new blocks alone
+# (notebook 08).
+#
+# ## The same attention, three ways
+#
+# One head, one query, ten keys. First with the keys in one piece, then gathered through the block table, then block by block.
+
+# %%
+HEAD_DIM = 8
+keys, values = torch.randn(10, HEAD_DIM), torch.randn(10, HEAD_DIM)
+query = torch.randn(HEAD_DIM)
+scale = HEAD_DIM**-0.5
+
+pool_keys, pool_values = (
+    torch.full((8, BLOCK_SIZE, HEAD_DIM), torch.nan),
+    torch.full((8, BLOCK_SIZE, HEAD_DIM), torch.nan),
+)
+for position in range(10):
+    block, offset = table[position // BLOCK_SIZE], position % BLOCK_SIZE
+    pool_keys[block, offset], pool_values[block, offset] = keys[position], values[position]
+print("blocks of the pool that hold anything:", [b for b in range(8) if not pool_keys[b].isnan().all()])
+print(
+    "slots of block 7 in use:", (~pool_keys[7, :, 0].isnan()).tolist(), "- the last block of a request is rarely full"
+)
+
+# %%
+contiguous = torch.softmax(keys @ query * scale, 0) @ values
+
+gathered_keys = torch.cat([pool_keys[block] for block in table])[:10]
+gathered_values = torch.cat([pool_values[block] for block in table])[:10]
+gathered = torch.softmax(gathered_keys @ query * scale, 0) @ gathered_values
+
+print("gathered equals contiguous, bit for bit:", torch.equal(contiguous, gathered))
+
+# %% [markdown]
+# Gathering gives the same tensor, so the result is the same bits. But it copies all keys and values of the context for every
+# token. A GPU kernel never builds that copy: it walks along the block table and reads each block where it lies. For that softmax must
+# be computed piece by piece.
+#
+# ## Online softmax
+#
+# Softmax divides by the sum over all scores, and subtracts the largest first, because `exp` overflows.
+
+# %% [markdown] tags=["predict"]
+# > **Predict.** float32 ends near 3.4e38. From which score on is `exp(score)` infinite? And what is softmax of `[100, 90]` without
+# > the subtraction?
+
+# %%
+print("exp(88) =", torch.tensor(88.0).exp().item(), "  exp(89) =", torch.tensor(89.0).exp().item())
+scores = torch.tensor([100.0, 90.0])
+print("without subtraction:", (scores.exp() / scores.exp().sum()).tolist())
+print("with subtraction:   ", torch.softmax(scores, 0).tolist())
+
+# %% [markdown]
+# Neither the largest score nor the sum is known before the last block was read. The way out: keep three running values, and when a
+# larger score turns up, shrink what was collected so far by `exp(old maximum - new maximum)`.
+#
+# - `m`: the largest score so far
+# - `l`: the sum of `exp(score - m)` so far
+# - `acc`: the sum of `exp(score - m) * value` so far
+#
+# (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022, is built on it.)
+
+
+# %%
+def attend_block_by_block(query, pool_keys, pool_values, table, context, scale):
+    """One query over a paged context; never more than one block of scores at a time."""
+    m, total, acc = torch.tensor(-math.inf), torch.tensor(0.0), torch.zeros_like(query)
+    for index, block in enumerate(table):
+        count = min(BLOCK_SIZE, context - index * BLOCK_SIZE)  # the last block is not full
+        scores = pool_keys[block, :count] @ query * scale
+        new_m = torch.maximum(m, scores.max())
+        shrink, weights = torch.exp(m - new_m), torch.exp(scores - new_m)
+        total = total * shrink + weights.sum()
+        acc = acc * shrink + weights @ pool_values[block, :count]
+        m = new_m
+        print(f"block {block}: m = {m.item():+.3f}  shrink = {shrink.item():.3f}  l = {total.item():.3f}")
+    return acc / total
+
+
+online = attend_block_by_block(query, pool_keys, pool_values, table, 10, scale)
+print("largest difference to contiguous:", (online - contiguous).abs().max().item())
+
+# %% [markdown]
+# Equal up to rounding: the sums are formed in another order. That is also why the project compares kernels with a tolerance
+# (`stage04_kernels/tolerances.py`), and why greedy tokens in float32 are what must agree.
+#
+# ## The real function
+#
+# `attention` stores the keys and values of a step in their slots and lets every query token attend to its context. The batch
+# below mixes a whole prompt, a chunk of one, and decodes, as a step of the engine does. Every slot that nobody owns holds NaN.
+
+# %%
+names = ["a prompt of 7", "a chunk of 5 after 16", "a decode after 37", "a decode after 4"]
+case = make_attention_case([7, 5, 1, 1], [0, 16, 37, 4], block_size=4, num_heads=4, num_kv_heads=2)
+paged = attention(case.query, case.key, case.value, case.kv_cache, case.metadata, case.scale)
+
+start = case.metadata.query_start_loc_cpu
+for r, name in enumerate(names):
+    context = case.metadata.seq_lens_cpu[r]
+    blocks = case.metadata.block_table[r].tolist()
+    k = (
+        gather_context(case.kv_cache[0], blocks, context).transpose(0, 1).repeat_interleave(2, 0)
+    )  # [heads, context, dim]
+    v = gather_context(case.kv_cache[1], blocks, context).transpose(0, 1).repeat_interleave(2, 0)
+    q = case.query[start[r] : start[r + 1]].transpose(0, 1)  # [heads, tokens, dim]
+    seen = torch.ones(q.shape[1], context, dtype=torch.bool).tril(context - q.shape[1])
+    plain = F.scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(0, 1)
+    error = (paged[start[r] : start[r + 1]] - plain).abs().max().item()
+    used = [b for b in blocks if b >= 0]
+    print(f"{name:22} blocks {used!s:42} largest difference to contiguous attention {error:.1e}")
+
+# %% [markdown] tags=["predict"]
+# > **Predict.** All blocks of the pool are moved to other places, and the block tables say so. Which bits of the result change?
+
+# %%
+num_blocks = case.kv_cache.shape[1]
+place = torch.randperm(num_blocks)  # block b moves to place[b]
+moved_cache = torch.empty_like(case.kv_cache)
+moved_cache[:, place] = case.kv_cache
+tables = [[int(place[b]) for b in row if b >= 0] for row in case.metadata.block_table.tolist()]
+query_lens = [end - begin for begin, end in pairwise(start)]
+moved = make_metadata(query_lens, case.metadata.seq_lens_cpu, tables, 4)
+again = paged_attention_torch(case.query, moved_cache, moved, case.scale)
+print("blocks that moved:", int((place != torch.arange(num_blocks)).sum()), "of", num_blocks)
+print("results are equal, bit for bit:", torch.equal(paged, again))
+
+# %% [markdown]
+# None. Where a block lies is never part of the arithmetic. That is what lets two requests share a block (prefix caching), and lets a
+# preempted request come back in other blocks.
+#
+# ## What it saves
+#
+# Three ways to give memory to requests:
+#
+# - **longest**: a contiguous piece for the longest context that the model allows, as early servers did;
+# - **asked for**: a contiguous piece for prompt + `max_tokens`, if one trusts that number;
+# - **pages**: blocks, as tokens come.
+#
+# The next cell serves 24 requests of mixed length with the real engine and looks into its KV-cache manager after every step.
+
+# %%
+random.seed(1)
+text = "To be, or not to be: that is the question. Whether tis nobler in the mind to suffer the slings and arrows. " * 4
+prompts = [text[: random.randint(10, 320)] for _ in range(24)]
+limits = [random.choice([8, 16, 64, 200]) for _ in range(24)]
+params = [SamplingParams(temperature=0.8, seed=i, max_tokens=n, stop=["\n\n"]) for i, n in enumerate(limits)]
+
+with LLM("gpt2-tiny", max_num_seqs=24, num_gpu_blocks_override=1024, enable_prefix_caching=False) as llm:
+    scheduler = llm.engine_core._core.scheduler
+    manager, block_size = scheduler.kv_cache_manager, scheduler.kv_cache_manager.block_size
+    max_model_len = scheduler.max_model_len
+    rows = []  # per step: tokens that exist, and slots that each way holds for them
+    step = llm.step
+
+    def step_and_look():
+        result = step()
+        live = list(scheduler.running)
+        if live:
+            row = (
+                sum(r.num_computed_tokens for r in live),
+                sum(len(manager.block_table(r.request_id)) * block_size for r in live),
+                sum(min(r.num_prompt_tokens + r.sampling_params.max_tokens, max_model_len) for r in live),
+                len(live) * max_model_len,
+            )
+            rows.append(row)
+        return result
+
+    llm.step = step_and_look
+    outputs = llm.generate(prompts, params)
+
+print("output tokens per request:", sorted(len(o.outputs[0].token_ids) for o in outputs))
+used = sum(row[0] for row in rows)
+print(f"{len(rows)} steps; share of the held slots that hold a token, over all steps:")
+for name, column in (("pages", 1), ("asked for", 2), ("longest", 3)):
+    print(f"  {name:10} {100 * used / sum(row[column] for row in rows):5.1f} %")
+
+# %%
+figure, axes = plt.subplots(figsize=(8, 3.2))
+styles = [("tokens", "-"), ("pages", "--"), ("asked for", "-."), ("longest", ":")]
+for (name, style), series in zip(styles, zip(*rows)):
+    axes.plot(range(1, len(rows) + 1), series, style, label=name, linewidth=2)
+axes.set(xlabel="step", ylabel="slots of the KV cache", yscale="log", title="Slots held for the running requests")
+axes.legend()
+plt.show()
+
+# %% [markdown]
+# Pages lie on the line of the tokens: what they waste is the unfilled rest of each request's last block, less than one block each.
+# Many requests stop early (here at the end of a speech), and that is where `asked for` loses. What is not wasted is room for more
+# requests in the same memory, and so for larger batches.
+
+# %% [markdown] tags=["predict"]
+# > **Predict.** Smaller blocks waste less. Which block size wastes least, and what does it cost?
+
+# %%
+lengths = [len(o.prompt_token_ids) + len(o.outputs[0].token_ids) for o in outputs]
+print("block size   wasted slots   table entries")
+for size in (1, 4, 16, 64, 256):
+    blocks = sum(-(-length // size) for length in lengths)
+    print(f"{size:10}   {100 * (1 - sum(lengths) / (blocks * size)):10.1f} %   {blocks:13}")
+
+# %% [markdown]
+# Blocks of one token waste nothing, but there is a table entry for each token, and a kernel reads memory in scattered pieces that are
+# too small. Large blocks waste like contiguous pieces, and fewer prefixes fill a block that others can share. 16 is vLLM's default
+# on GPUs, and the default here.
+
+# %% [markdown]
+# > **What is often said**
+# >
+# > - *"Block 0: Req1 tokens."* Block 0 is given to nobody, in vLLM's V1 engine as here: it is the null block
+# >   (`NULL_BLOCK` in `block_pool.py`). Padding in a block table points there, so that a stray read hits nobody's tokens. (The
+# >   kernels know nothing of that: in the random batches above block 0 is one like any other.)
+# > - *"Blocks are copied for beam search" and "swapped to the CPU when the GPU is full".* That was the older engine. In V1, block
+# >   tables are append-only and shared blocks are found by the hash of their tokens; beam search is a client like any other
+# >   (`frontend/beam_search.py`), and a preempted request is computed again. Swapping exists here as an option, to compare
+# >   (`--preemption-mode swap`).
+# > - *"PagedAttention and FlashAttention are alternatives."* They answer different questions. Paging says where keys and values
+# >   lie; FlashAttention says in which order softmax is computed. A kernel can do both, and vLLM's does.
+
+# %% [markdown] tags=["exercise"]
+# ## Exercise: write it
+#
+# **Contract.** `my_paged_attention(query, kv_cache, metadata, scale, window=None)`
+#
+# - `query` is `[num_tokens, num_heads, head_dim]`, the tokens of all requests one after the other; `kv_cache` is
+#   `[2, num_blocks, block_size, num_kv_heads, head_dim]`, already written.
+# - Query rows `metadata.query_start_loc_cpu[r]` to `[r + 1] - 1` belong to request `r`, whose context is `metadata.seq_lens_cpu[r]`
+#   tokens long, these included. Its blocks are `metadata.block_table[r]`.
+# - Token `i` of `q`, with a context of `s`, sees positions 0 to `s - q + i`, with a `window` of `w` only the last `w` of these.
+# - Head `h` reads key/value head `h // (num_heads // num_kv_heads)`.
+# - Slots that belong to nobody may hold NaN. Rows of the query behind the last request are padding and come out as zeros.
+# - Returns `[num_tokens, num_heads, head_dim]`.
+#
+# Start with loops over requests, tokens and heads; `gather_context` lays a request's blocks side by side. Then replace it by the
+# online softmax from above.
+
+
+# %% tags=["exercise"]
+def my_paged_attention(query, kv_cache, metadata, scale, window=None):
+    return paged_attention_torch(query, kv_cache, metadata, scale, window)  # yours goes here
+
+
+# %% tags=["check"]
+def agrees(attend, seed):
+    """Does `attend` agree with the oracle on a random batch, within the tolerance for float32?"""
+    rng = random.Random(seed)
+    num_reqs = rng.randint(1, 5)
+    case = make_attention_case(
+        [rng.choice([1, 1, 2, 9]) for _ in range(num_reqs)],
+        [rng.choice([0, 3, 15, 16, 40]) for _ in range(num_reqs)],
+        num_kv_heads=rng.choice([1, 2, 4]),
+        block_size=rng.choice([1, 4, 16]),
+        num_shared=rng.choice([0, 1]),
+        num_padding=rng.choice([0, 2]),
+        window=rng.choice([None, None, 1, 7]),
+        seed=seed,
+    )
+    write_kv(case.key, case.value, case.kv_cache, case.metadata.slot_mapping)
+    arguments = (case.query, case.kv_cache, case.metadata, case.scale, case.window)
+    wanted, got, tolerance = paged_attention_reference(*arguments), attend(*arguments), TOLERANCES[torch.float32]
+    if torch.allclose(got, wanted, atol=tolerance.atol, rtol=tolerance.rtol):  # NaN is never close
+        return "agrees with the oracle"
+    lengths = list(zip(case.metadata.query_start_loc_cpu, case.metadata.seq_lens_cpu))
+    return f"differs: (first query row, context) {lengths}, block size {case.kv_cache.shape[2]}, window {case.window}"
+
+
+lab.check(
+    lambda seed: agrees(my_paged_attention, seed),
+    lambda seed: agrees(paged_attention_torch, seed),
+    [(seed,) for seed in range(60)],
+)
+
+# %% [markdown]
+# And with the real model: your function becomes a backend, and the engine decodes with it.
+
+
+# %%
+def greedy():
+    with LLM("gpt2-tiny", num_gpu_blocks_override=64) as llm:
+        outputs = llm.generate(["ROMEO:", "To be, or"], SamplingParams(temperature=0, max_tokens=12))
+        return [output.outputs[0].text for output in outputs]
+
+
+reference = greedy()
+original, BACKENDS["torch"] = BACKENDS["torch"], write_then_attend(write_kv, my_paged_attention)
+mine, BACKENDS["torch"] = greedy(), original
+print("same greedy text:", mine == reference, reference)

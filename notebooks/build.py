@@ -1,0 +1,122 @@
+"""Make the notebooks: execute each source (jupytext `py:percent`) and write the .ipynb beside it, with its outputs.
+
+`python notebooks/build.py` makes all, `python notebooks/build.py 00 05` makes some. `make notebooks-build` runs this.
+
+A source begins with a markdown cell whose first line is the title. Here the Colab badge is added to that cell, and
+the set-up cell after it. What may change from run to run, beyond what the cells print, is left out: cell ids count up, there are
+no times of execution, metadata is sorted, and paths of the machine become neutral.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import jupytext
+import nbformat
+from nbclient import NotebookClient
+from nbformat import NotebookNode
+
+FOLDER = Path(__file__).resolve().parent
+REPOSITORY = "vllm-in-stages/vllm-in-stages"  # on GitHub
+CELL_SECONDS = 30
+KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
+BADGE = (
+    "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
+    f"(https://colab.research.google.com/github/{REPOSITORY}/blob/main/notebooks/{{name}}.ipynb)"
+)
+SETUP = f"""\
+# Where the project is not installed (on Colab): fetch and install it. Elsewhere this does nothing.
+import importlib.util
+import os
+import subprocess
+import sys
+
+if importlib.util.find_spec("stagetrace") is None:
+    subprocess.run(["git", "clone", "--quiet", "--depth", "1", "https://github.com/{REPOSITORY}"], check=True)
+    os.chdir("{REPOSITORY.partition("/")[2]}/notebooks")
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--editable", "..[trace]"], check=True)
+    sys.path += [os.getcwd(), os.path.abspath(".."), os.path.abspath("../trace")]"""
+
+
+def sources() -> list[Path]:
+    """The notebooks' sources, in order."""
+    return sorted(FOLDER.glob("[0-9][0-9]_*.py"))
+
+
+def read_source(path: Path) -> NotebookNode:
+    """The notebook that a source describes, not executed. Raises ValueError when it does not begin with a title."""
+    notebook = jupytext.read(path, fmt="py:percent")
+    first = notebook.cells[0]
+    title, _, rest = first.source.partition("\n")
+    if first.cell_type != "markdown" or not title.startswith("# "):
+        raise ValueError(f"{path.name} must begin with a markdown cell whose first line is `# Title`")
+    first.source = f"{title}\n\n{BADGE.format(name=path.stem)}\n{rest}".rstrip()
+    notebook.cells.insert(1, nbformat.v4.new_code_cell(SETUP))
+    notebook.metadata = nbformat.from_dict({"kernelspec": KERNEL, "language_info": {"name": "python"}})
+    for number, cell in enumerate(notebook.cells):
+        cell.id = f"cell-{number:02d}"
+        tags = cell.metadata.get("tags")
+        cell.metadata = nbformat.from_dict({"tags": tags} if tags else {})
+    notebook.nbformat, notebook.nbformat_minor = 4, 5
+    return notebook
+
+
+def execute(notebook: NotebookNode) -> NotebookNode:
+    """Run all cells in a fresh kernel of this Python. Raises CellExecutionError, CellTimeoutError after CELL_SECONDS."""
+    os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", PYTHONHASHSEED="0")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(FOLDER.parent), str(FOLDER.parent / "trace")])
+    resources = {"metadata": {"path": str(FOLDER)}}
+    client = NotebookClient(notebook, timeout=CELL_SECONDS, resources=resources, record_timing=False)
+    return client.execute()
+
+
+def write(notebook: NotebookNode, path: Path) -> None:
+    """Write an executed notebook so that the same outputs make the same file."""
+    notebook.metadata = nbformat.from_dict({"kernelspec": KERNEL, "language_info": {"name": "python"}})
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs = _joined(cell.outputs)
+    text = _neutral(nbformat.writes(notebook, version=4, indent=1, sort_keys=True))
+    path.write_text(text.rstrip("\n") + "\n", encoding="utf-8")
+
+
+def _joined(outputs: list[NotebookNode]) -> list[NotebookNode]:
+    """Pieces of one stream that follow each other are one: how a kernel cuts them is chance."""
+    joined: list[NotebookNode] = []
+    for output in outputs:
+        if joined and output.output_type == "stream" == joined[-1].output_type and output.name == joined[-1].name:
+            joined[-1].text += output.text
+        else:
+            joined.append(output)
+    return joined
+
+
+def _neutral(text: str) -> str:
+    """Paths of this machine say nothing to a reader."""
+    paths = [(tempfile.gettempdir(), "/tmp"), (sys.prefix, "/venv"), (str(FOLDER.parent), "/vllm-in-stages")]
+    for path, name in sorted(paths, key=lambda pair: -len(pair[0])):
+        text = text.replace(f"{path}/", f"{name}/")
+    return text
+
+
+def main() -> None:
+    """Build the notebooks whose names begin with one of the arguments, or all."""
+    parser = argparse.ArgumentParser(description="Execute the notebooks' sources and write the .ipynb files.")
+    parser.add_argument("names", nargs="*", metavar="NN", help="beginnings of names; all if not given")
+    names = parser.parse_args().names
+    for path in sources():
+        if not names or path.name.startswith(tuple(names)):
+            start = time.perf_counter()
+            write(execute(read_source(path)), path.with_suffix(".ipynb"))
+            print(
+                f"{path.stem}: {time.perf_counter() - start:.1f} s, {path.with_suffix('.ipynb').stat().st_size // 1000} kB"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""What the notebooks share: a server to ask, a recording of what happened here, tables, captions, and the check of an exercise."""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+import io
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import urllib.error
+import urllib.request
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stagetrace import trace
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORDED = ROOT / "trace" / "recorded"
+warnings.filterwarnings("ignore", message="IProgress not found")  # of a progress bar that nothing here shows
+
+
+def new_folder() -> Path:
+    """An empty folder for a recording; it is removed when the notebook's kernel ends."""
+    parent = tempfile.mkdtemp(prefix="stages-")
+    atexit.register(shutil.rmtree, parent, ignore_errors=True)
+    folder = Path(parent) / "recording"
+    folder.mkdir()
+    return folder
+
+
+class Server:
+    """`stages serve gpt2-tiny` in a process of its own, on a free port, recording to `folder`."""
+
+    def __init__(self, *flags: str, model: str = "gpt2-tiny") -> None:
+        self.folder = new_folder()
+        command = [sys.executable, "-m", "stage01_cli", "serve", model, "--host", "127.0.0.1", "--port", "0"]
+        command += ["--num-gpu-blocks-override", "64", "--trace", str(self.folder), *flags]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        atexit.register(self.process.kill)
+        self.log: list[str] = []
+        self.url = self._wait_until_ready()
+
+    def _wait_until_ready(self) -> str:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.log.append(line.rstrip())
+            if " on http://" in line:
+                threading.Thread(target=self.log.extend, args=(self.process.stderr,), daemon=True).start()
+                return line.split(" on ")[-1].strip()
+        raise RuntimeError("the server did not start:\n" + "\n".join(self.log))
+
+    def ask(self, path: str, body: dict[str, Any] | None = None, **headers: str) -> tuple[int, Any]:
+        """(status, JSON) of a GET, or of a POST of `body`."""
+        with self._open(path, body, headers) as answer:
+            text = answer.read().decode()
+            return answer.status, json.loads(text) if text else ""
+
+    def stream(self, path: str, body: dict[str, Any], **headers: str) -> Iterator[str]:
+        """The lines of a streamed answer, as they come, without the empty ones."""
+        with self._open(path, body | {"stream": True}, headers) as answer:
+            for line in answer:
+                if line.strip():
+                    yield line.decode().rstrip()
+
+    def _open(self, path: str, body: dict[str, Any] | None, headers: dict[str, str]) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        names = {name.replace("_", "-"): value for name, value in headers.items()}
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json", **names})
+        try:
+            return urllib.request.urlopen(request, timeout=25)
+        except urllib.error.HTTPError as error:  # a refusal is an answer too
+            return error
+
+    def close(self) -> None:
+        """SIGTERM, as an operator would; the recording is complete afterwards."""
+        self.process.terminate()
+        self.process.wait(timeout=25)
+
+
+@contextmanager
+def serve(*flags: str) -> Iterator[Server]:
+    """A server for the length of a `with` block."""
+    server = Server(*flags)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+@contextmanager
+def record(proc: str = "notebook") -> Iterator[Path]:
+    """Record what the stages do in this very process, for the length of a `with` block; gives the folder."""
+    folder = new_folder()
+    trace.hold(proc)
+    trace.open(str(folder))
+    try:
+        yield folder
+    finally:
+        trace.close()
+
+
+def table(rows: Iterable[Sequence[Any]], *header: str) -> None:
+    """Print rows as aligned text; numbers to the right."""
+    cells = [[_cell(value) for value in row] for row in rows]
+    right = [bool(cells) and all(_is_number(row[i]) for row in cells) for i in range(len(header))]
+    widths = [max(len(row[i]) for row in [list(header), *cells]) for i in range(len(header))]
+    lines = [list(header), ["-" * width for width in widths], *cells]
+    for line in lines:
+        parts = [value.rjust(w) if r else value.ljust(w) for value, w, r in zip(line, widths, right)]
+        print("  ".join(parts).rstrip())
+
+
+def _cell(value: Any) -> str:
+    return f"{value:,.3f}" if isinstance(value, float) else str(value)
+
+
+def _is_number(text: str) -> bool:
+    return text.lstrip("-").replace(",", "").replace(".", "", 1).isdigit()
+
+
+def picture(figure: Figure, caption: str = "", dpi: int = 80) -> None:
+    """Show a figure, small enough for a notebook, with a sentence below it."""
+    from IPython.display import Image, Markdown, display
+
+    data = io.BytesIO()
+    figure.savefig(data, format="png", dpi=dpi, bbox_inches="tight")
+    display(Image(data.getvalue()))
+    if caption:
+        display(Markdown(f"*{caption}*"))
+
+
+def source(thing: Any, first: int | None = None, last: int | None = None) -> None:
+    """Print the real code of a class or function (or some of its lines, counted from 1), and where it stands."""
+    lines, start = inspect.getsourcelines(thing)
+    path = Path(inspect.getsourcefile(thing) or "").resolve()
+    where = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path.name
+    print(f"# {where}, line {start + (first or 1) - 1}")
+    print("".join(lines[(first or 1) - 1 : last]).rstrip())
+
+
+def check(yours: Callable[..., Any], real: Callable[..., Any], cases: Iterable[Sequence[Any]]) -> None:
+    """Call both with each case (a tuple of arguments) and say whether they agree, in what they return or raise."""
+    number = 0
+    for number, case in enumerate(cases, start=1):
+        expected, got = _outcome(real, case), _outcome(yours, case)
+        if expected != got:
+            print(f"FAIL on case {number}: {', '.join(map(repr, case))}\n  expected {expected}\n  yours    {got}")
+            return
+    print(f"PASS: the same as the real part on {number} cases.")
+
+
+def _outcome(function: Callable[..., Any], case: Sequence[Any]) -> str:
+    try:
+        return repr(function(*case))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"

@@ -1,0 +1,157 @@
+"""Every notebook: the committed .ipynb is what its source says, it runs, and what it points to exists."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+sys.path.insert(0, str(ROOT / "notebooks"))
+import build  # noqa: E402
+
+SOURCES = build.sources()
+EACH = pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
+MAX_BYTES = 400_000
+
+
+def committed(source: Path) -> nbformat.NotebookNode:
+    return nbformat.read(source.with_suffix(".ipynb"), as_version=4)
+
+
+def test_there_is_one_source_for_each_notebook() -> None:
+    assert SOURCES and {path.stem for path in build.FOLDER.glob("*.ipynb")} == {path.stem for path in SOURCES}
+    numbers = [path.name[:2] for path in SOURCES]
+    assert numbers == [f"{i:02d}" for i in range(len(SOURCES))]
+    readme = (build.FOLDER / "README.md").read_text(encoding="utf-8")
+    assert not [path.name for path in SOURCES if f"({path.stem}.ipynb)" not in readme]
+
+
+@EACH
+def test_the_committed_notebook_is_its_source(source: Path) -> None:
+    def cells(notebook: nbformat.NotebookNode) -> list[tuple[str, str, list[str]]]:
+        return [(cell.cell_type, cell.source, cell.metadata.get("tags", [])) for cell in notebook.cells]
+
+    notebook = committed(source)
+    assert cells(notebook) == cells(build.read_source(source)), "run: make notebooks-build"
+    assert [cell.id for cell in notebook.cells] == [f"cell-{i:02d}" for i in range(len(notebook.cells))]
+
+
+@EACH
+def test_the_committed_notebook_has_outputs_and_no_errors(source: Path) -> None:
+    path = source.with_suffix(".ipynb")
+    code = [cell for cell in committed(source).cells if cell.cell_type == "code"]
+    outputs = [output for cell in code for output in cell.outputs]
+    assert outputs and all(cell.execution_count for cell in code)
+    assert not [output for output in outputs if output.output_type == "error"]
+    assert path.stat().st_size < MAX_BYTES
+    text = json.dumps(outputs)
+    assert "PASS: the same as" in text and "FAIL on case" not in text
+    assert not re.search(r"/(home|root|work)/|/tmp/[a-z]\w*/(?!stages-)", text), "a path of some machine"
+
+
+@EACH
+def test_a_reader_finds_question_prediction_and_exercise(source: Path) -> None:
+    cells = build.read_source(source).cells
+    tags = [(cell.cell_type, tag) for cell in cells for tag in cell.metadata.get("tags", [])]
+    assert "**Question.**" in cells[0].source
+    kinds = [("markdown", "predict"), ("markdown", "exercise"), ("code", "exercise"), ("code", "check")]
+    places = [tags.index(kind) for kind in kinds]
+    assert places == sorted(places)
+    for cell in cells:
+        if "predict" in cell.metadata.get("tags", []):
+            assert cell.source.startswith("> **Predict.**")
+    assert re.search(r"`(v1|entrypoints|engine|model_executor|utils)[/.]", "\n".join(c.source for c in cells))
+
+
+def defined(path: Path) -> set[str]:
+    """`Class`, `function`, `Class.method` and module constants of a Python file."""
+    names = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            inner = [n for n in node.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+            names |= {f"{node.name}.{n.name}" for n in inner}
+            fields = [n.target for n in node.body if isinstance(n, ast.AnnAssign)]
+            names |= {f"{node.name}.{ast.unparse(target)}" for target in fields}
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        names |= {ast.unparse(target) for target in targets}
+    return names
+
+
+def broken_links(text: str, folder: Path) -> list[str]:
+    """Links to files that do not exist, and names in link texts that the linked Python file does not define."""
+    broken = []
+    for label, target in re.findall(r"(?<!!)\[([^\[\]]+)\]\(([^)\s]+)\)", text):
+        if target.startswith(("http", "#")):
+            continue
+        path = folder / target.partition("#")[0]
+        if not path.exists():
+            broken.append(target)
+        elif path.suffix == ".py":
+            names = re.findall(r"`([A-Za-z_][\w.]*)(?:\(\))?`", label)
+            broken += [
+                f"{name} in {target}" for name in names if not name.endswith(".py") and name not in defined(path)
+            ]
+    return broken
+
+
+@EACH
+def test_links_lead_to_what_exists(source: Path) -> None:
+    text = "\n".join(cell.source for cell in build.read_source(source).cells if cell.cell_type == "markdown")
+    assert re.search(r"\]\(\.\./(stage|trace)\S+\.py\)", text), "a notebook links the code that it is about"
+    assert not broken_links(text, build.FOLDER)
+
+
+def test_links_of_the_readme_lead_to_what_exists() -> None:
+    assert not broken_links((build.FOLDER / "README.md").read_text(encoding="utf-8"), build.FOLDER)
+
+
+def test_a_broken_link_is_noticed() -> None:
+    folder = build.FOLDER
+    scheduler = "../stage03_engine/core/scheduler.py"
+    assert (
+        broken_links(f"[`Scheduler.schedule`]({scheduler}) [`Scheduler`]({scheduler}) [web](https://x.org)", folder)
+        == []
+    )
+    assert broken_links(f"[`Scheduler.plan`]({scheduler})", folder) == [f"Scheduler.plan in {scheduler}"]
+    assert broken_links("[text](../stage03_engine/scheduler.py)", folder) == ["../stage03_engine/scheduler.py"]
+
+
+def with_a_wrong_answer(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    """Cells to put at the end: what the reader was to write (the last definition of the exercise's cell) does nothing now,
+    and the check again."""
+    tagged = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.metadata.get("tags")]
+    (check,) = [cell.source for cell in tagged if "check" in cell.metadata.tags]
+    names = [
+        node.name
+        for cell in tagged
+        if "exercise" in cell.metadata.tags
+        for node in ast.parse(cell.source).body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    ]
+    assert names, "the exercise's cell defines what the reader is to write"
+    wrong = f"{names[-1]} = lambda *args, **kwargs: None"
+    make, may_raise = nbformat.v4.new_code_cell, {"metadata": {"tags": ["raises-exception"]}}
+    return [make(wrong), make(check, **may_raise)]
+
+
+@EACH
+def test_the_notebook_runs_and_its_check_can_fail(source: Path) -> None:
+    """No cell may take CELL_SECONDS: the client then raises."""
+    notebook = build.read_source(source)
+    notebook.cells += with_a_wrong_answer(notebook)
+    build.execute(notebook)
+    *cells, again = notebook.cells
+    (check,) = [cell for cell in cells if "check" in cell.metadata.get("tags", [])]
+    assert "PASS" in json.dumps(check.outputs)
+    text = json.dumps(again.outputs)
+    assert "PASS" not in text and ("FAIL" in text or '"error"' in text), text
