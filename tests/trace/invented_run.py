@@ -117,8 +117,10 @@ class InventedRun:
     def finish_step(self, number: int, tokens: dict[str, int]) -> None:
         self.emit("model.forward", ph="B", step=number, num_tokens=1)
         self.emit("model.forward", ph="E", step=number, num_tokens=1)
+        sampled = []
         for guest in [self.guests[name] for name in tokens]:
             if guest.computed == guest.num_tokens:
+                sampled.append(guest.name)
                 guest.num_tokens += 1
                 self.emit(
                     "sched.token",
@@ -135,6 +137,10 @@ class InventedRun:
         sent = self.emit("zmq.outputs_sent", step=number, num_outputs=1, bytes=9)
         self.emit("engine.step", ph="E", step=number, running=0, waiting=0)
         self.emit("zmq.outputs_received", step=number, pid=FRONT_END, cause=sent, num_outputs=1)
+        for name in sampled:
+            self.emit("request.detokenized", name, pid=FRONT_END, num_tokens=1, characters=4)
+            self.emit("generate.yield", name, pid=FRONT_END, finished=False)
+            self.emit("sse.chunk", name, pid=FRONT_END, bytes=3)
 
     def admit(self, guest: Guest, number: int) -> None:
         found = [b for b in sorted(self.cached) if self.rng.random() < 0.2][:2]
@@ -202,7 +208,6 @@ class InventedRun:
         self.emit(
             "sched.finished", guest.name, step=number or len(self.kinds), reason=reason, freed_blocks=0, by=reason
         )
-        self.emit("sse.chunk", guest.name, pid=FRONT_END, bytes=3)
         self.emit("request.finished", guest.name, pid=FRONT_END, reason=reason, num_output_tokens=1)
         del self.guests[guest.name]
 

@@ -53,6 +53,10 @@ def test_nothing_is_cut_and_no_labels_cover_each_other(name: str) -> None:
                 inside = box.x0 >= -1 and box.y0 >= -1 and box.x1 <= paper.x1 + 1 and box.y1 <= paper.y1 + 1
                 assert inside, f"{kind}: {text.get_text()!r} is cut"
                 assert text.get_fontsize() >= 4, f"{kind}: {text.get_text()!r} is too small"
+        if kind in ("block_map", "token_budget"):
+            assert all("." not in label.get_text() for label in itertools.chain(*ticks)), (
+                f"{kind}: fractions of what is counted"
+            )
         for labels in ticks:
             for a, b in itertools.combinations([label.get_window_extent() for label in labels], 2):
                 assert not a.overlaps(b), f"{kind}: tick labels cover each other"

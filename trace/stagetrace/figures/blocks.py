@@ -18,6 +18,7 @@ from stagetrace.figures.style import (
     note,
     request_look,
     step_ticks,
+    whole_ticks,
     write,
 )
 from stagetrace.story import BlockChange, Story
@@ -124,13 +125,14 @@ def block_map(story: Story) -> Figure:
     usable = num_usable(story)
     shown = min(usable, max((stretch.block for stretch in map_), default=0) + 1)
     title = f"Who holds which of {plural(usable, 'KV-cache block')}, over {plural(len(story.steps), 'engine step')}"
-    figure, (axes,) = new_figure(min(max(shown * 0.2, 2.0), 8) + 1.5, title=title)
+    figure, (axes,) = new_figure(min(max(shown * 0.2, 1.0), 8) + 1.5, title=title)
     if not map_:
         note(figure, "The recording holds no step in which a KV-cache block was in use.")
         return figure
     _draw(axes, story, map_)
     step_ticks(axes, [step.step for step in story.steps])
     axes.set_ylim(shown + 0.6, 0.4)
+    whole_ticks(axes, min(shown, 16))
     axes.set_ylabel("block", fontsize=9, color=INK)
     if shown < usable:
         axes.set_ylabel(f"block ({shown + 1}-{usable}: never used)", fontsize=9, color=INK)
@@ -154,7 +156,11 @@ def _draw(axes: Axes, story: Story, map_: list[Stretch]) -> None:
     if not plain:
         _write_holders(axes, joined, names, looks, len(story.steps))
     marks = _marks(axes, story)
-    shown = {names.get(i, i): looks[(i,)] for i in order[:14]} if len(order) <= 14 else {}
+    shown = (
+        {names.get(i, i): looks[(i,)] for i in order[:14]}
+        if len(order) <= 14
+        else {"one request (looks repeat)": looks[(order[0],)]}
+    )
     rest = {("", ""): "shared", (): "free, still cached"}
     legend(
         axes,
