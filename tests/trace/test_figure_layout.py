@@ -63,7 +63,7 @@ def test_nothing_is_cut_and_no_labels_cover_each_other(name: str) -> None:
 
 
 def test_of_many_rows_only_some_are_named() -> None:
-    figure = figures.request_timeline(tell(invent(1, 40, 150, 60).events))
+    figure = figures.request_timeline(tell(invent(1, 150, 150, 60).events))
     figure.draw_without_rendering()
     labels = [label.get_window_extent() for label in visible_labels(figure.axes[0].yaxis)]
     assert len(labels) > 10
