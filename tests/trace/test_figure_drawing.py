@@ -206,9 +206,10 @@ def test_a_run_that_ends_anywhere_is_drawn(lost: int) -> None:
             assert run.holders[column].get(stretch.block, set()) == set(stretch.holders)
 
 
-def test_large_recordings_are_drawn_with_few_artists() -> None:
+@pytest.mark.parametrize(("steps", "requests", "num_blocks"), [(3000, 200, 300), (450, 300, 118)])
+def test_large_recordings_are_drawn_with_few_artists(steps: int, requests: int, num_blocks: int) -> None:
     """What takes the time is the number of artists, and of hatched pieces."""
-    story = tell(invent(2, 3000, 200, 300).events)
+    story = tell(invent(2, steps, requests, num_blocks).events)
     for name, figure in figures_of(story).items():
         artists = len(figure.findobj())
         assert artists < 2500, (name, artists)

@@ -60,3 +60,11 @@ def test_nothing_is_cut_and_no_labels_cover_each_other(name: str) -> None:
         for labels in ticks:
             for a, b in itertools.combinations([label.get_window_extent() for label in labels], 2):
                 assert not a.overlaps(b), f"{kind}: tick labels cover each other"
+
+
+def test_of_many_rows_only_some_are_named() -> None:
+    figure = figures.request_timeline(tell(invent(1, 150, 150, 60).events))
+    figure.draw_without_rendering()
+    labels = [label.get_window_extent() for label in visible_labels(figure.axes[0].yaxis)]
+    assert len(labels) > 10
+    assert not any(a.overlaps(b) for a, b in itertools.pairwise(labels))

@@ -124,7 +124,10 @@ def block_map(story: Story) -> Figure:
     map_ = stretches(story)
     usable = num_usable(story)
     shown = min(usable, max((stretch.block for stretch in map_), default=0) + 1)
-    title = f"Who holds which of {plural(usable, 'KV-cache block')}, over {plural(len(story.steps), 'engine step')}"
+    unused = f" ({shown + 1}-{usable} never used)" if map_ and shown < usable else ""
+    title = (
+        f"Who holds which of {plural(usable, 'KV-cache block')}{unused}, over {plural(len(story.steps), 'engine step')}"
+    )
     figure, (axes,) = new_figure(min(max(shown * 0.2, 1.0), 8) + 1.5, title=title)
     if not map_:
         note(figure, "The recording holds no step in which a KV-cache block was in use.")
@@ -134,8 +137,6 @@ def block_map(story: Story) -> Figure:
     axes.set_ylim(shown + 0.6, 0.4)
     whole_ticks(axes, min(shown, 16))
     axes.set_ylabel("block", fontsize=9, color=INK)
-    if shown < usable:
-        axes.set_ylabel(f"block ({shown + 1}-{usable}: never used)", fontsize=9, color=INK)
     return figure
 
 
