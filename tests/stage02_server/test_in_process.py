@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import subprocess
 import sys
@@ -9,12 +10,15 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
 import pytest
-from server_under_test import ServerProcess
+from server_under_test import ServerProcess, byte_config
 
+from stage03_engine.errors import EngineDeadError
+from stage03_engine.frontend.async_inproc_client import AsyncInprocClient
 from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import SamplingParams
 from stagetrace import read_run
@@ -128,6 +132,28 @@ def test_an_exception_in_a_step_reaches_every_client_and_ends_the_server(start: 
     assert any("planted" in line for line in server.lines)
     recorded = "".join(path.read_text() for path in tmp_path.glob("*.jsonl"))
     assert "engine.failed" in recorded and "engine.dead" in recorded and "secret words" not in recorded
+
+
+def test_a_dead_core_is_never_touched_again() -> None:
+    class Core:
+        num_gpu_blocks, has_unfinished_requests, calls = 1, True, 0
+
+        def step(self) -> None:
+            self.calls += 1
+            raise KeyError("planted")
+
+    async def drive() -> tuple[int, set[str]]:
+        core: Any = Core()
+        client = AsyncInprocClient(byte_config(), lambda _: core)
+        await client.start()
+        said = set()
+        for call in (client.get_output_async, client.get_output_async, client.reset_prefix_cache_async):
+            with pytest.raises(EngineDeadError) as caught:
+                await call()
+            said.add(str(caught.value))
+        return core.calls, said
+
+    assert asyncio.run(drive()) == (1, {"The engine stopped: KeyError: 'planted'"})
 
 
 def test_a_breakpoint_in_the_scheduler_is_at_the_terminal() -> None:

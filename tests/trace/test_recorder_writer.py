@@ -83,7 +83,11 @@ def test_rotation_keeps_the_newest_events_within_the_limit(
             recorder.flush()
     recorder.close()
     files = sorted(folder.glob("*.jsonl"), key=lambda path: path.name.count("."), reverse=True)
-    assert len(files) <= 2 and files[-1].name == f"EngineCore_DP0-{os.getpid()}.jsonl"
+    assert (
+        set(files) == set(folder.iterdir())
+        and len(files) <= 2
+        and files[-1].name == f"EngineCore_DP0-{os.getpid()}.jsonl"
+    )
     assert sum(f.stat().st_size for f in files) <= limit or any(size > limit // 2 - 2000 for size in sizes)
     steps, parts = [], []
     for file in files:
