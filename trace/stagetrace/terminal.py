@@ -57,7 +57,7 @@ def short_id(request_id: str) -> str:
     return (answer or "") + printable(name) + (f"#{prompt}" if prompt != "0" else "")
 
 
-_ENGINE_ID = re.compile(r"(\d+_)?(?:cmpl|chatcmpl)-(.+?)(?:-[0-9a-f]{8})?-(\d+)")
+_ENGINE_ID = re.compile(r"((?:\d+|beam\d+\.\d+)_)?(?:cmpl|chatcmpl)-(.+?)(?:-[0-9a-f]{8})?-(\d+)")
 _HEX = re.compile(r"[0-9a-f]{32}")
 
 

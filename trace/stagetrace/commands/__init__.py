@@ -15,7 +15,7 @@ from stagetrace.errors import TraceError
 COMMANDS: dict[str, tuple[str, str]] = {
     "view": ("stagetrace.commands.view", "all events in columns, one per process; --follow for a live run"),
     "show": ("stagetrace.commands.show", "one request's story, from the HTTP byte to the last chunk"),
-    # "step": ("stagetrace.commands.step", "walk through a recording, forward and back"),
+    "step": ("stagetrace.commands.step", "walk through a recording, forward and back"),
     "stats": ("stagetrace.commands.stats", "where the time went, per phase and per request"),
     # "why": ("stagetrace.commands.why", "why a request waited, was preempted, or got what it got in a step"),
     # "diff": ("stagetrace.commands.diff", "the first difference between two recordings"),
