@@ -7,8 +7,8 @@ import argparse
 from stagetrace.bounded import tell_bounded
 from stagetrace.commands.common import add_run, open_recording
 from stagetrace.event import Event
-from stagetrace.latency import PARTS, Latency, of_request
 from stagetrace.ids import root_of
+from stagetrace.latency import PARTS, Latency, of_request
 from stagetrace.narrative import Line, Narrator
 from stagetrace.reader import Recording
 from stagetrace.selection import pick_request

@@ -146,9 +146,8 @@ class _Session:
     def _choose(self, part: str) -> None:
         self._req = part or None
         place = self._walk.place
-        if place is None or self._is_meant(place):
-            self.show()
-        elif self._walk.forward(self._is_meant) or self._walk.from_start(self._is_meant):
+        meant = place is None or self._is_meant(place)
+        if meant or self._walk.forward(self._is_meant) or self._walk.from_start(self._is_meant):
             self.show()
         else:
             self._req = None
