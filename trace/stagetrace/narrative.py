@@ -79,7 +79,7 @@ class Narrator:
         if event.name == "sched.output" and event.step == self._step:
             yield from self._step_size(event.args["total_tokens"])
         elif event.name in ("zmq.outputs_sent", "zmq.outputs_received"):
-            if event.step == self._first_token and not self._chunk_sent:
+            if event.step == self._first_token and event.args["num_outputs"] and not self._chunk_sent:
                 yield self._line(event)
         elif not mine:
             return
