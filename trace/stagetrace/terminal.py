@@ -63,6 +63,8 @@ _HEX = re.compile(r"[0-9a-f]{32}")
 
 def printable(text: str) -> str:
     """Without characters that would do something to a terminal."""
+    if text.isprintable():
+        return text
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
