@@ -68,10 +68,7 @@ class InputProcessor:
             )
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         params = msgspec.structs.replace(params, max_tokens=max_tokens, **self._token_rules(params))
-        if trace.on:
-            text = prompt if trace.prompts and isinstance(prompt, str) else None
-            ids = token_ids if trace.prompts else []
-            trace.emit("request.tokenized", req=request_id, num_tokens=len(token_ids), prompt=text, token_ids=ids)
+        _trace_tokenized(request_id, prompt, token_ids)
         return EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,
@@ -143,3 +140,10 @@ class InputProcessor:
                     f"Token id {token_id} is out of the vocabulary: ids are 0 to {self._vocab_size - 1}.", "prompt"
                 )
         return list(prompt)
+
+
+def _trace_tokenized(request_id: str, prompt: str | list[int], token_ids: list[int]) -> None:
+    if trace.on:
+        text = prompt if trace.prompts and isinstance(prompt, str) else None
+        ids = token_ids if trace.prompts else []
+        trace.emit("request.tokenized", req=request_id, num_tokens=len(token_ids), prompt=text, token_ids=ids)

@@ -25,6 +25,7 @@ def served(recorder: Recorder, steps: list[list[str]]) -> None:
         recorder.emit("engine.step", ph="B", step=number)
         recorder.emit("kv.evicted", block=1)
         for request_id in request_ids:
+            recorder.emit("kv.allocated", req=request_id)
             recorder.emit("sched.scheduled", req=request_id, step=number)
         for name in ("sched.output", "model.forward"):
             recorder.emit(name, step=number)
@@ -50,7 +51,7 @@ def test_phases_names_and_both(tmp_path: Path) -> None:
     by_phase = recorded(tmp_path / "phases", steps, phases="6, 9")
     by_name = recorded(tmp_path / "names", steps, names="sched.*,kv.evicted")
     both = recorded(tmp_path / "both", steps, phases="8", names="sched.*,http.*")
-    assert len(everything) == 2 + 2 * 2 + 2 * 2 + 3 * 2 + 2 * 4 + 1
+    assert len(everything) == 3 + 2 * 2 + 2 * 6 + 3 * 3
     assert [e.name for e in by_phase] == [e.name for e in everything if e.phase in (6, 9)]
     assert [e.name for e in by_name] == [e.name for e in everything if e.name.startswith(("sched.", "kv.ev"))]
     assert [e.name for e in both] == [e.name for e in everything if e.name.startswith("sched.")]
@@ -134,7 +135,7 @@ def test_what_waits_for_a_verdict_is_bounded(tmp_path: Path) -> None:
     for step in range(1, 20_000):
         recorder.emit("engine.step", ph="B", step=step)
         recorder.emit("sched.queued", req=f"r{step}")
-    assert len(events._waiting) == 1 and len(events._kept_requests) <= 4096 and len(events._kept_steps) <= 4096
+    assert len(events._waiting) <= 1 and len(events._kept_requests) <= 4096 and len(events._kept_steps) <= 4096
     recorder.close()
 
 

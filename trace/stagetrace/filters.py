@@ -78,6 +78,7 @@ class EventFilter:
         self._kept_requests: dict[str, bool] = {}
         self._kept_steps: dict[int, None] = {}
         self._step = 0  # the newest step that was seen
+        self._inside = False  # between its begin and its end: what a request does there belongs to it (kv.allocated)
         self._waiting: list[Event] = []  # its events, while no kept request is known to take part in it
 
     @property
@@ -118,7 +119,8 @@ class EventFilter:
             kept = self._kept_requests[request_id] = self._keeps(request_id)
         if not kept:
             return []
-        return [event] if event.step is None else [*self._keep_step(event.step), event]
+        step = self._step if event.step is None and event.phase == 8 and self._inside else event.step
+        return [event] if step is None else [*self._keep_step(step), event]
 
     def _keeps(self, request_id: str) -> bool:
         root = root_of(request_id)
@@ -132,6 +134,8 @@ class EventFilter:
         step = self._step if event.step is None and event.phase == 8 else event.step  # kv.evicted carries no step
         if step is None:
             return []
+        if event.name == "engine.step":
+            self._inside = event.ph == "B"
         if step in self._kept_steps:
             return [event]
         if event.cause is not None:

@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -34,12 +34,13 @@ from stagetrace.redact import redact_argv
 from stagetrace.vocabulary import VOCABULARY
 from stagetrace.writer import TraceFile, write_console_line
 
+WRITE_EVERY = 4096  # events: who emits faster than the writer's thread writes helps it, so memory stays bounded
 _PHASES = {name: row.phase for name, row in VOCABULARY.items()}
 
 
 class Recorder:
-    """Collects the events of one process. Safe to call from several threads: number, time and place in the file of an event
-    are given under one lock, so a file is in the order of its numbers."""
+    """Collects the events of one process. Safe to call from several threads: giving a number and appending a line are each
+    atomic, so no event is lost, and one that another thread overtakes between the two is only a few lines late."""
 
     def __init__(self) -> None:
         self.on = False
@@ -51,11 +52,13 @@ class Recorder:
         self._lock = threading.RLock()  # reentrant: a signal handler may interrupt an emit and emit
         self._held: list[Event] | None = None
         self._file: TraceFile | None = None
+        self._add: Callable[[bytes], None] | None = None  # the short way into the file, when nothing else is to be done
         self._filter: EventFilter | None = None
         self._console = False
         self._opened_at = ""  # file:line of the call of open
         self._run: dict[str, Any] = {}  # what every run.start of this process says
-        self._places: dict[tuple[CodeType, int], str] = {}  # of a call -> file:line
+        self._places: dict[tuple[int, int], str] = {}  # (id of the code, place in it) -> file:line
+        self._codes: list[CodeType] = []
 
     def hold(self, proc: str) -> None:
         """Start to collect in memory; `open` writes what was collected, `drop` forgets it."""
@@ -79,7 +82,7 @@ class Recorder:
         OSError when the directory cannot be written.
         """
         held, self._held = self._held or [], None
-        self._opened_at = self._place(sys._getframe(1))
+        self._opened_at = self._new_place(sys._getframe(1))
         self._pid, self._console, self.prompts = os.getpid(), console, prompts
         self._filter = events if events is not None and events.active else None
         self.run_id = run_id or uuid.uuid4().hex[:12]
@@ -101,6 +104,8 @@ class Recorder:
         for event in held if self.on else []:
             for kept in [event] if self._filter is None else self._filter.admit(event):
                 self._take(kept)
+        if self._file is not None and self._filter is None and not console:
+            self._add = self._file.add
 
     def emit(
         self, name: str, *, ph: str = "i", req: str | None = None, step: int | None = None,
@@ -110,22 +115,37 @@ class Recorder:
 
         Raises KeyError for a name that the vocabulary does not hold.
         """
-        phase, place = _PHASES[name], self._place(sys._getframe(1))
+        frame = sys._getframe(1)
+        place = self._places.get((id(frame.f_code), frame.f_lasti)) or self._new_place(frame)
+        phase, add = _PHASES[name], self._add
+        if add is None:
+            return self._emit_slowly(name, phase, place, ph, req, step, cause, args)
+        seq = next(self._seq)
+        now, pid = time.monotonic_ns(), self._pid
+        event = Event(FORMAT_VERSION, seq, now, pid, self.proc, ph, name, phase, place, req, step, cause, args)
+        add(encode(event))
+        if not seq % WRITE_EVERY:
+            self.flush()
+        return f"{pid}:{seq}"
+
+    def _emit_slowly(
+        self, name: str, phase: int, place: str, ph: str, req: str | None, step: int | None, cause: str | None,
+        args: dict[str, Any],
+    ) -> str | None:  # fmt: skip
+        """While events are held, filtered, or printed. The lock keeps the console in the order of the numbers."""
         with self._lock:
-            event = Event(
-                FORMAT_VERSION, 0, time.monotonic_ns(), self._pid, self.proc, ph, name, phase, place,
-                req, step, cause, args,
-            )  # fmt: skip
+            now, pid = time.monotonic_ns(), self._pid
+            event = Event(FORMAT_VERSION, 0, now, pid, self.proc, ph, name, phase, place, req, step, cause, args)
             for each in (event,) if self._filter is None else self._filter.admit(event):
                 each.seq = next(self._seq)
                 self._take(each)
         return event.ref if event.seq else None
 
-    def _place(self, frame: FrameType) -> str:
-        call = (frame.f_code, frame.f_lineno)
-        place = self._places.get(call)
-        if place is None:
-            place = self._places[call] = f"{os.path.basename(call[0].co_filename)}:{call[1]}"
+    def _new_place(self, frame: FrameType) -> str:
+        """`file:line` of a call. Code is known by its id (its hash costs more than all the rest), so it must stay alive."""
+        place = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+        self._codes.append(frame.f_code)
+        self._places[id(frame.f_code), frame.f_lasti] = place
         return place
 
     def _take(self, event: Event) -> None:
@@ -144,7 +164,7 @@ class Recorder:
 
     def close(self) -> None:
         """Write out and stop recording. May be called twice."""
-        self.on = False
+        self.on, self._add = False, None
         file, self._file = self._file, None
         if file is not None:
             atexit.unregister(self.close)

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 WRITE_INTERVAL_SECONDS = 0.1  # kill -9 loses at most what was recorded in this time
-MAX_WAITING_LINES = 10_000  # who records faster than the disk takes it writes by itself from here on
 MIN_MAX_BYTES = 1 << 16  # smaller files would hold little beside their own headers
 CONSOLE_BYTES = 4096  # a pipe takes so many bytes in one piece (PIPE_BUF), whoever else writes to it
 
@@ -47,17 +46,12 @@ class TraceFile:
         self._header, self._limit = header, None if max_bytes is None else max_bytes // 2
         self._part = 0
         self._lines: deque[bytes] = deque()  # one end is appended to, the other taken from: both are atomic
+        self.add = self._lines.append  # takes in one line, without its newline
         self._writing = threading.RLock()
         self._stop = threading.Event()
         self._open()
         self._thread = threading.Thread(target=self._run, name="trace-writer", daemon=True)
         self._thread.start()
-
-    def add(self, line: bytes) -> None:
-        """Take in one line, without its newline."""
-        self._lines.append(line)
-        if len(self._lines) > MAX_WAITING_LINES:
-            self.flush()
 
     def flush(self) -> None:
         """Hand what waits to the operating system."""
