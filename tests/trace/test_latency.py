@@ -137,7 +137,8 @@ def test_recorded_runs(run: str) -> None:
         assert all(value > 0 for value in [*latency.ttft.values(), *latency.gaps.values()])
         assert latency.ttft_ns == told.chunk_ns[0] - told.first["http.request"]
         assert latency.num_tokens <= told.num_output_tokens or run == "engine_death"
-        assert ("preempted" in latency.gaps) == (told.num_preemptions > 0)
+        assert ("preempted" in latency.gaps) == ("prefill" in latency.gaps) == (told.num_preemptions > 0)
+        assert ("decode" in latency.gaps) == (run != "engine_death")
         assert ("unrecorded" in latency.ttft) == (run == "engine_death")
     for split, each in ((split_ttft(latencies), "ttft"), (split_tpot(latencies), "tpot")):
         assert split is not None
@@ -154,10 +155,10 @@ def test_recorded_runs(run: str) -> None:
 def test_bounded_telling_says_the_same(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stagetrace.bounded.NUM_ENDED_KEPT", 4)
     whole = tell(Recording(RECORDED / run))
-    told: dict[str, Any] = {}
+    told: list[Any] = []
     steps: list[Any] = []
-    tell_bounded(Recording(RECORDED / run), lambda one: told.update({one.request_id: one}), steps.append)
-    assert told == whole.requests
+    tell_bounded(Recording(RECORDED / run), told.append, steps.append)
+    assert len(told) == len(whole.requests) and {one.request_id: one for one in told} == whole.requests
     assert steps == [step for step in whole.steps if step.end_ns]
 
 
@@ -173,7 +174,10 @@ def test_the_answers_and_prompts_of_one_http_request_share_its_arrival_and_chunk
     script.at(10, "sse.chunk", req="cmpl-a-0")
     script.at(10, "generate.yield", req="cmpl-a-0", finished=True)
     script.at(10, "sse.chunk", req="cmpl-a-0")
+    script.at(10, "request.detokenized", req="cmpl-a-0", num_tokens=1)  # nobody is handed this one
+    script.at(10, "sse.chunk", req="cmpl-a-0")
     story = tell(script.events)
+    assert of_request(story.requests["cmpl-a-0"]).num_tokens == 1
     ttft = {name: of_request(told).ttft_ns for name, told in story.requests.items()}
     assert ttft == {"cmpl-a-0": 85, "cmpl-a-1": None, "0_cmpl-a-1": 65, "1_cmpl-a-1": 65}
 
