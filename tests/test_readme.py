@@ -69,6 +69,7 @@ def test_command(command: str, request: pytest.FixtureRequest, tmp_path: Path) -
         )
     command = re.sub(r"--trace \S+", f"--trace {tmp_path}", command)
     command = re.sub(r"--(perfetto|csv|html) (\S+)", rf"--\1 {tmp_path}/\2", command)
+    command = re.sub(r"--out (\S+)", rf"--out {tmp_path}/\1", command)
     path = (
         os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]
     )  # `python` and `stages` as after activation

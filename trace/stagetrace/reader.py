@@ -6,6 +6,7 @@ A recording of any size is read in bounded memory: of each file only a window of
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from stagetrace.errors import TraceError
 from stagetrace.event import Event, decode_line
 
 REORDER_WINDOW = 256  # events by which the threads of a process may overtake each other on the way to the file
+BATCH_BYTES = 1 << 16  # read at once, of each process
 
 
 class Recording:
@@ -41,54 +43,92 @@ class Recording:
         self.torn = 0
         return causal_order([self._process(paths) for paths in self._files.values()])
 
-    def _process(self, paths: list[Path]) -> Iterator[Event]:
-        """The events of one process by sequence number."""
-        window: list[tuple[int, int, Event]] = []
-        for place, event in enumerate(self._lines(paths)):
-            heapq.heappush(window, (event.seq, place, event))
-            if len(window) > REORDER_WINDOW:
-                yield heapq.heappop(window)[2]
-        while window:
-            yield heapq.heappop(window)[2]
+    def start_ns(self) -> int:
+        """The earliest time near the beginning of any file; a file does not begin with its earliest event."""
+        firsts = [itertools.islice(self._process(paths), REORDER_WINDOW) for paths in self._files.values()]
+        return min((event.ts for events in firsts for event in events), default=0)
 
-    def _lines(self, paths: list[Path]) -> Iterator[Event]:
+    def processes(self) -> dict[int, str]:
+        """Process id -> name, in the order of their first records."""
+        firsts = [event for paths in self._files.values() for event in itertools.islice(self._process(paths), 1)]
+        return {event.pid: event.proc for event in sorted(firsts, key=lambda event: event.ts)}
+
+    def _process(self, paths: list[Path]) -> Iterator[Event]:
+        """The events of one process by sequence number, but for the first records of its later files: they stay there."""
+        held: list[tuple[int, Event]] = []
+        top = 0
+        for events in self._batches(paths):
+            for event in events:
+                top = max(top, event.seq)
+                held.append((event.seq or top, event))
+            held.sort(key=_place)  # stable, and quick for what is nearly sorted
+            ready = len(held) - REORDER_WINDOW
+            if ready > 0:
+                for _, event in held[:ready]:
+                    yield event
+                del held[:ready]
+        for _, event in held:
+            yield event
+
+    def _batches(self, paths: list[Path]) -> Iterator[list[Event]]:
         for path in paths:
             with open(path, "rb") as file:
                 number = 0
-                for number, line in enumerate(file, start=1):
+                while lines := file.readlines(BATCH_BYTES):
                     try:
-                        yield decode_line(line)
-                    except msgspec.DecodeError as error:
-                        if file.readline():
-                            raise TraceError(f"{path}:{number}: not a trace event ({error})") from error
-                        self.torn += 1
+                        yield [decode_line(line) for line in lines]
+                    except msgspec.DecodeError:
+                        yield list(self._doubtful(path, number, lines, last=not file.readline()))
+                    number += len(lines)
+
+    def _doubtful(self, path: Path, number: int, lines: list[bytes], last: bool) -> Iterator[Event]:
+        """The events of a batch that holds a foreign line: the last one of a file may be torn."""
+        for place, line in enumerate(lines, start=1):
+            try:
+                yield decode_line(line)
+            except msgspec.DecodeError as error:
+                if place < len(lines) or not last:
+                    raise TraceError(f"{path}:{number + place}: not a trace event ({error})") from error
+                self.torn += 1
+
+
+def _place(held: tuple[int, Event]) -> int:
+    return held[0]
 
 
 def _parse_ref(ref: str) -> tuple[int, int] | None:
     pid, _, seq = ref.partition(":")
-    return (int(pid), int(seq)) if pid.isdigit() and seq.isdigit() else None
+    return (int(pid), int(seq)) if pid.isdecimal() and seq.isdecimal() else None
 
 
 class _Lane:
     """The events of one process, of which the next one can be looked at."""
 
-    def __init__(self, events: Iterable[Event]) -> None:
+    def __init__(self, number: int, events: Iterable[Event]) -> None:
+        self.number = number
         self._events = iter(events)
         self.head: Event | None = next(self._events, None)
         self.pid = self.head.pid if self.head is not None else None
         self.blocked: list[tuple[int, _Lane]] = []  # (seq, lane): who waits for an event of this process
+        self._placed = -1  # the highest sequence number that was taken
 
     def pop(self) -> Event:
         """Take the next event."""
-        event, self.head = self.head, next(self._events, None)
+        event = self.head
         assert event is not None
+        if event.seq > self._placed:
+            self._placed = event.seq
+        self.head = next(self._events, None)
         return event
+
+    def will_bring(self, seq: int) -> bool:
+        """May the event of this number still come?"""
+        return self.head is not None and self._placed < seq and self.head.seq <= seq
 
     def freed(self) -> list[_Lane]:
         """The lanes that need not wait any more: what they waited for is placed, or was never recorded."""
-        still = [(seq, lane) for seq, lane in self.blocked if self.head is not None and self.head.seq <= seq]
-        free = [lane for seq, lane in self.blocked if self.head is None or self.head.seq > seq]
-        self.blocked = still
+        free = [lane for seq, lane in self.blocked if not self.will_bring(seq)]
+        self.blocked = [(seq, lane) for seq, lane in self.blocked if self.will_bring(seq)]
         return free
 
 
@@ -99,7 +139,7 @@ def causal_order(per_process: Iterable[Iterable[Event]]) -> Iterator[Event]:
     events whose predecessors are all placed, the earliest is next. A cause that was not recorded (a crashed sender lost it, a
     filter left it out) does not hold anything back.
     """
-    lanes = [lane for lane in map(_Lane, per_process) if lane.head is not None]
+    lanes = [lane for lane in itertools.starmap(_Lane, enumerate(per_process)) if lane.head is not None]
     of_pid = {lane.pid: lane for lane in lanes}
     ready: list[tuple[int, int, _Lane]] = []  # (time, tie-breaker, lane)
 
@@ -108,20 +148,25 @@ def causal_order(per_process: Iterable[Iterable[Event]]) -> Iterator[Event]:
             return
         cause = _parse_ref(lane.head.cause) if lane.head.cause is not None else None
         sender = of_pid.get(cause[0]) if cause is not None else None
-        if cause is not None and sender not in (None, lane) and sender.head is not None and sender.head.seq <= cause[1]:
+        if cause is not None and sender not in (None, lane) and sender.will_bring(cause[1]):
             sender.blocked.append((cause[1], lane))
         else:
-            heapq.heappush(ready, (lane.head.ts, lanes.index(lane), lane))
+            heapq.heappush(ready, (lane.head.ts, lane.number, lane))
 
     for lane in lanes:
         offer(lane)
     while ready or any(lane.blocked for lane in lanes):
         if not ready:  # contradictory causes, which no run writes: show the events all the same
             broken = next(lane for lane in lanes if lane.blocked)
-            heapq.heappush(ready, (0, 0, broken.blocked.pop()[1]))
+            lane = broken.blocked.pop()[1]
+            heapq.heappush(ready, (0, lane.number, lane))
         lane = heapq.heappop(ready)[2]
         yield lane.pop()
-        for other in lane.freed():
+        while lane.head is not None and lane.head.cause is None and not lane.blocked:
+            if ready and (lane.head.ts, lane.number) > ready[0][:2]:
+                break
+            yield lane.pop()  # the heap would give this lane again
+        for other in lane.freed() if lane.blocked else ():
             offer(other)
         offer(lane)
 

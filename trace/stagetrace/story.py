@@ -6,10 +6,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from stagetrace.deliveries import Deliveries, Delivery
 from stagetrace.event import Event
 
 
@@ -46,6 +48,7 @@ class RequestStory:
     reason: str | None = None  # of the end in the engine: stop, length, abort, error
     token_ns: list[int] = field(default_factory=list)  # when the engine had each output token
     chunk_ns: list[int] = field(default_factory=list)  # when each server-sent event left
+    delivery: Delivery = field(default_factory=Delivery)  # the way of each token to the client
 
     def between(self, start: str, end: str) -> int | None:
         """Nanoseconds from the first event of one name to the first of another; None unless both were recorded."""
@@ -78,7 +81,10 @@ class StepStory:
     budget: int = 0
     total_tokens: int = 0
     free_blocks: int = 0  # after the decision
+    decided_ns: int = 0  # when the scheduler was done
+    num_changes: int = 0  # of Story.blocks, how many belong to the time before that
     forward_ns: tuple[int, int] = (0, 0)  # begin and end of the model's forward pass
+    sampled_ns: int = 0  # when the next tokens were drawn
     scheduled: dict[str, Scheduled] = field(default_factory=dict)
     admitted: list[str] = field(default_factory=list)
     resumed: list[str] = field(default_factory=list)
@@ -104,7 +110,7 @@ class Message:
 
 @dataclass
 class BlockChange:
-    """A KV-cache event: kv.allocated, kv.freed, kv.cached, kv.evicted, kv.reset, or sched.prefix_hit."""
+    """A KV-cache event: kv.allocated, kv.freed, kv.cached, kv.evicted, kv.reset (one that was done), or sched.prefix_hit."""
 
     name: str
     ts: int
@@ -116,8 +122,8 @@ class BlockChange:
 class Story:
     """Everything that views need, taken from events in causal order.
 
-    With `on_step` each complete step is handed over and not kept, and `blocks` and `messages` stay empty: so a recording of any length
-    is told in bounded memory (requests are kept; they are small).
+    With `on_step` each complete step is handed over and not kept, and `blocks` and `messages` stay empty: so the memory
+    grows with the requests only. `stagetrace.bounded` hands over these too.
     """
 
     def __init__(self, on_step: Callable[[StepStory], None] | None = None) -> None:
@@ -130,6 +136,7 @@ class Story:
         self.blocks: list[BlockChange] = []
         self.start_ns = 0
         self.end_ns = 0
+        self.deliveries = Deliveries()
         self._on_step = on_step
         self._open: StepStory | None = None
         self._sent: dict[str, Event] = {}
@@ -139,14 +146,21 @@ class Story:
         self.processes.setdefault(event.pid, event.proc)
         self.start_ns = min(self.start_ns or event.ts, event.ts)
         self.end_ns = max(self.end_ns, event.ts)
+        self.deliveries.feed(event)
         if event.req is not None:
-            request = self.requests.setdefault(event.req, RequestStory(event.req))
-            request.first.setdefault(event.name, event.ts)
-            request.last[event.name] = event.ts
+            request = self._request(event.req)
+            name = sys.intern(event.name)
+            request.first.setdefault(name, event.ts)
+            request.last[name] = event.ts
         if event.name == "engine.step":
             self._step(event)
         elif (handle := _HANDLERS.get(event.name)) is not None:
             handle(self, event)
+
+    def _request(self, request_id: str) -> RequestStory:
+        if request_id not in self.requests:
+            self.requests[request_id] = RequestStory(request_id, delivery=self.deliveries.delivery(request_id))
+        return self.requests[request_id]
 
     def _step(self, event: Event) -> None:
         if event.ph == "B":
@@ -157,7 +171,7 @@ class Story:
         elif self._open is not None:
             self._open.end_ns = event.ts
             for request_id in self._open.tokens:
-                for span in self.requests[request_id].spans[-1:]:  # none, when its beginning was not recorded
+                for span in self._request(request_id).spans[-1:]:
                     span.end_ns = event.ts
             if self._on_step is not None:
                 self._on_step(self._open)
@@ -198,8 +212,9 @@ class Story:
         scheduled = Scheduled(**event.args)
         if self._open is not None:
             self._open.scheduled[event.req or ""] = scheduled
-        spans = self.requests[event.req or ""].spans
-        if spans and spans[-1].kind == "prefill" and scheduled.missing == 1 and spans[-1].num_tokens:
+        request = self.requests[event.req or ""]
+        spans = request.spans
+        if spans and spans[-1].kind == "prefill" and request.token_ns and request.token_ns[-1] > spans[-1].start_ns:
             self._span(event, "decode")  # what it lacks is the token that it was given last
         if spans:
             span = spans[-1]
@@ -223,12 +238,17 @@ class Story:
     def _decided(self, event: Event) -> None:
         if self._open is not None:
             self._open.budget, self._open.total_tokens = event.args["budget"], event.args["total_tokens"]
-            self._open.free_blocks = event.args["free_blocks"]
+            self._open.free_blocks, self._open.decided_ns = event.args["free_blocks"], event.ts
+            self._open.num_changes = len(self.blocks)
 
     def _forward(self, event: Event) -> None:
         if self._open is not None:
             begin = self._open.forward_ns[0]
             self._open.forward_ns = (event.ts, event.ts) if event.ph == "B" else (begin, event.ts)
+
+    def _sampled(self, event: Event) -> None:
+        if self._open is not None:
+            self._open.sampled_ns = event.ts
 
     def _token(self, event: Event) -> None:
         request = self.requests[event.req or ""]
@@ -249,7 +269,7 @@ class Story:
         self.requests[event.req or ""].chunk_ns.append(event.ts)
 
     def _blocks(self, event: Event) -> None:
-        if self._on_step is None:
+        if self._on_step is None and event.args.get("done", True):  # a reset that was refused changes nothing
             blocks = event.args.get("blocks", [])
             blocks = [event.args["block"]] if event.name == "kv.evicted" else blocks
             step = self._open.step if self._open is not None else (self.steps[-1].step if self.steps else 0)
@@ -278,6 +298,7 @@ _HANDLERS: dict[str, Callable[[Story, Event], None]] = {
     "sched.held_back": Story._held_back,
     "sched.output": Story._decided,
     "model.forward": Story._forward,
+    "sampler.sampled": Story._sampled,
     "sched.token": Story._token,
     "sched.finished": Story._finished,
     "sse.chunk": Story._chunk,

@@ -4,7 +4,20 @@ from __future__ import annotations
 
 import argparse
 
+from stagetrace.errors import TraceError
+from stagetrace.reader import Recording
+
 
 def add_run(parser: argparse.ArgumentParser, name: str = "run") -> None:
     """The recording."""
     parser.add_argument(name, metavar=name.upper(), help="folder with the recording (*.jsonl)")
+
+
+def open_recording(directory: str) -> Recording:
+    """A recording that has events. Raises OSError when there is none, TraceError for an empty or a foreign one."""
+    recording = Recording(directory)
+    if next(iter(recording), None) is None:
+        raise TraceError(
+            f"no events in {directory}: its files are empty or no trace; record one with serve --trace {directory}"
+        )
+    return recording

@@ -1,0 +1,143 @@
+"""`show RUN`: the requests of a recording; with `--req` the story of one, from the HTTP byte to the last chunk."""
+
+from __future__ import annotations
+
+import argparse
+
+from stagetrace.bounded import tell_bounded
+from stagetrace.commands.common import add_run, open_recording
+from stagetrace.event import Event
+from stagetrace.latency import PARTS, Latency, of_request
+from stagetrace.narrative import Line, Narrator, family_of
+from stagetrace.reader import Recording
+from stagetrace.selection import pick_request
+from stagetrace.story import RequestStory, Story
+from stagetrace.terminal import (
+    BOLD,
+    RESET,
+    add_colour,
+    ascii_if_needed,
+    milliseconds,
+    phase_colour,
+    printable,
+    short_id,
+    table,
+    wants_colour,
+)
+
+_TEXTS = ("prompt", "text", "output")  # arguments that hold what was said, in recordings with --trace-prompts
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The recording, and which request."""
+    add_run(parser)
+    parser.add_argument(
+        "--req", metavar="ID", help="the request: its id, the short one of the list, or any part that no other has"
+    )
+    add_colour(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the list, or the story."""
+    recording = open_recording(args.run)
+    if args.req is None:
+        _print_list(recording)
+    else:
+        ids = dict.fromkeys(event.req for event in recording if event.req is not None)
+        _print_story(recording, pick_request(args.req, ids), wants_colour(args.color))
+    return 0
+
+
+def _print_list(recording: Recording) -> None:
+    start = recording.start_ns()
+    rows: list[tuple[int, list[str]]] = []
+
+    def ended(request: RequestStory) -> None:
+        latency = of_request(request)
+        rows.append((latency.arrival_ns, _row(request, latency, start)))
+
+    tell_bounded(recording, ended)
+    head = ["request", "at ms", "prompt", "cached", "output", "preempted", "TTFT ms", "TPOT ms", "end", "id"]
+    rows.sort(key=lambda row: row[0])
+    print(table(head, [cells for _, cells in rows], left=(0, 8, 9)) if rows else "no request in this recording")
+
+
+def _row(request: RequestStory, latency: Latency, start: int) -> list[str]:
+    if children := request.delivery.children:
+        end = f"-> {len(children)} requests"
+    else:
+        end = _end(request)
+    prompt = str(request.num_prompt_tokens) if "sched.queued" in request.first else "-"
+    output = max(request.num_output_tokens, latency.num_tokens)  # the engine's events may be lost
+    return [
+        short_id(request.request_id), f"{(latency.arrival_ns - start) / 1e6:.1f}", prompt,
+        str(request.num_cached_tokens), str(output), str(request.num_preemptions), milliseconds(latency.ttft_ns), milliseconds(latency.tpot_ns), end, printable(request.request_id),
+    ]  # fmt: skip
+
+
+def _end(request: RequestStory) -> str:
+    """How it ended, as far as was recorded."""
+    for name, word in (("request.refused", "refused"), ("request.aborted", "aborted"), ("grammar.refused", "refused")):
+        if name in request.first:
+            return word
+    return request.reason or ("finished" if "request.finished" in request.first else "not recorded")
+
+
+def _print_story(recording: Recording, request_id: str, colour: bool) -> None:
+    start = recording.start_ns()
+    story, narrator = Story(on_step=lambda step: None), Narrator(request_id)
+    lines: list[Line] = []
+    texts: dict[str, str] = {}
+    for event in recording:
+        if event.req is None or family_of(event.req) == family_of(request_id):
+            story.feed(event)
+            lines += narrator.feed(event)
+            if event.req == request_id:
+                _collect_texts(event, texts)
+    lines += narrator.finish()
+    _print_summary(story.requests[request_id], texts, colour)
+    zero = lines[0].start_ns if lines else start
+    print(f"\nits first event is {(zero - start) / 1e6:.3f} ms after the recording's start; times in ms from there")
+    process = ""
+    for line in lines:
+        if line.process and line.process != process:
+            process = line.process
+            print(ascii_if_needed(f"{BOLD}── {process}{RESET}" if colour else f"── {process}"))
+        print(ascii_if_needed(_line(line, zero, colour)))
+
+
+def _line(line: Line, zero: int, colour: bool) -> str:
+    time = f"{(line.start_ns - zero) / 1e6:10.3f}"
+    until = f" … {(line.end_ns - zero) / 1e6:.3f}" if line.end_ns > line.start_ns else ""
+    phase = f"{phase_colour(line.phase)}{line.phase}{RESET}" if colour else str(line.phase)
+    return f"{time}{until:<12}  {phase}  {line.text}"
+
+
+def _print_summary(request: RequestStory, texts: dict[str, str], colour: bool) -> None:
+    latency = of_request(request)
+    title = f"request {short_id(request.request_id)} ({printable(request.request_id)})"
+    print(f"{BOLD}{title}{RESET}" if colour else title)
+    for name, text in texts.items():
+        print(f"  {name}: {printable(text)}")
+    cached = f", {request.num_cached_tokens} found in the prefix cache" if request.num_cached_tokens else ""
+    preempted = f", preempted {request.num_preemptions} times" if request.num_preemptions else ""
+    output = max(request.num_output_tokens, latency.num_tokens)
+    print(
+        f"  prompt {request.num_prompt_tokens or '?'} tokens{cached}; output {output} tokens{preempted}; end: {_end(request)}"
+    )
+    if request.delivery.children:
+        print(
+            f"  it became {len(request.delivery.children)} more requests: {', '.join(map(short_id, request.delivery.children))}"
+        )
+    for name, whole, parts in (("TTFT", latency.ttft_ns, latency.ttft), ("TPOT", latency.tpot_ns, latency.tpot)):
+        if whole is not None:
+            shown = [f"{part.name} {milliseconds(parts[part.name])}" for part in PARTS if part.name in parts]
+            print(f"  {name} {milliseconds(whole)} ms = {' + '.join(shown)}")
+
+
+def _collect_texts(event: Event, texts: dict[str, str]) -> None:
+    """What was asked and answered, when it was recorded."""
+    for name in _TEXTS:
+        if isinstance(event.args.get(name), str):
+            label = "prompt" if name == "prompt" else "output"
+            texts[label] = texts.get(label, "") + event.args[name] if label == "output" else event.args[name]

@@ -1,0 +1,73 @@
+"""`view RUN`: all events, a line each, a column per process."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from stagetrace.columns import Columns
+from stagetrace.commands.common import add_run, open_recording
+from stagetrace.errors import TraceError
+from stagetrace.event import Event
+from stagetrace.follow import Follower
+from stagetrace.selection import Selection, add_selection, selection_of
+from stagetrace.terminal import add_colour, ascii_if_needed, wants_colour, width_of_output
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The recording, what of it, and how it looks."""
+    add_run(parser)
+    add_selection(parser)
+    parser.add_argument("--limit", type=int, metavar="N", help="end after N events")
+    parser.add_argument(
+        "--follow",
+        action="store_true",
+        help="wait for more events, until all processes of the run have ended (or Ctrl-C)",
+    )
+    parser.add_argument(
+        "--width", type=int, metavar="COLUMNS", help="of the output (default: the terminal's; in a pipe nothing is cut)"
+    )
+    add_colour(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the events."""
+    selection = selection_of(args)
+    if args.limit is not None and args.limit < 1:
+        raise TraceError(f"--limit {args.limit}: expected a number above 0")
+    whole = args.width is None and not sys.stdout.isatty()
+    columns = Columns(args.width or width_of_output(), wants_colour(args.color), whole=whole)
+    if args.follow:
+        if not any(Path(args.run).glob("*.jsonl")):
+            print(f"waiting for a trace in {args.run} ...", file=sys.stderr)
+        _print(Follower(args.run), columns, selection, args.limit)
+        return 0
+    recording = open_recording(args.run)
+    columns.start_ns = recording.start_ns()
+    for pid, name in recording.processes().items():
+        columns.add_process(pid, name)
+    _print(recording, columns, selection, args.limit)
+    if recording.torn:
+        print(f"{recording.torn} file(s) end within a line: their processes did not end by themselves", file=sys.stderr)
+    return 0
+
+
+def _print(events: Iterable[Event], columns: Columns, selection: Selection, limit: int | None) -> None:
+    number = 0
+    known = columns.num_processes
+    for line in columns.heading() if known else []:
+        print(ascii_if_needed(line))
+    for event in events:
+        if isinstance(events, Follower):
+            columns.start_ns = events.start_ns
+        columns.note(event)
+        if columns.num_processes > known:  # a process appeared
+            known = columns.num_processes
+            print("\n".join(map(ascii_if_needed, columns.heading())))
+        if selection.takes(event):
+            print(ascii_if_needed(columns.line(event)), flush=isinstance(events, Follower))
+            number += 1
+            if number == limit:
+                return
