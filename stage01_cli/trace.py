@@ -9,7 +9,7 @@ from stage03_engine.errors import ConfigError
 from stagetrace.commands import add_commands, run_chosen
 from stagetrace.errors import TraceError
 
-REPLAY: dict[str, tuple[str, str]] = {}
+REPLAY = {"replay": ("stage03_engine.replay", "decide every step again, without a model, and compare")}
 
 
 class TraceSubcommand(CLISubcommand):

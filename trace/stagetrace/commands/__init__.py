@@ -17,9 +17,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "show": ("stagetrace.commands.show", "one request's story, from the HTTP byte to the last chunk"),
     # "step": ("stagetrace.commands.step", "walk through a recording, forward and back"),
     "stats": ("stagetrace.commands.stats", "where the time went, per phase and per request"),
-    # "why": ("stagetrace.commands.why", "why a request waited, was preempted, or got what it got in a step"),
-    # "diff": ("stagetrace.commands.diff", "the first difference between two recordings"),
-    # "check": ("stagetrace.commands.check", "is the recording consistent, and what is missing?"),
+    "why": ("stagetrace.commands.why", "why a request waited, was preempted, or got what it got in a step"),
+    "diff": ("stagetrace.commands.diff", "the first difference between two recordings"),
+    "check": ("stagetrace.commands.check", "is the recording consistent, and what is missing?"),
     "export": ("stagetrace.commands.export", "Perfetto, OpenTelemetry, CSV, or one HTML page"),
     "figure": ("stagetrace.commands.figure", "draw a recording, or print the same as a table"),
 }

@@ -1,0 +1,162 @@
+"""An engine without a model that records: the real scheduler, and a runner that draws tokens, drafts and grammars at random from
+a seed. For the tests of replay, of `check`, `why` and `diff`, which need recordings of every kind in milliseconds."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from stage03_engine.config import CacheConfig, SchedulerConfig
+from stage03_engine.core.block_pool import BlockPool
+from stage03_engine.core.request import Request
+from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
+from stage03_engine.core.scheduler import Scheduler
+from stage03_engine.core.structured_output import StructuredOutputManager
+from stage03_engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, TokenLogprobs
+from stage03_engine.sampling_params import SamplingParams
+from stage03_engine.structured_outputs import StructuredOutputsParams
+from stagetrace import trace
+
+EOS = 7
+ANY_JSON = StructuredOutputsParams(json_object=True)
+STEM = [(7 * i) % 50 + 50 for i in range(200)]  # most prompts begin alike, so that prefixes hit
+
+
+class RandomGrammars(StructuredOutputManager):
+    """Ready sooner or later, complete or failed now and then."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng, self.ready = rng, dict[str, bool]()
+
+    def grammar_init(self, request_id: str, params: SamplingParams) -> None:
+        self.ready[request_id] = False
+
+    def is_ready(self, request_id: str) -> bool:
+        self.ready[request_id] |= self.rng.random() < 0.4
+        return self.ready[request_id]
+
+    def grammar_bitmask(self, request_ids: list[str]) -> dict[str, bytes] | None:
+        return None
+
+    def accept_tokens(self, sampled: dict[str, list[int]]) -> tuple[set[str], dict[str, EngineCoreOutput]]:
+        mine = [i for i in sampled if i in self.ready]
+        failed = {i for i in mine if self.rng.random() < 0.1}
+        complete = {i for i in mine if self.rng.random() < 0.2}
+        return complete, {i: EngineCoreOutput(i, [], None, FinishReason.ERROR, error="stuck") for i in failed}
+
+    def free(self, request_id: str) -> None:
+        self.ready.pop(request_id, None)
+
+
+class ToyEngine:
+    """`EngineCore` as far as a recording is concerned."""
+
+    def __init__(
+        self, seed: int = 0, *, num_blocks: int = 64, max_model_len: int = 96, swap_blocks: int = 0, num_drafts: int = 0,
+        block_size: int = 4, caching: bool = True, **scheduling: Any,
+    ) -> None:  # fmt: skip
+        self.rng, self.num_drafts = random.Random(seed), num_drafts
+        mode = "swap" if swap_blocks else "recompute"
+        config = SchedulerConfig(
+            **{"max_num_seqs": 8, "max_num_batched_tokens": 64, "preemption_mode": mode} | scheduling
+        )
+        cache = CacheConfig(block_size=block_size, enable_prefix_caching=caching)
+        if trace.on:
+            trace.emit(
+                "scheduler.created", max_num_seqs=config.max_num_seqs, max_model_len=max_model_len,
+                max_num_batched_tokens=config.max_num_batched_tokens, num_blocks=num_blocks, num_swap_blocks=swap_blocks,
+                scheduler_config=asdict(config), cache_config=asdict(replace(cache, prefix_caching_hash_seed=None)),
+            )  # fmt: skip
+        grammars = RandomGrammars(self.rng)
+        pool = BlockPool(num_blocks)
+        self.scheduler = Scheduler(config, cache, pool, max_model_len, swap_blocks, os.urandom(8), grammars)
+
+    def add(self, request_id: str, prompt: list[int], priority: int = 0, **params: Any) -> None:
+        message = EngineCoreRequest(request_id, prompt, SamplingParams(**params), eos_token_id=EOS, priority=priority)
+        self.scheduler.add_request(Request(message, seed=0))
+
+    def add_random(self, request_id: str) -> None:
+        """A request of any kind."""
+        rng = self.rng
+        prompt = STEM[: rng.choice([0, 3, 8, 17, 40])] + [rng.randrange(50) for _ in range(rng.randint(1, 3))]
+        self.add(
+            request_id, prompt, rng.randint(-1, 1), max_tokens=rng.randint(1, 24), ignore_eos=rng.random() < 0.5,
+            min_tokens=0, stop_token_ids=rng.choice([[], [3], [EOS, 5]]), prompt_logprobs=rng.choice([None, None, 0]),
+            structured_outputs=rng.choice([None, None, None, ANY_JSON]),
+        )  # fmt: skip
+
+    def step(self) -> SchedulerOutput:
+        scheduler = self.scheduler
+        running, waiting = len(scheduler.running), len(scheduler.waiting)
+        if trace.on:
+            trace.emit("engine.step", ph="B", step=scheduler.step + 1, running=running, waiting=waiting)
+        output = scheduler.schedule()
+        scheduler.update_from_output(output, self._execute(output))
+        running, waiting = len(scheduler.running), len(scheduler.waiting)
+        if trace.on:
+            trace.emit("engine.step", ph="E", step=output.step, running=running, waiting=waiting)
+        return output
+
+    def run(self, most: int = 10_000) -> None:
+        """Until everybody has ended."""
+        while self.scheduler.has_unfinished_requests and most:
+            self.step()
+            most -= 1
+        assert most, "the engine does not come to an end"
+
+    def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        swapped = len(output.blocks_to_swap_out), len(output.blocks_to_swap_in)
+        if trace.on and any(swapped):
+            trace.emit("kv.swapped", num_out=swapped[0], num_in=swapped[1])
+        answer = ModelRunnerOutput({})
+        for request_id, count in output.num_scheduled_tokens.items():
+            request = self.scheduler.requests[request_id]
+            drafts = output.scheduled_spec_decode_tokens.get(request_id, [])
+            first = request.num_computed_tokens - count
+            last = min(first + count, request.num_prompt_tokens - 1)
+            if request.sampling_params.prompt_logprobs is not None and first < last:
+                answer.prompt_logprobs[request_id] = (first, [TokenLogprobs([], [], 0)] * (last - first))
+            if request.num_computed_tokens == request.num_tokens + len(drafts):
+                self._sample(request, drafts, output.step, answer)
+        return answer
+
+    def _sample(self, request: Request, drafts: list[int], step: int, answer: ModelRunnerOutput) -> None:
+        accepted = drafts[: self.rng.randint(0, len(drafts))]
+        token = (request.num_tokens * 5 + len(accepted)) % 50 if self.rng.random() < 0.8 else self.rng.randrange(12)
+        answer.sampled_token_ids[request.request_id] = [*accepted, token]
+        proposed = [self.rng.randrange(50) for _ in range(self.rng.randint(0, self.num_drafts))]
+        if proposed and request.sampling_params.structured_outputs is None:
+            answer.draft_token_ids[request.request_id] = proposed
+            if trace.on:
+                count = len(proposed)
+                trace.emit("spec.proposed", req=request.request_id, step=step, num_tokens=count, token_ids=[])
+
+
+def random_life(engine: ToyEngine, num_requests: int) -> None:
+    """Arrivals, steps, aborts and resets of the prefix cache in any order."""
+    rng = engine.rng
+    for i in range(num_requests):
+        engine.add_random(f"r{i}")
+        for _ in range(rng.choice([0, 0, 1, 3])):
+            if engine.scheduler.has_unfinished_requests:
+                engine.step()
+        if rng.random() < 0.15:
+            engine.scheduler.finish_requests([f"r{rng.randint(0, i)}"])
+        if rng.random() < 0.1:
+            engine.scheduler.reset_prefix_cache()
+    engine.run()
+
+
+def record(directory: Path, life: Callable[[], None]) -> Path:
+    """Record what `life` does, in this process, to a folder; returns the folder."""
+    trace.hold("EngineCore_DP0")
+    trace.open(str(directory))
+    try:
+        life()
+    finally:
+        trace.close()
+    return directory

@@ -1,0 +1,32 @@
+"""`check RUN`: is the recording consistent, and what is missing?"""
+
+from __future__ import annotations
+
+import argparse
+
+from stagetrace.commands.common import add_run
+from stagetrace.invariants import check
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The recording."""
+    add_run(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """One line per finding; 0 when there is none."""
+    report = check(args.run)
+    for line in report.deaths:
+        print(line)
+    for finding in report.findings:
+        print(finding)
+    processes = ", ".join(f"{name} (pid {pid})" for pid, name in report.processes.items())
+    for name in report.rotated:
+        print(f"the first files of {name} were rotated away: only single events and their numbers can be checked")
+    left_out = f", of which a filter left some out ({report.left_out})" if report.left_out else ""
+    unexplained = sum(not finding.explained for finding in report.findings)
+    result = (
+        "consistent" if report.consistent else f"{len(report.findings)} findings, {unexplained} of them unexplained"
+    )
+    print(f"{report.events} events{left_out} of {processes}: {result}")
+    return 0 if report.consistent else 1
