@@ -27,6 +27,7 @@ class Columns:
         self._sent: dict[str, Event] = {}
         self._begun: dict[tuple[int, str], int] = {}  # (pid, span) -> its begin
         self._took: int | None = None  # duration of the span that the last noted event ended
+        self._num_columns, self._stride = 1, 0
 
     @property
     def num_processes(self) -> int:
@@ -35,8 +36,10 @@ class Columns:
 
     def add_process(self, pid: int, name: str) -> None:
         """Give a process the next column."""
-        self._lanes.setdefault(pid, len(self._lanes))
-        self._names.setdefault(pid, name)
+        if pid not in self._lanes:
+            self._lanes[pid] = len(self._lanes)
+            self._names[pid] = name
+            self._lay_out()
 
     def note(self, event: Event) -> None:
         """Remember what later lines need, whether or not this event gets one."""
@@ -100,16 +103,12 @@ class Columns:
             words.append("begin")
         return " ".join([*words, arguments(event.args)]).rstrip()
 
-    @property
-    def _num_columns(self) -> int:
-        fit = 1 + max(0, self._width - _LEFT - _MIN_TEXT) // _MIN_STRIDE
-        return max(1, min(len(self._lanes), fit))
-
-    @property
-    def _stride(self) -> int:
-        """Columns from one process to the next."""
-        free, count = self._width - _LEFT, self._num_columns
-        return free if count == 1 else max(_MIN_STRIDE, min(free // count, (free - _MIN_TEXT) // (count - 1)))
+    def _lay_out(self) -> None:
+        """How many columns fit, and how far it is from one to the next."""
+        free = self._width - _LEFT
+        fit = 1 + max(0, free - _MIN_TEXT) // _MIN_STRIDE
+        count = self._num_columns = max(1, min(len(self._lanes), fit))
+        self._stride = free if count == 1 else max(_MIN_STRIDE, min(free // count, (free - _MIN_TEXT) // (count - 1)))
 
     def _lane(self, pid: int) -> int:
         return min(self._lanes.get(pid, 0), self._num_columns - 1)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from stagetrace.columns import arguments
 from stagetrace.event import Event
+from stagetrace.ids import root_of
 
 _LOOP = {"sched.scheduled", "sched.token", "zmq.outputs_sent", "zmq.outputs_received", "request.detokenized", "request.collected",
          "generate.yield", "sse.chunk", "kv.allocated", "kv.cached", "spec.proposed", "spec.scheduled", "spec.verified"}  # fmt: skip
@@ -57,17 +57,12 @@ class _Round:
         return (f"{steps}: " if self.first_step else "") + ", ".join(parts)
 
 
-def family_of(request_id: str) -> str:
-    """What the ids of one HTTP request have in common: the requests for its prompts, and for the answers to each."""
-    return re.sub(r"-\d+$", "", re.sub(r"^\d+_", "", request_id))
-
-
 class Narrator:
     """Tells about one request. `feed` takes all events in causal order and gives the lines that are complete."""
 
     def __init__(self, request_id: str) -> None:
         self._id = request_id
-        self._family = family_of(request_id)
+        self._root = root_of(request_id)
         self._step: int | None = None  # the last one in which it computed tokens
         self._first_token: int | None = None  # the step that gave it
         self._chunk_sent = False
@@ -84,7 +79,7 @@ class Narrator:
         if event.name == "sched.output" and event.step == self._step:
             yield from self._step_size(event.args["total_tokens"])
         elif event.name in ("zmq.outputs_sent", "zmq.outputs_received"):
-            if event.step == self._first_token and not self._chunk_sent:
+            if event.step == self._first_token and event.args["num_outputs"] and not self._chunk_sent:
                 yield self._line(event)
         elif not mine:
             return
@@ -119,7 +114,7 @@ class Narrator:
             "request.fanned_out",
             "request.sampling_params",
         )
-        return event.name in heads and family_of(event.req or "") == self._family
+        return event.name in heads and root_of(event.req or "") == self._root
 
     def _step_size(self, total: int) -> Iterator[Line]:
         if self._waits_for is not None:

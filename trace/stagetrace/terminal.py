@@ -57,12 +57,14 @@ def short_id(request_id: str) -> str:
     return (answer or "") + printable(name) + (f"#{prompt}" if prompt != "0" else "")
 
 
-_ENGINE_ID = re.compile(r"(\d+_)?(?:cmpl|chatcmpl)-(.+?)(?:-[0-9a-f]{8})?-(\d+)")
+_ENGINE_ID = re.compile(r"((?:\d+|beam\d+\.\d+)_)?(?:cmpl|chatcmpl)-(.+?)(?:-[0-9a-f]{8})?-(\d+)")
 _HEX = re.compile(r"[0-9a-f]{32}")
 
 
 def printable(text: str) -> str:
     """Without characters that would do something to a terminal."""
+    if text.isprintable():
+        return text
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 

@@ -14,9 +14,15 @@ from stagetrace.errors import TraceError
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "view": ("stagetrace.commands.view", "all events in columns, one per process; --follow for a live run"),
-    "show": ("stagetrace.commands.show", "one request's story, from the HTTP byte to the last chunk"),
-    # "step": ("stagetrace.commands.step", "walk through a recording, forward and back"),
-    "stats": ("stagetrace.commands.stats", "where the time went, per phase and per request"),
+    "show": (
+        "stagetrace.commands.show",
+        "the requests; with --req the story of one, from the HTTP byte to the last chunk",
+    ),
+    "step": ("stagetrace.commands.step", "walk through a recording, forward and back"),
+    "stats": (
+        "stagetrace.commands.stats",
+        "where the time went, by phase and by request: TTFT and TPOT split by cause",
+    ),
     "why": ("stagetrace.commands.why", "why a request waited, was preempted, or got what it got in a step"),
     "diff": ("stagetrace.commands.diff", "the first difference between two recordings"),
     "check": ("stagetrace.commands.check", "is the recording consistent, and what is missing?"),
@@ -28,7 +34,13 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 def add_commands(parser: argparse.ArgumentParser, more: dict[str, tuple[str, str]] | None = None) -> None:
     """Add the commands, and `more` of the caller's, to a parser."""
-    subparsers = parser.add_subparsers(dest="trace_command", required=True, metavar="COMMAND")
+
+    def print_help(args: argparse.Namespace) -> int:
+        parser.print_help(sys.stderr)
+        return 2
+
+    parser.set_defaults(run_trace_command=print_help)  # of the commands below each sets its own
+    subparsers = parser.add_subparsers(dest="trace_command", metavar="COMMAND")
     for name, (module, text) in (COMMANDS | (more or {})).items():
         subparser = subparsers.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         command = import_module(module)

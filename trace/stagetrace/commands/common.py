@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from stagetrace.errors import TraceError
 from stagetrace.reader import Recording
@@ -15,6 +16,9 @@ def add_run(parser: argparse.ArgumentParser, name: str = "run") -> None:
 
 def open_recording(directory: str) -> Recording:
     """A recording that has events. Raises OSError when there is none, TraceError for an empty or a foreign one."""
+    below = sorted({path.parent.name for path in Path(directory).glob("*/*.jsonl")})
+    if below and not any(Path(directory).glob("*.jsonl")):
+        raise TraceError(f"{directory} holds several recordings, choose one: {', '.join(below[:8])}")
     recording = Recording(directory)
     if next(iter(recording), None) is None:
         raise TraceError(

@@ -7,8 +7,9 @@ import argparse
 from stagetrace.bounded import tell_bounded
 from stagetrace.commands.common import add_run, open_recording
 from stagetrace.event import Event
+from stagetrace.ids import root_of
 from stagetrace.latency import PARTS, Latency, of_request
-from stagetrace.narrative import Line, Narrator, family_of
+from stagetrace.narrative import Line, Narrator
 from stagetrace.reader import Recording
 from stagetrace.selection import pick_request
 from stagetrace.story import RequestStory, Story
@@ -24,8 +25,6 @@ from stagetrace.terminal import (
     table,
     wants_colour,
 )
-
-_TEXTS = ("prompt", "text", "output")  # arguments that hold what was said, in recordings with --trace-prompts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,11 +88,10 @@ def _print_story(recording: Recording, request_id: str, colour: bool) -> None:
     lines: list[Line] = []
     texts: dict[str, str] = {}
     for event in recording:
-        if event.req is None or family_of(event.req) == family_of(request_id):
+        if event.req is None or root_of(event.req) == root_of(request_id):
             story.feed(event)
             lines += narrator.feed(event)
-            if event.req == request_id:
-                _collect_texts(event, texts)
+            _collect_texts(event, request_id, texts)
     lines += narrator.finish()
     _print_summary(story.requests[request_id], texts, colour)
     zero = lines[0].start_ns if lines else start
@@ -135,9 +133,10 @@ def _print_summary(request: RequestStory, texts: dict[str, str], colour: bool) -
             print(f"  {name} {milliseconds(whole)} ms = {' + '.join(shown)}")
 
 
-def _collect_texts(event: Event, texts: dict[str, str]) -> None:
-    """What was asked and answered, when it was recorded."""
-    for name in _TEXTS:
-        if isinstance(event.args.get(name), str):
-            label = "prompt" if name == "prompt" else "output"
-            texts[label] = texts.get(label, "") + event.args[name] if label == "output" else event.args[name]
+def _collect_texts(event: Event, request_id: str, texts: dict[str, str]) -> None:
+    """What was asked and answered, in recordings made with --trace-prompts. The answers to one prompt share it."""
+    prompt, text = event.args.get("prompt"), event.args.get("text")
+    if isinstance(prompt, str) and event.req is not None and request_id.endswith(event.req):
+        texts["prompt"] = prompt
+    if isinstance(text, str) and event.req == request_id:
+        texts["output"] = texts.get("output", "") + text

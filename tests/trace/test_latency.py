@@ -1,0 +1,206 @@
+"""Where the time of a request went: the parts add up to the whole, whatever was recorded, and mean what they say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from stagetrace import Event, Recording, tell
+from stagetrace.bounded import tell_bounded
+from stagetrace.busy_time import StartUp, StepTime
+from stagetrace.latency import PARTS, divide, of_request, percentile, split_tpot, split_ttft
+
+RECORDED = Path(__file__).parents[2] / "trace" / "recorded"
+RUNS = sorted(path.name for path in RECORDED.iterdir() if path.is_dir())
+NAMES = {part.name for part in PARTS}
+
+
+class Script:
+    """Writes the events of a made-up run; each takes its own time."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.now = 0
+
+    def at(
+        self,
+        after: int,
+        name: str,
+        pid: int = 1,
+        req: str | None = None,
+        step: int | None = None,
+        ph: str = "i",
+        **args: Any,
+    ) -> None:
+        self.now += after
+        cause = args.pop("cause", None)
+        self.events.append(Event(1, len(self.events), self.now, pid, "P", ph, name, 8, "x:1", req, step, cause, args))
+
+
+def request(script: Script, waits: list[int], req: str = "cmpl-a-0", head: str | None = None) -> None:
+    """A request of 3 tokens in steps 1 to 3; preempted after the first, the second and third leave in one chunk."""
+    wait = iter(waits)
+    script.at(next(wait), "http.request", req=head or req)
+    script.at(next(wait), "request.sampling_params", req=head or req)
+    script.at(next(wait), "zmq.request_sent", req=req, type="ADD")
+    script.at(next(wait), "zmq.request_received", 2, req)
+    script.at(next(wait), "sched.queued", 2, req, num_prompt_tokens=4)
+    for step in (1, 2, 3):
+        script.at(next(wait), "engine.step", 2, step=step, ph="B", running=1, waiting=0)
+        if step < 3:
+            script.at(next(wait), "sched.admit" if step == 1 else "sched.resume", 2, req, step)
+        missing = {1: 4, 2: 5, 3: 1}[step]
+        script.at(
+            1,
+            "sched.scheduled",
+            2,
+            req,
+            step,
+            num_tokens=missing,
+            num_computed=0,
+            missing=missing,
+            budget_left=9,
+            new_blocks=[],
+        )
+        script.at(next(wait), "sched.token", 2, req, step, num_tokens=1, num_output_tokens=step)
+        script.at(0, "engine.step", 2, step=step, ph="E")
+        script.at(next(wait), "zmq.outputs_sent", 2, step=step)
+        script.at(next(wait), "zmq.outputs_received", step=step, cause="2:0")
+        if step == 1:
+            script.at(next(wait), "sched.preempt", 2, req, 2, freed_blocks=1)
+        script.at(next(wait), "request.detokenized", req=req, num_tokens=1)
+        if step != 2:
+            script.at(next(wait), "generate.yield", req=head or req, finished=step == 3)
+            script.at(next(wait), "sse.chunk", req=head or req)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 10**6), min_size=40, max_size=40), st.data())
+def test_the_parts_add_up_whatever_was_recorded(waits: list[int], data: st.DataObject) -> None:
+    script = Script()
+    request(script, waits)
+    dropped = data.draw(st.sets(st.sampled_from([event.name for event in script.events])))
+    dropped -= {"sched.queued"} if "sched.token" not in dropped else set()  # no recorder drops these alone
+    story = tell(event for event in script.events if event.name not in dropped)
+    for told in story.requests.values():
+        latency = of_request(told)
+        assert sum(latency.ttft.values()) == (latency.ttft_ns or 0)
+        assert sum(latency.gaps.values()) == (latency.gaps_ns or 0)
+        assert latency.ttft.keys() | latency.gaps.keys() <= NAMES
+        assert all(value > 0 for value in [*latency.ttft.values(), *latency.gaps.values()])
+
+
+def test_each_part_is_the_time_that_the_token_spent_there() -> None:
+    script = Script()
+    request(script, [10**k for k in range(1, 17)] + [7, 5, 3] * 8)
+    latency = of_request(tell(script.events).requests["cmpl-a-0"])
+    # waits: http 10, params 10^2, sent 10^3, received 10^4, queued 10^5, step 10^6, admit 10^7, token 10^8, sent 10^9,
+    # received 10^10, preempted 10^11, text 10^12, yield 10^13, chunk 10^14
+    assert latency.arrival_ns == 10 and latency.num_tokens == 3
+    assert latency.ttft == {
+        "http": 10**2, "tokenize": 10**3, "ipc in": 10**4, "queue": 10**5 + 10**6 + 10**7, "prefill": 10**8 + 1,
+        "ipc out": 10**9 + 10**10, "detokenize": 10**11 + 10**12, "response": 10**13 + 10**14,
+    }  # fmt: skip
+    # The client got token 1 after the preemption had begun; from then on it waits for token 2, which comes with token 3.
+    assert latency.gaps["preempted"] == 10**15 + 10**16
+    assert latency.gaps_ns == script.now - sum(10**k for k in range(1, 15)) - 1
+    assert latency.tpot_ns == latency.gaps_ns / 2 and latency.gaps.keys() >= {
+        "preempted",
+        "prefill",
+        "ipc out",
+        "response",
+    }
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(-50, 50), st.integers(-50, 50), st.lists(st.tuples(st.integers(-60, 60), st.sampled_from("abc"))))
+def test_divide_adds_up_and_follows_the_clock(start: int, end: int, changes: list[tuple[int, str]]) -> None:
+    assert sum(divide(start, end, "first", changes).values()) == end - start
+    if start <= end:
+        ordered = sorted(changes, key=lambda change: change[0])
+        slow: dict[str, int] = {}
+        for now in range(start, end):  # nanosecond by nanosecond
+            part = ([what for time, what in ordered if time <= now] or ["first"])[-1]
+            slow[part] = slow.get(part, 0) + 1
+        assert divide(start, end, "first", ordered) == slow
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_recorded_runs(run: str) -> None:
+    story = tell(Recording(RECORDED / run))
+    latencies = [of_request(told) for told in story.requests.values()]
+    for latency, told in zip(latencies, story.requests.values(), strict=True):
+        assert sum(latency.ttft.values()) == latency.ttft_ns and sum(latency.gaps.values()) == (latency.gaps_ns or 0)
+        assert all(value > 0 for value in [*latency.ttft.values(), *latency.gaps.values()])
+        assert latency.ttft_ns == told.chunk_ns[0] - told.first["http.request"]
+        assert latency.num_tokens <= told.num_output_tokens or run == "engine_death"
+        assert ("preempted" in latency.gaps) == (told.num_preemptions > 0)
+        assert ("unrecorded" in latency.ttft) == (run == "engine_death")
+    for split, each in ((split_ttft(latencies), "ttft"), (split_tpot(latencies), "tpot")):
+        assert split is not None
+        assert sum(part.mean for part in split.parts.values()) == pytest.approx(split.whole.mean)
+        assert (
+            split.whole.p50
+            <= split.whole.p90
+            <= split.whole.p99
+            == max(getattr(one, f"{each}_ns") or 0 for one in latencies)
+        )
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_bounded_telling_says_the_same(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stagetrace.bounded.NUM_ENDED_KEPT", 4)
+    whole = tell(Recording(RECORDED / run))
+    told: dict[str, Any] = {}
+    steps: list[Any] = []
+    tell_bounded(Recording(RECORDED / run), lambda one: told.update({one.request_id: one}), steps.append)
+    assert told == whole.requests
+    assert steps == [step for step in whole.steps if step.end_ns]
+
+
+def test_the_answers_and_prompts_of_one_http_request_share_its_arrival_and_chunks() -> None:
+    script = Script()
+    script.at(5, "http.request", req="cmpl-a-0")
+    script.at(5, "request.validated", req="cmpl-a-0", prompts=2)
+    script.at(5, "request.sampling_params", req="cmpl-a-0")
+    script.at(5, "request.fanned_out", req="cmpl-a-1", children=2)
+    for child in ("0_cmpl-a-1", "1_cmpl-a-1", "cmpl-a-0"):
+        script.at(10, "request.detokenized", req=child, num_tokens=1)
+    script.at(10, "generate.yield", req="cmpl-a-1", finished=True)
+    script.at(10, "sse.chunk", req="cmpl-a-0")
+    script.at(10, "generate.yield", req="cmpl-a-0", finished=True)
+    script.at(10, "sse.chunk", req="cmpl-a-0")
+    story = tell(script.events)
+    ttft = {name: of_request(told).ttft_ns for name, told in story.requests.items()}
+    assert ttft == {"cmpl-a-0": 85, "cmpl-a-1": None, "0_cmpl-a-1": 65, "1_cmpl-a-1": 65}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_the_steps_add_up_to_the_time_of_the_engine(run: str) -> None:
+    events = list(Recording(RECORDED / run))
+    steps, start_up = StepTime(), StartUp()
+    for step in tell(events).steps:
+        if step.end_ns:
+            steps.feed(step)
+    for event in events:
+        start_up.feed(event)
+    edges = [event.ts for event in events if event.name == "engine.step"]
+    assert steps.total_ns == (max(edges) - min(edges) if edges else 0) and min(steps.parts.values()) >= 0
+    begun = [event for event in events if event.proc == "APIServer" and event.phase and event.phase <= 5]
+    listening = next(event for event in begun if event.name == "server.listening")
+    times = [time for (proc, _), time in start_up.phases.items() if proc == "APIServer"]
+    assert sum(times) == listening.ts - begun[0].ts
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(), min_size=1), st.integers(1, 100))
+def test_percentiles_are_values_that_occurred(values: list[int], percent: int) -> None:
+    values.sort()
+    result = percentile(values, percent)
+    assert result in values
+    assert sum(value <= result for value in values) * 100 >= percent * len(values)
+    below = [value for value in values if value < result]
+    assert len(below) * 100 < percent * len(values)

@@ -1,0 +1,213 @@
+"""view, show and stats on recorded runs, as a user of the command line sees them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from stagetrace import Event, read_run
+from stagetrace.__main__ import main
+from stagetrace.columns import Columns
+from stagetrace.event import encode_line
+from stagetrace.terminal import short_id
+
+RECORDED = Path(__file__).parents[2] / "trace" / "recorded"
+RUNS = sorted(path.name for path in RECORDED.iterdir() if path.is_dir())
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]):
+    """Run a command that succeeds; returns the lines that it printed."""
+
+    def run(*words: str) -> list[str]:
+        assert main(words) == 0
+        return capsys.readouterr().out.splitlines()
+
+    return run
+
+
+def events_of(lines: list[str]) -> list[str]:
+    return [line for line in lines if re.match(r" *\d+\.\d{3} ", line)]
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_view_has_a_line_for_every_event_in_causal_order(run: str, command) -> None:
+    events = read_run(RECORDED / run).events
+    lines = events_of(command("view", str(RECORDED / run)))
+    assert len(lines) == len(events)
+    start = min(event.ts for event in events)
+    for line, event in zip(lines, events, strict=True):
+        assert event.name in line and line[12:14].strip() == str(event.phase)
+        assert float(line[:11]) == pytest.approx((event.ts - start) / 1e6, abs=0.001)
+        assert event.req is None or short_id(event.req) in line
+        assert event.step is None or f" {event.step} " in line
+    columns = {event.pid: line.index(event.name) for line, event in zip(lines, events, strict=True) if "◀" not in line}
+    assert len(set(columns.values())) == 2  # each process its own
+
+
+@pytest.mark.parametrize("width", [40, 80, 120, 200])
+def test_no_line_is_wider_than_the_terminal(width: int, command) -> None:
+    for line in command("view", str(RECORDED / "mixed"), "--width", str(width)):
+        assert len(line) <= max(width, 60)
+    if width >= 80:
+        assert any(
+            "╰" in line and "▶zmq.request_received" in line
+            for line in command("view", str(RECORDED / "mixed"), "--width", str(width))
+        )
+
+
+def test_as_many_columns_as_fit_and_nobody_is_lost() -> None:
+    columns = Columns(90, False)
+    for pid in range(40):
+        columns.add_process(pid, "P")
+    places = []
+    for pid in range(40):
+        event = Event(1, 1, 0, pid, "P", "i", "cli.main", 1, "x:1")
+        columns.note(event)
+        line = columns.line(event)
+        assert len(line) <= 90 and "cli.main" in line
+        places.append(line.index("cli.main"))
+    assert places == sorted(places) and 1 < len(set(places)) < 40
+
+
+def test_colour_only_when_asked_for_and_never_alone(command, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = str(RECORDED / "one_request")
+    plain = command("view", run)
+    coloured = command("view", run, "--color", "always")
+    assert not any("\x1b" in line for line in plain) and any("\x1b[33m" in line for line in coloured)
+    assert [re.sub(r"\x1b\[\d+m", "", line) for line in coloured] == plain
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    assert any("\x1b" in line for line in command("view", run, "--color", "auto", "--width", "100"))
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not any("\x1b" in line for line in command("view", run, "--color", "auto", "--width", "100"))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_filters_keep_exactly_what_they_say(data: st.DataObject) -> None:
+    import contextlib
+    import io
+
+    events = read_run(RECORDED / "mixed").events
+    kept, words = events, ["view", str(RECORDED / "mixed")]
+    if data.draw(st.booleans()):
+        low, high = sorted(data.draw(st.tuples(st.integers(1, 9), st.integers(1, 9))))
+        words += ["--phase", f"{low}-{high}"]
+        kept = [event for event in kept if low <= event.phase <= high]
+    if data.draw(st.booleans()):
+        words += ["--name", "sched.*", "--name", "sse.chunk"]
+        kept = [event for event in kept if event.name.startswith("sched.") or event.name == "sse.chunk"]
+    if data.draw(st.booleans()):
+        words += ["--req", "r3"]
+        kept = [event for event in kept if event.req and "-r3-" in event.req]
+    if data.draw(st.booleans()):
+        words += ["--proc", "Engine*"]
+        kept = [event for event in kept if event.proc == "EngineCore_DP0"]
+    if data.draw(st.booleans()):
+        low, high = sorted(data.draw(st.tuples(st.integers(1, 50), st.integers(1, 50))))
+        words += ["--step", f"{low}-{high}"]
+        kept = [event for event in kept if event.step is not None and low <= event.step <= high]
+    if data.draw(st.booleans()):
+        limit = data.draw(st.integers(1, 30))
+        words += ["--limit", str(limit)]
+        kept = kept[:limit]
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main(words) == 0
+    lines = events_of(out.getvalue().splitlines())
+    assert [event.name in line for event, line in zip(kept, lines, strict=True)] == [True] * len(kept)
+
+
+def test_what_clients_wrote_cannot_steer_the_terminal(tmp_path: Path, command) -> None:
+    evil = Event(
+        1,
+        1,
+        5,
+        7,
+        "P",
+        "i",
+        "cli.main",
+        1,
+        "x:1",
+        req="cmpl-\x1b[2J-deadbeef-0",
+        args={"argv": ["\x1b]0;x\x07", "a\nb"]},
+    )
+    (tmp_path / "P-7.jsonl").write_bytes(encode_line(evil))
+    for words in (["view"], ["show"], ["show", "--req", "cmpl"], ["stats", "--requests"]):
+        for line in command(words[0], str(tmp_path), *words[1:]):
+            assert line.isprintable(), line
+
+
+def test_show_lists_the_requests(command) -> None:
+    head, *rows = command("show", str(RECORDED / "client_abort"))
+    assert head.split()[0] == "request" and [row.split()[0] for row in rows] == ["r0", "r1"]
+    assert "aborted" in rows[0] and "length" in rows[1]
+    assert len(command("show", str(RECORDED / "mixed"))) == 9
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_story_accounts_for_every_token_and_chunk(run: str, command) -> None:
+    events = read_run(RECORDED / run).events
+    for request in dict.fromkeys(event.req for event in events if event.req):
+        text = "\n".join(command("show", str(RECORDED / run), "--req", request))
+        mine = [event for event in events if event.req == request]
+        tokens = sum(event.args["num_tokens"] for event in mine if event.name == "sched.token")
+        told = sum(map(int, re.findall(r"(\d+) more token", text))) + sum(
+            map(int, re.findall(r"sched.token num_tokens=(\d+)", text))
+        )
+        assert told == tokens
+        chunks = sum(event.name == "sse.chunk" for event in mine)
+        assert sum(map(int, re.findall(r"(\d+) chunks? sent", text))) + text.count("sse.chunk") == chunks
+        for name in (
+            "http.request",
+            "sched.admit",
+            "sched.preempt",
+            "sched.resume",
+            "sched.finished",
+            "request.aborted",
+        ):
+            assert text.count(name) == sum(event.name == name for event in mine)
+        if run != "engine_death":  # the first token's messages
+            assert text.count("zmq.outputs_sent") == text.count("zmq.outputs_received") == 1
+        assert text.index("http.request") < text.index("zmq.request_sent") < text.index("sse.chunk")
+
+
+def test_a_story_says_which_chunks_of_the_prompt_which_step_computed(command) -> None:
+    text = "\n".join(command("show", str(RECORDED / "mixed"), "--req", "r1"))
+    assert (
+        "step 9: sched.scheduled 10 of 35 missing tokens, 0 computed before new_blocks=[8] (of 32 in the step)" in text
+    )
+    assert "step 10: sched.scheduled 25 of 25 missing tokens, 10 computed before" in text
+
+
+def test_prompt_and_output_when_they_were_recorded(tmp_path: Path, command) -> None:
+    shutil.copytree(RECORDED / "one_request", tmp_path / "run")
+    file = next((tmp_path / "run").glob("API*"))
+    text = file.read_text(encoding="utf-8")
+    text = text.replace('"args":{"num_tokens":2}', '"args":{"num_tokens":2,"prompt":"ROMEO:"}')
+    words = iter(["I", " am", " here", ".", " ", "A", "B", "C"])
+    text = re.sub(
+        r'"args":\{"num_tokens":1,"characters"',
+        lambda _: f'"args":{{"text":"{next(words)}","num_tokens":1,"characters"',
+        text,
+    )
+    file.write_text(text, encoding="utf-8")
+    lines = command("show", str(tmp_path / "run"), "--req", "r0")
+    assert "  prompt: ROMEO:" in lines and "  output: I am here. ABC" in lines
+
+
+def test_stats_say_the_same_as_table_and_as_json(command) -> None:
+    numbers = json.loads("\n".join(command("stats", str(RECORDED / "preemption"), "--json")))
+    assert len(numbers["requests"]) == 8 and numbers["engine"]["steps"] == 94
+    for request in numbers["requests"]:
+        assert (
+            sum(request["ttft"].values()) == request["ttft_ns"] and sum(request["gaps"].values()) == request["gaps_ns"]
+        )
+    table = "\n".join(command("stats", str(RECORDED / "preemption"), "--requests"))
+    mean = numbers["tpot_ns"]["parts"]["preempted"]["mean"] / 1e6
+    assert re.search(rf"8  preempted +\S+% +{mean:.3f}", table)
+    assert "94 steps" in table and all(f"\nr{i} " in table for i in range(8))
