@@ -1,0 +1,408 @@
+"""The HTML player in a real browser: it steps, what it shows is what the recording says, and it asks nobody for anything."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from naive_replay import state_after
+
+from stagetrace import Event, Recording, Run, read_run
+from stagetrace.difference import StepFacts, compare
+from stagetrace.errors import TraceError
+from stagetrace.player import data, page, show
+from stagetrace.player.data import page_data, short_names
+
+pytest_plugins = ["browser"]  # the fixture of tests/browser.py
+
+RECORDED = Path(__file__).parents[2] / "trace" / "recorded"
+RUNS = sorted(path.name for path in RECORDED.iterdir() if path.is_dir())
+
+READ_STATE = """positions => positions.map(position => {
+  const slider = document.getElementById("slider"), run = document.querySelector(".run");
+  slider.value = position;
+  slider.dispatchEvent(new Event("input"));
+  const ids = selector => [...run.querySelectorAll(selector + " > li[data-request]")].map(li => li.dataset.id);
+  const cells = [...run.querySelectorAll(".block")];
+  return {
+    event: run.querySelector(".event-name").textContent,
+    listed: run.querySelector(".list [aria-current] .name").textContent,
+    phase: run.querySelector(".phases [aria-current]")?.dataset.phase ?? "0",
+    running: ids(".rows"),
+    waiting: ids(".waiting ol"),
+    lacks: [...run.querySelectorAll(".waiting ol > li[data-request]")].map(li => Number(li.textContent.match(/lacks (\\d+)$/)[1])),
+    tokens: [...run.querySelectorAll(".rows li[data-request]")].map(li => ["computed", "chunk", "drafts", "total"].map(kind => Number(li.dataset[kind]))),
+    holders: Object.fromEntries(cells.filter(cell => cell.dataset.holders).map(cell => [cell.dataset.block, cell.dataset.holders])),
+    cached: cells.filter(cell => cell.classList.contains("b-cached")).map(cell => Number(cell.dataset.block)),
+    free: Number(run.querySelector(".blocks").dataset.free),
+    used: Number(run.querySelector(".budget").dataset.used),
+    messages: [...run.querySelectorAll(".zmq .pill:not(.arrives)")].map(pill => Number(pill.dataset.sent)),
+    heldBack: run.querySelector(".held-back").textContent,
+  };
+})"""
+
+
+class Opened:
+    """A page in the browser, and all that went wrong on it."""
+
+    def __init__(self, browser: Any, path: Path, text: str, **context: Any) -> None:
+        self.context = browser.new_context(viewport={"width": 1400, "height": 1000}, **context)
+        self.page = self.context.new_page()
+        self.requests: list[str] = []
+        self.errors: list[str] = []
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.on("console", lambda message: self.errors.append(message.text))
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        file = path / "player.html"
+        file.write_text(text, encoding="utf-8")
+        self.page.goto(file.as_uri())
+
+    def read(self, *positions: int) -> list[dict[str, Any]]:
+        """What the page shows at these positions of the slider."""
+        shown: list[dict[str, Any]] = self.page.evaluate(READ_STATE, list(positions))
+        return shown
+
+    def at(self, run: int = 0) -> int:
+        """The place of the current event."""
+        return int(self.page.locator(".run").nth(run).get_attribute("data-at"))
+
+    def press(self, *keys: str) -> int:
+        for key in keys:
+            self.page.keyboard.press(key)
+        return self.at()
+
+    def text(self, selector: str) -> str:
+        return str(self.page.locator(selector).first.text_content())
+
+
+@pytest.fixture
+def opened(browser: Any, tmp_path: Path) -> Iterator[Any]:
+    """A function that opens a page; whatever it opened must have been silent and alone."""
+    pages: list[Opened] = []
+
+    def open_page(*recordings: Any, **context: Any) -> Opened:
+        pages.append(Opened(browser, tmp_path, page(*recordings), **context))
+        return pages[-1]
+
+    yield open_page
+    for one in pages:
+        one.context.close()
+        assert one.errors == []
+        assert [url for url in one.requests if not url.startswith(("file:", "data:"))] == []
+
+
+def check_state(
+    shown: dict[str, Any], events: list[Event], labels: dict[str, str], received: set[str], overtakes: bool
+) -> None:
+    """What the page shows after `events` is what the naive replay finds; `overtakes`: they do not wait in order of arrival."""
+    event, naive = events[-1], state_after(events)
+    assert shown["event"].startswith(event.name) and shown["listed"].startswith(event.name)
+    assert (labels[event.req] in shown["event"]) if event.req else True
+    assert shown["phase"] == str(event.phase)
+    assert shown["running"] == naive["running"] and set(shown["waiting"]) == set(naive["waiting"])
+    assert shown["lacks"] == [naive["lacks"][request_id] for request_id in shown["waiting"]]
+    if event.name == "sched.held_back":  # the scheduler's own order, which a class of the user's may choose
+        assert shown["waiting"] == [*event.args["grammar"], event.args["first"], *event.args["behind"]]
+    elif not overtakes:
+        assert shown["waiting"] == naive["waiting"]
+    assert shown["tokens"] == [list(naive["tokens"][request_id]) for request_id in naive["running"]]
+    assert shown["holders"] == {str(b): " ".join(labels[r] for r in who) for b, who in naive["holders"].items()}
+    assert set(shown["cached"]) == naive["cached"]
+    assert (shown["free"], shown["used"]) == (naive["free"], naive["used"])
+    if event.name == "sched.output":  # what the scheduler itself said
+        assert (shown["free"], shown["used"]) == (event.args["free_blocks"], event.args["total_tokens"])
+    sent = [i for i in naive["on_the_way"] if events[i].ref in received or i == len(events) - 1]
+    assert shown["messages"] == sent[-4:]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_what_it_shows_is_what_the_recording_says(opened: Any, name: str) -> None:
+    events = read_run(RECORDED / name).events
+    telling = ("sched.output", "sched.preempt", "sched.held_back", "spec.verified", "engine.step")
+    often = [i for i, e in enumerate(events) if e.name in telling]
+    chance = random.Random(name)
+    places = {0, *chance.sample(range(len(events)), 20), *chance.sample(often, min(20, len(often)))}
+    order = chance.sample(sorted(places), len(places))  # forward and back
+    order += [i for i in (len(events) - 1, 256, 255, 254) if i < len(events)]  # the page keeps a state every 256 events
+    labels = dict(short_names(dict.fromkeys(e.req for e in events if e.req)))
+    received = {e.cause for e in events if e.cause}
+    for place, shown in zip(order, opened(RECORDED / name).read(*order)):
+        check_state(shown, events[: place + 1], labels, received, name == "bug_starvation")
+
+
+def test_keys_step_through_the_recording(opened: Any) -> None:
+    run = read_run(RECORDED / "mixed")
+    player = opened(RECORDED / "mixed")
+    decided = [i for i, e in enumerate(run.events) if e.name == "sched.output"]
+    assert player.press("ArrowRight", "ArrowRight", "ArrowRight", "ArrowLeft") == 2
+    assert player.press("Shift+ArrowRight") == decided[0]
+    assert player.press("Shift+ArrowRight", "Shift+ArrowRight") == decided[2]
+    assert player.press("Shift+ArrowLeft") == decided[1]
+    assert player.press("End") == len(run.events) - 1 == player.press("ArrowRight")
+    assert player.press("Home") == 0 == player.press("ArrowLeft")
+    assert "event 1 of" in player.page.locator("#slider").get_attribute("aria-valuetext")
+    assert run.events[0].name in player.text("#announcement")  # what a screen reader says
+
+
+def test_play_moves_and_stops(opened: Any) -> None:
+    from playwright.sync_api import expect
+
+    player = opened(RECORDED / "one_request")
+    player.page.locator("#speed").select_option(label="40 events/s")
+    player.page.keyboard.press("Escape")
+    player.page.locator("#runs").focus()
+    player.press(" ")
+    expect(player.page.locator(".run")).to_have_attribute("data-at", re.compile(r"[1-9]\d"))
+    assert "pause" in player.text("#play")
+    stopped = player.press(" ")
+    assert "play" in player.text("#play") and player.at() == stopped
+    last = len(read_run(RECORDED / "one_request").events) - 1
+    player.press("End", "ArrowLeft", " ")
+    expect(player.page.locator("#play")).to_contain_text("play")
+    assert player.at() == last
+
+
+def test_a_search_finds_events_by_name(opened: Any) -> None:
+    events = read_run(RECORDED / "preemption").events
+    preempted = [i for i, e in enumerate(events) if e.name == "sched.preempt"]
+    player = opened(RECORDED / "preemption")
+    player.press("/")
+    player.page.keyboard.type("PREEMPT")
+    assert player.text("#found") == f"{len(preempted)} found"
+    assert player.press("Enter") == preempted[0]
+    assert player.press("Enter", "Enter") == preempted[2] and player.press("Shift+Enter") == preempted[1]
+    player.press("Escape")
+    assert player.press("n") == preempted[2] and player.press("p") == preempted[1]
+    assert player.press("n", *["n"] * len(preempted)) == preempted[-1]  # nothing behind the last one
+    assert "Nothing more" in player.text("#announcement")
+
+
+def test_one_request_alone(opened: Any) -> None:
+    events = read_run(RECORDED / "mixed").events
+    player = opened(RECORDED / "mixed")
+    player.page.locator("#filter").select_option(label="only r3")
+    own = [i for i, e in enumerate(events) if e.req and "-r3-" in e.req]
+    assert player.at() == own[0]
+    player.page.locator("#runs").focus()
+    assert [player.press("ArrowRight") for _ in range(20)] == own[1:21]
+    assert set(player.page.locator(".list .who").all_text_contents()) == {"r3"}
+    player.page.locator("#go-token").fill("3")
+    assert player.press("Enter") == next(
+        i for i in own if events[i].name == "sched.token" and events[i].args["num_output_tokens"] == 3
+    )
+    player.page.locator("#go-step").fill("12")
+    player.press("Enter")
+    assert player.at() == next(i for i, e in enumerate(events) if e.name == "sched.output" and e.step == 12)
+    assert player.page.locator(".rows .dim").count() > 0  # the others are still there
+
+
+def test_why_somebody_waits(opened: Any) -> None:
+    events = read_run(RECORDED / "preemption").events
+    labels = dict(short_names(dict.fromkeys(e.req for e in events if e.req)))
+    places = [i for i, e in enumerate(events) if e.name == "sched.held_back"][:12]
+    for place, shown in zip(places, opened(RECORDED / "preemption").read(*places)):
+        args = events[place].args
+        words = {"blocks": f"the {args['free_blocks']} that are free", "preempted": "just preempted"}[args["rule"]]
+        assert shown["heldBack"].startswith(f"{labels[args['first']]} is held back") and words in shown["heldBack"]
+        assert all(labels[request_id] in shown["heldBack"] for request_id in args["behind"])
+
+
+def changed(run: Run, step: int) -> Run:
+    """The same run, but in this step the scheduler gives one request one token less."""
+    events = list(run.events)
+    at = next(i for i, e in enumerate(events) if e.name == "sched.scheduled" and e.step == step)
+    old = events[at]
+    args = old.args | {"num_tokens": old.args["num_tokens"] - 1}
+    events[at] = Event(old.v, old.seq, old.ts, old.pid, old.proc, old.ph, old.name, old.phase, old.src, old.req, old.step, old.cause, args)  # fmt: skip
+    del events[next(i for i, e in enumerate(events) if i > at and e.name == "sse.chunk")]  # and that step is shorter
+    return Run(events, run_ids={"changed"})
+
+
+def test_two_runs_side_by_side(opened: Any) -> None:
+    run = read_run(RECORDED / "mixed")
+    player = opened(run, changed(run, 9))
+    assert player.page.locator(".run").count() == 2
+    assert "step 9" in player.text("#difference") and "A: " in player.text("#difference")
+    player.press("Shift+ArrowRight")
+    assert player.page.locator(".run-same").all_text_contents() == ["= the same so far"] * 2
+    player.press("d")
+    assert all(text == "≠ the first difference" for text in player.page.locator(".run-same").all_text_contents())
+    for _ in range(6):
+        steps = [re.search(r"engine step (\d+)", text) for text in player.page.locator(".run-when").all_text_contents()]
+        assert steps[0] and steps[1] and steps[0][1] == steps[1][1]
+        assert player.page.locator(".event-name").all_text_contents() == ["sched.output"] * 2
+        player.press("Shift+ArrowRight")
+    shared = opened(run, run)
+    assert shared.text("#difference") == "= The same decisions in every step."
+    assert shared.press("End") == shared.at(1) == len(run.events) - 1
+
+
+@pytest.mark.parametrize("bug", ["bug_leak", "bug_stall", "bug_starvation"])
+def test_the_first_difference_is_that_of_diff(opened: Any, bug: str) -> None:
+    lane = compare(RECORDED / bug, RECORDED / f"{bug}_healthy", only_core=True).steps[0]
+    assert isinstance(lane.a, StepFacts)
+    player = opened(RECORDED / bug, RECORDED / f"{bug}_healthy")
+    assert f"first difference: step {lane.a.step}" in player.text("#difference")
+    player.press("d")
+    assert f"engine step {lane.a.step} " in player.text(".run-when")
+    assert player.page.locator(".only-here li").count() > 0
+
+
+def test_a_quiet_page_for_who_wants_one(opened: Any) -> None:
+    sent = next(i for i, e in enumerate(read_run(RECORDED / "mixed").events) if e.name == "zmq.request_sent")
+    animation = "getComputedStyle(document.querySelector('.zmq .pill')).animationName"
+    for motion, expected in (("no-preference", "from-left"), ("reduce", "none")):
+        player = opened(RECORDED / "mixed", reduced_motion=motion)
+        player.read(sent)
+        assert player.page.evaluate(animation) == expected
+
+
+CONTRAST = """() => {
+  const light = text => { const [r, g, b] = text.match(/[\\d.]+/g).map(n => n / 255).map(c => c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
+  const back = element => { const color = getComputedStyle(element).backgroundColor; return /rgba\\(.*, 0\\)/.test(color) ? back(element.parentElement) : color; };
+  const solid = element => getComputedStyle(element).backgroundImage === "none" && !back(element).startsWith("color");
+  return [...document.querySelectorAll("main *, footer *")].filter(e => e.checkVisibility() && [...e.childNodes].some(n => n.nodeType === 3 && n.data.trim()) && solid(e))
+    .map(e => { const [a, b] = [light(getComputedStyle(e).color), light(back(e))].sort((x, y) => y - x); return [(a + 0.05) / (b + 0.05), e.className || e.tagName, e.textContent]; })
+    .filter(([ratio]) => ratio < 4.5);
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [700, 1400])
+def test_it_fits_and_can_be_read(opened: Any, scheme: str, width: int) -> None:
+    player = opened(RECORDED / "preemption", color_scheme=scheme)
+    player.page.set_viewport_size({"width": width, "height": 900})
+    player.read(1200)
+    assert player.page.evaluate("document.documentElement.scrollWidth") <= width
+    assert player.page.evaluate(CONTRAST) == []
+    background = player.page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, re.findall(r"\d+", background))) < 200) == (scheme == "dark")
+
+
+def test_everything_can_be_reached_and_has_a_name(opened: Any) -> None:
+    player = opened(RECORDED / "mixed")
+    names = set()
+    for _ in range(30):
+        player.page.keyboard.press("Tab")
+        names.add(
+            player.page.evaluate(
+                "(() => { const e = document.activeElement; return [e.id || e.className, e.ariaLabel || e.labels?.[0]?.textContent || e.textContent,"
+                " getComputedStyle(e).outlineStyle] })()"
+            ).__str__()
+        )
+    for control in ("slider", "play", "event-on", "step-back", "speed", "filter", "go-step", "search-text", "help"):
+        found = [name for name in names if name.startswith(f"['{control}'")]
+        assert found and "''" not in found[0] and "'none'" not in found[0], control
+    player.page.keyboard.press("?")
+    if not player.page.locator("#help-dialog").is_visible():
+        player.page.locator("#help").click()
+    assert player.page.get_by_role("dialog").is_visible()
+    player.page.keyboard.press("Escape")
+    assert not player.page.locator("#help-dialog").is_visible()
+    assert player.page.get_by_role("slider").count() == 1 and player.page.get_by_role("status").count() == 2
+
+
+EVIL = [
+    "</title></style><script>alert(1)</script>",
+    "</script foo",
+    "<!--<script ",
+    "</script><script>alert(1)</script>",
+    "<img src=x onerror=alert(1)>",
+    "\"'><b>&amp;<!--",
+    "@@DATA@@",
+    "${alert(1)}",
+]
+
+
+def evil_run() -> Run:
+    """A recording in which everything that a client could have written is an attack."""
+    events, step = [], 0
+    for evil in EVIL:
+        rows = [
+            ("http.request", {"method": evil, "path": evil}),
+            ("sched.queued", {"waiting": 1, "num_prompt_tokens": 3, "params": {}, "block_hashes": []}),
+            ("engine.step", {"running": 0, "waiting": 1}),
+            ("sched.held_back", {"rule": evil, "first": evil, "behind": [evil], "grammar": [], "budget_left": 1, "free_blocks": 1, "num_running": 1}),
+            ("request.tokenized", {"num_tokens": 1, "prompt": evil, "token_ids": []}),
+            ("request.detokenized", {"num_tokens": 1, "characters": 1, "text": evil}),
+            ("request.stop_matched", {"stop": evil}),
+            ("nobody.knows", {evil: evil}),
+        ]  # fmt: skip
+        for name, args in rows:
+            step += name == "engine.step"
+            ph, seq = "B" if name == "engine.step" else "i", len(events)
+            events.append(Event(1, seq, 1000 + seq, 7, evil, ph, name, 8, evil, None if ph == "B" else evil, step, None, args))  # fmt: skip
+    return Run(events, run_ids={EVIL[0]})
+
+
+def test_what_a_client_wrote_is_text(opened: Any) -> None:
+    run = evil_run()
+    player = opened(run, run)
+    player.page.on("dialog", lambda dialog: player.errors.append(dialog.message))
+    for place in range(len(run.events)):
+        player.read(place)
+        assert player.page.evaluate("document.querySelectorAll('img, main b b, script').length") == 2  # its own scripts
+    assert player.page.locator(".run[data-run=A] .texts .prompt").all_text_contents() == EVIL
+    assert player.page.locator(".run[data-run=A] .texts .answer").all_text_contents() == EVIL
+    assert player.page.title().startswith(f"run {EVIL[0]} and")
+    player.read(3)
+    assert EVIL[0] in player.text(".held-back") and EVIL[0] in player.text(".event .facts")
+
+
+def test_in_a_notebook(browser: Any, tmp_path: Path) -> None:
+    """The frame of a notebook cell, or of an exported page: it gets the keys, and its scripts run in there."""
+    shown = show(RECORDED / "one_request", height=500)._repr_html_()
+    assert 'height="500"' in shown and len(shown) < 1.1 * len(page(RECORDED / "one_request"))
+    player = Opened(browser, tmp_path, f"<!doctype html><h1>A notebook</h1>{shown}")
+    frame = player.page.frame_locator("iframe")
+    frame.locator("#event-on").click()
+    frame.locator("body").press("ArrowRight")
+    assert frame.locator(".run").get_attribute("data-at") == "2"
+    assert player.errors == [] and all(url.startswith(("file:", "about:", "data:")) for url in player.requests)
+    player.context.close()
+
+
+# The builder, without a browser
+
+
+def test_the_page_holds_each_event_once() -> None:
+    run = read_run(RECORDED / "mixed")
+    table = page_data(run)
+    assert len(table["events"]) == len(run.events)
+    for row, event in zip(table["events"], run.events):
+        us, process, kind, source, ph, values, step, req, cause = row
+        assert table["processes"][process] == (event.pid, event.proc) and table["kinds"][kind] == (
+            event.name,
+            *event.args,
+        )
+        assert (table["sources"][source], "iBE"[ph], values) == (event.src, event.ph, list(event.args.values()))
+        assert (step, req) == (-1 if event.step is None else event.step, -1 if event.req is None else req)
+        assert event.req is None or table["requests"][req][0] == event.req
+        assert event.cause is None or run.events[cause].ref == event.cause
+        assert us == (event.ts - min(e.ts for e in run.events)) // 1000
+    assert page(run).replace("run " + next(iter(run.run_ids)), "mixed") == page(RECORDED / "mixed")
+    assert page(Recording(RECORDED / "mixed")) == page(str(RECORDED / "mixed"))
+
+
+def test_requests_have_short_names() -> None:
+    ids = ["cmpl-r0-b281c1bc-0", "cmpl-r0-b281c1bc-1", "1_chatcmpl-mine-b281c1bc-0", "0_cmpl-" + "a" * 32 + "-0", "7"]
+    assert [name for _, name in short_names(ids)] == ["r0", "r0-1", "1_mine", "0_#3", "7"]
+    twice = short_names(["cmpl-a-00000000-0", "cmpl-a-11111111-0", "cmpl-#1-11111111-0", "cmpl-b-11111111-0"])
+    assert [name for _, name in twice] == ["#1", "#2", "#3", "b"]
+    alike = short_names(["cmpl-a-00000000-1", "cmpl-a-1-11111111-0"])
+    assert len({name for _, name in alike}) == 2
+
+
+def test_what_cannot_be_played(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no trace in"):
+        page(tmp_path)
+    with pytest.raises(TraceError, match="no events"):
+        page(Run([]))
+    monkeypatch.setattr(data, "MAX_EVENTS", 100)
+    with pytest.raises(TraceError, match="more than 100 events.*Perfetto"):
+        page(RECORDED / "mixed")

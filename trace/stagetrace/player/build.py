@@ -1,0 +1,72 @@
+"""Puts the player's page together: template, style, scripts and recordings in one text."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+
+import msgspec
+
+from stagetrace.player.data import page_data
+from stagetrace.reader import Recording, Run
+
+SCRIPTS = ("replay.js", "panels.js", "details.js", "controls.js")
+
+
+def page(recording: str | Path | Recording | Run, compare: str | Path | Recording | Run | None = None) -> str:
+    """A whole HTML page that plays `recording`, beside `compare` if there is one, with their steps synchronised.
+
+    It opens from a file, in a notebook and in an iframe, and asks nobody for anything: its Content-Security-Policy forbids
+    every connection and every script but its own. Raises FileNotFoundError when there is no recording, TraceError for
+    one that is empty, damaged or too large.
+    """
+    data = [page_data(one) for one in (recording, compare) if one is not None]
+    script = "\n".join(_template(name) for name in SCRIPTS)
+    parts = {
+        "TITLE": html.escape(" and ".join(run["title"] for run in data)),
+        "SCRIPT_HASH": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        "STYLE": _template("player.css"),
+        "DATA": _harmless(msgspec.json.encode(data, enc_hook=str).decode()),
+        "SCRIPT": script,
+    }
+    text = _template("player.html")
+    pieces = text.split("@@")  # text, NAME, text, NAME, ...: what a client wrote is never looked at again
+    return "".join(parts[piece] if place % 2 else piece for place, piece in enumerate(pieces))
+
+
+def _template(name: str) -> str:
+    return files("stagetrace.player").joinpath(name).read_text(encoding="utf-8")
+
+
+def _harmless(json: str) -> str:
+    """The same JSON without a character that could end the element that holds it, such as in `</script>`."""
+    return json.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+@dataclass(frozen=True)
+class Player:
+    """A page for a notebook: Jupyter asks for `_repr_html_`. `height` is in CSS pixels."""
+
+    html: str = field(repr=False)  # a notebook keeps the repr beside the HTML
+    height: int = 640
+
+    def _repr_html_(self) -> str:
+        """The page in a frame of its own: its style and its keys do not touch the notebook's, nor the notebook's its."""
+        source = self.html.replace("&", "&amp;").replace(
+            "'", "&#39;"
+        )  # between single quotes: JSON is full of double ones
+        return (
+            f'<iframe title="player of a recording" sandbox="allow-scripts" width="100%" height="{self.height}" '
+            f"style=\"border: 1px solid #8888; border-radius: 6px\" srcdoc='{source}'></iframe>"
+        )
+
+
+def show(
+    recording: str | Path | Recording | Run, compare: str | Path | Recording | Run | None = None, height: int = 640
+) -> Player:
+    """The page of `page()` for a notebook cell. Raises the same errors."""
+    return Player(page(recording, compare), height)
