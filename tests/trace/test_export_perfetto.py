@@ -151,6 +151,10 @@ def test_the_command_writes_the_file_or_says_in_a_line_why_not(
         assert main(["export", run, "--perfetto", str(target)]) == 0
     written = json.loads(target.read_text())
     assert written["displayTimeUnit"] == "ns" and len(written["otherData"]) == 2
+    target.unlink()
+    several = {"--perfetto": target, "--html": tmp_path / "one.html", "--csv": tmp_path / "t", "--otlp": tmp_path / "o"}
+    assert main(["export", run, *(str(word) for pair in several.items() for word in pair)]) == 0
+    assert all(path.exists() for path in several.values()) and "<html" in several["--html"].read_text()
     for wrong in ([], ["--perfetto", str(tmp_path / "no" / "x.json")], ["--perfetto", str(tmp_path)]):
         capsys.readouterr()
         assert main(["export", run, *wrong]) == 2

@@ -166,7 +166,11 @@ def test_the_planted_bugs_are_seen() -> None:
 @pytest.mark.parametrize("command", [c for c in ("view", "show", "stats", "check", "figure", "why") if c in COMMANDS])
 def test_every_command_works_on_every_run(command: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     request_id = list(story_of(name).requests)[-1]
-    more = {"show": ["--req", request_id], "why": ["--req", request_id, "--step", "1"], "figure": ["--table"]}
+    more = {
+        "show": ["--req", request_id],
+        "why": ["--req", request_id, "--step", "1"],
+        "figure": ["token_budget", "--table"],
+    }
     code = main([command, str(RECORDED / name), *more.get(command, [])])
     assert code in ((0, 1) if command == "check" else (0,)), capsys.readouterr().err
     assert capsys.readouterr().out

@@ -211,6 +211,7 @@ class PerfettoWriter:
     def _forget(self, request_id: str) -> None:
         """The request is over, or the recording is: end its slices at its last event."""
         track, story = self._requests.pop(request_id), self._story.requests.pop(request_id)
+        self._story.deliveries.forget(request_id)
         if len(track.open) > 1:
             self._end_span(track, story, {"unfinished": True})
         self._end(track, track.last, {"reason": story.reason, "num_output_tokens": story.num_output_tokens})

@@ -146,6 +146,7 @@ class Gatherer:
         self._done(request)
         for request_id in request.ids:
             self.story.requests.pop(request_id, None)
+            self.story.deliveries.forget(request_id)
             self._arrived.pop(request_id, None)
 
 

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from stagetrace.bounded import tell_bounded
 from stagetrace.errors import TraceError
 from stagetrace.event import Event
-from stagetrace.lingering import Lingering
-from stagetrace.story import RequestStory, StepStory, Story
+from stagetrace.story import RequestStory, StepStory
 
 REQUESTS: dict[str, Callable[[RequestStory], Any]] = {
     "request": lambda r: r.request_id,
@@ -97,9 +97,12 @@ def write_tables(events: Iterable[Event], target: str | Path) -> None:
     folder.mkdir(exist_ok=True)
     with ExitStack() as stack:
         write = {name: _table(stack, folder / name, _COLUMNS[name]) for name in names}
-        for name, row in _rows(events):
-            if name in write:
-                write[name](row)
+        requests, steps, each_event = (write.get(name, _leave_out) for name in _COLUMNS)
+        tell_bounded(events, requests, steps, each_event)
+
+
+def _leave_out(row: object) -> None:
+    """A table that was not asked for."""
 
 
 def _table(stack: ExitStack, path: Path, columns: dict[str, Callable[[Any], Any]]) -> Callable[[Any], None]:
@@ -107,18 +110,3 @@ def _table(stack: ExitStack, path: Path, columns: dict[str, Callable[[Any], Any]
     writer = csv.writer(stack.enter_context(open(path, "w", newline="", encoding="utf-8")))
     writer.writerow(columns)
     return lambda row: writer.writerow([value(row) for value in columns.values()])
-
-
-def _rows(events: Iterable[Event]) -> Iterator[tuple[str, Any]]:
-    """(table, what the row is about), as the recording goes by."""
-    steps: list[StepStory] = []
-    story, ended = Story(on_step=steps.append), Lingering()
-    for event in events:
-        story.feed(event)
-        yield "events.csv", event
-        while steps:
-            yield "steps.csv", steps.pop()
-        if event.req is not None and (over := ended.hear(event.req, event)) is not None:
-            yield "requests.csv", story.requests.pop(over)
-    for request in story.requests.values():
-        yield "requests.csv", request
