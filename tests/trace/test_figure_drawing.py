@@ -260,3 +260,11 @@ def test_the_paper_is_white() -> None:
         assert to_hex(figure.get_facecolor()) == "#ffffff" and all(
             to_hex(a.get_facecolor()) == "#ffffff" for a in figure.axes
         )
+
+
+def test_one_process_that_is_front_end_and_engine_has_both_lanes() -> None:
+    events = [event for event in invent(1, 6, 2).events if not event.name.startswith("zmq.")]
+    for event in events:
+        event.pid, event.proc = ENGINE, "LLM"
+    labels = figures.process_lanes(tell(events)).axes[0].get_yticklabels()
+    assert [label.get_text() for label in labels] == [f"LLM\n{ENGINE}", "LLM\nbusy loop"]

@@ -53,7 +53,8 @@ def scene(story: Story, req: str | None = None) -> Scene:
         messages = [m for m in messages if m.req == requests[0].request_id or m is abort or m.step in numbers]
     engines = [pid for pid, name in story.processes.items() if name.startswith("EngineCore")] or list(story.processes)
     engine = engines[0] if engines else None
-    return Scene(start, end, requests, steps, messages, [pid for pid in story.processes if pid != engine], engine)
+    front_ends = [pid for pid in story.processes if pid != engine] or list(story.processes)  # one process is both
+    return Scene(start, end, requests, steps, messages, front_ends, engine)
 
 
 def _abort(story: Story, request: RequestStory) -> Message | None:
