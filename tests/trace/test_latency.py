@@ -137,7 +137,8 @@ def test_recorded_runs(run: str) -> None:
         assert all(value > 0 for value in [*latency.ttft.values(), *latency.gaps.values()])
         assert latency.ttft_ns == told.chunk_ns[0] - told.first["http.request"]
         assert latency.num_tokens <= told.num_output_tokens or run == "engine_death"
-        assert ("preempted" in latency.gaps) == (told.num_preemptions > 0)
+        assert ("preempted" in latency.gaps) == ("prefill" in latency.gaps) == (told.num_preemptions > 0)
+        assert ("decode" in latency.gaps) == (run != "engine_death")
         assert ("unrecorded" in latency.ttft) == (run == "engine_death")
     for split, each in ((split_ttft(latencies), "ttft"), (split_tpot(latencies), "tpot")):
         assert split is not None
@@ -154,10 +155,10 @@ def test_recorded_runs(run: str) -> None:
 def test_bounded_telling_says_the_same(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stagetrace.bounded.NUM_ENDED_KEPT", 4)
     whole = tell(Recording(RECORDED / run))
-    told: dict[str, Any] = {}
+    told: list[Any] = []
     steps: list[Any] = []
-    tell_bounded(Recording(RECORDED / run), lambda one: told.update({one.request_id: one}), steps.append)
-    assert told == whole.requests
+    tell_bounded(Recording(RECORDED / run), told.append, steps.append)
+    assert len(told) == len(whole.requests) and {one.request_id: one for one in told} == whole.requests
     assert steps == [step for step in whole.steps if step.end_ns]
 
 
@@ -173,7 +174,10 @@ def test_the_answers_and_prompts_of_one_http_request_share_its_arrival_and_chunk
     script.at(10, "sse.chunk", req="cmpl-a-0")
     script.at(10, "generate.yield", req="cmpl-a-0", finished=True)
     script.at(10, "sse.chunk", req="cmpl-a-0")
+    script.at(10, "request.detokenized", req="cmpl-a-0", num_tokens=1)  # nobody is handed this one
+    script.at(10, "sse.chunk", req="cmpl-a-0")
     story = tell(script.events)
+    assert of_request(story.requests["cmpl-a-0"]).num_tokens == 1
     ttft = {name: of_request(told).ttft_ns for name, told in story.requests.items()}
     assert ttft == {"cmpl-a-0": 85, "cmpl-a-1": None, "0_cmpl-a-1": 65, "1_cmpl-a-1": 65}
 
@@ -204,3 +208,31 @@ def test_percentiles_are_values_that_occurred(values: list[int], percent: int) -
     assert sum(value <= result for value in values) * 100 >= percent * len(values)
     below = [value for value in values if value < result]
     assert len(below) * 100 < percent * len(values)
+
+
+def test_a_prompt_is_computed_once_however_late_the_next_step_begins() -> None:
+    """The client has its first token before the second step begins: the wait for the second one is decode."""
+    script = Script()
+    script.at(1, "sched.queued", 2, "r0", num_prompt_tokens=2)
+    script.at(1, "sched.admit", 2, "r0", 1)
+    for step, missing in ((1, 2), (2, 1)):
+        script.at(
+            50,
+            "sched.scheduled",
+            2,
+            "r0",
+            step,
+            num_tokens=missing,
+            num_computed=0,
+            missing=missing,
+            budget_left=9,
+            new_blocks=[],
+        )
+        script.at(10, "sched.token", 2, "r0", step, num_tokens=1, num_output_tokens=step)
+        script.at(5, "request.detokenized", req="r0", num_tokens=1)
+    latency = of_request(tell(script.events).requests["r0"])
+    assert latency.gaps == {"decode": 60, "detokenize": 5} and latency.ttft == {
+        "queue": 1,
+        "prefill": 60,
+        "detokenize": 5,
+    }
