@@ -208,3 +208,31 @@ def test_percentiles_are_values_that_occurred(values: list[int], percent: int) -
     assert sum(value <= result for value in values) * 100 >= percent * len(values)
     below = [value for value in values if value < result]
     assert len(below) * 100 < percent * len(values)
+
+
+def test_a_prompt_is_computed_once_however_late_the_next_step_begins() -> None:
+    """The client has its first token before the second step begins: the wait for the second one is decode."""
+    script = Script()
+    script.at(1, "sched.queued", 2, "r0", num_prompt_tokens=2)
+    script.at(1, "sched.admit", 2, "r0", 1)
+    for step, missing in ((1, 2), (2, 1)):
+        script.at(
+            50,
+            "sched.scheduled",
+            2,
+            "r0",
+            step,
+            num_tokens=missing,
+            num_computed=0,
+            missing=missing,
+            budget_left=9,
+            new_blocks=[],
+        )
+        script.at(10, "sched.token", 2, "r0", step, num_tokens=1, num_output_tokens=step)
+        script.at(5, "request.detokenized", req="r0", num_tokens=1)
+    latency = of_request(tell(script.events).requests["r0"])
+    assert latency.gaps == {"decode": 60, "detokenize": 5} and latency.ttft == {
+        "queue": 1,
+        "prefill": 60,
+        "detokenize": 5,
+    }
