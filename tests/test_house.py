@@ -137,6 +137,8 @@ def test_top_level_is_the_card() -> None:
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
     folders = {name.split("/")[0] for name in tracked if "/" in name}
     assert folders <= {*STAGES, "notebooks", "tests", "trace", ".ci"}
+    files = {name for name in tracked if "/" not in name and not name.startswith(".")}
+    assert files <= {"pyproject.toml", "README.md", "Makefile", "LICENSE", "constraints.txt", "AGENTS.md"}
 
 
 def test_files_and_functions_stay_readable() -> None:
