@@ -72,9 +72,9 @@ def test_preempted_in_the_middle_of_the_prompt(reference: Any) -> None:
         late = core.scheduler._preempt
         seen: list[tuple[str, int]] = []
 
-        def preempt(request: Any, output: Any) -> None:
+        def preempt(request: Any, *rest: Any) -> None:
             seen.append((request.request_id, request.num_computed_tokens))
-            late(request, output)
+            late(request, *rest)
 
         core.scheduler._preempt = preempt
         params = [

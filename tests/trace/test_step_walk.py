@@ -53,7 +53,7 @@ def test_forward_and_back_by_events(walk) -> None:
 def test_to_steps_tokens_events_and_requests(walk) -> None:
     shown = walk(
         "mixed",
-        "s 9",
+        "s 5",
         "/sched.adm",
         "/",
         "r r1",
@@ -72,13 +72,13 @@ def test_to_steps_tokens_events_and_requests(walk) -> None:
         "n",
     )
     assert len(shown) == 16  # nothing is read after q
-    start, s9, admit, again, r1, t3, chunk, _, t20, s3, none, nothing, help_text, unknown, wrong, nobody = shown
-    assert number(start) == 1 and "engine.step begin" in s9 and "step 9" in s9
-    assert "sched.admit" in admit and "sched.admit" in again and number(again) > number(admit) > number(s9)
+    start, s5, admit, again, r1, t3, chunk, _, t20, s3, none, nothing, help_text, unknown, wrong, nobody = shown
+    assert number(start) == 1 and "engine.step begin" in s5 and "step 5" in s5
+    assert "sched.admit" in admit and "sched.admit" in again and number(again) > number(admit) > number(s5)
     assert "  r1\n" in r1 and "sched.token num_tokens=1 sampled=1 num_output_tokens=3" in t3 and "  r1\n" in t3
     assert "sse.chunk" in chunk and "  r1\n" in chunk
     assert "sched.token" in t20 and "tokens so far 20" in t20
-    assert "engine.step begin" in s3 and "step 3" in s3 and number(s3) < number(s9)
+    assert "engine.step begin" in s3 and "step 3" in s3 and number(s3) < number(s5)
     assert "no step 999" in none and "no nothing after" in nothing and "no request zz" in nobody
     assert "Enter" in help_text and "no command 'hello'" in unknown and "expected a number, not 'x'" in wrong
 
