@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
+from msgspec.structs import replace
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, StrictInt
 from pydantic_core import PydanticCustomError
 
@@ -37,14 +38,11 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "chat_template_kwargs": ({}, None),
     "continue_final_message": (False, None),
     "documents": ([], None),
-    "echo": (False, None),
     "function_call": ("none", None),
     "functions": ([], None),
     "logprob_token_ids": (None,),
     "modalities": (["text"], None),
     "prompt_embeds": (None,),
-    "return_token_ids": (False, None),
-    "return_tokens_as_token_ids": (False, None),
     "suffix": ("", None),
     "tool_choice": ("none", "auto", None),
     "tools": ([], None),
@@ -120,6 +118,8 @@ class SamplingRequest(RequestModel):
     skip_special_tokens: bool | None = True
     spaces_between_special_tokens: bool | None = True
     truncate_prompt_tokens: Int64 | None = None
+    return_tokens_as_token_ids: bool | None = None  # None: as --return-tokens-as-token-ids says
+    return_token_ids: bool | None = False
     vllm_xargs: dict[Text, bool | Int64 | FiniteFloat | Text] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
@@ -133,9 +133,9 @@ class SamplingRequest(RequestModel):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
-    def continuous_usage(self) -> bool:
-        """True when every chunk of a stream is to hold the usage so far."""
-        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+    def wants_continuous_usage(self) -> bool:
+        """True when every chunk of a stream that reports usage is to hold the usage so far."""
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def _beam_search_params(self, max_tokens: int | None, logprobs: int | None) -> BeamSearchParams:
         """What only matters when tokens are drawn (temperature, top_k, ..., seed) is ignored, as in vLLM; what would change
@@ -182,6 +182,7 @@ class CompletionRequest(SamplingRequest):
     prompt: Text | TokenIds | list[Text] | list[TokenIds]
     max_tokens: Int64 | None = 16
     logprobs: Int32 | None = None
+    echo: bool | None = False
     add_special_tokens: bool = True  # such as the beginning-of-text token, where the model's tokenizer has one
 
     def prompts(self) -> list[str | list[int]]:
@@ -190,9 +191,17 @@ class CompletionRequest(SamplingRequest):
             return list(self.prompt)
         return [self.prompt]  # type: ignore[list-item]
 
+    @property
+    def prompt_only(self) -> bool:
+        """True when the answer is to be the prompt and nothing else: what evaluation harnesses send to score texts."""
+        return bool(self.echo) and self.max_tokens == 0
+
     def to_sampling_params(self) -> SamplingParams | BeamSearchParams:
-        """Raises InvalidRequestError."""
-        return self._sampling_params(self.max_tokens, self.logprobs)
+        """Raises InvalidRequestError. The engine cannot draw no token at all, so with `prompt_only` it is to draw one."""
+        params = self._sampling_params(1 if self.prompt_only else self.max_tokens, self.logprobs)
+        if not self.echo or self.logprobs is None or isinstance(params, BeamSearchParams):
+            return params
+        return replace(params, prompt_logprobs=max(self.logprobs, self.prompt_logprobs or 0))
 
 
 class ContentPart(BaseModel):
