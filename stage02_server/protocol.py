@@ -6,12 +6,13 @@ to ignore one of these would silently give a different answer than the one that 
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec.structs import replace
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, StrictInt
 from pydantic_core import PydanticCustomError
 
+from stage02_server.middleware import ACCEPTED_ID
 from stage02_server.structured_outputs import to_structured_outputs
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.beam_search import BeamSearchParams
@@ -29,6 +30,8 @@ def _encodable(text: str) -> str:
 Text = Annotated[str, AfterValidator(_encodable)]  # JSON can spell "\ud800" alone; UTF-8, and so the tokenizer, cannot
 Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]  # what a tensor of integers can hold
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # what msgpack can hold
+Scalar = bool | Int64 | FiniteFloat | Text
+RequestId = Annotated[str, Field(pattern=f"^{ACCEPTED_ID}$")]
 TokenIds = list[StrictInt]
 
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
@@ -36,16 +39,23 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "chat_template": (None,),
     "chat_template_kwargs": ({}, None),
+    "ec_transfer_params": ({}, None),
     "continue_final_message": (False, None),
     "documents": ([], None),
     "function_call": ("none", None),
     "functions": ([], None),
+    "kv_transfer_params": ({}, None),
     "logprob_token_ids": (None,),
     "modalities": (["text"], None),
     "prompt_embeds": (None,),
+    "repetition_detection": (None,),
+    "return_token_offsets": (False, None),
+    "return_weight_versions": (False, None),
     "suffix": ("", None),
+    "thinking_token_budget": (None,),
     "tool_choice": ("none", "auto", None),
     "tools": ([], None),
+    "watermarking": (False, None),
 }
 """Field of OpenAI's or vLLM's interface that is not built here -> the values that change nothing and are accepted."""
 
@@ -53,7 +63,7 @@ _SAME_NAME = (
     "n", "best_of", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty",
     "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "seed", "min_tokens", "stop_token_ids",
     "include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens",
-    "truncate_prompt_tokens", "prompt_logprobs",
+    "truncate_prompt_tokens", "truncation_side", "prompt_logprobs", "stream_interval",
 )  # fmt: skip
 """Fields that go into `SamplingParams` as they are; None means the default there."""
 
@@ -118,10 +128,13 @@ class SamplingRequest(RequestModel):
     skip_special_tokens: bool | None = True
     spaces_between_special_tokens: bool | None = True
     truncate_prompt_tokens: Int64 | None = None
+    truncation_side: Literal["left", "right"] | None = None
     return_tokens_as_token_ids: bool | None = None  # None: as --return-tokens-as-token-ids says
     return_token_ids: bool | None = False
-    vllm_xargs: dict[Text, bool | Int64 | FiniteFloat | Text] | None = None
+    vllm_xargs: dict[Text, Scalar | list[Scalar]] | None = None
+    request_id: RequestId | None = None  # becomes a part of the answer's id; the header X-Request-Id goes first
     stream: bool | None = False
+    stream_interval: Int32 | None = None
     stream_options: StreamOptions | None = None
     user: Text | None = None
     priority: Int32 = 0
@@ -154,6 +167,7 @@ class SamplingRequest(RequestModel):
             early_stopping=bool(self.early_stopping),
             skip_special_tokens=self.skip_special_tokens is not False,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
+            truncation_side=self.truncation_side,
         )
 
     def _sampling_params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams | BeamSearchParams:

@@ -95,7 +95,7 @@ class OpenAIServingChat(OpenAIServing):
         self, request: ChatCompletionRequest, raw_request: Request
     ) -> ChatCompletionResponse | AsyncGenerator[bytes, None]:
         """The whole answer, or its stream. Raises every refusal before a stream begins."""
-        ids, model = raw_request.state.ids, self.check(request)
+        ids, model = self.ids(request, raw_request), self.check(request)
         if trace.on:
             trace.emit("request.validated", req=ids.engine_id(0), model=model, stream=bool(request.stream), prompts=1)
         prompt = self._template.apply(request.messages)

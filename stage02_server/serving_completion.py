@@ -75,7 +75,7 @@ class OpenAIServingCompletion(OpenAIServing):
         self, request: CompletionRequest, raw_request: Request
     ) -> CompletionResponse | AsyncGenerator[bytes, None]:
         """The whole answer, or its stream. Raises every refusal before a stream begins."""
-        ids, model = raw_request.state.ids, self.check(request)
+        ids, model = self.ids(request, raw_request), self.check(request)
         prompts = request.prompts()
         if trace.on:
             trace.emit(
@@ -87,6 +87,8 @@ class OpenAIServingCompletion(OpenAIServing):
             )
         batch = self.make_batch(request, prompts, request.to_sampling_params(), ids, model, request.add_special_tokens)
         batch.prompt_only = request.prompt_only
+        if trace.on and request.echo:
+            trace.emit("request.echoed", req=ids.engine_id(0), logprobs=request.logprobs, prompt_only=batch.prompt_only)
         choices = CompletionChoices(batch, self.engine_client.tokenizer, self._echoed(request, prompts, batch))
         if request.stream:
             return await self.begin_stream(request, batch, CompletionChunks(batch, choices), raw_request.receive)

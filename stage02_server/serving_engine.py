@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Coroutine, Iterator
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
+from starlette.requests import Request
 from starlette.types import Receive
 
 from stage02_server.batch import Batch
@@ -150,6 +151,13 @@ class OpenAIServing:
         model = self.models.check(request.model)
         request.check_built()
         return model
+
+    def ids(self, request: SamplingRequest, raw_request: Request) -> RequestIds:
+        """Under which ids the request runs and is answered."""
+        ids: RequestIds = raw_request.state.ids.named(request.request_id)
+        if trace.on and ids.response != raw_request.state.ids.response:
+            trace.emit("request.named", req=ids.engine_id(0), response=ids.response)
+        return ids
 
     def make_batch(
         self,

@@ -72,6 +72,7 @@ class RequestState:
         self.cumulative_logprob = 0.0
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None  # in a stream of deltas: until they are given
         self._num_given = 0
+        self._stream_interval = request.sampling_params.stream_interval or 1
         self.num_cached_tokens = 0
         self.stats = RequestStats(arrival=request.arrival_time, num_prompt_tokens=len(request.prompt_token_ids))
 
@@ -80,6 +81,8 @@ class RequestState:
         kind = self.request.sampling_params.output_kind
         finished = finish_reason is not None
         if kind == RequestOutputKind.FINAL_ONLY and not finished:
+            return None
+        if not finished and self._num_given and len(self.token_ids) < self._num_given + self._stream_interval:
             return None
         delta = kind == RequestOutputKind.DELTA
         start = self._num_given if delta else 0

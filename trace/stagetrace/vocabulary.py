@@ -107,6 +107,10 @@ _ROWS = [
         "openai/serving_chat.py _preprocess_chat"),
     Row("request.sampling_params", 6, SERVER, {"temperature": "float", "max_tokens": "int"}, "SamplingParams were made from the body and the defaults.",
         "openai/protocol.py to_sampling_params"),
+    _optional("request.named", 6, SERVER, {"response": "str"}, "The body chose the id that the client sees; the engine keeps its own.",
+        "openai/serving_engine.py _base_request_id"),
+    _optional("request.echoed", 6, SERVER, {"logprobs": "int | None", "prompt_only": "bool"},
+        "Every answer begins with its prompt, or is nothing else.", "openai/serving_completion.py request_output_to_completion_response"),
     _optional("request.refused", 6, SERVER, {"status": "int", "type": "str"}, "The request was answered with an error object.", "openai/serving_engine.py create_error_response"),
     # Phase 7: into the engine
     Row("generate.start", 7, ENGINE, {}, "AsyncLLM.generate was called.", "v1/engine/async_llm.py generate"),
