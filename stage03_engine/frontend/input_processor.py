@@ -68,9 +68,7 @@ class InputProcessor:
                 "max_tokens",
             )
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        interval = params.stream_interval or self._stream_interval
-        rules = self._token_rules(params)
-        params = msgspec.structs.replace(params, max_tokens=max_tokens, stream_interval=interval, **rules)
+        params = msgspec.structs.replace(params, max_tokens=max_tokens, **self._settled(params))
         _trace_tokenized(request_id, prompt, token_ids)
         return EngineCoreRequest(
             request_id=request_id,
@@ -96,9 +94,9 @@ class InputProcessor:
         keep = self._max_model_len - 1 if keep == -1 else keep
         return token_ids[:keep] if params.truncation_side == "right" else token_ids[-keep:]
 
-    def _token_rules(self, params: SamplingParams) -> dict[str, Any]:
+    def _settled(self, params: SamplingParams) -> dict[str, Any]:
         """Check the token ids that the parameters name; what `bad_words`, `min_tokens` and the model's further ends of
-        text come to as token ids."""
+        text come to as token ids, and the server's default for what the request leaves open."""
         for field, ids in (("logit_bias", params.logit_bias), ("allowed_token_ids", params.allowed_token_ids or ())):
             for token_id in ids:
                 if not 0 <= token_id < self._vocab_size:
@@ -113,6 +111,7 @@ class InputProcessor:
         return {
             "stop_token_ids": stops,
             "stop_or_eos_ids": sorted(ends) if params.min_tokens else [],
+            "stream_interval": params.stream_interval or self._stream_interval,
             "bad_words_token_ids": self._bad_words(params.bad_words),
         }
 
