@@ -16,6 +16,7 @@ from stage02_server.middleware import ACCEPTED_ID
 from stage02_server.structured_outputs import to_structured_outputs
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.beam_search import BeamSearchParams
+from stage03_engine.repetition_detection import RepetitionDetectionParams
 from stage03_engine.sampling_params import MAX_LOGPROBS, RequestOutputKind, SamplingParams
 
 
@@ -48,7 +49,6 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "logprob_token_ids": (None,),
     "modalities": (["text"], None),
     "prompt_embeds": (None,),
-    "repetition_detection": (None,),
     "return_token_offsets": (False, None),
     "return_weight_versions": (False, None),
     "suffix": ("", None),
@@ -70,6 +70,7 @@ _SAME_NAME = (
 _NOT_WITH_BEAM_SEARCH = (
     "stream", "best_of", "prompt_logprobs", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias",
     "allowed_token_ids", "bad_words", "min_tokens", "stop", "stop_token_ids",
+    "repetition_detection",
 )  # fmt: skip
 
 
@@ -94,6 +95,18 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = False
 
 
+class RepetitionDetection(BaseModel):
+    """When an output that repeats itself ends; see stage03_engine/repetition_detection.py."""
+
+    max_pattern_size: Int32 = 0
+    min_pattern_size: Int32 = 0
+    min_count: Int32 = 0
+
+    def to_params(self) -> RepetitionDetectionParams:
+        """Raises InvalidRequestError."""
+        return RepetitionDetectionParams(self.max_pattern_size, self.min_pattern_size, self.min_count)
+
+
 class SamplingRequest(RequestModel):
     """What completions and chats have in common. None means the default of `SamplingParams`."""
 
@@ -112,6 +125,7 @@ class SamplingRequest(RequestModel):
     logit_bias: dict[Int64, FiniteFloat] | None = None
     allowed_token_ids: list[Int64] | None = None
     bad_words: list[Text] | None = None
+    repetition_detection: RepetitionDetection | None = None
     seed: Int64 | None = None
     min_tokens: Int64 | None = 0
     prompt_logprobs: Int32 | None = None
@@ -184,6 +198,7 @@ class SamplingRequest(RequestModel):
             max_tokens=max_tokens,
             stop=[self.stop] if isinstance(self.stop, str) else self.stop or [],
             logprobs=logprobs,
+            repetition_detection=None if self.repetition_detection is None else self.repetition_detection.to_params(),
             extra_args=self.vllm_xargs or {},
             structured_outputs=to_structured_outputs(self),
             output_kind=RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY,

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from stage03_engine.errors import InvalidRequestError
+from stage03_engine.repetition_detection import RepetitionDetectionParams
 from stage03_engine.structured_outputs import StructuredOutputsParams
 
 MAX_STOP_STRINGS = 4
@@ -51,6 +52,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     stop_token_ids: list[int] = []
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
+    repetition_detection: RepetitionDetectionParams | None = None  # ends an output that goes round in circles
     logprobs: int | None = None  # k: the k most likely tokens and the sampled one; 0: the sampled one only
     prompt_logprobs: int | None = None  # the same for the tokens of the prompt
     skip_special_tokens: bool = True
