@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import given, strategies as st
+from server_under_test import byte_config
 
 from stage03_engine.errors import InvalidRequestError
+from stage03_engine.frontend.output_processor import OutputProcessor
+from stage03_engine.frontend.stats import IterationStats
+from stage03_engine.frontend.tokenizer import init_tokenizer_from_configs
 from stage03_engine.llm import LLM
+from stage03_engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, TokenLogprobs
 from stage03_engine.repetition_detection import RepetitionDetectionParams, find_repetition, repeated_pattern
 from stage03_engine.sampling_params import SamplingParams
 
@@ -55,24 +60,45 @@ def test_refused(values: tuple[int, int, int]) -> None:
     assert refusal.value.param == "repetition_detection"
 
 
-def test_the_same_end_with_drafts_and_nothing_left_behind() -> None:
-    """With speculative decoding several tokens come at once, and those behind the repetition do not count."""
+@given(sequence=st.lists(st.integers(0, 2), min_size=1, max_size=24), sizes=st.data(), params=settings_of())
+def test_what_comes_behind_a_repetition_does_not_count(
+    sequence: list[int], sizes: st.DataObject, params: RepetitionDetectionParams
+) -> None:
+    """However many tokens a step brings: text, tokens and logprobs end together, and the engine is told."""
+    processor = OutputProcessor(init_tokenizer_from_configs(byte_config()))
+    wishes = SamplingParams(repetition_detection=params, logprobs=0, max_tokens=50)
+    processor.add_request(EngineCoreRequest("r", [1], wishes))
+    count = next((n for n in range(1, len(sequence) + 1) if obvious(sequence[:n], params)), None)
+    rest, last, aborted = sequence, None, []
+    while rest and not aborted:
+        size = sizes.draw(st.integers(1, len(rest)))
+        new, rest = rest[:size], rest[size:]
+        logprobs = [TokenLogprobs([token], [-1.0], 1) for token in new]
+        (last,), aborted = processor.process_outputs([EngineCoreOutput("r", new, logprobs)], IterationStats())
+    assert last is not None and (aborted == ["r"]) == (count is not None) == last.finished
+    answer = last.outputs[0]
+    assert answer.token_ids == sequence[:count] and answer.text == "".join('!"#'[token] for token in sequence[:count])
+    assert answer.logprobs is not None and len(answer.logprobs) == len(answer.token_ids)
+    if count is not None:
+        assert (answer.finish_reason, answer.stop_reason) == ("repetition", "repetition_detected")
+
+
+@pytest.mark.parametrize("reason", [FinishReason.STOP, FinishReason.LENGTH])
+def test_the_engines_reason_for_the_same_token_goes_first(reason: FinishReason) -> None:
+    processor = OutputProcessor(init_tokenizer_from_configs(byte_config()))
+    wishes = SamplingParams(repetition_detection=RepetitionDetectionParams(1, 0, 2))
+    processor.add_request(EngineCoreRequest("r", [1], wishes))
+    (output,), aborted = processor.process_outputs([EngineCoreOutput("r", [5, 5], None, reason)], IterationStats())
+    assert output.outputs[0].finish_reason == str(reason) and output.outputs[0].token_ids == [5, 5] and not aborted
+
+
+def test_an_answer_is_cut_where_it_begins_to_repeat_itself() -> None:
     circles = RepetitionDetectionParams(max_pattern_size=40, min_count=2)
-    asks = [
-        SamplingParams(temperature=0, max_tokens=48, repetition_detection=circles, logprobs=0),
-        SamplingParams(temperature=0, max_tokens=48),
-    ]
+    asks = [SamplingParams(temperature=0, max_tokens=48, repetition_detection=how) for how in (circles, None)]
     drafts = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
-    ended = []
-    for config in (None, drafts):
-        with LLM(
-            "gpt2-tiny", kv_cache_memory_bytes=50_000_000, speculative_config=config, check_invariants=True
-        ) as llm:
-            short, full = (llm.generate("la la la la", ask)[0].outputs[0] for ask in asks)
-            assert not llm.engine_core._core.scheduler.requests
-        assert (short.finish_reason, short.stop_reason) == ("repetition", "repetition_detected")
-        assert full.token_ids[: len(short.token_ids)] == short.token_ids and len(short.token_ids) < 48
-        assert short.logprobs is not None and len(short.logprobs) == len(short.token_ids)
-        assert repeated_pattern(short.token_ids, circles) and not repeated_pattern(short.token_ids[:-1], circles)
-        ended.append((short.text, short.token_ids))
-    assert ended[0] == ended[1]
+    with LLM("gpt2-tiny", kv_cache_memory_bytes=20_000_000, speculative_config=drafts) as llm:
+        short, full = (output.outputs[0] for output in llm.generate(["To be, or"] * 2, asks))
+        assert not llm.engine_core._core.scheduler.requests
+    assert short.finish_reason == "repetition" and len(short.token_ids) < 48
+    assert full.token_ids[: len(short.token_ids)] == short.token_ids and full.text.startswith(short.text)
+    assert repeated_pattern(short.token_ids, circles) and not repeated_pattern(short.token_ids[:-1], circles)
