@@ -49,6 +49,7 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "logprob_token_ids": (None,),
     "modalities": (["text"], None),
     "prompt_embeds": (None,),
+    "return_prompt_text": (False, None),
     "return_token_offsets": (False, None),
     "return_weight_versions": (False, None),
     "suffix": ("", None),
