@@ -197,7 +197,7 @@ def init_app_state(engine: AsyncLLM, state: State, args: FrontendArgs, registry:
     state.registry = registry
     state.openai_serving_models = models
     state.openai_serving_completion = OpenAIServingCompletion(engine, models, args)
-    state.openai_serving_chat = OpenAIServingChat(engine, models, args, template)
+    state.openai_serving_chat = OpenAIServingChat(engine, models, template, args)
     state.openai_serving_tokenization = OpenAIServingTokenization(
         engine.tokenizer, models, template, config.max_model_len
     )

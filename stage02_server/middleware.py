@@ -19,7 +19,7 @@ from stage02_server.traceparent import parse_traceparent
 from stagetrace import trace
 
 PREFIX = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
-ACCEPTED_ID = r"[A-Za-z0-9._:-]{1,128}"
+ACCEPTED_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def make_ids(prefix: str, x_request_id: str | None) -> RequestIds:
 
     Clients may send one id twice at the same time; the engine must not mix them up, so it gets a suffix.
     """
-    if x_request_id is not None and re.fullmatch(ACCEPTED_ID, x_request_id):
+    if x_request_id is not None and ACCEPTED_ID.fullmatch(x_request_id):
         response = prefix + x_request_id
         return RequestIds(response, f"{response}-{uuid.uuid4().hex[:8]}")
     response = prefix + uuid.uuid4().hex

@@ -31,8 +31,6 @@ def _encodable(text: str) -> str:
 Text = Annotated[str, AfterValidator(_encodable)]  # JSON can spell "\ud800" alone; UTF-8, and so the tokenizer, cannot
 Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]  # what a tensor of integers can hold
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # what msgpack can hold
-Scalar = bool | Int64 | FiniteFloat | Text
-RequestId = Annotated[str, Field(pattern=f"^{ACCEPTED_ID}$")]
 TokenIds = list[StrictInt]
 
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
@@ -94,6 +92,10 @@ class StreamOptions(BaseModel):
 
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
+
+
+Scalar = bool | Int64 | FiniteFloat | Text
+RequestId = Annotated[str, Field(pattern=f"^{ACCEPTED_ID.pattern}$")]
 
 
 class RepetitionDetection(BaseModel):

@@ -86,7 +86,7 @@ class OpenAIServingChat(OpenAIServing):
     """Answers chats."""
 
     def __init__(
-        self, engine_client: AsyncLLM, models: OpenAIServingModels, args: FrontendArgs, template: ChatTemplate
+        self, engine_client: AsyncLLM, models: OpenAIServingModels, template: ChatTemplate, args: FrontendArgs
     ) -> None:
         super().__init__(engine_client, models, args)
         self._template, self._role = template, args.response_role

@@ -37,6 +37,7 @@ from stagetrace import trace
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 MAX_ANSWERS = 4096  # of one HTTP request with n or best_of above 1
+DEFAULTS = FrontendArgs()
 LOWEST_LOGPROB = -9999.0  # JSON has no -Infinity; vLLM's number
 
 
@@ -140,7 +141,7 @@ class ChunkMaker(Protocol):
 class OpenAIServing:
     """Base of the handlers that use the engine."""
 
-    def __init__(self, engine_client: AsyncLLM, models: OpenAIServingModels, args: FrontendArgs) -> None:
+    def __init__(self, engine_client: AsyncLLM, models: OpenAIServingModels, args: FrontendArgs = DEFAULTS) -> None:
         self.engine_client = engine_client
         self.models = models
         self.args = args
