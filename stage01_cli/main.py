@@ -33,6 +33,7 @@ COMMANDS = {
     "serve": LazyCommand("stage01_cli.serve", "ServeSubcommand", "serve a model over an OpenAI-compatible HTTP API"),
     "chat": LazyCommand("stage01_cli.openai_client", "ChatCommand", "chat with a running server"),
     "complete": LazyCommand("stage01_cli.openai_client", "CompleteCommand", "let a running server complete a text"),
+    "bench": LazyCommand("stage01_cli.bench.command", "BenchSubcommand", "measure a server, the engine, or its start"),
     "run-batch": LazyCommand(
         "stage01_cli.run_batch", "RunBatchSubcommand", "answer a file of requests in OpenAI's batch format"
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -57,9 +57,13 @@ class LLM:
         self._ids = itertools.count()
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Complete all prompts together; the results are in their order. `params` is one for all or one for each.
+        `use_tqdm` shows a progress bar when stderr is a terminal.
 
         Raises InvalidRequestError before anything runs when a prompt or a setting is impossible.
         """
@@ -73,7 +77,12 @@ class LLM:
         for request, prompt in zip(requests, batch):
             self._add(request, prompt)
         order = {request.request_id: i for i, request in enumerate(requests)}
-        finished = [output for output in self._run() if output.finished]
+        running: Iterable[RequestOutput] = (output for output in self._run() if output.finished)
+        if use_tqdm:
+            from tqdm import tqdm
+
+            running = tqdm(running, total=len(requests), unit="request", disable=None)
+        finished = list(running)
         return sorted(finished, key=lambda output: order[output.request_id])
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[RequestOutput]:

@@ -63,7 +63,7 @@ def test_a_batch_is_answered_as_over_http(tmp_path: Path) -> None:
     finally:
         server.close()
     events = [json.loads(line) for path in (tmp_path / "trace").glob("APIServer*") for line in path.open()]
-    args = {event["name"]: event["args"] for event in events}
+    args = {event["name"]: event.get("args") for event in events}
     assert args["batch.started"] == {"requests": 5, "resumed": 0}
     assert args["batch.finished"] == {"requests": 5, "refused": 2}
 
