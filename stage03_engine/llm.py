@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
+import msgspec
+
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import InvalidRequestError
@@ -18,7 +20,7 @@ from stage03_engine.frontend.stats import IterationStats
 from stage03_engine.frontend.tokenizer import init_tokenizer_from_configs
 from stage03_engine.messages import EngineCoreRequest
 from stage03_engine.outputs import RequestOutput
-from stage03_engine.sampling_params import SamplingParams
+from stage03_engine.sampling_params import RequestOutputKind, SamplingParams
 
 Prompt = str | list[int]
 
@@ -71,8 +73,11 @@ class LLM:
         each = [params or SamplingParams()] * len(batch) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(batch):
             raise InvalidRequestError(f"{len(batch)} prompts but {len(each)} sampling parameters.", "params")
+        whole = [
+            msgspec.structs.replace(p, output_kind=RequestOutputKind.FINAL_ONLY) for p in each
+        ]  # all n answers at once
         requests = [
-            self.input_processor.process_inputs(f"r{next(self._ids)}", prompt, p) for prompt, p in zip(batch, each)
+            self.input_processor.process_inputs(f"r{next(self._ids)}", prompt, p) for prompt, p in zip(batch, whole)
         ]
         for request, prompt in zip(requests, batch):
             self._add(request, prompt)

@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from stage03_engine.config import option
@@ -113,14 +114,17 @@ def _prefix_repetition(args: DatasetArgs, tokenizer: Tokenizer, rng: random.Rand
     return samples
 
 
+@lru_cache(maxsize=1)
+def _words(tokenizer: Tokenizer) -> list[int]:
+    """The tokens to draw from: whole words, since these stay what they are when their text is tokenized again. A tokenizer
+    that knows few words gives every token that is text: no special one, no part of a character."""
+    texts = {i: tokenizer.token_text(i) for i in range(tokenizer.vocab_size) if not tokenizer.is_special(i)}
+    words = [i for i, text in texts.items() if text.startswith(" ") and text[1:].isalpha()]
+    return words if len(words) >= 100 else [i for i, text in texts.items() if text and "�" not in text]
+
+
 def _random_ids(count: int, tokenizer: Tokenizer, rng: random.Random) -> list[int]:
-    """Tokens that are text of their own: no special one, no part of a character."""
-    ids: list[int] = []
-    while len(ids) < count:
-        token = rng.randrange(tokenizer.vocab_size)
-        if not tokenizer.is_special(token) and "�" not in (tokenizer.token_text(token) or "�"):
-            ids.append(token)
-    return ids
+    return rng.choices(_words(tokenizer), k=count)
 
 
 def _as_text(ids: list[int], tokenizer: Tokenizer, rng: random.Random, tries: int = 10) -> tuple[str, int]:
@@ -171,8 +175,10 @@ def _sharegpt(text: str, args: DatasetArgs, tokenizer: Tokenizer) -> Iterable[Sa
 
 def _custom(text: str, args: DatasetArgs, tokenizer: Tokenizer) -> Iterable[SampleRequest]:
     """`{"prompt": "...", "output_tokens": 12}`, the number being optional."""
-    for line in text.splitlines():
+    for line in text.split("\n"):
         if line.strip():
-            entry = json.loads(line)
-            wanted = args.output_len or entry.get("output_tokens") or args.custom_output_len
-            yield SampleRequest(entry["prompt"], len(tokenizer.encode(entry["prompt"])), int(wanted))
+            entry = dict(json.loads(line))
+            wanted = int(args.output_len or entry.get("output_tokens") or args.custom_output_len)
+            if wanted < 1:
+                raise ValueError
+            yield SampleRequest(entry["prompt"], len(tokenizer.encode(entry["prompt"])), wanted)

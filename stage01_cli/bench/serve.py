@@ -138,8 +138,8 @@ def arrivals(bench: ServeBenchArgs) -> list[float]:
         return [0.0] * count
     else:
         rates = np.full(count, bench.request_rate)
-    gaps = np.random.default_rng(bench.server.seed).gamma(load.burstiness, 1 / load.burstiness, count) / rates
-    times = np.cumsum(gaps)
+    drawn = np.random.default_rng(bench.server.seed).gamma(load.burstiness, 1 / load.burstiness, count)
+    times = np.cumsum(np.maximum(drawn, 1e-9) / rates)  # in wild bursts all drawn numbers may round to 0
     return list(times * (1 / rates).sum() / times[-1])
 
 
