@@ -31,7 +31,11 @@ class LazyCommand:
 
 COMMANDS = {
     "serve": LazyCommand("stage01_cli.serve", "ServeSubcommand", "serve a model over an OpenAI-compatible HTTP API"),
-    "chat": LazyCommand("stage01_cli.openai_client", "ChatCommand", "chat with a running server"),
+    "chat": LazyCommand(
+        "stage01_cli.openai_client",
+        "ChatCommand",
+        "chat with a running server; /reset begins anew, Ctrl-C ends an answer or the chat",
+    ),
     "complete": LazyCommand("stage01_cli.openai_client", "CompleteCommand", "let a running server complete a text"),
     "bench": LazyCommand("stage01_cli.bench.command", "BenchSubcommand", "measure a server, the engine, or its start"),
     "run-batch": LazyCommand(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 from pathlib import Path
@@ -86,7 +87,7 @@ def test_all_at_once_and_ramps() -> None:
     for strategy in ("linear", "exponential"):
         ramp = ["--ramp-up-start-rps=1", "--ramp-up-end-rps=100", "--burstiness=1000000"]
         times = arrivals(bench("--num-prompts=50", f"--ramp-up-strategy={strategy}", *ramp))
-        gaps = [b - a for a, b in zip(times, times[1:])]
+        gaps = [b - a for a, b in itertools.pairwise(times)]
         assert gaps[0] > 0.1 and gaps[-1] < 0.011 and gaps == sorted(gaps, reverse=True)
 
 
