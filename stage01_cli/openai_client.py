@@ -145,6 +145,7 @@ class ChatCommand(CLISubcommand):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """The flags of `chat`."""
+        parser.epilog = "/reset makes the chat forget what was said; Ctrl-C ends an answer, and at the prompt the chat."
         _add_client_arguments(parser)
         parser.add_argument(
             "--system-prompt", metavar="TEXT", help="first message of the chat, in the role of the system"
