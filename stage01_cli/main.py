@@ -34,12 +34,12 @@ COMMANDS = {
     "chat": LazyCommand(
         "stage01_cli.openai_client",
         "ChatCommand",
-        "chat with a running server; /reset begins anew, Ctrl-C ends an answer or the chat",
+        "chat with a running server",
     ),
     "complete": LazyCommand("stage01_cli.openai_client", "CompleteCommand", "let a running server complete a text"),
     "bench": LazyCommand("stage01_cli.bench.command", "BenchSubcommand", "measure a server, the engine, or its start"),
     "run-batch": LazyCommand(
-        "stage01_cli.run_batch", "RunBatchSubcommand", "answer a file of requests in OpenAI's batch format"
+        "stage01_cli.run_batch", "RunBatchSubcommand", "answer a file of requests (OpenAI's batches)"
     ),
     "trace": LazyCommand("stage01_cli.trace", "TraceSubcommand", "look at recordings made with --trace"),
     "collect-env": LazyCommand(

@@ -94,10 +94,12 @@ async def _answer_all(app: Any, job: BatchJob) -> None:
     """Returns when nothing is left to ask, or nobody is left to answer."""
     import httpx
     from tqdm import tqdm
+    from tqdm.contrib.logging import logging_redirect_tqdm
 
     requests = job.output.open_requests()
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    with tqdm(total=job.total, initial=job.output.resumed, unit="request", disable=None) as bar:
+    bar = tqdm(total=job.total, initial=job.output.resumed, unit="request", disable=None)
+    with bar, logging_redirect_tqdm():  # log lines above the bar, not through it
         async with httpx.AsyncClient(transport=transport, base_url="http://batch", timeout=None) as client:
             workers = [_work(client, requests, job, bar) for _ in range(min(job.max_inflight, job.total))]
             await asyncio.gather(*workers)

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
+import pytest
 from server_under_test import ServerProcess
 
 BODIES = [
@@ -46,11 +48,11 @@ def without_names(body: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_batch_is_answered_as_over_http(tmp_path: Path) -> None:
     source = write(tmp_path / "in.jsonl", BODIES)
-    done = run(*SMALL, "-i", source, "-o", tmp_path / "out.jsonl", "--trace", tmp_path / "trace")
+    done = run(*SMALL, "--engine", "echo", "-i", source, "-o", tmp_path / "out.jsonl", "--trace", tmp_path / "trace")
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"3 answered, 2 refused; written to {tmp_path}/out.jsonl\n"
     answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    server = ServerProcess(*SMALL, "--host", "127.0.0.1", "--port", "0")
+    server = ServerProcess(*SMALL, "--engine", "echo", "--host", "127.0.0.1", "--port", "0")
     try:
         url = server.wait_until_ready()
         for index, (path, body) in enumerate(BODIES):
@@ -68,28 +70,33 @@ def test_a_batch_is_answered_as_over_http(tmp_path: Path) -> None:
     assert args["batch.finished"] == {"requests": 5, "refused": 2}
 
 
-def test_an_interrupted_batch_goes_on_where_it_was(tmp_path: Path) -> None:
-    bodies = [("/v1/completions", {"prompt": "To be", "max_tokens": tokens}) for tokens in [1, 400, 400, 400]]
-    words = ["gpt2-tiny", "--engine", "echo", "--max-inflight", "1", "-i", write(tmp_path / "in.jsonl", bodies)]
-    words += ["-o", tmp_path / "out.jsonl"]
+@pytest.mark.parametrize("engine, interruption", [("echo", "SIGTERM"), ("core", "the engine died")])
+def test_an_interrupted_batch_goes_on_where_it_was(engine: str, interruption: str, tmp_path: Path) -> None:
+    lengths = [1, 200, 200, 200]
+    bodies = [("/v1/completions", {"prompt": "To be", "max_tokens": n, "ignore_eos": True}) for n in lengths]
+    source, target = write(tmp_path / "in.jsonl", bodies), tmp_path / "out.jsonl"
+    words = [*SMALL, "--engine", engine, "--max-inflight", "1", "-i", source, "-o", target]
+    partial = tmp_path / "out.jsonl.partial"
     with subprocess.Popen(command(*words), stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
         try:
-            partial = tmp_path / "out.jsonl.partial"
             while not (partial.exists() and partial.read_text().endswith("\n")):
                 assert process.poll() is None
-            process.send_signal(signal.SIGTERM)
+            if interruption == "SIGTERM":
+                process.send_signal(signal.SIGTERM)
+            else:
+                for child in psutil.Process(process.pid).children():
+                    child.kill()
             _, error = process.communicate(timeout=30)
         finally:
             process.kill()
     assert process.returncode == 1
     last = error.splitlines()[-1]
-    assert last.startswith("stages: error: SIGTERM: ") and "of 4 requests are answered" in last
+    assert last.startswith(f"stages: error: {interruption}: ") and "of 4 requests are answered" in last
     first = partial.read_text()
-    assert 1 <= first.count("\n") < 4 and not (tmp_path / "out.jsonl").exists()
+    assert 1 <= first.count("\n") < 4 and not target.exists()
     done = run(*words)
-    assert (done.returncode, done.stdout) == (0, f"4 answered, 0 refused; written to {tmp_path}/out.jsonl\n")
-    assert (tmp_path / "out.jsonl").read_text().startswith(first)  # with the ids of the first run: not asked again
+    assert (done.returncode, done.stdout) == (0, f"4 answered, 0 refused; written to {target}\n")
+    assert target.read_text().startswith(first)  # with the ids of the first run: not asked again
 
 
 def test_what_is_wrong_is_one_line(tmp_path: Path) -> None:
