@@ -5,11 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
+from small_tokenizers import byte_level, metaspace, sentencepiece
+from tokenizers import Tokenizer as Backend
 
 from stage01_cli.bench.datasets import DatasetArgs, get_samples
 from stage01_cli.bench.endpoint import RequestResult
@@ -185,3 +188,12 @@ def test_prompts_from_files(tokenizer: Tokenizer, tmp_path: Path) -> None:
 def test_a_file_of_another_form_is_one_line(name: str, text: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=str(tmp_path)):
         from_file(tmp_path / "f", text, tokenizer, dataset_name=name)
+
+
+@pytest.mark.parametrize("kind", [sentencepiece, metaspace, byte_level])
+def test_tokens_that_merge_when_their_text_is_tokenized_again(kind: Callable[[], Backend]) -> None:
+    """A tokenizer that knows few words gives syllables, which do merge: cutting and filling up keeps the length near."""
+    tokenizer = Tokenizer(kind(), None)
+    for sample in get_samples(DatasetArgs(num_prompts=30, input_len=30), tokenizer, 0):
+        assert len(tokenizer.encode(sample.prompt, add_special_tokens=False)) == sample.prompt_len
+        assert abs(sample.prompt_len - 30) <= 4
