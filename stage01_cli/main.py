@@ -31,8 +31,16 @@ class LazyCommand:
 
 COMMANDS = {
     "serve": LazyCommand("stage01_cli.serve", "ServeSubcommand", "serve a model over an OpenAI-compatible HTTP API"),
-    "chat": LazyCommand("stage01_cli.openai_client", "ChatCommand", "chat with a running server"),
+    "chat": LazyCommand(
+        "stage01_cli.openai_client",
+        "ChatCommand",
+        "chat with a running server",
+    ),
     "complete": LazyCommand("stage01_cli.openai_client", "CompleteCommand", "let a running server complete a text"),
+    "bench": LazyCommand("stage01_cli.bench.command", "BenchSubcommand", "measure a server, the engine, or its start"),
+    "run-batch": LazyCommand(
+        "stage01_cli.run_batch", "RunBatchSubcommand", "answer a file of requests (OpenAI's batches)"
+    ),
     "trace": LazyCommand("stage01_cli.trace", "TraceSubcommand", "look at recordings made with --trace"),
     "collect-env": LazyCommand(
         "stage01_cli.collect_env", "CollectEnvSubcommand", "describe this machine, for a report"
@@ -52,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(words: list[str]) -> int:
     chosen = words[0] if words and not words[0].startswith("-") else None
-    if chosen == "serve":  # the only command whose work is traced; its process becomes the API server
+    if chosen in ("serve", "run-batch"):  # the commands whose work is traced; their process becomes the API server
         trace.hold("APIServer")
     if trace.on:
         trace.emit("cli.main", argv=redact_argv(words))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
 
 from stage01_cli.types import CLISubcommand
 from stage03_engine.args.fields import parse_int
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 600.0  # between two chunks: a long queue is no error
+RESET = "/reset"
+"""What a user of `chat` types to begin anew."""
 
 
 class ServerError(StagesError):
@@ -35,6 +38,7 @@ def _add_client_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--model-name", metavar="NAME", help="model to ask; the server's first if not given")
     parser.add_argument("--api-key", metavar="KEY", help="key to send; OPENAI_API_KEY if not given")
+    parser.add_argument("--stats", action="store_true", help="after each answer a line on stderr: tokens and times")
 
 
 def _connect(args: argparse.Namespace) -> tuple[OpenAI, str]:
@@ -80,35 +84,68 @@ def _reason(error: APIError) -> str:
     return message if isinstance(message, str) else error.message
 
 
-def _print_stream(pieces: Iterator[str]) -> str:
-    """Print pieces of text as they come, and return the whole."""
-    text = ""
-    for piece in pieces:
-        print(piece, end="", flush=True)
-        text += piece
-    print()
-    return text
+class Answer:
+    """An answer while it streams: prints what comes, keeps the text, and measures. A Ctrl-C leaves what had come."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self._began = time.perf_counter()
+        self._first: float | None = None
+        self._tokens = self._prompt_tokens = 0
+
+    def read(self, chunks: Iterable[Any], text_of: Callable[[Any], str | None]) -> None:
+        """Print the text of each chunk as it comes, and a line end after the last one."""
+        for chunk in chunks:
+            if chunk.usage is not None:
+                self._tokens, self._prompt_tokens = chunk.usage.completion_tokens, chunk.usage.prompt_tokens
+            piece = text_of(chunk.choices[0]) if chunk.choices else None
+            if piece:
+                self._first = self._first or time.perf_counter()
+                self.text += piece
+                print(piece, end="", flush=True)
+        print()
+
+    def show_stats(self, wanted: bool) -> None:
+        """`12 prompt tokens, 40 output tokens, first after 0.03 s, 0.41 s in all, 105.3 tokens/s`"""
+        if not wanted:
+            return
+        now = time.perf_counter()
+        first = (self._first or now) - self._began
+        rate = (self._tokens - 1) / (now - self._began - first) if self._tokens > 1 else 0.0
+        print(
+            f"{self._prompt_tokens} prompt tokens, {self._tokens} output tokens, first after {first:.2f} s, "
+            f"{now - self._began:.2f} s in all, {rate:.1f} tokens/s",
+            file=sys.stderr,
+        )
 
 
 def _repeat(ask: Callable[[str], None]) -> int:
-    """Call `ask` with each line that the user types. Ends at Ctrl-D, Ctrl-C, or when the server is gone."""
+    """Call `ask` with each line that the user types. Ends at Ctrl-D, at Ctrl-C while it waits for a line, or when the
+    server is gone; Ctrl-C during an answer ends that answer."""
+    if sys.stdin.isatty():
+        with suppress(ImportError):
+            import readline  # noqa: F401 - from now on input() knows cursor keys and earlier lines
     while True:
         try:
             line = input("> ")
-            if line:
-                ask(line)
         except (EOFError, KeyboardInterrupt):
             print()
             return 0
+        try:
+            if line.strip():
+                ask(line)
+        except KeyboardInterrupt:
+            print()
         except RefusedError as error:
             print(f"stages: error: {' '.join(str(error).split())}", file=sys.stderr)
 
 
 class ChatCommand(CLISubcommand):
-    """A chat with a running server; it remembers what was said."""
+    """A chat with a running server; it remembers what was said, until the user types /reset."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """The flags of `chat`."""
+        parser.epilog = "/reset makes the chat forget what was said; Ctrl-C ends an answer, and at the prompt the chat."
         _add_client_arguments(parser)
         parser.add_argument(
             "--system-prompt", metavar="TEXT", help="first message of the chat, in the role of the system"
@@ -121,16 +158,25 @@ class ChatCommand(CLISubcommand):
         history: list[ChatCompletionMessageParam] = []
         if args.system_prompt is not None:
             history.append({"role": "system", "content": args.system_prompt})
+        beginning = len(history)
 
         def ask(message: str) -> None:
+            if message == RESET:
+                del history[beginning:]
+                return
             history.append({"role": "user", "content": message})
+            answer = Answer()
             try:
-                with _errors(args.url):
-                    answer = _print_stream(_chat_pieces(client, model, history))
-            except BaseException:
-                history.pop()  # no answer: the chat goes on as if the message had not been sent
+                with _errors(args.url), _chat_chunks(client, model, history, args.stats) as chunks:
+                    answer.read(chunks, lambda choice: choice.delta.content)
+            except BaseException as error:
+                if isinstance(error, KeyboardInterrupt) and answer.text:  # the user saw enough of it
+                    history.append({"role": "assistant", "content": answer.text})
+                else:
+                    history.pop()  # no answer: the chat goes on as if the message had not been sent
                 raise
-            history.append({"role": "assistant", "content": answer})
+            history.append({"role": "assistant", "content": answer.text})
+            answer.show_stats(args.stats)
 
         if args.quick is None:
             return _repeat(ask)
@@ -138,11 +184,9 @@ class ChatCommand(CLISubcommand):
         return 0
 
 
-def _chat_pieces(client: OpenAI, model: str, history: list[ChatCompletionMessageParam]) -> Iterator[str]:
-    with client.chat.completions.create(model=model, messages=history, stream=True) as stream:
-        for chunk in stream:
-            if chunk.choices:
-                yield chunk.choices[0].delta.content or ""
+def _chat_chunks(client: OpenAI, model: str, history: list[ChatCompletionMessageParam], usage: bool) -> Any:
+    more: Any = {"stream_options": {"include_usage": True}} if usage else {}
+    return client.chat.completions.create(model=model, messages=history, stream=True, **more)
 
 
 class CompleteCommand(CLISubcommand):
@@ -164,8 +208,10 @@ class CompleteCommand(CLISubcommand):
         client, model = _connect(args)
 
         def ask(prompt: str) -> None:
-            with _errors(args.url):
-                _print_stream(_completion_pieces(client, model, prompt, args.max_tokens))
+            answer = Answer()
+            with _errors(args.url), _completion_chunks(client, model, prompt, args) as chunks:
+                answer.read(chunks, lambda choice: choice.text)
+            answer.show_stats(args.stats)
 
         if args.quick is None:
             return _repeat(ask)
@@ -173,11 +219,11 @@ class CompleteCommand(CLISubcommand):
         return 0
 
 
-def _completion_pieces(client: OpenAI, model: str, prompt: str, max_tokens: int | None) -> Iterator[str]:
-    with client.completions.create(model=model, prompt=prompt, max_tokens=max_tokens, stream=True) as stream:
-        for chunk in stream:
-            if chunk.choices:
-                yield chunk.choices[0].text
+def _completion_chunks(client: OpenAI, model: str, prompt: str, args: argparse.Namespace) -> Any:
+    more: Any = {"stream_options": {"include_usage": True}} if args.stats else {}
+    if args.max_tokens is not None:
+        more["max_tokens"] = args.max_tokens
+    return client.completions.create(model=model, prompt=prompt, stream=True, **more)
 
 
 def _tokens(text: str) -> int:

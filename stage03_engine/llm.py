@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
+
+import msgspec
 
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.config import VllmConfig
@@ -18,7 +20,7 @@ from stage03_engine.frontend.stats import IterationStats
 from stage03_engine.frontend.tokenizer import init_tokenizer_from_configs
 from stage03_engine.messages import EngineCoreRequest
 from stage03_engine.outputs import RequestOutput
-from stage03_engine.sampling_params import SamplingParams
+from stage03_engine.sampling_params import RequestOutputKind, SamplingParams
 
 Prompt = str | list[int]
 
@@ -57,9 +59,13 @@ class LLM:
         self._ids = itertools.count()
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Complete all prompts together; the results are in their order. `params` is one for all or one for each.
+        `use_tqdm` shows a progress bar when stderr is a terminal.
 
         Raises InvalidRequestError before anything runs when a prompt or a setting is impossible.
         """
@@ -67,13 +73,21 @@ class LLM:
         each = [params or SamplingParams()] * len(batch) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(batch):
             raise InvalidRequestError(f"{len(batch)} prompts but {len(each)} sampling parameters.", "params")
+        whole = [
+            msgspec.structs.replace(p, output_kind=RequestOutputKind.FINAL_ONLY) for p in each
+        ]  # all n answers at once
         requests = [
-            self.input_processor.process_inputs(f"r{next(self._ids)}", prompt, p) for prompt, p in zip(batch, each)
+            self.input_processor.process_inputs(f"r{next(self._ids)}", prompt, p) for prompt, p in zip(batch, whole)
         ]
         for request, prompt in zip(requests, batch):
             self._add(request, prompt)
         order = {request.request_id: i for i, request in enumerate(requests)}
-        finished = [output for output in self._run() if output.finished]
+        running: Iterable[RequestOutput] = (output for output in self._run() if output.finished)
+        if use_tqdm:
+            from tqdm import tqdm
+
+            running = tqdm(running, total=len(requests), unit="request", disable=None)
+        finished = list(running)
         return sorted(finished, key=lambda output: order[output.request_id])
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[RequestOutput]:

@@ -57,7 +57,7 @@ def resolve_model(name: str, load_format: str = "auto", tokenizer: str | None = 
     Raises ModelNotFoundError when files are missing, ConfigError for a config.json that cannot be used.
     """
     name, dummy = canonical_name(name), load_format == "dummy"
-    tokenizer_path = _find_tokenizer(tokenizer, dummy) if tokenizer is not None else None
+    tokenizer_path = find_tokenizer(tokenizer, dummy) if tokenizer is not None else None
     if dummy and name in KNOWN_SHAPES and not Path(name).is_dir():
         return ModelFiles(name, None, tokenizer_path, KNOWN_SHAPES[name], "known shape")
     folder, where = _find(name, "model", _MODEL_FILES, _has_config if dummy else _has_model, offline=dummy)
@@ -75,7 +75,8 @@ def resolve_model(name: str, load_format: str = "auto", tokenizer: str | None = 
     return ModelFiles(name, str(folder), tokenizer_path, shape, where)
 
 
-def _find_tokenizer(name: str, offline: bool) -> str:
+def find_tokenizer(name: str, offline: bool) -> str:
+    """The folder that holds the tokenizer of a model. Raises ModelNotFoundError."""
     folder, _ = _find(canonical_name(name), "tokenizer", _TOKENIZER_FILES, _has_tokenizer, offline=offline)
     if not _has_tokenizer(folder):
         raise ModelNotFoundError(f"{folder} has no tokenizer: neither tokenizer.json, nor vocab.json and merges.txt")

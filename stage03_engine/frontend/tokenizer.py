@@ -15,6 +15,7 @@ from stage03_engine.config import VllmConfig
 from stage03_engine.errors import ConfigError
 from stage03_engine.frontend.token_length import byte_of_symbol, max_token_bytes
 from stage03_engine.frontend.token_text import SPACE, ByteLevelStream, SentencePieceStream, TokenStream, read_decoder
+from stage03_engine.model_path import find_tokenizer
 from stagetrace import trace
 
 END_OF_TEXT = "<|endoftext|>"
@@ -170,3 +171,8 @@ def init_tokenizer_from_configs(config: VllmConfig) -> Tokenizer:
     if trace.on:
         trace.emit("tokenizer.loaded", vocab_size=tokenizer.vocab_size, source=path or "byte-level stand-in")
     return tokenizer
+
+
+def get_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer of a model, or of a folder, for who needs nothing else of it. Raises ModelNotFoundError, ConfigError."""
+    return _load(Path(find_tokenizer(name, offline=False)), ())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -137,6 +138,46 @@ def test_a_refused_message_is_forgotten_and_the_chat_goes_on(
     assert "You said: again!" in printed.out
     assert printed.err.count("\n") == 1 and message in printed.err
     assert server.requests[-1]["messages"] == [{"role": "user", "content": "again"}]
+
+
+def test_reset_forgets_all_but_the_system_prompt(
+    server: StubServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    type_lines(monkeypatch, "one", "/reset", "two")
+    assert main(["chat", "--url", server.url, "--system-prompt", "Be brief."]) == 0
+    assert [m["content"] for m in server.requests[-1]["messages"]] == ["Be brief.", "two"]
+    assert len(server.requests) == 2 and capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("command", ["chat", "complete"])
+def test_stats_tell_tokens_and_times(command: str, server: StubServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--url", server.url, "--stats", "-q", "hello"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == "You said: hello!\n" and server.requests[-1]["stream_options"] == {"include_usage": True}
+    assert re.fullmatch(
+        r"1 prompt tokens, 3 output tokens, first after \d+\.\d\d s, \d+\.\d\d s in all, \d+\.\d tokens/s\n",
+        printed.err,
+    )
+
+
+def test_ctrl_c_ends_a_long_answer_and_the_chat_goes_on(server: StubServer) -> None:
+    command = [sys.executable, "-u", "-m", "stage01_cli", "chat", "--url", server.url]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stdin is not None
+        try:
+            process.stdin.write("hang\n")
+            process.stdin.flush()
+            assert process.stdout.read(len("> You said: hang!")) == "> You said: hang!"
+            process.send_signal(signal.SIGINT)
+            assert process.stdout.read(len("\n> ")) == "\n> "
+            output, error = process.communicate("again\n", timeout=30)
+        finally:
+            process.kill()
+    assert (process.returncode, output, error) == (0, "You said: again!\n> \n", "")
+    contents = [m["content"] for m in server.requests[-1]["messages"]]
+    assert contents == ["hang", "You said: hang!", "again"]  # what had come of the answer stays in the chat
 
 
 def test_complete_sends_only_what_was_given(

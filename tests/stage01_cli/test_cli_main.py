@@ -55,7 +55,11 @@ def test_version() -> None:
 
 
 @pytest.mark.parametrize("module", ["stage01_cli.main", "stage02_server.__main__"])
-@pytest.mark.parametrize("words", [["--help"], ["serve", "--help"], ["serve", "--port", "x"]])
+@pytest.mark.parametrize(
+    "words",
+    [["--help"], ["serve", "--help"], ["serve", "--port", "x"], ["run-batch", "--help"], ["bench", "serve", "--help"],
+     ["bench", "latency", "--help"]],
+)  # fmt: skip
 def test_help_and_errors_import_nothing_heavy(module: str, words: list[str]) -> None:
     code = (
         f"import sys; from {module} import main\n"

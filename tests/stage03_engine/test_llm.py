@@ -10,7 +10,7 @@ import pytest
 
 from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.llm import LLM
-from stage03_engine.sampling_params import SamplingParams
+from stage03_engine.sampling_params import RequestOutputKind, SamplingParams
 from stagetrace import read_run, trace
 
 SMALL = {"kv_cache_memory_bytes": 50_000_000}
@@ -220,3 +220,11 @@ def test_what_is_impossible_ends_in_one_line(args: list[str], word: str) -> None
     assert result.returncode in (1, 2) and result.stdout == ""
     [line] = result.stderr.splitlines()
     assert line.startswith("stages: error: ") and word in line
+
+
+def test_every_answer_comes_back_whatever_the_output_kind() -> None:
+    with LLM("gpt2-tiny", **SMALL) as llm:
+        for kind in RequestOutputKind:
+            for output in llm.generate(["a", "b"], SamplingParams(n=3, max_tokens=5, output_kind=kind)):
+                assert output.finished and [answer.index for answer in output.outputs] == [0, 1, 2]
+                assert all(answer.finish_reason and answer.token_ids for answer in output.outputs)

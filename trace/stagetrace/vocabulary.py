@@ -58,6 +58,10 @@ _ROWS = [
     _optional("server.draining", 3, SERVER, {"signal": "str"}, "A signal came: no new connections, running requests finish.",
         "entrypoints/launcher.py signal_handler"),
     _optional("server.stopped", 3, SERVER, {"exit_code": "int"}, "The API server is done.", "openai/api_server.py run_server_worker"),
+    _optional("batch.started", 3, SERVER, {"requests": "int", "resumed": "int"}, "A batch file is about to be run; so many of its answers are there from an earlier run.",
+        "entrypoints/openai/run_batch.py run_batch"),
+    _optional("batch.finished", 3, SERVER, {"requests": "int", "refused": "int"}, "Every request of a batch file has its answer; so many are refusals.",
+        "entrypoints/openai/run_batch.py run_batch"),
     # Phase 4: AsyncLLM
     Row("async_llm.init", 4, ENGINE, {"model": "str"}, "The front end of the engine begins to assemble itself.", "v1/engine/async_llm.py AsyncLLM.__init__"),
     Row("tokenizer.loaded", 4, ENGINE, {"vocab_size": "int", "source": "str"}, "The tokenizer is ready.", "transformers_utils/tokenizer.py init_tokenizer_from_configs"),

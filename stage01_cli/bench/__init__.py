@@ -1,0 +1,1 @@
+"""`stages bench`: measure a running server, the engine, and its start (vllm/benchmarks)."""

@@ -1,0 +1,84 @@
+"""`stages bench latency`: how long one batch takes, from its first prompt token to its last output token
+(vllm/benchmarks/latency.py)."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from stage01_cli.bench.offline import (
+    add_offline_args,
+    at_least,
+    check_writable,
+    engine,
+    percentiles,
+    print_times,
+    resolve_offline,
+    save,
+)
+from stage01_cli.types import CLISubcommand
+from stage03_engine.config import option
+
+
+@dataclass(frozen=True)
+class LatencyArgs:
+    """The batch, and how often."""
+
+    input_len: int = option(32, "tokens per prompt")
+    output_len: int = option(128, "tokens to generate per prompt")
+    batch_size: int = option(8, "prompts at once")
+    n: int = option(1, "answers per prompt")
+    use_beam_search: bool = option(False, "beam search with n beams")
+    num_iters_warmup: int = option(10, "batches to run before, whose time does not count")
+    num_iters: int = option(30, "batches to measure")
+    output_json: str | None = option(None, "file for the result as JSON")
+
+
+class LatencyBenchmark(CLISubcommand):
+    """One batch of random prompts, again and again."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """The flags of `bench latency`."""
+        add_offline_args(parser, LatencyArgs)
+
+    def cmd(self, args: argparse.Namespace) -> int:
+        """The prefix cache is off unless a flag asks for it: the same batch comes again. Raises StagesError."""
+        config, (bench,) = resolve_offline(args, LatencyArgs, enable_prefix_caching=False)
+        at_least(bench, input_len=1, output_len=1, batch_size=1, n=1, num_iters_warmup=0, num_iters=1)
+        check_writable(bench.output_json)
+        from tqdm import trange
+
+        with engine(config) as llm:
+            run = _batch(llm, bench, random.Random(config.model_config.seed))
+            for _ in trange(bench.num_iters_warmup, desc="warm-up", disable=None):
+                run()
+            latencies = [_seconds(run) for _ in trange(bench.num_iters, desc="measured", disable=None)]
+        print_times("seconds per batch", latencies)
+        result = {
+            "avg_latency": sum(latencies) / len(latencies), "latencies": latencies, "percentiles": percentiles(latencies),
+        }  # fmt: skip
+        save(bench.output_json, result)
+        return 0
+
+
+def _batch(llm: Any, bench: LatencyArgs, rng: random.Random) -> Callable[[], Any]:
+    from stage03_engine.frontend.beam_search import BeamSearchParams
+    from stage03_engine.sampling_params import SamplingParams
+
+    vocab_size = llm.tokenizer.vocab_size
+    prompts = [[rng.randrange(vocab_size) for _ in range(bench.input_len)] for _ in range(bench.batch_size)]
+    if bench.use_beam_search:
+        beams = BeamSearchParams(beam_width=bench.n, max_tokens=bench.output_len, ignore_eos=True)
+        return lambda: llm.beam_search(prompts, beams)
+    params = SamplingParams(n=bench.n, ignore_eos=True, max_tokens=bench.output_len)
+    return lambda: llm.generate(prompts, params)
+
+
+def _seconds(run: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began

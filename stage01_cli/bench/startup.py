@@ -1,0 +1,94 @@
+"""`stages bench startup`: from nothing to an engine that can answer (vllm/benchmarks/startup.py).
+
+Cold: with an empty folder for compiled kernels (Triton, TorchInductor). Warm: with the user's own. On a CPU nothing is compiled,
+and the two differ by chance only. Files that the operating system holds in memory stay there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from stage01_cli.bench.offline import (
+    add_offline_args,
+    at_least,
+    check_writable,
+    engine,
+    percentiles,
+    print_times,
+    resolve_offline,
+    save,
+)
+from stage01_cli.types import CLISubcommand
+from stage03_engine.config import VllmConfig, option
+
+CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+
+
+@dataclass(frozen=True)
+class StartupArgs:
+    """How often."""
+
+    num_iters_cold: int = option(3, "starts with empty caches")
+    num_iters_warmup: int = option(1, "starts that fill the caches, whose time does not count")
+    num_iters_warm: int = option(3, "starts with full caches")
+    output_json: str | None = option(None, "file for the result as JSON")
+
+
+class StartupBenchmark(CLISubcommand):
+    """Start the engine process, wait until it is ready, end it, again and again."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """The flags of `bench startup`."""
+        add_offline_args(parser, StartupArgs)
+
+    def cmd(self, args: argparse.Namespace) -> int:
+        """Raises StagesError."""
+        config, (bench,) = resolve_offline(args, StartupArgs)
+        at_least(bench, num_iters_cold=1, num_iters_warmup=0, num_iters_warm=1)
+        check_writable(bench.output_json)
+        from tqdm import trange
+
+        import stage03_engine.llm  # noqa: F401 - what this process imports is no part of the engine's start
+
+        with _empty_caches():
+            cold = [_start(config) for _ in trange(bench.num_iters_cold, desc="cold", disable=None)]
+        for _ in trange(bench.num_iters_warmup, desc="warm-up", disable=None):
+            _start(config)
+        warm = [_start(config) for _ in trange(bench.num_iters_warm, desc="warm", disable=None)]
+        print_times("seconds to start, cold", cold)
+        print_times("seconds to start, warm", warm)
+        result = {
+            "avg_cold_startup_time": sum(cold) / len(cold), "cold_startup_times": cold,
+            "cold_startup_percentiles": percentiles(cold), "avg_warm_startup_time": sum(warm) / len(warm),
+            "warm_startup_times": warm, "warm_startup_percentiles": percentiles(warm),
+        }  # fmt: skip
+        save(bench.output_json, result)
+        return 0
+
+
+def _start(config: VllmConfig) -> float:
+    """Seconds until the engine process has its weights, its cache and its first model run."""
+    began = time.perf_counter()
+    with engine(config):
+        return time.perf_counter() - began
+
+
+@contextmanager
+def _empty_caches() -> Iterator[None]:
+    """The engine process inherits the environment, and compiles into a folder of its own."""
+    before = {name: os.environ.get(name) for name in CACHES}
+    with tempfile.TemporaryDirectory(prefix="stages-cold-") as folder:
+        os.environ.update({name: os.path.join(folder, name) for name in CACHES})
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name)
+                if value is not None:
+                    os.environ[name] = value

@@ -1,0 +1,64 @@
+"""`stages bench throughput`: how much the engine does when it has all to choose from (vllm/benchmarks/throughput.py)."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from stage01_cli.bench.datasets import DatasetArgs, SampleRequest, check_dataset, get_samples
+from stage01_cli.bench.offline import add_offline_args, at_least, check_writable, engine, resolve_offline, save
+from stage01_cli.types import CLISubcommand
+from stage03_engine.config import option
+
+
+@dataclass(frozen=True)
+class ThroughputArgs:
+    """How it is measured."""
+
+    n: int = option(1, "answers per prompt")
+    num_warmups: int = option(0, "prompts to complete before, whose time does not count")
+    output_json: str | None = option(None, "file for the result as JSON")
+
+
+class ThroughputBenchmark(CLISubcommand):
+    """All prompts at once."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """The flags of `bench throughput`."""
+        add_offline_args(parser, ThroughputArgs, DatasetArgs)
+
+    def cmd(self, args: argparse.Namespace) -> int:
+        """Raises StagesError."""
+        config, (bench, dataset) = resolve_offline(args, ThroughputArgs, DatasetArgs)
+        check_dataset(dataset)
+        at_least(bench, n=1, num_warmups=0)
+        check_writable(bench.output_json)
+        with engine(config) as llm:
+            samples = get_samples(dataset, llm.tokenizer, config.model_config.seed)
+            if bench.num_warmups:
+                _generate(llm, samples[: bench.num_warmups], bench.n)
+                llm.reset_prefix_cache()
+            began = time.perf_counter()
+            outputs = _generate(llm, samples, bench.n)
+            elapsed = time.perf_counter() - began
+        prompts = sum(len(output.prompt_token_ids) for output in outputs)
+        generated = sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
+        print(f"{'seconds':42}{elapsed:>12.2f}")
+        print(f"{'requests per second':42}{len(outputs) / elapsed:>12.2f}")
+        print(f"{'tokens per second, input and output':42}{(prompts + generated) / elapsed:>12.2f}")
+        print(f"{'output tokens per second':42}{generated / elapsed:>12.2f}")
+        result = {
+            "elapsed_time": elapsed, "num_requests": len(outputs), "total_num_tokens": prompts + generated,
+            "requests_per_second": len(outputs) / elapsed, "tokens_per_second": (prompts + generated) / elapsed,
+        }  # fmt: skip
+        save(bench.output_json, result)
+        return 0
+
+
+def _generate(llm: Any, samples: list[SampleRequest], n: int) -> list[Any]:
+    from stage03_engine.sampling_params import SamplingParams
+
+    params = [SamplingParams(n=n, ignore_eos=True, max_tokens=sample.expected_output_len) for sample in samples]
+    return llm.generate([sample.prompt for sample in samples], params, use_tqdm=True)
