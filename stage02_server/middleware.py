@@ -14,12 +14,13 @@ from dataclasses import dataclass, replace
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from stage02_server.authentication import route_path
 from stage02_server.errors import error_json, error_response, unavailable
 from stage02_server.traceparent import parse_traceparent
 from stagetrace import trace
 
 PREFIX = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
-_ACCEPTED_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+ACCEPTED_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ def make_ids(prefix: str, x_request_id: str | None) -> RequestIds:
 
     Clients may send one id twice at the same time; the engine must not mix them up, so it gets a suffix.
     """
-    if x_request_id is not None and _ACCEPTED_ID.fullmatch(x_request_id):
+    if x_request_id is not None and ACCEPTED_ID.fullmatch(x_request_id):
         response = prefix + x_request_id
         return RequestIds(response, f"{response}-{uuid.uuid4().hex[:8]}")
     response = prefix + uuid.uuid4().hex
@@ -94,8 +95,8 @@ class RequestMiddleware:
             return
         req = None
         state = scope.setdefault("state", {})
-        if scope["path"] in PREFIX:
-            state["ids"] = make_ids(PREFIX[scope["path"]], Headers(scope=scope).get("x-request-id"))
+        if (path := route_path(scope)) in PREFIX:
+            state["ids"] = make_ids(PREFIX[path], Headers(scope=scope).get("x-request-id"))
             req = state["req"] = state["ids"].engine_id(0)
         cause = None
         if trace.on:

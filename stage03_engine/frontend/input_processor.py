@@ -17,6 +17,8 @@ from stage03_engine.messages import EngineCoreRequest
 from stage03_engine.sampling_params import SamplingParams
 from stagetrace import trace
 
+MAX_SALT_LENGTH = 1024  # characters
+
 
 class InputProcessor:
     """Makes engine requests. Every refusal happens here, before anything reaches the engine."""
@@ -51,6 +53,8 @@ class InputProcessor:
             raise InvalidRequestError("priority needs a server with --scheduling-policy priority.", "priority")
         if cache_salt == "":
             raise InvalidRequestError("cache_salt must not be empty; leave it out.", "cache_salt")
+        if cache_salt is not None and len(cache_salt) > MAX_SALT_LENGTH:
+            raise InvalidRequestError(f"cache_salt must have at most {MAX_SALT_LENGTH} characters.", "cache_salt")
         token_ids = self._truncate(self._tokenize(prompt, add_special_tokens), params)
         room = self._max_model_len - len(token_ids)
         if not token_ids:
@@ -95,6 +99,8 @@ class InputProcessor:
         """Check the token ids that the parameters name; what `bad_words`, `min_tokens` and the model's further ends of
         text come to as token ids."""
         for field, ids in (("logit_bias", params.logit_bias), ("allowed_token_ids", params.allowed_token_ids or ())):
+            if len(ids) > self._vocab_size:
+                raise InvalidRequestError(f"{field} must name at most {self._vocab_size} ids, got {len(ids)}.", field)
             for token_id in ids:
                 if not 0 <= token_id < self._vocab_size:
                     raise InvalidRequestError(
