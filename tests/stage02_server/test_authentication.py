@@ -115,7 +115,9 @@ def spelled(draw: Callable[..., Any], path: str) -> str:
 @quick
 @given(
     path=st.sampled_from(["/v1/models", "/v1/models/byte-model", "/tokenize", "/reset_prefix_cache"]),
-    tail=st.sampled_from(["", "/", "?", "?/health", "#/health", "/../health", "/./", ";/health", "%2f..%2f..%2fhealth"]),
+    tail=st.sampled_from(
+        ["", "/", "?", "?/health", "#/health", "/../health", "/./", ";/health", "%2f..%2f..%2fhealth"]
+    ),
     head=st.sampled_from(["", "/", "/.", "/health/..", "/health/../", "//health"]),
     host=st.sampled_from([b"test", b"test/health?", b"test/health#", b"/health?x=", b"x@y/health", b""]),
     root=st.sampled_from(["", "/llm", "/health", "/v1"]),
