@@ -174,7 +174,8 @@ def add_flags(parser: argparse.ArgumentParser, section: type) -> None:
     """
     group = parser.add_argument_group(section.__name__, (section.__doc__ or "").partition("\n")[0])
     for setting in settings_of(section):
-        default = "" if setting.default in (None, ()) else f" (default: {setting.default})"
+        shown = " ".join(setting.default) if setting.kind is tuple and setting.default else setting.default
+        default = "" if shown in (None, ()) else f" (default: {shown})"
         common: dict[str, Any] = {"dest": setting.name, "default": argparse.SUPPRESS}
         common["help"] = (setting.help + default).replace("%", "%%")
         if setting.kind is bool:

@@ -47,14 +47,12 @@ class InputProcessor:
         `max_tokens` is clipped to the context that the prompt leaves; None becomes all of it. `priority` counts under
         --scheduling-policy priority only (smaller goes first). Only requests with the same `cache_salt` share cached prefixes.
         Raises InvalidRequestError for an empty or too long prompt, ids out of the vocabulary, impossible `max_tokens`, a
-        priority without that policy, an empty salt.
+        priority without that policy, an empty or very long salt.
         """
         if priority != 0 and not self._has_priorities:
             raise InvalidRequestError("priority needs a server with --scheduling-policy priority.", "priority")
-        if cache_salt == "":
-            raise InvalidRequestError("cache_salt must not be empty; leave it out.", "cache_salt")
-        if cache_salt is not None and len(cache_salt) > MAX_SALT_LENGTH:
-            raise InvalidRequestError(f"cache_salt must have at most {MAX_SALT_LENGTH} characters.", "cache_salt")
+        if cache_salt is not None and not 1 <= len(cache_salt) <= MAX_SALT_LENGTH:
+            raise InvalidRequestError(f"cache_salt must have 1 to {MAX_SALT_LENGTH} characters.", "cache_salt")
         token_ids = self._truncate(self._tokenize(prompt, add_special_tokens), params)
         room = self._max_model_len - len(token_ids)
         if not token_ids:
