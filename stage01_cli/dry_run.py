@@ -13,17 +13,19 @@ from typing import Any
 from stage02_server.cli_args import FrontendArgs
 from stage03_engine.args import Resolved, settings_of
 from stage03_engine.config import SECTIONS, VllmConfig
+from stagetrace.redact import HIDDEN
 
 
 def table(config: VllmConfig, settings: Mapping[str, Resolved], *more_sections: type) -> str:
     """One line per setting, in three columns, grouped as in `--help`; last, what was read from the model's folder."""
     groups: list[tuple[str, list[tuple[str, str, str]]]] = []
     for section in [*SECTIONS.values(), FrontendArgs, *more_sections]:
-        names = [setting.name for setting in settings_of(section)]
-        groups.append((section.__name__, [(n, _shown(settings[n].value), settings[n].origin) for n in names]))
+        found = [(each, settings[each.name]) for each in settings_of(section)]
+        rows = [(each.name, _shown(known.value, each.secret), known.origin) for each, known in found]
+        groups.append((section.__name__, rows))
     groups.append(("Model", _model_rows(config)))
-    rows = [row for _, group in groups for row in group]
-    widths = [min(32, max(len(row[column]) for row in rows)) for column in (0, 1)]  # a long path may stick out
+    all_rows = [row for _, group in groups for row in group]
+    widths = [min(32, max(len(row[column]) for row in all_rows)) for column in (0, 1)]  # a long path may stick out
     lines = []
     for title, group in groups:
         lines.append(title)
@@ -38,6 +40,8 @@ def _model_rows(config: VllmConfig) -> list[tuple[str, str, str]]:
     return rows + [(name, _shown(value), source) for name, value in asdict(config.shape).items()]
 
 
-def _shown(value: Any) -> str:
+def _shown(value: Any, secret: bool = False) -> str:
     """Values as they are written in a config file; text without quotes."""
+    if secret and value is not None:
+        return HIDDEN
     return value if isinstance(value, str) else json.dumps(value).replace("null", "none")

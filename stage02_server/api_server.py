@@ -14,8 +14,10 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from stage02_server.cli_args import FrontendArgs
+from stage02_server.http_flags import load_log_config
 from stage02_server.logger import configure_logging
 from stage02_server.stop_signals import StopRequested, StopSignals
+from stage02_server.unix_socket import create_server_unix_socket, remove_unix_socket
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import StagesError
 from stagetrace import trace
@@ -35,6 +37,8 @@ def serve(vllm_config: VllmConfig, args: FrontendArgs) -> int:
     """Run the server until it is told to stop; returns the exit code. Raises StagesError when it cannot start."""
     import uvloop
 
+    if args.log_config_file is not None:
+        load_log_config(args.log_config_file)
     configure_logging()
     try:
         return uvloop.run(run_server(vllm_config, args))
@@ -53,6 +57,8 @@ async def run_server(vllm_config: VllmConfig, args: FrontendArgs) -> int:
             except StopRequested:
                 logger.info("%s during start-up.", stop.name)
                 exit_code = 0
+            finally:
+                remove_unix_socket(args.uds)
     if trace.on:
         trace.emit("server.stopped", exit_code=exit_code)
         trace.flush()
@@ -62,9 +68,13 @@ async def run_server(vllm_config: VllmConfig, args: FrontendArgs) -> int:
 
 def setup_server(args: FrontendArgs) -> tuple[str, socket.socket]:
     """The address for people and the bound socket, before the engine spends seconds on loading."""
-    sock = create_server_socket(args.host or "", args.port)
-    host, port = args.host or "0.0.0.0", sock.getsockname()[1]
-    address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    if args.uds is not None:
+        sock, address = create_server_unix_socket(args.uds), f"unix:{args.uds}"
+    else:
+        sock = create_server_socket(args.host or "", args.port)
+        host, port = args.host or "0.0.0.0", sock.getsockname()[1]
+        scheme = "http" if args.ssl_certfile is None else "https"
+        address = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
     if trace.on:
         trace.emit("server.socket_bound", address=address)
     return address, sock
@@ -168,14 +178,23 @@ def build_app(args: FrontendArgs) -> FastAPI:
     from fastapi import FastAPI
 
     from stage02_server import api_router, metrics
+    from stage02_server.app_middleware import RequestIdHeaderMiddleware, add_inner_middleware
     from stage02_server.errors import add_exception_handlers
     from stage02_server.middleware import RequestGate, RequestMiddleware
 
-    app = FastAPI(title="vLLM in stages", lifespan=lifespan)
+    app = FastAPI(
+        title="vLLM in stages",
+        lifespan=lifespan,
+        openapi_url=None if args.disable_fastapi_docs else "/openapi.json",  # /docs and /redoc go with it
+    )
+    app.root_path = (args.root_path or "").rstrip("/")
     app.include_router(api_router.router)
     app.include_router(metrics.router)
     app.state.gate = RequestGate()
+    add_inner_middleware(app, args)
     app.add_middleware(RequestMiddleware, gate=app.state.gate)
+    if args.enable_request_id_headers:
+        app.add_middleware(RequestIdHeaderMiddleware)
     add_exception_handlers(app)
     if trace.on:
         trace.emit("server.app_built", routes=len(app.routes))
@@ -185,6 +204,7 @@ def build_app(args: FrontendArgs) -> FastAPI:
 def init_app_state(engine: AsyncLLM, state: State, args: FrontendArgs, registry: CollectorRegistry) -> None:
     """Put the handlers where the routes find them. Raises ConfigError for an impossible chat template."""
     from stage02_server.chat_template import ChatTemplate
+    from stage02_server.request_logger import RequestLogger
     from stage02_server.serving_chat import OpenAIServingChat
     from stage02_server.serving_completion import OpenAIServingCompletion
     from stage02_server.serving_models import OpenAIServingModels
@@ -201,5 +221,9 @@ def init_app_state(engine: AsyncLLM, state: State, args: FrontendArgs, registry:
     state.openai_serving_tokenization = OpenAIServingTokenization(
         engine.tokenizer, models, template, config.max_model_len
     )
+    if args.enable_log_requests:
+        request_logger = RequestLogger(args.max_log_len)
+        state.openai_serving_completion.request_logger = request_logger
+        state.openai_serving_chat.request_logger = request_logger
     if trace.on:
         trace.emit("server.state_ready", served_model_names=list(names))

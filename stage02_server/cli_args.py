@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from stage03_engine.config import option
 
@@ -13,6 +13,7 @@ class FrontendArgs:
 
     host: str | None = option(None, "address to listen on; all interfaces if not given")
     port: int = option(8000, "port to listen on; 0 takes a free one")
+    uds: str | None = option(None, "path of a Unix socket to listen on, instead of host and port")
     served_model_name: tuple[str, ...] | None = option(
         None, "names that requests may use for the model; its own if not given"
     )
@@ -30,7 +31,43 @@ class FrontendArgs:
     )
     shutdown_timeout: int = option(30, "seconds that running requests get to finish after SIGTERM")
     timeout_keep_alive: int = option(5, "seconds that an idle HTTP connection stays open")
+    # repr=False marks a secret: its value is in no message, no table and no trace
+    api_key: tuple[str, ...] | None = field(
+        default=None,
+        repr=False,
+        metadata={
+            "help": "keys, of which a client must send one as `Authorization: Bearer KEY`; other users of this machine can "
+            "read command lines, so better the variable STAGES_API_KEY"
+        },
+    )
+    ssl_certfile: str | None = option(None, "certificate file (PEM); the server then speaks HTTPS")
+    ssl_keyfile: str | None = option(None, "file with the certificate's private key, if it is not in the same file")
+    ssl_ca_certs: str | None = option(None, "file with the authorities that may sign certificates of clients")
+    ssl_cert_reqs: int = option(0, "certificate of clients: 0 = not asked for, 1 = optional, 2 = required")
+    ssl_ciphers: str | None = option(None, "ciphers for TLS 1.2 and below, in OpenSSL's notation")
+    allowed_origins: tuple[str, ...] = option(
+        (), "web sites whose pages may call this server (CORS), such as https://example.org, or '*'; none if not given"
+    )
+    allowed_methods: tuple[str, ...] = option(("*",), "HTTP methods that pages of allowed origins may use")
+    allowed_headers: tuple[str, ...] = option(("*",), "headers that pages of allowed origins may send")
+    allow_credentials: bool = option(False, "pages of allowed origins may send cookies and logins")
+    root_path: str | None = option(None, "path under which a reverse proxy shows this server, such as /llm")
+    middleware: tuple[str, ...] = option(
+        (), "module.name of ASGI middleware of your own, a class or a coroutine function; may be given several times"
+    )
+    enable_request_id_headers: bool = option(False, "answer with the header X-Request-Id")
+    disable_fastapi_docs: bool = option(False, "no /docs, /redoc and /openapi.json")
+    h11_max_incomplete_event_size: int = option(4194304, "most bytes of a request's header (431 beyond)")
+    h11_max_header_count: int = option(256, "most fields of a request's header (431 beyond)")
+    max_request_bytes: int = option(
+        8388608, "most bytes of a request's body (413 beyond); of uploaded files 32 MiB, or this if it is more"
+    )
+    enable_log_requests: bool = option(False, "a log line per prompt, with its text and its sampling parameters")
+    max_log_len: int | None = option(None, "most characters and token ids of a prompt in the log; all if not given")
+    log_config_file: str | None = option(
+        None, "JSON file that sets up logging, in the form of Python's logging.config.dictConfig"
+    )
     uvicorn_log_level: str = option(
-        "info", "log level of the HTTP server", ("debug", "info", "warning", "error", "critical")
+        "info", "log level of the HTTP server", ("trace", "debug", "info", "warning", "error", "critical")
     )
     disable_uvicorn_access_log: bool = option(False, "no log line per HTTP request")

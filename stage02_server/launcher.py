@@ -18,6 +18,7 @@ from fastapi import FastAPI
 
 from stage02_server.cli_args import FrontendArgs
 from stage02_server.middleware import RequestGate
+from stage02_server.request_limits import limited_protocol
 from stage02_server.stop_signals import StopSignals
 from stage03_engine.frontend.async_llm import AsyncLLM
 from stagetrace import trace
@@ -47,7 +48,13 @@ class _Server(uvicorn.Server):
 def _config(app: FastAPI, args: FrontendArgs) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http="httptools",
+        http=limited_protocol(args.h11_max_incomplete_event_size, args.h11_max_header_count),
+        ssl_certfile=args.ssl_certfile,
+        ssl_keyfile=args.ssl_keyfile,
+        ssl_ca_certs=args.ssl_ca_certs,
+        ssl_cert_reqs=args.ssl_cert_reqs,
+        ssl_ciphers=args.ssl_ciphers or "TLSv1",  # uvicorn's default: OpenSSL's name for a set, not a version of TLS
+        server_header=False,
         ws="none",
         log_config=None,  # uvicorn's records go where all others go
         log_level=args.uvicorn_log_level,

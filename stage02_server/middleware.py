@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from stage02_server.authentication import route_path
 from stage02_server.errors import error_json, error_response, unavailable
 from stage02_server.traceparent import parse_traceparent
 from stagetrace import trace
@@ -101,8 +102,8 @@ class RequestMiddleware:
             return
         req = None
         state = scope.setdefault("state", {})
-        if scope["path"] in PREFIX:
-            state["ids"] = make_ids(PREFIX[scope["path"]], Headers(scope=scope).get("x-request-id"))
+        if (path := route_path(scope)) in PREFIX:
+            state["ids"] = make_ids(PREFIX[path], Headers(scope=scope).get("x-request-id"))
             req = state["req"] = state["ids"].engine_id(0)
         cause = None
         if trace.on:

@@ -6,13 +6,14 @@ to ignore one of these would silently give a different answer than the one that 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from msgspec.structs import replace
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, StrictInt
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, StrictInt, model_validator
 from pydantic_core import PydanticCustomError
 
 from stage02_server.middleware import ACCEPTED_ID
+from stage02_server.request_limits import check_number_of_items
 from stage02_server.structured_outputs import to_structured_outputs
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.beam_search import BeamSearchParams
@@ -31,7 +32,11 @@ def _encodable(text: str) -> str:
 Text = Annotated[str, AfterValidator(_encodable)]  # JSON can spell "\ud800" alone; UTF-8, and so the tokenizer, cannot
 Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]  # what a tensor of integers can hold
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # what msgpack can hold
-TokenIds = list[StrictInt]
+# fail_fast: a list of a million wrong items is one complaint, not a million of them.
+TokenIds = Annotated[list[StrictInt], Field(fail_fast=True)]
+T = TypeVar("T")
+MAX_PROMPTS = 4096
+Several = Annotated[list[T], Field(max_length=MAX_PROMPTS, fail_fast=True)]
 
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True, None),
@@ -79,6 +84,14 @@ class RequestModel(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     model: Text | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bounded(cls, body: Any) -> Any:
+        """Before pydantic looks at each item, and has something to say about each. Raises APIError."""
+        if isinstance(body, dict):
+            check_number_of_items(body)
+        return body
 
     def check_built(self) -> None:
         """Raises InvalidRequestError for a field in NOT_BUILT that asks for something."""
@@ -211,7 +224,7 @@ class SamplingRequest(RequestModel):
 class CompletionRequest(SamplingRequest):
     """POST /v1/completions."""
 
-    prompt: Text | TokenIds | list[Text] | list[TokenIds]
+    prompt: Text | TokenIds | Several[Text] | Several[TokenIds]
     max_tokens: Int64 | None = 16
     logprobs: Int32 | None = None
     echo: bool | None = False
@@ -256,7 +269,7 @@ class ChatMessageParam(BaseModel):
 class ChatCompletionRequest(SamplingRequest):
     """POST /v1/chat/completions."""
 
-    messages: list[ChatMessageParam]
+    messages: Annotated[list[ChatMessageParam], Field(fail_fast=True)]
     max_tokens: Int64 | None = None
     max_completion_tokens: Int64 | None = None
     logprobs: bool | None = False

@@ -10,6 +10,7 @@ import argparse
 from dataclasses import dataclass, fields
 
 from stage02_server.cli_args import FrontendArgs
+from stage02_server.http_flags import check_http_flags
 from stage03_engine.arg_utils import AsyncEngineArgs, engine_settings
 from stage03_engine.args import Resolved, add_flags, resolve_cli, settings_of
 from stage03_engine.errors import ConfigError
@@ -53,3 +54,4 @@ def _check_frontend(args: FrontendArgs) -> None:
     for name in ("shutdown_timeout", "timeout_keep_alive"):
         if getattr(args, name) < 0:
             raise ConfigError(f"{name} must be at least 0 seconds, not {getattr(args, name)}")
+    check_http_flags(args)

@@ -24,6 +24,7 @@ from stage02_server.protocol_response import (
     PromptLogprob,
     UsageInfo,
 )
+from stage02_server.request_logger import RequestLogger
 from stage02_server.serving_models import OpenAIServingModels
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.async_llm import AsyncLLM
@@ -141,6 +142,8 @@ class ChunkMaker(Protocol):
 class OpenAIServing:
     """Base of the handlers that use the engine."""
 
+    request_logger: RequestLogger | None = None  # with --enable-log-requests
+
     def __init__(self, engine_client: AsyncLLM, models: OpenAIServingModels, args: FrontendArgs = DEFAULTS) -> None:
         self.engine_client = engine_client
         self.models = models
@@ -194,6 +197,9 @@ class OpenAIServing:
             )
             for index, prompt in enumerate(prompts)
         ]
+        if self.request_logger is not None:
+            for engine_request, prompt in zip(requests, prompts, strict=True):
+                self.request_logger.log_inputs(engine_request, prompt)
         as_ids = request.return_tokens_as_token_ids
         return Batch(
             ids,

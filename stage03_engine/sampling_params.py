@@ -12,7 +12,8 @@ from stage03_engine.errors import InvalidRequestError
 from stage03_engine.repetition_detection import RepetitionDetectionParams
 from stage03_engine.structured_outputs import StructuredOutputsParams
 
-MAX_STOP_STRINGS = 4
+MAX_STOP_STRINGS, MAX_STOP_LENGTH = 4, 1024  # strings, characters of each
+MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGPROBS = 20
 MAX_N = 128  # answers to one prompt
 MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH = 256, 128  # words, characters of each
@@ -93,6 +94,10 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
         self._check_answers()
         self._check(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} strings")
         self._check(all(self.stop), "stop", "without empty strings")
+        short = all(len(stop) <= MAX_STOP_LENGTH for stop in self.stop)
+        self._check(short, "stop", f"strings of at most {MAX_STOP_LENGTH} characters")
+        few = len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS
+        self._check(few, "stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids")
 
     def _check_tokens(self) -> None:
         """What names tokens or counts them. Whether an id is in the vocabulary is known to the InputProcessor only."""

@@ -97,6 +97,7 @@ class Setting:
     default: Any
     help: str
     choices: tuple[str, ...] | None = None
+    secret: bool = False  # the value is never shown; the field says repr=False
 
     @property
     def flag(self) -> str:
@@ -153,7 +154,9 @@ def settings_of(section: type) -> list[Setting]:
             continue
         kind, optional = _kind_of(hints[field.name])
         meta = field.metadata
-        settings.append(Setting(field.name, kind, optional, field.default, meta["help"], meta.get("choices")))
+        settings.append(
+            Setting(field.name, kind, optional, field.default, meta["help"], meta.get("choices"), not field.repr)
+        )
     return settings
 
 
@@ -171,7 +174,8 @@ def add_flags(parser: argparse.ArgumentParser, section: type) -> None:
     """
     group = parser.add_argument_group(section.__name__, (section.__doc__ or "").partition("\n")[0])
     for setting in settings_of(section):
-        default = "" if setting.default is None else f" (default: {setting.default})"
+        shown = " ".join(setting.default) if setting.kind is tuple and setting.default else setting.default
+        default = "" if shown in (None, ()) else f" (default: {shown})"
         common: dict[str, Any] = {"dest": setting.name, "default": argparse.SUPPRESS}
         common["help"] = (setting.help + default).replace("%", "%%")
         if setting.kind is bool:
@@ -180,7 +184,7 @@ def add_flags(parser: argparse.ArgumentParser, section: type) -> None:
             continue
         metavar = "{" + ",".join(setting.choices) + "}" if setting.choices else _METAVARS[setting.kind]
         if setting.kind is tuple:
-            group.add_argument(setting.flag, nargs="+", metavar=metavar, **common)
+            group.add_argument(setting.flag, nargs="+", action="extend", metavar=metavar, **common)
         else:
             group.add_argument(setting.flag, type=_argparse_type(setting), metavar=metavar, **common)
 

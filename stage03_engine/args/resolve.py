@@ -92,7 +92,8 @@ def _accept(setting: Setting, value: Any, where: str) -> Any:
     try:
         return setting.accept(value)
     except ValueError as error:
-        raise ConfigError(f"{where}: {error}") from None
+        problem = "the value (not shown here) is not valid" if setting.secret else error
+        raise ConfigError(f"{where}: {problem}") from None
 
 
 def _read_config_file(path: str, settings: Sequence[Setting]) -> dict[str, Any]:

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from abc import ABC, abstractmethod
 from typing import Any, Protocol
 
+import msgspec
 import zmq
 import zmq.asyncio
 
@@ -33,6 +35,8 @@ from stage03_engine.messages import (
     UtilityRequest,
 )
 from stagetrace import trace
+
+logger = logging.getLogger(__name__)
 
 
 class EngineCoreClient(ABC):
@@ -134,10 +138,14 @@ def _message(request_type: EngineCoreRequestType, payload: Any, request_id: str 
 
 
 def _outputs(frames: list[bytes]) -> EngineCoreOutputs:
-    """Decode an output message. Raises EngineDeadError for the engine's death notice."""
-    if frames[0] == ENGINE_CORE_DEAD:
-        raise EngineDeadError(f"The engine stopped: {frames[1].decode()}")
-    outputs = messages.decode_outputs(frames[0])
+    """Decode an output message; one that is not the engine's counts as empty. Raises EngineDeadError for its death notice."""
+    if len(frames) == 2 and frames[0] == ENGINE_CORE_DEAD:
+        raise EngineDeadError(f"The engine stopped: {frames[1].decode(errors='replace')}")
+    try:
+        outputs = messages.decode_outputs(frames[0])
+    except msgspec.MsgspecError as error:
+        logger.warning("ignored a malformed message on the output socket: %s", error)
+        return EngineCoreOutputs()
     if trace.on:
         count = len(outputs.outputs)
         trace.emit("zmq.outputs_received", step=outputs.step, cause=outputs.cause, num_outputs=count)

@@ -17,6 +17,8 @@ from stage03_engine.messages import EngineCoreRequest
 from stage03_engine.sampling_params import SamplingParams
 from stagetrace import trace
 
+MAX_SALT_LENGTH = 1024  # characters
+
 
 class InputProcessor:
     """Makes engine requests. Every refusal happens here, before anything reaches the engine."""
@@ -46,12 +48,12 @@ class InputProcessor:
         `max_tokens` is clipped to the context that the prompt leaves; None becomes all of it. `priority` counts under
         --scheduling-policy priority only (smaller goes first). Only requests with the same `cache_salt` share cached prefixes.
         Raises InvalidRequestError for an empty or too long prompt, ids out of the vocabulary, impossible `max_tokens`, a
-        priority without that policy, an empty salt.
+        priority without that policy, an empty or very long salt.
         """
         if priority != 0 and not self._has_priorities:
             raise InvalidRequestError("priority needs a server with --scheduling-policy priority.", "priority")
-        if cache_salt == "":
-            raise InvalidRequestError("cache_salt must not be empty; leave it out.", "cache_salt")
+        if cache_salt is not None and not 1 <= len(cache_salt) <= MAX_SALT_LENGTH:
+            raise InvalidRequestError(f"cache_salt must have 1 to {MAX_SALT_LENGTH} characters.", "cache_salt")
         token_ids = self._truncate(self._tokenize(prompt, add_special_tokens), params)
         room = self._max_model_len - len(token_ids)
         if not token_ids:
@@ -98,6 +100,8 @@ class InputProcessor:
         """Check the token ids that the parameters name; what `bad_words`, `min_tokens` and the model's further ends of
         text come to as token ids, and the server's default for what the request leaves open."""
         for field, ids in (("logit_bias", params.logit_bias), ("allowed_token_ids", params.allowed_token_ids or ())):
+            if len(ids) > self._vocab_size:
+                raise InvalidRequestError(f"{field} must name at most {self._vocab_size} ids, got {len(ids)}.", field)
             for token_id in ids:
                 if not 0 <= token_id < self._vocab_size:
                     raise InvalidRequestError(

@@ -14,15 +14,33 @@ _NOT_IN_JSON = (
 _REPETITION = re.compile(r"\{\d*,?\d*\}")
 
 
+def _has_flags(pattern: str) -> bool:
+    """Looked for before Python compiles the pattern: under (?i) it walks through every character of every set, which takes
+    minutes for a long pattern. A comment is refused too, as a bracket in one could hide a flag from this."""
+    escaped = in_set = False
+    for position, character in enumerate(pattern):
+        if escaped or character == "\\":
+            escaped = not escaped
+        elif in_set:
+            in_set = character != "]"
+        elif character == "[":
+            in_set = True
+        elif character == "(" and re.match(r"\(\?[aiLmsux#-]", pattern[position : position + 3]):
+            return True
+    return False
+
+
 def check_regex(pattern: str, in_json: bool = False) -> str | None:
     """What is wrong with the pattern, or None. `in_json`: it is for the inside of a JSON string."""
     if in_json and any(c == '"' or c < " " for c in pattern):
         return "holds a quote or a control character, which is not supported in JSON strings"
+    if _has_flags(pattern):
+        return "holds flags or a comment, (?i) or (?#...), which is not supported"
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # of nested sets: a future meaning that xgrammar does not share
             re.compile(pattern)
-    except (re.error, OverflowError, FutureWarning, DeprecationWarning) as error:
+    except (re.error, OverflowError, ValueError, FutureWarning, DeprecationWarning) as error:
         return f"is not a valid regular expression: {error}"
     depth, in_set, position = 0, False, 0
     while position < len(pattern):

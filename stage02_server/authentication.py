@@ -1,0 +1,53 @@
+"""Who may ask: `--api-key` (vllm/entrypoints/openai/api_server.py, AuthenticationMiddleware).
+
+vLLM closes what begins with /v1 and leaves all else open. Here it is the other way round: a short list is open and
+everything else is closed, so that a route that somebody adds is not open by oversight.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from stage02_server.errors import APIError, error_response
+
+OPEN_PATHS = frozenset(["/", "/health", "/ping", "/metrics", "/version", "/load", "/docs", "/redoc", "/openapi.json"])
+"""What needs no key: what tells how the server is, and pages that hold nothing but themselves."""
+
+
+def route_path(scope: Scope) -> str:
+    """The path that the router will look at: decoded, and without `--root-path` if it begins with that.
+
+    From the request line alone. A URL put together with the header Host could be led astray by that header.
+    """
+    path, root = scope["path"], scope.get("root_path", "")
+    return path[len(root) :] if root and (path == root or path.startswith(root + "/")) else path
+
+
+class AuthenticationMiddleware:
+    """Refuses with a 401 what is not on the open list and has no `Authorization: Bearer KEY` with one of the keys."""
+
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
+        self._app = app
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or route_path(scope) in OPEN_PATHS or self._has_key(scope):
+            await self._app(scope, receive, send)
+            return
+        error = APIError(401, "AuthenticationError", "Send a valid API key, as the header Authorization: Bearer KEY.")
+        response = error_response(scope, error)
+        response.headers["WWW-Authenticate"] = "Bearer"
+        await response(scope, receive, send)
+
+    def _has_key(self, scope: Scope) -> bool:
+        """Compares digests, with every key and each in constant time: how long it takes says nothing about a key."""
+        given = Headers(scope=scope).getlist("authorization")
+        scheme, _, key = given[0].partition(" ") if len(given) == 1 else ("", "", "")
+        digest = hashlib.sha256(key.strip().encode("latin-1")).digest()  # Headers decodes the bytes as Latin-1
+        equal = [hmac.compare_digest(digest, known) for known in self._digests]
+        return scheme.lower() == "bearer" and any(equal)

@@ -1,0 +1,144 @@
+"""How much of a request is taken in, before anything looks at it (vLLM: only the limits of the header).
+
+The body: `BodyLimitMiddleware`, and once it is parsed `check_number_of_items`. The header: `LimitedHttpProtocol`, as the parser that uvicorn uses has no limit of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from stage02_server.errors import APIError, error_json, error_response
+
+MAX_ITEMS = 65536  # each wrong one costs microseconds and a complaint, while everybody else waits
+MULTIPART_BYTES = 32 * 1024**2  # an uploaded file is not parsed as JSON, which is what makes a large body expensive
+
+
+def check_number_of_items(body: dict[str, Any]) -> None:
+    """Raises APIError for a field that holds more than MAX_ITEMS items, at all depths together. Token ids may be more."""
+    for name, value in body.items():
+        count, waiting = 0, [] if name in ("prompt", "tokens") else [value]
+        while waiting:
+            inner = waiting.pop()
+            if isinstance(inner, dict):
+                inner = list(inner.values())
+            if isinstance(inner, list):
+                count += len(inner)
+                if count > MAX_ITEMS:
+                    raise APIError(400, "BadRequestError", f"{name} must have at most {MAX_ITEMS} items.", name)
+                waiting.extend(inner)
+
+
+class BodyLimitMiddleware:
+    """413 for a body that is longer than `max_bytes`: at once if its header says so, else when the limit is passed."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app, self._max_bytes = app, max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        is_upload = headers.get("content-type", "").startswith("multipart/form-data")
+        limit = max(self._max_bytes, MULTIPART_BYTES) if is_upload else self._max_bytes
+        # FastAPI lets an HTTPException out of the reading of a body, and makes a 400 of everything else.
+        refusal = HTTPException(413, f"The body may have at most {limit} bytes.")
+        length = headers.get("content-length", "0")
+        if not length.isdecimal() or int(length[:20]) > limit:
+            await error_response(scope, refusal)(scope, receive, send)
+            return
+        taken = 0
+
+        async def receive_within_limit() -> Message:
+            nonlocal taken
+            message = await receive()
+            taken += len(message.get("body", b""))
+            if taken > limit:
+                raise refusal
+            return message
+
+        await self._app(scope, receive_within_limit, send)
+
+
+class _HeaderLimitError(Exception):
+    """Inside the parser's callback, which stops the parser."""
+
+
+class LimitedHttpProtocol(HttpToolsProtocol):
+    """uvicorn's HTTP/1.1 with a limit to what it keeps while it waits: the number of header fields (trailers too), their
+    bytes, and the bytes since anything was complete. Beyond, the answer is a 431 and the connection ends.
+
+    Invariant: between two calls of `data_received` the parser holds at most `max_bytes` bytes of something incomplete, and
+    what the last call brought.
+    """
+
+    max_bytes: int
+    max_headers: int
+    _num_headers = 0
+    _header_bytes = 0
+    _incomplete = 0  # bytes since the header, a piece of the body, or the request was complete
+
+    def on_message_begin(self) -> None:
+        """Parser callback: a new request."""
+        super().on_message_begin()
+        self._num_headers, self._header_bytes = 0, 0
+
+    def on_url(self, url: bytes) -> None:
+        """Parser callback: a piece of the request target."""
+        super().on_url(url)
+        self._count(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Parser callback: one header field is complete."""
+        super().on_header(name, value)
+        self._num_headers += 1
+        self._count(len(name) + len(value))
+
+    def _count(self, num_bytes: int) -> None:
+        self._header_bytes += num_bytes
+        if self._num_headers > self.max_headers or self._header_bytes > self.max_bytes:
+            raise _HeaderLimitError
+
+    def on_headers_complete(self) -> None:
+        """Parser callback: from here on comes the body."""
+        self._incomplete = 0
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Parser callback: a piece of the body."""
+        self._incomplete = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Parser callback: the request is complete."""
+        self._incomplete = 0
+        super().on_message_complete()
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes from the socket."""
+        self._incomplete += len(data)
+        super().data_received(data)
+        if self._incomplete > self.max_bytes and not self.transport.is_closing():
+            self.send_400_response("")
+
+    def send_400_response(self, msg: str) -> None:
+        """The parser gave up: 431 if that was our doing, else 400. The same error object as everywhere."""
+        if self._num_headers > self.max_headers or max(self._header_bytes, self._incomplete) > self.max_bytes:
+            text = f"The header may have at most {self.max_headers} fields and {self.max_bytes} bytes."
+            error, phrase = APIError(431, "BadRequestError", text), b"431 Request Header Fields Too Large"
+        else:
+            error, phrase = APIError(400, "Bad Request", "This is not HTTP/1.1."), b"400 Bad Request"
+        body = error_json(error).encode()
+        head = b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+        self.transport.write(head % (phrase, len(body)) + body)
+        self.transport.close()
+
+
+def limited_protocol(max_bytes: int, max_headers: int) -> type[LimitedHttpProtocol]:
+    """The protocol class with these limits; uvicorn makes an object of it per connection."""
+    return type("HttpProtocol", (LimitedHttpProtocol,), {"max_bytes": max_bytes, "max_headers": max_headers})

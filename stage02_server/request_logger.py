@@ -1,0 +1,25 @@
+"""`--enable-log-requests`: a line of the log per prompt (vllm/entrypoints/logger.py, RequestLogger)."""
+
+from __future__ import annotations
+
+import logging
+
+from stage03_engine.messages import EngineCoreRequest
+
+logger = logging.getLogger(__name__)
+
+
+class RequestLogger:
+    """Logs what the engine is asked. `max_log_len` characters of a prompt at most, and as many of its token ids; None: all."""
+
+    def __init__(self, max_log_len: int | None) -> None:
+        self._max_log_len = max_log_len
+
+    def log_inputs(self, request: EngineCoreRequest, prompt: str | list[int]) -> None:
+        """One line: %r keeps a prompt with line breaks from looking like several."""
+        text = None if isinstance(prompt, list) else prompt[: self._max_log_len]
+        ids = request.prompt_token_ids[: self._max_log_len]
+        logger.info(
+            "Received request %s: prompt: %r, prompt_token_ids: %s, params: %s",
+            request.request_id, text, ids, request.sampling_params,
+        )  # fmt: skip
