@@ -106,7 +106,6 @@ async def run_server_worker(
     async with build_async_engine_client(vllm_config, args, registry) as engine:
         app = build_app(args)  # the engine process loads meanwhile
         init_app_state(engine, app.state, args, registry)
-        await stop.unless_stopped(engine.start())
         from stage02_server.launcher import serve_http
 
         try:
@@ -185,6 +184,8 @@ def build_app(args: FrontendArgs) -> FastAPI:
 def init_app_state(engine: AsyncLLM, state: State, args: FrontendArgs, registry: CollectorRegistry) -> None:
     """Put the handlers where the routes find them. Raises ConfigError for an impossible chat template."""
     from stage02_server.chat_template import ChatTemplate
+    from stage02_server.lifecycle import Lifecycle
+    from stage02_server.server_load import ServerLoad
     from stage02_server.serving_chat import OpenAIServingChat
     from stage02_server.serving_completion import OpenAIServingCompletion
     from stage02_server.serving_models import OpenAIServingModels
@@ -195,6 +196,9 @@ def init_app_state(engine: AsyncLLM, state: State, args: FrontendArgs, registry:
     template = ChatTemplate(args.chat_template, engine.tokenizer)
     state.engine_client = engine
     state.registry = registry
+    state.lifecycle = Lifecycle(engine, state.gate)
+    state.lifecycle.register(registry)
+    state.server_load = ServerLoad(engine, args.max_queue_len)
     state.openai_serving_models = models
     state.openai_serving_completion = OpenAIServingCompletion(engine, models)
     state.openai_serving_chat = OpenAIServingChat(engine, models, template, args.response_role)

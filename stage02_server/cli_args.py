@@ -25,6 +25,9 @@ class FrontendArgs:
         False, "run the engine inside the API process, for print and breakpoint(); slower, and without ZMQ"
     )
     shutdown_timeout: int = option(30, "seconds that running requests get to finish after SIGTERM")
+    max_queue_len: int | None = option(
+        None, "requests that may wait; one more is refused with 429 and Retry-After; no limit if not given"
+    )
     timeout_keep_alive: int = option(5, "seconds that an idle HTTP connection stays open")
     uvicorn_log_level: str = option(
         "info", "log level of the HTTP server", ("debug", "info", "warning", "error", "critical")

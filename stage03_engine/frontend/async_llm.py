@@ -41,6 +41,8 @@ class AsyncLLM:
         self.output_processor = OutputProcessor(self.tokenizer)
         self.stat_loggers = stat_loggers
         self.dead_error: EngineDeadError | None = None
+        self.ready: EngineReady | None = None  # what the engine core said when it could serve
+        self.num_waiting_requests = 0  # in the scheduler, after its last step
         self._dead = asyncio.Event()
         self._output_handler: asyncio.Task[None] | None = None
 
@@ -66,11 +68,11 @@ class AsyncLLM:
 
     async def start(self) -> EngineReady:
         """Wait until the engine core can serve, then run the output handler. Raises EngineStartError."""
-        ready = await self.engine_core.start()
+        self.ready = await self.engine_core.start()
         self._output_handler = asyncio.create_task(self._run_output_handler())
         if trace.on:
             trace.emit("output_handler.started")
-        return ready
+        return self.ready
 
     async def generate(
         self, request: EngineCoreRequest, prompt: str | None = None
@@ -148,6 +150,8 @@ class AsyncLLM:
         _, reqs_to_abort = self.output_processor.process_outputs(outputs.outputs, iteration)
         if reqs_to_abort:
             await self.engine_core.abort_requests_async(reqs_to_abort)
+        if outputs.scheduler_stats is not None:
+            self.num_waiting_requests = outputs.scheduler_stats.num_waiting
         for stat_logger in self.stat_loggers:
             stat_logger.record(outputs.scheduler_stats, iteration)
 
