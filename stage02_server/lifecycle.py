@@ -9,6 +9,7 @@ would tell it nothing. vLLM listens when its engine is ready, and answers /healt
 from __future__ import annotations
 
 import enum
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Gauge
 
@@ -71,7 +72,10 @@ class Lifecycle:
         """Add the metric `stages:server_state`: 1 for the state that the server is in, 0 for the others."""
         gauge = Gauge("stages:server_state", "1 for the state of the server.", ["state"], registry=registry)
         for state in ServerState:
-            gauge.labels(state=state.value).set_function(lambda state=state: float(self.state == state))
+            gauge.labels(state=state.value).set_function(partial(self._is, state))
+
+    def _is(self, state: ServerState) -> float:
+        return float(self.state == state)
 
     def refusal(self, path: str) -> APIError | None:
         """Why no request to `path` is taken in this state; None when it is. In `failed` each route answers for itself,

@@ -133,6 +133,28 @@ class AsyncLLM:
         self.check_health()
         return await self.engine_core.reset_prefix_cache_async()
 
+    async def profile(self, start: bool) -> bool:
+        """Start the engine's profiler, or stop it and write its file; False when it runs already, or does not run.
+
+        Raises EngineDeadError, and InvalidRequestError for an engine without a profiler.
+        """
+        self.check_health()
+        return await self.engine_core.profile_async(start)
+
+    async def abort_requests(self, request_ids: list[str], reason: str) -> None:
+        """End requests in the name of somebody else than their callers: these get what there is so far, with the finish
+        reason "abort". Unknown ids are ignored. Raises EngineDeadError."""
+        self.check_health()
+        running = self.output_processor.end_requests(request_ids)
+        if not running:
+            return
+        if trace.on:
+            for request_id in request_ids:
+                trace.emit("request.aborted", req=request_id, reason=reason)
+        for stat_logger in self.stat_loggers:
+            stat_logger.request_aborted()
+        await self.engine_core.abort_requests_async(running)
+
     async def _run_output_handler(self) -> None:
         try:
             while True:

@@ -239,6 +239,17 @@ class OutputProcessor:
             known += [request_id] if parent is None else sorted(parent.running)
         return [request_id for request_id in known if self._forget(request_id)]
 
+    def end_requests(self, request_ids: list[str]) -> list[str]:
+        """End requests as the engine core does, with FinishReason.ABORT as their last output; returns those of the core."""
+        known: list[str] = []
+        for request_id in request_ids:
+            parent = self.parents.get(request_id)
+            known += [request_id] if parent is None else sorted(parent.running)
+        running = [request_id for request_id in known if request_id in self.request_states]
+        ends = [EngineCoreOutput(request_id, [], finish_reason=FinishReason.ABORT) for request_id in running]
+        self.process_outputs(ends, IterationStats())
+        return running
+
     def _forget(self, request_id: str) -> bool:
         """Drop one request of the engine core, and its parent with its last child. False when it is not known."""
         state = self.request_states.pop(request_id, None)

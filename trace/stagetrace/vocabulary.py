@@ -95,6 +95,8 @@ _ROWS = [
         "v1/engine/core.py process_input_sockets, process_output_sockets"),
     Row("engine.ready", 5, ENGINE, {"num_blocks": "int", "max_model_len": "int"}, "The engine told the front end that it can serve.", "v1/engine/core.py EngineCoreProc"),
     Row("engine.busy_loop", 5, ENGINE, {}, "The busy loop began.", "v1/engine/core.py run_busy_loop"),
+    _optional("profiler.started", 5, ENGINE, {}, "torch's profiler records the engine's steps from now on.", "v1/worker/gpu_worker.py profile"),
+    _optional("profiler.stopped", 5, ENGINE, {"file": "str"}, "The profile was written.", "v1/worker/gpu_worker.py profile"),
     _optional("engine.stopped", 5, ENGINE, {}, "The engine process ends because it was told to.", "v1/engine/core.py EngineCoreProc.shutdown"),
     _optional("engine.failed", 5, ENGINE, {"message": "str"}, "The engine could not start, or died of an exception; its text, which may quote a client, only with --trace-prompts.", "v1/engine/core.py _send_engine_dead"),
     _optional("engine.dead", 5, ENGINE, {"message": "str"}, "The front end noticed that the engine process is gone.", "v1/engine/core_client.py EngineDeadError"),
