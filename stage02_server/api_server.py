@@ -166,13 +166,14 @@ def build_app(args: FrontendArgs) -> FastAPI:
     """The application with all its routes, without any state."""
     from fastapi import FastAPI
 
-    from stage02_server import api_router, metrics
+    from stage02_server import api_router, metrics, utility_router
     from stage02_server.errors import add_exception_handlers
     from stage02_server.middleware import RequestGate, RequestMiddleware
 
     app = FastAPI(title="vLLM in stages", lifespan=lifespan)
     app.include_router(api_router.router)
     app.include_router(metrics.router)
+    app.include_router(utility_router.router)
     app.state.gate = RequestGate()
     app.add_middleware(RequestMiddleware, gate=app.state.gate)
     add_exception_handlers(app)
@@ -196,6 +197,7 @@ def init_app_state(engine: AsyncLLM, state: State, args: FrontendArgs, registry:
     template = ChatTemplate(args.chat_template, engine.tokenizer)
     state.engine_client = engine
     state.registry = registry
+    state.args = args
     state.lifecycle = Lifecycle(engine, state.gate)
     state.lifecycle.register(registry)
     state.server_load = ServerLoad(engine, args.max_queue_len)

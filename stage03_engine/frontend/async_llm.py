@@ -145,15 +145,15 @@ class AsyncLLM:
         """End requests in the name of somebody else than their callers: these get what there is so far, with the finish
         reason "abort". Unknown ids are ignored. Raises EngineDeadError."""
         self.check_health()
-        running = self.output_processor.end_requests(request_ids)
-        if not running:
-            return
-        if trace.on:
-            for request_id in request_ids:
+        running = set(self.running_request_ids)
+        for request_id in request_ids:
+            if request_id not in running:
+                continue
+            if trace.on:
                 trace.emit("request.aborted", req=request_id, reason=reason)
-        for stat_logger in self.stat_loggers:
-            stat_logger.request_aborted()
-        await self.engine_core.abort_requests_async(running)
+            for stat_logger in self.stat_loggers:
+                stat_logger.request_aborted()
+            await self.engine_core.abort_requests_async(self.output_processor.end_request(request_id))
 
     async def _run_output_handler(self) -> None:
         try:
@@ -193,6 +193,12 @@ class AsyncLLM:
     def num_unfinished_requests(self) -> int:
         """Requests that still run or wait."""
         return len(self.output_processor.request_states)
+
+    @property
+    def running_request_ids(self) -> list[str]:
+        """Requests that still run or wait, as their callers know them: with n one id for all answers."""
+        states = self.output_processor.request_states
+        return [*self.output_processor.parents, *(i for i, state in states.items() if state.parent is None)]
 
     def check_health(self) -> None:
         """Raises EngineDeadError if the engine is dead."""

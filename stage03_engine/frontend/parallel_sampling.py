@@ -20,6 +20,7 @@ class ParentRequest:
         self.params = request.sampling_params
         self.children = [self._child(request, index) for index in range(self.params.num_answers)]
         self.running = {child.request_id for child in self.children}
+        self.longest = 0  # tokens of the longest answer that has ended
         self._complete: list[CompletionOutput] = []
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None
         self._num_cached_tokens = 0  # as the first child found them; the others find what the first has computed
