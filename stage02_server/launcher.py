@@ -74,7 +74,7 @@ async def serve_http(
     def on_listening() -> None:
         listening.set()
         lifecycle.announce()
-        logger.info("Listening on %s while the model loads.", address)
+        logger.info("HTTP is up at %s while the model loads.", address)
 
     server = _Server(_config(app, args), on_listening)
     serving = asyncio.create_task(server.serve(sockets=[sock]))

@@ -120,7 +120,7 @@ def test_every_client_is_answered_when_the_engine_is_killed(start: Start, times:
 
 def test_an_engine_killed_while_it_loads_is_one_line(start: Start) -> None:
     server = start()
-    server.wait_for("Listening on")
+    server.wait_for("HTTP is up")
     [engine] = psutil.Process(server.process.pid).children()
     began = time.monotonic()
     engine.kill()

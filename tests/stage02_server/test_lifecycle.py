@@ -53,7 +53,7 @@ def test_starting_ready_draining_stopped(start_server: StartServer, tmp_path: Pa
     loaded, traces = tmp_path / "loaded", tmp_path / "traces"
     patch = SLOW_LOADING.format(flag=str(loaded)) + SLOW_STEPS
     server = start_server(*ECHO, "--trace", str(traces), patch=patch)
-    url = server.wait_for(r"Listening on (http://\S+) ")[1]
+    url = server.wait_for(r"HTTP is up at (http://\S+) ")[1]
     assert state_of(url) == "starting"
     refused = httpx.post(f"{url}/v1/completions", json={"prompt": "x"})
     assert refused.status_code == 503 and "starting" in refused.json()["error"]["message"]
