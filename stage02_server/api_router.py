@@ -9,10 +9,11 @@ from importlib.metadata import version
 
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
-from starlette.responses import StreamingResponse
+from starlette.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from stage02_server.errors import APIError, not_found
+from stage02_server.errors import APIError, error_object, not_found
+from stage02_server.lifecycle import ServerState
 from stage02_server.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from stage02_server.serving_engine import ClientGoneError, run_until_disconnect
 
@@ -106,9 +107,11 @@ async def detokenize(request: DetokenizeRequest, raw_request: Request) -> Respon
 @router.get("/ping")
 @router.post("/ping")
 async def health(raw_request: Request) -> Response:
-    """200 and nothing else while the engine lives, 503 afterwards."""
-    raw_request.app.state.engine_client.check_health()
-    return Response()
+    """200 and nothing else when requests are served; else 503 with the state of the server."""
+    lifecycle = raw_request.app.state.lifecycle
+    if lifecycle.state == ServerState.READY:
+        return Response()
+    return JSONResponse({"state": lifecycle.state.value, **error_object(lifecycle.unavailable())}, 503)
 
 
 @router.get("/version")

@@ -116,7 +116,6 @@ async def run_server_worker(
     async with build_async_engine_client(vllm_config, args, registry) as engine:
         app = build_app(args)  # the engine process loads meanwhile
         init_app_state(engine, app.state, args, registry)
-        await stop.unless_stopped(engine.start())
         from stage02_server.launcher import serve_http
 
         try:
@@ -177,7 +176,7 @@ def build_app(args: FrontendArgs) -> FastAPI:
     """The application with all its routes, without any state."""
     from fastapi import FastAPI
 
-    from stage02_server import api_router, metrics
+    from stage02_server import api_router, metrics, utility_router
     from stage02_server.app_middleware import RequestIdHeaderMiddleware, add_inner_middleware
     from stage02_server.errors import add_exception_handlers
     from stage02_server.middleware import RequestGate, RequestMiddleware
@@ -190,6 +189,7 @@ def build_app(args: FrontendArgs) -> FastAPI:
     app.root_path = (args.root_path or "").rstrip("/")
     app.include_router(api_router.router)
     app.include_router(metrics.router)
+    app.include_router(utility_router.router)
     app.state.gate = RequestGate()
     add_inner_middleware(app, args)
     app.add_middleware(RequestMiddleware, gate=app.state.gate)
@@ -204,7 +204,9 @@ def build_app(args: FrontendArgs) -> FastAPI:
 def init_app_state(engine: AsyncLLM, state: State, args: FrontendArgs, registry: CollectorRegistry) -> None:
     """Put the handlers where the routes find them. Raises ConfigError for an impossible chat template."""
     from stage02_server.chat_template import ChatTemplate
+    from stage02_server.lifecycle import Lifecycle
     from stage02_server.request_logger import RequestLogger
+    from stage02_server.server_load import ServerLoad
     from stage02_server.serving_chat import OpenAIServingChat
     from stage02_server.serving_completion import OpenAIServingCompletion
     from stage02_server.serving_models import OpenAIServingModels
@@ -215,6 +217,10 @@ def init_app_state(engine: AsyncLLM, state: State, args: FrontendArgs, registry:
     template = ChatTemplate(args.chat_template, engine.tokenizer)
     state.engine_client = engine
     state.registry = registry
+    state.args = args
+    state.lifecycle = Lifecycle(engine, state.gate)
+    state.lifecycle.register(registry)
+    state.server_load = ServerLoad(engine, args.max_queue_len)
     state.openai_serving_models = models
     state.openai_serving_completion = OpenAIServingCompletion(engine, models, args)
     state.openai_serving_chat = OpenAIServingChat(engine, models, template, args)

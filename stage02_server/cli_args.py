@@ -30,6 +30,13 @@ class FrontendArgs:
         False, "run the engine inside the API process, for print and breakpoint(); slower, and without ZMQ"
     )
     shutdown_timeout: int = option(30, "seconds that running requests get to finish after SIGTERM")
+    enable_server_load_tracking: bool = option(False, "count the requests in progress for GET /load")
+    server_dev_mode: bool = option(
+        False, "answer GET /server_info and POST /abort_requests, which show and change what is not the caller's"
+    )
+    max_queue_len: int | None = option(
+        None, "requests that may wait; one more is refused with 429 and Retry-After; no limit if not given"
+    )
     timeout_keep_alive: int = option(5, "seconds that an idle HTTP connection stays open")
     # repr=False marks a secret: its value is in no message, no table and no trace
     api_key: tuple[str, ...] | None = field(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from http import HTTPStatus
+from typing import Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -26,9 +27,11 @@ from stagetrace import trace
 class APIError(Exception):
     """A refusal with its HTTP status, OpenAI's error type, and the field to blame."""
 
-    def __init__(self, status: int, type: str, message: str, param: str | None = None) -> None:
+    def __init__(
+        self, status: int, type: str, message: str, param: str | None = None, headers: dict[str, str] | None = None
+    ) -> None:
         super().__init__(message)
-        self.status, self.type, self.message, self.param = status, type, message, param
+        self.status, self.type, self.message, self.param, self.headers = status, type, message, param, headers
 
 
 def not_found(message: str, param: str | None = None) -> APIError:
@@ -74,10 +77,15 @@ def _from_validation(error: RequestValidationError) -> APIError:
     return APIError(400, "Bad Request", message, "body" if field is None else f"body.{field}")
 
 
+def error_object(error: APIError) -> dict[str, Any]:
+    """`{"error": {...}}`."""
+    info = ErrorInfo(message=error.message, type=error.type, param=error.param, code=error.status)
+    return ErrorResponse(error=info).model_dump()
+
+
 def error_json(error: APIError) -> str:
     """The error object as JSON, in ASCII so that it can always be sent."""
-    info = ErrorInfo(message=error.message, type=error.type, param=error.param, code=error.status)
-    return json.dumps(ErrorResponse(error=info).model_dump())
+    return json.dumps(error_object(error))
 
 
 def error_response(scope: Scope, error: BaseException) -> Response:

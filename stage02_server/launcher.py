@@ -1,5 +1,7 @@
 """Serve an application until a signal comes or the engine dies (vllm/entrypoints/launcher.py, serve_http).
 
+HTTP is up while the engine loads and while the last requests finish; `lifecycle.py` has the states that /health tells.
+
 first SIGTERM or SIGINT    new requests are refused, running ones get `--shutdown-timeout` seconds, exit code 0
 second signal              running requests end now, with an error; exit code 0
 the engine dies            running requests have failed already; /health says 503 for a moment; exit code 1
@@ -10,8 +12,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -19,7 +23,7 @@ from fastapi import FastAPI
 from stage02_server.cli_args import FrontendArgs
 from stage02_server.middleware import RequestGate
 from stage02_server.request_limits import limited_protocol
-from stage02_server.stop_signals import StopSignals
+from stage02_server.stop_signals import StopRequested, StopSignals
 from stage03_engine.frontend.async_llm import AsyncLLM
 from stagetrace import trace
 
@@ -66,49 +70,101 @@ def _config(app: FastAPI, args: FrontendArgs) -> uvicorn.Config:
 async def serve_http(
     app: FastAPI, sock: socket.socket, address: str, engine: AsyncLLM, args: FrontendArgs, stop: StopSignals
 ) -> int:
-    """Accept connections on `sock` until it is time to end; returns the exit code. Raises OSError if it cannot listen."""
+    """Accept connections on `sock`, start the engine, and serve until it is time to end; returns the exit code.
+
+    Raises OSError if it cannot listen, StagesError if the engine cannot start, StopRequested if a signal came first.
+    """
+    lifecycle = app.state.lifecycle
+
+    listening = asyncio.Event()
 
     def on_listening() -> None:
-        if trace.on:
-            trace.emit("server.listening", address=address)
-        logger.info("Serving %s on %s", app.state.openai_serving_models.names[0], address)
+        listening.set()
+        lifecycle.announce()
+        logger.info("HTTP is up at %s while the model loads.", address)
 
     server = _Server(_config(app, args), on_listening)
     serving = asyncio.create_task(server.serve(sockets=[sock]))
+    try:
+        await _unless_http_fails(serving, listening.wait())
+        await _unless_http_fails(serving, stop.unless_stopped(engine.start()))
+    except BaseException as error:
+        lifecycle.end(failed=not isinstance(error, StopRequested))
+        await _close(server, serving)
+        raise
+    if trace.on:
+        trace.emit("server.listening", address=address)
+    lifecycle.announce()
+    logger.info("Serving %s on %s", app.state.openai_serving_models.names[0], address)
+    await _until_the_end(app, server, serving, engine, args, stop)
+    lifecycle.end(failed=engine.errored)
+    return 1 if engine.errored else 0
+
+
+async def _unless_http_fails(serving: asyncio.Task[None], work: Coroutine[Any, Any, object]) -> None:
+    """Wait for `work` while HTTP is up. Raises what keeps either of them from working."""
+    working = asyncio.create_task(work)
+    try:
+        await asyncio.wait({serving, working}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            serving.result()  # raises, since nobody has told it to end
+        await working
+    finally:
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+
+
+async def _until_the_end(
+    app: FastAPI, server: uvicorn.Server, serving: asyncio.Task[None], engine: AsyncLLM, args: FrontendArgs,
+    stop: StopSignals,
+) -> None:  # fmt: skip
+    """Until a signal comes, the engine dies or HTTP fails; returns when everybody has an answer and HTTP has ended."""
     died = asyncio.create_task(engine.wait_dead())
     stopped = asyncio.create_task(stop.first.wait())
     try:
         await asyncio.wait({serving, died, stopped}, return_when=asyncio.FIRST_COMPLETED)
         if died.done():
             logger.error("%s The server stops in %.0f s.", died.result(), DEATH_LINGER_SECONDS)
+            app.state.lifecycle.announce()
             await asyncio.wait({stopped}, timeout=DEATH_LINGER_SECONDS)
-        await _end(server, serving, app.state.gate, args.shutdown_timeout, stop)
+        await _drain(app, server, serving, args.shutdown_timeout, stop)
+        await _close(server, serving)
     finally:
         died.cancel()
         stopped.cancel()
-    return 1 if engine.errored else 0
 
 
-async def _end(
-    server: uvicorn.Server, serving: asyncio.Task[None], gate: RequestGate, timeout: float, stop: StopSignals
+async def _drain(
+    app: FastAPI, server: uvicorn.Server, serving: asyncio.Task[None], timeout: float, stop: StopSignals
 ) -> None:
-    """Let running requests finish, then cut what is left. Raises what made the server fail, if it did."""
+    """Let running requests finish, then cut what is left. The port stays open meanwhile: /health says `draining`."""
+    gate: RequestGate = app.state.gate
     gate.draining = True
-    server.should_exit = True
     if stop.name and not serving.done():
         if trace.on:
             trace.emit("server.draining", signal=stop.name)
+        app.state.lifecycle.announce()
         logger.info("%s: finishing %d requests, for at most %d s.", stop.name, len(gate.running), timeout)
-    again = asyncio.create_task(stop.second.wait())
-    await asyncio.wait({serving, again}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    again, idle = asyncio.create_task(stop.second.wait()), asyncio.create_task(gate.idle.wait())
+    deadline = time.monotonic() + timeout
+    await asyncio.wait({serving, again, idle}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    if not gate.running:  # all answers are made, though a slow client may not have read its own yet
+        server.should_exit = True
+        left = max(0.0, deadline - time.monotonic())
+        await asyncio.wait({serving, again}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
     again.cancel()
-    if not serving.done():
-        if gate.running:
-            logger.warning("Ending %d requests that are not finished.", len(gate.running))
+    idle.cancel()
+    if gate.running:
+        logger.warning("Ending %d requests that are not finished.", len(gate.running))
         gate.expire()
-        await asyncio.wait({serving}, timeout=LAST_WORDS_SECONDS)
-        server.force_exit = True  # a client that does not read must not keep us
-        await asyncio.wait({serving}, timeout=LAST_WORDS_SECONDS)
+
+
+async def _close(server: uvicorn.Server, serving: asyncio.Task[None]) -> None:
+    """Close the port and all connections. Raises what made HTTP fail, if it did."""
+    server.should_exit = True
+    await asyncio.wait({serving}, timeout=LAST_WORDS_SECONDS)
+    server.force_exit = True  # a client that does not read must not keep us
+    await asyncio.wait({serving}, timeout=LAST_WORDS_SECONDS)
     if serving.done():
         serving.result()
     serving.cancel()

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stage02_server.authentication import route_path
 from stage02_server.errors import error_json, error_response, unavailable
+from stage02_server.server_load import WORKING_PATHS
 from stage02_server.traceparent import parse_traceparent
 from stagetrace import trace
 
@@ -56,12 +57,25 @@ def make_ids(prefix: str, x_request_id: str | None) -> RequestIds:
 
 
 class RequestGate:
-    """Knows the running requests, so that a shutdown can refuse new ones and end old ones."""
+    """Knows the running requests, so that a shutdown can wait for them, or end them."""
 
     def __init__(self) -> None:
         self.draining = False
         self.expired = False
         self.running: set[asyncio.Task[None]] = set()
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+    def enter(self, task: asyncio.Task[None]) -> None:
+        """A request runs, in this task."""
+        self.running.add(task)
+        self.idle.clear()
+
+    def leave(self, task: asyncio.Task[None]) -> None:
+        """It is done."""
+        self.running.discard(task)
+        if not self.running:
+            self.idle.set()
 
     def expire(self) -> None:
         """Time is up: every running request ends now, with an error for its client."""
@@ -111,15 +125,24 @@ class RequestMiddleware:
             if "ids" in state:
                 state["ids"] = replace(state["ids"], cause=cause)
         answer = _Answer(send, req, cause)
-        if self._gate.draining:  # the port is closed, but a connection that was open already can still bring requests
-            await error_response(scope, unavailable("The server is shutting down."))(scope, receive, answer.send)
+        refusal = scope["app"].state.lifecycle.refusal(scope["path"])
+        load = scope["app"].state.server_load
+        works = scope["method"] == "POST" and scope["path"] in WORKING_PATHS
+        if refusal is None and works:
+            refusal = load.refusal()
+        if refusal is not None:
+            await error_response(scope, refusal)(scope, receive, answer.send)
             return
-        await self._run(scope, receive, answer)
+        load.in_progress += works
+        try:
+            await self._run(scope, receive, answer)
+        finally:
+            load.in_progress -= works
 
     async def _run(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._gate.running.add(task)
+        self._gate.enter(task)
         try:
             await self._app(scope, receive, answer.send)
         except asyncio.CancelledError:
@@ -128,7 +151,7 @@ class RequestMiddleware:
             task.uncancel()
             await _cut(scope, receive, answer)
         finally:
-            self._gate.running.discard(task)
+            self._gate.leave(task)
 
 
 def _trace_arrival(scope: Scope, req: str | None) -> str | None:

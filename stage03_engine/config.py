@@ -227,6 +227,9 @@ class ObservabilityConfig:
     trace_layers: bool = option(
         False, "record the embedding, and attention and MLP of each layer, as spans of their own (slow)"
     )
+    profiler_dir: str | None = option(
+        None, "folder for torch profiles of the engine; POST /start_profile and /stop_profile make one"
+    )
     disable_log_stats: bool = option(False, "no periodic line with throughput and queue lengths")
 
 

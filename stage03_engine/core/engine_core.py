@@ -12,6 +12,7 @@ from stage03_engine.config import VllmConfig
 from stage03_engine.core.block_pool import BlockPool
 from stage03_engine.core.executor import UniProcExecutor
 from stage03_engine.core.kv_cache_size import decide_num_blocks, decide_num_swap_blocks
+from stage03_engine.core.profiler import TorchProfiler
 from stage03_engine.core.request import Request
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
 from stage03_engine.core.scheduler import Scheduler
@@ -28,6 +29,7 @@ class EngineCore:
 
     def __init__(self, config: VllmConfig) -> None:
         self.config = config
+        self.profiler = TorchProfiler(config.observability_config.profiler_dir)
         self.executor = UniProcExecutor(config)
         self.num_gpu_blocks = decide_num_blocks(config, self.executor)
         num_swap_blocks = decide_num_swap_blocks(config, self.executor)
@@ -125,6 +127,14 @@ class EngineCore:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, and nothing is done, while a request holds blocks."""
         return self.scheduler.reset_prefix_cache()
+
+    def start_profile(self) -> bool:
+        """Begin to record what torch does; False when it is being recorded already, or there is no folder for it."""
+        return self.profiler.start(self.scheduler.step)
+
+    def stop_profile(self) -> bool:
+        """Write the profile; False when there is none to write."""
+        return self.profiler.stop(self.scheduler.step)
 
     def shutdown(self) -> None:
         """Release the executor and the grammar processes."""

@@ -46,7 +46,7 @@ _DECODE: dict[EngineCoreRequestType, Callable[[bytes], _Message]] = {
     EngineCoreRequestType.ABORT: messages.decode_abort,
     EngineCoreRequestType.UTILITY: messages.decode_utility,
 }
-UTILITY_METHODS = ("reset_prefix_cache",)
+UTILITY_METHODS = ("reset_prefix_cache", "start_profile", "stop_profile")
 """What a message may call by name: never more than this list."""
 
 

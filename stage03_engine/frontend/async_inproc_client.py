@@ -32,6 +32,9 @@ class SteppedCore(EngineCoreLike, Protocol):
 
     num_gpu_blocks: int
 
+    def start_profile(self) -> bool: ...
+    def stop_profile(self) -> bool: ...
+
     @property
     def has_unfinished_requests(self) -> bool: ...
 
@@ -83,6 +86,9 @@ class AsyncInprocClient(AsyncEngineCoreClient):
 
     async def reset_prefix_cache_async(self) -> bool:
         return self._call(lambda core: core.reset_prefix_cache())
+
+    async def profile_async(self, start: bool) -> bool:
+        return self._call(lambda core: core.start_profile() if start else core.stop_profile())
 
     async def get_output_async(self) -> EngineCoreOutputs:
         while True:

@@ -41,6 +41,8 @@ class AsyncLLM:
         self.output_processor = OutputProcessor(self.tokenizer)
         self.stat_loggers = stat_loggers
         self.dead_error: EngineDeadError | None = None
+        self.ready: EngineReady | None = None  # what the engine core said when it could serve
+        self.num_waiting_requests = 0  # in the scheduler, after its last step
         self._dead = asyncio.Event()
         self._output_handler: asyncio.Task[None] | None = None
 
@@ -66,11 +68,11 @@ class AsyncLLM:
 
     async def start(self) -> EngineReady:
         """Wait until the engine core can serve, then run the output handler. Raises EngineStartError."""
-        ready = await self.engine_core.start()
+        self.ready = await self.engine_core.start()
         self._output_handler = asyncio.create_task(self._run_output_handler())
         if trace.on:
             trace.emit("output_handler.started")
-        return ready
+        return self.ready
 
     async def generate(
         self, request: EngineCoreRequest, prompt: str | None = None
@@ -131,6 +133,28 @@ class AsyncLLM:
         self.check_health()
         return await self.engine_core.reset_prefix_cache_async()
 
+    async def profile(self, start: bool) -> bool:
+        """Start the engine's profiler, or stop it and write its file; False when it runs already, or does not run.
+
+        Raises EngineDeadError, and InvalidRequestError for an engine without a profiler.
+        """
+        self.check_health()
+        return await self.engine_core.profile_async(start)
+
+    async def abort_requests(self, request_ids: list[str], reason: str) -> None:
+        """End requests in the name of somebody else than their callers: these get what there is so far, with the finish
+        reason "abort". Unknown ids are ignored. Raises EngineDeadError."""
+        self.check_health()
+        running = set(self.running_request_ids)
+        for request_id in request_ids:
+            if request_id not in running:
+                continue
+            if trace.on:
+                trace.emit("request.aborted", req=request_id, reason=reason)
+            for stat_logger in self.stat_loggers:
+                stat_logger.request_aborted()
+            await self.engine_core.abort_requests_async(self.output_processor.end_request(request_id))
+
     async def _run_output_handler(self) -> None:
         try:
             while True:
@@ -148,6 +172,8 @@ class AsyncLLM:
         _, reqs_to_abort = self.output_processor.process_outputs(outputs.outputs, iteration)
         if reqs_to_abort:
             await self.engine_core.abort_requests_async(reqs_to_abort)
+        if outputs.scheduler_stats is not None:
+            self.num_waiting_requests = outputs.scheduler_stats.num_waiting
         for stat_logger in self.stat_loggers:
             stat_logger.record(outputs.scheduler_stats, iteration)
 
@@ -167,6 +193,12 @@ class AsyncLLM:
     def num_unfinished_requests(self) -> int:
         """Requests that still run or wait."""
         return len(self.output_processor.request_states)
+
+    @property
+    def running_request_ids(self) -> list[str]:
+        """Requests that still run or wait, as their callers know them: with n one id for all answers."""
+        states = self.output_processor.request_states
+        return [*self.output_processor.parents, *(i for i, state in states.items() if state.parent is None)]
 
     def check_health(self) -> None:
         """Raises EngineDeadError if the engine is dead."""

@@ -23,7 +23,7 @@ import zmq.asyncio
 
 from stage03_engine import messages
 from stage03_engine.config import VllmConfig
-from stage03_engine.errors import EngineDeadError
+from stage03_engine.errors import EngineDeadError, InvalidRequestError
 from stage03_engine.frontend.engine_process import POLL_MS, EngineProcess
 from stage03_engine.messages import (
     ENGINE_CORE_DEAD,
@@ -84,6 +84,10 @@ class AsyncEngineCoreClient(ABC):
     @abstractmethod
     async def reset_prefix_cache_async(self) -> bool:
         """Forget all cached prefixes; False while a request holds blocks."""
+
+    async def profile_async(self, start: bool) -> bool:
+        """Start or stop the profiler; False when it runs already, or does not run. Raises InvalidRequestError."""
+        raise InvalidRequestError("This engine computes nothing that could be profiled.")
 
     @abstractmethod
     async def get_output_async(self) -> EngineCoreOutputs:
@@ -223,6 +227,7 @@ class AsyncMPClient(AsyncEngineCoreClient):
         self._outputs: asyncio.Queue[EngineCoreOutputs | Exception] = asyncio.Queue()
         self._pump_task: asyncio.Task[None] | None = None
         self._calls: dict[int, asyncio.Future[bool]] = {}
+        self._dead: EngineDeadError | None = None
         self._call_ids = itertools.count()
 
     def start_process(self) -> None:
@@ -252,6 +257,7 @@ class AsyncMPClient(AsyncEngineCoreClient):
             pass  # the loop is closed: we are shutting down ourselves
 
     def _die(self, error: EngineDeadError) -> None:
+        self._dead = error
         self._outputs.put_nowait(error)
         for call in self._calls.values():
             if not call.done():
@@ -263,7 +269,7 @@ class AsyncMPClient(AsyncEngineCoreClient):
             try:
                 outputs = _outputs(frames)
             except EngineDeadError as error:
-                self._outputs.put_nowait(error)
+                self._die(error)
                 return
             if outputs.utility_result is None:
                 self._outputs.put_nowait(outputs)
@@ -281,9 +287,18 @@ class AsyncMPClient(AsyncEngineCoreClient):
         await self._send(EngineCoreRequestType.ABORT, AbortRequests(request_ids))
 
     async def reset_prefix_cache_async(self) -> bool:
+        return await self._call_utility("reset_prefix_cache")
+
+    async def profile_async(self, start: bool) -> bool:
+        return await self._call_utility("start_profile" if start else "stop_profile")
+
+    async def _call_utility(self, method: str) -> bool:
+        """One of the core's UTILITY_METHODS. Raises EngineDeadError, also when the engine dies meanwhile."""
+        if self._dead is not None:
+            raise self._dead
         call_id = next(self._call_ids)
         self._calls[call_id] = asyncio.get_running_loop().create_future()
-        await self._send(EngineCoreRequestType.UTILITY, UtilityRequest(call_id, "reset_prefix_cache"))
+        await self._send(EngineCoreRequestType.UTILITY, UtilityRequest(call_id, method))
         return await self._calls[call_id]
 
     async def get_output_async(self) -> EngineCoreOutputs:

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from stage03_engine.config import VllmConfig
+from stage03_engine.frontend.request_metrics import RequestMetrics, token_buckets
 from stage03_engine.frontend.stats import IterationStats
 from stage03_engine.messages import SchedulerStats
 
@@ -79,7 +80,6 @@ _REQUEST_BUCKETS = (
     120.0,
     240.0,
 )
-_TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000)
 
 
 class StatLogger(ABC):
@@ -119,6 +119,7 @@ class PrometheusStatLogger(StatLogger):
     """vLLM's metric names and labels, in a registry of the caller's (so that two engines in one process do not collide)."""
 
     def __init__(self, config: VllmConfig, registry: CollectorRegistry, model_name: str) -> None:
+        lengths = token_buckets(config.max_model_len)
         names, values = ["model_name", "engine"], {"model_name": model_name, "engine": "0"}
 
         def gauge(name: str, text: str) -> Gauge:
@@ -145,8 +146,8 @@ class PrometheusStatLogger(StatLogger):
         self._itl = histogram("vllm:inter_token_latency_seconds", "Between two tokens of a request.", _ITL_BUCKETS)
         self._e2e = histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", _REQUEST_BUCKETS)
         self._queue = histogram("vllm:request_queue_time_seconds", "Waiting before the first step.", _REQUEST_BUCKETS)
-        self._prompt_len = histogram("vllm:request_prompt_tokens", "Prompt tokens per request.", _TOKEN_BUCKETS)
-        self._output_len = histogram("vllm:request_generation_tokens", "Output tokens per request.", _TOKEN_BUCKETS)
+        self._prompt_len = histogram("vllm:request_prompt_tokens", "Prompt tokens per request.", lengths)
+        self._output_len = histogram("vllm:request_generation_tokens", "Output tokens per request.", lengths)
         success = Counter(
             "vllm:request_success", "Requests that ended, by reason.", [*names, "finished_reason"], registry=registry
         )
@@ -156,6 +157,7 @@ class PrometheusStatLogger(StatLogger):
         }
         self._cache_queries = counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.")
         self._cache_hits = counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.")
+        self._requests = RequestMetrics(config, registry, values)
         self._seen = SchedulerStats()
 
     def record(self, scheduler: SchedulerStats | None, iteration: IterationStats) -> None:
@@ -169,6 +171,7 @@ class PrometheusStatLogger(StatLogger):
             for name, metric in self._spec.items():
                 metric.inc(getattr(scheduler.spec_decoding, name) - getattr(self._seen.spec_decoding, name))
             self._seen = scheduler
+        self._requests.record(iteration)
         self._prompt_tokens.inc(iteration.num_prompt_tokens)
         self._generation_tokens.inc(iteration.num_generation_tokens)
         for histogram, values in (

@@ -10,7 +10,7 @@ import asyncio
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.detokenizer import IncrementalDetokenizer
 from stage03_engine.frontend.parallel_sampling import ParentRequest
-from stage03_engine.frontend.stats import IterationStats, RequestStats
+from stage03_engine.frontend.stats import CompletedStats, IterationStats, RequestStats
 from stage03_engine.frontend.tokenizer import Tokenizer
 from stage03_engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, TokenLogprobs
 from stage03_engine.outputs import CompletionOutput, RequestOutput
@@ -178,6 +178,7 @@ class OutputProcessor:
                 made = state.parent.take_in(output.request_id, made)
             if finish_reason is not None:
                 self._forget(output.request_id)
+                self._complete(state, stats)
             if made is not None:
                 self._deliver(state, made, request_outputs)
         return request_outputs, reqs_to_abort
@@ -237,6 +238,16 @@ class OutputProcessor:
                 num_output_tokens=len(state.token_ids),
             )
 
+    def _complete(self, state: RequestState, stats: IterationStats) -> None:
+        """Account for a caller's request when its last answer ends."""
+        longest, params = len(state.token_ids), state.request.sampling_params
+        if state.parent is not None:
+            longest = state.parent.longest = max(longest, state.parent.longest)
+            if state.parent.running:
+                return
+            params = state.parent.params
+        stats.completed.append(CompletedStats(params.n, params.max_tokens, longest))
+
     def _refuse(self, state: RequestState, error: RuntimeError | InvalidRequestError) -> None:
         """The engine could not take this request: whoever waits for it hears why."""
         self._forget(state.request.request_id)
@@ -259,6 +270,16 @@ class OutputProcessor:
             parent = self.parents.get(request_id)
             known += [request_id] if parent is None else sorted(parent.running)
         return [request_id for request_id in known if self._forget(request_id)]
+
+    def end_request(self, request_id: str) -> list[str]:
+        """End a request as the engine core does, with FinishReason.ABORT as its last output; returns those of the core."""
+        parent = self.parents.get(request_id)
+        running = [request_id] if parent is None else sorted(parent.running)
+        ends = [EngineCoreOutput(i, [], finish_reason=FinishReason.ABORT) for i in running]
+        for end in ends:
+            end.num_cached_tokens = self.request_states[end.request_id].num_cached_tokens
+        self.process_outputs(ends, IterationStats())
+        return running
 
     def _forget(self, request_id: str) -> bool:
         """Drop one request of the engine core, and its parent with its last child. False when it is not known."""

@@ -20,6 +20,7 @@ class ParentRequest:
         self.params = request.sampling_params
         self.children = [self._child(request, index) for index in range(self.params.num_answers)]
         self.running = {child.request_id for child in self.children}
+        self.longest = 0  # tokens of the longest answer that has ended
         self._complete: list[CompletionOutput] = []
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None
         self._held: RequestOutput | None = None  # until the prompt's logprobs are there

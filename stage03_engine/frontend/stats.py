@@ -20,6 +20,7 @@ class RequestStats:
     num_output_tokens: int = 0
     first_token: float = 0.0
     last_token: float = 0.0
+    queue_seconds: float = 0.0
 
 
 @dataclass
@@ -30,6 +31,17 @@ class FinishedStats:
     num_prompt_tokens: int
     num_output_tokens: int
     e2e_seconds: float
+    prefill_seconds: float  # first step to first token, with the way through the sockets
+    decode_seconds: float  # first to last token
+
+
+@dataclass
+class CompletedStats:
+    """What one request of a caller asked for; with n its answers are several requests for the engine core."""
+
+    n: int
+    max_tokens: int | None
+    longest: int  # tokens of its longest answer
 
 
 @dataclass
@@ -46,6 +58,7 @@ class IterationStats:
     itl: list[float] = field(default_factory=list)
     queue_seconds: list[float] = field(default_factory=list)
     finished: list[FinishedStats] = field(default_factory=list)
+    completed: list[CompletedStats] = field(default_factory=list)
 
     def update(
         self, request: RequestStats, output: EngineCoreOutput, num_new_tokens: int, reason: FinishReason | None
@@ -57,6 +70,7 @@ class IterationStats:
             self.ttft.append(self.now - request.arrival)
             request.first_token = self.now
             if output.queued_seconds is not None:
+                request.queue_seconds = output.queued_seconds
                 self.queue_seconds.append(output.queued_seconds)
         elif num_new_tokens:
             self.itl.append(self.now - request.last_token)
@@ -66,6 +80,8 @@ class IterationStats:
         if reason is not None:
             self.finished.append(
                 FinishedStats(
-                    str(reason), request.num_prompt_tokens, request.num_output_tokens, self.now - request.arrival
+                    str(reason), request.num_prompt_tokens, request.num_output_tokens, self.now - request.arrival,
+                    max(0.0, request.first_token - request.arrival - request.queue_seconds),
+                    request.last_token - request.first_token,
                 )
-            )
+            )  # fmt: skip

@@ -204,13 +204,17 @@ def test_the_trace_tells_start_request_and_stop_in_order(start_server: StartServ
         "server.engine_config",
         "server.app_built",
         "server.state_ready",
+        "server.state",
         "server.listening",
+        "server.state",
     ]
     streamed = ["http.request", "request.validated", "request.sampling_params", *["sse.chunk"] * 4]
     chat = ["http.request", "request.validated", "request.templated", "request.sampling_params", "http.response"]
     refused = ["http.request", "request.validated", "request.sampling_params", "request.refused", "http.response"]
-    stop = ["server.draining", "server.stopped"]
+    stop = ["server.draining", "server.state", "server.state", "server.stopped"]
     assert [event.name for event in mine] == [*start, *streamed, *chat, *refused, *stop]
-    (chat_id,) = {event.req for event in mine[12:17]}
+    states = [event.args["state"] for event in mine if event.name == "server.state"]
+    assert states == ["starting", "ready", "draining", "stopped"]
+    (chat_id,) = {event.req for event in mine[14:19]}
     assert chat_id == f"{answer['id']}-0"
     assert "generate.start" in {event.name for event in run.of_request(chat_id)}  # the engine knows it by the same name

@@ -1,0 +1,89 @@
+"""The states of a server, and where they can be seen: `/health`, the metrics, the trace.
+
+    starting -> ready -> draining -> stopped        failed: the engine could not start, or died
+
+HTTP is up in all states but `stopped`: a load balancer that asks learns `starting` and `draining`, where a closed port
+would tell it nothing. vLLM listens when its engine is ready, and answers /health with 200 or 503.
+"""
+
+from __future__ import annotations
+
+import enum
+from functools import partial
+
+from prometheus_client import CollectorRegistry, Gauge
+
+from stage02_server.errors import APIError, unavailable
+from stage02_server.middleware import RequestGate
+from stage03_engine.frontend.async_llm import AsyncLLM
+from stagetrace import trace
+
+OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/version", "/load"})
+"""What is answered in every state."""
+
+
+class ServerState(enum.StrEnum):
+    """What the server is doing."""
+
+    STARTING = "starting"  # the engine loads
+    READY = "ready"
+    DRAINING = "draining"  # a signal came: running requests finish, new ones are refused
+    STOPPED = "stopped"
+    FAILED = "failed"  # the engine could not start, or died
+
+
+_MESSAGES = {
+    ServerState.STARTING: "The server is starting: the model is not loaded yet.",
+    ServerState.DRAINING: "The server is shutting down.",
+    ServerState.STOPPED: "The server is shutting down.",
+    ServerState.FAILED: "The engine has died; this server is shutting down.",
+}
+
+
+class Lifecycle:
+    """Knows the state of the server. Nothing has to be kept in step: the state follows from the engine and the gate."""
+
+    def __init__(self, engine: AsyncLLM, gate: RequestGate) -> None:
+        self._engine, self._gate = engine, gate
+        self._ended: ServerState | None = None
+
+    @property
+    def state(self) -> ServerState:
+        """The state of this moment."""
+        if self._ended is not None:
+            return self._ended
+        if self._engine.errored:
+            return ServerState.FAILED
+        if self._gate.draining:
+            return ServerState.DRAINING
+        return ServerState.STARTING if self._engine.ready is None else ServerState.READY
+
+    def end(self, failed: bool) -> None:
+        """The server is over."""
+        self._ended = ServerState.FAILED if failed else ServerState.STOPPED
+        self.announce()
+
+    def announce(self) -> None:
+        """Record that a state began."""
+        if trace.on:
+            trace.emit("server.state", state=self.state.value)
+
+    def register(self, registry: CollectorRegistry) -> None:
+        """Add the metric `stages:server_state`: 1 for the state that the server is in, 0 for the others."""
+        gauge = Gauge("stages:server_state", "1 for the state of the server.", ["state"], registry=registry)
+        for state in ServerState:
+            gauge.labels(state=state.value).set_function(partial(self._is, state))
+
+    def _is(self, state: ServerState) -> float:
+        return float(self.state == state)
+
+    def refusal(self, path: str) -> APIError | None:
+        """Why no request to `path` is taken in this state; None when it is. In `failed` each route answers for itself,
+        since some can do without the engine."""
+        if path in OPEN_PATHS or self.state in (ServerState.READY, ServerState.FAILED):
+            return None
+        return self.unavailable()
+
+    def unavailable(self) -> APIError:
+        """The 503 of a state that is not `ready`."""
+        return unavailable(_MESSAGES[self.state])

@@ -1,0 +1,45 @@
+"""How much is going on, for `/load` and for the bound on the queue (`--max-queue-len`).
+
+Source: vllm/entrypoints/utils.py, load_aware_call. vLLM's queue has no bound unless one is asked for, and neither has ours.
+"""
+
+from __future__ import annotations
+
+from stage02_server.errors import APIError
+from stage03_engine.frontend.async_llm import AsyncLLM
+
+WORKING_PATHS = frozenset(
+    {
+        "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/v1/score", "/v1/rerank",
+        "/v2/rerank", "/score", "/rerank", "/pooling", "/classify", "/v1/audio/transcriptions",
+        "/v1/audio/translations", "/generative_scoring", "/invocations",
+    }
+)  # fmt: skip
+"""The routes behind which there is work for a model."""
+RETRY_AFTER_SECONDS = 1  # a step takes milliseconds: who comes back in a second finds another queue
+
+
+class ServerLoad:
+    """Counts the HTTP requests that are in progress. Only called on the event loop, so a count and the decision that is
+    based on it cannot be torn apart."""
+
+    def __init__(self, engine: AsyncLLM, max_queue_len: int | None) -> None:
+        self._engine, self._max_queue_len = engine, max_queue_len
+        self.in_progress = 0
+
+    @property
+    def queue_len(self) -> int:
+        """Requests that wait: what the scheduler said after its last step, or what cannot fit into a step at any rate,
+        including requests that are still on their way to it."""
+        too_many = self.in_progress - self._engine.vllm_config.scheduler_config.max_num_seqs
+        return max(0, too_many, self._engine.num_waiting_requests)
+
+    def refusal(self) -> APIError | None:
+        """Why one more request is not taken now; None when it is. Looked at before the body is read: a refusal costs
+        next to nothing, however many there are."""
+        limit = self._max_queue_len
+        if limit is None or self.queue_len < limit:
+            return None
+        message = f"The server is overloaded: {self.queue_len} requests wait already. Try again later."
+        headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
+        return APIError(429, "RateLimitError", message, headers=headers)

@@ -1,0 +1,83 @@
+"""Routes for those who run the server: load, settings, aborting, profiling (vllm/entrypoints/serve, basic and dev routers).
+
+What shows or changes other people's requests answers 404 unless the server was started with the flag that asks for it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel, Field
+
+from stage02_server.errors import APIError, not_found
+from stage02_server.protocol import Text
+
+router = APIRouter()
+MAX_ABORTS = 1000
+
+
+class AbortRequest(BaseModel):
+    """Answer ids, as the clients got them."""
+
+    request_ids: Annotated[list[Text], Field(max_length=MAX_ABORTS)]
+
+
+@router.get("/load")
+async def get_server_load(raw_request: Request) -> dict[str, int]:
+    """Requests that a model works on or that wait for it; 0 without --enable-server-load-tracking, as in vLLM."""
+    state = raw_request.app.state
+    return {"server_load": state.server_load.in_progress if state.args.enable_server_load_tracking else 0}
+
+
+def _for_developers(raw_request: Request) -> None:
+    if not raw_request.app.state.args.server_dev_mode:
+        raise not_found("This route is for developers: start the server with --server-dev-mode.")
+
+
+@router.get("/server_info")
+async def show_server_info(raw_request: Request, config_format: Literal["text", "json"] = "text") -> dict[str, Any]:
+    """All settings of the engine, as Python writes them or as JSON."""
+    _for_developers(raw_request)
+    config = raw_request.app.state.engine_client.vllm_config
+    config = replace(config, cache_config=replace(config.cache_config, prefix_caching_hash_seed=None))  # a secret
+    return {"vllm_config": msgspec.to_builtins(config) if config_format == "json" else str(config)}
+
+
+@router.post("/abort_requests")
+async def abort_requests(body: AbortRequest, raw_request: Request) -> Response:
+    """End requests by the ids of their answers; each gets what there is, with the finish reason "abort". Ids that do not
+    run are ignored: they may just have ended."""
+    _for_developers(raw_request)
+    engine = raw_request.app.state.engine_client
+    for response_id in body.request_ids:
+        # The engine's ids end in the number of the prompt, after a random part if the client chose the id.
+        name = re.compile(rf"{re.escape(response_id)}(-[0-9a-f]{{8}})?-\d+")
+        ids = [request_id for request_id in engine.running_request_ids if name.fullmatch(request_id)]
+        await engine.abort_requests(ids, "POST /abort_requests")
+    return Response()
+
+
+async def _profile(raw_request: Request, start: bool) -> Response:
+    engine = raw_request.app.state.engine_client
+    if engine.vllm_config.observability_config.profiler_dir is None:
+        raise not_found("There is no folder for profiles: start the server with --profiler-dir.")
+    if await engine.profile(start):
+        return Response()
+    message = "The profiler is running already." if start else "There is no profile: none was started, or see the log."
+    raise APIError(409, "ConflictError", message)
+
+
+@router.post("/start_profile")
+async def start_profile(raw_request: Request) -> Response:
+    """Begin to record the engine with torch's profiler; 409 if it is being recorded."""
+    return await _profile(raw_request, start=True)
+
+
+@router.post("/stop_profile")
+async def stop_profile(raw_request: Request) -> Response:
+    """End the recording and write it to --profiler-dir, while all requests wait; 409 if there is none."""
+    return await _profile(raw_request, start=False)

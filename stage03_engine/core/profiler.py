@@ -1,0 +1,59 @@
+"""torch.profiler around the steps of the engine (vllm/v1/worker/gpu_worker.py, profile)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from stage03_engine.errors import ConfigError
+from stagetrace import trace
+
+logger = logging.getLogger(__name__)
+
+
+class TorchProfiler:
+    """Writes one file per recording, for Perfetto or chrome://tracing. Raises ConfigError when the folder is unusable."""
+
+    def __init__(self, directory: str | None) -> None:
+        self._directory = None if directory is None else Path(directory)
+        self._running: profile | None = None
+        if self._directory is None:
+            return
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write profiles to {directory!r}: {error.strerror}; see --profiler-dir"
+            ) from error
+
+    def start(self, step: int) -> bool:
+        """Begin a recording; False when one runs, or there is no folder to write it to."""
+        if self._directory is None or self._running is not None:
+            return False
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
+        self._running = profile(activities=activities)
+        self._running.start()
+        if trace.on:
+            trace.emit("profiler.started", step=step)
+        return True
+
+    def stop(self, step: int) -> bool:
+        """End the recording and write it; False when none runs, or it cannot be written. Nothing else is done meanwhile."""
+        running, self._running = self._running, None
+        if running is None or self._directory is None:
+            return False
+        running.stop()
+        path = self._directory / f"engine-{os.getpid()}-{time.time_ns()}.pt.trace.json.gz"
+        try:
+            running.export_chrome_trace(str(path))
+        except (OSError, RuntimeError) as error:
+            logger.warning("the profile could not be written to %s: %s", path, error)
+            return False
+        if trace.on:
+            trace.emit("profiler.stopped", step=step, file=str(path))
+        return True

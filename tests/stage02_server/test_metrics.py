@@ -1,0 +1,121 @@
+"""/metrics: vLLM's names and labels, and numbers that agree with the answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from server_under_test import InProcessServer, ServerProcess
+
+LABELS = {"model_name", "engine"}
+VLLM_METRICS = {  # name -> kind; what vLLM documents for every model that generates text on one engine
+    "vllm:num_requests_running": "gauge",
+    "vllm:num_requests_waiting": "gauge",
+    "vllm:kv_cache_usage_perc": "gauge",
+    "vllm:num_preemptions": "counter",
+    "vllm:prefix_cache_queries": "counter",
+    "vllm:prefix_cache_hits": "counter",
+    "vllm:prompt_tokens": "counter",
+    "vllm:generation_tokens": "counter",
+    "vllm:request_success": "counter",
+    "vllm:spec_decode_num_drafts": "counter",
+    "vllm:spec_decode_num_draft_tokens": "counter",
+    "vllm:spec_decode_num_accepted_tokens": "counter",
+    "vllm:iteration_tokens_total": "histogram",
+    "vllm:request_prompt_tokens": "histogram",
+    "vllm:request_generation_tokens": "histogram",
+    "vllm:request_max_num_generation_tokens": "histogram",
+    "vllm:request_params_n": "histogram",
+    "vllm:request_params_max_tokens": "histogram",
+    "vllm:time_to_first_token_seconds": "histogram",
+    "vllm:inter_token_latency_seconds": "histogram",
+    "vllm:request_time_per_output_token_seconds": "histogram",
+    "vllm:e2e_request_latency_seconds": "histogram",
+    "vllm:request_queue_time_seconds": "histogram",
+    "vllm:request_inference_time_seconds": "histogram",
+    "vllm:request_prefill_time_seconds": "histogram",
+    "vllm:request_decode_time_seconds": "histogram",
+    "vllm:cache_config_info": "gauge",
+}
+
+
+@pytest.fixture(scope="module")
+def real() -> Iterator[ServerProcess]:
+    flags = ("--host", "127.0.0.1", "--port", "0", "--kv-cache-memory-bytes", "50000000")
+    server = ServerProcess("gpt2-tiny", *flags)
+    server.wait_until_ready()
+    yield server
+    server.close()
+
+
+def samples(text: str) -> dict[str, float]:
+    """The value of each sample, summed over its labels."""
+    values: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            values[sample.name] = values.get(sample.name, 0.0) + sample.value
+    return values
+
+
+@pytest.mark.parametrize(("name", "kind"), VLLM_METRICS.items())
+def test_a_metric_of_vllm_is_there_with_its_labels(server: InProcessServer, name: str, kind: str) -> None:
+    families = {f.name: f for f in text_string_to_metric_families(server.request("GET", "/metrics").text)}
+    family = families[name]
+    assert family.type == kind and family.documentation
+    labels = set(family.samples[0].labels) - {"le", "finished_reason"}
+    assert labels >= {"block_size", "engine"} if name == "vllm:cache_config_info" else labels == LABELS
+
+
+def test_every_way_to_end_is_there_from_the_start(make_server: Callable[..., InProcessServer]) -> None:
+    text = make_server().request("GET", "/metrics").text
+    for reason in ("stop", "length", "abort", "error"):
+        assert (
+            f'vllm:request_success_total{{engine="0",finished_reason="{reason}",model_name="byte-model"}} 0.0' in text
+        )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_numbers_agree_with_the_answers(make_server: Callable[..., InProcessServer], stream: bool) -> None:
+    server = make_server()
+    wishes: list[dict[str, Any]] = [
+        {"prompt": "abc", "max_tokens": 5},
+        {"prompt": ["ab", "c"], "max_tokens": 1},
+        {"prompt": "abcd", "max_tokens": 7, "n": 3, "temperature": 1},
+    ]
+    for wish in wishes:
+        assert server.post("/v1/completions", wish | {"stream": stream}).status_code == 200
+    values = samples(server.request("GET", "/metrics").text)
+    answers, outputs = 6, 5 + 2 + 3 * 7
+    assert values["vllm:generation_tokens_total"] == outputs == values["vllm:request_generation_tokens_sum"]
+    assert values["vllm:request_success_total"] == answers == values["vllm:e2e_request_latency_seconds_count"]
+    assert values["vllm:time_to_first_token_seconds_count"] == answers
+    assert values["vllm:inter_token_latency_seconds_count"] == outputs - answers
+    assert values["vllm:request_time_per_output_token_seconds_count"] == answers - 2  # not for answers of one token
+    assert values["vllm:prompt_tokens_total"] == 3 + 3 + 3 * 4
+    assert values["vllm:iteration_tokens_total_sum"] == outputs + values["vllm:prompt_tokens_total"]
+    assert (values["vllm:request_params_n_count"], values["vllm:request_params_n_sum"]) == (4, 1 + 1 + 1 + 3)
+    assert values["vllm:request_params_max_tokens_sum"] == 5 + 1 + 1 + 7
+    assert values["vllm:request_max_num_generation_tokens_sum"] == 5 + 1 + 1 + 7
+
+
+def test_the_intervals_of_a_request_add_up(real: ServerProcess) -> None:
+    body = {"prompt": "To be, or", "max_tokens": 20, "ignore_eos": True}
+    for _ in range(3):
+        assert httpx.post(f"{real.url}/v1/completions", json=body, timeout=30).status_code == 200
+    values = samples(httpx.get(f"{real.url}/metrics").text)
+    total = {
+        name: values[f"vllm:{name}_seconds_sum"]
+        for name in (
+            "request_queue_time", "request_prefill_time", "request_decode_time", "request_inference_time",
+            "e2e_request_latency", "time_to_first_token", "request_time_per_output_token",
+        )
+    }  # fmt: skip
+    prefill, decode = total["request_prefill_time"], total["request_decode_time"]
+    assert min(total.values()) > 0
+    assert prefill + decode == pytest.approx(total["request_inference_time"])
+    assert total["request_queue_time"] + prefill == pytest.approx(total["time_to_first_token"])
+    assert total["time_to_first_token"] + decode == pytest.approx(total["e2e_request_latency"])
+    assert decode == pytest.approx(19 * total["request_time_per_output_token"])

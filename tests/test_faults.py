@@ -1,0 +1,227 @@
+"""What breaks, and what becomes of everybody else: killed processes, failed starts, clients that leave.
+
+The long form kills the engine 50 times: `pytest -m long tests/test_faults.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import shutil
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from server_under_test import ServerProcess
+
+from stage03_engine.model_path import BUNDLED_FOLDER
+from stagetrace import read_run
+
+FLAGS = ("--host", "127.0.0.1", "--port", "0", "--kv-cache-memory-bytes", "50000000")
+LIMIT_SECONDS = 2.0  # for every client to have its answer
+LONG = {"prompt": "ROMEO:", "max_tokens": 400, "ignore_eos": True}
+Start = Callable[..., ServerProcess]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    servers: list[ServerProcess] = []
+
+    def make(*flags: str, model: str = "gpt2-tiny") -> ServerProcess:
+        servers.append(ServerProcess(model, *FLAGS, *flags))
+        return servers[-1]
+
+    yield make
+    for server in servers:
+        server.close()
+
+
+class Processes:
+    """The processes of a running server and what they hold outside of themselves."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        self.api = psutil.Process(server.process.pid)
+        self.all = [self.api, *self.api.children(recursive=True)]
+        [self.engine] = [p for p in self.all if "stage03_engine.core" in p.cmdline()]
+        self.sockets = Path(self.engine.cmdline()[-2].removeprefix("ipc://")).parent
+        assert self.sockets.is_dir()
+        for process in self.all:
+            maps = Path(f"/proc/{process.pid}/maps")
+            assert not maps.exists() or "/dev/shm/" not in maps.read_text(), "shared memory could be left behind"
+
+    def check_gone(self, seconds: float = 5.0) -> None:
+        """No process, no zombie, no socket file."""
+        _, alive = psutil.wait_procs([p for p in self.all if p is not self.api], timeout=seconds)
+        assert not alive
+        assert not self.sockets.exists()
+
+
+async def _one_answer(client: httpx.AsyncClient, stream: bool, on_chunk: Callable[[], None]) -> None:
+    """Returns with the first answer that is an error of the server: a 503, an error event, or a closed port."""
+    while True:
+        try:
+            async with client.stream("POST", "/v1/completions", json=LONG | {"stream": stream}) as response:
+                lines = [line async for line in _counted(response, on_chunk)]
+        except httpx.ConnectError:
+            return
+        if response.status_code != 200:
+            assert response.status_code == 503 and json.loads(lines[0])["error"]["type"] == "ServiceUnavailableError"
+            return
+        if any('"error"' in line for line in lines):
+            assert lines[-1] == "data: [DONE]"
+            return
+
+
+async def _counted(response: httpx.Response, on_chunk: Callable[[], None]) -> AsyncIterator[str]:
+    async for line in response.aiter_lines():
+        on_chunk()
+        if line:
+            yield line
+
+
+async def _kill_engine_under_load(url: str, engine: psutil.Process, after_chunks: int, num_clients: int) -> float:
+    """Seconds from the kill to the last client's answer."""
+    count, killed = 0, 0.0
+
+    def on_chunk() -> None:
+        nonlocal count, killed
+        count += 1
+        if count == after_chunks:
+            killed = time.monotonic()
+            engine.kill()
+
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=30, limits=limits) as client:
+        await asyncio.gather(*(_one_answer(client, i % 4 != 3, on_chunk) for i in range(num_clients)))
+    return time.monotonic() - killed
+
+
+@pytest.mark.parametrize("times", [3, pytest.param(50, marks=[pytest.mark.long, pytest.mark.timeout(1200)])])
+def test_every_client_is_answered_when_the_engine_is_killed(start: Start, times: int) -> None:
+    rng = random.Random(times)
+    for _ in range(times):
+        server = start()
+        url = server.wait_until_ready()
+        processes = Processes(server)
+        after = rng.choice([1, rng.randint(2, 40), rng.randint(40, 800)])
+        seconds = asyncio.run(_kill_engine_under_load(url, processes.engine, after, rng.randint(1, 16)))
+        assert seconds < LIMIT_SECONDS, f"killed after {after} chunks"
+        assert server.wait() == 1
+        processes.check_gone()
+        assert not any("Traceback" in line for line in server.lines)
+
+
+def test_an_engine_killed_while_it_loads_is_one_line(start: Start) -> None:
+    server = start()
+    server.wait_for("HTTP is up")
+    [engine] = psutil.Process(server.process.pid).children()
+    began = time.monotonic()
+    engine.kill()
+    assert server.wait() == 1 and time.monotonic() - began < 10
+    errors = [line for line in server.lines if line.startswith("stages: error: ")]
+    assert len(errors) == 1 and "-9" in errors[0]
+    assert not any("Traceback" in line for line in server.lines)
+
+
+def test_killing_the_api_process_ends_everything_else(start: Start) -> None:
+    """A grammar makes processes of its own, two generations below the API process."""
+    server = start()
+    url = server.wait_until_ready()
+    body = {"prompt": "x", "max_tokens": 4, "guided_regex": "[a-z]+"}
+    assert httpx.post(f"{url}/v1/completions", json=body, timeout=30).status_code == 200
+    processes = Processes(server)
+    assert len(processes.all) > 2
+    server.process.kill()
+    processes.check_gone(LIMIT_SECONDS)
+
+
+def test_the_second_sigterm_ends_open_streams_with_an_error(start: Start) -> None:
+    server = start("--shutdown-timeout", "1000")
+    url = server.wait_until_ready()
+    processes = Processes(server)
+    ends: list[list[str]] = []
+
+    def read() -> None:
+        body = LONG | {"stream": True, "n": 16, "temperature": 1}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as response:
+            lines = (line for line in response.iter_lines() if line)
+            next(lines)
+            begun.wait(30)
+            ends.append(list(lines)[-2:])
+
+    begun = threading.Barrier(4)
+    readers = [threading.Thread(target=read) for _ in range(3)]
+    for reader in readers:
+        reader.start()
+    begun.wait(30)
+    server.process.send_signal(signal.SIGTERM)
+    server.wait_for("SIGTERM: finishing 3 requests")
+    began = time.monotonic()
+    server.process.send_signal(signal.SIGTERM)
+    for reader in readers:
+        reader.join(30)
+    assert time.monotonic() - began < LIMIT_SECONDS
+    assert len(ends) == 3
+    for error, done in ends:
+        assert json.loads(error.removeprefix("data: "))["error"]["code"] == 503 and done == "data: [DONE]"
+    assert server.wait() == 0
+    processes.check_gone()
+
+
+def _damaged(how: str, folder: Path) -> Path:
+    """A copy of gpt2-tiny that cannot be loaded."""
+    shutil.copytree(BUNDLED_FOLDER / "gpt2-tiny", folder, copy_function=shutil.copy)
+    weights = folder / "model.safetensors"
+    if how == "cut off":
+        os.truncate(weights, weights.stat().st_size // 2)
+    elif how == "no weights":
+        weights.write_bytes(b"")
+    elif how == "other shape":
+        config = json.loads((folder / "config.json").read_text())
+        config["n_embd"] *= 2
+        (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("how", ["cut off", "no weights", "other shape"])
+def test_a_model_that_cannot_be_loaded_is_one_line_and_exit_code_1(start: Start, tmp_path: Path, how: str) -> None:
+    server = start(model=str(_damaged(how, tmp_path / "model")))
+    assert server.wait() == 1
+    _one_line(server)
+
+
+@pytest.mark.parametrize("flags", [("--num-gpu-blocks-override", "1000000000000"), ("--kv-cache-memory-bytes", "4T")])
+def test_too_little_memory_is_one_line_and_exit_code_1(start: Start, flags: tuple[str, str]) -> None:
+    server = start(*flags)
+    assert server.wait() == 1
+    assert "memory" in _one_line(server)
+
+
+def _one_line(server: ServerProcess) -> str:
+    """What a failed start says, beside the log."""
+    lines = [line for line in server.lines if not line.startswith(("INFO ", "WARNING "))]
+    assert len(lines) == 1 and lines[0].startswith("stages: error: "), lines
+    return lines[0]
+
+
+def test_a_client_that_leaves_frees_its_blocks_within_a_step(start: Start, tmp_path: Path) -> None:
+    server = start("--trace", str(tmp_path))
+    url = server.wait_until_ready()
+    with httpx.stream("POST", f"{url}/v1/completions", json=LONG | {"stream": True}, timeout=30) as response:
+        next(response.iter_lines())
+    server.wait_for("POST /v1/completions")  # the access log's line at the end of the answer
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait() == 0
+    run = read_run(tmp_path)
+    [finished] = run.named("sched.finished")
+    [heard] = [event for event in run.named("zmq.request_received") if event.args["type"] == "ABORT"]
+    assert finished.args["reason"] == "abort" and finished.args["freed_blocks"] > 0
+    steps = [e for e in run.named("engine.step") if e.ph == "B" and heard.ts < e.ts < finished.ts]
+    assert len(steps) <= 1
