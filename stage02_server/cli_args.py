@@ -18,6 +18,9 @@ class FrontendArgs:
     )
     chat_template: str | None = option(None, "Jinja chat template, as a file or as text; replaces the model's own")
     response_role: str = option("assistant", "role of the answering message in chats")
+    max_stored_responses: int = option(
+        1000, "responses of /v1/responses that stay in memory, for previous_response_id, GET and cancel; 0 stores none"
+    )
     engine: str = option(
         "core", "core = the real engine; echo = answers with the prompt itself, without torch", ("core", "echo")
     )

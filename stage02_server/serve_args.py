@@ -50,6 +50,8 @@ def _check_frontend(args: FrontendArgs) -> None:
         raise ConfigError(f"port must be in [0, 65535], not {args.port}")
     if args.in_process and args.engine == "echo":
         raise ConfigError("in_process is about the real engine; the echo engine runs in the API process anyway")
+    if args.max_stored_responses < 0:
+        raise ConfigError(f"max_stored_responses must be at least 0, not {args.max_stored_responses}")
     for name in ("shutdown_timeout", "timeout_keep_alive"):
         if getattr(args, name) < 0:
             raise ConfigError(f"{name} must be at least 0 seconds, not {getattr(args, name)}")
