@@ -167,13 +167,14 @@ def build_app(args: FrontendArgs) -> FastAPI:
     """The application with all its routes, without any state."""
     from fastapi import FastAPI
 
-    from stage02_server import api_router, metrics, responses_router
+    from stage02_server import absent_routes, api_router, metrics, responses_router
     from stage02_server.errors import add_exception_handlers
     from stage02_server.middleware import RequestGate, RequestMiddleware
 
     app = FastAPI(title="vLLM in stages", lifespan=lifespan)
     app.include_router(api_router.router)
     app.include_router(responses_router.router)
+    app.include_router(absent_routes.router)
     app.include_router(metrics.router)
     app.state.gate = RequestGate()
     app.add_middleware(RequestMiddleware, gate=app.state.gate)
@@ -186,7 +187,6 @@ def build_app(args: FrontendArgs) -> FastAPI:
 def init_app_state(engine: AsyncLLM, state: State, args: FrontendArgs, registry: CollectorRegistry) -> None:
     """Put the handlers where the routes find them. Raises ConfigError for an impossible chat template."""
     from stage02_server.chat_template import ChatTemplate
-    from stage02_server.response_store import ResponseStore
     from stage02_server.serving_chat import OpenAIServingChat
     from stage02_server.serving_completion import OpenAIServingCompletion
     from stage02_server.serving_models import OpenAIServingModels
@@ -201,9 +201,7 @@ def init_app_state(engine: AsyncLLM, state: State, args: FrontendArgs, registry:
     state.openai_serving_models = models
     state.openai_serving_completion = OpenAIServingCompletion(engine, models)
     state.openai_serving_chat = OpenAIServingChat(engine, models, template, args.response_role)
-    state.openai_serving_responses = OpenAIServingResponses(
-        engine, models, template, ResponseStore(args.max_stored_responses)
-    )
+    state.openai_serving_responses = OpenAIServingResponses(engine, models, template, args)
     state.openai_serving_tokenization = OpenAIServingTokenization(
         engine.tokenizer, models, template, config.max_model_len
     )

@@ -33,9 +33,12 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "tools": ([], None),
     # Fields of the other two endpoints, which this one does not have.
     "best_of": (1, None),
+    "echo": (False, None),
     "n": (1, None),
     "prompt_logprobs": (None,),
     "response_format": (None,),
+    "return_token_ids": (False, None),
+    "return_tokens_as_token_ids": (False, None),
     "use_beam_search": (False, None),
 }
 """Field that is not built for this endpoint -> the values that change nothing and are accepted."""

@@ -14,6 +14,7 @@ from contextlib import aclosing
 from starlette.requests import Request
 
 from stage02_server.chat_template import ChatTemplate
+from stage02_server.cli_args import FrontendArgs
 from stage02_server.errors import as_api_error
 from stage02_server.middleware import RequestIds
 from stage02_server.protocol import ChatMessageParam
@@ -34,10 +35,10 @@ class OpenAIServingResponses(OpenAIServing):
     """Answers inputs, and remembers its answers."""
 
     def __init__(
-        self, engine_client: AsyncLLM, models: OpenAIServingModels, template: ChatTemplate, store: ResponseStore
+        self, engine_client: AsyncLLM, models: OpenAIServingModels, template: ChatTemplate, args: FrontendArgs
     ) -> None:
         super().__init__(engine_client, models)
-        self._template, self._store = template, store
+        self._template, self._store = template, ResponseStore(args.max_stored_responses)
 
     async def create_responses(self, request: ResponsesRequest, raw_request: Request) -> Answer:
         """The response, or its events. Raises every refusal before a stream begins."""
@@ -52,7 +53,7 @@ class OpenAIServingResponses(OpenAIServing):
         if trace.on:
             trace.emit("request.validated", req=ids.engine_id(0), model=model, stream=bool(request.stream), prompts=1)
         messages = [*self._earlier(request), *request.messages()]
-        prompt = self._prompt(request, messages, ids)
+        prompt = await self._prompt(request, messages, ids)
         special = self._template.adds_special_tokens(None)
         batch = self.make_batch(request, [prompt], request.to_sampling_params(), ids, model, special)
         maker = ResponseMaker(request, batch, self.engine_client.tokenizer, keep)
@@ -88,13 +89,13 @@ class OpenAIServingResponses(OpenAIServing):
             )
         return previous.messages
 
-    def _prompt(self, request: ResponsesRequest, messages: list[ChatMessageParam], ids: RequestIds) -> str:
+    async def _prompt(self, request: ResponsesRequest, messages: list[ChatMessageParam], ids: RequestIds) -> str:
         """Instructions hold for this response only; those of earlier ones are not carried over, as with OpenAI."""
         if not request.input:
             raise InvalidRequestError("input must not be empty.", "input")
         if request.instructions:
             messages = [ChatMessageParam(role="system", content=request.instructions), *messages]
-        prompt = self._template.apply(messages)
+        prompt = await asyncio.to_thread(self._template.apply, messages)  # a template may take its time
         if trace.on:
             count = len(messages)
             trace.emit("request.templated", req=ids.engine_id(0), messages=count, characters=len(prompt))
