@@ -10,7 +10,7 @@ from stage02_server.errors import not_found
 
 router = APIRouter()
 
-_NO_CLASSES = "the model has no {} task: it writes text, and has no head that scores classes"
+_NO_CLASSES = "its model writes text and has no {} task"
 _NO_WEIGHT_UPDATES = "weights are loaded once, when the server starts"
 _NO_SLEEP = "the engine keeps its weights and its cache in memory for as long as it runs"
 _NO_LORA = "LoRA adapters are not built"
@@ -28,7 +28,7 @@ ABSENT: dict[str, tuple[str, str]] = {
     "/v1/chat/completions/batch": ("POST", "send one request per chat to /v1/chat/completions; they run together"),
     "/invocations": ("POST", "SageMaker's interface is not built; send the body to the route that it is meant for"),
     "/inference/v1/generate": ("POST", "send token ids as prompt to /v1/completions"),
-    "/v1/realtime": ("GET", "the model has no realtime task: it hears and speaks nothing"),
+    "/v1/realtime": ("GET", "its model writes text and has no realtime task"),
     # The engine's inside
     "/kv_event_sources": ("GET", "events of the KV cache are not published; --trace records them"),
     "/scale_elastic_ep": ("POST", _NO_EXPERTS),
@@ -38,8 +38,8 @@ ABSENT: dict[str, tuple[str, str]] = {
     "/sleep": ("POST", _NO_SLEEP),
     "/wake_up": ("POST", _NO_SLEEP),
     "/is_sleeping": ("GET", _NO_SLEEP),
-    "/reset_mm_cache": ("POST", "the model takes no images, sounds or videos, so there is no cache of them"),
-    "/reset_encoder_cache": ("POST", "the model has no encoder, so there is no cache of its outputs"),
+    "/reset_mm_cache": ("POST", "its model takes no images, sounds or videos, so there is no cache of them"),
+    "/reset_encoder_cache": ("POST", "its model has no encoder, so there is no cache of its outputs"),
     "/collective_rpc": ("POST", "calling methods of the engine by name is nothing to offer over HTTP"),
     "/init_weight_transfer_engine": ("POST", _NO_WEIGHT_UPDATES),
     "/update_weights": ("POST", _NO_WEIGHT_UPDATES),
