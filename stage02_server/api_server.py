@@ -167,18 +167,20 @@ def build_app(args: FrontendArgs) -> FastAPI:
     """The application with all its routes, without any state."""
     from fastapi import FastAPI
 
-    from stage02_server import absent_routes, api_router, metrics, responses_router
+    from stage02_server import api_router, metrics
+    from stage02_server.absent_routes import router as absent_routes
     from stage02_server.errors import add_exception_handlers
     from stage02_server.middleware import RequestGate, RequestMiddleware
+    from stage02_server.responses_router import router as responses_router
 
     app = FastAPI(title="vLLM in stages", lifespan=lifespan)
     app.include_router(api_router.router)
-    app.include_router(responses_router.router)
-    app.include_router(absent_routes.router)
     app.include_router(metrics.router)
     app.state.gate = RequestGate()
     app.add_middleware(RequestMiddleware, gate=app.state.gate)
     add_exception_handlers(app)
+    for router in (responses_router, absent_routes):
+        app.include_router(router)
     if trace.on:
         trace.emit("server.app_built", routes=len(app.routes))
     return app
