@@ -203,9 +203,9 @@ def init_app_state(engine: AsyncLLM, state: State, args: FrontendArgs, registry:
     state.openai_serving_models = models
     state.openai_serving_completion = OpenAIServingCompletion(engine, models)
     state.openai_serving_chat = OpenAIServingChat(engine, models, template, args.response_role)
-    state.openai_serving_responses = OpenAIServingResponses(engine, models, template, args)
     state.openai_serving_tokenization = OpenAIServingTokenization(
         engine.tokenizer, models, template, config.max_model_len
     )
+    state.openai_serving_responses = OpenAIServingResponses(engine, models, template, args)
     if trace.on:
         trace.emit("server.state_ready", served_model_names=list(names))
