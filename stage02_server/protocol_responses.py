@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from stage02_server.protocol import ChatMessageParam, ContentPart, Int32, Int64, SamplingRequest, Text
+from stage02_server.protocol import ChatMessageParam, Int32, Int64, SamplingRequest, Text
 from stage02_server.protocol_response import ChatLogProb
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.beam_search import BeamSearchParams
@@ -97,7 +97,8 @@ class InputItem(BaseModel):
                 raise InvalidRequestError(
                     f"Only text can be served, not a content part of type {part.type!r}.", "input"
                 )
-        return ChatMessageParam(role=role, content=[ContentPart(type="text", text=p.text) for p in self.content])
+        parts = [{"type": "text", "text": part.text} for part in self.content]
+        return ChatMessageParam.model_validate({"role": role, "content": parts})
 
 
 class TextFormat(BaseModel):
