@@ -177,9 +177,11 @@ def build_app(args: FrontendArgs) -> FastAPI:
     from fastapi import FastAPI
 
     from stage02_server import api_router, metrics, utility_router
+    from stage02_server.absent_routes import router as absent_routes
     from stage02_server.app_middleware import RequestIdHeaderMiddleware, add_inner_middleware
     from stage02_server.errors import add_exception_handlers
     from stage02_server.middleware import RequestGate, RequestMiddleware
+    from stage02_server.responses_router import router as responses_router
 
     app = FastAPI(
         title="vLLM in stages",
@@ -196,6 +198,8 @@ def build_app(args: FrontendArgs) -> FastAPI:
     if args.enable_request_id_headers:
         app.add_middleware(RequestIdHeaderMiddleware)
     add_exception_handlers(app)
+    for router in (responses_router, absent_routes):
+        app.include_router(router)
     if trace.on:
         trace.emit("server.app_built", routes=len(app.routes))
     return app
@@ -210,6 +214,7 @@ def init_app_state(engine: AsyncLLM, state: State, args: FrontendArgs, registry:
     from stage02_server.serving_chat import OpenAIServingChat
     from stage02_server.serving_completion import OpenAIServingCompletion
     from stage02_server.serving_models import OpenAIServingModels
+    from stage02_server.serving_responses import OpenAIServingResponses
     from stage02_server.serving_tokenization import OpenAIServingTokenization
 
     config, names = engine.vllm_config, served_model_names(engine.vllm_config, args)
@@ -227,9 +232,11 @@ def init_app_state(engine: AsyncLLM, state: State, args: FrontendArgs, registry:
     state.openai_serving_tokenization = OpenAIServingTokenization(
         engine.tokenizer, models, template, config.max_model_len
     )
+    state.openai_serving_responses = OpenAIServingResponses(engine, models, template, args)
     if args.enable_log_requests:
         request_logger = RequestLogger(args.max_log_len)
         state.openai_serving_completion.request_logger = request_logger
         state.openai_serving_chat.request_logger = request_logger
+        state.openai_serving_responses.request_logger = request_logger
     if trace.on:
         trace.emit("server.state_ready", served_model_names=list(names))

@@ -23,6 +23,9 @@ class FrontendArgs:
         False, 'in logprobs call tokens "token_id:5" instead of by their text, unless a request says otherwise'
     )
     enable_force_include_usage: bool = option(False, "end every stream with the usage, asked for or not")
+    max_stored_responses: int = option(
+        1000, "responses of /v1/responses that stay in memory, for previous_response_id, GET and cancel; 0 stores none"
+    )
     engine: str = option(
         "core", "core = the real engine; echo = answers with the prompt itself, without torch", ("core", "echo")
     )

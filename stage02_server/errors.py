@@ -74,7 +74,7 @@ def _from_validation(error: RequestValidationError) -> APIError:
     else:
         said = dict.fromkeys(str(d["msg"]) for d in details if d["loc"][1:2] == (field,))
         message = f"{field}: {'; or '.join(said)}."
-    return APIError(400, "Bad Request", message, "body" if field is None else f"body.{field}")
+    return APIError(400, "Bad Request", message, "body" if field is None else f"{first[0]}.{field}")
 
 
 def error_object(error: APIError) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from stage02_server.server_load import WORKING_PATHS
 from stage02_server.traceparent import parse_traceparent
 from stagetrace import trace
 
-PREFIX = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
+PREFIX = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-", "/v1/responses": "resp_"}
 ACCEPTED_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -117,7 +117,9 @@ class RequestMiddleware:
         req = None
         state = scope.setdefault("state", {})
         if (path := route_path(scope)) in PREFIX:
-            state["ids"] = make_ids(PREFIX[path], Headers(scope=scope).get("x-request-id"))
+            # A stored response is found by its id alone, so nobody chooses that one.
+            wish = None if path == "/v1/responses" else Headers(scope=scope).get("x-request-id")
+            state["ids"] = make_ids(PREFIX[path], wish)
             req = state["req"] = state["ids"].engine_id(0)
         cause = None
         if trace.on:

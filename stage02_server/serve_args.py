@@ -53,6 +53,8 @@ def _check_frontend(args: FrontendArgs) -> None:
         raise ConfigError("in_process is about the real engine; the echo engine runs in the API process anyway")
     if args.max_queue_len is not None and args.max_queue_len < 1:
         raise ConfigError(f"max_queue_len must be at least 1, not {args.max_queue_len}; leave it out for no limit")
+    if args.max_stored_responses < 0:
+        raise ConfigError(f"max_stored_responses must be at least 0, not {args.max_stored_responses}")
     for name in ("shutdown_timeout", "timeout_keep_alive"):
         if getattr(args, name) < 0:
             raise ConfigError(f"{name} must be at least 0 seconds, not {getattr(args, name)}")

@@ -37,6 +37,7 @@ from stagetrace import trace
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+Outputs = AsyncGenerator[tuple[int, RequestOutput], None]  # (number of the prompt, what came)
 MAX_ANSWERS = 4096  # of one HTTP request with n or best_of above 1
 DEFAULTS = FrontendArgs()
 LOWEST_LOGPROB = -9999.0  # JSON has no -Infinity; vLLM's number
@@ -231,14 +232,15 @@ class OpenAIServing:
     async def begin_stream(
         self, request: SamplingRequest, batch: Batch, maker: ChunkMaker, receive: Receive
     ) -> AsyncGenerator[bytes, None]:
-        """The stream of `stream`, which has not begun yet, so that a refusal is still an HTTP status of its own.
+        """The stream of `stream`, which has not begun yet, so that a refusal is still an HTTP status of its own."""
+        return self.stream(request, batch, maker, await self.begin_outputs(batch, receive))
 
-        Only the engine can tell whether a grammar compiles. So with structured output the first output is waited for.
-        """
+    async def begin_outputs(self, batch: Batch, receive: Receive) -> Outputs:
+        """`outputs`; with structured output when the first one is there: only the engine can tell whether a grammar compiles."""
         outputs = self.outputs(batch)
         if batch.requests[0].sampling_params.structured_outputs is not None:
             outputs = await run_until_disconnect(receive, _after_first(outputs))
-        return self.stream(request, batch, maker, outputs)
+        return outputs
 
     async def stream(
         self,

@@ -1,0 +1,57 @@
+"""Routes that vLLM has and that cannot apply here: each is a 404 that says why, instead of one that leaves it open whether
+the address was mistyped (vLLM does not register the routes of tasks that its model lacks).
+"""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+
+from stage02_server.errors import not_found
+
+router = APIRouter()
+
+_NO_CLASSES = "its model writes text and has no {} task"
+_NO_WEIGHT_UPDATES = "weights are loaded once, when the server starts"
+_NO_SLEEP = "the engine keeps its weights and its cache in memory for as long as it runs"
+_NO_LORA = "LoRA adapters are not built"
+_NO_ANTHROPIC = "Anthropic's Messages API is not built; use /v1/chat/completions or /v1/responses"
+_NO_EXPERTS = "there is one engine without expert parallelism, so nothing scales"
+
+ABSENT: dict[str, tuple[str, str]] = {
+    # Other tasks, and other forms of those that there are
+    "/classify": ("POST", _NO_CLASSES.format("classify")),
+    "/v1/systemone": ("POST", _NO_CLASSES.format("structured decision")),
+    "/v1/decisions": ("POST", _NO_CLASSES.format("decision")),
+    "/generative_scoring": ("POST", "ask /v1/completions for logprobs, with echo and max_tokens 0 to score a text"),
+    "/v1/messages": ("POST", _NO_ANTHROPIC),
+    "/v1/messages/count_tokens": ("POST", _NO_ANTHROPIC + ", and /tokenize to count"),
+    "/v1/chat/completions/batch": ("POST", "send one request per chat to /v1/chat/completions; they run together"),
+    "/invocations": ("POST", "SageMaker's interface is not built; send the body to the route that it is meant for"),
+    "/inference/v1/generate": ("POST", "send token ids as prompt to /v1/completions"),
+    "/v1/realtime": ("GET", "its model writes text and has no realtime task"),
+    # The engine's inside
+    "/kv_event_sources": ("GET", "events of the KV cache are not published; --trace records them"),
+    "/scale_elastic_ep": ("POST", _NO_EXPERTS),
+    "/is_scaling_elastic_ep": ("POST", _NO_EXPERTS),
+    "/v1/load_lora_adapter": ("POST", _NO_LORA),
+    "/v1/unload_lora_adapter": ("POST", _NO_LORA),
+    "/sleep": ("POST", _NO_SLEEP),
+    "/wake_up": ("POST", _NO_SLEEP),
+    "/is_sleeping": ("GET", _NO_SLEEP),
+    "/reset_mm_cache": ("POST", "its model takes no images, sounds or videos, so there is no cache of them"),
+    "/reset_encoder_cache": ("POST", "its model has no encoder, so there is no cache of its outputs"),
+    "/collective_rpc": ("POST", "calling methods of the engine by name is nothing to offer over HTTP"),
+    "/init_weight_transfer_engine": ("POST", _NO_WEIGHT_UPDATES),
+    "/update_weights": ("POST", _NO_WEIGHT_UPDATES),
+}
+"""Path -> its method, and why it is not here."""
+
+
+async def refuse(raw_request: Request) -> Response:
+    """Raises APIError 404, whatever the body says."""
+    path = raw_request.scope["route"].path
+    raise not_found(f"This server has no {path}: {ABSENT[path][1]}.")
+
+
+for _path, (_method, _) in ABSENT.items():
+    router.add_api_route(_path, refuse, methods=[_method], include_in_schema=False)

@@ -1,0 +1,223 @@
+"""Responses that outlive their request: the bounded store, background work, its events, and cancelling."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given, settings, strategies as st
+from server_under_test import InProcessServer, RecordingEcho, ServerProcess
+
+from stage02_server import response_store
+
+RESPONSES = "/v1/responses"
+BACKGROUND = {"input": "Hello", "background": True, "max_output_tokens": 6}
+MakeServer = Callable[..., InProcessServer]
+
+
+def post(server: InProcessServer, **body: Any) -> httpx.Response:
+    return server.post(RESPONSES, {"input": "Hello", "max_output_tokens": 2} | body)
+
+
+def get(server: InProcessServer, name: str, query: str = "") -> httpx.Response:
+    return server.request("GET", f"{RESPONSES}/{name}{query}")
+
+
+def error_of(answer: httpx.Response) -> tuple[int, str, str | None]:
+    error = answer.json()["error"]
+    return answer.status_code, error["type"], error["param"]
+
+
+def wait_until_done(server: InProcessServer, name: str) -> dict[str, Any]:
+    for _ in range(1000):
+        body = get(server, name).json()
+        if body["status"] not in ("queued", "in_progress"):
+            return body
+    raise AssertionError(body)
+
+
+def numbers(text: str) -> list[int]:
+    data = [line for line in text.splitlines() if line.startswith("data: ")]
+    return [json.loads(line.removeprefix("data: "))["sequence_number"] for line in data]
+
+
+@pytest.fixture
+def stuck(make_server: MakeServer) -> InProcessServer:
+    """A server whose engine never answers, with room for two responses."""
+    return make_server(RecordingEcho(tick_seconds=3600), max_stored_responses=2)
+
+
+@given(room=st.integers(1, 4), count=st.integers(1, 7))
+@settings(max_examples=10, deadline=None)
+def test_the_last_ones_are_kept(room: int, count: int) -> None:
+    server = InProcessServer(max_stored_responses=room)
+    try:
+        names = [post(server).json()["id"] for _ in range(count)]
+        found = [get(server, name).status_code for name in names]
+        assert found == [404] * max(0, count - room) + [200] * min(count, room)
+        gone = post(server, previous_response_id=names[0])
+        assert gone.status_code == (404 if count > room else 200)
+    finally:
+        server.close()
+
+
+def test_long_conversations_push_out_more(make_server: MakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(response_store, "MAX_STORED_CHARACTERS", 50)
+    server = make_server()
+    names = [post(server, input="x" * 20).json()["id"] for _ in range(3)]  # 22 characters each
+    assert [get(server, name).status_code for name in names] == [404, 200, 200]
+
+
+def test_a_stored_response_is_what_was_answered(server: InProcessServer) -> None:
+    answer = post(server, metadata={"a": "b"}).json()
+    assert get(server, answer["id"]).json() == answer
+    assert error_of(get(server, answer["id"], "?stream=true")) == (400, "BadRequestError", "stream")
+    cancel = server.post(f"{RESPONSES}/{answer['id']}/cancel", None)
+    assert error_of(cancel) == (400, "BadRequestError", "response_id")
+
+
+@pytest.mark.parametrize("path", ["{}", "{}/cancel"])
+def test_unknown_ids(server: InProcessServer, path: str) -> None:
+    method = "POST" if "cancel" in path else "GET"
+    for name, status, kind in (("resp_no", 404, "NotFoundError"), ("cmpl-1", 400, "BadRequestError")):
+        answer = server.request(method, f"{RESPONSES}/{path.format(name)}")
+        assert error_of(answer) == (status, kind, "response_id")
+
+
+def test_without_a_store(make_server: MakeServer) -> None:
+    server = make_server(max_stored_responses=0)
+    answer = post(server).json()
+    assert answer["store"] is False and get(server, answer["id"]).status_code == 404
+    refused = server.post(RESPONSES, BACKGROUND)
+    assert error_of(refused)[0] == 400 and "--max-stored-responses" in refused.json()["error"]["message"]
+
+
+def test_background_is_answered_at_once_and_done_later(server: InProcessServer) -> None:
+    first = server.post(RESPONSES, BACKGROUND).json()
+    assert (first["status"], first["output"], first["background"]) == ("queued", [], True)
+    done = wait_until_done(server, first["id"])
+    assert done["status"] == "incomplete" and done["output"][0]["content"][0]["text"] == "HelloH"
+    assert get(server, first["id"], "?stream=true").status_code == 400, "it was not created with stream=true"
+    later = post(server, previous_response_id=first["id"], input="!", max_output_tokens=30).json()
+    assert later["output"][0]["content"][0]["text"].startswith("HelloHelloH!")
+
+
+def test_events_can_be_read_again_from_anywhere(server: InProcessServer) -> None:
+    whole = server.post(RESPONSES, BACKGROUND | {"stream": True}).text
+    name = json.loads(whole.splitlines()[1].removeprefix("data: "))["response"]["id"]
+    assert [line for line in whole.splitlines() if line.startswith("event")][:3] == [
+        "event: response.created", "event: response.queued", "event: response.in_progress",
+    ]  # fmt: skip
+    count = len(numbers(whole))
+    assert numbers(whole) == list(range(count)) and get(server, name, "?stream=true").text == whole
+    for after in range(count):
+        rest = get(server, name, f"?stream=true&starting_after={after}").text
+        assert whole.endswith(rest) and numbers(rest) == list(range(after + 1, count))
+    assert get(server, name, "?stream=true&starting_after=1000000").text == ""
+    for wrong in ("-1", "x"):
+        answer = get(server, name, f"?stream=true&starting_after={wrong}")
+        assert error_of(answer) == (400, "Bad Request", "query.starting_after")
+
+
+async def _leave_after_first_event(server: InProcessServer, body: dict[str, Any]) -> str:
+    """Post, read the first event, hang up; returns the id of the response."""
+    left = asyncio.Event()
+    inbox = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+    sent = b""
+
+    async def receive() -> dict[str, Any]:
+        if inbox:
+            return inbox.pop()
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        nonlocal sent
+        sent += message.get("body", b"")
+        if sent:
+            left.set()
+
+    scope = {
+        "type": "http", "method": "POST", "path": RESPONSES, "raw_path": RESPONSES.encode(), "query_string": b"",
+        "headers": [(b"content-type", b"application/json")], "http_version": "1.1", "scheme": "http",
+    }  # fmt: skip
+    await server.app(scope, receive, send)
+    return json.loads(sent.splitlines()[1].removeprefix(b"data: "))["response"]["id"]
+
+
+def test_background_goes_on_without_its_reader(make_server: MakeServer) -> None:
+    server = make_server(RecordingEcho(tick_seconds=0.001))
+    name = server.run(_leave_after_first_event(server, BACKGROUND | {"stream": True}))
+    done = wait_until_done(server, name)
+    assert done["output"][0]["content"][0]["text"] == "HelloH" and not server.client.aborted  # type: ignore[attr-defined]
+
+
+def test_foreground_ends_with_its_reader(stuck: InProcessServer) -> None:
+    name = stuck.run(_leave_after_first_event(stuck, {"input": "Hello", "stream": True}))
+    assert stuck.engine.num_unfinished_requests == 0 and len(stuck.client.aborted) == 1  # type: ignore[attr-defined]
+    assert get(stuck, name).status_code == 404
+
+
+def test_cancel(stuck: InProcessServer) -> None:
+    name = stuck.post(RESPONSES, BACKGROUND).json()["id"]
+    assert get(stuck, name).json()["status"] == "in_progress" and stuck.engine.num_unfinished_requests == 1
+    early = post(stuck, previous_response_id=name)
+    assert error_of(early) == (400, "BadRequestError", "previous_response_id")
+    for _ in range(2):
+        answer = stuck.post(f"{RESPONSES}/{name}/cancel", None)
+        assert answer.status_code == 200 and answer.json()["status"] == "cancelled" and answer.json()["output"] == []
+    assert get(stuck, name).json() == answer.json()
+    assert stuck.engine.num_unfinished_requests == 0 and len(stuck.client.aborted) == 1  # type: ignore[attr-defined]
+
+
+def test_cancel_ends_the_streams_of_all_readers(stuck: InProcessServer) -> None:
+    async def session() -> tuple[str, str]:
+        name = await _leave_after_first_event(stuck, BACKGROUND | {"stream": True})
+        reader = asyncio.create_task(stuck.send("GET", f"{RESPONSES}/{name}?stream=true&starting_after=1"))
+        await asyncio.sleep(0)
+        await stuck.send("POST", f"{RESPONSES}/{name}/cancel")
+        return name, (await reader).text
+
+    _, text = stuck.run(session())
+    assert numbers(text)[0] == 2 and "response.in_progress" in text
+
+
+def test_running_responses_are_not_forgotten_and_bounded(stuck: InProcessServer) -> None:
+    names = [stuck.post(RESPONSES, BACKGROUND).json()["id"] for _ in range(2)]
+    assert error_of(stuck.post(RESPONSES, BACKGROUND)) == (429, "RateLimitError", None)
+    assert stuck.engine.num_unfinished_requests == 2
+    assert [get(stuck, name).json()["status"] for name in names] == ["in_progress"] * 2
+    stuck.post(f"{RESPONSES}/{names[0]}/cancel", None)
+    third = stuck.post(RESPONSES, BACKGROUND)
+    assert third.status_code == 200 and get(stuck, names[0]).status_code == 404 and get(stuck, names[1]).is_success
+
+
+def test_a_failure_in_the_background_is_kept(make_server: MakeServer) -> None:
+    class Dying(RecordingEcho):
+        async def add_request_async(self, request: Any) -> None:
+            raise RuntimeError("at /secret/path")
+
+    server = make_server(Dying())
+    name = server.post(RESPONSES, BACKGROUND).json()["id"]
+    failed = wait_until_done(server, name)
+    assert failed["status"] == "failed" and failed["error"]["code"] == "server_error" and failed["output"] == []
+    assert "/secret" not in json.dumps(failed)
+
+
+def test_a_background_response_does_not_keep_the_server(start_server: Callable[..., ServerProcess]) -> None:
+    server = start_server("gpt2-tiny", "--engine", "echo", "--port", "0", "--shutdown-timeout", "20")
+    url = server.wait_until_ready()
+    answer = httpx.post(url + RESPONSES, json={"input": "Hello", "background": True})  # 2 s of work
+    assert answer.json()["status"] == "queued"
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait() == 0 and not [line for line in server.lines if "Error" in line or "Traceback" in line]
+
+
+def test_impossible_flag(start_server: Callable[..., ServerProcess]) -> None:
+    server = start_server("gpt2-tiny", "--max-stored-responses", "-1")
+    assert server.wait() == 2 and "max_stored_responses must be at least 0" in server.lines[-1]
