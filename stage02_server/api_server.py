@@ -192,12 +192,12 @@ def init_app_state(engine: AsyncLLM, state: State, args: FrontendArgs, registry:
 
     config, names = engine.vllm_config, served_model_names(engine.vllm_config, args)
     models = OpenAIServingModels(config, names)
-    template = ChatTemplate(args.chat_template, engine.tokenizer)
+    template = ChatTemplate(args, engine.tokenizer)
     state.engine_client = engine
     state.registry = registry
     state.openai_serving_models = models
     state.openai_serving_completion = OpenAIServingCompletion(engine, models)
-    state.openai_serving_chat = OpenAIServingChat(engine, models, template, args.response_role)
+    state.openai_serving_chat = OpenAIServingChat(engine, models, template, args)
     state.openai_serving_tokenization = OpenAIServingTokenization(
         engine.tokenizer, models, template, config.max_model_len
     )
