@@ -6,7 +6,6 @@ one after the other, as if they were one text. (vLLM refuses to chat with such a
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -102,10 +101,6 @@ class ChatTemplate:
             variables["tools"] = [
                 {"type": tool.type, "function": tool.function.model_dump(exclude_unset=True)} for tool in fields.tools
             ]
-        try:
-            json.dumps(variables, ensure_ascii=False).encode()  # what cannot be sent cannot be rendered either
-        except (UnicodeEncodeError, RecursionError) as error:
-            raise InvalidRequestError(f"these variables cannot be read: {type(error).__name__}", "messages") from None
         return variables
 
     def adds_special_tokens(self, asked: bool | None) -> bool:

@@ -6,7 +6,7 @@ system ends this process when a rendering takes too long, and refuses it memory.
 without limits.)
 
 Messages both ways: length, msgpack, as between engine and grammar process. First [template], answered by [error or "", content
-format]. Then any number of [template or None, variables], each answered by [error or "", prompt].
+format]. Then any number of [template or None, variables as JSON], each answered by [error or "", prompt].
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def main() -> int:
             try:
                 template = own if source is None and own is not None else environment.from_string(source)
                 if variables:
-                    answer = ["", _render(template, variables[0])]
+                    answer = ["", _render(template, json.loads(variables[0]))]
                 else:
                     own, answer = template, ["", content_format(environment.parse(source))]
             except Exception as error:  # a template may do anything that Python can, e.g. divide by zero

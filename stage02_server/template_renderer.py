@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import threading
@@ -35,10 +36,15 @@ class TemplateRenderer:
     def render(self, source: str | None, variables: dict[str, Any]) -> str:
         """The prompt of the template `source`, or of the server's own. Waits: call it in a thread. Raises
         InvalidRequestError whatever the template does."""
+        try:
+            text = json.dumps(variables, ensure_ascii=False)  # MessagePack has no large integers
+            text.encode()
+        except (UnicodeEncodeError, RecursionError) as error:
+            raise InvalidRequestError(f"they cannot be encoded: {type(error).__name__}", "messages") from None
         with self._lock:
             if self._process is None:
                 self._start()
-            return self._ask([source, variables])
+            return self._ask([source, text])
 
     _process: subprocess.Popen[bytes] | None
 

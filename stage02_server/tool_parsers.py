@@ -53,8 +53,8 @@ class HermesToolParser:
         arguments, rest = call.feed(self._held)
         self._held = ""
         if call.broken or (finished and call.name is None):
-            delta.content += BEGIN + call.raw[:1]
-            self._call, self._held = None, call.raw[1:]  # there may be a call further on
+            delta.content += BEGIN + call.raw
+            self._call, self._held = None, rest
             return True
         if arguments or call.name != known:
             delta.add_call(self._num_calls, call.name if known is None else None, arguments)
@@ -79,21 +79,21 @@ class RequiredToolParser:
     def __init__(self) -> None:
         self._call: CallScanner | None = None
         self._num_calls = 0
+        self._is_text = False  # no grammar held, as with the echo engine
 
     def feed(self, text: str, finished: bool) -> AnswerDelta:
         """As `Parser.feed`."""
-        delta = AnswerDelta()
-        while text:
+        delta = AnswerDelta(content=text if self._is_text else "")
+        while text and not self._is_text:
             if self._call is None:
                 text = text.lstrip("[], \t\r\n")
                 self._call = CallScanner() if text else None
                 continue
             known = self._call.name
             arguments, text = self._call.feed(text)
-            if self._call.broken:  # without a grammar, as with the echo engine
-                delta.content += self._call.raw
-                self._call = None
-                continue
+            if self._call.broken:
+                delta.content, self._is_text = self._call.raw + text, True
+                break
             if arguments or self._call.name != known:
                 delta.add_call(self._num_calls, self._call.name if known is None else None, arguments)
             if self._call.done:
