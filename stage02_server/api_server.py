@@ -219,7 +219,7 @@ def init_app_state(engine: AsyncLLM, state: State, args: FrontendArgs, registry:
 
     config, names = engine.vllm_config, served_model_names(engine.vllm_config, args)
     models = OpenAIServingModels(config, names)
-    template = ChatTemplate(args.chat_template, engine.tokenizer)
+    template = ChatTemplate(args, engine.tokenizer)
     state.engine_client = engine
     state.registry = registry
     state.args = args

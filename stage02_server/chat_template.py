@@ -7,19 +7,23 @@ one after the other, as if they were one text. (vLLM refuses to chat with such a
 from __future__ import annotations
 
 import logging
-from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from jinja2 import TemplateError
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-from stage02_server.protocol import ChatMessageParam
+from stage02_server.chat_messages import plain_message
+from stage02_server.cli_args import FrontendArgs
+from stage02_server.protocol_chat import ChatMessageParam, ChatTemplateFields
+from stage02_server.template_renderer import TemplateRenderer
 from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.frontend.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+MAX_TEMPLATE_CHARACTERS = 65_536  # of a template that comes with a request
+_OURS = frozenset(
+    ("messages", "tools", "documents", "bos_token", "eos_token", "add_generation_prompt", "continue_final_message",
+     "chat_template", "tokenize", "return_tensors", "return_dict", "raise_exception", "strftime_now")
+)  # fmt: skip
+"""Variables of a template that chat_template_kwargs cannot replace, and words that mean something to transformers."""
 
 
 def load_chat_template(given: str | None) -> str | None:
@@ -33,61 +37,86 @@ def load_chat_template(given: str | None) -> str | None:
         raise ConfigError(f"cannot read the chat template {given!r} ({reason}); see --chat-template") from error
 
 
-def _refuse(message: str) -> NoReturn:
-    raise TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
-
-
 class ChatTemplate:
-    """Renders messages. The template runs in a sandbox: a model's files are data from elsewhere, not code to trust."""
+    """Renders messages, in a sandbox and with limits: template_process.py says why."""
 
-    def __init__(self, given: str | None, tokenizer: Tokenizer) -> None:
-        source = load_chat_template(given) or tokenizer.chat_template
+    def __init__(self, args: FrontendArgs, tokenizer: Tokenizer) -> None:
+        source = load_chat_template(args.chat_template) or tokenizer.chat_template
         self._tokens = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
-        self._template = None
+        self._has_template, self._trusting = source is not None, args.trust_request_chat_template
+        self._defaults = args.default_chat_template_kwargs or {}
+        if wrong := _OURS & self._defaults.keys():
+            raise ConfigError(f"--default-chat-template-kwargs must not hold {min(wrong)}: the server sets it")
+        self._renderer = TemplateRenderer(source)
+        asked = args.chat_template_content_format
+        self._format = self._renderer.content_format if asked == "auto" else asked
         if source is None:
             logger.info("The model has no chat template: chats become the plain concatenation of their messages.")
-            return
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-        environment.globals.update(raise_exception=_refuse, strftime_now=_strftime_now)
-        try:
-            self._template = environment.from_string(source)
-        except TemplateError as error:
-            raise ConfigError(f"the chat template is not valid Jinja: {error}; see --chat-template") from error
 
-    def apply(self, messages: list[ChatMessageParam]) -> str:
-        """The prompt. Raises InvalidRequestError when the messages or the template do not allow one."""
-        if not messages:
-            raise InvalidRequestError("messages must hold at least one message.", "messages")
-        plain = [_plain(message) for message in messages]
-        if self._template is None:
+    def apply(self, messages: list[ChatMessageParam], fields: ChatTemplateFields | None = None) -> str:
+        """The prompt. Waits for the process that renders: call it in a thread. Raises InvalidRequestError when the messages
+        or the template do not allow one."""
+        fields = fields or ChatTemplateFields()
+        self._check(messages, fields)
+        templated = self._has_template or fields.chat_template is not None
+        plain = [plain_message(message, self._format if templated else "string") for message in messages]
+        if not templated:
             return "".join(message["content"] for message in plain)
         try:
-            # Templates ask `tools is not none`, as transformers always names these two.
-            rest = {"tools": None, "documents": None, **self._tokens}
-            return self._template.render(messages=plain, add_generation_prompt=True, **rest)
-        except Exception as error:  # a template may do anything that Python can, e.g. divide by zero
-            raise InvalidRequestError(f"The chat template does not take these messages: {error}", "messages") from error
+            prompt = self._renderer.render(fields.chat_template, self._variables(plain, fields))
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"The chat template does not take these messages: {error}", "messages") from None
+        return _cut_after(prompt, messages[-1], plain[-1]) if fields.continue_final_message else prompt
+
+    def _check(self, messages: list[ChatMessageParam], fields: ChatTemplateFields) -> None:
+        if not messages:
+            raise InvalidRequestError("messages must hold at least one message.", "messages")
+        if fields.chat_template is not None:
+            if not self._trusting:
+                raise InvalidRequestError(
+                    "This server takes no chat template from requests; --trust-request-chat-template lets it.",
+                    "chat_template",
+                )
+            if not 0 < len(fields.chat_template) <= MAX_TEMPLATE_CHARACTERS:
+                raise InvalidRequestError(
+                    f"chat_template must have 1 to {MAX_TEMPLATE_CHARACTERS} characters.", "chat_template"
+                )
+        if wrong := _OURS & (fields.chat_template_kwargs or {}).keys():
+            raise InvalidRequestError(f"chat_template_kwargs must not hold {min(wrong)}.", "chat_template_kwargs")
+        if fields.continue_final_message and fields.add_generation_prompt is not False:
+            raise InvalidRequestError(
+                "continue_final_message needs add_generation_prompt=false: the answer goes on with the last message, or "
+                "begins a new one.",
+                "continue_final_message",
+            )
+
+    def _variables(self, plain: list[dict[str, Any]], fields: ChatTemplateFields) -> dict[str, Any]:
+        """What the template sees. `tools` and `documents` are always there: templates ask `tools is not none`."""
+        effort = {} if fields.reasoning_effort is None else {"reasoning_effort": fields.reasoning_effort}
+        variables = self._defaults | effort | (fields.chat_template_kwargs or {}) | self._tokens
+        variables |= {"messages": plain, "documents": fields.documents, "tools": None}
+        variables["add_generation_prompt"] = fields.add_generation_prompt is not False
+        variables["continue_final_message"] = bool(fields.continue_final_message)
+        if fields.tools:
+            variables["tools"] = [
+                {"type": tool.type, "function": tool.function.model_dump(exclude_unset=True)} for tool in fields.tools
+            ]
+        return variables
 
     def adds_special_tokens(self, asked: bool | None) -> bool:
         """Should the tokenizer begin the prompt with the model's beginning-of-text token? What the request asks for, else
         only where there is no template: templates write that token themselves."""
-        return self._template is None if asked is None else asked
+        return not self._has_template if asked is None else asked
 
 
-def _plain(message: ChatMessageParam) -> dict[str, Any]:
-    """A message as templates expect it: its content is one string (text parts are joined by line breaks, as in vLLM)."""
-    if (message.model_extra or {}).get("tool_calls"):
-        raise InvalidRequestError("tool_calls in messages are not supported by this server.", "messages")
-    content = message.content or ""
-    if isinstance(content, list):
-        for part in content:
-            if part.type != "text" or part.text is None:
-                raise InvalidRequestError(
-                    f"Only text can be served, not a content part of type {part.type!r}.", "messages"
-                )
-        content = "\n".join(part.text or "" for part in content)
-    return {"role": message.role, "content": content} | ({} if message.name is None else {"name": message.name})
+def _cut_after(prompt: str, message: ChatMessageParam, plain: dict[str, Any]) -> str:
+    """The prompt up to the end of the last message's text, so that the model goes on with it. A template may strip it."""
+    content = plain["content"]
+    text = content if isinstance(content, str) else content[-1]["text"]
+    for wanted in (text, text.rstrip(), text.strip()):
+        if wanted.strip() and (place := prompt.rfind(wanted)) >= 0:
+            return prompt[: place + len(wanted)]
+    raise InvalidRequestError(
+        f"continue_final_message: the prompt does not hold the last message's text (role {message.role[:50]!r}).",
+        "messages",
+    )

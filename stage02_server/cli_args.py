@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from stage03_engine.config import option
 
@@ -18,6 +19,31 @@ class FrontendArgs:
         None, "names that requests may use for the model; its own if not given"
     )
     chat_template: str | None = option(None, "Jinja chat template, as a file or as text; replaces the model's own")
+    chat_template_content_format: str = option(
+        "auto",
+        "how templates see a message's content: as one text, or as OpenAI's list of parts; auto looks at the template",
+        ("auto", "string", "openai"),
+    )
+    trust_request_chat_template: bool = option(False, "take a chat template that comes with a request")
+    default_chat_template_kwargs: dict[str, Any] | None = option(
+        None, "variables for the chat template, where a request does not set them itself"
+    )
+    enable_auto_tool_choice: bool = option(
+        False, "let the model decide whether to call a tool; needs --tool-call-parser"
+    )
+    exclude_tools_when_tool_choice_none: bool = option(
+        False, "do not show the tools to the chat template when the request has tool_choice none"
+    )
+    tool_call_parser: str | None = option(
+        None, "how the model writes tool calls: hermes, or the name of a plugin's parser"
+    )
+    tool_parser_plugin: str = option("", "Python file that adds parsers to stage02_server.tool_parsers.TOOL_PARSERS")
+    reasoning_parser: str = option(
+        "", "how the model marks its reasoning: deepseek_r1 (<think> tags), or the name of a plugin's parser"
+    )
+    reasoning_parser_plugin: str = option(
+        "", "Python file that adds parsers to stage02_server.reasoning_parsers.REASONING_PARSERS"
+    )
     response_role: str = option("assistant", "role of the answering message in chats")
     return_tokens_as_token_ids: bool = option(
         False, 'in logprobs call tokens "token_id:5" instead of by their text, unless a request says otherwise'

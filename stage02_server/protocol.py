@@ -6,46 +6,25 @@ to ignore one of these would silently give a different answer than the one that 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from msgspec.structs import replace
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, StrictInt, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
 from stage02_server.middleware import ACCEPTED_ID
+from stage02_server.protocol_chat import ChatMessageParam, ChatTemplateFields, ToolChoice
+from stage02_server.protocol_types import Int32, Int64, Several, Text, TokenIds
 from stage02_server.request_limits import check_number_of_items
 from stage02_server.structured_outputs import to_structured_outputs
+from stage02_server.tool_choice import with_forced_tool
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.beam_search import BeamSearchParams
 from stage03_engine.repetition_detection import RepetitionDetectionParams
 from stage03_engine.sampling_params import MAX_LOGPROBS, RequestOutputKind, SamplingParams
 
-
-def _encodable(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise PydanticCustomError("not_unicode", "Input holds half of a surrogate pair, which is not Unicode") from None
-    return text
-
-
-Text = Annotated[str, AfterValidator(_encodable)]  # JSON can spell "\ud800" alone; UTF-8, and so the tokenizer, cannot
-Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]  # what a tensor of integers can hold
-Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # what msgpack can hold
-# fail_fast: a list of a million wrong items is one complaint, not a million of them.
-TokenIds = Annotated[list[StrictInt], Field(fail_fast=True)]
-T = TypeVar("T")
-MAX_PROMPTS = 4096
-Several = Annotated[list[T], Field(max_length=MAX_PROMPTS, fail_fast=True)]
-
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True, None),
     "audio": (None,),
-    "chat_template": (None,),
-    "chat_template_kwargs": ({}, None),
     "ec_transfer_params": ({}, None),
-    "continue_final_message": (False, None),
-    "documents": ([], None),
     "function_call": ("none", None),
     "functions": ([], None),
     "kv_transfer_params": ({}, None),
@@ -57,8 +36,6 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "return_weight_versions": (False, None),
     "suffix": ("", None),
     "thinking_token_budget": (None,),
-    "tool_choice": ("none", "auto", None),
-    "tools": ([], None),
     "watermarking": (False, None),
 }
 """Field of OpenAI's or vLLM's interface that is not built here -> the values that change nothing and are accepted."""
@@ -249,29 +226,16 @@ class CompletionRequest(SamplingRequest):
         return replace(params, prompt_logprobs=max(self.logprobs, self.prompt_logprobs or 0))
 
 
-class ContentPart(BaseModel):
-    """One part of a message's content; only type "text" can be served."""
-
-    type: Text
-    text: Text | None = None
-
-
-class ChatMessageParam(BaseModel):
-    """One message of a chat."""
-
-    model_config = ConfigDict(extra="allow")
-
-    role: Text
-    content: Text | list[ContentPart] | None = None
-    name: Text | None = None
-
-
-class ChatCompletionRequest(SamplingRequest):
+class ChatCompletionRequest(SamplingRequest, ChatTemplateFields):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessageParam], Field(fail_fast=True)]
     max_tokens: Int64 | None = None
     max_completion_tokens: Int64 | None = None
+    tool_choice: ToolChoice | None = None  # None: "auto" if there are tools
+    parallel_tool_calls: bool | None = True
+    include_reasoning: bool = True
+    echo: bool | None = False  # begin the answer with the last message, if it has the answer's role
     logprobs: bool | None = False
     top_logprobs: Int32 | None = None
     add_special_tokens: bool | None = None  # None: templates write them, a chat without a template gets them
@@ -284,10 +248,11 @@ class ChatCompletionRequest(SamplingRequest):
         if top and not self.logprobs:
             raise InvalidRequestError("top_logprobs needs logprobs=true.", "top_logprobs")
         max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return self._sampling_params(max_tokens, top if self.logprobs else None)
+        params = self._sampling_params(max_tokens, top if self.logprobs else None)
+        return with_forced_tool(params, self.tools or [], self.tool_choice, self.parallel_tool_calls is not False)
 
 
-class TokenizeRequest(RequestModel):
+class TokenizeRequest(RequestModel, ChatTemplateFields):
     """POST /tokenize: a text, or messages that the chat template turns into one."""
 
     prompt: Text | None = None

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
 
 
 class TokenizeResponse(BaseModel):
@@ -99,11 +99,32 @@ class ChatLogProbs(BaseModel):
     content: list[ChatLogProb]
 
 
+class FunctionCall(BaseModel):
+    """The function that the model calls; `arguments` is JSON as the model wrote it, valid or not."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    """A tool call of the answer."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
 class ChatMessage(BaseModel):
-    """The answering message."""
+    """The answering message. What it has none of (reasoning, tool calls) is left out of the JSON."""
 
     role: str
-    content: str
+    content: str | None
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_nothing(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {k: v for k, v in serialize(self).items() if v is not None or k == "content"}
 
 
 class ChatChoice(BaseModel):
@@ -134,7 +155,7 @@ class ChatStreamChoice(BaseModel):
     """What a chunk adds to one answer."""
 
     index: int
-    delta: dict[str, str]  # keys of ChatMessage
+    delta: dict[str, Any]  # keys of ChatMessage; a tool call also says its place, `index`, among those of the answer
     logprobs: ChatLogProbs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None

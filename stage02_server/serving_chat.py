@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
+from dataclasses import dataclass
 
 from starlette.requests import Request
 
+from stage02_server.answer_parser import AnswerDelta, AnswerParser
 from stage02_server.batch import Batch
+from stage02_server.chat_answers import ChatAnswers, delta_fields, finish_reason, message_fields
+from stage02_server.chat_messages import plain_message
 from stage02_server.chat_template import ChatTemplate
 from stage02_server.cli_args import FrontendArgs
 from stage02_server.protocol import ChatCompletionRequest
@@ -25,9 +30,11 @@ from stage02_server.protocol_response import (
 from stage02_server.serving_engine import OpenAIServing, finite, prompt_logprobs_json, run_until_disconnect, token_name
 from stage02_server.serving_models import OpenAIServingModels
 from stage03_engine.frontend.async_llm import AsyncLLM
+from stage03_engine.frontend.beam_search import BeamSearchParams
 from stage03_engine.frontend.tokenizer import Tokenizer
 from stage03_engine.messages import TokenLogprobs
 from stage03_engine.outputs import CompletionOutput
+from stage03_engine.sampling_params import SamplingParams
 from stagetrace import trace
 
 
@@ -47,13 +54,39 @@ def _logprobs(positions: list[TokenLogprobs] | None, tokenizer: Tokenizer, as_id
     return ChatLogProbs(content=content)
 
 
+@dataclass
+class ChatAnswer:
+    """What the answers to one chat have in common."""
+
+    request: ChatCompletionRequest
+    role: str
+    echoed: str  # the text with which each answer begins
+    new_parser: Callable[[], AnswerParser | None]
+
+    def parsed(self, parser: AnswerParser | None, output: CompletionOutput, req: str) -> AnswerDelta:
+        """What a piece of output adds. `parser` is that of this answer."""
+        if parser is None:
+            return AnswerDelta(content=output.text)
+        delta = parser.feed(output.text, output.finish_reason is not None)
+        if trace.on and output.finish_reason is not None:
+            trace.emit(
+                "answer.parsed", req=req, index=output.index, reasoning_characters=parser.num_characters,
+                tool_calls=parser.num_calls,
+            )  # fmt: skip
+        return delta
+
+    def finish_reason(self, parser: AnswerParser | None, output: CompletionOutput) -> str | None:
+        """Why the answer ended, or None."""
+        return finish_reason(output.finish_reason, self.request, 0 if parser is None else parser.num_calls)
+
+
 class ChatChunks:
     """Engine outputs as chunks of a chat stream. The first chunk of each answer says who speaks."""
 
-    def __init__(self, batch: Batch, tokenizer: Tokenizer, role: str) -> None:
-        self._batch, self._tokenizer, self._role = batch, tokenizer, role
+    def __init__(self, batch: Batch, tokenizer: Tokenizer, answer: ChatAnswer) -> None:
+        self._batch, self._tokenizer, self._answer = batch, tokenizer, answer
         self._created = int(time.time())
-        self._begun: set[int] = set()
+        self._parsers: dict[int, AnswerParser | None] = {}
 
     def _chunk(self, choices: list[ChatStreamChoice], usage: UsageInfo | None = None) -> ChatStreamResponse:
         return ChatStreamResponse(
@@ -61,17 +94,22 @@ class ChatChunks:
         )
 
     def chunks(self, index: int, output: CompletionOutput) -> Iterator[ChatStreamResponse]:
-        """One chunk, and before it the role if this is the answer's first."""
-        if index not in self._begun:
-            self._begun.add(index)
-            begin = self._chunk([ChatStreamChoice(index=index, delta={"role": self._role, "content": ""})])
+        """One chunk, and before it the role if this is the answer's first. None for what a parser holds back."""
+        if index not in self._parsers:
+            self._parsers[index] = self._answer.new_parser()
+            first = {"role": self._answer.role, "content": self._answer.echoed}
+            begin = self._chunk([ChatStreamChoice(index=index, delta=first)])
             begin.prompt_token_ids = self._batch.shown_prompt_ids(index)
             yield begin
+        parser = self._parsers[index]
+        delta = self._answer.parsed(parser, output, self._batch.ids.engine_id(0))
+        if not delta and parser is not None and output.finish_reason is None and output.logprobs is None:
+            return
         choice = ChatStreamChoice(
             index=index,
-            delta={"content": output.text},
+            delta={"content": delta.content} if parser is None else delta_fields(delta),
             logprobs=_logprobs(output.logprobs, self._tokenizer, self._batch.tokens_as_ids),
-            finish_reason=output.finish_reason,
+            finish_reason=self._answer.finish_reason(parser, output),
             stop_reason=output.stop_reason,
             token_ids=output.token_ids if self._batch.return_token_ids else None,
         )
@@ -89,7 +127,7 @@ class OpenAIServingChat(OpenAIServing):
         self, engine_client: AsyncLLM, models: OpenAIServingModels, template: ChatTemplate, args: FrontendArgs
     ) -> None:
         super().__init__(engine_client, models, args)
-        self._template, self._role = template, args.response_role
+        self._template, self._role, self._answers = template, args.response_role, ChatAnswers(args)
 
     async def create_chat_completion(
         self, request: ChatCompletionRequest, raw_request: Request
@@ -98,36 +136,54 @@ class OpenAIServingChat(OpenAIServing):
         ids, model = self.ids(request, raw_request), self.check(request)
         if trace.on:
             trace.emit("request.validated", req=ids.engine_id(0), model=model, stream=bool(request.stream), prompts=1)
-        prompt = self._template.apply(request.messages)
+        params = request.to_sampling_params()
+        self._answers.check(request)
+        fields = self._answers.shown_to_template(request)
+        prompt = await asyncio.to_thread(self._template.apply, request.messages, fields)
         if trace.on:
             count = len(request.messages)
             trace.emit("request.templated", req=ids.engine_id(0), messages=count, characters=len(prompt))
         special = self._template.adds_special_tokens(request.add_special_tokens)
-        batch = self.make_batch(request, [prompt], request.to_sampling_params(), ids, model, special)
+        batch = self.make_batch(request, [prompt], params, ids, model, special)
+        answer = self._answer(request, prompt, params)
         if request.stream:
-            maker = ChatChunks(batch, self.engine_client.tokenizer, self._role)
+            maker = ChatChunks(batch, self.engine_client.tokenizer, answer)
             return await self.begin_stream(request, batch, maker, raw_request.receive)
-        return await run_until_disconnect(raw_request.receive, self._whole(batch))
+        return await run_until_disconnect(raw_request.receive, self._whole(batch, answer))
 
-    async def _whole(self, batch: Batch) -> ChatCompletionResponse:
+    def _answer(
+        self, request: ChatCompletionRequest, prompt: str, params: SamplingParams | BeamSearchParams
+    ) -> ChatAnswer:
+        """The answer has the server's role, or that of the message that it goes on with."""
+        last = request.messages[-1]
+        role = self._role if request.add_generation_prompt is not False else last.role
+        echoed = plain_message(last, "string")["content"] if request.echo and last.role == role else ""
+        structured = isinstance(params, SamplingParams) and params.structured_outputs is not None
+        return ChatAnswer(request, role, echoed, lambda: self._answers.parser(request, prompt, structured))
+
+    async def _whole(self, batch: Batch, answer: ChatAnswer) -> ChatCompletionResponse:
         created = int(time.time())
         (output,) = await self.full(batch)
         return ChatCompletionResponse(
             id=batch.ids.response,
             created=created,
             model=batch.model,
-            choices=[self._choice(batch, answer) for answer in output.outputs],
-            usage=batch.usage([len(answer.token_ids) for answer in output.outputs]),
+            choices=[self._choice(one, answer, batch) for one in output.outputs],
+            usage=batch.usage([len(one.token_ids) for one in output.outputs]),
             prompt_logprobs=prompt_logprobs_json(output.prompt_logprobs, self.engine_client.tokenizer),
             prompt_token_ids=batch.shown_prompt_ids(0),
         )
 
-    def _choice(self, batch: Batch, output: CompletionOutput) -> ChatChoice:
+    def _choice(self, output: CompletionOutput, answer: ChatAnswer, batch: Batch) -> ChatChoice:
+        parser = answer.new_parser()
+        fields = message_fields(answer.parsed(parser, output, batch.ids.engine_id(0)))
+        if answer.echoed:
+            fields["content"] = answer.echoed + (fields["content"] or "")
         return ChatChoice(
             index=output.index,
-            message=ChatMessage(role=self._role, content=output.text),
+            message=ChatMessage(role=answer.role, **fields),
             logprobs=_logprobs(output.logprobs, self.engine_client.tokenizer, batch.tokens_as_ids),
-            finish_reason=output.finish_reason,
+            finish_reason=answer.finish_reason(parser, output),
             stop_reason=output.stop_reason,
             token_ids=output.token_ids if batch.return_token_ids else None,
         )

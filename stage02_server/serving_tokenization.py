@@ -25,7 +25,7 @@ class OpenAIServingTokenization:
         if (request.prompt is None) == (request.messages is None):
             raise InvalidRequestError("Give either prompt or messages.", "prompt")
         if request.prompt is None:
-            text = self._template.apply(request.messages or [])
+            text = self._template.apply(request.messages or [], request)
             special = self._template.adds_special_tokens(request.add_special_tokens)
         else:
             text, special = request.prompt, request.add_special_tokens is not False

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import io
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import msgspec
 
-Stream = BinaryIO | io.BufferedRWPair | io.BufferedReader
+Stream = IO[bytes] | io.BufferedRWPair | io.BufferedReader
 OPEN, ACCEPT, CLOSE = 0, 1, 2
 
 

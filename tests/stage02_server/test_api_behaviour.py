@@ -73,12 +73,12 @@ REFUSED_CHATS: list[tuple[dict[str, Any], int, str, str | None]] = [
         "messages",
     ),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, 400, BAD_REQUEST, "messages"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, 400, BAD_REQUEST, "messages"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, 400, BAD_FORM, "body.messages"),
     ({"max_completion_tokens": 0}, 400, BAD_REQUEST, "max_tokens"),
     ({"logprobs": True, "top_logprobs": 21}, 400, BAD_REQUEST, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": -1}, 400, BAD_REQUEST, "top_logprobs"),
     ({"top_logprobs": 1}, 400, BAD_REQUEST, "top_logprobs"),
-    ({"tools": [{"type": "function"}]}, 400, BAD_REQUEST, "tools"),
+    ({"tools": [{"type": "function"}]}, 400, BAD_FORM, "body.tools"),
     ({"n": 2, "temperature": 0}, 400, BAD_REQUEST, "n"),
 ]
 

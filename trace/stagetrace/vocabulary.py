@@ -110,6 +110,7 @@ _ROWS = [
         "openai/api_server.py create_completion, vllm/tracing.py extract_trace_context"),
     Row("request.validated", 6, SERVER, {"model": "str", "stream": "bool", "prompts": "int"}, "The body passed validation; the request has its id.",
         "openai/serving_completion.py create_completion"),
+    _optional("template.spawned", 6, SERVER, {"pid": "int"}, "A process that renders chat templates was started, the first one or after one that took too long.", "-"),
     _optional("request.templated", 6, SERVER, {"messages": "int", "characters": "int"}, "The chat template turned messages into one prompt.",
         "openai/serving_chat.py _preprocess_chat"),
     Row("request.sampling_params", 6, SERVER, {"temperature": "float", "max_tokens": "int"}, "SamplingParams were made from the body and the defaults.",
@@ -204,6 +205,8 @@ _ROWS = [
         "A response of /v1/responses can be asked for from now on, or has ended; so many older ones were forgotten.",
         "openai/responses/serving.py OpenAIServingResponses.response_store"),
     _optional("http.response", 9, SERVER, {"status": "int"}, "A whole (not streamed) answer left for the client; its cause is the http.request.", "openai/api_server.py create_completion"),
+    _optional("answer.parsed", 9, SERVER, {"index": "int", "reasoning_characters": "int", "tool_calls": "int"},
+        "An answer was taken apart: how long its reasoning is, and how many tools it calls.", "openai/serving_chat.py chat_completion_stream_generator"),
     Row("request.finished", 9, ENGINE, {"reason": "str", "num_output_tokens": "int"}, "The request is complete for its client.", "v1/engine/output_processor.py"),
     _optional("request.aborted", 9, ENGINE, {"reason": "str"}, "The client left, or an error ended the request.", "v1/engine/async_llm.py abort"),
 ]  # fmt: skip

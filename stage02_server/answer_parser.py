@@ -1,0 +1,74 @@
+"""The text of one answer, taken apart into reasoning, content and tool calls while it comes.
+
+The whole answer goes the same way as the stream does, in one piece: so the two cannot disagree. (In vLLM every parser has two
+methods, extract_... and extract_..._streaming.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+@dataclass
+class CallDelta:
+    """What is new of one tool call: its name comes once, and with its first piece."""
+
+    name: str | None = None
+    arguments: str = ""
+
+
+@dataclass
+class AnswerDelta:
+    """What is new of an answer. `calls` has the number of a tool call in its answer -> what is new of it."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: dict[int, CallDelta] = field(default_factory=dict)
+
+    def add_call(self, index: int, name: str | None, arguments: str) -> None:
+        """Take in more of call `index`."""
+        call = self.calls.setdefault(index, CallDelta())
+        call.name = name if call.name is None else call.name
+        call.arguments += arguments
+
+    def __bool__(self) -> bool:
+        return bool(self.reasoning or self.content or self.calls)
+
+
+class Parser(Protocol):
+    """Takes the text of one answer apart. Every answer has its own."""
+
+    def feed(self, text: str, finished: bool) -> AnswerDelta:
+        """The next piece of the text; what may still become a tag is held back until `finished`."""
+
+
+def split_held_back(text: str, tag: str) -> tuple[str, str]:
+    """(what can be passed on, the end of `text` that may be the beginning of `tag`)."""
+    for length in range(min(len(tag) - 1, len(text)), 0, -1):
+        if text.endswith(tag[:length]):
+            return text[:-length], text[-length:]
+    return text, ""
+
+
+class AnswerParser:
+    """Reasoning first, then tool calls in what remains. Either may be None. `num_characters` and `num_calls` count for the
+    trace; the former counts reasoning."""
+
+    def __init__(
+        self, reasoning: Parser | None, tools: Parser | None, include_reasoning: bool = True, parallel: bool = True
+    ) -> None:
+        self._reasoning, self._tools = reasoning, tools
+        self._include_reasoning, self._parallel = include_reasoning, parallel
+        self.num_characters = self.num_calls = 0
+
+    def feed(self, text: str, finished: bool) -> AnswerDelta:
+        """As `Parser.feed`; without what the request does not want to see."""
+        delta = AnswerDelta(content=text) if self._reasoning is None else self._reasoning.feed(text, finished)
+        self.num_characters += len(delta.reasoning)
+        reasoning = delta.reasoning if self._include_reasoning else ""
+        if self._tools is not None:
+            delta = self._tools.feed(delta.content, finished)
+        calls = {index: call for index, call in delta.calls.items() if self._parallel or index == 0}
+        self.num_calls = max([self.num_calls, *(index + 1 for index in calls)])
+        return AnswerDelta(reasoning, delta.content, calls)

@@ -1,0 +1,51 @@
+"""Messages as chat templates expect them (vllm/entrypoints/chat_utils.py, parse_chat_messages)."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from stage02_server.protocol_chat import ChatMessageParam, ContentPart, MessageToolCall
+from stage03_engine.errors import InvalidRequestError
+
+_TEXT_PARTS = ("text", "input_text", "output_text")
+
+
+def plain_message(message: ChatMessageParam, content_format: str) -> dict[str, Any]:
+    """A message as a template sees it: fields that the client left out are not there, but `content` always is.
+
+    With `content_format` "string" the content is one text (parts are joined by line breaks, as in vLLM), with "openai" a list
+    of {"type": "text", "text": ...}. Raises InvalidRequestError for a part that is no text.
+    """
+    content = message.content or ""
+    parts = [_part_text(part) for part in content] if isinstance(content, list) else [content]
+    plain: dict[str, Any] = {"role": message.role, "content": "\n".join(parts)}
+    if content_format == "openai":
+        plain["content"] = [{"type": "text", "text": text} for text in parts]
+    for name in ("name", "tool_call_id", "reasoning"):
+        if (value := getattr(message, name)) is not None:
+            plain[name] = value
+    if message.tool_calls:
+        plain["tool_calls"] = [_plain_call(call) for call in message.tool_calls]
+    return plain
+
+
+def _part_text(part: ContentPart) -> str:
+    text = part.refusal if part.type == "refusal" else part.text if part.type in _TEXT_PARTS else None
+    if text is None:
+        raise InvalidRequestError(
+            f"Only text can be served, not a content part of type {part.type[:50]!r}.", "messages"
+        )
+    return text
+
+
+def _plain_call(call: MessageToolCall) -> dict[str, Any]:
+    """Clients send the arguments as JSON in a text; templates write them as JSON themselves, and need the value."""
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise InvalidRequestError("The arguments of a tool call must be a JSON object in a text.", "messages")
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"type": "function", "function": function} | ({} if call.id is None else {"id": call.id})
