@@ -167,13 +167,14 @@ def build_app(args: FrontendArgs) -> FastAPI:
     """The application with all its routes, without any state."""
     from fastapi import FastAPI
 
-    from stage02_server import api_router, metrics
+    from stage02_server import api_router, metrics, pooling_router
     from stage02_server.errors import add_exception_handlers
     from stage02_server.middleware import RequestGate, RequestMiddleware
 
     app = FastAPI(title="vLLM in stages", lifespan=lifespan)
     app.include_router(api_router.router)
     app.include_router(metrics.router)
+    app.include_router(pooling_router.router)
     app.state.gate = RequestGate()
     app.add_middleware(RequestMiddleware, gate=app.state.gate)
     add_exception_handlers(app)
@@ -188,6 +189,8 @@ def init_app_state(engine: AsyncLLM, state: State, args: FrontendArgs, registry:
     from stage02_server.serving_chat import OpenAIServingChat
     from stage02_server.serving_completion import OpenAIServingCompletion
     from stage02_server.serving_models import OpenAIServingModels
+    from stage02_server.serving_pooling import ServingPooling
+    from stage02_server.serving_score import ServingScores
     from stage02_server.serving_tokenization import OpenAIServingTokenization
 
     config, names = engine.vllm_config, served_model_names(engine.vllm_config, args)
@@ -201,5 +204,7 @@ def init_app_state(engine: AsyncLLM, state: State, args: FrontendArgs, registry:
     state.openai_serving_tokenization = OpenAIServingTokenization(
         engine.tokenizer, models, template, config.max_model_len
     )
+    state.serving_pooling = ServingPooling(engine, models)
+    state.serving_scores = ServingScores(engine, models)
     if trace.on:
         trace.emit("server.state_ready", served_model_names=list(names))

@@ -18,7 +18,11 @@ from stage02_server.errors import error_json, error_response, unavailable
 from stage02_server.traceparent import parse_traceparent
 from stagetrace import trace
 
-PREFIX = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
+PREFIX = {
+    "/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-", "/v1/embeddings": "embd-", "/pooling": "pool-",
+    "/score": "score-", "/v1/score": "score-",
+    "/rerank": "rerank-", "/v1/rerank": "rerank-", "/v2/rerank": "rerank-",
+}  # fmt: skip
 _ACCEPTED_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 

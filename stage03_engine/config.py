@@ -276,6 +276,11 @@ class VllmConfig:
         """True when requests end with vectors and not with text."""
         return self.pooling_config.runner_type == "pooling"
 
+    @property
+    def supported_tasks(self) -> tuple[str, ...]:
+        """What requests may ask of the model (vLLM: AsyncLLM.get_supported_tasks)."""
+        return ("embed", "token_embed", "score") if self.is_pooling else ("generate",)
+
     def hash(self) -> str:
         """12 hex digits that change when a setting changes that can change the work (vLLM: VllmConfig.compute_hash)."""
         silent = replace(self, observability_config=ObservabilityConfig())

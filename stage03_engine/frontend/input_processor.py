@@ -105,8 +105,22 @@ class InputProcessor:
                 f"dimensions must be in [1, {self._hidden_size}], the model's hidden size, got {params.dimensions}.",
                 "dimensions",
             )
-        token_ids = self._tokenize(prompt, add_special_tokens)
-        keep, limit = truncate_prompt_tokens, self._max_model_len
+        token_ids = self._fitting(self._tokenize(prompt, add_special_tokens), truncate_prompt_tokens)
+        kind = "ALL" if params.task == "token_embed" else params.pooling_type or self._pooling.pooling_type
+        _trace_tokenized(request_id, prompt, token_ids)
+        return EngineCoreRequest(
+            request_id=request_id,
+            prompt_token_ids=token_ids,
+            sampling_params=SamplingParams(max_tokens=1, output_kind=RequestOutputKind.FINAL_ONLY),
+            arrival_time=time.monotonic(),
+            priority=priority,
+            cache_salt=cache_salt,
+            pooling_params=msgspec.structs.replace(params, needs_all_tokens=kind != "LAST"),
+        )
+
+    def _fitting(self, token_ids: list[int], keep: int | None) -> list[int]:
+        """The input of a pooling request, its beginning cut off as far as `keep` says."""
+        limit = self._max_model_len
         if keep is not None:
             if not (keep == -1 or 1 <= keep <= limit):
                 raise InvalidRequestError(
@@ -121,17 +135,7 @@ class InputProcessor:
                 "let truncate_prompt_tokens do it.",
                 "input",
             )
-        kind = "ALL" if params.task == "token_embed" else params.pooling_type or self._pooling.pooling_type
-        _trace_tokenized(request_id, prompt, token_ids)
-        return EngineCoreRequest(
-            request_id=request_id,
-            prompt_token_ids=token_ids,
-            sampling_params=SamplingParams(max_tokens=1, output_kind=RequestOutputKind.FINAL_ONLY),
-            arrival_time=time.monotonic(),
-            priority=priority,
-            cache_salt=cache_salt,
-            pooling_params=msgspec.structs.replace(params, needs_all_tokens=kind != "LAST"),
-        )
+        return token_ids
 
     def _check_scheduling(self, priority: int, cache_salt: str | None) -> None:
         if priority != 0 and not self._has_priorities:
