@@ -139,10 +139,10 @@ async def build_async_engine_client(
     if args.engine == "echo":
         client = EchoCoreClient(vllm_config)
     elif args.in_process:
-        from stage03_engine.core.engine_core import EngineCore  # the only way for torch into this process
+        from stage03_engine.core.make_core import make_core  # the only way for torch into this process
         from stage03_engine.frontend.async_inproc_client import AsyncInprocClient
 
-        client = AsyncInprocClient(vllm_config, EngineCore)
+        client = AsyncInprocClient(vllm_config, make_core)
     engine = AsyncLLM.from_vllm_config(vllm_config, client=client, stat_loggers=stat_loggers)
     try:
         yield engine
@@ -167,7 +167,7 @@ def build_app(args: FrontendArgs) -> FastAPI:
     """The application with all its routes, without any state."""
     from fastapi import FastAPI
 
-    from stage02_server import api_router, metrics, pooling_router
+    from stage02_server import api_router, audio_router, metrics, pooling_router
     from stage02_server.errors import add_exception_handlers
     from stage02_server.middleware import RequestGate, RequestMiddleware
 
@@ -175,6 +175,7 @@ def build_app(args: FrontendArgs) -> FastAPI:
     app.include_router(api_router.router)
     app.include_router(metrics.router)
     app.include_router(pooling_router.router)
+    app.include_router(audio_router.router)
     app.state.gate = RequestGate()
     app.add_middleware(RequestMiddleware, gate=app.state.gate)
     add_exception_handlers(app)
@@ -192,6 +193,7 @@ def init_app_state(engine: AsyncLLM, state: State, args: FrontendArgs, registry:
     from stage02_server.serving_pooling import ServingPooling
     from stage02_server.serving_score import ServingScores
     from stage02_server.serving_tokenization import OpenAIServingTokenization
+    from stage02_server.serving_transcription import ServingTranscription
 
     config, names = engine.vllm_config, served_model_names(engine.vllm_config, args)
     models = OpenAIServingModels(config, names)
@@ -206,5 +208,6 @@ def init_app_state(engine: AsyncLLM, state: State, args: FrontendArgs, registry:
     )
     state.serving_pooling = ServingPooling(engine, models)
     state.serving_scores = ServingScores(engine, models)
+    state.serving_transcription = ServingTranscription(engine, models)
     if trace.on:
         trace.emit("server.state_ready", served_model_names=list(names))

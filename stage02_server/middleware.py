@@ -20,7 +20,7 @@ from stagetrace import trace
 
 PREFIX = {
     "/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-", "/v1/embeddings": "embd-", "/pooling": "pool-",
-    "/score": "score-", "/v1/score": "score-",
+    "/v1/audio/transcriptions": "trsc-", "/v1/audio/translations": "trsl-", "/score": "score-", "/v1/score": "score-",
     "/rerank": "rerank-", "/v1/rerank": "rerank-", "/v2/rerank": "rerank-",
 }  # fmt: skip
 _ACCEPTED_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")

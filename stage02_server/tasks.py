@@ -6,7 +6,7 @@ from stage02_server.errors import APIError, not_found
 from stage03_engine.config import VllmConfig
 
 _HOW = {
-    "generate": "it is served to make vectors; serve it without --runner pooling",
+    "generate": "serve one that generates text, without --runner pooling",
     "embed": "serve a model with --runner pooling",
     "token_embed": "serve a model with --runner pooling",
     "score": "serve a model with --runner pooling",

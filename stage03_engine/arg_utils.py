@@ -187,6 +187,10 @@ def _check_pooling(config: VllmConfig) -> None:
     size, hidden_size = config.pooling_config.dimensions, config.shape.hidden_size
     if size is not None and size > hidden_size:
         raise ConfigError(f"pooler_config: dimensions {size} is more than the model's hidden size, {hidden_size}")
+    if config.is_whisper and (config.is_pooling or config.speculative_config.method is not None):
+        raise ConfigError(
+            "a Whisper model only writes down what it hears: leave out runner, convert and speculative_config"
+        )
     if config.is_pooling and config.speculative_config.method is not None:
         raise ConfigError(
             "runner pooling generates nothing, so there is nothing to speculate; leave out one of the two"

@@ -279,7 +279,14 @@ class VllmConfig:
     @property
     def supported_tasks(self) -> tuple[str, ...]:
         """What requests may ask of the model (vLLM: AsyncLLM.get_supported_tasks)."""
+        if self.is_whisper:
+            return ("transcription", "translation")
         return ("embed", "token_embed", "score") if self.is_pooling else ("generate",)
+
+    @property
+    def is_whisper(self) -> bool:
+        """True for a model that turns speech into text."""
+        return self.shape.architecture == "WhisperForConditionalGeneration"
 
     def hash(self) -> str:
         """12 hex digits that change when a setting changes that can change the work (vLLM: VllmConfig.compute_hash)."""

@@ -52,9 +52,9 @@ class LLM:
         if multiprocess:
             self.engine_core = SyncMPClient(config)
         else:
-            from stage03_engine.core.engine_core import EngineCore  # imports torch: only for whoever runs it here
+            from stage03_engine.core.make_core import make_core  # imports torch: only for whoever runs it here
 
-            self.engine_core = InprocClient(EngineCore(config))
+            self.engine_core = InprocClient(make_core(config))
         self._ids = itertools.count()
 
     def generate(

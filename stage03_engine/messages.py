@@ -52,6 +52,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, gc=False):
     cache_salt: str | None = None  # only requests with the same salt share cached prefixes
     cause: str | None = None
     pooling_params: PoolingParams | None = None  # a pooling request: it ends with its prompt, in vectors
+    audio: bytes | None = None  # for a model that listens: float32, 16,000 numbers per second, at most 30 seconds
 
 
 class AbortRequests(msgspec.Struct, array_like=True, gc=False):

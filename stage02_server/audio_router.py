@@ -1,0 +1,32 @@
+"""The routes about sound (vllm/entrypoints/openai/speech_to_text/api_router.py)."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+from starlette.responses import PlainTextResponse
+
+from stage02_server.api_router import _answer
+from stage02_server.serving_engine import ClientGoneError
+from stage02_server.serving_transcription import Task
+
+router = APIRouter()
+
+
+async def _create(raw_request: Request, task: Task) -> Response:
+    try:
+        result = await raw_request.app.state.serving_transcription.create(raw_request, task)
+    except ClientGoneError:
+        return Response(status_code=499)
+    return PlainTextResponse(result) if isinstance(result, str) else _answer(result)
+
+
+@router.post("/v1/audio/transcriptions")
+async def create_transcriptions(raw_request: Request) -> Response:
+    """Write down what is said in a sound file."""
+    return await _create(raw_request, "transcription")
+
+
+@router.post("/v1/audio/translations")
+async def create_translations(raw_request: Request) -> Response:
+    """Write down in English what is said in a sound file."""
+    return await _create(raw_request, "translation")
