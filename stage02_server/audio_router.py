@@ -6,10 +6,17 @@ from fastapi import APIRouter, Request, Response
 from starlette.responses import PlainTextResponse
 
 from stage02_server.api_router import _answer
+from stage02_server.protocol_audio import TranscriptionRequest
 from stage02_server.serving_engine import ClientGoneError
 from stage02_server.serving_transcription import Task
 
 router = APIRouter()
+
+_schema = TranscriptionRequest.model_json_schema()
+_schema["properties"] |= {"file": {"type": "string", "format": "binary"}}
+_schema["required"] = ["file"]
+# The handlers read the form themselves, after the check that the model listens: so it is described here.
+FORM = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _schema}}}}
 
 
 async def _create(raw_request: Request, task: Task) -> Response:
@@ -20,13 +27,13 @@ async def _create(raw_request: Request, task: Task) -> Response:
     return PlainTextResponse(result) if isinstance(result, str) else _answer(result)
 
 
-@router.post("/v1/audio/transcriptions")
+@router.post("/v1/audio/transcriptions", openapi_extra=FORM)
 async def create_transcriptions(raw_request: Request) -> Response:
     """Write down what is said in a sound file."""
     return await _create(raw_request, "transcription")
 
 
-@router.post("/v1/audio/translations")
+@router.post("/v1/audio/translations", openapi_extra=FORM)
 async def create_translations(raw_request: Request) -> Response:
     """Write down in English what is said in a sound file."""
     return await _create(raw_request, "translation")

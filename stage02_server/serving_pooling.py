@@ -33,6 +33,7 @@ from stage03_engine.pooling_params import PoolingParams
 from stagetrace import trace
 
 Prompt = str | list[int]
+MAX_NUMBERS = 2**22  # of one answer with a vector per token; as JSON they are about 80 MB
 
 
 def numbers(vector: bytes) -> list[float]:
@@ -85,7 +86,19 @@ class PoolingBatches:
             )  # fmt: skip
         # Thousands of texts may come at once, and tokenizing them must not hold up the streams: in a thread.
         requests = await asyncio.to_thread(self._requests, request, prompts, params, ids, add_special_tokens)
+        self._check_size(requests, params)
         return await run_until_disconnect(raw_request.receive, self._outputs(requests))
+
+    def _check_size(self, requests: list[EngineCoreRequest], params: PoolingParams) -> None:
+        """Raises InvalidRequestError when a vector per token would be more than the answer may hold."""
+        config = self.engine_client.vllm_config
+        size = params.dimensions or config.pooling_config.dimensions or config.shape.hidden_size
+        count = sum(len(request.prompt_token_ids) for request in requests)
+        if params.task == "token_embed" and count * size > MAX_NUMBERS:
+            raise InvalidRequestError(
+                f"A vector for each of {count} tokens would be {count * size} numbers; an answer holds at most {MAX_NUMBERS}.",
+                "input",
+            )
 
     def _requests(
         self,

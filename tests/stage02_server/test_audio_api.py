@@ -137,7 +137,10 @@ def test_refusals_name_the_field(url: str, client: OpenAI) -> None:
 def test_each_model_has_its_own_tasks(url: str, server: InProcessServer) -> None:
     for path, body in (("/v1/completions", {"prompt": "a"}), ("/v1/embeddings", {"input": "a"})):
         assert httpx.post(url + path, json=body).status_code == 404
+    described = server.request("GET", "/openapi.json").json()["paths"]
     for path in ("/v1/audio/transcriptions", "/v1/audio/translations"):
+        form = described[path]["post"]["requestBody"]["content"]["multipart/form-data"]["schema"]
+        assert form["required"] == ["file"] and "language" in form["properties"]
         answer = server.request("POST", path, files={"file": sound(0.1)})
         assert answer.status_code == 404 and "serve a Whisper model" in answer.json()["error"]["message"]
 
