@@ -131,12 +131,13 @@ model, caches = runner.model, runner.kv_caches
 print("cache of a layer:", list(caches[0].shape), " (keys and values, blocks, slots, heads, head_dim)")
 before = int((caches[0][0].abs().sum((-1, -2)) > 0).sum())
 
-x = model.wte(inputs.input_ids) + model.wpe(inputs.positions)
+x, residual = model.wte(inputs.input_ids) + model.wpe(inputs.positions), None
 print("embedding       ", list(x.shape))
 for number, block in enumerate(model.h):
-    x = block(x, caches[number], inputs.metadata)
-    print(f"block {number}          ", list(x.shape), f" mean length of a row {x.norm(dim=-1).mean().item():8.2f}")
-hidden = model.ln_f(x)
+    x, residual = block(x, residual, caches[number], inputs.metadata)  # x: what comes on top of the residual stream
+    length = (residual + x).norm(dim=-1).mean().item()
+    print(f"block {number}          ", list(x.shape), f" mean length of a row {length:8.2f}")
+hidden, _ = model.ln_f(x, residual)
 logits = model.compute_logits(hidden[inputs.logits_indices])
 print("logits          ", list(logits.shape), " only the rows that are sampled")
 

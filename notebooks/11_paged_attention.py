@@ -28,7 +28,7 @@ import torch.nn.functional as F
 
 from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import SamplingParams
-from stage04_kernels.attention import BACKENDS, attention, write_then_attend
+from stage04_kernels.attention import attention, write_then_attend
 from stage04_kernels.cases import make_attention_case, make_metadata
 from stage04_kernels.kv_cache import write_kv
 from stage04_kernels.paged_attention import gather_context, paged_attention_reference, paged_attention_torch
@@ -341,13 +341,15 @@ lab.check(
 
 
 # %%
-def greedy():
-    with LLM("gpt2-tiny", num_gpu_blocks_override=64) as llm:
+my_backend = write_then_attend(write_kv, my_paged_attention)
+
+
+def greedy(backend="torch"):
+    with LLM("gpt2-tiny", num_gpu_blocks_override=64, attention_backend=backend) as llm:
         outputs = llm.generate(["ROMEO:", "To be, or"], SamplingParams(temperature=0, max_tokens=12))
         return [output.outputs[0].text for output in outputs]
 
 
 reference = greedy()
-original, BACKENDS["torch"] = BACKENDS["torch"], write_then_attend(write_kv, my_paged_attention)
-mine, BACKENDS["torch"] = greedy(), original
+mine = greedy(f"{__name__}:my_backend")  # as --attention-backend module:function does
 print("same greedy text:", mine == reference, reference)

@@ -18,6 +18,7 @@ from stage03_engine.config import SECTIONS, VllmConfig
 from stage03_engine.errors import ConfigError
 from stage03_engine.model_path import ModelFiles, resolve_model
 from stage03_engine.tracing import event_filter
+from stage04_kernels.backend_names import resolve_backend
 from stagetrace import trace
 from stagetrace.redact import redact_values
 from stagetrace.writer import MIN_MAX_BYTES
@@ -83,6 +84,10 @@ class EngineArgs:
         settings = with_detected(settings, _detect(files, settings["device"].value))
         if settings["batch_invariant"].value:
             settings = with_detected(settings, {"attention_backend": ("batch_invariant", "--batch-invariant")})
+        device = settings["device"].value
+        settings = with_detected(
+            settings, {"attention_backend": (resolve_backend("auto", device), f"device is {device}")}
+        )
         config = _build(settings, files)
         check_config(config)
         if trace.on:
@@ -132,6 +137,7 @@ def check_config(config: VllmConfig) -> None:
     """Raise ConfigError for the first setting that is impossible, alone or together with another."""
     _check_ranges(config)
     _check_parallel(config)
+    _check_attention_backend(config)
     _check_batch_invariant(config)
     _check_lengths(config)
     _check_pooling(config)
@@ -163,6 +169,18 @@ def _check_ranges(config: VllmConfig) -> None:
     for name in ("grammar_compile_seconds", "grammar_step_seconds"):
         if not 0.01 <= getattr(grammar, name) <= 3600.0:
             raise ConfigError(f"{name} must be in [0.01, 3600], not {getattr(grammar, name)}")
+
+
+def _check_attention_backend(config: VllmConfig) -> None:
+    name, device = config.device_config.attention_backend, config.device_config.device
+    try:
+        resolved = resolve_backend(name, device)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if resolved == "triton" and device != "cuda":
+        raise ConfigError("attention_backend triton needs a GPU; triton-interpret runs the same kernels without one")
+    if resolved in ("cpu", "triton-interpret") and device != "cpu":
+        raise ConfigError(f"attention_backend {resolved} needs --device cpu, not {device}")
 
 
 def _check_batch_invariant(config: VllmConfig) -> None:

@@ -199,10 +199,15 @@ class DeviceConfig:
 
     device: str = option("auto", "device to run on", ("auto", "cpu", "cuda"))
     attention_backend: str = option(
-        "auto", "paged attention implementation", ("auto", "torch", "batch_invariant", "reference")
+        "auto",
+        "paged attention: auto, torch, cpu (compiled, for long contexts), triton (GPU), triton-interpret (the same without one, "
+        "slow), batch_invariant, reference, or module:function of your own",
     )
     batch_invariant: bool = option(
         False, "tokens and logprobs that do not depend, in any bit, on what else is in the batch; slower"
+    )
+    enforce_eager: bool = option(
+        False, "no CUDA graphs: launch each kernel of a decode step by itself (GPU only; the tokens are the same)"
     )
     num_threads: int | None = option(
         None, "compute threads of the engine process on CPU; detected: all cores but one, at least one"

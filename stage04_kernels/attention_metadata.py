@@ -105,7 +105,7 @@ class AttentionMetadata:
         groups = group_by_length(decodes, visible, limit)
         return GatherPlan(
             [self._plan_decodes(group, visible, block_size) for group in groups],
-            [self._plan_prefill(request, window, block_size) for request in prefills],
+            [self.plan_prefill(request, window, block_size) for request in prefills],
         )
 
     # Invariant: every padded position reads the last token of its own request. A masked score gets weight 0, but 0 times
@@ -123,7 +123,8 @@ class AttentionMetadata:
         slots = blocks * block_size + own % block_size
         return DecodeGather(rows, slots.flatten(), (offsets < lengths)[:, None, None, :])
 
-    def _plan_prefill(self, request: int, window: int | None, block_size: int) -> PrefillGather:
+    def plan_prefill(self, request: int, window: int | None, block_size: int) -> PrefillGather:
+        """Which slots one request with several query tokens reads, and what is masked."""
         device = self.block_table.device
         start, end = self.query_start_loc_cpu[request], self.query_start_loc_cpu[request + 1]
         query_len, context = end - start, self.seq_lens_cpu[request]

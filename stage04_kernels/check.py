@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from stage04_kernels import check_sampling, layernorm, rope
+from stage04_kernels import check_sampling, check_triton, layernorm, rope
 from stage04_kernels.attention import BACKENDS, attention
 from stage04_kernels.cases import make_attention_case
 from stage04_kernels.check_row import NUM_SEEDS, Row
@@ -64,7 +64,7 @@ def check_kv_write(seed: int) -> Iterator[Row]:
 def check_attention(seed: int) -> Iterator[Row]:
     """Every backend but the oracle itself against the oracle."""
     for backend in BACKENDS:
-        if backend == "reference":
+        if backend == "reference" or backend.startswith("triton"):  # check_triton.py has its own grid
             continue
         for name, grid in ATTENTION_GRID.items():
             for dtype, tolerance in TOLERANCES.items():
@@ -95,22 +95,25 @@ def check_layers(seed: int) -> Iterator[Row]:
         yield from (turned, normed)
 
 
-CHECKS: list[Callable[[int], Iterator[Row]]] = [
-    check_kv_write,
-    check_attention,
-    check_layers,
-    check_sampling.check_transforms,
-    check_sampling.check_rules,
-    check_sampling.check_token_bitmask,
-    check_sampling.check_sample,
-    check_sampling.check_distribution,
-    check_sampling.check_rejection,
-]
+CHECKS: dict[str, list[Callable[[int], Iterator[Row]]]] = {
+    "attention": [check_kv_write, check_attention],
+    "layers": [check_layers],
+    "sampling": [
+        check_sampling.check_transforms,
+        check_sampling.check_rules,
+        check_sampling.check_token_bitmask,
+        check_sampling.check_sample,
+        check_sampling.check_distribution,
+        check_sampling.check_rejection,
+    ],
+    "triton": check_triton.CHECKS,
+}
+"""Part of the table -> its checks."""
 
 
-def run_checks(seed: int) -> Iterator[Row]:
-    """All rows of the table, in order."""
-    for check in CHECKS:
+def run_checks(seed: int, parts: list[str] | None = None) -> Iterator[Row]:
+    """The rows of these parts of the table, in order; all if none is named."""
+    for check in [each for part in parts or CHECKS for each in CHECKS[part]]:
         for row in check(seed):
             if trace.on:
                 trace.emit(

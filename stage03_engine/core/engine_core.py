@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 
 from stage03_engine.config import VllmConfig
@@ -12,6 +13,7 @@ from stage03_engine.core.block_pool import BlockPool
 from stage03_engine.core.executor import UniProcExecutor
 from stage03_engine.core.kv_cache_size import decide_num_blocks, decide_num_swap_blocks
 from stage03_engine.core.request import Request
+from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
 from stage03_engine.core.scheduler import Scheduler
 from stage03_engine.core.structured_output import StructuredOutputManager
 from stage03_engine.import_class import construct
@@ -32,6 +34,11 @@ class EngineCore:
         self.executor.initialize_kv_cache(self.num_gpu_blocks, num_swap_blocks)
         self.structured_output_manager = StructuredOutputManager(config)
         self.scheduler = self._make_scheduler(num_swap_blocks)
+        self._execute: Callable[[SchedulerOutput], ModelRunnerOutput] = self.executor.execute_model
+        if config.scheduler_config.check_invariants and config.device_config.attention_backend == "triton-interpret":
+            from stage03_engine.core.kv_sanitizer import sanitized  # needs Triton
+
+            self._execute = sanitized(self._execute, self.scheduler.kv_cache_manager)
         # Seeds for requests that bring none: the same engine seed and order of arrival give the same outputs.
         self._seeds = random.Random(config.model_config.seed)
         self._queued_at: dict[str, float] = {}
@@ -92,7 +99,7 @@ class EngineCore:
         for new in scheduler_output.scheduled_new_reqs:
             if new.request_id in self._queued_at:  # absent when the request resumes
                 self._queued_seconds[new.request_id] = time.monotonic() - self._queued_at.pop(new.request_id)
-        runner_output = self.executor.execute_model(scheduler_output)
+        runner_output = self._execute(scheduler_output)
         outputs = self.scheduler.update_from_output(scheduler_output, runner_output)
         self._add_queue_time(outputs)
         if self.config.scheduler_config.check_invariants:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.batch_invariant import make_batch_invariant
+from stage03_engine.core.cuda_graphs import DecodeGraphs
 from stage03_engine.core.input_batch import InputBatch
 from stage03_engine.core.layer_trace import LayerTrace
 from stage03_engine.core.logits_processor import LogitsRow, load_logits_processors, transforms
@@ -71,6 +72,7 @@ class ModelRunner:
         self.proposer = NgramProposer(speculative) if drafts else None
         self.kv_caches: list[Tensor] = []
         self.swap_caches: list[Tensor] = []  # CPU memory for preempted requests, like kv_caches
+        self.graphs: DecodeGraphs | None = None  # recorded by `capture_graphs`, on a GPU
         self.model: nn.Module
         self.layer_trace: LayerTrace | None = None
         self.pooler = Pooler(config) if config.is_pooling else None
@@ -95,6 +97,16 @@ class ModelRunner:
         if trace.on:
             num_bytes = sum(cache.numel() * cache.element_size() for cache in self.kv_caches)
             trace.emit("kv_cache.allocated", num_blocks=num_blocks, block_size=self.block_size, bytes=num_bytes)
+
+    @torch.inference_mode()
+    def capture_graphs(self) -> None:
+        """Record decode steps as CUDA graphs, once the KV cache is in place."""
+        device = self.config.device_config
+        wanted = device.attention_backend == "triton" and not device.enforce_eager and self.layer_trace is None
+        if self.device.type == "cuda" and wanted:  # a graph runs no hooks of the layers
+            max_blocks, max_num_seqs = self.batch.block_table.shape[1], self.config.scheduler_config.max_num_seqs
+            lengths = (max_blocks, self.config.max_model_len)
+            self.graphs = DecodeGraphs(self.model, self.kv_caches, *lengths, max_num_seqs, self.device)
 
     # Measuring
 
@@ -148,7 +160,10 @@ class ModelRunner:
             self.layer_trace.step = step
         if trace.on:
             trace.emit("model.forward", ph="B", step=step, num_tokens=len(inputs.input_ids))
-        hidden = self.model(inputs.input_ids, inputs.positions, self.kv_caches, inputs.metadata)
+        if self.graphs is not None and self.graphs.fits(inputs.metadata):
+            hidden = self.graphs.forward(inputs.input_ids, inputs.positions, inputs.metadata)
+        else:
+            hidden = self.model(inputs.input_ids, inputs.positions, self.kv_caches, inputs.metadata)
         if trace.on:
             trace.emit("model.forward", ph="E", step=step, num_tokens=len(inputs.input_ids))
         if self.pooler is not None:
@@ -167,7 +182,7 @@ class ModelRunner:
         metadata = self._sampling_metadata(rows, ahead)
         if trace.on:
             trace_sampling(self.batch, rows, metadata, self.logits_processors, scheduler_output)
-        output = sample(logits, metadata)
+        output = sample(logits, metadata, self.config.device_config.attention_backend)
         if trace.on:
             num_random = len(metadata.random_rows)
             trace.emit("sampler.sampled", step=step, num_greedy=len(rows) - num_random, num_random=num_random)
@@ -335,4 +350,4 @@ class ModelRunner:
 
     def shutdown(self) -> None:
         """Release the KV cache and the weights."""
-        self.kv_caches, self.model = [], nn.Module()
+        self.kv_caches, self.model, self.graphs = [], nn.Module(), None

@@ -9,6 +9,7 @@ from stage03_engine.config import VllmConfig
 from stage03_engine.core.model_runner import ModelRunner
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
 from stage03_engine.errors import ConfigError
+from stage04_kernels.attention import check_backend
 from stagetrace import trace
 
 
@@ -28,6 +29,10 @@ class Worker:
                 # seams, for a loop that rounds differently, and which ones depends on the place in the batch.
                 num_threads = 1 << (num_threads.bit_length() - 1)
             torch.set_num_threads(num_threads)
+        try:
+            check_backend(config.device_config.attention_backend, name)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
         self.model_runner = ModelRunner(config, self.device)
         if trace.on:
             dtype, threads = config.model_config.dtype, torch.get_num_threads()
@@ -71,6 +76,7 @@ class Worker:
         """Allocate the KV cache, and its swap space in CPU memory. Raises ConfigError when there is not enough memory."""
         try:
             self.model_runner.initialize_kv_cache(num_blocks, num_swap_blocks)
+            self.model_runner.capture_graphs()
         except (
             MemoryError,
             ValueError,

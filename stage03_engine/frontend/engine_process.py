@@ -40,8 +40,8 @@ def _private_directory() -> Path:
     return Path(tempfile.mkdtemp(prefix="stages-", dir=base))  # mkdtemp makes it with mode 0700
 
 
-def engine_environment(num_threads: int) -> dict[str, str]:
-    """Environment of the engine process.
+def engine_environment(num_threads: int, attention_backend: str = "auto") -> dict[str, str]:
+    """Environment of the engine process. Triton asks it, too, whether kernels are to be interpreted.
 
     OpenMP's threads spin by default while they wait for the next parallel region. On a machine where the API loop, the
     client and the engine share two cores, a spinning thread takes the core from the one that has work. Measured there:
@@ -52,7 +52,8 @@ def engine_environment(num_threads: int) -> dict[str, str]:
     """
     threads = str(num_threads)
     quiet = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
-    return {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **quiet}
+    interpret = {"TRITON_INTERPRET": "1"} if attention_backend == "triton-interpret" else {}
+    return {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **quiet, **interpret}
 
 
 class EngineProcess:
@@ -70,9 +71,9 @@ class EngineProcess:
         self._handshake.bind(self.handshake_address)
         command = [sys.executable, "-m", "stage03_engine.core", self.handshake_address, str(engine_index)]
         # The engine reads its standard input only to learn when we are gone: the pipe closes even on kill -9.
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, env=engine_environment(config.device_config.num_threads or 1)
-        )
+        device = config.device_config
+        environment = engine_environment(device.num_threads or 1, device.attention_backend)
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
         if trace.on:
             trace.emit("engine.spawned", pid=self._process.pid)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from stage04_kernels.attention import attention
+from stage04_kernels.bench import bench_cpu
 from stage04_kernels.cases import AttentionCase, make_attention_case
 from stage04_kernels.sampler import SamplingMetadata, sample
 
@@ -43,3 +44,12 @@ def test_bench_sample_mixed_batch(benchmark: Any) -> None:
     )
     output = benchmark(sample, logits, metadata)
     assert output.sampled_token_ids.shape == (n,)
+
+
+def test_bench_compiled_cpu_attention(benchmark: Any) -> None:
+    """`python -m stage04_kernels bench`, whose first line must be at least twice as fast as attention over gathered keys and values: 32
+    decodes with a context of 512 tokens, 12 heads of 64."""
+    lines = benchmark.pedantic(lambda: list(bench_cpu()), rounds=1)
+    for line in lines:
+        benchmark.extra_info[f"{line.what}: {line.compared_with} takes"] = f"{line.ratio:.2f} times as long"
+    assert lines[0].what == "cpu: decode, 32 x 512" and lines[0].ratio >= 2.0

@@ -126,7 +126,7 @@ def test_the_flag_brings_its_backend_and_refuses_others() -> None:
     def backend(**settings: Any) -> str:
         return EngineArgs.from_kwargs(model="gpt2-tiny", device="cpu", **settings).device_config.attention_backend
 
-    assert backend() == backend(batch_invariant=False) == "auto"
+    assert backend() == backend(batch_invariant=False) == "torch"
     assert backend(batch_invariant=True) == "batch_invariant"
     assert backend(batch_invariant=True, attention_backend="batch_invariant") == "batch_invariant"
     with pytest.raises(ConfigError, match="batch_invariant needs attention_backend auto or batch_invariant, not torch"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from stage04_kernels.attention import BACKENDS, AttentionMetadata, attention
+from stage04_kernels.attention import AttentionMetadata, attention
 from stage04_kernels.batch_invariant import ROWS, SPLIT, paged_attention_batch_invariant, rows_of
 from stage04_kernels.cases import AttentionCase, make_attention_case, make_metadata
 from stage04_kernels.sampler import exponential_noise, gather_logprobs
@@ -43,8 +43,8 @@ def test_the_bits_of_a_row_are_the_same_in_any_company(batch, heads, dtype, wind
     case = make_attention_case(
         [q for q, _ in batch], [c for _, c in batch], num_heads=heads[0], num_kv_heads=heads[1], dtype=dtype, seed=seed
     )
-    backend = BACKENDS["batch_invariant"]
-    together = backend(case.query, case.key, case.value, case.kv_cache, case.metadata, case.scale, window)
+    arguments = (case.query, case.key, case.value, case.kv_cache, case.metadata, case.scale)
+    together = attention(*arguments, "batch_invariant", window)
     for request, (start, end) in enumerate(pairwise(case.metadata.query_start_loc_cpu)):
         alone = paged_attention_batch_invariant(
             case.query[start:end], case.kv_cache, one_token_each(case, request), case.scale, window

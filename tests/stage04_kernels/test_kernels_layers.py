@@ -115,7 +115,7 @@ def test_rms_norm_is_that_of_transformers(dtype: torch.dtype) -> None:
     assert torch.equal(rms_norm(x, theirs.weight, 1e-5), theirs(x))
 
 
-@pytest.mark.parametrize("backend", list(BACKENDS))
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "triton"])
 @settings(max_examples=30, deadline=None)
 @given(length=st.integers(1, 30), computed=st.integers(0, 29), window=st.integers(1, 40))
 def test_sliding_window_equals_dense_attention_under_a_band(

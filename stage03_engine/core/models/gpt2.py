@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stage03_engine.config import ModelShape
-from stage03_engine.core.models.layers import assign_weights, embedding
+from stage03_engine.core.models.layers import LayerNorm, assign_weights, embedding
+from stage04_kernels.activation import gelu
 from stage04_kernels.attention import AttentionMetadata, attention
 
 _CAUSAL_MASKS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)$")
@@ -54,28 +55,35 @@ class GPT2Attention(nn.Module):
 class GPT2MLP(nn.Module):
     """Widen, GELU (the tanh approximation, which GPT-2 was trained with), narrow."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: ModelShape, backend: str) -> None:
         super().__init__()
+        self.backend = backend
         self.c_fc = Conv1D(shape.hidden_size, shape.intermediate_size)
         self.c_proj = Conv1D(shape.intermediate_size, shape.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+        return self.c_proj(gelu(self.c_fc(x), self.backend))
 
 
 class GPT2Block(nn.Module):
-    """Layer norm before each half, residual around it."""
+    """Layer norm before each half, residual around it.
+
+    x is what the half before has to add to the residual stream; the norm that comes next adds it, in one pass.
+    """
 
     def __init__(self, shape: ModelShape, backend: str) -> None:
         super().__init__()
-        self.ln_1 = nn.LayerNorm(shape.hidden_size, eps=shape.layer_norm_epsilon)
+        self.ln_1 = LayerNorm(shape.hidden_size, shape.layer_norm_epsilon, backend)
         self.attn = GPT2Attention(shape, backend)
-        self.ln_2 = nn.LayerNorm(shape.hidden_size, eps=shape.layer_norm_epsilon)
-        self.mlp = GPT2MLP(shape)
+        self.ln_2 = LayerNorm(shape.hidden_size, shape.layer_norm_epsilon, backend)
+        self.mlp = GPT2MLP(shape, backend)
 
-    def forward(self, x: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
-        x = x + self.attn(self.ln_1(x), kv_cache, metadata)
-        return x + self.mlp(self.ln_2(x))
+    def forward(
+        self, x: Tensor, residual: Tensor | None, kv_cache: Tensor, metadata: AttentionMetadata
+    ) -> tuple[Tensor, Tensor]:
+        x, residual = self.ln_1(x, residual)
+        x, residual = self.ln_2(self.attn(x, kv_cache, metadata), residual)
+        return self.mlp(x), residual
 
 
 class GPT2LMHeadModel(nn.Module):
@@ -86,16 +94,16 @@ class GPT2LMHeadModel(nn.Module):
         self.wte = embedding(shape.vocab_size, shape.hidden_size)
         self.wpe = embedding(shape.max_position_embeddings, shape.hidden_size)
         self.h = nn.ModuleList(GPT2Block(shape, backend) for _ in range(shape.num_layers))
-        self.ln_f = nn.LayerNorm(shape.hidden_size, eps=shape.layer_norm_epsilon)
+        self.ln_f = LayerNorm(shape.hidden_size, shape.layer_norm_epsilon, backend)
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, kv_caches: list[Tensor], metadata: AttentionMetadata
     ) -> Tensor:
         """input_ids, positions: [num_tokens] int64; kv_caches: one per layer. Returns hidden states [num_tokens, hidden_size]."""
-        x = self.wte(input_ids) + self.wpe(positions)
+        x, residual = self.wte(input_ids) + self.wpe(positions), None
         for block, kv_cache in zip(self.h, kv_caches, strict=True):
-            x = block(x, kv_cache, metadata)
-        return self.ln_f(x)
+            x, residual = block(x, residual, kv_cache, metadata)
+        return self.ln_f(x, residual)[0]
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """[num_rows, hidden_size] -> float32 [num_rows, vocab_size]. Only for the rows that are sampled: this is the largest

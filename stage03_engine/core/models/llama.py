@@ -16,17 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stage03_engine.config import ModelShape
-from stage03_engine.core.models.layers import Linear, assign_weights, embedding
-from stage04_kernels.attention import AttentionMetadata, attention
-from stage04_kernels.layernorm import rms_norm
-from stage04_kernels.rope import apply_rope, rope_cos_sin, rope_frequencies, scale_linear, scale_llama3
-
-Rotation = tuple[Tensor, Tensor]  # cos and sin of every token's angles, each [num_tokens, 1, head_dim / 2]
+from stage03_engine.core.models.layers import Linear, RMSNorm, assign_weights, embedding
+from stage04_kernels.activation import silu_and_mul
+from stage04_kernels.attention import AttentionMetadata, Rotation, attention
+from stage04_kernels.rope import rope_cos_sin, rope_frequencies, scale_linear, scale_llama3
 
 
 def frequencies_of(shape: ModelShape) -> Tensor:
@@ -38,17 +35,6 @@ def frequencies_of(shape: ModelShape) -> Tensor:
         return scale_linear(frequencies, scaling.factor)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     return scale_llama3(frequencies, scaling.factor, low, high, scaling.original_max_position_embeddings)
-
-
-class RMSNorm(nn.Module):
-    """Norm over the last dimension."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.empty(size)), eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
 
 
 class LlamaAttention(nn.Module):
@@ -63,45 +49,51 @@ class LlamaAttention(nn.Module):
         self.k_proj = Linear(shape.hidden_size, kv_size, shape.attention_bias)
         self.v_proj = Linear(shape.hidden_size, kv_size, shape.attention_bias)
         self.o_proj = Linear(query_size, shape.hidden_size, shape.attention_output_bias)
-        self.q_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps) if shape.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps) if shape.qk_norm else nn.Identity()
+        self.qk_norm = shape.qk_norm
+        if shape.qk_norm:
+            self.q_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps, backend)
+            self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps, backend)
 
     def forward(self, x: Tensor, rotation: Rotation, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         query, key, value = (  # [num_tokens, num_heads or num_kv_heads, head_dim]
             projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        query = apply_rope(self.q_norm(query), *rotation)
-        key = apply_rope(self.k_norm(key), *rotation)
-        out = attention(query, key, value, kv_cache, metadata, self.scale, self.backend, self.window)
+        if self.qk_norm:
+            query, key = self.q_norm(query)[0], self.k_norm(key)[0]
+        out = attention(query, key, value, kv_cache, metadata, self.scale, self.backend, self.window, rotation)
         return self.o_proj(out.flatten(1))
 
 
 class LlamaMLP(nn.Module):
     """SwiGLU (Shazeer 2020): a gate and a value, both wide; their product, narrowed."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: ModelShape, backend: str) -> None:
         super().__init__()
+        self.backend = backend
         self.gate_proj = Linear(shape.hidden_size, shape.intermediate_size)
         self.up_proj = Linear(shape.hidden_size, shape.intermediate_size)
         self.down_proj = Linear(shape.intermediate_size, shape.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(silu_and_mul(self.gate_proj(x), self.up_proj(x), self.backend))
 
 
 class LlamaDecoderLayer(nn.Module):
-    """Norm before each half, residual around it."""
+    """Norm before each half, residual around it; the norm adds what the half before has to say, as in gpt2.py."""
 
     def __init__(self, shape: ModelShape, layer: int, backend: str) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps, backend)
         self.self_attn = LlamaAttention(shape, layer, backend)
-        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.mlp = LlamaMLP(shape)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps, backend)
+        self.mlp = LlamaMLP(shape, backend)
 
-    def forward(self, x: Tensor, rotation: Rotation, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rotation, kv_cache, metadata)
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def forward(
+        self, x: Tensor, residual: Tensor | None, rotation: Rotation, kv_cache: Tensor, metadata: AttentionMetadata
+    ) -> tuple[Tensor, Tensor]:
+        x, residual = self.input_layernorm(x, residual)
+        x, residual = self.post_attention_layernorm(self.self_attn(x, rotation, kv_cache, metadata), residual)
+        return self.mlp(x), residual
 
 
 class LlamaForCausalLM(nn.Module):
@@ -114,7 +106,7 @@ class LlamaForCausalLM(nn.Module):
         self.tied = shape.tie_word_embeddings
         self.embed_tokens = embedding(shape.vocab_size, shape.hidden_size)
         self.layers = nn.ModuleList(LlamaDecoderLayer(shape, n, backend) for n in range(shape.num_layers))
-        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps, backend)
         if not self.tied:
             self.lm_head = Linear(shape.hidden_size, shape.vocab_size)
         self.register_buffer("frequencies", frequencies_of(shape), persistent=False)  # float32 whatever the weights are
@@ -123,11 +115,11 @@ class LlamaForCausalLM(nn.Module):
         self, input_ids: Tensor, positions: Tensor, kv_caches: list[Tensor], metadata: AttentionMetadata
     ) -> Tensor:
         """input_ids, positions: [num_tokens] int64; kv_caches: one per layer. Returns hidden states [num_tokens, hidden_size]."""
-        x = self.embed_tokens(input_ids)
+        x, residual = self.embed_tokens(input_ids), None
         rotation = rope_cos_sin(positions, self.frequencies)
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
-            x = layer(x, rotation, kv_cache, metadata)
-        return self.norm(x)
+            x, residual = layer(x, residual, rotation, kv_cache, metadata)
+        return self.norm(x, residual)[0]
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """[num_rows, hidden_size] -> float32 [num_rows, vocab_size]. Only for the rows that are sampled."""

@@ -1,0 +1,265 @@
+"""Paged attention in Triton (vLLM: v1/attention/ops/triton_unified_attention.py, kernel_unified_attention).
+
+One kernel for every batch: prompts, chunks of prompts and decodes together, over a block table. Sources: Kwon et al. 2023
+(PagedAttention), Milakov and Gimelshein 2018 (online softmax), Dao 2023 (FlashAttention-2), Dao et al. 2023 (Flash-Decoding).
+
+**Rows.** A program takes some query tokens of one request and one key/value head. All `GROUP` query heads that share this
+head come along: row m of the tile is head `m % GROUP` of token `m // GROUP`. So a key is loaded once for all of them, and a decode
+of a model with grouped heads fills more than one row of the matrix unit.
+
+**Online softmax.** The weights of a softmax, exp(s_i - max) / sum, seem to need all scores before the first value can be
+used. They do not. Keep for each row the largest score so far, `largest`; the sum of exp(s - largest), `total`; and the values weighted by
+the same, `mixed`. When a new block of keys brings a larger score, what was summed so far is too large by the factor
+exp(new - old), so multiply it by exp(old - new) and go on. At the end mixed / total is the exact result, whatever the order of
+the blocks, and no row of scores was ever stored.
+
+**Splits.** A decode has one query token, so a batch of few long requests gives few programs, and most of the chip is idle.
+With `NUM_SPLITS` > 1 several programs share a row's keys. Each leaves its own softmax over its part, with the logarithm of its
+sum (log-sum-exp), and `_reduce_splits` weighs the parts by these.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stage04_kernels.attention_metadata import AttentionMetadata
+from stage04_kernels.triton_kernels.tiles import DEFAULT_TILES, AttentionTiles, next_power_of_2, num_programs
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _paged_attention(
+    out_ptr,  # [num_tokens, num_heads, NUM_SPLITS, HEAD_DIM]
+    lse_ptr,  # [num_tokens, num_heads, NUM_SPLITS] float32
+    query_ptr,  # [num_tokens, num_heads, HEAD_DIM]
+    key_ptr,  # [num_slots, num_kv_heads, HEAD_DIM]
+    value_ptr,
+    block_table_ptr,  # [num_reqs, max_blocks] int32
+    seq_lens_ptr,  # [num_reqs] int32
+    query_start_loc_ptr,  # [num_reqs + 1] int32
+    tile_request_ptr,  # [num_tiles] int32: the request of each tile
+    tile_first_ptr,  # [num_tiles] int32: its first query token, counted within the request
+    alibi_slopes_ptr,  # [num_heads] float32
+    scale,
+    k_scale,
+    v_scale,
+    window,
+    soft_cap,
+    stride_query_token,
+    stride_query_head,
+    stride_table,
+    num_kv_heads,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,  # HEAD_DIM, rounded up to a power of two
+    BLOCK_SIZE: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads per key/value head
+    BLOCK_M: tl.constexpr,  # rows of a tile
+    BLOCK_N: tl.constexpr,  # keys per turn of the loop
+    NUM_SPLITS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    WRITE_LSE: tl.constexpr,
+    UPCAST: tl.constexpr,  # multiply in float32 (the interpreter's bfloat16 is wrong)
+):
+    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    request = tl.load(tile_request_ptr + tile)
+    first_token = tl.load(tile_first_ptr + tile)
+    query_start = tl.load(query_start_loc_ptr + request)
+    query_len = tl.load(query_start_loc_ptr + request + 1) - query_start
+    context = tl.load(seq_lens_ptr + request)
+
+    row = tl.arange(0, BLOCK_M)
+    token = first_token + row // GROUP  # within the request
+    head = kv_head * GROUP + row % GROUP
+    real_row = (row // GROUP < BLOCK_M // GROUP) & (token < query_len)
+    position = context - query_len + token  # in the context; a row sees the keys up to here
+    dim = tl.arange(0, PADDED_DIM)
+    real_dim = dim < HEAD_DIM
+
+    query_row = (query_start + token).to(tl.int64)
+    query_at = query_row[:, None] * stride_query_token + head[:, None] * stride_query_head + dim[None, :]
+    query = tl.load(query_ptr + query_at, mask=real_row[:, None] & real_dim[None, :], other=0.0)
+    if UPCAST:
+        query = query.to(tl.float32)
+    if HAS_ALIBI:
+        slope = tl.load(alibi_slopes_ptr + head, mask=real_row, other=0.0)
+
+    # The keys that any row of this tile sees, and this program's part of them.
+    last_token = tl.minimum(first_token + BLOCK_M // GROUP, query_len) - 1
+    end = context - query_len + last_token + 1
+    begin = 0
+    if HAS_WINDOW:
+        begin = tl.maximum(context - query_len + first_token + 1 - window, 0)
+    if NUM_SPLITS > 1:
+        share = tl.cdiv(tl.cdiv(end - begin, NUM_SPLITS), BLOCK_N) * BLOCK_N
+        begin = begin + split * share
+        end = tl.minimum(begin + share, end)
+
+    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    mixed = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
+    for start in range(begin, end, BLOCK_N):
+        key_position = start + tl.arange(0, BLOCK_N)
+        real_key = key_position < end
+        block = tl.load(
+            block_table_ptr + request.to(tl.int64) * stride_table + key_position // BLOCK_SIZE, mask=real_key, other=0
+        )
+        slot = block.to(tl.int64) * BLOCK_SIZE + key_position % BLOCK_SIZE
+        cache_at = (slot[:, None] * num_kv_heads + kv_head) * HEAD_DIM + dim[None, :]
+        real = real_key[:, None] & real_dim[None, :]
+        key = tl.load(key_ptr + cache_at, mask=real, other=0.0)
+        value = tl.load(value_ptr + cache_at, mask=real, other=0.0)
+        if UPCAST:
+            key, value = key.to(tl.float32), value.to(tl.float32)
+        elif key.dtype != query.dtype:  # a float8 cache
+            key, value = key.to(query.dtype), value.to(query.dtype)
+
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee").to(tl.float32) * (scale * k_scale)
+        if HAS_SOFT_CAP:
+            scores = soft_cap * (2.0 / (1.0 + tl.exp(-2.0 * scores / soft_cap)) - 1.0)  # tanh
+        if HAS_ALIBI:
+            scores += slope[:, None] * (key_position[None, :] - position[:, None])
+        visible = real_row[:, None] & real_key[None, :] & (key_position[None, :] <= position[:, None])
+        if HAS_WINDOW:
+            visible = visible & (key_position[None, :] > position[:, None] - window)
+        scores = tl.where(visible, scores * LOG2E, float("-inf"))  # exp2 is the chip's own exponential
+
+        new_largest = tl.maximum(largest, tl.max(scores, 1))
+        shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # a row that has seen nothing yet
+        rescale = tl.exp2(largest - shift)
+        weights = tl.exp2(scores - shift[:, None])
+        total = total * rescale + tl.sum(weights, 1)
+        mixed = mixed * rescale[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee").to(tl.float32)
+        largest = new_largest
+
+    result = mixed * (v_scale / tl.where(total == 0.0, 1.0, total))[:, None]
+    out_row = (query_row * (num_kv_heads * GROUP) + head) * NUM_SPLITS + split
+    tl.store(
+        out_ptr + out_row[:, None] * HEAD_DIM + dim[None, :],
+        result.to(out_ptr.dtype.element_ty),
+        mask=real_row[:, None] & real_dim[None, :],
+    )
+    if WRITE_LSE:
+        saw_none = total == 0.0
+        lse = tl.where(saw_none, float("-inf"), largest + tl.log2(tl.where(saw_none, 1.0, total)))
+        tl.store(lse_ptr + out_row, lse / LOG2E, mask=real_row)
+
+
+@triton.jit
+def _reduce_splits(
+    out_ptr,  # [num_rows, HEAD_DIM]
+    lse_ptr,  # [num_rows] float32
+    part_ptr,  # [num_rows, NUM_SPLITS, HEAD_DIM] float32
+    part_lse_ptr,  # [num_rows, NUM_SPLITS] float32; -inf: the split saw nothing
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,  # a power of two
+    WRITE_LSE: tl.constexpr,
+):
+    """Each part is a softmax over its own keys; exp(lse) is what it weighs among all of them."""
+    row = tl.program_id(0).to(tl.int64)
+    split, dim = tl.arange(0, NUM_SPLITS), tl.arange(0, PADDED_DIM)
+    lse = tl.load(part_lse_ptr + row * NUM_SPLITS + split)
+    largest = tl.max(lse, 0)
+    weights = tl.exp(lse - largest)
+    total = tl.sum(weights, 0)
+    real_dim = dim < HEAD_DIM
+    at = (row * NUM_SPLITS + split[:, None]) * HEAD_DIM + dim[None, :]
+    parts = tl.load(part_ptr + at, mask=real_dim[None, :], other=0.0)
+    result = tl.sum(parts * weights[:, None], 0) / total
+    tl.store(out_ptr + row * HEAD_DIM + dim, result.to(out_ptr.dtype.element_ty), mask=real_dim)
+    if WRITE_LSE:
+        tl.store(lse_ptr + row, largest + tl.log(total))
+
+
+def plan_tiles(metadata: AttentionMetadata, tokens_per_tile: int) -> tuple[Tensor, Tensor]:
+    """Cut every request's query tokens into tiles: (request, first token within it) of each, two int32 [num_tiles]."""
+    requests: list[int] = []
+    firsts: list[int] = []
+    starts = metadata.query_start_loc_cpu
+    for request in range(len(starts) - 1):
+        for first in range(0, starts[request + 1] - starts[request], tokens_per_tile):
+            requests.append(request)
+            firsts.append(first)
+    both = torch.tensor([requests, firsts], dtype=torch.int32).to(metadata.block_table.device, non_blocking=True)
+    return both[0], both[1]
+
+
+def choose_num_splits(num_tiles: int, num_kv_heads: int, metadata: AttentionMetadata, tiles: AttentionTiles) -> int:
+    """As many programs as the chip runs at once, but at least `min_split` keys for each; a power of two."""
+    programs = num_tiles * num_kv_heads
+    wanted = min(num_programs(metadata.block_table.device) // max(1, programs), metadata.max_seq_len // tiles.min_split)
+    return 1 if metadata.max_query_len > 1 or wanted < 2 else min(64, next_power_of_2(wanted + 1) // 2)
+
+
+def paged_attention_triton(
+    query: Tensor,
+    kv_cache: Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    window: int | None = None,
+    *,
+    soft_cap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    num_splits: int | None = None,
+    return_lse: bool = False,
+    tiles: AttentionTiles = DEFAULT_TILES,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of a step's query tokens over the paged cache. Arguments as in `attention`; also
+
+    soft_cap      scores become soft_cap * tanh(score / soft_cap) (Gemma 2); 0 = off
+    alibi_slopes  [num_heads] float32: what each position of distance costs (Press et al. 2021); None = off
+    k_scale, v_scale  what the numbers of a float8 cache are to be multiplied by
+    num_splits    programs that share one row's keys, a power of two; None = chosen by batch and chip
+    return_lse    also return the log-sum-exp of each row's scores, float32 [num_tokens, num_heads]
+
+    Padding rows of the query come out as zeros (their log-sum-exp as -inf).
+    """
+    num_tokens, num_heads, head_dim = query.shape
+    num_kv_heads = kv_cache.shape[3]
+    block_m = tiles.rows(num_heads // num_kv_heads, metadata.max_query_len)
+    tokens = block_m * num_kv_heads // num_heads  # per tile
+    plan = metadata.cached_plan(("triton", tokens), lambda: plan_tiles(metadata, tokens))
+    if num_splits is None:
+        num_splits = choose_num_splits(len(plan[0]), num_kv_heads, metadata, tiles)
+    out = torch.zeros_like(query, memory_format=torch.contiguous_format)
+    lse = torch.full((num_tokens, num_heads), -torch.inf, device=query.device) if return_lse else out
+    if len(plan[0]) == 0:
+        return (out, lse) if return_lse else out
+    part, part_lse = out, lse
+    if num_splits > 1:
+        part = torch.zeros(num_tokens, num_heads, num_splits, head_dim, device=query.device)
+        part_lse = torch.zeros(num_tokens, num_heads, num_splits, device=query.device)
+    arguments = (scale, k_scale, v_scale, window, soft_cap, alibi_slopes, return_lse or num_splits > 1)
+    _launch(part, part_lse, query, kv_cache, metadata, plan, *arguments, num_splits, block_m, tiles)
+    if num_splits > 1:
+        sizes = {"HEAD_DIM": head_dim, "PADDED_DIM": max(16, next_power_of_2(head_dim)), "NUM_SPLITS": num_splits}
+        _reduce_splits[(num_tokens * num_heads,)](out, lse, part, part_lse, **sizes, WRITE_LSE=return_lse, num_warps=1)
+    return (out, lse) if return_lse else out
+
+
+def _launch(
+    out: Tensor, lse: Tensor, query: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, plan: tuple[Tensor, Tensor],
+    scale: float, k_scale: float, v_scale: float, window: int | None, soft_cap: float, alibi_slopes: Tensor | None,
+    write_lse: bool, num_splits: int, block_m: int, tiles: AttentionTiles,
+) -> None:  # fmt: skip
+    """Launch `_paged_attention`: what is on or off, and every size of a tile, is a constant of the compiled kernel."""
+    query = query if query.stride(2) == 1 else query.contiguous()
+    head_dim, block_size, num_kv_heads = query.shape[2], *kv_cache.shape[2:4]
+    padded_dim = max(16, next_power_of_2(head_dim))
+    _paged_attention[(len(plan[0]), num_kv_heads, num_splits)](
+        out, lse, query, kv_cache[0], kv_cache[1], metadata.block_table, metadata.seq_lens, metadata.query_start_loc,
+        *plan, alibi_slopes, scale, k_scale, v_scale, window or 0, soft_cap,
+        query.stride(0), query.stride(1), metadata.block_table.stride(0), num_kv_heads,
+        HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SIZE=block_size, GROUP=query.shape[1] // num_kv_heads,
+        BLOCK_M=block_m, BLOCK_N=tiles.keys(padded_dim), NUM_SPLITS=num_splits, HAS_WINDOW=window is not None,
+        HAS_SOFT_CAP=soft_cap > 0.0, HAS_ALIBI=alibi_slopes is not None, WRITE_LSE=write_lse, UPCAST=tiles.upcast,
+        num_warps=tiles.warps(block_m, padded_dim), num_stages=tiles.num_stages,
+    )  # fmt: skip
