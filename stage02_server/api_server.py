@@ -148,10 +148,10 @@ async def build_async_engine_client(
     if args.engine == "echo":
         client = EchoCoreClient(vllm_config)
     elif args.in_process:
-        from stage03_engine.core.engine_core import EngineCore  # the only way for torch into this process
+        from stage03_engine.core.make_core import make_core  # the only way for torch into this process
         from stage03_engine.frontend.async_inproc_client import AsyncInprocClient
 
-        client = AsyncInprocClient(vllm_config, EngineCore)
+        client = AsyncInprocClient(vllm_config, make_core)
     engine = AsyncLLM.from_vllm_config(vllm_config, client=client, stat_loggers=stat_loggers)
     try:
         yield engine
@@ -176,7 +176,7 @@ def build_app(args: FrontendArgs) -> FastAPI:
     """The application with all its routes, without any state."""
     from fastapi import FastAPI
 
-    from stage02_server import api_router, metrics, utility_router
+    from stage02_server import api_router, audio_router, metrics, pooling_router, utility_router
     from stage02_server.absent_routes import router as absent_routes
     from stage02_server.app_middleware import RequestIdHeaderMiddleware, add_inner_middleware
     from stage02_server.errors import add_exception_handlers
@@ -191,6 +191,8 @@ def build_app(args: FrontendArgs) -> FastAPI:
     app.root_path = (args.root_path or "").rstrip("/")
     app.include_router(api_router.router)
     app.include_router(metrics.router)
+    app.include_router(pooling_router.router)
+    app.include_router(audio_router.router)
     app.include_router(utility_router.router)
     app.state.gate = RequestGate()
     add_inner_middleware(app, args)
@@ -214,8 +216,11 @@ def init_app_state(engine: AsyncLLM, state: State, args: FrontendArgs, registry:
     from stage02_server.serving_chat import OpenAIServingChat
     from stage02_server.serving_completion import OpenAIServingCompletion
     from stage02_server.serving_models import OpenAIServingModels
+    from stage02_server.serving_pooling import ServingPooling
     from stage02_server.serving_responses import OpenAIServingResponses
+    from stage02_server.serving_score import ServingScores
     from stage02_server.serving_tokenization import OpenAIServingTokenization
+    from stage02_server.serving_transcription import ServingTranscription
 
     config, names = engine.vllm_config, served_model_names(engine.vllm_config, args)
     models = OpenAIServingModels(config, names)
@@ -232,6 +237,9 @@ def init_app_state(engine: AsyncLLM, state: State, args: FrontendArgs, registry:
     state.openai_serving_tokenization = OpenAIServingTokenization(
         engine.tokenizer, models, template, config.max_model_len
     )
+    state.serving_pooling = ServingPooling(engine, models)
+    state.serving_scores = ServingScores(engine, models)
+    state.serving_transcription = ServingTranscription(engine, models)
     state.openai_serving_responses = OpenAIServingResponses(engine, models, template, args)
     if args.enable_log_requests:
         request_logger = RequestLogger(args.max_log_len)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from array import array
 from dataclasses import dataclass
 
 from stage03_engine.config import VllmConfig
@@ -21,6 +22,7 @@ from stage03_engine.messages import (
     SchedulerStats,
     TokenLogprobs,
 )
+from stage03_engine.pooling_params import PoolingParams
 from stagetrace import trace
 
 TICK_SECONDS = 0.002  # a decode step of a small model on a GPU takes about this long
@@ -70,6 +72,8 @@ class EchoCoreClient(AsyncEngineCoreClient):
 
     def _next(self, running: _Running) -> EngineCoreOutput:
         request, params = running.request, running.request.sampling_params
+        if request.pooling_params is not None:
+            return self._pooled(request, request.pooling_params)
         token = request.prompt_token_ids[running.num_output_tokens % len(request.prompt_token_ids)]
         running.num_output_tokens += 1
         output = EngineCoreOutput(request.request_id, [token])
@@ -87,6 +91,18 @@ class EchoCoreClient(AsyncEngineCoreClient):
         elif running.num_output_tokens == params.max_tokens:
             output.finish_reason = FinishReason.LENGTH
         return output
+
+    def _pooled(self, request: EngineCoreRequest, params: PoolingParams) -> EngineCoreOutput:
+        """The echo's vectors count tokens: number d says how many of them have an id that is d modulo the hidden size."""
+        tokens, size = request.prompt_token_ids, self._config.shape.hidden_size
+        kept = params.dimensions or self._config.pooling_config.dimensions or size
+        texts = [[token] for token in tokens] if params.task == "token_embed" else [tokens]
+        vectors = [[float(sum(token % size == d for token in text)) for d in range(kept)] for text in texts]
+        if params.normalize is not False:
+            lengths = [math.hypot(*vector) or 1.0 for vector in vectors]
+            vectors = [[x / length for x in vector] for vector, length in zip(vectors, lengths)]
+        pooled = [array("f", vector).tobytes() for vector in vectors]
+        return EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.STOP, pooled=pooled)
 
     def _logprobs(self, token: int, k: int) -> TokenLogprobs:
         """The echo is certain: probability 1 for its token, 0 for the k - 1 ids that follow it."""

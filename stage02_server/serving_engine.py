@@ -26,6 +26,7 @@ from stage02_server.protocol_response import (
 )
 from stage02_server.request_logger import RequestLogger
 from stage02_server.serving_models import OpenAIServingModels
+from stage02_server.tasks import require_task
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.async_llm import AsyncLLM
 from stage03_engine.frontend.beam_search import BeamSearchParams
@@ -153,6 +154,7 @@ class OpenAIServing:
     def check(self, request: SamplingRequest) -> str:
         """The model name to answer with. Raises what makes the request impossible whatever its prompt says."""
         self.engine_client.check_health()
+        require_task(self.engine_client.vllm_config, "generate")
         model = self.models.check(request.model)
         request.check_built()
         return model

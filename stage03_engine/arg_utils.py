@@ -11,6 +11,7 @@ from typing import Any
 from stage03_engine.args.detect import available_cores, detect_device
 from stage03_engine.args.fields import Setting, add_flags, settings_of
 from stage03_engine.args.parser import did_you_mean
+from stage03_engine.args.pooler import parse_pooling
 from stage03_engine.args.resolve import Resolved, resolve_cli, resolve_settings, with_detected
 from stage03_engine.args.speculative import parse_speculative_config
 from stage03_engine.config import SECTIONS, VllmConfig
@@ -124,6 +125,7 @@ def _build(settings: Mapping[str, Resolved], files: ModelFiles) -> VllmConfig:
         "shape": files.shape,
     }
     computed |= parse_speculative_config(settings["speculative_config"].value)
+    computed |= parse_pooling(*(settings[name].value for name in ("runner", "convert", "pooler_config")))
     sections = {}
     for name, section in SECTIONS.items():
         values = {f.name: settings[f.name].value if f.name in settings else computed[f.name] for f in fields(section)}
@@ -138,6 +140,7 @@ def check_config(config: VllmConfig) -> None:
     _check_attention_backend(config)
     _check_batch_invariant(config)
     _check_lengths(config)
+    _check_pooling(config)
     event_filter(config.observability_config)
 
 
@@ -197,6 +200,20 @@ def _check_parallel(config: VllmConfig) -> None:
             raise ConfigError(f"{field.name} must be at least 1, not {size}")
         if size > 1:
             raise ConfigError(f"{field.name} = {size} is not built yet; only 1 is")
+
+
+def _check_pooling(config: VllmConfig) -> None:
+    size, hidden_size = config.pooling_config.dimensions, config.shape.hidden_size
+    if size is not None and size > hidden_size:
+        raise ConfigError(f"pooler_config: dimensions {size} is more than the model's hidden size, {hidden_size}")
+    if config.is_whisper and (config.is_pooling or config.speculative_config.method is not None):
+        raise ConfigError(
+            "a Whisper model only writes down what it hears: leave out runner, convert and speculative_config"
+        )
+    if config.is_pooling and config.speculative_config.method is not None:
+        raise ConfigError(
+            "runner pooling generates nothing, so there is nothing to speculate; leave out one of the two"
+        )
 
 
 def _check_lengths(config: VllmConfig) -> None:

@@ -174,6 +174,29 @@ class SpeculativeConfig:
 
 
 @dataclass(frozen=True)
+class PoolingConfig:
+    """Whether the engine makes text or vectors. `runner_type` "pooling": vectors."""
+
+    runner: str = option(
+        "auto", "what the engine makes of prompts: generate = text, pooling = vectors; auto = text, unless --convert embed",
+        ("auto", "generate", "pooling", "draft"),
+    )  # fmt: skip
+    convert: str = option(
+        "auto", "embed = use the hidden states of a model that was made to generate as embeddings",
+        ("auto", "none", "embed", "classify"),
+    )  # fmt: skip
+    pooler_config: dict[str, Any] | None = option(
+        None,
+        'how hidden states become vectors, as JSON: {"pooling_type": "MEAN", "use_activation": true, "dimensions": 64}; '
+        "LAST, scaled to length 1, and all dimensions if not given",
+    )
+    runner_type: str = internal("generate")
+    pooling_type: str = internal("LAST")
+    use_activation: bool = internal(True)
+    dimensions: int | None = internal(None)
+
+
+@dataclass(frozen=True)
 class DeviceConfig:
     """Where the model runs."""
 
@@ -242,6 +265,7 @@ class VllmConfig:
     scheduler_config: SchedulerConfig = SchedulerConfig()
     structured_outputs_config: StructuredOutputsConfig = StructuredOutputsConfig()
     speculative_config: SpeculativeConfig = SpeculativeConfig()
+    pooling_config: PoolingConfig = PoolingConfig()
     device_config: DeviceConfig = DeviceConfig()
     parallel_config: ParallelConfig = ParallelConfig()
     observability_config: ObservabilityConfig = ObservabilityConfig()
@@ -258,6 +282,23 @@ class VllmConfig:
         assert self.model_config.shape is not None, "config is not resolved"
         return self.model_config.shape
 
+    @property
+    def is_pooling(self) -> bool:
+        """True when requests end with vectors and not with text."""
+        return self.pooling_config.runner_type == "pooling"
+
+    @property
+    def supported_tasks(self) -> tuple[str, ...]:
+        """What requests may ask of the model (vLLM: AsyncLLM.get_supported_tasks)."""
+        if self.is_whisper:
+            return ("transcription", "translation")
+        return ("embed", "token_embed", "score") if self.is_pooling else ("generate",)
+
+    @property
+    def is_whisper(self) -> bool:
+        """True for a model that turns speech into text."""
+        return self.shape.architecture == "WhisperForConditionalGeneration"
+
     def hash(self) -> str:
         """12 hex digits that change when a setting changes that can change the work (vLLM: VllmConfig.compute_hash)."""
         silent = replace(self, observability_config=ObservabilityConfig())
@@ -270,6 +311,7 @@ SECTIONS: dict[str, type] = {
     "scheduler_config": SchedulerConfig,
     "structured_outputs_config": StructuredOutputsConfig,
     "speculative_config": SpeculativeConfig,
+    "pooling_config": PoolingConfig,
     "device_config": DeviceConfig,
     "parallel_config": ParallelConfig,
     "observability_config": ObservabilityConfig,

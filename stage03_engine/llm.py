@@ -20,6 +20,7 @@ from stage03_engine.frontend.stats import IterationStats
 from stage03_engine.frontend.tokenizer import init_tokenizer_from_configs
 from stage03_engine.messages import EngineCoreRequest
 from stage03_engine.outputs import RequestOutput
+from stage03_engine.pooling_params import PoolingParams
 from stage03_engine.sampling_params import RequestOutputKind, SamplingParams
 
 Prompt = str | list[int]
@@ -53,9 +54,9 @@ class LLM:
         if multiprocess:
             self.engine_core = SyncMPClient(config)
         else:
-            from stage03_engine.core.engine_core import EngineCore  # imports torch: only for whoever runs it here
+            from stage03_engine.core.make_core import make_core  # imports torch: only for whoever runs it here
 
-            self.engine_core = InprocClient(EngineCore(config))
+            self.engine_core = InprocClient(make_core(config))
         self._ids = itertools.count()
 
     def generate(
@@ -89,6 +90,24 @@ class LLM:
             running = tqdm(running, total=len(requests), unit="request", disable=None)
         finished = list(running)
         return sorted(finished, key=lambda output: order[output.request_id])
+
+    def encode(
+        self, prompts: Prompt | Sequence[Prompt], params: PoolingParams | Sequence[PoolingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Vectors of all prompts, in their order: `pooled` of each output holds them, as the bytes of float32 numbers.
+
+        The engine must run with `runner="pooling"`. `params` is one for all or one for each. Raises InvalidRequestError.
+        """
+        batch = self._batch(prompts)
+        each = list(params) if isinstance(params, Sequence) else [params or PoolingParams()] * len(batch)
+        requests = [
+            self.input_processor.process_pooling_inputs(f"r{next(self._ids)}", prompt, p)
+            for prompt, p in zip(batch, each, strict=True)
+        ]
+        for request, prompt in zip(requests, batch):
+            self._add(request, prompt)
+        outputs = {output.request_id: output for output in self._run()}
+        return [outputs[request.request_id] for request in requests]
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[RequestOutput]:
         """The `beam_width` best sequences for each prompt, the best first; all prompts advance together.

@@ -14,6 +14,7 @@ import enum
 import msgspec
 
 from stage03_engine.config import VllmConfig
+from stage03_engine.pooling_params import PoolingParams
 from stage03_engine.sampling_params import SamplingParams
 
 ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
@@ -52,6 +53,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, gc=False):
     priority: int = 0  # a smaller number goes first, under --scheduling-policy priority
     cache_salt: str | None = None  # only requests with the same salt share cached prefixes
     cause: str | None = None
+    pooling_params: PoolingParams | None = None  # a pooling request: it ends with its prompt, in vectors
+    audio: bytes | None = None  # for a model that listens: float32, 16,000 numbers per second, at most 30 seconds
 
 
 class AbortRequests(msgspec.Struct, array_like=True, gc=False):
@@ -103,6 +106,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False, omit_defaults=
     )
     error_param: str | None = None  # the field of the request to blame for the error; None: nobody's fault
     ended_by_grammar: bool = False  # with FinishReason.STOP: the newest token is text, unlike a stop token
+    pooled: list[bytes] | None = None  # of a pooling request: vectors of float32, each as its bytes
 
 
 class SpecDecodingStats(msgspec.Struct, array_like=True, gc=False):

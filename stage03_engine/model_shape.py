@@ -245,12 +245,29 @@ def _rope(config: Config) -> tuple[float, RopeScaling | None]:
     return theta, RopeScaling("llama3", _positive(config, given, "factor"), low, high, original)
 
 
+def _read_whisper(config: Config, architecture: str) -> ModelShape:
+    """Of the decoder: the encoder's sizes are transformers' business, which runs the model."""
+    hidden_size, num_heads = config.size("d_model"), config.size("decoder_attention_heads")
+    return ModelShape(
+        architecture=architecture,
+        vocab_size=config.size("vocab_size"),
+        num_layers=config.size("decoder_layers"),
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=hidden_size // num_heads,
+        hidden_size=hidden_size,
+        intermediate_size=config.size("decoder_ffn_dim"),
+        max_position_embeddings=config.size("max_target_positions"),
+    )
+
+
 _READERS: dict[str, tuple[str, Callable[[Config, str], ModelShape]]] = {
     "GPT2LMHeadModel": ("gpt2", _read_gpt2),
     "LlamaForCausalLM": ("llama", _read_llama),
     "MistralForCausalLM": ("mistral", _read_llama),
     "Qwen2ForCausalLM": ("qwen2", _read_llama),
     "Qwen3ForCausalLM": ("qwen3", _read_llama),
+    "WhisperForConditionalGeneration": ("whisper", _read_whisper),
 }
 """Architecture -> (the model_type that means the same, what reads its config.json)."""
 

@@ -40,6 +40,7 @@ class RequestOutput:
     finished: bool = False
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # one entry per prompt token, None for the first
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    pooled: list[bytes] | None = None  # of a pooling request: vectors of float32, each as its bytes
 
     def add(self, newer: RequestOutput, aggregate: bool) -> None:
         """Take in a newer output of the same request that came before this one was read.

@@ -217,6 +217,7 @@ class Replay:
         """Did the same requests end, after as many tokens?"""
         ends = {i: event.args["reason"] for i, event in step.ends.items()}
         recorded = {e.req or "": (e.args["num_tokens"], ends.get(e.req or "")) for e in step.tokens}
+        recorded |= {i: (0, ends.get(i)) for i in step.pooled}
         replayed = {}
         for output in outputs:
             reason, count = output.finish_reason, len(output.new_token_ids)

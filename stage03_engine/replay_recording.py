@@ -13,6 +13,7 @@ from stage03_engine.core.request import Request
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
 from stage03_engine.core.structured_output import StructuredOutputManager
 from stage03_engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, TokenLogprobs
+from stage03_engine.pooling_params import PoolingParams
 from stage03_engine.sampling_params import SamplingParams
 from stage03_engine.structured_outputs import StructuredOutputsParams
 from stagetrace import Event
@@ -44,8 +45,10 @@ def made_up_request(queued: Event, block_size: int) -> Request:
     params["prompt_logprobs"] = 0 if params["prompt_logprobs"] else None
     params["stop_token_ids"] = [STOP_TOKEN]
     params["structured_outputs"] = _SOME_GRAMMAR if params.pop("grammar") else None
+    pooling = params.pop("pooling", None)  # recordings from before there was pooling lack it
     tokens = made_up_tokens(0, length, queued.args["block_hashes"], block_size)
     message = EngineCoreRequest(queued.req or "", tokens, SamplingParams(**params), eos, priority=priority)
+    message.pooling_params = None if pooling is None else PoolingParams(**pooling)
     return Request(message, seed=0)
 
 
@@ -105,6 +108,7 @@ class RecordedStep:
     tokens: list[Event] = field(default_factory=list)  # sched.token
     proposed: dict[str, int] = field(default_factory=dict)  # request -> drafts for the next step
     ends: dict[str, Event] = field(default_factory=dict)  # sched.finished
+    pooled: list[str] = field(default_factory=list)  # sched.pooled
 
     def add(self, event: Event) -> None:
         """Take in the next event of the step."""
@@ -134,6 +138,8 @@ class RecordedStep:
                 self.proposed[request_id] = args["num_tokens"]
             case "sched.token":
                 self.tokens.append(event)
+            case "sched.pooled":
+                self.pooled.append(request_id)
             case "sched.finished":
                 self.ends[request_id] = event
 
@@ -147,7 +153,8 @@ class RecordedStep:
             if request.sampling_params.prompt_logprobs is not None and first < last:
                 prompt_logprobs[request_id] = (first, [_NO_LOGPROBS] * (last - first))
         drafts = {i: [FILLER] * count for i, count in self.proposed.items()}
-        return ModelRunnerOutput(sampled, prompt_logprobs=prompt_logprobs, draft_token_ids=drafts)
+        pooled = {request_id: [b""] for request_id in self.pooled}
+        return ModelRunnerOutput(sampled, prompt_logprobs=prompt_logprobs, draft_token_ids=drafts, pooled=pooled)
 
     def _sampled(self, event: Event, request: Request, block_size: int) -> list[int]:
         taken = event.args["num_tokens"]

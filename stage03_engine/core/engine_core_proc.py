@@ -23,7 +23,7 @@ import msgspec
 import zmq
 
 from stage03_engine import messages
-from stage03_engine.core.engine_core import EngineCore
+from stage03_engine.core.make_core import make_core
 from stage03_engine.errors import StagesError
 from stage03_engine.messages import (
     ENGINE_CORE_DEAD,
@@ -59,7 +59,7 @@ class EngineCoreProc:
 
     def __init__(self, init: EngineInit, identity: bytes, engine_index: int) -> None:
         self.engine_index = engine_index
-        self.core = EngineCore(init.config)
+        self.core = make_core(init.config)
         self.input_queue: queue.Queue = queue.Queue()
         self.output_queue: queue.Queue[EngineCoreOutputs | bytes] = queue.Queue()
         self._context = zmq.Context()
@@ -130,14 +130,14 @@ class EngineCoreProc:
             trace.emit("engine.busy_loop")
         while True:
             self._process_input_queue()
-            if self.core.scheduler.has_unfinished_requests:
+            if self.core.has_unfinished_requests:
                 outputs = self.core.step()
                 outputs.engine_index = self.engine_index
                 self.output_queue.put(outputs)
 
     def _process_input_queue(self) -> None:
         """Everything that waits; when idle, wait for something."""
-        if not self.core.scheduler.has_unfinished_requests and self.input_queue.empty():
+        if not self.core.has_unfinished_requests and self.input_queue.empty():
             if trace.on:
                 trace.flush()
             self._handle(*self.input_queue.get())
@@ -159,8 +159,8 @@ class EngineCoreProc:
         else:
             assert isinstance(message, messages.AbortRequests)
             self.core.abort_requests(message.request_ids)
-            if not self.core.scheduler.has_unfinished_requests:  # no step will carry the new numbers to the metrics
-                self.output_queue.put(EngineCoreOutputs([], self.core.scheduler.make_stats()))
+            if not self.core.has_unfinished_requests:  # no step will carry the new numbers to the metrics
+                self.output_queue.put(self.core.step())
 
     def stop(self) -> None:
         """From any thread: end the busy loop after the current step."""

@@ -55,9 +55,9 @@ class KVCacheManager:
         """The longest cached prefix of a request, in full blocks, of at most all but one of its tokens.
 
         The last token is always computed: its logits give the next one, and logits are not cached. For the same reason a
-        request that still wants log-probabilities of its prompt computes all of it.
+        request that still wants log-probabilities of its prompt computes all of it, and so does one that pools all its tokens.
         """
-        if not self.enable_caching or request.misses_prompt_logprobs:
+        if not self.enable_caching or request.skip_reading_prefix_cache:
             return []
         self._hash_full_blocks(request)
         hits: list[int] = []

@@ -18,6 +18,7 @@ from stage03_engine.core.layer_trace import LayerTrace
 from stage03_engine.core.logits_processor import LogitsRow, load_logits_processors, transforms
 from stage03_engine.core.logits_rules import make_rules
 from stage03_engine.core.models.loader import get_model
+from stage03_engine.core.pooler import Pooler
 from stage03_engine.core.prompt_logprobs import prompt_logprobs
 from stage03_engine.core.sampler_trace import trace_sampling
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
@@ -74,6 +75,7 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None  # recorded by `capture_graphs`, on a GPU
         self.model: nn.Module
         self.layer_trace: LayerTrace | None = None
+        self.pooler = Pooler(config) if config.is_pooling else None
 
     def load_model(self) -> None:
         """Load the weights."""
@@ -164,6 +166,8 @@ class ModelRunner:
             hidden = self.model(inputs.input_ids, inputs.positions, self.kv_caches, inputs.metadata)
         if trace.on:
             trace.emit("model.forward", ph="E", step=step, num_tokens=len(inputs.input_ids))
+        if self.pooler is not None:
+            return ModelRunnerOutput({}, pooled=self.pooler.pool(self.batch, scheduler_output, hidden))
         compute_logits: Callable[[Tensor], Tensor] = self.model.compute_logits  # type: ignore[assignment]
         of_prompts = prompt_logprobs(self.batch, scheduler_output.num_scheduled_tokens, hidden, compute_logits)
         if not inputs.sampled:
@@ -197,6 +201,8 @@ class ModelRunner:
                 self.batch.append_blocks(request_id, block_ids)
         for new in scheduler_output.scheduled_new_reqs:
             self.batch.add(new)
+        if self.pooler is not None:
+            self.pooler.update(scheduler_output)
 
     def _swap_blocks(self, out: list[tuple[int, int]], back: list[tuple[int, int]]) -> None:
         """Copy whole blocks: first out, because this step may write to the blocks that are left, then back in."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from typing import Any
 
+import msgspec
+
 from stage03_engine.messages import EngineCoreRequest, FinishReason, TokenLogprobs
 from stagetrace import trace
 
@@ -36,6 +38,7 @@ class Request:
         self.num_cached_tokens = 0  # found in the prefix cache when it was first admitted
         self.request_id = message.request_id
         self.sampling_params = message.sampling_params
+        self.pooling_params = message.pooling_params
         self.seed = seed  # the client's, or one of the engine's own
         self.eos_token_id = message.eos_token_id
         self.num_prompt_tokens = len(message.prompt_token_ids)
@@ -71,6 +74,7 @@ class Request:
             "priority": self.priority,
             "prompt_logprobs": params.prompt_logprobs is not None,
             "grammar": params.structured_outputs is not None,
+            "pooling": None if self.pooling_params is None else msgspec.structs.asdict(self.pooling_params),
         }
 
     @property
@@ -78,6 +82,12 @@ class Request:
         """True while positions of the prompt must be computed, and not only their keys and values be at hand (in vLLM such
         a request skips reading the prefix cache)."""
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
+
+    @property
+    def skip_reading_prefix_cache(self) -> bool:
+        """True while the request needs what the prefix cache does not have: logits, or hidden states, of its prompt."""
+        pools_all = self.pooling_params is not None and self.pooling_params.needs_all_tokens
+        return self.misses_prompt_logprobs or pools_all
 
     def add_prompt_logprobs(self, start: int, entries: list[TokenLogprobs]) -> None:
         """Take in what a step computed, after `start` others. After a preemption a step computes some of them again."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from stage03_engine.messages import TokenLogprobs
+from stage03_engine.pooling_params import PoolingParams
 from stage03_engine.sampling_params import SamplingParams
 
 
@@ -21,6 +22,7 @@ class NewRequestData(msgspec.Struct, array_like=True, gc=False):
     seed: int
     block_ids: list[int]
     num_computed_tokens: int
+    pooling_params: PoolingParams | None = None
 
 
 class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
@@ -53,3 +55,4 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, gc=False):
     logprobs: dict[str, list[TokenLogprobs]] = {}
     prompt_logprobs: dict[str, tuple[int, list[TokenLogprobs]]] = {}  # and how many prompt tokens come before them
     draft_token_ids: dict[str, list[int]] = {}  # proposed for the next step
+    pooled: dict[str, list[bytes]] = {}  # of pooling requests that have caught up: their vectors of float32

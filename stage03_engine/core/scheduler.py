@@ -14,6 +14,7 @@ import msgspec
 from stage03_engine.config import CacheConfig, SchedulerConfig
 from stage03_engine.core.block_pool import BlockPool
 from stage03_engine.core.kv_cache_manager import KVCacheManager, cdiv
+from stage03_engine.core.pooling_requests import end_pooled
 from stage03_engine.core.request import Request, RequestStatus, append_tokens
 from stage03_engine.core.request_queue import RequestQueue
 from stage03_engine.core.sched_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
@@ -276,13 +277,13 @@ class Scheduler:
         output.scheduled_new_reqs.append(
             NewRequestData(
                 request_id, request.all_token_ids, request.num_prompt_tokens, request.sampling_params, request.seed,
-                new_blocks, computed,
+                new_blocks, computed, request.pooling_params,
             )
         )  # fmt: skip
 
     def update_from_output(self, output: SchedulerOutput, runner_output: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Append the sampled tokens and end the requests that are complete."""
-        outputs: list[EngineCoreOutput] = []
+        outputs = end_pooled(self, output, runner_output)
         for request_id, (start, entries) in runner_output.prompt_logprobs.items():
             self.requests[request_id].add_prompt_logprobs(start, entries)
         complete, failed = self.structured_output_manager.accept_tokens(runner_output.sampled_token_ids)

@@ -14,7 +14,8 @@ from stage03_engine.config import VllmConfig
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.tokenizer import Tokenizer
 from stage03_engine.messages import EngineCoreRequest
-from stage03_engine.sampling_params import SamplingParams
+from stage03_engine.pooling_params import PoolingParams
+from stage03_engine.sampling_params import RequestOutputKind, SamplingParams
 from stagetrace import trace
 
 MAX_SALT_LENGTH = 1024  # characters
@@ -27,6 +28,8 @@ class InputProcessor:
         self._tokenizer = tokenizer
         self._max_model_len = config.max_model_len
         self._vocab_size = config.shape.vocab_size
+        self._pooling = config.pooling_config if config.is_pooling else None
+        self._hidden_size = config.shape.hidden_size
         self._has_priorities = config.scheduler_config.scheduling_policy == "priority"
         self._stream_interval = config.scheduler_config.stream_interval
         if trace.on:
@@ -50,10 +53,9 @@ class InputProcessor:
         Raises InvalidRequestError for an empty or too long prompt, ids out of the vocabulary, impossible `max_tokens`, a
         priority without that policy, an empty or very long salt.
         """
-        if priority != 0 and not self._has_priorities:
-            raise InvalidRequestError("priority needs a server with --scheduling-policy priority.", "priority")
-        if cache_salt is not None and not 1 <= len(cache_salt) <= MAX_SALT_LENGTH:
-            raise InvalidRequestError(f"cache_salt must have 1 to {MAX_SALT_LENGTH} characters.", "cache_salt")
+        if self._pooling is not None:
+            raise InvalidRequestError("This engine runs with --runner pooling: it makes vectors, not text.", "model")
+        self._check_scheduling(priority, cache_salt)
         token_ids = self._truncate(self._tokenize(prompt, add_special_tokens), params)
         room = self._max_model_len - len(token_ids)
         if not token_ids:
@@ -81,6 +83,68 @@ class InputProcessor:
             priority=priority,
             cache_salt=cache_salt,
         )
+
+    def process_pooling_inputs(
+        self,
+        request_id: str,
+        prompt: str | list[int],
+        params: PoolingParams,
+        *,
+        add_special_tokens: bool = True,
+        truncate_prompt_tokens: int | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> EngineCoreRequest:
+        """The same for a pooling request, whose prompt may fill the context to its end.
+
+        `truncate_prompt_tokens` keeps the last k tokens of the prompt; -1 keeps as many as the context holds.
+        Raises InvalidRequestError as `process_inputs` does, for impossible `dimensions`, and on an engine that generates.
+        """
+        if self._pooling is None:
+            raise InvalidRequestError("This engine makes text; vectors need one with --runner pooling.", "model")
+        self._check_scheduling(priority, cache_salt)
+        if params.dimensions is not None and not 1 <= params.dimensions <= self._hidden_size:
+            raise InvalidRequestError(
+                f"dimensions must be in [1, {self._hidden_size}], the model's hidden size, got {params.dimensions}.",
+                "dimensions",
+            )
+        token_ids = self._fitting(self._tokenize(prompt, add_special_tokens), truncate_prompt_tokens)
+        kind = "ALL" if params.task == "token_embed" else params.pooling_type or self._pooling.pooling_type
+        _trace_tokenized(request_id, prompt, token_ids)
+        return EngineCoreRequest(
+            request_id=request_id,
+            prompt_token_ids=token_ids,
+            sampling_params=SamplingParams(max_tokens=1, output_kind=RequestOutputKind.FINAL_ONLY),
+            arrival_time=time.monotonic(),
+            priority=priority,
+            cache_salt=cache_salt,
+            pooling_params=msgspec.structs.replace(params, needs_all_tokens=kind != "LAST"),
+        )
+
+    def _fitting(self, token_ids: list[int], keep: int | None) -> list[int]:
+        """The input of a pooling request, its beginning cut off as far as `keep` says."""
+        limit = self._max_model_len
+        if keep is not None:
+            if not (keep == -1 or 1 <= keep <= limit):
+                raise InvalidRequestError(
+                    f"truncate_prompt_tokens must be -1 or in [1, {limit}], got {keep}.", "truncate_prompt_tokens"
+                )
+            token_ids = token_ids[-(limit if keep == -1 else keep) :]
+        if not token_ids:
+            raise InvalidRequestError("The input must not be empty: it has no tokens.", "input")
+        if len(token_ids) > limit:
+            raise InvalidRequestError(
+                f"This model's maximum context length is {limit} tokens. The input has {len(token_ids)}; shorten it, or "
+                "let truncate_prompt_tokens do it.",
+                "input",
+            )
+        return token_ids
+
+    def _check_scheduling(self, priority: int, cache_salt: str | None) -> None:
+        if priority != 0 and not self._has_priorities:
+            raise InvalidRequestError("priority needs a server with --scheduling-policy priority.", "priority")
+        if cache_salt is not None and not 1 <= len(cache_salt) <= MAX_SALT_LENGTH:
+            raise InvalidRequestError(f"cache_salt must have 1 to {MAX_SALT_LENGTH} characters.", "cache_salt")
 
     def _truncate(self, token_ids: list[int], params: SamplingParams) -> list[int]:
         """The last `truncate_prompt_tokens` tokens, or the first with `truncation_side` "right"; with -1 as many as leave

@@ -75,6 +75,7 @@ class RequestState:
         self._num_given = 0
         self._stream_interval = request.sampling_params.stream_interval or 1
         self.num_cached_tokens = 0
+        self.pooled: list[bytes] | None = None
         self.stats = RequestStats(arrival=request.arrival_time, num_prompt_tokens=len(request.prompt_token_ids))
 
     def make_output(self, finish_reason: FinishReason | None, stop_reason: int | str | None) -> RequestOutput | None:
@@ -111,6 +112,7 @@ class RequestState:
             finished,
             prompt_logprobs,
             self.num_cached_tokens,
+            self.pooled,
         )
 
 
@@ -197,6 +199,7 @@ class OutputProcessor:
             count = state.detokenizer.num_tokens - len(state.token_ids)
         state.token_ids.extend(output.new_token_ids[:count])
         state.num_cached_tokens = output.num_cached_tokens
+        state.pooled = output.pooled
         if state.logprobs is not None and output.new_logprobs:
             state.logprobs.extend(output.new_logprobs[:count])
             state.cumulative_logprob += sum(entry.logprobs[0] for entry in output.new_logprobs[:count])

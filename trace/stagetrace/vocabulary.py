@@ -85,6 +85,8 @@ _ROWS = [
         "v1/worker/gpu_model_runner.py load_model"),
     _optional("batch_invariant.checked", 5, ENGINE, {"rows": "int"}, "With --batch-invariant: how many rows each call of the model has.",
         "model_executor/layers/batch_invariant.py"),
+    _optional("whisper.loaded", 5, ENGINE, {"tensors": "int", "bytes": "int"}, "A Whisper model is in place, in an engine core of its own.",
+        "model_executor/models/whisper.py"),
     _optional("memory.profiled", 5, ENGINE, {"total": "int", "used": "int", "utilization": "float", "available": "int"},
         "After a trial of the largest step: bytes of the device, bytes in use at its peak, the share that we may take, and what is left for the KV cache.",
         "v1/worker/gpu_worker.py determine_available_memory"),
@@ -188,8 +190,12 @@ _ROWS = [
     Row("sched.token", 8, ENGINE, {"num_tokens": "int", "sampled": "int", "num_output_tokens": "int", "token_ids": "list[int]", "block_hashes": "list[str]"},
         "The request received new tokens, of those that were sampled: what comes behind its end is forgotten. Their ids only with --trace-prompts; the hashes are of the blocks "
         "that they filled.", "v1/core/sched/scheduler.py update_from_output"),
+    _optional("whisper.encoded", 8, ENGINE, {"seconds": "float"}, "So much audio went through Whisper's encoder; the decoder's tokens follow.",
+        "model_executor/models/whisper.py WhisperEncoder"),
+    _optional("sched.pooled", 8, ENGINE, {"vectors": "int", "dimensions": "int"}, "The prompt of a pooling request is computed to its end, and became vectors.",
+        "v1/core/sched/scheduler.py update_from_output"),
     Row("sched.finished", 8, ENGINE, {"reason": "str", "freed_blocks": "int", "by": "str"},
-        "The request ended in the engine and its blocks are free; by = eos, stop_token, length or grammar, or outside (abort, stop string).", "v1/core/sched/scheduler.py _free_request"),
+        "The request ended in the engine and its blocks are free; by = eos, stop_token, length, grammar or pooled, or outside (abort, stop string).", "v1/core/sched/scheduler.py _free_request"),
     # Phase 9: response
     Row("zmq.outputs_sent", 9, ENGINE, {"num_outputs": "int", "bytes": "int"}, "The engine's output thread sent a step's outputs.", "v1/engine/core.py process_output_sockets"),
     Row("zmq.outputs_received", 9, ENGINE, {"num_outputs": "int"}, "The front end decoded them.", "v1/engine/core_client.py get_output_async"),

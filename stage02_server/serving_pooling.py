@@ -1,0 +1,176 @@
+"""POST /v1/embeddings and /pooling (vllm/entrypoints/pooling: OpenAIServingEmbedding, OpenAIServingPooling)."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from array import array
+from contextlib import aclosing
+
+from starlette.requests import Request
+
+from stage02_server.middleware import RequestIds
+from stage02_server.protocol_pooling import (
+    MAX_INPUTS,
+    EmbeddingData,
+    EmbeddingRequest,
+    EmbeddingResponse,
+    PoolingBase,
+    PoolingData,
+    PoolingRequest,
+    PoolingResponse,
+)
+from stage02_server.protocol_response import PromptTokensDetails, UsageInfo
+from stage02_server.serving_engine import merge_async_iterators, run_until_disconnect
+from stage02_server.serving_models import OpenAIServingModels
+from stage02_server.tasks import require_task
+from stage03_engine.errors import InvalidRequestError
+from stage03_engine.frontend.async_llm import AsyncLLM
+from stage03_engine.messages import EngineCoreRequest
+from stage03_engine.outputs import RequestOutput
+from stage03_engine.pooling_params import PoolingParams
+from stagetrace import trace
+
+Prompt = str | list[int]
+MAX_NUMBERS = 2**22  # of one answer with a vector per token; as JSON they are about 80 MB
+
+
+def numbers(vector: bytes) -> list[float]:
+    """The float32 numbers of a vector."""
+    return array("f", vector).tolist()
+
+
+def usage_of(outputs: list[RequestOutput]) -> UsageInfo:
+    """Tokens of all prompts; nothing is generated."""
+    total = sum(len(output.prompt_token_ids) for output in outputs)
+    cached = sum(output.num_cached_tokens for output in outputs)
+    details = PromptTokensDetails(cached_tokens=cached)
+    return UsageInfo(prompt_tokens=total, total_tokens=total, completion_tokens=0, prompt_tokens_details=details)
+
+
+class PoolingBatches:
+    """What embeddings, pooling and scores share: many prompts in, their vectors out."""
+
+    def __init__(self, engine_client: AsyncLLM, models: OpenAIServingModels) -> None:
+        self.engine_client = engine_client
+        self.models = models
+
+    def check(self, request: PoolingBase, task: str) -> str:
+        """The model name to answer with. Raises what makes the request impossible whatever its texts say."""
+        self.engine_client.check_health()
+        require_task(self.engine_client.vllm_config, task)
+        model = self.models.check(request.model)
+        request.check_built()
+        return model
+
+    async def run(
+        self,
+        request: PoolingBase,
+        prompts: list[tuple[str, Prompt]],
+        params: PoolingParams,
+        raw_request: Request,
+        model: str,
+        add_special_tokens: bool = True,
+    ) -> list[RequestOutput]:
+        """The vectors of all prompts, in their order. Each prompt comes with the field that it stands in.
+
+        Raises InvalidRequestError before anything runs, ClientGoneError, EngineDeadError.
+        """
+        ids = raw_request.state.ids
+        if len(prompts) > MAX_INPUTS:
+            raise InvalidRequestError(f"At most {MAX_INPUTS} texts, got {len(prompts)}.", prompts[-1][0])
+        if trace.on:
+            trace.emit(
+                "request.validated", req=ids.engine_id(0), model=model, stream=False, prompts=len(prompts)
+            )  # fmt: skip
+        # Thousands of texts may come at once, and tokenizing them must not hold up the streams: in a thread.
+        requests = await asyncio.to_thread(self._requests, request, prompts, params, ids, add_special_tokens)
+        self._check_size(requests, params)
+        return await run_until_disconnect(raw_request.receive, self._outputs(requests))
+
+    def _check_size(self, requests: list[EngineCoreRequest], params: PoolingParams) -> None:
+        """Raises InvalidRequestError when a vector per token would be more than the answer may hold."""
+        config = self.engine_client.vllm_config
+        size = params.dimensions or config.pooling_config.dimensions or config.shape.hidden_size
+        count = sum(len(request.prompt_token_ids) for request in requests)
+        if params.task == "token_embed" and count * size > MAX_NUMBERS:
+            raise InvalidRequestError(
+                f"A vector for each of {count} tokens would be {count * size} numbers; an answer holds at most {MAX_NUMBERS}.",
+                "input",
+            )
+
+    def _requests(
+        self,
+        request: PoolingBase,
+        prompts: list[tuple[str, Prompt]],
+        params: PoolingParams,
+        ids: RequestIds,
+        add_special_tokens: bool,
+    ) -> list[EngineCoreRequest]:
+        requests = []
+        for index, (field, prompt) in enumerate(prompts):
+            try:
+                made = self.engine_client.input_processor.process_pooling_inputs(
+                    ids.engine_id(index),
+                    prompt,
+                    params,
+                    add_special_tokens=add_special_tokens,
+                    truncate_prompt_tokens=request.truncate_prompt_tokens,
+                    priority=request.priority,
+                    cache_salt=request.cache_salt,
+                )
+            except InvalidRequestError as error:  # a text has another name on each route
+                raise InvalidRequestError(
+                    str(error), field if error.param in ("input", "prompt") else error.param
+                ) from None
+            requests.append(made)
+        return requests
+
+    async def _outputs(self, requests: list[EngineCoreRequest]) -> list[RequestOutput]:
+        finished: dict[int, RequestOutput] = {}
+        flows = [self.engine_client.generate(request) for request in requests]
+        async with aclosing(merge_async_iterators(flows)) as merged:
+            async for index, output in merged:
+                finished[index] = output
+        return [finished[index] for index in range(len(requests))]
+
+
+class ServingPooling(PoolingBatches):
+    """Vectors of texts."""
+
+    async def create_embedding(self, request: EmbeddingRequest, raw_request: Request) -> EmbeddingResponse:
+        """One vector per input."""
+        created, model, outputs = await self._vectors(request, raw_request)
+        data = []
+        for index, output in enumerate(outputs):
+            (vector,) = output.pooled or []
+            shown = _base64([vector]) if request.encoding_format == "base64" else numbers(vector)
+            data.append(EmbeddingData(index=index, embedding=shown))
+        response_id, usage = raw_request.state.ids.response, usage_of(outputs)
+        return EmbeddingResponse(id=response_id, created=created, model=model, data=data, usage=usage)
+
+    async def create_pooling(self, request: PoolingRequest, raw_request: Request) -> PoolingResponse:
+        """One vector per input, or one per token of it."""
+        created, model, outputs = await self._vectors(request, raw_request)
+        data = [
+            PoolingData(index=index, data=_pooled(output.pooled or [], request)) for index, output in enumerate(outputs)
+        ]
+        response_id, usage = raw_request.state.ids.response, usage_of(outputs)
+        return PoolingResponse(id=response_id, created=created, model=model, data=data, usage=usage)
+
+    async def _vectors(self, request: EmbeddingRequest, raw: Request) -> tuple[int, str, list[RequestOutput]]:
+        created, model = int(time.time()), self.check(request, request.task_name)
+        prompts = [("input", prompt) for prompt in request.prompts()]
+        params = request.to_pooling_params()
+        return created, model, await self.run(request, prompts, params, raw, model, request.add_special_tokens)
+
+
+def _base64(vectors: list[bytes]) -> str:
+    return base64.b64encode(b"".join(vectors)).decode()
+
+
+def _pooled(vectors: list[bytes], request: PoolingRequest) -> list[float] | list[list[float]] | str:
+    if request.encoding_format == "base64":
+        return _base64(vectors)
+    return numbers(vectors[0]) if request.task_name == "embed" else [numbers(vector) for vector in vectors]

@@ -1,0 +1,73 @@
+"""POST /score and /rerank (vllm/entrypoints/pooling/score, ServingScores): how alike texts are, by their vectors.
+
+A model that was trained to score pairs (a cross-encoder) is not built; here a score is the cosine of two embeddings, which is
+what vLLM does with an embedding model.
+"""
+
+from __future__ import annotations
+
+import time
+from operator import mul
+
+from starlette.requests import Request
+
+from stage02_server.protocol_pooling import (
+    PoolingBase,
+    RerankDocument,
+    RerankRequest,
+    RerankResponse,
+    RerankResult,
+    RerankUsage,
+    ScoreData,
+    ScoreRequest,
+    ScoreResponse,
+)
+from stage02_server.protocol_response import UsageInfo
+from stage02_server.serving_pooling import PoolingBatches, numbers, usage_of
+from stage03_engine.errors import InvalidRequestError
+from stage03_engine.pooling_params import PoolingParams
+
+Side = tuple[str, list[str]]  # the name of the field, its texts
+
+
+class ServingScores(PoolingBatches):
+    """Compares texts."""
+
+    async def create_score(self, request: ScoreRequest, raw_request: Request) -> ScoreResponse:
+        """A score per pair: of the one text with each of the others, or of two lists in step."""
+        created, model = int(time.time()), self.check(request, "score")
+        scores, usage = await self._scores(request, *request.sides(), raw_request, model)
+        data = [ScoreData(index=index, score=score) for index, score in enumerate(scores)]
+        return ScoreResponse(id=raw_request.state.ids.response, created=created, model=model, data=data, usage=usage)
+
+    async def do_rerank(self, request: RerankRequest, raw_request: Request) -> RerankResponse:
+        """The documents in the order of their scores with the query; equal ones stay in the order of the request."""
+        model = self.check(request, "score")
+        if request.top_n < 0:
+            raise InvalidRequestError(f"top_n must be at least 0 (0 = all), got {request.top_n}.", "top_n")
+        if not request.documents:
+            raise InvalidRequestError("documents must not be empty.", "documents")
+        sides = ("query", [request.query]), ("documents", request.documents)
+        scores, usage = await self._scores(request, *sides, raw_request, model)
+        order = sorted(range(len(scores)), key=lambda index: -scores[index])[: request.top_n or None]
+        results = [
+            RerankResult(
+                index=index,
+                document=None if request.return_documents is False else RerankDocument(text=request.documents[index]),
+                relevance_score=scores[index],
+            )
+            for index in order
+        ]
+        tokens = RerankUsage(prompt_tokens=usage.prompt_tokens, total_tokens=usage.total_tokens)
+        return RerankResponse(id=raw_request.state.ids.response, model=model, usage=tokens, results=results)
+
+    async def _scores(
+        self, request: PoolingBase, left: Side, right: Side, raw_request: Request, model: str
+    ) -> tuple[list[float], UsageInfo]:
+        prompts: list[tuple[str, str | list[int]]] = [(name, text) for name, texts in (left, right) for text in texts]
+        outputs = await self.run(request, prompts, PoolingParams(normalize=True), raw_request, model)
+        vectors = [numbers((output.pooled or [])[0]) for output in outputs]
+        ones, others = vectors[: len(left[1])], vectors[len(left[1]) :]
+        if len(ones) == 1:
+            ones = ones * len(others)
+        return [sum(map(mul, one, other)) for one, other in zip(ones, others, strict=True)], usage_of(outputs)

@@ -1,0 +1,159 @@
+"""Speech to text: an engine core around transformers' Whisper (vllm/model_executor/models/whisper.py; Radford et al. 2022,
+"Robust Speech Recognition via Large-Scale Weak Supervision").
+
+It stands where EngineCore stands and speaks the same messages, so that everything around it stays as it is. There is no
+paged cache and no batch: the encoder runs once per request, then each step gives every request one token.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stage03_engine.config import VllmConfig
+from stage03_engine.core.request import Request, append_tokens
+from stage03_engine.errors import ConfigError, InvalidRequestError
+from stage03_engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, SchedulerStats
+from stage04_kernels.sampler import SamplingMetadata, sample
+from stagetrace import trace
+
+SAMPLE_RATE = 16_000
+
+
+@dataclass
+class Listening:
+    """A request and what the model remembers of it."""
+
+    request: Request
+    audio: bytes  # float32, 16,000 numbers per second
+    encoded: Any = None  # the encoder's output; None before the first step
+    past: Any = None  # keys and values of the decoder
+
+
+class WhisperCore:
+    """Requests in the order of their arrival, at most `max_num_seqs` of them at a time."""
+
+    num_gpu_blocks = 0
+
+    def __init__(self, config: VllmConfig) -> None:
+        try:
+            from transformers import (
+                GenerationConfig,
+                WhisperConfig,
+                WhisperFeatureExtractor,
+                WhisperForConditionalGeneration as Whisper,
+            )
+        except ImportError:
+            raise ConfigError("Whisper needs transformers; install the project with its extra `audio`") from None
+        if config.device_config.num_threads is not None:
+            torch.set_num_threads(config.device_config.num_threads)
+        self.config, self.device = config, torch.device(config.device_config.device)
+        model_config, dtype = config.model_config, getattr(torch, config.model_config.dtype)
+        folder = model_config.model_path
+        try:
+            if model_config.load_format == "dummy":
+                torch.manual_seed(model_config.seed)
+                self.model = Whisper(WhisperConfig.from_pretrained(folder)).to(dtype)
+            else:
+                self.model = Whisper.from_pretrained(folder, dtype=dtype, local_files_only=True)
+            self.features = WhisperFeatureExtractor.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"cannot load Whisper from {folder}: {error}") from error
+        self.model.eval().to(self.device)
+        generation: GenerationConfig = self.model.generation_config
+        self._never = list(generation.suppress_tokens or [])
+        self._not_first = list(generation.begin_suppress_tokens or [])
+        self._seeds = random.Random(model_config.seed)
+        self._listening: dict[str, Listening] = {}
+        if trace.on:
+            parameters = list(self.model.parameters())
+            num_bytes = sum(p.numel() * p.element_size() for p in parameters)
+            trace.emit("whisper.loaded", tensors=len(parameters), bytes=num_bytes)
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        """Is there anything for `step` to do?"""
+        return bool(self._listening)
+
+    def add_request(self, message: EngineCoreRequest) -> None:
+        """Queue a request. Raises ValueError when its id is in use, InvalidRequestError when it brings no audio."""
+        if message.audio is None:
+            raise InvalidRequestError("This model listens: a request needs audio.", "file")
+        if message.request_id in self._listening:
+            raise ValueError(f"request id {message.request_id} is already running")
+        seed = message.sampling_params.seed
+        request = Request(message, self._seeds.getrandbits(63) if seed is None else seed)
+        self._listening[message.request_id] = Listening(request, message.audio)
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        """End requests at once; unknown ids are ignored."""
+        for request_id in request_ids:
+            self._listening.pop(request_id, None)
+
+    def reset_prefix_cache(self) -> bool:
+        """There is none to forget."""
+        return not self._listening
+
+    @torch.inference_mode()
+    def step(self) -> EngineCoreOutputs:
+        """One token for each of the first `max_num_seqs` requests."""
+        first = list(self._listening.values())[: self.config.scheduler_config.max_num_seqs]
+        outputs = [self._next(listening) for listening in first]
+        for output in outputs:
+            if output.finish_reason is not None:
+                del self._listening[output.request_id]
+        return EngineCoreOutputs(outputs, self.make_stats())
+
+    def make_stats(self) -> SchedulerStats:
+        """The state after a step, for the metrics."""
+        limit = self.config.scheduler_config.max_num_seqs
+        running = min(len(self._listening), limit)
+        return SchedulerStats(num_running=running, num_waiting=len(self._listening) - running)
+
+    def _next(self, listening: Listening) -> EngineCoreOutput:
+        request = listening.request
+        new = request.all_token_ids[request.num_computed_tokens :]
+        if listening.encoded is None:
+            listening.encoded = self._encode(listening)
+        result = self.model(
+            encoder_outputs=listening.encoded,
+            decoder_input_ids=torch.tensor([new], device=self.device),
+            past_key_values=listening.past,
+            use_cache=True,
+        )
+        listening.past, request.num_computed_tokens = result.past_key_values, request.num_tokens
+        token = self._sample(result.logits[:, -1].float(), request)
+        tokens, stop = append_tokens(request, [token], self.config.max_model_len)
+        reason, stop_reason = stop or (None, None)
+        output = EngineCoreOutput(request.request_id, tokens, finish_reason=reason, stop_reason=stop_reason)
+        output.queued_seconds = 0.0 if request.num_output_tokens == 1 else None
+        return output
+
+    def _encode(self, listening: Listening) -> Any:
+        """The encoder's view of up to 30 seconds: log-mel features in, [1, num_frames / 2, hidden_size] out."""
+        samples = np.frombuffer(listening.audio, dtype=np.float32)
+        features = self.features(samples, sampling_rate=SAMPLE_RATE, return_tensors="pt").input_features
+        if trace.on:
+            seconds = len(samples) / SAMPLE_RATE
+            trace.emit("whisper.encoded", req=listening.request.request_id, seconds=seconds)
+        return self.model.get_encoder()(features.to(self.device, self.model.dtype))
+
+    def _sample(self, logits: Tensor, request: Request) -> int:
+        """logits: [1, vocab_size]."""
+        params, place = request.sampling_params, request.num_output_tokens
+        logits[:, self._never + (self._not_first if place == 0 else [])] = float("-inf")
+        temperature = 0.0 if params.greedy else params.temperature
+        metadata = SamplingMetadata.from_lists(
+            [temperature], [params.top_k], [params.top_p], [params.min_p], [request.seed], [place], device=self.device
+        )
+        return int(sample(logits, metadata).sampled_token_ids[0])
+
+    def shutdown(self) -> None:
+        """Release the model."""
+        self._listening.clear()
+        del self.model

@@ -1,0 +1,30 @@
+"""What to make of a prompt's hidden states, instead of more tokens (vllm/pooling_params.py)."""
+
+from __future__ import annotations
+
+import msgspec
+
+POOLING_TYPES = ("LAST", "MEAN", "CLS")
+"""Which hidden states make the one vector of a prompt: the last token's, the mean of all, the first token's."""
+
+POOLING_TASKS = ("embed", "token_embed")
+"""One vector per prompt, or one per token."""
+
+
+class PoolingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """Per-request settings of a pooling request. None means what the server was started with (see PoolingConfig)."""
+
+    task: str = "embed"
+    normalize: bool | None = None  # scale each vector to length 1 (vLLM: use_activation)
+    dimensions: int | None = None  # keep the first k numbers of each vector, before it is scaled
+    pooling_type: str | None = None
+    # Set by the front end, not by callers:
+    needs_all_tokens: bool = False  # the prefix cache has keys and values, but no hidden states
+
+
+class PoolingRule(msgspec.Struct, frozen=True):
+    """The settings of one request with nothing left open."""
+
+    pooling_type: str  # of POOLING_TYPES, or ALL: one vector per token
+    normalize: bool
+    dimensions: int

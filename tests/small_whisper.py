@@ -1,0 +1,79 @@
+"""A tiny random Whisper with a tokenizer of its own, and sound for it."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import soundfile
+import torch
+from tokenizers import AddedToken, Tokenizer as Backend, decoders, models, pre_tokenizers
+from tokenizers.trainers import BpeTrainer
+from transformers import GenerationConfig, WhisperConfig, WhisperFeatureExtractor, WhisperForConditionalGeneration
+
+SPECIAL = ["endoftext", "startoftranscript", "en", "de", "translate", "transcribe", "startofprev", "notimestamps"]
+MAX_LEN = 40
+
+
+def whisper_folder(folder: Path) -> Path:
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.train_from_iterator(
+        [], BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    )
+    backend.add_special_tokens([AddedToken(f"<|{name}|>", special=True) for name in SPECIAL])
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
+    end = backend.token_to_id("<|endoftext|>")
+    config = WhisperConfig(
+        vocab_size=backend.get_vocab_size(), d_model=32, encoder_layers=1, decoder_layers=2, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, num_mel_bins=16, max_target_positions=MAX_LEN,
+        eos_token_id=end, bos_token_id=end, pad_token_id=end, decoder_start_token_id=end + 1, init_std=0.4,
+        suppress_tokens=None, begin_suppress_tokens=None,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    model = WhisperForConditionalGeneration(config)
+    never = [i for i in range(config.vocab_size) if i != end and not ("a" <= backend.id_to_token(i) <= "z")]
+    model.generation_config = GenerationConfig(eos_token_id=end, suppress_tokens=never, begin_suppress_tokens=[end])
+    model.save_pretrained(folder)
+    WhisperFeatureExtractor(feature_size=16).save_pretrained(folder)
+    return folder
+
+
+def sound(seconds: float, rate: int = 16_000, channels: int = 1, form: str = "WAV", seed: int = 0) -> bytes:
+    """A row of tones, and a little noise."""
+    rng, time = np.random.default_rng(seed), np.arange(int(seconds * rate)) / rate
+    tones = np.sin(2 * np.pi * time * (200 + 100 * np.floor(time * 3 % 7 + seed))) * 0.4
+    samples = np.stack([tones + rng.normal(0, 0.01, len(time)) for _ in range(channels)], axis=1)
+    file = io.BytesIO()
+    soundfile.write(file, samples, rate, format=form)
+    return file.getvalue()
+
+
+class Reference:
+    """Whisper's greedy text without a cache: all tokens through the decoder again for each new one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = WhisperForConditionalGeneration.from_pretrained(folder).eval()
+        self.features = WhisperFeatureExtractor.from_pretrained(folder)
+        self.backend = Backend.from_file(str(folder / "tokenizer.json"))
+
+    @torch.inference_mode()
+    def text(self, samples: np.ndarray, names: list[str], before: str = "") -> str:
+        inputs = self.features(samples, sampling_rate=16_000, return_tensors="pt").input_features
+        encoded = self.model.get_encoder()(inputs)
+        tokens = self.backend.encode(before).ids if before else []
+        tokens = ([self._id("startofprev"), *tokens] if before else []) + [self._id(name) for name in names]
+        start, end = len(tokens), self._id("endoftext")
+        while len(tokens) < MAX_LEN and tokens[-1] != end:
+            logits = self.model(encoder_outputs=encoded, decoder_input_ids=torch.tensor([tokens])).logits[0, -1]
+            logits[self.model.generation_config.suppress_tokens] = -torch.inf
+            if len(tokens) == start:
+                logits[end] = -torch.inf
+            tokens.append(int(logits.argmax()))
+        return self.backend.decode(tokens[start:], skip_special_tokens=True)
+
+    def _id(self, name: str) -> int:
+        return self.backend.token_to_id(f"<|{name}|>")
