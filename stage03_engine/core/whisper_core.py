@@ -70,6 +70,8 @@ class WhisperCore:
         self._not_first = list(generation.begin_suppress_tokens or [])
         self._seeds = random.Random(model_config.seed)
         self._listening: dict[str, Listening] = {}
+        self._profiler = TorchProfiler(config.observability_config.profiler_dir)
+        self._num_steps = 0
         if trace.on:
             parameters = list(self.model.parameters())
             num_bytes = sum(p.numel() * p.element_size() for p in parameters)
@@ -99,9 +101,18 @@ class WhisperCore:
         """There is none to forget."""
         return not self._listening
 
+    def start_profile(self) -> bool:
+        """Begin to record what torch does; False when it is being recorded already, or there is no folder for it."""
+        return self._profiler.start(self._num_steps)
+
+    def stop_profile(self) -> bool:
+        """Write the profile; False when there is none to write."""
+        return self._profiler.stop(self._num_steps)
+
     @torch.inference_mode()
     def step(self) -> EngineCoreOutputs:
         """One token for each of the first `max_num_seqs` requests."""
+        self._num_steps += 1
         first = list(self._listening.values())[: self.config.scheduler_config.max_num_seqs]
         outputs = [self._next(listening) for listening in first]
         for output in outputs:
