@@ -40,7 +40,8 @@ def serve(vllm_config: VllmConfig, args: FrontendArgs) -> int:
     if args.log_config_file is not None:
         load_log_config(args.log_config_file)
     configure_logging()
-    hide_access_log_of((args.disable_access_log_for_endpoints or "").split(","))
+    if args.disable_access_log_for_endpoints is not None:
+        hide_access_log_of(args.disable_access_log_for_endpoints.split(","))
     try:
         return uvloop.run(run_server(vllm_config, args))
     except KeyboardInterrupt:  # Ctrl-C in the moment before the event loop listens to signals
