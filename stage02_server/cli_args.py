@@ -107,3 +107,6 @@ class FrontendArgs:
         "info", "log level of the HTTP server", ("trace", "debug", "info", "warning", "error", "critical")
     )
     disable_uvicorn_access_log: bool = option(False, "no log line per HTTP request")
+    disable_access_log_for_endpoints: str | None = option(
+        None, "paths, with commas between them, whose requests get no such line, such as /health,/metrics"
+    )

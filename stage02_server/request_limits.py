@@ -15,6 +15,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from stage02_server.errors import APIError, error_json, error_response
 
 MAX_ITEMS = 65536  # each wrong one costs microseconds and a complaint, while everybody else waits
+MAX_BRACKETS = 2**19  # opening ones, in text too; parsing so many lists takes about half a second, in which all wait
 MULTIPART_BYTES = 32 * 1024**2  # an uploaded file is not parsed as JSON, which is what makes a large body expensive
 
 
@@ -52,14 +53,18 @@ class BodyLimitMiddleware:
         if not length.isdecimal() or int(length[:20]) > limit:
             await error_response(scope, refusal)(scope, receive, send)
             return
-        taken = 0
+        taken = brackets = 0
 
         async def receive_within_limit() -> Message:
-            nonlocal taken
+            nonlocal taken, brackets
             message = await receive()
-            taken += len(message.get("body", b""))
+            body = message.get("body", b"")
+            taken += len(body)
             if taken > limit:
                 raise refusal
+            brackets += 0 if is_upload else body.count(b"[") + body.count(b"{")
+            if brackets > MAX_BRACKETS:
+                raise HTTPException(413, f"The body may have at most {MAX_BRACKETS} opening brackets.")
             return message
 
         await self._app(scope, receive_within_limit, send)

@@ -59,6 +59,7 @@ def tls_server(certificate: tuple[Path, Path], tmp_path_factory: pytest.TempPath
         *ECHO, "--host", "127.0.0.1", "--ssl-certfile", str(cert), "--ssl-keyfile", str(key), "--log-config-file",
         str(log), "--h11-max-incomplete-event-size", str(HEADER_BYTES), "--h11-max-header-count", str(HEADERS),
         "--max-request-bytes", str(BODY_BYTES), "--enable-log-requests", "--max-log-len", "4",
+        "--disable-access-log-for-endpoints", "/ping,/version",
     )  # fmt: skip
     server.url = server.wait_for(r"Serving \S+ on (https://\S+)$")[1]
     server.log = log.with_suffix(".txt")  # type: ignore[attr-defined]
@@ -101,6 +102,13 @@ def test_the_log_goes_where_the_file_says_and_is_cut(tls: httpx.Client, tls_serv
     assert all(line.startswith("own ") for line in log)
     [line] = [line for line in log if "Received request cmpl-mine" in line]
     assert "prompt: 'line'" in line and "line one" not in line and "max_tokens=1" in line
+
+
+def test_requests_to_some_paths_get_no_line(tls: httpx.Client, tls_server: ServerProcess) -> None:
+    for path in ("/ping", "/version?x=1", "/v1/models?x=1"):
+        assert tls.get(path).status_code == 200
+    log = tls_server.log.read_text()  # type: ignore[attr-defined]
+    assert "GET /v1/models?x=1 " in log and "/ping" not in log and "/version" not in log
 
 
 def request_bytes(*headers: bytes, target: bytes = b"/health") -> bytes:
@@ -176,6 +184,13 @@ def test_more_items_than_anybody_needs_are_refused_before_they_are_looked_at(ser
     for prompt in (["a"] * 4097, [[1]] * 4097):
         assert server.post(COMPLETIONS, {"prompt": prompt}).json()["error"]["param"] == "body.prompt"
     assert server.client.added == []  # type: ignore[attr-defined]
+
+
+def test_a_body_of_brackets_is_refused_before_it_is_parsed(server: InProcessServer) -> None:
+    for piece, at_the_limit, status in (("[1],", 2**19 - 4, 400), ("[1],", 2**19, 413), ('{"":1},', 2**19, 413)):
+        text = '{"prompt": [' + piece * at_the_limit + "[1]]}"
+        answer = server.request("POST", COMPLETIONS, content=text, headers={"Content-Type": "application/json"})
+        assert answer.status_code == status, (piece, answer.text)
 
 
 def test_cors_is_for_the_named_sites(make_server: MakeServer) -> None:
