@@ -57,9 +57,9 @@ class Processes:
             assert not maps.exists() or "/dev/shm/" not in maps.read_text(), "shared memory could be left behind"
 
     def check_gone(self, seconds: float = 5.0) -> None:
-        """No process, no zombie, no socket file."""
+        """No process, no socket file. (Whose parent was killed is reaped by the system's first process, in its own time.)"""
         _, alive = psutil.wait_procs([p for p in self.all if p is not self.api], timeout=seconds)
-        assert not alive
+        assert not [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
         assert not self.sockets.exists()
 
 
@@ -113,6 +113,7 @@ def test_every_client_is_answered_when_the_engine_is_killed(start: Start, times:
         after = rng.choice([1, rng.randint(2, 40), rng.randint(40, 800)])
         seconds = asyncio.run(_kill_engine_under_load(url, processes.engine, after, rng.randint(1, 16)))
         assert seconds < LIMIT_SECONDS, f"killed after {after} chunks"
+        assert not processes.engine.is_running(), "the API process left a zombie"
         assert server.wait() == 1
         processes.check_gone()
         assert not any("Traceback" in line for line in server.lines)
