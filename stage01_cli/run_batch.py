@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
+from dataclasses import fields, replace
 from pathlib import Path
 
 from stage01_cli.types import CLISubcommand
+from stage02_server.cli_args import FrontendArgs
 from stage02_server.serve_args import add_serve_args, resolve_serve_args
 from stage03_engine.args.fields import parse_int
 from stage03_engine.errors import ConfigError
 from stage03_engine.tracing import open_trace
+
+GUARDS = ("api_key", "max_queue_len")
+"""What `serve` guards itself with against strangers. A batch has none, and asks for no more than `--max-inflight` at a time."""
 
 
 class RunBatchSubcommand(CLISubcommand):
@@ -37,7 +42,8 @@ class RunBatchSubcommand(CLISubcommand):
     def cmd(self, args: argparse.Namespace) -> int:
         """Run the batch. Raises StagesError when it cannot begin, or cannot be finished."""
         serve_args = resolve_serve_args(args)
-        frontend = serve_args.frontend_args
+        guards = {field.name: None for field in fields(FrontendArgs) if field.name in GUARDS}
+        frontend = replace(serve_args.frontend_args, **guards)  # type: ignore[arg-type]
         source, target = _local(args.input_file), _local(args.output_file)
         config, _ = serve_args.engine_args.create_engine_config()
         open_trace(config)

@@ -46,11 +46,14 @@ def without_names(body: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def test_a_batch_is_answered_as_over_http(tmp_path: Path) -> None:
+def test_a_batch_is_answered_as_over_http(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STAGES_API_KEY", "secret")  # for those who come over HTTP
+    monkeypatch.setenv("STAGES_MAX_QUEUE_LEN", "1")
     source = write(tmp_path / "in.jsonl", BODIES)
     done = run(*SMALL, "--engine", "echo", "-i", source, "-o", tmp_path / "out.jsonl", "--trace", tmp_path / "trace")
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"3 answered, 2 refused; written to {tmp_path}/out.jsonl\n"
+    monkeypatch.undo()
     answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     server = ServerProcess(*SMALL, "--engine", "echo", "--host", "127.0.0.1", "--port", "0")
     try:
