@@ -247,13 +247,9 @@ class ModelRunner:
         metadata = self._metadata(starts, seq_lens, batch.block_table[rows], slots)
         if trace.on:
             trace.emit(
-                "runner.prepared",
-                step=scheduler_output.step,
-                num_reqs=len(rows),
-                num_tokens=int(starts[-1]),
-                max_query_len=metadata.max_query_len,
-                max_seq_len=metadata.max_seq_len,
-            )
+                "runner.prepared", step=scheduler_output.step, num_reqs=len(rows), num_tokens=int(starts[-1]),
+                max_query_len=metadata.max_query_len, max_seq_len=metadata.max_seq_len,
+            )  # fmt: skip
         return StepInputs(
             self._to_device(batch.token_ids[owner, positions]),
             self._to_device(positions),
