@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from stage03_engine.config import VllmConfig
+from stage03_engine.core.profiler import TorchProfiler
 from stage03_engine.core.request import Request, append_tokens
 from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, SchedulerStats
