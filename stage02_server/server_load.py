@@ -40,6 +40,6 @@ class ServerLoad:
         limit = self._max_queue_len
         if limit is None or self.queue_len < limit:
             return None
-        message = f"The server is overloaded: {self.queue_len} requests wait already. Try again later."
+        message = f"The server is overloaded: its queue is full (waiting: {self.queue_len}). Try again later."
         headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
         return APIError(429, "RateLimitError", message, headers=headers)
