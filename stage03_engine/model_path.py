@@ -19,7 +19,13 @@ from stage03_engine.model_shape import KNOWN_SHAPES, read_json, read_shape
 BUNDLED_FOLDER = Path(__file__).parent / "bundled"
 _HUB_TIMEOUT_S = 3.0  # for the first answer of the hub; an unreachable one must not hold a command for long
 _TOKENIZER_FILES = ["tokenizer*", "vocab.json", "merges.txt", "chat_template.jinja"]
-_MODEL_FILES = ["config.json", "generation_config.json", *_TOKENIZER_FILES, "*.safetensors*"]
+_MODEL_FILES = [
+    "config.json",
+    "generation_config.json",
+    "preprocessor_config.json",
+    *_TOKENIZER_FILES,
+    "*.safetensors*",
+]
 _ALIASES = {"gpt-2": "gpt2"}
 _HUB_REASONS = {
     "RepositoryNotFoundError": "the hub has no such model",
