@@ -15,7 +15,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from stage02_server.errors import APIError, error_json, error_response
 
 MAX_ITEMS = 65536  # each wrong one costs microseconds and a complaint, while everybody else waits
-MAX_BRACKETS = 2**19  # opening ones, in text too; parsing so many lists takes about half a second, in which all wait
+MAX_BRACKETS = 2**19  # opening ones, in text too; parsing so many lists takes up to a second, in which all wait
 MULTIPART_BYTES = 32 * 1024**2  # an uploaded file is not parsed as JSON, which is what makes a large body expensive
 
 
