@@ -13,6 +13,7 @@ from stage03_engine.core.executor import UniProcExecutor
 from stage03_engine.core.kv_cache_size import decide_num_blocks, decide_num_swap_blocks
 from stage03_engine.core.request import Request
 from stage03_engine.core.scheduler import Scheduler
+from stage03_engine.core.scheduler_watch import SchedulerWatch
 from stage03_engine.core.structured_output import StructuredOutputManager
 from stage03_engine.import_class import construct
 from stage03_engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
@@ -32,6 +33,7 @@ class EngineCore:
         self.executor.initialize_kv_cache(self.num_gpu_blocks, num_swap_blocks)
         self.structured_output_manager = StructuredOutputManager(config)
         self.scheduler = self._make_scheduler(num_swap_blocks)
+        self.watch = SchedulerWatch(self.scheduler)
         # Seeds for requests that bring none: the same engine seed and order of arrival give the same outputs.
         self._seeds = random.Random(config.model_config.seed)
         self._queued_at: dict[str, float] = {}
@@ -78,7 +80,12 @@ class EngineCore:
         return self.scheduler.has_unfinished_requests
 
     def step(self) -> EngineCoreOutputs:
-        """Run one step. With nothing to do it returns the statistics alone."""
+        """Run one step. With nothing to do it returns the statistics alone, and what a watcher has not seen yet."""
+        outputs = self._step()
+        outputs.trace_events = self.watch.take()
+        return outputs
+
+    def _step(self) -> EngineCoreOutputs:
         if not self.scheduler.has_unfinished_requests:
             return EngineCoreOutputs(scheduler_stats=self.scheduler.make_stats())
         refused = self._end_refused()
@@ -118,6 +125,14 @@ class EngineCore:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, and nothing is done, while a request holds blocks."""
         return self.scheduler.reset_prefix_cache()
+
+    def watch_scheduler(self) -> bool:
+        """From now on the outputs of each step carry the scheduler's events, the state as it is now first."""
+        return self.watch.start()
+
+    def unwatch_scheduler(self) -> bool:
+        """Nobody watches any more."""
+        return self.watch.stop()
 
     def shutdown(self) -> None:
         """Release the executor and the grammar processes."""

@@ -81,6 +81,13 @@ class AsyncEngineCoreClient(ABC):
     async def reset_prefix_cache_async(self) -> bool:
         """Forget all cached prefixes; False while a request holds blocks."""
 
+    async def watch_scheduler_async(self) -> bool:
+        """Have outputs carry the scheduler's trace events, its state first; False: this engine has no scheduler."""
+        return False
+
+    async def unwatch_scheduler_async(self) -> None:  # noqa: B027 - nothing to end where nothing can begin
+        """Nobody watches any more."""
+
     @abstractmethod
     async def get_output_async(self) -> EngineCoreOutputs:
         """The outputs of the next step. Raises EngineDeadError."""
@@ -273,9 +280,19 @@ class AsyncMPClient(AsyncEngineCoreClient):
         await self._send(EngineCoreRequestType.ABORT, AbortRequests(request_ids))
 
     async def reset_prefix_cache_async(self) -> bool:
+        return await self._ask("reset_prefix_cache")
+
+    async def watch_scheduler_async(self) -> bool:
+        return await self._ask("watch_scheduler")
+
+    async def unwatch_scheduler_async(self) -> None:
+        await self._send(EngineCoreRequestType.UTILITY, UtilityRequest(next(self._call_ids), "unwatch_scheduler"))
+
+    async def _ask(self, method: str) -> bool:
+        """Call one of the engine core's UTILITY_METHODS."""
         call_id = next(self._call_ids)
         self._calls[call_id] = asyncio.get_running_loop().create_future()
-        await self._send(EngineCoreRequestType.UTILITY, UtilityRequest(call_id, "reset_prefix_cache"))
+        await self._send(EngineCoreRequestType.UTILITY, UtilityRequest(call_id, method))
         return await self._calls[call_id]
 
     async def get_output_async(self) -> EngineCoreOutputs:
