@@ -2,6 +2,7 @@
 
 const live = new EngineState();
 const RETRY_MS = 1000;
+const MARGIN = 40; // left of the steps: the names of the requests
 const LANES = 16; // requests in the picture of the steps
 const MAX_ROWS = 40; // requests in the table
 const MAX_BLOCKS = 4096; // cells in the picture of the KV cache
@@ -90,13 +91,13 @@ function cleared(id, height) {
 function drawBudget() {
   const { canvas, pen, width, height } = cleared("budget", 96);
   const last = live.steps.at(-1);
-  const column = (width - 2) / STEPS_KEPT;
+  const column = (width - MARGIN) / STEPS_KEPT;
   const scale = (height - 14) / Math.max(1, ...live.steps.map((done) => done.total));
   live.steps.forEach((done, place) => {
     let y = height;
     for (const [id, [tokens]] of done.given) {
       pen.fillStyle = hue(id);
-      pen.fillRect(place * column, y - tokens * scale, Math.max(1, column - 1), tokens * scale);
+      pen.fillRect(MARGIN + place * column, y - tokens * scale, Math.max(1, column - 1), tokens * scale);
       y -= tokens * scale;
     }
   });
@@ -121,15 +122,14 @@ function drawLanes() {
   const ids = lanes();
   const row = 18;
   const { canvas, pen, width } = cleared("steps", Math.max(2, ids.length) * row);
-  const margin = 40;
-  const column = (width - margin - 2) / STEPS_KEPT;
+  const column = (width - MARGIN) / STEPS_KEPT;
   ids.forEach((id, place) => {
     const y = place * row;
     pen.fillStyle = colour("--text");
     pen.fillText(live.label(id), 2, y + row / 2);
     live.steps.forEach((done, at) => {
       const [tokens, ofPrompt] = done.given.get(id) ?? [0, false];
-      const x = margin + at * column;
+      const x = MARGIN + at * column;
       pen.fillStyle = hue(id);
       if (tokens && ofPrompt) pen.fillRect(x, y + 2, Math.max(1, column - 1), row - 4);
       else if (tokens) pen.fillRect(x, y + 7, Math.max(1, column - 1), row - 14);
@@ -172,8 +172,10 @@ function drawBlock(pen, x, y, size, { who, cached, line, text, soft }) {
     pen.fillRect(x + inner / 2 - 1.5, y + inner - 5, 3, 3);
   }
   if (who.length > 1 && size > 12) {
-    pen.fillStyle = "#000";
-    pen.fillText(String(who.length), x + inner / 2, y + inner / 2 - 2);
+    pen.fillStyle = colour("--panel");
+    pen.fillRect(x + 3, y + 1, inner - 6, 10);
+    pen.fillStyle = text;
+    pen.fillText(String(who.length), x + inner / 2, y + 6);
   }
 }
 

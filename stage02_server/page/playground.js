@@ -147,6 +147,7 @@ byId("stop-request").addEventListener("click", stop);
 byId("clear").addEventListener("click", clear);
 byId("copy").addEventListener("click", () => navigator.clipboard.writeText(byId("curl").textContent));
 byId("api-key").addEventListener("change", loadModels);
+byId("key-form").addEventListener("submit", (event) => event.preventDefault());
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") stop();
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();

@@ -121,6 +121,7 @@ class EngineState {
     "sched.token"({ num_tokens, num_output_tokens }, id) {
       const request = this.#request(id);
       request.tokens = request.prompt ? request.prompt + num_output_tokens : request.tokens + num_tokens;
+      request.computed = request.tokens - 1; // drafts that stood are computed, the newest token is not
     },
     "sched.finished"({ reason, by }, id) {
       Object.assign(this.#request(id), { status: "ended", given: 0, note: by === "outside" ? `${reason}, from outside` : by });
