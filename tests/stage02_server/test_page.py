@@ -27,7 +27,7 @@ READ_STATE = """batches => {
     const open = [...state.requests].filter(([, request]) => request.status !== "ended");
     return {
       running: open.filter(([, r]) => r.status === "running").map(([id, r]) => [id, r.tokens, r.computed]).sort(),
-      waiting: open.filter(([, r]) => r.status !== "running").map(([id]) => id).sort(),
+      waiting: open.filter(([, r]) => r.status !== "running").map(([id, r]) => [id, r.tokens, r.computed]).sort(),
       holders: [...state.holders].map(([block, who]) => [block, [...who].sort()]).sort((a, b) => a[0] - b[0]),
       cached: [...state.cached].sort((a, b) => a - b),
       free: state.free,
@@ -229,7 +229,7 @@ def facts(engine: ToyEngine) -> dict[str, Any]:
             holders.setdefault(block, []).append(request.request_id)
     return {
         "running": sorted([r.request_id, r.num_tokens, r.num_computed_tokens] for r in scheduler.running),
-        "waiting": sorted(r.request_id for r in scheduler.waiting),
+        "waiting": sorted([r.request_id, r.num_tokens, r.num_computed_tokens] for r in scheduler.waiting),
         "holders": [[block, sorted(who)] for block, who in sorted(holders.items())],
         "cached": sorted(pool.cached_blocks),
         "free": pool.num_free,
