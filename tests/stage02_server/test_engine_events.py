@@ -42,6 +42,8 @@ class Watcher:
                         if line.startswith("data: "):
                             self.events.append(json.loads(line[6:]))
                         self._grew.notify_all()
+        except httpx.HTTPError:
+            pass  # the server was killed
         finally:
             self.ended.set()
 
