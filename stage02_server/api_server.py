@@ -170,11 +170,13 @@ def build_app(args: FrontendArgs) -> FastAPI:
     from stage02_server import api_router, metrics, page_router
     from stage02_server.errors import add_exception_handlers
     from stage02_server.middleware import RequestGate, RequestMiddleware
+    from stage02_server.openapi import describe_answers
 
     app = FastAPI(title="vLLM in stages", lifespan=lifespan)
     app.include_router(api_router.router)
     app.include_router(metrics.router)
     app.include_router(page_router.router)
+    describe_answers(app)
     app.state.gate = RequestGate()
     app.add_middleware(RequestMiddleware, gate=app.state.gate)
     add_exception_handlers(app)
