@@ -199,8 +199,8 @@ def init_app_state(engine: AsyncLLM, state: State, args: FrontendArgs, registry:
     state.engine_client = engine
     state.registry = registry
     state.openai_serving_models = models
-    state.openai_serving_completion = OpenAIServingCompletion(engine, models)
-    state.openai_serving_chat = OpenAIServingChat(engine, models, template, args.response_role)
+    state.openai_serving_completion = OpenAIServingCompletion(engine, models, args)
+    state.openai_serving_chat = OpenAIServingChat(engine, models, template, args)
     state.openai_serving_tokenization = OpenAIServingTokenization(
         engine.tokenizer, models, template, config.max_model_len
     )

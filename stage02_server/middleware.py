@@ -19,7 +19,7 @@ from stage02_server.traceparent import parse_traceparent
 from stagetrace import trace
 
 PREFIX = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
-_ACCEPTED_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+ACCEPTED_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,20 @@ class RequestIds:
         """The id of one prompt."""
         return f"{self.engine}-{index}"
 
+    def named(self, request_id: str | None) -> RequestIds:
+        """The same with the id that the body asks for, unless the header has chosen one. The engine knew the request
+        before anybody read its body, so there nothing changes."""
+        if request_id is None or self.engine != self.response:
+            return self
+        return replace(self, response=f"{self.response.partition('-')[0]}-{request_id}")
+
 
 def make_ids(prefix: str, x_request_id: str | None) -> RequestIds:
     """Ids from the header X-Request-Id if it is short and printable, else from a random number.
 
     Clients may send one id twice at the same time; the engine must not mix them up, so it gets a suffix.
     """
-    if x_request_id is not None and _ACCEPTED_ID.fullmatch(x_request_id):
+    if x_request_id is not None and ACCEPTED_ID.fullmatch(x_request_id):
         response = prefix + x_request_id
         return RequestIds(response, f"{response}-{uuid.uuid4().hex[:8]}")
     response = prefix + uuid.uuid4().hex

@@ -6,14 +6,17 @@ to ignore one of these would silently give a different answer than the one that 
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
+from msgspec.structs import replace
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, StrictInt
 from pydantic_core import PydanticCustomError
 
+from stage02_server.middleware import ACCEPTED_ID
 from stage02_server.structured_outputs import to_structured_outputs
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.beam_search import BeamSearchParams
+from stage03_engine.repetition_detection import RepetitionDetectionParams
 from stage03_engine.sampling_params import MAX_LOGPROBS, RequestOutputKind, SamplingParams
 
 
@@ -35,19 +38,23 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "chat_template": (None,),
     "chat_template_kwargs": ({}, None),
+    "ec_transfer_params": ({}, None),
     "continue_final_message": (False, None),
     "documents": ([], None),
-    "echo": (False, None),
     "function_call": ("none", None),
     "functions": ([], None),
+    "kv_transfer_params": ({}, None),
     "logprob_token_ids": (None,),
     "modalities": (["text"], None),
     "prompt_embeds": (None,),
-    "return_token_ids": (False, None),
-    "return_tokens_as_token_ids": (False, None),
+    "return_prompt_text": (False, None),
+    "return_token_offsets": (False, None),
+    "return_weight_versions": (False, None),
     "suffix": ("", None),
+    "thinking_token_budget": (None,),
     "tool_choice": ("none", "auto", None),
     "tools": ([], None),
+    "watermarking": (False, None),
 }
 """Field of OpenAI's or vLLM's interface that is not built here -> the values that change nothing and are accepted."""
 
@@ -55,13 +62,14 @@ _SAME_NAME = (
     "n", "best_of", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty",
     "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "seed", "min_tokens", "stop_token_ids",
     "include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens",
-    "truncate_prompt_tokens", "prompt_logprobs",
+    "truncate_prompt_tokens", "truncation_side", "prompt_logprobs", "stream_interval",
 )  # fmt: skip
 """Fields that go into `SamplingParams` as they are; None means the default there."""
 
 _NOT_WITH_BEAM_SEARCH = (
     "stream", "best_of", "prompt_logprobs", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias",
     "allowed_token_ids", "bad_words", "min_tokens", "stop", "stop_token_ids",
+    "repetition_detection",
 )  # fmt: skip
 
 
@@ -86,6 +94,22 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = False
 
 
+Scalar = bool | Int64 | FiniteFloat | Text
+RequestId = Annotated[str, Field(pattern=f"^{ACCEPTED_ID.pattern}$")]
+
+
+class RepetitionDetection(BaseModel):
+    """When an output that repeats itself ends; see stage03_engine/repetition_detection.py."""
+
+    max_pattern_size: Int32 = 0
+    min_pattern_size: Int32 = 0
+    min_count: Int32 = 0
+
+    def to_params(self) -> RepetitionDetectionParams:
+        """Raises InvalidRequestError."""
+        return RepetitionDetectionParams(self.max_pattern_size, self.min_pattern_size, self.min_count)
+
+
 class SamplingRequest(RequestModel):
     """What completions and chats have in common. None means the default of `SamplingParams`."""
 
@@ -104,6 +128,7 @@ class SamplingRequest(RequestModel):
     logit_bias: dict[Int64, FiniteFloat] | None = None
     allowed_token_ids: list[Int64] | None = None
     bad_words: list[Text] | None = None
+    repetition_detection: RepetitionDetection | None = None
     seed: Int64 | None = None
     min_tokens: Int64 | None = 0
     prompt_logprobs: Int32 | None = None
@@ -120,8 +145,13 @@ class SamplingRequest(RequestModel):
     skip_special_tokens: bool | None = True
     spaces_between_special_tokens: bool | None = True
     truncate_prompt_tokens: Int64 | None = None
-    vllm_xargs: dict[Text, bool | Int64 | FiniteFloat | Text] | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    return_tokens_as_token_ids: bool | None = None  # None: as --return-tokens-as-token-ids says
+    return_token_ids: bool | None = False
+    vllm_xargs: dict[Text, Scalar | list[Scalar]] | None = None
+    request_id: RequestId | None = None  # becomes a part of the answer's id; the header X-Request-Id goes first
     stream: bool | None = False
+    stream_interval: Int32 | None = None
     stream_options: StreamOptions | None = None
     user: Text | None = None
     priority: Int32 = 0
@@ -133,9 +163,9 @@ class SamplingRequest(RequestModel):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
-    def continuous_usage(self) -> bool:
-        """True when every chunk of a stream is to hold the usage so far."""
-        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+    def wants_continuous_usage(self) -> bool:
+        """True when every chunk of a stream that reports usage is to hold the usage so far."""
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def _beam_search_params(self, max_tokens: int | None, logprobs: int | None) -> BeamSearchParams:
         """What only matters when tokens are drawn (temperature, top_k, ..., seed) is ignored, as in vLLM; what would change
@@ -154,6 +184,7 @@ class SamplingRequest(RequestModel):
             early_stopping=bool(self.early_stopping),
             skip_special_tokens=self.skip_special_tokens is not False,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
+            truncation_side=self.truncation_side,
         )
 
     def _sampling_params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams | BeamSearchParams:
@@ -170,6 +201,7 @@ class SamplingRequest(RequestModel):
             max_tokens=max_tokens,
             stop=[self.stop] if isinstance(self.stop, str) else self.stop or [],
             logprobs=logprobs,
+            repetition_detection=None if self.repetition_detection is None else self.repetition_detection.to_params(),
             extra_args=self.vllm_xargs or {},
             structured_outputs=to_structured_outputs(self),
             output_kind=RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY,
@@ -182,6 +214,7 @@ class CompletionRequest(SamplingRequest):
     prompt: Text | TokenIds | list[Text] | list[TokenIds]
     max_tokens: Int64 | None = 16
     logprobs: Int32 | None = None
+    echo: bool | None = False
     add_special_tokens: bool = True  # such as the beginning-of-text token, where the model's tokenizer has one
 
     def prompts(self) -> list[str | list[int]]:
@@ -190,9 +223,17 @@ class CompletionRequest(SamplingRequest):
             return list(self.prompt)
         return [self.prompt]  # type: ignore[list-item]
 
+    @property
+    def prompt_only(self) -> bool:
+        """True when the answer is to be the prompt and nothing else: what evaluation harnesses send to score texts."""
+        return bool(self.echo) and self.max_tokens == 0
+
     def to_sampling_params(self) -> SamplingParams | BeamSearchParams:
-        """Raises InvalidRequestError."""
-        return self._sampling_params(self.max_tokens, self.logprobs)
+        """Raises InvalidRequestError. The engine cannot draw no token at all, so with `prompt_only` it is to draw one."""
+        params = self._sampling_params(1 if self.prompt_only else self.max_tokens, self.logprobs)
+        if not self.echo or self.logprobs is None or isinstance(params, BeamSearchParams):
+            return params
+        return replace(params, prompt_logprobs=max(self.logprobs, self.prompt_logprobs or 0))
 
 
 class ContentPart(BaseModel):

@@ -38,12 +38,13 @@ class UsageInfo(BaseModel):
 
 
 class CompletionLogProbs(BaseModel):
-    """Four lists of equal length, one entry per output token. `text_offset` counts characters of the answer's text."""
+    """Four lists of equal length, one entry per token. `text_offset` counts characters of the answer's text. Nothing
+    predicts the first token of an echoed prompt: its logprobs are None."""
 
     text_offset: list[int] = []
-    token_logprobs: list[float] = []
+    token_logprobs: list[float | None] = []
     tokens: list[str] = []
-    top_logprobs: list[dict[str, float]] = []
+    top_logprobs: list[dict[str, float] | None] = []
 
 
 class PromptLogprob(BaseModel):
@@ -62,7 +63,9 @@ class CompletionChoice(BaseModel):
     logprobs: CompletionLogProbs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    token_ids: list[int] | None = None  # of the answer, without an echoed prompt
     prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
+    prompt_token_ids: list[int] | None = None  # in a stream with the first chunk of each answer
 
 
 class CompletionResponse(BaseModel):
@@ -111,6 +114,7 @@ class ChatChoice(BaseModel):
     logprobs: ChatLogProbs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
 
 
 class ChatCompletionResponse(BaseModel):
@@ -123,6 +127,7 @@ class ChatCompletionResponse(BaseModel):
     choices: list[ChatChoice]
     usage: UsageInfo
     prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class ChatStreamChoice(BaseModel):
@@ -133,6 +138,7 @@ class ChatStreamChoice(BaseModel):
     logprobs: ChatLogProbs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
 
 
 class ChatStreamResponse(BaseModel):
@@ -144,6 +150,7 @@ class ChatStreamResponse(BaseModel):
     model: str
     choices: list[ChatStreamChoice]
     usage: UsageInfo | None = None
+    prompt_token_ids: list[int] | None = None  # with the first chunk of each answer
 
 
 class ModelCard(BaseModel):

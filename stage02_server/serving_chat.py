@@ -7,7 +7,9 @@ from collections.abc import AsyncGenerator, Iterator
 
 from starlette.requests import Request
 
+from stage02_server.batch import Batch
 from stage02_server.chat_template import ChatTemplate
+from stage02_server.cli_args import FrontendArgs
 from stage02_server.protocol import ChatCompletionRequest
 from stage02_server.protocol_response import (
     ChatChoice,
@@ -20,7 +22,7 @@ from stage02_server.protocol_response import (
     TokenLogProb,
     UsageInfo,
 )
-from stage02_server.serving_engine import Batch, OpenAIServing, finite, prompt_logprobs_json, run_until_disconnect
+from stage02_server.serving_engine import OpenAIServing, finite, prompt_logprobs_json, run_until_disconnect, token_name
 from stage02_server.serving_models import OpenAIServingModels
 from stage03_engine.frontend.async_llm import AsyncLLM
 from stage03_engine.frontend.tokenizer import Tokenizer
@@ -29,13 +31,13 @@ from stage03_engine.outputs import CompletionOutput
 from stagetrace import trace
 
 
-def _logprobs(positions: list[TokenLogprobs] | None, tokenizer: Tokenizer) -> ChatLogProbs | None:
+def _logprobs(positions: list[TokenLogprobs] | None, tokenizer: Tokenizer, as_ids: bool) -> ChatLogProbs | None:
     """OpenAI's chat shape. A position holds the sampled token first, then the most likely ones."""
     if positions is None:
         return None
 
     def shown(token_id: int, logprob: float) -> dict:
-        text, raw = tokenizer.token_text(token_id), tokenizer.token_bytes(token_id)
+        text, raw = token_name(tokenizer, token_id, as_ids), tokenizer.token_bytes(token_id)
         return {"token": text, "logprob": finite(logprob), "bytes": list(raw)}
 
     content = []
@@ -62,13 +64,16 @@ class ChatChunks:
         """One chunk, and before it the role if this is the answer's first."""
         if index not in self._begun:
             self._begun.add(index)
-            yield self._chunk([ChatStreamChoice(index=index, delta={"role": self._role, "content": ""})])
+            begin = self._chunk([ChatStreamChoice(index=index, delta={"role": self._role, "content": ""})])
+            begin.prompt_token_ids = self._batch.shown_prompt_ids(index)
+            yield begin
         choice = ChatStreamChoice(
             index=index,
             delta={"content": output.text},
-            logprobs=_logprobs(output.logprobs, self._tokenizer),
+            logprobs=_logprobs(output.logprobs, self._tokenizer, self._batch.tokens_as_ids),
             finish_reason=output.finish_reason,
             stop_reason=output.stop_reason,
+            token_ids=output.token_ids if self._batch.return_token_ids else None,
         )
         yield self._chunk([choice])
 
@@ -81,16 +86,16 @@ class OpenAIServingChat(OpenAIServing):
     """Answers chats."""
 
     def __init__(
-        self, engine_client: AsyncLLM, models: OpenAIServingModels, template: ChatTemplate, response_role: str
+        self, engine_client: AsyncLLM, models: OpenAIServingModels, template: ChatTemplate, args: FrontendArgs
     ) -> None:
-        super().__init__(engine_client, models)
-        self._template, self._role = template, response_role
+        super().__init__(engine_client, models, args)
+        self._template, self._role = template, args.response_role
 
     async def create_chat_completion(
         self, request: ChatCompletionRequest, raw_request: Request
     ) -> ChatCompletionResponse | AsyncGenerator[bytes, None]:
         """The whole answer, or its stream. Raises every refusal before a stream begins."""
-        ids, model = raw_request.state.ids, self.check(request)
+        ids, model = self.ids(request, raw_request), self.check(request)
         if trace.on:
             trace.emit("request.validated", req=ids.engine_id(0), model=model, stream=bool(request.stream), prompts=1)
         prompt = self._template.apply(request.messages)
@@ -111,16 +116,18 @@ class OpenAIServingChat(OpenAIServing):
             id=batch.ids.response,
             created=created,
             model=batch.model,
-            choices=[self._choice(answer.index, answer) for answer in output.outputs],
+            choices=[self._choice(batch, answer) for answer in output.outputs],
             usage=batch.usage([len(answer.token_ids) for answer in output.outputs]),
             prompt_logprobs=prompt_logprobs_json(output.prompt_logprobs, self.engine_client.tokenizer),
+            prompt_token_ids=batch.shown_prompt_ids(0),
         )
 
-    def _choice(self, index: int, output: CompletionOutput) -> ChatChoice:
+    def _choice(self, batch: Batch, output: CompletionOutput) -> ChatChoice:
         return ChatChoice(
-            index=index,
+            index=output.index,
             message=ChatMessage(role=self._role, content=output.text),
-            logprobs=_logprobs(output.logprobs, self.engine_client.tokenizer),
+            logprobs=_logprobs(output.logprobs, self.engine_client.tokenizer, batch.tokens_as_ids),
             finish_reason=output.finish_reason,
             stop_reason=output.stop_reason,
+            token_ids=output.token_ids if batch.return_token_ids else None,
         )

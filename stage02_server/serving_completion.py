@@ -2,62 +2,57 @@
 
 from __future__ import annotations
 
-import codecs
 import time
 from collections.abc import AsyncGenerator, Iterator
 
 from starlette.requests import Request
 
+from stage02_server.batch import Batch
+from stage02_server.completion_logprobs import Echo, LogprobsWriter, most_likely
 from stage02_server.protocol import CompletionRequest
-from stage02_server.protocol_response import CompletionChoice, CompletionLogProbs, CompletionResponse, UsageInfo
-from stage02_server.serving_engine import (
-    Batch,
-    OpenAIServing,
-    PromptLogprobs,
-    finite,
-    prompt_logprobs_json,
-    run_until_disconnect,
-)
+from stage02_server.protocol_response import CompletionChoice, CompletionResponse, UsageInfo
+from stage02_server.serving_engine import OpenAIServing, prompt_logprobs_json, run_until_disconnect
 from stage03_engine.frontend.tokenizer import Tokenizer
-from stage03_engine.messages import TokenLogprobs
 from stage03_engine.outputs import CompletionOutput
 from stagetrace import trace
 
 
-class LogprobsWriter:
-    """The logprobs of one answer, piece by piece. Remembers how many characters the tokens so far amount to; a token that
-    begins inside a character has the offset of that character."""
+class CompletionChoices:
+    """Engine outputs as choices of the answer, or as what a chunk adds to them."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._offset = 0
+    def __init__(self, batch: Batch, tokenizer: Tokenizer, echoed: list[str] | None) -> None:
+        self._batch, self._tokenizer, self._echoed = batch, tokenizer, echoed
+        self._writers: dict[int, LogprobsWriter] = {}
 
-    def write(self, positions: list[TokenLogprobs] | None) -> CompletionLogProbs | None:
-        """The next tokens; None when logprobs were not asked for."""
-        if positions is None:
+    def choice(self, index: int, output: CompletionOutput) -> CompletionChoice:
+        """What `output` adds to answer `index`; the first time with what is to be said of the prompt."""
+        batch, first = self._batch, index not in self._writers
+        if first:
+            self._writers[index] = LogprobsWriter(self._tokenizer, batch, index)
+        echo = self._echo(index // batch.n) if first else None
+        return CompletionChoice(
+            index=index,
+            text=output.text if echo is None else echo.text + output.text,
+            logprobs=self._writers[index].write(output.logprobs, echo),
+            finish_reason=output.finish_reason,
+            stop_reason=output.stop_reason,
+            token_ids=output.token_ids if batch.return_token_ids else None,
+            prompt_token_ids=batch.shown_prompt_ids(index) if first else None,
+        )
+
+    def _echo(self, prompt: int) -> Echo | None:
+        if self._echoed is None:
             return None
-        result = CompletionLogProbs()
-        for position in positions:
-            text = self._tokenizer.token_text
-            result.text_offset.append(self._offset)
-            result.tokens.append(text(position.token_ids[0]))
-            result.token_logprobs.append(finite(position.logprobs[0]))
-            top: dict[str, float] = {}
-            for token_id, logprob in zip(position.token_ids, position.logprobs, strict=True):
-                top.setdefault(text(token_id), finite(logprob))  # two halves of characters may look alike
-            result.top_logprobs.append(top)
-            self._offset += len(self._decoder.decode(self._tokenizer.token_bytes(position.token_ids[0])))
-        return result
+        token_ids = self._batch.requests[prompt].prompt_token_ids
+        return Echo(self._echoed[prompt], token_ids, self._batch.prompt_logprobs.get(prompt, []))
 
 
 class CompletionChunks:
     """Engine outputs as chunks of a completion stream."""
 
-    def __init__(self, batch: Batch, tokenizer: Tokenizer) -> None:
-        self._batch = batch
+    def __init__(self, batch: Batch, choices: CompletionChoices) -> None:
+        self._batch, self._choices = batch, choices
         self._created = int(time.time())
-        self._logprobs = [LogprobsWriter(tokenizer) for _ in range(len(batch.requests) * batch.n)]
 
     def _chunk(self, choices: list[CompletionChoice], usage: UsageInfo | None = None) -> CompletionResponse:
         return CompletionResponse(
@@ -66,24 +61,11 @@ class CompletionChunks:
 
     def chunks(self, index: int, output: CompletionOutput) -> Iterator[CompletionResponse]:
         """One chunk."""
-        yield self._chunk([_choice(index, output, self._logprobs[index])])
+        yield self._chunk([self._choices.choice(index, output)])
 
     def usage_chunk(self, usage: UsageInfo) -> CompletionResponse:
         """The last one."""
         return self._chunk([], usage)
-
-
-def _choice(
-    index: int, output: CompletionOutput, logprobs: LogprobsWriter, prompt_logprobs: PromptLogprobs | None = None
-) -> CompletionChoice:
-    return CompletionChoice(
-        index=index,
-        text=output.text,
-        logprobs=logprobs.write(output.logprobs),
-        finish_reason=output.finish_reason,
-        stop_reason=output.stop_reason,
-        prompt_logprobs=prompt_logprobs,
-    )
 
 
 class OpenAIServingCompletion(OpenAIServing):
@@ -93,7 +75,7 @@ class OpenAIServingCompletion(OpenAIServing):
         self, request: CompletionRequest, raw_request: Request
     ) -> CompletionResponse | AsyncGenerator[bytes, None]:
         """The whole answer, or its stream. Raises every refusal before a stream begins."""
-        ids, model = raw_request.state.ids, self.check(request)
+        ids, model = self.ids(request, raw_request), self.check(request)
         prompts = request.prompts()
         if trace.on:
             trace.emit(
@@ -104,28 +86,41 @@ class OpenAIServingCompletion(OpenAIServing):
                 prompts=len(prompts),
             )
         batch = self.make_batch(request, prompts, request.to_sampling_params(), ids, model, request.add_special_tokens)
+        batch.prompt_only = request.prompt_only
+        if trace.on and request.echo:
+            trace.emit("request.echoed", req=ids.engine_id(0), logprobs=request.logprobs, prompt_only=batch.prompt_only)
+        choices = CompletionChoices(batch, self.engine_client.tokenizer, self._echoed(request, prompts, batch))
         if request.stream:
-            maker = CompletionChunks(batch, self.engine_client.tokenizer)
-            return await self.begin_stream(request, batch, maker, raw_request.receive)
-        return await run_until_disconnect(raw_request.receive, self._whole(batch))
+            return await self.begin_stream(request, batch, CompletionChunks(batch, choices), raw_request.receive)
+        return await run_until_disconnect(raw_request.receive, self._whole(batch, choices, request.prompt_logprobs))
 
-    async def _whole(self, batch: Batch) -> CompletionResponse:
+    def _echoed(self, request: CompletionRequest, prompts: list[str | list[int]], batch: Batch) -> list[str] | None:
+        """With `echo` each prompt as text: as it was sent, or what its token ids stand for."""
+        if not request.echo:
+            return None
+        sent_whole = request.truncate_prompt_tokens is None
+        decode, skip = self.engine_client.tokenizer.decode, request.skip_special_tokens is not False
+        return [
+            prompt if isinstance(prompt, str) and sent_whole else decode(made.prompt_token_ids, skip)
+            for prompt, made in zip(prompts, batch.requests, strict=True)
+        ]
+
+    async def _whole(
+        self, batch: Batch, choices: CompletionChoices, num_prompt_logprobs: int | None
+    ) -> CompletionResponse:
         created, tokenizer = int(time.time()), self.engine_client.tokenizer
         outputs = await self.full(batch)
-        choices = [
-            _choice(
-                prompt * batch.n + answer.index,
-                answer,
-                LogprobsWriter(tokenizer),
-                prompt_logprobs_json(output.prompt_logprobs, tokenizer),
-            )
-            for prompt, output in enumerate(outputs)
-            for answer in output.outputs
-        ]
+        made = []
+        for prompt, output in enumerate(outputs):
+            of_prompt = prompt_logprobs_json(most_likely(output.prompt_logprobs, num_prompt_logprobs), tokenizer)
+            for answer in output.outputs:
+                choice = choices.choice(prompt * batch.n + answer.index, answer)
+                choice.prompt_logprobs = of_prompt
+                made.append(choice)
         return CompletionResponse(
             id=batch.ids.response,
             created=created,
             model=batch.model,
-            choices=choices,
+            choices=made,
             usage=batch.usage([len(answer.token_ids) for output in outputs for answer in output.outputs]),
         )

@@ -8,11 +8,13 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Coroutine, Iterator
 from contextlib import aclosing
-from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from starlette.requests import Request
 from starlette.types import Receive
 
+from stage02_server.batch import Batch
+from stage02_server.cli_args import FrontendArgs
 from stage02_server.errors import as_api_error, error_json
 from stage02_server.middleware import RequestIds
 from stage02_server.protocol import SamplingRequest
@@ -20,7 +22,6 @@ from stage02_server.protocol_response import (
     ChatStreamResponse,
     CompletionResponse,
     PromptLogprob,
-    PromptTokensDetails,
     UsageInfo,
 )
 from stage02_server.serving_models import OpenAIServingModels
@@ -28,7 +29,7 @@ from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.async_llm import AsyncLLM
 from stage03_engine.frontend.beam_search import BeamSearchParams
 from stage03_engine.frontend.tokenizer import Tokenizer
-from stage03_engine.messages import EngineCoreRequest, TokenLogprobs
+from stage03_engine.messages import TokenLogprobs
 from stage03_engine.outputs import CompletionOutput, RequestOutput
 from stage03_engine.sampling_params import SamplingParams
 from stagetrace import trace
@@ -36,12 +37,18 @@ from stagetrace import trace
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 MAX_ANSWERS = 4096  # of one HTTP request with n or best_of above 1
+DEFAULTS = FrontendArgs()
 LOWEST_LOGPROB = -9999.0  # JSON has no -Infinity; vLLM's number
 
 
 def finite(logprob: float) -> float:
     """A log-probability that JSON can hold."""
     return max(logprob, LOWEST_LOGPROB)
+
+
+def token_name(tokenizer: Tokenizer, token_id: int, as_id: bool) -> str:
+    """How logprobs call a token: its text, or with `return_tokens_as_token_ids` "token_id:5"."""
+    return f"token_id:{token_id}" if as_id else tokenizer.token_text(token_id)
 
 
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
@@ -121,38 +128,6 @@ async def merge_async_iterators(
             await iterator.aclose()
 
 
-@dataclass
-class Batch:
-    """The engine requests that one HTTP request became, one per prompt; answer k of prompt p is number p * n + k."""
-
-    ids: RequestIds
-    model: str
-    n: int
-    requests: list[EngineCoreRequest]
-    beam: BeamSearchParams | None = None  # search instead of sampling
-    cached_tokens: dict[int, int] = field(default_factory=dict)  # prompt -> its tokens from the prefix cache
-
-    def usage(self, completion_tokens: list[int]) -> UsageInfo:
-        """Totals, from the output tokens of each answer."""
-        prompt = sum(len(request.prompt_token_ids) for request in self.requests)
-        return _usage(prompt, sum(completion_tokens), sum(self.cached_tokens.values()))
-
-    def usage_of(self, index: int, completion_tokens: int) -> UsageInfo:
-        """The usage of one answer alone."""
-        prompt = index // self.n
-        num_tokens = len(self.requests[prompt].prompt_token_ids)
-        return _usage(num_tokens, completion_tokens, self.cached_tokens.get(prompt, 0))
-
-
-def _usage(prompt: int, completion: int, cached: int) -> UsageInfo:
-    return UsageInfo(
-        prompt_tokens=prompt,
-        total_tokens=prompt + completion,
-        completion_tokens=completion,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
-    )
-
-
 class ChunkMaker(Protocol):
     """Turns engine outputs into the chunks of one kind of stream."""
 
@@ -166,9 +141,10 @@ class ChunkMaker(Protocol):
 class OpenAIServing:
     """Base of the handlers that use the engine."""
 
-    def __init__(self, engine_client: AsyncLLM, models: OpenAIServingModels) -> None:
+    def __init__(self, engine_client: AsyncLLM, models: OpenAIServingModels, args: FrontendArgs = DEFAULTS) -> None:
         self.engine_client = engine_client
         self.models = models
+        self.args = args
 
     def check(self, request: SamplingRequest) -> str:
         """The model name to answer with. Raises what makes the request impossible whatever its prompt says."""
@@ -176,6 +152,13 @@ class OpenAIServing:
         model = self.models.check(request.model)
         request.check_built()
         return model
+
+    def ids(self, request: SamplingRequest, raw_request: Request) -> RequestIds:
+        """Under which ids the request runs and is answered."""
+        ids: RequestIds = raw_request.state.ids.named(request.request_id)
+        if trace.on and ids.response != raw_request.state.ids.response:
+            trace.emit("request.named", req=ids.engine_id(0), response=ids.response)
+        return ids
 
     def make_batch(
         self,
@@ -211,7 +194,16 @@ class OpenAIServing:
             )
             for index, prompt in enumerate(prompts)
         ]
-        return Batch(ids, model, params.n if beam is None else beam.beam_width, requests, beam)
+        as_ids = request.return_tokens_as_token_ids
+        return Batch(
+            ids,
+            model,
+            params.n if beam is None else beam.beam_width,
+            requests,
+            beam,
+            tokens_as_ids=self.args.return_tokens_as_token_ids if as_ids is None else as_ids,
+            return_token_ids=bool(request.return_token_ids),
+        )
 
     async def outputs(self, batch: Batch) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """(number of the prompt, what came) until every answer is finished. Raises EngineDeadError."""
@@ -219,7 +211,7 @@ class OpenAIServing:
         flows = [engine.generate(r) if beam is None else engine.beam_search(r, beam) for r in batch.requests]
         async with aclosing(merge_async_iterators(flows)) as merged:
             async for index, output in merged:
-                batch.cached_tokens[index] = output.num_cached_tokens
+                batch.take_note(index, output)
                 yield index, output
 
     async def full(self, batch: Batch) -> list[RequestOutput]:
@@ -254,7 +246,9 @@ class OpenAIServing:
         An error after the first byte can no longer change the HTTP status: it becomes an event.
         """
         counts = [0] * (len(batch.requests) * batch.n)
-        hidden = None if request.include_usage else {"usage"}
+        include_usage = request.include_usage or self.args.enable_force_include_usage
+        continuous_usage = include_usage and request.wants_continuous_usage
+        hidden = None if include_usage else {"usage"}
         try:
             async with aclosing(source) as outputs:
                 async for prompt, output in outputs:
@@ -262,10 +256,10 @@ class OpenAIServing:
                         index = prompt * batch.n + completion.index
                         counts[index] += len(completion.token_ids)
                         for chunk in maker.chunks(index, completion):
-                            if request.continuous_usage:
+                            if continuous_usage:
                                 chunk.usage = batch.usage_of(index, counts[index])
                             yield _event(chunk.model_dump_json(exclude=hidden), batch.ids, prompt)
-            if request.include_usage:
+            if include_usage:
                 yield _event(maker.usage_chunk(batch.usage(counts)).model_dump_json(), batch.ids)
         except Exception as error:
             refusal = as_api_error(error)

@@ -143,6 +143,7 @@ def _check_ranges(config: VllmConfig) -> None:
         ("kv_cache_memory_bytes", cache.kv_cache_memory_bytes, 1),
         ("num_gpu_blocks_override", cache.num_gpu_blocks_override, 2),
         ("max_num_seqs", scheduler.max_num_seqs, 1),
+        ("stream_interval", scheduler.stream_interval, 1),
         ("max_num_batched_tokens", scheduler.max_num_batched_tokens, 1),
         ("long_prefill_token_threshold", scheduler.long_prefill_token_threshold, 0),
         ("num_threads", config.device_config.num_threads, 1),

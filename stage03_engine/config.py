@@ -125,6 +125,9 @@ class SchedulerConfig:
         0,
         "most tokens that one request gets in a step while others are there, so that a long prompt leaves room; 0 = off",
     )
+    stream_interval: int = option(
+        1, "tokens from one chunk of a stream to the next, the first comes at once; more means fewer, larger chunks"
+    )
     scheduling_policy: str = option(
         "fcfs", "who goes first: arrival, or the priority in the request", ("fcfs", "priority")
     )

@@ -28,12 +28,14 @@ class EngineCoreRequestType(enum.Enum):
 
 
 class FinishReason(enum.IntEnum):
-    """Why a request ended. STOP: end-of-text, stop token or stop string; LENGTH: max_tokens or the context is full."""
+    """Why a request ended. STOP: end-of-text, stop token or stop string; LENGTH: max_tokens or the context is full;
+    REPETITION: it wrote the same again and again, and its `repetition_detection` says to end then."""
 
     STOP = 0
     LENGTH = 1
     ABORT = 2
     ERROR = 3
+    REPETITION = 4
 
     def __str__(self) -> str:
         return self.name.lower()

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from stage03_engine.errors import InvalidRequestError
+from stage03_engine.repetition_detection import RepetitionDetectionParams
 from stage03_engine.structured_outputs import StructuredOutputsParams
 
 MAX_STOP_STRINGS = 4
@@ -51,11 +52,16 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     stop_token_ids: list[int] = []
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
+    repetition_detection: RepetitionDetectionParams | None = None  # ends an output that goes round in circles
     logprobs: int | None = None  # k: the k most likely tokens and the sampled one; 0: the sampled one only
     prompt_logprobs: int | None = None  # the same for the tokens of the prompt
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True  # byte-level tokenizers write none either way
     truncate_prompt_tokens: int | None = None  # keep the last k tokens of the prompt; -1: as many as leave room for one
+    truncation_side: str | None = None  # where truncating cuts tokens off: "left" (also None) or "right"
+    stream_interval: int | None = (
+        None  # tokens from one output of a stream to the next; None: as --stream-interval says
+    )
     extra_args: dict[str, Any] = {}  # for logits processors of the user's own
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     structured_outputs: StructuredOutputsParams | None = None  # what every output must match
@@ -82,6 +88,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
             "prompt_logprobs",
             f"in [0, {MAX_LOGPROBS}]",
         )
+        self._check(self.stream_interval is None or self.stream_interval >= 1, "stream_interval", "at least 1")
         self._check_tokens()
         self._check_answers()
         self._check(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} strings")
@@ -109,6 +116,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
             "truncate_prompt_tokens",
             "-1 or at least 1",
         )
+        self._check(self.truncation_side in (None, "left", "right"), "truncation_side", "left or right")
 
     def _check_answers(self) -> None:
         self._check(1 <= self.n <= MAX_N, "n", f"in [1, {MAX_N}]")

@@ -39,6 +39,7 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
     early_stopping: bool = False
     skip_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.beam_width <= MAX_BEAM_WIDTH:
@@ -58,6 +59,7 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
             ignore_eos=self.ignore_eos,
             skip_special_tokens=self.skip_special_tokens,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
+            truncation_side=self.truncation_side,
         )
 
 

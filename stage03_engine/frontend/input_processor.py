@@ -26,6 +26,7 @@ class InputProcessor:
         self._max_model_len = config.max_model_len
         self._vocab_size = config.shape.vocab_size
         self._has_priorities = config.scheduler_config.scheduling_policy == "priority"
+        self._stream_interval = config.scheduler_config.stream_interval
         if trace.on:
             trace.emit("input_processor.created")
 
@@ -67,7 +68,7 @@ class InputProcessor:
                 "max_tokens",
             )
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        params = msgspec.structs.replace(params, max_tokens=max_tokens, **self._token_rules(params))
+        params = msgspec.structs.replace(params, max_tokens=max_tokens, **self._settled(params))
         _trace_tokenized(request_id, prompt, token_ids)
         return EngineCoreRequest(
             request_id=request_id,
@@ -80,7 +81,8 @@ class InputProcessor:
         )
 
     def _truncate(self, token_ids: list[int], params: SamplingParams) -> list[int]:
-        """The last `truncate_prompt_tokens` tokens; with -1 what leaves room for one token of output."""
+        """The last `truncate_prompt_tokens` tokens, or the first with `truncation_side` "right"; with -1 as many as leave
+        room for one token of output."""
         keep = params.truncate_prompt_tokens
         if keep is None:
             return token_ids
@@ -89,11 +91,12 @@ class InputProcessor:
                 f"truncate_prompt_tokens must be at most the context length, {self._max_model_len}, got {keep}.",
                 "truncate_prompt_tokens",
             )
-        return token_ids[-(self._max_model_len - 1 if keep == -1 else keep) :]
+        keep = self._max_model_len - 1 if keep == -1 else keep
+        return token_ids[:keep] if params.truncation_side == "right" else token_ids[-keep:]
 
-    def _token_rules(self, params: SamplingParams) -> dict[str, Any]:
+    def _settled(self, params: SamplingParams) -> dict[str, Any]:
         """Check the token ids that the parameters name; what `bad_words`, `min_tokens` and the model's further ends of
-        text come to as token ids."""
+        text come to as token ids, and the server's default for what the request leaves open."""
         for field, ids in (("logit_bias", params.logit_bias), ("allowed_token_ids", params.allowed_token_ids or ())):
             for token_id in ids:
                 if not 0 <= token_id < self._vocab_size:
@@ -108,6 +111,7 @@ class InputProcessor:
         return {
             "stop_token_ids": stops,
             "stop_or_eos_ids": sorted(ends) if params.min_tokens else [],
+            "stream_interval": params.stream_interval or self._stream_interval,
             "bad_words_token_ids": self._bad_words(params.bad_words),
         }
 

@@ -151,7 +151,8 @@ class PrometheusStatLogger(StatLogger):
             "vllm:request_success", "Requests that ended, by reason.", [*names, "finished_reason"], registry=registry
         )
         self._success = {
-            reason: success.labels(**values, finished_reason=reason) for reason in ("stop", "length", "abort", "error")
+            reason: success.labels(**values, finished_reason=reason)
+            for reason in ("stop", "length", "abort", "error", "repetition")
         }
         self._cache_queries = counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.")
         self._cache_hits = counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.")

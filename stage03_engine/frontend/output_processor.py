@@ -14,6 +14,7 @@ from stage03_engine.frontend.stats import IterationStats, RequestStats
 from stage03_engine.frontend.tokenizer import Tokenizer
 from stage03_engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, TokenLogprobs
 from stage03_engine.outputs import CompletionOutput, RequestOutput
+from stage03_engine.repetition_detection import REPETITION_DETECTED, find_repetition
 from stage03_engine.sampling_params import RequestOutputKind
 from stagetrace import trace
 
@@ -72,6 +73,7 @@ class RequestState:
         self.cumulative_logprob = 0.0
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None  # in a stream of deltas: until they are given
         self._num_given = 0
+        self._stream_interval = request.sampling_params.stream_interval or 1
         self.num_cached_tokens = 0
         self.stats = RequestStats(arrival=request.arrival_time, num_prompt_tokens=len(request.prompt_token_ids))
 
@@ -80,6 +82,8 @@ class RequestState:
         kind = self.request.sampling_params.output_kind
         finished = finish_reason is not None
         if kind == RequestOutputKind.FINAL_ONLY and not finished:
+            return None
+        if not finished and self._num_given and len(self.token_ids) < self._num_given + self._stream_interval:
             return None
         delta = kind == RequestOutputKind.DELTA
         start = self._num_given if delta else 0
@@ -144,7 +148,7 @@ class OutputProcessor:
     def process_outputs(
         self, outputs: list[EngineCoreOutput], stats: IterationStats
     ) -> tuple[list[RequestOutput], list[str]]:
-        """Returns (outputs of requests that have no collector, ids that the engine must stop because of a stop string).
+        """Returns (outputs of requests that have no collector, ids that the engine must stop because of their text).
 
         Outputs of requests that are gone (aborted a moment ago) are ignored.
         """
@@ -162,12 +166,10 @@ class OutputProcessor:
                     else InvalidRequestError(output.error, output.error_param),
                 )
                 continue
-            stop = self._take_in(state, output)
-            if stop is not None and output.finish_reason is None:
+            end = self._take_in(state, output)
+            if end is not None and output.finish_reason is None:
                 reqs_to_abort.append(output.request_id)
-            finish_reason, stop_reason = output.finish_reason, output.stop_reason
-            if stop is not None:
-                finish_reason, stop_reason = FinishReason.STOP, stop
+            finish_reason, stop_reason = end or (output.finish_reason, output.stop_reason)
             stats.update(state.stats, output, len(output.new_token_ids), finish_reason)
             if finish_reason is not None:
                 self._finish(state, finish_reason)
@@ -180,12 +182,16 @@ class OutputProcessor:
                 self._deliver(state, made, request_outputs)
         return request_outputs, reqs_to_abort
 
-    def _take_in(self, state: RequestState, output: EngineCoreOutput) -> str | None:
-        """Add new tokens, logprobs and text to the state; returns the stop string that appeared."""
+    def _take_in(self, state: RequestState, output: EngineCoreOutput) -> tuple[FinishReason, str] | None:
+        """Add new tokens, logprobs and text to the state; returns what ends the request that the engine does not know of: a
+        stop string, or a repetition. Only tokens up to there count."""
         before = state.detokenizer.safe
-        by_token = output.finish_reason == FinishReason.STOP and not output.ended_by_grammar
-        stop = state.detokenizer.update(output.new_token_ids, finished_by_token=by_token)
         count = len(output.new_token_ids)
+        repeats_after = self._find_repetition(state, output)
+        by_token = output.finish_reason == FinishReason.STOP and not output.ended_by_grammar and repeats_after is None
+        stop = state.detokenizer.update(output.new_token_ids[:repeats_after], finished_by_token=by_token)
+        if repeats_after is not None:
+            count = repeats_after
         if stop is not None:  # what several tokens at once brought behind the stop string does not count
             count = state.detokenizer.num_tokens - len(state.token_ids)
         state.token_ids.extend(output.new_token_ids[:count])
@@ -204,7 +210,22 @@ class OutputProcessor:
             )  # fmt: skip
             if stop is not None:
                 trace.emit("request.stop_matched", req=output.request_id, stop=stop if trace.prompts else None)
-        return stop
+        if stop is not None:
+            return FinishReason.STOP, stop
+        return None if repeats_after is None else (FinishReason.REPETITION, REPETITION_DETECTED)
+
+    def _find_repetition(self, state: RequestState, output: EngineCoreOutput) -> int | None:
+        """After how many of the new tokens the request repeats itself. What the engine says of the last one goes first."""
+        params, new = state.request.sampling_params, output.new_token_ids
+        if params.repetition_detection is None:
+            return None
+        seen = new if output.finish_reason is None else new[:-1]
+        found = find_repetition(state.token_ids, seen, params.repetition_detection, params.min_tokens)
+        if found is None:
+            return None
+        if trace.on:
+            trace.emit("request.repetition_found", req=output.request_id, pattern_size=found[1])
+        return found[0]
 
     def _finish(self, state: RequestState, reason: FinishReason) -> None:
         state.detokenizer.finish()

@@ -22,6 +22,7 @@ class ParentRequest:
         self.running = {child.request_id for child in self.children}
         self._complete: list[CompletionOutput] = []
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self._held: RequestOutput | None = None  # until the prompt's logprobs are there
         self._num_cached_tokens = 0  # as the first child found them; the others find what the first has computed
 
     @property
@@ -52,13 +53,23 @@ class ParentRequest:
             self._num_cached_tokens = output.num_cached_tokens
         output.request_id, output.finished = self.request_id, not self.running
         output.num_cached_tokens = self._num_cached_tokens
-        if self.params.output_kind != RequestOutputKind.FINAL_ONLY:
-            return output
-        self._complete += output.outputs
         self._prompt_logprobs = output.prompt_logprobs or self._prompt_logprobs
+        if self.params.output_kind != RequestOutputKind.FINAL_ONLY:
+            return self._in_order(output)
+        self._complete += output.outputs
         if self.running:
             return None
         output.outputs, output.prompt_logprobs = self._answers(), self._prompt_logprobs
+        return output
+
+    def _in_order(self, output: RequestOutput) -> RequestOutput | None:
+        """In a stream the prompt's logprobs come with the first output. They are the first child's, so others wait for it."""
+        if self._held is not None:
+            self._held.add(output, aggregate=self.params.output_kind == RequestOutputKind.DELTA)
+            output, self._held = self._held, None
+        if self.params.prompt_logprobs is not None and self._prompt_logprobs is None:
+            self._held = output
+            return None
         return output
 
     def _answers(self) -> list[CompletionOutput]:

@@ -55,7 +55,7 @@ REFUSED_COMPLETIONS: list[tuple[dict[str, Any], int, str, str | None]] = [
     ({"n": 2, "temperature": 0}, 400, BAD_REQUEST, "n"),
     ({"n": 2, "seed": 2**63 - 1}, 400, BAD_REQUEST, "seed"),
     ({"stream": True, "stream_options": 1}, 400, BAD_FORM, "body.stream_options"),
-    ({"echo": True}, 400, BAD_REQUEST, "echo"),
+    ({"echo": "yes please"}, 400, BAD_FORM, "body.echo"),
     ({"suffix": "end"}, 400, BAD_REQUEST, "suffix"),
 ]
 

@@ -31,7 +31,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"min_tokens": -1}, "min_tokens"),
     ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
     ({"min_tokens": MAX_MODEL_LEN, "max_tokens": None}, "min_tokens"),
-    ({"vllm_xargs": {"a": [1]}}, "body.vllm_xargs"),
+    ({"vllm_xargs": {"a": [[1]]}}, "body.vllm_xargs"),
+    ({"vllm_xargs": {"a": {"b": 1}}}, "body.vllm_xargs"),
     ({"vllm_xargs": {"a": None}}, "body.vllm_xargs"),
     ({"prompt_logprobs": 21}, "prompt_logprobs"),
     ({"prompt_logprobs": -1}, "prompt_logprobs"),
@@ -53,6 +54,30 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"use_beam_search": True, "stop": "x"}, "stop"),
     ({"use_beam_search": True, "repetition_penalty": 1.1}, "repetition_penalty"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": 1, "truncation_side": "middle"}, "body.truncation_side"),
+    ({"stream_interval": 0}, "stream_interval"),
+    ({"stream_interval": 2**31}, "body.stream_interval"),
+    ({"request_id": ""}, "body.request_id"),
+    ({"request_id": "a b"}, "body.request_id"),
+    ({"request_id": "a\n"}, "body.request_id"),
+    ({"request_id": "x" * 129}, "body.request_id"),
+    ({"return_token_ids": "some"}, "body.return_token_ids"),
+    ({"return_tokens_as_token_ids": 2}, "body.return_tokens_as_token_ids"),
+    ({"repetition_detection": {"max_pattern_size": 3}}, "repetition_detection"),
+    ({"repetition_detection": {"max_pattern_size": 3, "min_count": 1}}, "repetition_detection"),
+    ({"repetition_detection": {"max_pattern_size": 129, "min_count": 2}}, "repetition_detection"),
+    ({"repetition_detection": {"max_pattern_size": -1, "min_count": 2}}, "repetition_detection"),
+    ({"repetition_detection": {"max_pattern_size": 3, "min_pattern_size": 4, "min_count": 2}}, "repetition_detection"),
+    ({"repetition_detection": {"max_pattern_size": "x"}}, "body.repetition_detection"),
+    ({"repetition_detection": 3}, "body.repetition_detection"),
+    (
+        {"use_beam_search": True, "repetition_detection": {"max_pattern_size": 3, "min_count": 2}},
+        "repetition_detection",
+    ),
+    ({"thinking_token_budget": 5}, "thinking_token_budget"),
+    ({"logprob_token_ids": [1]}, "logprob_token_ids"),
+    ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params"),
+    ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
     ({"truncate_prompt_tokens": MAX_MODEL_LEN + 1}, "truncate_prompt_tokens"),
 ]
 
@@ -81,9 +106,9 @@ def test_every_field_arrives_in_the_engine(
     wishes = {
         "frequency_penalty": 0.5, "presence_penalty": -0.5, "repetition_penalty": 1.5, "allowed_token_ids": [1, 2],
         "bad_words": ["x"], "min_tokens": 2, "truncate_prompt_tokens": 3, "spaces_between_special_tokens": False,
-        "max_tokens": 9, "seed": 3, "stop_token_ids": [8],
+        "max_tokens": 9, "seed": 3, "stop_token_ids": [8], "truncation_side": "right", "stream_interval": 7,
     }  # fmt: skip
-    others = {"logit_bias": {"5": 1}, "vllm_xargs": {"a": True, "b": 2, "c": 0.5, "d": "x"}}
+    others = {"logit_bias": {"5": 1}, "vllm_xargs": {"a": True, "b": 2, "c": 0.5, "d": "x", "e": [1, "y"]}}
     assert server.post(path, body | wishes | others).status_code == 200
     assert server.post(path, body | dict.fromkeys([*wishes, *others])).status_code == 200
     assert {name: getattr(arrived[0], name) for name in wishes} == wishes
@@ -95,6 +120,8 @@ def test_a_truncated_prompt_counts_as_what_is_left(server: InProcessServer) -> N
     body = {"prompt": "x" * 50 + "abc", "truncate_prompt_tokens": 3, "max_tokens": 4}
     answer = server.post("/v1/completions", body).json()
     assert answer["choices"][0]["text"] == "abca" and answer["usage"]["prompt_tokens"] == 3
+    (choice,) = server.post("/v1/completions", body | {"truncation_side": "right", "echo": True}).json()["choices"]
+    assert choice["text"] == "xxx" + "xxxx"
 
 
 def test_n_times_prompts_is_bounded_before_anything_is_made(server: InProcessServer) -> None:

@@ -62,6 +62,7 @@ def test_the_alias_is_followed_and_said() -> None:
         ({"max_num_batched_tokens": 1023, "enable_chunked_prefill": False}, "less than max_model_len 1024"),
         ({"block_size": 0}, "block_size must be at least 1"),
         ({"max_num_seqs": -1}, "max_num_seqs must be at least 1"),
+        ({"stream_interval": 0}, "stream_interval must be at least 1"),
         ({"max_num_seqs": 0, "max_num_batched_tokens": 0}, "max_num_seqs must be at least 1"),
         ({"kv_cache_memory_bytes": 0}, "kv_cache_memory_bytes must be at least 1"),
         ({"num_gpu_blocks_override": 1}, "num_gpu_blocks_override must be at least 2"),

@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 from stage03_engine.frontend.parallel_sampling import ParentRequest
 from stage03_engine.llm import LLM
-from stage03_engine.messages import EngineCoreRequest
+from stage03_engine.messages import EngineCoreRequest, TokenLogprobs
 from stage03_engine.outputs import CompletionOutput, RequestOutput
 from stage03_engine.sampling_params import RequestOutputKind, SamplingParams
 
@@ -106,3 +106,23 @@ def test_final_only_waits_for_the_last_and_sorts(order: list[int]) -> None:
         made = parent.take_in(f"{index}_p", RequestOutput(f"{index}_p", None, [1], [answer], finished=True))
         assert (made is None) == (place < 3)
     assert made.finished and made.request_id == "p" and [a.text for a in made.outputs] == list("0123")
+
+
+def test_in_a_stream_other_answers_wait_for_the_prompts_logprobs() -> None:
+    """Only the first child computes them, and with the prompt in the cache another may speak before it."""
+    params = SamplingParams(n=2, prompt_logprobs=0, output_kind=RequestOutputKind.DELTA)
+    parent = ParentRequest(EngineCoreRequest("p", [1, 2], params))
+
+    def said(index: int, text: str, prompt_logprobs: Any = None) -> RequestOutput | None:
+        output = RequestOutput(f"{index}_p", None, [1, 2], [CompletionOutput(index, text, [7])], False, prompt_logprobs)
+        return parent.take_in(f"{index}_p", output)
+
+    assert said(1, "a") is None and said(1, "b") is None
+    first = said(0, "x", [None, TokenLogprobs([2], [0.0], 1)])
+    assert first is not None and first.prompt_logprobs is not None
+    assert [(answer.index, answer.text, answer.token_ids) for answer in first.outputs] == [
+        (1, "ab", [7, 7]),
+        (0, "x", [7]),
+    ]
+    later = said(1, "c")
+    assert later is not None and [answer.text for answer in later.outputs] == ["c"]

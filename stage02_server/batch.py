@@ -1,0 +1,64 @@
+"""One HTTP request as the engine requests that it became, and what is to be said of their outputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from stage02_server.middleware import RequestIds
+from stage02_server.protocol_response import PromptTokensDetails, UsageInfo
+from stage03_engine.frontend.beam_search import BeamSearchParams
+from stage03_engine.messages import EngineCoreRequest, TokenLogprobs
+from stage03_engine.outputs import RequestOutput
+
+
+@dataclass
+class Batch:
+    """The engine requests that one HTTP request became, one per prompt; answer k of prompt p is number p * n + k."""
+
+    ids: RequestIds
+    model: str
+    n: int
+    requests: list[EngineCoreRequest]
+    beam: BeamSearchParams | None = None  # search instead of sampling
+    tokens_as_ids: bool = False  # tokens in logprobs read "token_id:5", which no two tokens share
+    return_token_ids: bool = False  # beside every text the ids of its tokens
+    prompt_only: bool = False  # the engine draws a token because it must; nobody is to see it
+    cached_tokens: dict[int, int] = field(default_factory=dict)  # prompt -> its tokens from the prefix cache
+    prompt_logprobs: dict[int, list[TokenLogprobs | None]] = field(
+        default_factory=dict
+    )  # prompt -> as in RequestOutput
+
+    def take_note(self, prompt: int, output: RequestOutput) -> None:
+        """Remember what an output says about its prompt, and with `prompt_only` take the answer out of it."""
+        self.cached_tokens[prompt] = output.num_cached_tokens
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs[prompt] = output.prompt_logprobs
+        if self.prompt_only:
+            for answer in output.outputs:
+                answer.text, answer.token_ids = "", []
+                answer.logprobs = None if answer.logprobs is None else []
+                answer.finish_reason, answer.stop_reason = "length", None
+
+    def shown_prompt_ids(self, index: int) -> list[int] | None:
+        """The token ids of the prompt of answer `index`, if they were asked for."""
+        return self.requests[index // self.n].prompt_token_ids if self.return_token_ids else None
+
+    def usage(self, completion_tokens: list[int]) -> UsageInfo:
+        """Totals, from the output tokens of each answer."""
+        prompt = sum(len(request.prompt_token_ids) for request in self.requests)
+        return _usage(prompt, sum(completion_tokens), sum(self.cached_tokens.values()))
+
+    def usage_of(self, index: int, completion_tokens: int) -> UsageInfo:
+        """The usage of one answer alone."""
+        prompt = index // self.n
+        num_tokens = len(self.requests[prompt].prompt_token_ids)
+        return _usage(num_tokens, completion_tokens, self.cached_tokens.get(prompt, 0))
+
+
+def _usage(prompt: int, completion: int, cached: int) -> UsageInfo:
+    return UsageInfo(
+        prompt_tokens=prompt,
+        total_tokens=prompt + completion,
+        completion_tokens=completion,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
+    )

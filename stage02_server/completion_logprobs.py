@@ -1,0 +1,86 @@
+"""Logprobs in OpenAI's shape for completions, and the prompt as the beginning of an answer (`echo`).
+
+Source: vllm/entrypoints/openai/serving_completion.py (_create_completion_logprobs).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stage02_server.batch import Batch
+from stage02_server.protocol_response import CompletionLogProbs
+from stage02_server.serving_engine import finite, token_name
+from stage03_engine.frontend.tokenizer import Tokenizer
+from stage03_engine.messages import TokenLogprobs
+
+
+@dataclass(frozen=True)
+class Echo:
+    """A prompt that its answers begin with. `logprobs` as in `RequestOutput.prompt_logprobs`; empty if nobody asked."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None]
+
+
+def most_likely(entries: list[TokenLogprobs | None] | None, k: int | None) -> list[TokenLogprobs | None] | None:
+    """Of each position the token itself and the `k` most likely ones: `echo` may have asked the engine for more. With k
+    None nobody asked."""
+    if entries is None or k is None:
+        return None
+    return [e and TokenLogprobs(e.token_ids[: 1 + k], e.logprobs[: 1 + k], e.sampled_rank) for e in entries]
+
+
+class LogprobsWriter:
+    """The logprobs of one answer, piece by piece. Remembers how many characters the tokens so far amount to; a token that
+    begins inside a character has the offset of that character, and one that the text does not show takes no room."""
+
+    def __init__(self, tokenizer: Tokenizer, batch: Batch, index: int) -> None:
+        request = batch.requests[index // batch.n]
+        self._tokenizer, self._as_ids = tokenizer, batch.tokens_as_ids
+        self._num_top = request.sampling_params.logprobs or 0
+        self._skip_special = request.sampling_params.skip_special_tokens
+        self._stream = tokenizer.stream(request.prompt_token_ids, self._skip_special)
+        self._offset = 0
+
+    def write(self, positions: list[TokenLogprobs] | None, echo: Echo | None = None) -> CompletionLogProbs | None:
+        """The next tokens, and those of the prompt before the first; None when logprobs were not asked for."""
+        if positions is None:
+            return None
+        result = CompletionLogProbs()
+        if echo is not None:
+            self._write_prompt(result, echo)
+        for position in positions:
+            token_id = position.token_ids[0]
+            self._add(result, token_id, position)
+            if not (self._skip_special and self._tokenizer.is_special(token_id)):
+                self._offset += len(self._stream.push(*self._spelled(token_id)))
+        return result
+
+    def _write_prompt(self, result: CompletionLogProbs, echo: Echo) -> None:
+        """A special token is a part of the prompt's text if the client wrote it, and not if the tokenizer added it."""
+        stream = self._tokenizer.stream([])
+        for token_id, position in zip(echo.token_ids, echo.logprobs, strict=True):
+            self._add(result, token_id, position)
+            hidden = self._tokenizer.is_special(token_id)
+            if not hidden or echo.text.startswith(self._tokenizer.token_text(token_id), self._offset):
+                self._offset += len(stream.push(*self._spelled(token_id)))
+        self._offset = len(echo.text)
+
+    def _spelled(self, token_id: int) -> tuple[str, bytes]:
+        return self._tokenizer.token(token_id), self._tokenizer.token_bytes(token_id)
+
+    def _add(self, result: CompletionLogProbs, token_id: int, position: TokenLogprobs | None) -> None:
+        """One token; `position` is None for the first of a prompt, which nothing predicts."""
+        result.text_offset.append(self._offset)
+        result.tokens.append(token_name(self._tokenizer, token_id, self._as_ids))
+        if position is None:
+            result.token_logprobs.append(None)
+            result.top_logprobs.append(None)
+            return
+        result.token_logprobs.append(finite(position.logprobs[0]))
+        top: dict[str, float] = {}
+        for likely, logprob in zip(position.token_ids[: 1 + self._num_top], position.logprobs):
+            name = token_name(self._tokenizer, likely, self._as_ids)
+            top.setdefault(name, finite(logprob))  # two halves of characters may look alike
+        result.top_logprobs.append(top)
