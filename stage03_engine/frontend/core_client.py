@@ -280,15 +280,15 @@ class AsyncMPClient(AsyncEngineCoreClient):
         await self._send(EngineCoreRequestType.ABORT, AbortRequests(request_ids))
 
     async def reset_prefix_cache_async(self) -> bool:
-        return await self._ask("reset_prefix_cache")
+        return await self._call_utility("reset_prefix_cache")
 
     async def watch_scheduler_async(self) -> bool:
-        return await self._ask("watch_scheduler")
+        return await self._call_utility("watch_scheduler")
 
     async def unwatch_scheduler_async(self) -> None:
         await self._send(EngineCoreRequestType.UTILITY, UtilityRequest(next(self._call_ids), "unwatch_scheduler"))
 
-    async def _ask(self, method: str) -> bool:
+    async def _call_utility(self, method: str) -> bool:
         """Call one of the engine core's UTILITY_METHODS."""
         call_id = next(self._call_ids)
         self._calls[call_id] = asyncio.get_running_loop().create_future()

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -73,3 +75,55 @@ def test_llm(url: str, greedy_chat: str, tmp_path: Path) -> None:
         result = subprocess.run([*command, *more, PROMPT], env=environment, capture_output=True, text=True, timeout=60)
         assert result.returncode == 0, result.stderr
         assert result.stdout.rstrip("\n") == greedy_chat.rstrip("\n")
+
+
+NODE_SESSION = """
+import OpenAI from "openai";
+const client = new OpenAI({ baseURL: process.argv[2], apiKey: "none", maxRetries: 0 });
+const model = "gpt2-tiny", prompt = process.argv[3], messages = [{ role: "user", content: prompt }];
+const sampling = { model, max_tokens: 8, temperature: 0 };
+const said = {};
+said.models = (await client.models.list()).data.map((one) => one.id);
+said.completion = (await client.completions.create({ ...sampling, prompt })).choices[0].text;
+said.chat = (await client.chat.completions.create({ ...sampling, messages })).choices[0].message.content;
+said.streamed = "";
+for await (const chunk of await client.chat.completions.create({ ...sampling, messages, stream: true })) {
+  said.streamed += chunk.choices[0]?.delta?.content ?? "";
+}
+try {
+  await client.completions.create({ ...sampling, prompt, model: "other" });
+} catch (error) {
+  said.refused = [error.constructor.name, error.status, error.param];
+}
+console.log(JSON.stringify(said));
+"""
+
+
+def test_node(url: str, greedy: str, greedy_chat: str, tmp_path: Path) -> None:
+    """OpenAI's own client for Node, fresh from npm where that can be reached."""
+    if shutil.which("npm") is None or shutil.which("node") is None:
+        pytest.skip("no npm on this machine")
+    install = [
+        "npm",
+        "install",
+        "--silent",
+        "--no-audit",
+        "--no-fund",
+        "--ignore-scripts",
+        "--fetch-retries=0",
+        "openai",
+    ]
+    try:
+        subprocess.run(install, cwd=tmp_path, check=True, capture_output=True, timeout=60)
+    except subprocess.SubprocessError:
+        pytest.skip("npm's registry is not to be reached")
+    script = tmp_path / "session.mjs"
+    script.write_text(NODE_SESSION, encoding="utf-8")
+    result = subprocess.run(
+        ["node", str(script), url, PROMPT], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout) == {
+        "models": ["gpt2-tiny"], "completion": greedy, "chat": greedy_chat, "streamed": greedy_chat,
+        "refused": ["NotFoundError", 404, "model"],
+    }  # fmt: skip
