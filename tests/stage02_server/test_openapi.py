@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -21,20 +22,22 @@ def url() -> Iterator[str]:
     server.close()
 
 
-def run_schemathesis(url: str, phases: str, examples: int, timeout: int) -> None:
+def run_schemathesis(url: str, phases: str, examples: int, timeout: int, cwd: Path) -> None:
     command = [
         sys.executable, "-m", "schemathesis.cli", "run", url + "/openapi.json", "--max-examples", str(examples), "--phases", phases,
         "--exclude-path", NO_END, "--checks", CHECKS, "--request-timeout", "20", "--no-color", "--generation-database", "none",
     ]  # fmt: skip
-    result = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+    result = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout)
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
     assert httpx.post(url + "/v1/completions", json={"prompt": "To be", "max_tokens": 2}, timeout=30).status_code == 200
 
 
 @pytest.mark.parametrize("examples", [5, pytest.param(2000, marks=[pytest.mark.long, pytest.mark.timeout(3600)])])
-def test_requests_of_every_kind(url: str, examples: int) -> None:
+def test_requests_of_every_kind(url: str, examples: int, tmp_path: Path) -> None:
     pytest.importorskip("schemathesis")
-    run_schemathesis(url, "examples,fuzzing" if examples < 100 else "examples,coverage,fuzzing", examples, 3500)
+    run_schemathesis(
+        url, "examples,fuzzing" if examples < 100 else "examples,coverage,fuzzing", examples, 3500, tmp_path
+    )
 
 
 def test_errors_streams_and_empty_answers_are_described(url: str) -> None:
