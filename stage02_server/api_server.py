@@ -178,11 +178,12 @@ def build_app(args: FrontendArgs) -> FastAPI:
     """The application with all its routes, without any state."""
     from fastapi import FastAPI
 
-    from stage02_server import api_router, audio_router, metrics, pooling_router, utility_router
+    from stage02_server import api_router, audio_router, metrics, page_router, pooling_router, utility_router
     from stage02_server.absent_routes import router as absent_routes
     from stage02_server.app_middleware import RequestIdHeaderMiddleware, add_inner_middleware
     from stage02_server.errors import add_exception_handlers
     from stage02_server.middleware import RequestGate, RequestMiddleware
+    from stage02_server.openapi import describe_answers
     from stage02_server.responses_router import router as responses_router
 
     app = FastAPI(
@@ -196,6 +197,7 @@ def build_app(args: FrontendArgs) -> FastAPI:
     app.include_router(pooling_router.router)
     app.include_router(audio_router.router)
     app.include_router(utility_router.router)
+    app.include_router(page_router.router)
     app.state.gate = RequestGate()
     add_inner_middleware(app, args)
     app.add_middleware(RequestMiddleware, gate=app.state.gate)
@@ -204,6 +206,7 @@ def build_app(args: FrontendArgs) -> FastAPI:
     add_exception_handlers(app)
     for router in (responses_router, absent_routes):
         app.include_router(router)
+    describe_answers(app)
     if trace.on:
         trace.emit("server.app_built", routes=len(app.routes))
     return app

@@ -139,6 +139,7 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, gc=False):
     engine_index: int = 0
     cause: str | None = None
     step: int | None = None  # the engine step that made them, for the trace
+    trace_events: list[bytes] = []  # while somebody watches the scheduler: its trace events, as JSON
 
 
 def refusal(request_id: str, error: ValueError) -> EngineCoreOutputs:

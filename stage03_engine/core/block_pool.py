@@ -101,6 +101,11 @@ class BlockPool:
         return sum(block.block_hash is not None for block in self._free)
 
     @property
+    def cached_blocks(self) -> list[int]:
+        """The blocks, free or in use, whose tokens can be found by their hash."""
+        return [block.block_id for block in self._by_hash.values()]
+
+    @property
     def usage(self) -> float:
         """Share of the usable blocks that requests hold, 0 to 1."""
         return 1.0 - self._free.num_free / self.num_usable

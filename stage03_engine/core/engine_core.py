@@ -16,6 +16,7 @@ from stage03_engine.core.profiler import TorchProfiler
 from stage03_engine.core.request import Request
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
 from stage03_engine.core.scheduler import Scheduler
+from stage03_engine.core.scheduler_watch import SchedulerWatch
 from stage03_engine.core.structured_output import StructuredOutputManager
 from stage03_engine.import_class import construct
 from stage03_engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
@@ -41,6 +42,7 @@ class EngineCore:
             from stage03_engine.core.kv_sanitizer import sanitized  # needs Triton
 
             self._execute = sanitized(self._execute, self.scheduler.kv_cache_manager)
+        self.watch = SchedulerWatch(self.scheduler)
         # Seeds for requests that bring none: the same engine seed and order of arrival give the same outputs.
         self._seeds = random.Random(config.model_config.seed)
         self._queued_at: dict[str, float] = {}
@@ -87,7 +89,12 @@ class EngineCore:
         return self.scheduler.has_unfinished_requests
 
     def step(self) -> EngineCoreOutputs:
-        """Run one step. With nothing to do it returns the statistics alone."""
+        """Run one step. With nothing to do it returns the statistics alone, and what a watcher has not seen yet."""
+        outputs = self._step()
+        outputs.trace_events = self.watch.take()
+        return outputs
+
+    def _step(self) -> EngineCoreOutputs:
         if not self.scheduler.has_unfinished_requests:
             return EngineCoreOutputs(scheduler_stats=self.scheduler.make_stats())
         refused = self._end_refused()
@@ -135,6 +142,14 @@ class EngineCore:
     def stop_profile(self) -> bool:
         """Write the profile; False when there is none to write."""
         return self.profiler.stop(self.scheduler.step)
+
+    def watch_scheduler(self) -> bool:
+        """From now on the outputs of each step carry the scheduler's events, the state as it is now first."""
+        return self.watch.start()
+
+    def unwatch_scheduler(self) -> bool:
+        """Nobody watches any more."""
+        return self.watch.stop()
 
     def shutdown(self) -> None:
         """Release the executor and the grammar processes."""

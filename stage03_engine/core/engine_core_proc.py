@@ -46,7 +46,7 @@ _DECODE: dict[EngineCoreRequestType, Callable[[bytes], _Message]] = {
     EngineCoreRequestType.ABORT: messages.decode_abort,
     EngineCoreRequestType.UTILITY: messages.decode_utility,
 }
-UTILITY_METHODS = ("reset_prefix_cache", "start_profile", "stop_profile")
+UTILITY_METHODS = ("reset_prefix_cache", "start_profile", "stop_profile", "watch_scheduler", "unwatch_scheduler")
 """What a message may call by name: never more than this list."""
 
 
@@ -159,8 +159,8 @@ class EngineCoreProc:
         else:
             assert isinstance(message, messages.AbortRequests)
             self.core.abort_requests(message.request_ids)
-            if not self.core.has_unfinished_requests:  # no step will carry the new numbers to the metrics
-                self.output_queue.put(self.core.step())
+        if not self.core.has_unfinished_requests:  # no step will carry the new numbers to the metrics and to watchers
+            self.output_queue.put(self.core.step())
 
     def stop(self) -> None:
         """From any thread: end the busy loop after the current step."""

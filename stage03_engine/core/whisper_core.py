@@ -110,6 +110,14 @@ class WhisperCore:
         """Write the profile; False when there is none to write."""
         return self._profiler.stop(self._num_steps)
 
+    def watch_scheduler(self) -> bool:
+        """There is no scheduler to watch."""
+        return False
+
+    def unwatch_scheduler(self) -> bool:
+        """Nobody watched."""
+        return False
+
     @torch.inference_mode()
     def step(self) -> EngineCoreOutputs:
         """One token for each of the first `max_num_seqs` requests."""

@@ -37,6 +37,8 @@ class SteppedCore(EngineCoreLike, Protocol):
 
     @property
     def has_unfinished_requests(self) -> bool: ...
+    def watch_scheduler(self) -> bool: ...
+    def unwatch_scheduler(self) -> bool: ...
 
 
 class AsyncInprocClient(AsyncEngineCoreClient):
@@ -76,19 +78,28 @@ class AsyncInprocClient(AsyncEngineCoreClient):
         self._work.set()
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
-        def abort(core: SteppedCore) -> None:
-            core.abort_requests(request_ids)
-            if not core.has_unfinished_requests:  # no step will carry the new numbers to the metrics
-                self._news.append(core.step())
-
-        self._call(abort)
-        self._work.set()
+        self._call(lambda core: core.abort_requests(request_ids))
+        self._tell_news()
 
     async def reset_prefix_cache_async(self) -> bool:
         return self._call(lambda core: core.reset_prefix_cache())
 
     async def profile_async(self, start: bool) -> bool:
         return self._call(lambda core: core.start_profile() if start else core.stop_profile())
+
+    async def watch_scheduler_async(self) -> bool:
+        self._call(lambda core: core.watch_scheduler())
+        self._tell_news()
+        return True
+
+    async def unwatch_scheduler_async(self) -> None:
+        self._call(lambda core: core.unwatch_scheduler())
+
+    def _tell_news(self) -> None:
+        """When no step will carry them: the new numbers to the metrics, new events to watchers."""
+        if not self._call(lambda core: core.has_unfinished_requests):
+            self._news.append(self._call(lambda core: core.step()))
+        self._work.set()
 
     async def get_output_async(self) -> EngineCoreOutputs:
         while True:

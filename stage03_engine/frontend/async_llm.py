@@ -12,6 +12,7 @@ from stage03_engine.config import VllmConfig
 from stage03_engine.errors import EngineDeadError
 from stage03_engine.frontend.beam_search import BeamSearch, BeamSearchParams, run_search
 from stage03_engine.frontend.core_client import AsyncEngineCoreClient, AsyncMPClient
+from stage03_engine.frontend.engine_watch import EngineWatch
 from stage03_engine.frontend.input_processor import InputProcessor
 from stage03_engine.frontend.loggers import LoggingStatLogger, StatLogger
 from stage03_engine.frontend.output_processor import OutputProcessor, RequestOutputCollector
@@ -40,6 +41,7 @@ class AsyncLLM:
         self.input_processor = InputProcessor(config, self.tokenizer)
         self.output_processor = OutputProcessor(self.tokenizer)
         self.stat_loggers = stat_loggers
+        self.watch = EngineWatch(client)
         self.dead_error: EngineDeadError | None = None
         self.ready: EngineReady | None = None  # what the engine core said when it could serve
         self.num_waiting_requests = 0  # in the scheduler, after its last step
@@ -168,6 +170,8 @@ class AsyncLLM:
 
     async def _process(self, outputs: EngineCoreOutputs) -> None:
         """One step's outputs: to the collectors, to the engine (what a stop string ended), to the stat loggers."""
+        if outputs.trace_events:
+            self.watch.publish(outputs.trace_events)
         iteration = IterationStats()
         _, reqs_to_abort = self.output_processor.process_outputs(outputs.outputs, iteration)
         if reqs_to_abort:
@@ -182,6 +186,7 @@ class AsyncLLM:
             trace.emit("engine.dead", message=tellable(error))
         self.dead_error = error
         self.output_processor.propagate_error(error)
+        self.watch.close()
         self._dead.set()
 
     @property
@@ -217,4 +222,5 @@ class AsyncLLM:
             self._output_handler.cancel()
             self._output_handler = None
         self.output_processor.propagate_error(EngineDeadError("The engine is shutting down."))
+        self.watch.close()
         self.engine_core.shutdown()

@@ -89,6 +89,13 @@ class AsyncEngineCoreClient(ABC):
         """Start or stop the profiler; False when it runs already, or does not run. Raises InvalidRequestError."""
         raise InvalidRequestError("This engine computes nothing that could be profiled.")
 
+    async def watch_scheduler_async(self) -> bool:
+        """Have outputs carry the scheduler's trace events, its state first; False: this engine has no scheduler."""
+        return False
+
+    async def unwatch_scheduler_async(self) -> None:  # noqa: B027 - nothing to end where nothing can begin
+        """Nobody watches any more."""
+
     @abstractmethod
     async def get_output_async(self) -> EngineCoreOutputs:
         """The outputs of the next step. Raises EngineDeadError."""
@@ -291,6 +298,12 @@ class AsyncMPClient(AsyncEngineCoreClient):
 
     async def profile_async(self, start: bool) -> bool:
         return await self._call_utility("start_profile" if start else "stop_profile")
+
+    async def watch_scheduler_async(self) -> bool:
+        return await self._call_utility("watch_scheduler")
+
+    async def unwatch_scheduler_async(self) -> None:
+        await self._send(EngineCoreRequestType.UTILITY, UtilityRequest(next(self._call_ids), "unwatch_scheduler"))
 
     async def _call_utility(self, method: str) -> bool:
         """One of the core's UTILITY_METHODS. Raises EngineDeadError, also when the engine dies meanwhile."""

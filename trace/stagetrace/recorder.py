@@ -54,6 +54,8 @@ class Recorder:
         self._file: TraceFile | None = None
         self._add: Callable[[bytes], None] | None = None  # the short way into the file, when nothing else is to be done
         self._filter: EventFilter | None = None
+        self._watcher: Callable[[Event], None] | None = None
+        self._watched: Collection[str] = ()
         self._console = False
         self._opened_at = ""  # file:line of the call of open
         self._run: dict[str, Any] = {}  # what every run.start of this process says
@@ -104,8 +106,26 @@ class Recorder:
         for event in held if self.on else []:
             for kept in [event] if self._filter is None else self._filter.admit(event):
                 self._take(kept)
-        if self._file is not None and self._filter is None and not console:
-            self._add = self._file.add
+        self._choose_way()
+
+    def watch(self, watcher: Callable[[Event], None] | None, names: Collection[str] = ()) -> None:
+        """Show the events of these names to `watcher` as well, whether or not anything is recorded; None ends it.
+
+        It is called at once, in the thread that emits, and must neither emit nor wait. It sees what a filter leaves out,
+        and numbers (`seq`) are given later. There is one watcher at a time.
+        """
+        with self._lock:
+            self._watcher, self._watched = watcher, names
+            self._choose_way()
+            self.on = self._records or watcher is not None
+
+    @property
+    def _records(self) -> bool:
+        return self._file is not None or self._console or self._held is not None
+
+    def _choose_way(self) -> None:
+        short = self._file is not None and self._filter is None and not self._console and self._watcher is None
+        self._add = self._file.add if short and self._file is not None else None
 
     def emit(
         self, name: str, *, ph: str = "i", req: str | None = None, step: int | None = None,
@@ -132,10 +152,14 @@ class Recorder:
         self, name: str, phase: int, place: str, ph: str, req: str | None, step: int | None, cause: str | None,
         args: dict[str, Any],
     ) -> str | None:  # fmt: skip
-        """While events are held, filtered, or printed. The lock keeps the console in the order of the numbers."""
+        """While events are held, filtered, printed, or watched. The lock keeps the console in the order of the numbers."""
+        if not self._records and name not in self._watched:
+            return None
         with self._lock:
             now, pid = time.monotonic_ns(), self._pid
             event = Event(FORMAT_VERSION, 0, now, pid, self.proc, ph, name, phase, place, req, step, cause, args)
+            if self._watcher is not None and name in self._watched:
+                self._watcher(event)
             for each in (event,) if self._filter is None else self._filter.admit(event):
                 each.seq = next(self._seq)
                 self._take(each)

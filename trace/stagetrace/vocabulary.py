@@ -156,6 +156,8 @@ _ROWS = [
         "v1/core/sched/scheduler.py schedule"),
     _optional("sched.prefix_hit", 8, ENGINE, {"blocks": "list[int]", "num_tokens": "int"}, "The beginning of the request was found in the prefix cache.",
         "v1/core/kv_cache_manager.py get_computed_blocks"),
+    _optional("sched.state", 8, ENGINE, {"requests": "list[dict[str, Any]]", "running": "int", "waiting": "int", "free_blocks": "int", "cached": "list[int]", "settings": "dict[str, int]"},
+        "Somebody began to watch the scheduler: who runs and waits (the first of them), how far each has come, which blocks it holds, and which blocks are in the prefix cache.", "-"),
     _optional("kv.allocated", 8, ENGINE, {"blocks": "list[int]"}, "The request took these blocks out of the free ones.", "v1/core/block_pool.py get_new_blocks"),
     _optional("kv.freed", 8, ENGINE, {"blocks": "list[int]"}, "The request gave these blocks back; a block that others share stays in use.", "v1/core/block_pool.py free_blocks"),
     _optional("kv.reset", 8, ENGINE, {"done": "bool"}, "All cached prefixes were to be forgotten; done = no request held a block.", "v1/core/block_pool.py reset_prefix_cache"),

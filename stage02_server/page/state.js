@@ -1,0 +1,167 @@
+// Part 3 of 4: from the scheduler's events to its state: who runs, who waits, who holds which block, what each step did.
+
+const STEPS_KEPT = 96; // columns of the pictures
+const ENDED_KEPT = 8; // requests that have ended and are still listed
+
+class EngineState {
+  constructor() {
+    this.known = false; // nothing means anything before the first sched.state
+    this.settings = { num_blocks: 0, block_size: 0, max_num_batched_tokens: 0, max_num_seqs: 0 };
+    this.labels = new Map(); // request id -> 1, 2, 3, ... in the order in which this page saw them
+    this.#forget();
+  }
+
+  #forget() {
+    this.requests = new Map(); // id -> {status, prompt, tokens, computed, given, note}
+    this.holders = new Map(); // block -> Set of request ids
+    this.cached = new Set(); // blocks in the prefix cache
+    this.steps = []; // {step, given: Map id -> [tokens, of the prompt?], preempted: Set, total, budget}
+    this.ended = []; // ids, the newest last
+    this.step = 0;
+    this.free = 0;
+    this.unlisted = 0; // requests that the state left out
+    this.heldBack = "";
+    this.#open = null;
+  }
+
+  #open = null; // the step that is being decided
+
+  count(status) {
+    let count = 0;
+    for (const request of this.requests.values()) count += request.status === status;
+    return count;
+  }
+
+  label(id) {
+    return `r${this.labels.get(id) ?? "?"}`;
+  }
+
+  /** Take in one trace event. */
+  apply({ name, req, step, args }) {
+    if (name === "sched.state") this.#restart(step, args);
+    else if (this.known) EngineState.#RULES[name]?.call(this, args, req, step);
+  }
+
+  #restart(step, { requests, free_blocks, cached, settings, running, waiting }) {
+    const before = this.steps;
+    this.#forget();
+    this.known = true;
+    this.steps = before; // what was seen stays seen
+    this.step = step;
+    this.settings = settings;
+    this.free = free_blocks;
+    this.cached = new Set(cached);
+    for (const { req, status, num_prompt_tokens, num_tokens, num_computed, blocks } of requests) {
+      const mine = this.#request(req);
+      Object.assign(mine, { status: status.startsWith("waiting") ? "waiting" : status, prompt: num_prompt_tokens, tokens: num_tokens, computed: num_computed });
+      this.#hold(req, blocks);
+    }
+    this.unlisted = running + waiting - requests.length;
+  }
+
+  #request(id) {
+    if (!this.labels.has(id)) this.labels.set(id, this.labels.size + 1);
+    if (!this.requests.has(id)) {
+      this.requests.set(id, { status: "waiting", prompt: 0, tokens: 0, computed: 0, given: 0, note: "" });
+      this.unlisted -= this.unlisted > 0 ? 1 : 0;
+    }
+    return this.requests.get(id);
+  }
+
+  #hold(id, blocks) {
+    for (const block of blocks) {
+      if (!this.holders.has(block)) this.holders.set(block, new Set());
+      this.holders.get(block).add(id);
+    }
+  }
+
+  #release(id, blocks) {
+    for (const block of blocks) {
+      const who = this.holders.get(block);
+      who?.delete(id);
+      if (!who?.size) this.holders.delete(block);
+    }
+    this.free = this.settings.num_blocks - this.holders.size;
+  }
+
+  #deciding(step) {
+    if (this.#open?.step !== step) this.#open = { step, given: new Map(), preempted: new Set(), total: 0, budget: 0 };
+    return this.#open;
+  }
+
+  static #RULES = {
+    "sched.queued"({ num_prompt_tokens }, id) {
+      this.requests.delete(id);
+      Object.assign(this.#request(id), { prompt: num_prompt_tokens, tokens: num_prompt_tokens });
+    },
+    "sched.admit"({ num_prompt_tokens }, id) {
+      Object.assign(this.#request(id), { status: "running", prompt: num_prompt_tokens, note: "" });
+    },
+    "sched.resume"({ num_tokens }, id) {
+      Object.assign(this.#request(id), { status: "running", tokens: num_tokens, note: "resumed" });
+    },
+    "sched.prefix_hit"({ blocks, num_tokens }, id) {
+      this.#request(id).note = `${num_tokens} tokens found in the prefix cache`;
+      this.#hold(id, blocks);
+    },
+    "sched.scheduled"({ num_tokens, num_computed, missing }, id, step) {
+      const request = this.#request(id);
+      const ofPrompt = num_computed < request.prompt;
+      Object.assign(request, { status: "running", computed: num_computed + num_tokens, tokens: num_computed + missing, given: num_tokens });
+      this.#deciding(step).given.set(id, [num_tokens, ofPrompt]);
+    },
+    "sched.preempt"({ num_computed, swapped, needed_by }, id, step) {
+      const note = `preempted for ${this.label(needed_by)}`;
+      Object.assign(this.#request(id), { status: "preempted", computed: swapped ? num_computed : 0, given: 0, note });
+      this.#deciding(step).preempted.add(id);
+    },
+    "sched.held_back"({ rule, first }, _, step) {
+      this.#deciding(step).heldBack = first ? `${this.label(first)} waits: ${EngineState.HELD_BACK[rule] ?? rule}` : "";
+    },
+    "sched.token"({ num_tokens, num_output_tokens }, id) {
+      const request = this.#request(id);
+      request.tokens = request.prompt ? request.prompt + num_output_tokens : request.tokens + num_tokens;
+      request.computed = request.tokens - 1; // drafts that stood are computed, the newest token is not
+    },
+    "sched.finished"({ reason, by }, id) {
+      Object.assign(this.#request(id), { status: "ended", given: 0, note: by === "outside" ? `${reason}, from outside` : by });
+      this.ended = this.ended.filter((other) => other !== id);
+      this.ended.push(id);
+      while (this.ended.length > ENDED_KEPT) this.requests.delete(this.ended.shift());
+    },
+    "sched.output"({ total_tokens, budget, free_blocks }, _, step) {
+      const done = this.#deciding(step);
+      for (const [id, request] of this.requests) if (!done.given.has(id)) request.given = 0;
+      Object.assign(done, { total: total_tokens, budget });
+      this.steps = [...this.steps, done].slice(-STEPS_KEPT);
+      this.step = step;
+      this.free = free_blocks;
+      this.heldBack = done.heldBack ?? "";
+      this.#open = null;
+    },
+    "kv.allocated"({ blocks }, id) {
+      this.#hold(id, blocks);
+      this.free = this.settings.num_blocks - this.holders.size;
+    },
+    "kv.freed"({ blocks }, id) {
+      this.#release(id, blocks);
+    },
+    "kv.cached"({ blocks }) {
+      for (const block of blocks) this.cached.add(block);
+    },
+    "kv.evicted"({ block }) {
+      this.cached.delete(block);
+    },
+    "kv.reset"({ done }) {
+      if (done) this.cached.clear();
+    },
+  };
+
+  static HELD_BACK = {
+    budget: "the token budget of this step is spent",
+    max_num_seqs: "as many requests run as may",
+    blocks: "too few KV-cache blocks are free",
+    no_chunking: "its prompt does not fit into what is left of the budget",
+    preempted: "a running request was just preempted",
+  };
+}

@@ -1,0 +1,42 @@
+"use strict";
+// Part 1 of 4: what both halves of the page need: elements, and server-sent events over fetch (EventSource cannot send a key).
+
+/** A DOM element: make("li", {class: "chip"}, "text", child, ...). Strings become text nodes, so nothing in them is ever markup. */
+function make(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  element.append(...children);
+  return element;
+}
+
+const byId = (id) => document.getElementById(id);
+
+/** Headers of every request. The key stays in its field: it is neither stored nor shown. */
+function headers(more = {}) {
+  const key = byId("api-key").value;
+  return key ? { Authorization: `Bearer ${key}`, ...more } : more;
+}
+
+/** The error that an answer with another status than 200 holds. */
+async function failure(response) {
+  let message = `HTTP status ${response.status}`;
+  try {
+    message = (await response.json()).error.message;
+  } catch {
+    // not one of the server's own answers: the status has to do
+  }
+  return new Error(message);
+}
+
+/** The data of each server-sent event of an answer, as text. */
+async function* serverSentEvents(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { done, value } = await reader.read();
+    if (done) return;
+    const blocks = (rest + value).split("\n\n");
+    rest = blocks.pop();
+    for (const block of blocks) if (block.startsWith("data: ")) yield block.slice(6);
+  }
+}

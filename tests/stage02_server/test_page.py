@@ -1,0 +1,271 @@
+"""The page at `/` in a real browser: it asks, stops, shows the engine as it is, and talks to nobody but its server."""
+
+from __future__ import annotations
+
+import json
+import random
+import shlex
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from server_under_test import ServerProcess
+from toy_engine import ToyEngine
+
+from stage02_server.page_router import build_page
+from stage03_engine.core.scheduler_watch import SchedulerWatch
+from stagetrace import trace
+
+pytest_plugins = ["browser"]  # the fixture of tests/browser.py
+
+READ_STATE = """batches => {
+  const state = new EngineState();
+  return batches.map(lines => {
+    for (const line of lines) state.apply(JSON.parse(line));
+    const open = [...state.requests].filter(([, request]) => request.status !== "ended");
+    return {
+      running: open.filter(([, r]) => r.status === "running").map(([id, r]) => [id, r.tokens, r.computed]).sort(),
+      waiting: open.filter(([, r]) => r.status !== "running").map(([id, r]) => [id, r.tokens, r.computed]).sort(),
+      holders: [...state.holders].map(([block, who]) => [block, [...who].sort()]).sort((a, b) => a[0] - b[0]),
+      cached: [...state.cached].sort((a, b) => a - b),
+      free: state.free,
+    };
+  });
+}"""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    server = ServerProcess("gpt2-tiny", "--port", "0", "--num-gpu-blocks-override", "80")
+    server.wait_until_ready()
+    yield server
+    server.close()
+
+
+class Opened:
+    """The page in the browser, and all that went wrong on it."""
+
+    def __init__(self, browser: Any, url: str, **context: Any) -> None:
+        self.context = browser.new_context(**{"viewport": {"width": 1400, "height": 900}} | context)
+        self.page = self.context.new_page()
+        self.requests: list[Any] = []
+        self.errors: list[str] = []
+        self.page.on("request", lambda request: self.requests.append(request))
+        self.page.on("console", lambda message: self.errors.append(message.text))
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.goto(url)
+        self.page.wait_for_selector("option", state="attached")
+
+    def until(self, expression: str) -> None:
+        """Wait until this is true on the page (which forbids to evaluate strings itself)."""
+        for _ in range(500):
+            if self.page.evaluate(expression):
+                return
+            self.page.wait_for_timeout(20)
+        raise AssertionError(f"never: {expression}")
+
+    def send(self, prompt: str, **fields: str) -> None:
+        self.page.fill("[name=prompt]", prompt)
+        for name, value in fields.items():
+            self.page.fill(f"[name={name}]", value)
+        self.page.press("[name=prompt]", "Control+Enter")
+
+    def answer(self) -> str:
+        """The text of the last answer, when it is complete."""
+        self.until("document.getElementById('summary').textContent.includes('ended:')")
+        return str(self.page.locator(".words").last.text_content())
+
+
+@pytest.fixture
+def opened(browser: Any, server: ServerProcess) -> Iterator[Any]:
+    pages: list[Opened] = []
+
+    def open_page(**context: Any) -> Opened:
+        pages.append(Opened(browser, server.url + "/", **context))
+        return pages[-1]
+
+    yield open_page
+    for one in pages:
+        one.context.close()
+        assert one.errors == []
+        assert {r.url.removeprefix(server.url).partition("?")[0] for r in one.requests if not r.url.startswith("data:")} <= {
+            "/", "/v1/models", "/v1/engine/events", "/v1/completions", "/v1/chat/completions",
+        }  # fmt: skip
+
+
+def test_it_streams_a_completion_and_the_curl_command_asks_the_same(opened: Any) -> None:
+    page = opened()
+    page.send('ROMEO: it\'s "so"\n', temperature="0", max_tokens="12")
+    shown = page.answer()
+    words = shlex.split(page.page.text_content("#curl").replace("\\\n", " "))
+    body = json.loads(words[words.index("-d") + 1])
+    url = next(word for word in words if word.startswith("http"))
+    assert body["stream"] and body["max_tokens"] == 12
+    again = httpx.post(url, json=body | {"stream": False, "stream_options": None}).json()
+    assert shown == again["choices"][0]["text"] != ""
+    assert f"{again['usage']['prompt_tokens']} prompt tokens · 12 generated · ended: length" in page.page.text_content(
+        "#summary"
+    )
+
+
+def test_a_chat_goes_on_and_its_texts_are_never_markup(opened: Any) -> None:
+    page = opened()
+    page.page.check("[name=kind][value=chat]")
+    assert page.page.is_visible("[name=system]")
+    page.send("<img src=x onerror=alert(1)>", system="Speak.", max_tokens="5", temperature="0")
+    first = page.answer()
+    page.page.evaluate("document.getElementById('summary').textContent = ''")
+    page.send("And then?")
+    page.answer()
+    asked = json.loads([r for r in page.requests if r.url.endswith("/chat/completions")][-1].post_data)
+    assert [message["role"] for message in asked["messages"]] == ["system", "user", "assistant", "user"]
+    assert asked["messages"][2]["content"] == first
+    assert page.page.locator("#output img").count() == 0
+    page.page.click("#clear")
+    assert page.page.text_content("#output") == ""
+
+
+def test_stop_frees_the_blocks(opened: Any, server: ServerProcess) -> None:
+    page = opened()
+    page.until("live.known")
+    page.send("once more", max_tokens="500", temperature="1")
+    page.until("live.count('running') === 1 && live.holders.size > 0")
+    page.page.keyboard.press("Escape")
+    page.until("live.count('running') === 0 && live.holders.size === 0")
+    page.until("document.getElementById('live').dataset.used === '0'")
+    assert "stopped" in page.page.text_content("#summary")
+    assert "from outside" in page.page.locator("#rows tr").first.text_content()
+
+
+def test_a_refusal_is_told_in_words(opened: Any) -> None:
+    page = opened()
+    page.send("long " * 2000)
+    page.until("document.getElementById('problem').textContent !== ''")
+    assert "context" in page.page.text_content("#problem") or "tokens" in page.page.text_content("#problem")
+    assert page.page.is_enabled("#send")
+    page.errors = [error for error in page.errors if "400" not in error]  # the browser's own line about the status
+
+
+def test_the_keyboard_reaches_everything_and_the_key_is_not_shown(opened: Any) -> None:
+    page = opened()
+    page.page.fill("#api-key", "secret-key")
+    page.page.press("#api-key", "Enter")
+    page.page.fill("[name=prompt]", "x")
+    assert "$OPENAI_API_KEY" in page.page.text_content("#curl")
+    assert "secret-key" not in page.page.content()
+    page.page.evaluate("document.activeElement.blur()")
+    reached = set()
+    for _ in range(40):
+        page.page.keyboard.press("Tab")
+        reached.add(page.page.evaluate("document.activeElement.id || document.activeElement.name"))
+    assert {"api-key", "kind", "model", "prompt", "max_tokens", "stop", "send", "clear", "output", "watch"} <= reached
+    unnamed = "[...document.querySelectorAll('input, select, textarea, button, canvas')].filter(e => !(e.labels?.length || e.textContent || e.getAttribute('aria-label')))"
+    assert page.page.evaluate(f"{unnamed}.length") == 0
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1400), ("dark", 700)])
+def test_it_fits_and_can_be_read(opened: Any, scheme: str, width: int) -> None:
+    page = opened(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    page.send("To be", max_tokens="8")
+    page.answer()
+    page.page.click("summary")
+    assert page.page.evaluate("document.documentElement.scrollWidth") == width
+    contrast = """selector => {
+      const light = text => { const c = text.match(/[\\d.]+/g).map(v => v / 255).map(v => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+        return 0.2126 * c[0] + 0.7152 * c[1] + 0.0722 * c[2]; };
+      let behind = document.querySelector(selector);
+      const ink = light(getComputedStyle(behind).color);
+      while (getComputedStyle(behind).backgroundColor === "rgba(0, 0, 0, 0)") behind = behind.parentElement;
+      const paper = light(getComputedStyle(behind).backgroundColor);
+      return (Math.max(ink, paper) + 0.05) / (Math.min(ink, paper) + 0.05);
+    }"""
+    for selector in ("h1", ".caption", "label", ".words", "#send", "#stop-request", "th", "td", "a", "#curl"):
+        assert page.page.evaluate(contrast, selector) >= 4.5, selector
+
+
+def test_it_watches_only_while_it_is_wanted(opened: Any, server: ServerProcess) -> None:
+    page = opened()
+    page.until("live.known")
+    page.page.uncheck("#watch")
+    step = page.page.evaluate("live.step")
+    page.send("To be", max_tokens="4")
+    page.answer()
+    assert page.page.evaluate("live.step") == step
+    page.page.check("#watch")
+    page.until(f"live.step >= {step + 4}")
+
+
+def test_the_pictures_show_who_holds_what(opened: Any, server: ServerProcess) -> None:
+    page = opened()
+    page.until("live.known")
+    body = {"prompt": "To be, or not to be, that is the question. " * 3, "max_tokens": 90, "ignore_eos": True}
+    others = [
+        threading.Thread(
+            target=httpx.post, args=(server.url + "/v1/completions",), kwargs={"json": body, "timeout": 60}
+        )
+        for _ in range(5)
+    ]
+    for other in others:
+        other.start()
+    page.until("live.count('running') > 1 && live.holders.size > 9 && live.steps.length > 20")
+    count = "id => new Set(new Uint32Array(document.getElementById(id).getContext('2d').getImageData(0, 0, 400, 60).data.buffer)).size"
+    for picture in ("budget", "steps", "blocks"):
+        assert page.page.evaluate(count, picture) > 2, picture
+    assert "blocks in use" in page.page.get_attribute("#blocks", "aria-label")
+    assert page.page.locator("#rows tr[data-status=running]").count() > 1
+    for other in others:
+        other.join()
+    page.until("live.count('running') === 0 && live.holders.size === 0 && live.free === live.settings.num_blocks")
+
+
+def facts(engine: ToyEngine) -> dict[str, Any]:
+    """What is true, in the words of the page."""
+    scheduler = engine.scheduler
+    pool, holders = scheduler.kv_cache_manager.block_pool, dict[int, list[str]]()
+    for request in scheduler.running:
+        for block in scheduler.kv_cache_manager.block_table(request.request_id):
+            holders.setdefault(block, []).append(request.request_id)
+    return {
+        "running": sorted([r.request_id, r.num_tokens, r.num_computed_tokens] for r in scheduler.running),
+        "waiting": sorted([r.request_id, r.num_tokens, r.num_computed_tokens] for r in scheduler.waiting),
+        "holders": [[block, sorted(who)] for block, who in sorted(holders.items())],
+        "cached": sorted(pool.cached_blocks),
+        "free": pool.num_free,
+    }
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_its_state_is_the_schedulers(browser: Any, seed: int) -> None:
+    """From any moment on, through arrivals, preemption, swapping, drafts, aborts and resets: after each step what the page
+    made of the events is what the scheduler has."""
+    chance = random.Random(seed)
+    engine = ToyEngine(seed, num_blocks=chance.choice([28, 34]), swap_blocks=seed % 2 * 40, num_drafts=seed % 3)
+    watch = SchedulerWatch(engine.scheduler)
+    joins = chance.randrange(30)
+    batches: list[list[str]] = []
+    truth: list[dict[str, Any]] = []
+    try:
+        for turn in range(80):
+            if turn == joins or (turn > joins and chance.random() < 0.05):  # again: somebody else has joined
+                watch.start()
+            engine.add_random(f"r{turn}")
+            if engine.scheduler.has_unfinished_requests:
+                engine.step()
+            if chance.random() < 0.1:
+                engine.scheduler.finish_requests([f"r{chance.randint(0, turn)}"])
+            if chance.random() < 0.1:
+                engine.scheduler.reset_prefix_cache()
+            if turn >= joins:
+                batches.append([line.decode() for line in watch.take()])
+                truth.append(facts(engine))
+    finally:
+        trace.watch(None)
+    context = browser.new_context()
+    page = context.new_page()
+    page.set_content(build_page()[0])
+    shown = page.evaluate(READ_STATE, batches)
+    context.close()
+    for place, (mine, real) in enumerate(zip(shown, truth, strict=True)):
+        assert mine == real, f"after batch {place}"
