@@ -5,6 +5,7 @@ The body: `BodyLimitMiddleware`, and once it is parsed `check_number_of_items`. 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -20,7 +21,8 @@ MULTIPART_BYTES = 32 * 1024**2  # an uploaded file is not parsed as JSON, which 
 
 
 def check_number_of_items(body: dict[str, Any]) -> None:
-    """Raises APIError for a field that holds more than MAX_ITEMS items, at all depths together. Token ids may be more."""
+    """Raises APIError for a field that holds more than MAX_ITEMS items, at all depths together (token ids may be more), or
+    somewhere within it a number that is none (NaN, Infinity): those pass many a comparison."""
     for name, value in body.items():
         count, waiting = 0, [] if name in ("prompt", "tokens") else [value]
         while waiting:
@@ -32,6 +34,8 @@ def check_number_of_items(body: dict[str, Any]) -> None:
                 if count > MAX_ITEMS:
                     raise APIError(400, "BadRequestError", f"{name} must have at most {MAX_ITEMS} items.", name)
                 waiting.extend(inner)
+            elif isinstance(inner, float) and inner is not value and not math.isfinite(inner):
+                raise APIError(400, "BadRequestError", f"{name} must hold finite numbers only.", name)
 
 
 class BodyLimitMiddleware:

@@ -103,7 +103,8 @@ class ChatChunks:
             yield begin
         parser = self._parsers[index]
         delta = self._answer.parsed(parser, output, self._batch.ids.engine_id(0))
-        if not delta and parser is not None and output.finish_reason is None and output.logprobs is None:
+        silent = not delta and parser is not None and output.finish_reason is None
+        if silent and output.logprobs is None and not self._batch.return_token_ids:
             return
         choice = ChatStreamChoice(
             index=index,

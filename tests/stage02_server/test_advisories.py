@@ -246,7 +246,7 @@ def test_a_defect_tells_nothing_of_the_inside(make_server: MakeServer, stream: b
     response = server.post(COMPLETIONS, {"prompt": "x", "stream": stream})
     assert "InternalServerError" in response.text
     server.app.state.engine_client = Broken()
-    more = server.request("GET", "/health")
+    more = server.request("POST", "/reset_prefix_cache")
     assert more.status_code == 500
     for text in (response.text, more.text):
         assert not INSIDE.search(text) and "secret" not in text and "test_advisories" not in text
