@@ -62,15 +62,16 @@ for line in server.stream("/v1/completions", body, X_Request_Id="hamlet"):
 
 # %%
 from stage02_server.chat_template import ChatTemplate
+from stage02_server.cli_args import FrontendArgs
 from stage02_server.protocol import ChatMessageParam
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.frontend.tokenizer import init_tokenizer_from_configs
 
 tokenizer = init_tokenizer_from_configs(EngineArgs.from_kwargs(model="gpt2-tiny"))
 messages = [ChatMessageParam(role="system", content="Be brief."), ChatMessageParam(role="user", content="Who are you?")]
-print("no template:", repr(ChatTemplate(None, tokenizer).apply(messages)))
+print("no template:", repr(ChatTemplate(FrontendArgs(), tokenizer).apply(messages)))
 CHATML = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}<|assistant|>"
-print("a template: ", repr(ChatTemplate(CHATML, tokenizer).apply(messages)))
+print("a template: ", repr(ChatTemplate(FrontendArgs(chat_template=CHATML), tokenizer).apply(messages)))
 
 # %% [markdown]
 # Plain concatenation, with no mark of who said what; the server says so once in its log. vLLM refuses to chat with such a model instead. A template comes with the model, or from

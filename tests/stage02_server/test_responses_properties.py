@@ -84,4 +84,4 @@ def test_a_schema_with_an_infinite_number(server: InProcessServer) -> None:
             schema = {"type": "number", "minimum": number}
             format = {"type": "json_schema", "name": "x", "schema": schema}
             status, text = send(server, {"input": "Hello", "stream": stream, "text": {"format": format}})
-            assert status == 400 and strictly(text)["error"]["param"] == "text.format"
+            assert status == 400 and strictly(text)["error"]["param"] in ("text", "text.format")

@@ -56,7 +56,9 @@ def test_requests_are_joined_with_their_responses_and_the_clients_trace(tmp_path
         server.close()
         trace.close()
     run = read_run(tmp_path)
-    streamed, whole, refused, health = run.named("http.request")
+    requests = run.named("http.request")
+    assert [event.args["path"] for event in requests] == ["/v1/completions"] * 3 + ["/health"]
+    streamed, whole, refused, health = requests
     assert (streamed.args["trace_id"], streamed.args["parent_id"]) == (TRACE, PARENT)
     assert {(e.args["trace_id"], e.args["parent_id"]) for e in (whole, refused, health)} == {(None, None)}
     chunks = run.named("sse.chunk")
