@@ -56,15 +56,16 @@ def test_requests_are_joined_with_their_responses_and_the_clients_trace(tmp_path
         server.close()
         trace.close()
     run = read_run(tmp_path)
-    requests = run.named("http.request")
-    assert [event.args["path"] for event in requests] == ["/v1/completions"] * 3 + ["/health"]
-    streamed, whole, refused, health = requests
+    requests = run.named("http.request")  # the recorder is the process's: a server of another test may add its own
+    streamed, whole, refused = (event for event in requests if event.args["path"] == "/v1/completions")
+    health = next(event for event in requests if event.args["path"] == "/health")
     assert (streamed.args["trace_id"], streamed.args["parent_id"]) == (TRACE, PARENT)
     assert {(e.args["trace_id"], e.args["parent_id"]) for e in (whole, refused, health)} == {(None, None)}
     chunks = run.named("sse.chunk")
     assert len(chunks) >= 7 and {e.cause for e in chunks} == {streamed.ref}
     assert {e.req for e in chunks} == {streamed.req, (streamed.req or "")[:-1] + "1"}
-    assert [e.cause for e in run.named("http.response")] == [e.ref for e in (whole, refused, health)]
+    ours = [e.ref for e in (whole, refused, health)]
+    assert [e.cause for e in run.named("http.response") if e.cause in ours] == ours
     roots = {root_of(event.req) for event in run.events if event.req}
     assert roots == {root_of(each.req or "") for each in (streamed, whole, refused)}
     children = {e.req for e in run.named("request.finished") if e.req and root_of(e.req) == root_of(whole.req or "")}
