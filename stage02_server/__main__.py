@@ -13,7 +13,10 @@ from stagetrace import trace
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse `argv`, serve until a signal ends it, and return the exit code."""
-    return run_command(lambda: _serve(argv))
+    try:
+        return run_command(lambda: _serve(argv))
+    finally:
+        trace.close()
 
 
 def _serve(argv: Sequence[str] | None) -> int:

@@ -44,6 +44,7 @@ def test_whatever_comes_is_two_ids_or_none(value: str) -> None:
 
 
 def test_requests_are_joined_with_their_responses_and_the_clients_trace(tmp_path: Path) -> None:
+    trace.close()  # whatever another test has left
     trace.open(str(tmp_path))
     server = InProcessServer()
     try:
@@ -56,7 +57,7 @@ def test_requests_are_joined_with_their_responses_and_the_clients_trace(tmp_path
         server.close()
         trace.close()
     run = read_run(tmp_path)
-    requests = run.named("http.request")  # the recorder is the process's: a server of another test may add its own
+    requests = run.named("http.request")
     streamed, whole, refused = (event for event in requests if event.args["path"] == "/v1/completions")
     health = next(event for event in requests if event.args["path"] == "/health")
     assert (streamed.args["trace_id"], streamed.args["parent_id"]) == (TRACE, PARENT)

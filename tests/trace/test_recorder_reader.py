@@ -137,3 +137,15 @@ def test_the_vocabulary_is_well_formed() -> None:
     for name, row in VOCABULARY.items():
         assert name == row.name and 0 <= row.phase <= 9 and row.meaning.endswith(".") and row.vllm
     assert {row.phase for row in VOCABULARY.values() if row.main_path} == set(range(10))
+
+
+def test_closing_forgets_what_was_only_held(tmp_path: Path) -> None:
+    """A command line that is refused before it says where to record must leave nothing for the next one."""
+    recorder = Recorder()
+    recorder.hold("CLI")
+    recorder.emit("cli.main", argv=[])
+    recorder.close()
+    assert not recorder.on
+    recorder.open(str(tmp_path))
+    recorder.close()
+    assert [event.name for event in read_run(tmp_path).events] == ["run.start"]

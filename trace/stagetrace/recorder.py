@@ -187,8 +187,8 @@ class Recorder:
             self._file.flush()
 
     def close(self) -> None:
-        """Write out and stop recording. May be called twice."""
-        self.on, self._add = False, None
+        """Write out and stop recording; what was only held is forgotten. May be called twice."""
+        self.on, self._add, self._held = False, None, None
         file, self._file = self._file, None
         if file is not None:
             atexit.unregister(self.close)
