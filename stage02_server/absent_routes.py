@@ -10,7 +10,7 @@ from stage02_server.errors import not_found
 
 router = APIRouter()
 
-_NO_CLASSES = "its model writes text and has no {} task"
+_NO_DECISIONS = "its model writes text and has no {} task"
 _NO_WEIGHT_UPDATES = "weights are loaded once, when the server starts"
 _NO_SLEEP = "the engine keeps its weights and its cache in memory for as long as it runs"
 _NO_LORA = "LoRA adapters are not built"
@@ -19,9 +19,8 @@ _NO_EXPERTS = "there is one engine without expert parallelism, so nothing scales
 
 ABSENT: dict[str, tuple[str, str]] = {
     # Other tasks, and other forms of those that there are
-    "/classify": ("POST", _NO_CLASSES.format("classify")),
-    "/v1/systemone": ("POST", _NO_CLASSES.format("structured decision")),
-    "/v1/decisions": ("POST", _NO_CLASSES.format("decision")),
+    "/v1/systemone": ("POST", _NO_DECISIONS.format("structured decision")),
+    "/v1/decisions": ("POST", _NO_DECISIONS.format("decision")),
     "/generative_scoring": ("POST", "ask /v1/completions for logprobs, with echo and max_tokens 0 to score a text"),
     "/v1/messages": ("POST", _NO_ANTHROPIC),
     "/v1/messages/count_tokens": ("POST", _NO_ANTHROPIC + ", and /tokenize to count"),

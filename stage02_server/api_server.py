@@ -219,6 +219,7 @@ def init_app_state(engine: AsyncLLM, state: State, args: FrontendArgs, registry:
     from stage02_server.request_logger import RequestLogger
     from stage02_server.server_load import ServerLoad
     from stage02_server.serving_chat import OpenAIServingChat
+    from stage02_server.serving_classify import ServingClassification
     from stage02_server.serving_completion import OpenAIServingCompletion
     from stage02_server.serving_models import OpenAIServingModels
     from stage02_server.serving_pooling import ServingPooling
@@ -243,6 +244,7 @@ def init_app_state(engine: AsyncLLM, state: State, args: FrontendArgs, registry:
         engine.tokenizer, models, template, config.max_model_len
     )
     state.serving_pooling = ServingPooling(engine, models)
+    state.serving_classification = ServingClassification(engine, models)
     state.serving_scores = ServingScores(engine, models)
     state.serving_transcription = ServingTranscription(engine, models)
     state.openai_serving_responses = OpenAIServingResponses(engine, models, template, args)

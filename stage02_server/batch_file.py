@@ -23,8 +23,8 @@ from typing import Any
 from stage03_engine.errors import ConfigError
 
 URLS = (
-    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/pooling", "/score", "/v1/score",
-    "/rerank", "/v1/rerank", "/v2/rerank",
+    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/pooling", "/classify", "/score",
+    "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank",
 )  # fmt: skip
 """What a line may ask for: what answers with one JSON object."""
 

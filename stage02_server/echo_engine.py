@@ -22,7 +22,7 @@ from stage03_engine.messages import (
     SchedulerStats,
     TokenLogprobs,
 )
-from stage03_engine.pooling_params import PoolingParams
+from stage03_engine.pooling_params import TOKEN_TASKS, PoolingParams
 from stagetrace import trace
 
 TICK_SECONDS = 0.002  # a decode step of a small model on a GPU takes about this long
@@ -93,10 +93,12 @@ class EchoCoreClient(AsyncEngineCoreClient):
         return output
 
     def _pooled(self, request: EngineCoreRequest, params: PoolingParams) -> EngineCoreOutput:
-        """The echo's vectors count tokens: number d says how many of them have an id that is d modulo the hidden size."""
-        tokens, size = request.prompt_token_ids, self._config.shape.hidden_size
+        """The echo's vectors count tokens: number d says how many of them have an id that is d modulo the hidden size, or the
+        number of classes. Scaled to length 1 they pass for probabilities too."""
+        tokens, labels = request.prompt_token_ids, self._config.shape.labels
+        size = len(labels) if "classify" in params.task else self._config.shape.hidden_size
         kept = params.dimensions or self._config.pooling_config.dimensions or size
-        texts = [[token] for token in tokens] if params.task == "token_embed" else [tokens]
+        texts = [[token] for token in tokens] if params.task in TOKEN_TASKS else [tokens]
         vectors = [[float(sum(token % size == d for token in text)) for d in range(kept)] for text in texts]
         if params.normalize is not False:
             lengths = [math.hypot(*vector) or 1.0 for vector in vectors]

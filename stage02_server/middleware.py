@@ -23,7 +23,7 @@ from stagetrace import trace
 PREFIX = {
     "/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-", "/v1/responses": "resp_", "/v1/embeddings": "embd-",
     "/pooling": "pool-", "/v1/audio/transcriptions": "trsc-", "/v1/audio/translations": "trsl-", "/score": "score-",
-    "/v1/score": "score-", "/rerank": "rerank-", "/v1/rerank": "rerank-", "/v2/rerank": "rerank-",
+    "/classify": "classify-", "/v1/score": "score-", "/rerank": "rerank-", "/v1/rerank": "rerank-", "/v2/rerank": "rerank-",
 }  # fmt: skip
 ACCEPTED_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 

@@ -1,4 +1,4 @@
-"""The routes about vectors (vllm/entrypoints/pooling: embed, pooling, score/api_router.py)."""
+"""The routes about vectors and classes (vllm/entrypoints/pooling: embed, pooling, classify, score/api_router.py)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
+from stage02_server.protocol_classify import ClassificationRequest
 from stage02_server.protocol_pooling import EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
 from stage02_server.serving_engine import ClientGoneError
 
@@ -31,6 +32,12 @@ async def create_embedding(request: EmbeddingRequest, raw_request: Request) -> R
 async def create_pooling(request: PoolingRequest, raw_request: Request) -> Response:
     """A vector for each token of each text."""
     return await _answer(raw_request.app.state.serving_pooling.create_pooling(request, raw_request))
+
+
+@router.post("/classify")
+async def create_classify(request: ClassificationRequest, raw_request: Request) -> Response:
+    """Which class each text belongs to."""
+    return await _answer(raw_request.app.state.serving_classification.create_classify(request, raw_request))
 
 
 @router.post("/score")

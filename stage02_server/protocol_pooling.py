@@ -14,6 +14,7 @@ from stage03_engine.pooling_params import PoolingParams
 MAX_INPUTS = 2048  # texts of one request, OpenAI's number
 
 _NOT_BUILT: dict[str, tuple[Any, ...]] = {
+    "activation": (None,),
     "chat_template": (None,),
     "chat_template_kwargs": (None,),
     "embed_dtype": ("float32", None),
@@ -41,20 +42,12 @@ class PoolingBase(RequestModel):
                 raise InvalidRequestError(f"{name} is not supported by this server; leave it out.", name)
 
 
-class EmbeddingRequest(PoolingBase):
-    """POST /v1/embeddings."""
+class InputRequest(PoolingBase):
+    """What those have in common that take one kind of text."""
 
     input: Text | TokenIds | list[Text] | list[TokenIds]
-    encoding_format: Literal["float", "base64"] = "float"
-    dimensions: Int32 | None = None
-    normalize: bool | None = None
-    use_activation: bool | None = None  # the same under vLLM's newer name
+    use_activation: bool | None = None
     add_special_tokens: bool = True
-
-    @property
-    def task_name(self) -> str:
-        """What the request asks of the model."""
-        return "embed"
 
     def prompts(self) -> list[str | list[int]]:
         """One or more inputs, each as text or as token ids."""
@@ -62,27 +55,40 @@ class EmbeddingRequest(PoolingBase):
             return list(self.input)
         return [self.input]  # type: ignore[list-item]
 
-    def to_pooling_params(self) -> PoolingParams:
+
+class EmbeddingRequest(InputRequest):
+    """POST /v1/embeddings."""
+
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Int32 | None = None
+    normalize: bool | None = None  # use_activation under vLLM's older name
+
+    def to_pooling_params(self, task: str) -> PoolingParams:
         """Raises InvalidRequestError."""
         if None not in (self.normalize, self.use_activation) and self.normalize != self.use_activation:
             raise InvalidRequestError("normalize and use_activation mean the same; give one of them.", "normalize")
         normalize = self.use_activation if self.normalize is None else self.normalize
-        return PoolingParams(task=self.task_name, normalize=normalize, dimensions=self.dimensions)
+        return PoolingParams(task=task, normalize=normalize, dimensions=self.dimensions)
 
 
 class PoolingRequest(EmbeddingRequest):
-    """POST /pooling: as vLLM does, one vector per token unless `task` says "embed"."""
+    """POST /pooling: as vLLM does, one vector per token unless `task` says "embed" or "classify"."""
 
-    task: Literal["embed", "token_embed"] | None = None
+    task: Literal["embed", "token_embed", "classify", "token_classify"] | None = None
 
-    @property
-    def task_name(self) -> str:
+    def task_of(self, tasks: tuple[str, ...]) -> str:
         """The request's own, or one vector per token."""
-        return self.task or "token_embed"
+        return self.task or ("token_classify" if "token_classify" in tasks else "token_embed")
 
 
-class ScoreRequest(PoolingBase):
-    """POST /score: how alike texts are, in pairs. vLLM knows the two sides under four pairs of names."""
+class ScoreBase(PoolingBase):
+    """What scores and rankings have in common."""
+
+    use_activation: bool | None = None  # of a cross-encoder: false gives its logits
+
+
+class ScoreRequest(ScoreBase):
+    """POST /score: how well texts fit, in pairs. vLLM knows the two sides under four pairs of names."""
 
     text_1: Text | list[Text] | None = None
     text_2: Text | list[Text] | None = None
@@ -109,7 +115,7 @@ class ScoreRequest(PoolingBase):
         return (left, one), (right, two)
 
 
-class RerankRequest(PoolingBase):
+class RerankRequest(ScoreBase):
     """POST /rerank, in the form that Jina and Cohere share."""
 
     query: Text
@@ -157,7 +163,7 @@ class PoolingResponse(BaseModel):
 
 
 class ScoreData(BaseModel):
-    """The cosine of the angle between the vectors of two texts: 1 means the same direction."""
+    """What a cross-encoder says of two texts, or the cosine of the angle between their vectors: 1 is the same direction."""
 
     index: int
     object: Literal["score"] = "score"

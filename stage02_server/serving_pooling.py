@@ -6,6 +6,7 @@ import asyncio
 import base64
 import time
 from array import array
+from collections.abc import Sequence
 from contextlib import aclosing
 
 from starlette.requests import Request
@@ -29,10 +30,10 @@ from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.async_llm import AsyncLLM
 from stage03_engine.messages import EngineCoreRequest
 from stage03_engine.outputs import RequestOutput
-from stage03_engine.pooling_params import PoolingParams
+from stage03_engine.pooling_params import TOKEN_TASKS, PoolingParams
 from stagetrace import trace
 
-Prompt = str | list[int]
+Prompt = str | list[int] | tuple[str, str]  # two texts: one prompt for a cross-encoder
 MAX_NUMBERS = 2**22  # of one answer with a vector per token; as JSON they are about 80 MB
 
 
@@ -67,7 +68,7 @@ class PoolingBatches:
     async def run(
         self,
         request: PoolingBase,
-        prompts: list[tuple[str, Prompt]],
+        prompts: Sequence[tuple[str, Prompt]],
         params: PoolingParams,
         raw_request: Request,
         model: str,
@@ -92,9 +93,10 @@ class PoolingBatches:
     def _check_size(self, requests: list[EngineCoreRequest], params: PoolingParams) -> None:
         """Raises InvalidRequestError when a vector per token would be more than the answer may hold."""
         config = self.engine_client.vllm_config
-        size = params.dimensions or config.pooling_config.dimensions or config.shape.hidden_size
+        vector = len(config.shape.labels) if config.is_classifier else config.shape.hidden_size
+        size = params.dimensions or config.pooling_config.dimensions or vector
         count = sum(len(request.prompt_token_ids) for request in requests)
-        if params.task == "token_embed" and count * size > MAX_NUMBERS:
+        if params.task in TOKEN_TASKS and count * size > MAX_NUMBERS:
             raise InvalidRequestError(
                 f"A vector for each of {count} tokens would be {count * size} numbers; an answer holds at most {MAX_NUMBERS}.",
                 "input",
@@ -103,7 +105,7 @@ class PoolingBatches:
     def _requests(
         self,
         request: PoolingBase,
-        prompts: list[tuple[str, Prompt]],
+        prompts: Sequence[tuple[str, Prompt]],
         params: PoolingParams,
         ids: RequestIds,
         add_special_tokens: bool,
@@ -141,7 +143,7 @@ class ServingPooling(PoolingBatches):
 
     async def create_embedding(self, request: EmbeddingRequest, raw_request: Request) -> EmbeddingResponse:
         """One vector per input."""
-        created, model, outputs = await self._vectors(request, raw_request)
+        created, model, outputs = await self._vectors(request, "embed", raw_request)
         data = []
         for index, output in enumerate(outputs):
             (vector,) = output.pooled or []
@@ -152,17 +154,21 @@ class ServingPooling(PoolingBatches):
 
     async def create_pooling(self, request: PoolingRequest, raw_request: Request) -> PoolingResponse:
         """One vector per input, or one per token of it."""
-        created, model, outputs = await self._vectors(request, raw_request)
+        task = request.task_of(self.engine_client.vllm_config.supported_tasks)
+        created, model, outputs = await self._vectors(request, task, raw_request)
         data = [
-            PoolingData(index=index, data=_pooled(output.pooled or [], request)) for index, output in enumerate(outputs)
+            PoolingData(index=index, data=_pooled(output.pooled or [], task, request.encoding_format))
+            for index, output in enumerate(outputs)
         ]
         response_id, usage = raw_request.state.ids.response, usage_of(outputs)
         return PoolingResponse(id=response_id, created=created, model=model, data=data, usage=usage)
 
-    async def _vectors(self, request: EmbeddingRequest, raw: Request) -> tuple[int, str, list[RequestOutput]]:
-        created, model = int(time.time()), self.check(request, request.task_name)
+    async def _vectors(
+        self, request: EmbeddingRequest, task: str, raw: Request
+    ) -> tuple[int, str, list[RequestOutput]]:
+        created, model = int(time.time()), self.check(request, task)
         prompts = [("input", prompt) for prompt in request.prompts()]
-        params = request.to_pooling_params()
+        params = request.to_pooling_params(task)
         return created, model, await self.run(request, prompts, params, raw, model, request.add_special_tokens)
 
 
@@ -170,7 +176,7 @@ def _base64(vectors: list[bytes]) -> str:
     return base64.b64encode(b"".join(vectors)).decode()
 
 
-def _pooled(vectors: list[bytes], request: PoolingRequest) -> list[float] | list[list[float]] | str:
-    if request.encoding_format == "base64":
+def _pooled(vectors: list[bytes], task: str, encoding_format: str) -> list[float] | list[list[float]] | str:
+    if encoding_format == "base64":
         return _base64(vectors)
-    return numbers(vectors[0]) if request.task_name == "embed" else [numbers(vector) for vector in vectors]
+    return [numbers(vector) for vector in vectors] if task in TOKEN_TASKS else numbers(vectors[0])

@@ -1,7 +1,7 @@
-"""POST /score and /rerank (vllm/entrypoints/pooling/score, ServingScores): how alike texts are, by their vectors.
+"""POST /score and /rerank (vllm/entrypoints/pooling/score, ServingScores): how well texts fit each other.
 
-A model that was trained to score pairs (a cross-encoder) is not built; here a score is the cosine of two embeddings, which is
-what vLLM does with an embedding model.
+A model with one class is a cross-encoder: it reads both texts as one prompt, and what it says of the class is the score. Of any
+other model a score is the cosine of two embeddings.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from operator import mul
 from starlette.requests import Request
 
 from stage02_server.protocol_pooling import (
-    PoolingBase,
     RerankDocument,
     RerankRequest,
     RerankResponse,
     RerankResult,
     RerankUsage,
+    ScoreBase,
     ScoreData,
     ScoreRequest,
     ScoreResponse,
@@ -62,12 +62,33 @@ class ServingScores(PoolingBatches):
         return RerankResponse(id=raw_request.state.ids.response, model=model, usage=tokens, results=results)
 
     async def _scores(
-        self, request: PoolingBase, left: Side, right: Side, raw_request: Request, model: str
+        self, request: ScoreBase, left: Side, right: Side, raw_request: Request, model: str
     ) -> tuple[list[float], UsageInfo]:
-        prompts: list[tuple[str, str | list[int]]] = [(name, text) for name, texts in (left, right) for text in texts]
+        if self.engine_client.vllm_config.is_classifier:
+            return await self._scores_of_pairs(request, left, right, raw_request, model)
+        if request.use_activation is False:
+            raise InvalidRequestError(
+                "This model's scores are cosines: there is no activation to leave out.", "use_activation"
+            )
+        prompts = [(name, text) for name, texts in (left, right) for text in texts]
         outputs = await self.run(request, prompts, PoolingParams(normalize=True), raw_request, model)
         vectors = [numbers((output.pooled or [])[0]) for output in outputs]
         ones, others = vectors[: len(left[1])], vectors[len(left[1]) :]
         if len(ones) == 1:
             ones = ones * len(others)
         return [sum(map(mul, one, other)) for one, other in zip(ones, others, strict=True)], usage_of(outputs)
+
+    async def _scores_of_pairs(
+        self, request: ScoreBase, left: Side, right: Side, raw_request: Request, model: str
+    ) -> tuple[list[float], UsageInfo]:
+        """Each pair is one prompt, joined as the tokenizer joins pairs."""
+        for name, texts in (left, right):
+            if "" in texts:
+                raise InvalidRequestError(f"{name} must not hold an empty text.", name)
+        ones, others = left[1], right[1]
+        if len(ones) == 1:
+            ones = ones * len(others)
+        prompts = [(right[0], pair) for pair in zip(ones, others, strict=True)]
+        params = PoolingParams(task="classify", normalize=request.use_activation)
+        outputs = await self.run(request, prompts, params, raw_request, model)
+        return [numbers((output.pooled or [])[0])[0] for output in outputs], usage_of(outputs)

@@ -7,9 +7,11 @@ from stage03_engine.config import VllmConfig
 
 _HOW = {
     "generate": "serve one that generates text, without --runner pooling",
-    "embed": "serve a model with --runner pooling",
-    "token_embed": "serve a model with --runner pooling",
-    "score": "serve a model with --runner pooling",
+    "embed": "serve a model with --runner pooling, or one with a classification head with --convert embed",
+    "token_embed": "serve a model with --runner pooling, or one with a classification head with --convert embed",
+    "score": "serve a model with --runner pooling, or one whose classification head has one class",
+    "classify": "serve one with a classification head",
+    "token_classify": "serve one with a classification head",
     "transcription": "serve a Whisper model",
     "translation": "serve a Whisper model",
 }

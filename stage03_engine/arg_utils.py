@@ -17,6 +17,7 @@ from stage03_engine.args.speculative import parse_speculative_config
 from stage03_engine.config import SECTIONS, VllmConfig
 from stage03_engine.errors import ConfigError
 from stage03_engine.model_path import ModelFiles, resolve_model
+from stage03_engine.model_shape import classifier_shape
 from stage03_engine.tracing import event_filter
 from stage04_kernels.backend_names import resolve_backend
 from stagetrace import trace
@@ -108,7 +109,7 @@ def _detect(files: ModelFiles, device: str) -> dict[str, tuple[Any, str]]:
     if device == "auto":
         device = found_device
     cores = available_cores()
-    positions = "n_positions" if shape.architecture == "GPT2LMHeadModel" else "max_position_embeddings"
+    positions = "n_positions" if shape.architecture.startswith("GPT2") else "max_position_embeddings"
     return {
         "device": (found_device, why),
         "dtype": ("float32", "device is cpu") if device == "cpu" else (shape.torch_dtype, "the model's own"),
@@ -119,13 +120,12 @@ def _detect(files: ModelFiles, device: str) -> dict[str, tuple[Any, str]]:
 
 
 def _build(settings: Mapping[str, Resolved], files: ModelFiles) -> VllmConfig:
-    computed: dict[str, Any] = {
-        "model_path": files.model_path,
-        "tokenizer_path": files.tokenizer_path,
-        "shape": files.shape,
-    }
+    shape, (runner, convert, pooler) = files.shape, (settings[n].value for n in ("runner", "convert", "pooler_config"))
+    computed = parse_pooling(runner, convert, pooler, has_head=bool(shape.labels))
+    if computed["convert_type"] == "classify":
+        shape = classifier_shape(shape, files.model_path)
+    computed |= {"model_path": files.model_path, "tokenizer_path": files.tokenizer_path, "shape": shape}
     computed |= parse_speculative_config(settings["speculative_config"].value)
-    computed |= parse_pooling(*(settings[name].value for name in ("runner", "convert", "pooler_config")))
     sections = {}
     for name, section in SECTIONS.items():
         values = {f.name: settings[f.name].value if f.name in settings else computed[f.name] for f in fields(section)}
@@ -206,6 +206,8 @@ def _check_pooling(config: VllmConfig) -> None:
     size, hidden_size = config.pooling_config.dimensions, config.shape.hidden_size
     if size is not None and size > hidden_size:
         raise ConfigError(f"pooler_config: dimensions {size} is more than the model's hidden size, {hidden_size}")
+    if size is not None and config.is_classifier:
+        raise ConfigError("pooler_config: dimensions cuts embeddings; a classifier answers with one number per class")
     if config.is_whisper and (config.is_pooling or config.speculative_config.method is not None):
         raise ConfigError(
             "a Whisper model only writes down what it hears: leave out runner, convert and speculative_config"

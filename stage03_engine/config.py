@@ -63,6 +63,11 @@ class ModelShape:
     attention_output_bias: bool = False
     qk_norm: bool = False  # RMSNorm over each head of queries and keys
     tie_word_embeddings: bool = True  # the output matrix is the token embedding
+    # Models with a classification head only:
+    labels: tuple[str, ...] = ()  # the names of the classes, in the order of the head's rows
+    label_activation: str = (
+        "softmax"  # from logits to probabilities; sigmoid: each class by itself; identity: not at all
+    )
 
 
 @dataclass(frozen=True)
@@ -175,14 +180,18 @@ class SpeculativeConfig:
 
 @dataclass(frozen=True)
 class PoolingConfig:
-    """Whether the engine makes text or vectors. `runner_type` "pooling": vectors."""
+    """Whether the engine makes text or vectors. `runner_type` "pooling": vectors; a vector may hold a number per class."""
 
     runner: str = option(
-        "auto", "what the engine makes of prompts: generate = text, pooling = vectors; auto = text, unless --convert embed",
+        "auto",
+        "what the engine makes of prompts: generate = text, pooling = vectors or classes; auto = text, unless --convert or the "
+        "model say otherwise",
         ("auto", "generate", "pooling", "draft"),
     )  # fmt: skip
     convert: str = option(
-        "auto", "embed = use the hidden states of a model that was made to generate as embeddings",
+        "auto",
+        "embed = use the hidden states of any model as embeddings; classify = use its classification head, score.weight, "
+        "whatever config.json calls the model",
         ("auto", "none", "embed", "classify"),
     )  # fmt: skip
     pooler_config: dict[str, Any] | None = option(
@@ -191,6 +200,7 @@ class PoolingConfig:
         "LAST, scaled to length 1, and all dimensions if not given",
     )
     runner_type: str = internal("generate")
+    convert_type: str = internal("none")  # with runner_type "pooling": embed or classify
     pooling_type: str = internal("LAST")
     use_activation: bool = internal(True)
     dimensions: int | None = internal(None)
@@ -288,11 +298,19 @@ class VllmConfig:
         return self.pooling_config.runner_type == "pooling"
 
     @property
+    def is_classifier(self) -> bool:
+        """True when these vectors say what class a text belongs to."""
+        return self.is_pooling and self.pooling_config.convert_type == "classify"
+
+    @property
     def supported_tasks(self) -> tuple[str, ...]:
         """What requests may ask of the model (vLLM: AsyncLLM.get_supported_tasks)."""
         if self.is_whisper:
             return ("transcription", "translation")
-        return ("embed", "token_embed", "score") if self.is_pooling else ("generate",)
+        if not self.is_classifier:
+            return ("embed", "token_embed", "score") if self.is_pooling else ("generate",)
+        # With one class its probability is a score: the model is a cross-encoder.
+        return ("classify", "token_classify", *(("score",) if len(self.shape.labels) == 1 else ()))
 
     @property
     def is_whisper(self) -> bool:

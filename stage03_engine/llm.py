@@ -96,10 +96,11 @@ class LLM:
     ) -> list[RequestOutput]:
         """Vectors of all prompts, in their order: `pooled` of each output holds them, as the bytes of float32 numbers.
 
-        The engine must run with `runner="pooling"`. `params` is one for all or one for each. Raises InvalidRequestError.
+        The engine must run with `runner="pooling"`, or its model be a classifier, whose vectors have a number per class.
+        `params` is one for all or one for each. Raises InvalidRequestError.
         """
-        batch = self._batch(prompts)
-        each = list(params) if isinstance(params, Sequence) else [params or PoolingParams()] * len(batch)
+        batch, default = self._batch(prompts), PoolingParams(task=self.vllm_config.supported_tasks[0])
+        each = list(params) if isinstance(params, Sequence) else [params or default] * len(batch)
         requests = [
             self.input_processor.process_pooling_inputs(f"r{next(self._ids)}", prompt, p)
             for prompt, p in zip(batch, each, strict=True)

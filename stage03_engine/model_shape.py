@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from stage03_engine.config import ModelShape, RopeScaling
 from stage03_engine.errors import ConfigError
+from stage03_engine.model_labels import CLASSIFIER, classifier_name, generator_name, with_labels
 
 
 def _gpt2(num_layers: int, num_heads: int, hidden_size: int) -> ModelShape:
@@ -267,6 +268,11 @@ _READERS: dict[str, tuple[str, Callable[[Config, str], ModelShape]]] = {
     "MistralForCausalLM": ("mistral", _read_llama),
     "Qwen2ForCausalLM": ("qwen2", _read_llama),
     "Qwen3ForCausalLM": ("qwen3", _read_llama),
+    "GPT2ForSequenceClassification": ("gpt2", _read_gpt2),
+    "LlamaForSequenceClassification": ("llama", _read_llama),
+    "MistralForSequenceClassification": ("mistral", _read_llama),
+    "Qwen2ForSequenceClassification": ("qwen2", _read_llama),
+    "Qwen3ForSequenceClassification": ("qwen3", _read_llama),
     "WhisperForConditionalGeneration": ("whisper", _read_whisper),
 }
 """Architecture -> (the model_type that means the same, what reads its config.json)."""
@@ -284,12 +290,20 @@ def read_shape(folder: str | os.PathLike[str]) -> ModelShape:
     eos, generation = config.eos(), config.path.with_name("generation_config.json")
     if generation.is_file():
         eos = tuple(dict.fromkeys((*eos, *Config(generation).eos())))
-    return replace(
-        _READERS[architecture][1](config, architecture),
+    shape = replace(
+        _READERS[architecture][1](config, generator_name(architecture)),
         torch_dtype=config.dtype(),
         eos_token_id=eos[0] if eos else None,
         more_eos_token_ids=eos[1:],
     )
+    return with_labels(shape, config) if architecture.endswith(CLASSIFIER) else shape
+
+
+def classifier_shape(shape: ModelShape, folder: str | None) -> ModelShape:
+    """The shape of any model that can have a classification head as that of a classifier. Raises ConfigError."""
+    if shape.labels or classifier_name(shape.architecture) not in _READERS:
+        return shape
+    return with_labels(shape, None if folder is None else Config(Path(folder) / "config.json"))
 
 
 def _architecture(config: Config) -> str:

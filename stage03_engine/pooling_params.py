@@ -7,15 +7,17 @@ import msgspec
 POOLING_TYPES = ("LAST", "MEAN", "CLS")
 """Which hidden states make the one vector of a prompt: the last token's, the mean of all, the first token's."""
 
-POOLING_TASKS = ("embed", "token_embed")
-"""One vector per prompt, or one per token."""
+POOLING_TASKS = ("embed", "token_embed", "classify", "token_classify")
+"""One vector per prompt, or one per token; the hidden states themselves, or what a classification head makes of them."""
+
+TOKEN_TASKS = ("token_embed", "token_classify")
 
 
 class PoolingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """Per-request settings of a pooling request. None means what the server was started with (see PoolingConfig)."""
 
     task: str = "embed"
-    normalize: bool | None = None  # scale each vector to length 1 (vLLM: use_activation)
+    normalize: bool | None = None  # (vLLM: use_activation) scale vectors to length 1; of classes, make probabilities
     dimensions: int | None = None  # keep the first k numbers of each vector, before it is scaled
     pooling_type: str | None = None
     # Set by the front end, not by callers:
@@ -28,3 +30,4 @@ class PoolingRule(msgspec.Struct, frozen=True):
     pooling_type: str  # of POOLING_TYPES, or ALL: one vector per token
     normalize: bool
     dimensions: int
+    activation: str | None = None  # of classes: softmax, sigmoid, identity; None: the vectors are embeddings

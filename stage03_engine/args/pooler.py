@@ -13,21 +13,28 @@ _OLD_NAMES = {"seq_pooling_type": "pooling_type", "normalize": "use_activation"}
 KEYS = ("pooling_type", "use_activation", "dimensions")
 
 
-def parse_pooling(runner: str, convert: str, given: dict[str, Any] | None) -> dict[str, Any]:
-    """The computed fields of PoolingConfig. Raises ConfigError that names the setting or the key."""
-    if runner == "draft" or convert == "classify":
-        name, value = ("runner", runner) if runner == "draft" else ("convert", convert)
-        raise ConfigError(f"{name} {value} is not built; see --help for what is")
-    if runner == "generate" and convert == "embed":
-        raise ConfigError("convert embed needs runner pooling (or auto), not generate")
-    if runner == "pooling" and convert == "none":
-        raise ConfigError("runner pooling needs convert embed (or auto): the models here are made to generate")
-    pooling = runner == "pooling" or convert == "embed"
+def parse_pooling(runner: str, convert: str, given: dict[str, Any] | None, has_head: bool = False) -> dict[str, Any]:
+    """The computed fields of PoolingConfig. `has_head`: the model has a classification head instead of an output matrix.
+
+    Raises ConfigError that names the setting or the key.
+    """
+    if runner == "draft":
+        raise ConfigError("runner draft is not built; see --help for what is")
+    if runner == "generate" and has_head:
+        raise ConfigError("runner generate needs a model that writes text; this one has a classification head instead")
+    if runner == "generate" and convert in ("embed", "classify"):
+        raise ConfigError(f"convert {convert} needs runner pooling (or auto), not generate")
+    if convert == "none" and (runner == "pooling" or has_head):
+        raise ConfigError(
+            "runner pooling needs convert embed or classify (or auto): the models here are made to generate"
+        )
+    pooling = runner == "pooling" or convert in ("embed", "classify") or has_head
     if given is not None and not pooling:
         raise ConfigError("pooler_config needs runner pooling")
-    values = _checked(given or {})
+    values, converted = _checked(given or {}), "classify" if has_head else "embed"
     return {
         "runner_type": "pooling" if pooling else "generate",
+        "convert_type": (converted if convert == "auto" else convert) if pooling else "none",
         "pooling_type": values.get("pooling_type", "LAST"),
         "use_activation": values.get("use_activation", True),
         "dimensions": values.get("dimensions"),

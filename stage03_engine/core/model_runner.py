@@ -166,9 +166,9 @@ class ModelRunner:
             hidden = self.model(inputs.input_ids, inputs.positions, self.kv_caches, inputs.metadata)
         if trace.on:
             trace.emit("model.forward", ph="E", step=step, num_tokens=len(inputs.input_ids))
-        if self.pooler is not None:
-            return ModelRunnerOutput({}, pooled=self.pooler.pool(self.batch, scheduler_output, hidden))
         compute_logits: Callable[[Tensor], Tensor] = self.model.compute_logits  # type: ignore[assignment]
+        if self.pooler is not None:
+            return ModelRunnerOutput({}, pooled=self.pooler.pool(self.batch, scheduler_output, hidden, compute_logits))
         of_prompts = prompt_logprobs(self.batch, scheduler_output.num_scheduled_tokens, hidden, compute_logits)
         if not inputs.sampled:
             return ModelRunnerOutput({}, prompt_logprobs=of_prompts)

@@ -6,6 +6,7 @@ request until it ends, what its tokens amount to so far, and how many tokens tha
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +16,8 @@ from torch.nn import functional as F
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.input_batch import InputBatch
 from stage03_engine.core.sched_output import SchedulerOutput
-from stage03_engine.pooling_params import PoolingParams, PoolingRule
+from stage03_engine.pooling_params import TOKEN_TASKS, PoolingParams, PoolingRule
+from stagetrace import trace
 
 
 def make_rule(params: PoolingParams, config: VllmConfig) -> PoolingRule:
@@ -24,7 +26,8 @@ def make_rule(params: PoolingParams, config: VllmConfig) -> PoolingRule:
     size = params.dimensions or default.dimensions or config.shape.hidden_size
     kind = params.pooling_type or default.pooling_type
     normalize = default.use_activation if params.normalize is None else params.normalize
-    return PoolingRule("ALL" if params.task == "token_embed" else kind, normalize, size)
+    activation = config.shape.label_activation if config.is_classifier else None
+    return PoolingRule("ALL" if params.task in TOKEN_TASKS else kind, normalize, size, activation)
 
 
 @dataclass
@@ -53,15 +56,23 @@ class PoolingState:
         elif not self.kept:  # CLS
             self.kept = [new[:1]]
 
-    def vectors(self) -> list[bytes]:
-        """When all tokens were seen: one vector, or with ALL one per token."""
+    def pooled(self) -> Tensor:
+        """When all tokens were seen, [rows, hidden_size]: one row, or with ALL one per token."""
         rows = torch.cat(self.kept)
-        if self.rule.pooling_type == "MEAN":
-            rows = rows / self.num_tokens
-        rows = rows[:, : self.rule.dimensions]
-        if self.rule.normalize:
-            rows = F.normalize(rows, dim=-1)
-        return [row.numpy().tobytes() for row in rows.cpu()]
+        return rows / self.num_tokens if self.rule.pooling_type == "MEAN" else rows
+
+
+def embeddings(pooled: Tensor, rule: PoolingRule) -> Tensor:
+    """[rows, hidden_size] -> [rows, dimensions], of length 1 if the rule says so."""
+    cut = pooled[:, : rule.dimensions]
+    return F.normalize(cut, dim=-1) if rule.normalize else cut
+
+
+def probabilities(logits: Tensor, rule: PoolingRule) -> Tensor:
+    """[rows, num_labels] -> the same, as probabilities if the rule says so: of one class out of all, or of each by itself."""
+    if not rule.normalize or rule.activation == "identity":
+        return logits
+    return logits.softmax(dim=-1) if rule.activation == "softmax" else logits.sigmoid()
 
 
 class Pooler:
@@ -80,10 +91,13 @@ class Pooler:
                 rule = make_rule(new.pooling_params or PoolingParams(), self._config)
                 self._states[new.request_id] = PoolingState(rule, new.num_prompt_tokens)
 
-    def pool(self, batch: InputBatch, scheduler_output: SchedulerOutput, hidden: Tensor) -> dict[str, list[bytes]]:
+    def pool(
+        self, batch: InputBatch, scheduler_output: SchedulerOutput, hidden: Tensor, head: Callable[[Tensor], Tensor]
+    ) -> dict[str, list[bytes]]:
         """The vectors of the requests whose prompts this step completes.
 
         hidden: [num_tokens, hidden_size], in the order of `num_scheduled_tokens`; `batch.num_computed` counts this step.
+        head: the model's `compute_logits`, which classifies where the model is a classifier, and is not called elsewhere.
         """
         done = {}
         start = 0  # of the request's tokens in `hidden`
@@ -91,6 +105,20 @@ class Pooler:
             state, end = self._states[request_id], int(batch.num_computed[batch.row_of[request_id]])
             state.take_in(hidden[start : start + count], end - count)
             if end == state.num_tokens:
-                done[request_id] = state.vectors()
+                rows = self._vectors(request_id, state, head).cpu()
+                done[request_id] = [row.numpy().tobytes() for row in rows]
             start += count
         return done
+
+    def _vectors(self, request_id: str, state: PoolingState, head: Callable[[Tensor], Tensor]) -> Tensor:
+        """float32 [rows, dimensions or num_labels]"""
+        rule, pooled = state.rule, state.pooled()
+        if rule.activation is None:
+            return embeddings(pooled, rule)
+        logits = head(pooled)
+        if trace.on:
+            shown = rule.activation if rule.normalize else "identity"
+            trace.emit(
+                "pooler.classified", req=request_id, rows=len(logits), num_labels=logits.shape[1], activation=shown
+            )
+        return probabilities(logits, rule)

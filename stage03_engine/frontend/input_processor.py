@@ -14,7 +14,7 @@ from stage03_engine.config import VllmConfig
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.tokenizer import Tokenizer
 from stage03_engine.messages import EngineCoreRequest
-from stage03_engine.pooling_params import PoolingParams
+from stage03_engine.pooling_params import TOKEN_TASKS, PoolingParams
 from stage03_engine.sampling_params import RequestOutputKind, SamplingParams
 from stagetrace import trace
 
@@ -29,7 +29,7 @@ class InputProcessor:
         self._max_model_len = config.max_model_len
         self._vocab_size = config.shape.vocab_size
         self._pooling = config.pooling_config if config.is_pooling else None
-        self._hidden_size = config.shape.hidden_size
+        self._hidden_size, self._tasks = config.shape.hidden_size, config.supported_tasks
         self._has_priorities = config.scheduler_config.scheduling_policy == "priority"
         self._stream_interval = config.scheduler_config.stream_interval
         if trace.on:
@@ -87,7 +87,7 @@ class InputProcessor:
     def process_pooling_inputs(
         self,
         request_id: str,
-        prompt: str | list[int],
+        prompt: str | list[int] | tuple[str, str],
         params: PoolingParams,
         *,
         add_special_tokens: bool = True,
@@ -97,19 +97,17 @@ class InputProcessor:
     ) -> EngineCoreRequest:
         """The same for a pooling request, whose prompt may fill the context to its end.
 
-        `truncate_prompt_tokens` keeps the last k tokens of the prompt; -1 keeps as many as the context holds.
-        Raises InvalidRequestError as `process_inputs` does, for impossible `dimensions`, and on an engine that generates.
+        Two texts are one prompt for a cross-encoder, joined as the model's tokenizer joins pairs. `truncate_prompt_tokens`
+        keeps the last k tokens of a prompt, and cuts the end off the longer text of a pair; -1 keeps as many as the context
+        holds. Raises InvalidRequestError as `process_inputs` does, for a task that the model does not have, for impossible
+        `dimensions`, and on an engine that generates.
         """
         if self._pooling is None:
             raise InvalidRequestError("This engine makes text; vectors need one with --runner pooling.", "model")
         self._check_scheduling(priority, cache_salt)
-        if params.dimensions is not None and not 1 <= params.dimensions <= self._hidden_size:
-            raise InvalidRequestError(
-                f"dimensions must be in [1, {self._hidden_size}], the model's hidden size, got {params.dimensions}.",
-                "dimensions",
-            )
-        token_ids = self._fitting(self._tokenize(prompt, add_special_tokens), truncate_prompt_tokens)
-        kind = "ALL" if params.task == "token_embed" else params.pooling_type or self._pooling.pooling_type
+        self._check_pooling(params)
+        token_ids = self._fitting(prompt, add_special_tokens, truncate_prompt_tokens)
+        kind = "ALL" if params.task in TOKEN_TASKS else params.pooling_type or self._pooling.pooling_type
         _trace_tokenized(request_id, prompt, token_ids)
         return EngineCoreRequest(
             request_id=request_id,
@@ -121,15 +119,40 @@ class InputProcessor:
             pooling_params=msgspec.structs.replace(params, needs_all_tokens=kind != "LAST"),
         )
 
-    def _fitting(self, token_ids: list[int], keep: int | None) -> list[int]:
-        """The input of a pooling request, its beginning cut off as far as `keep` says."""
+    def _check_pooling(self, params: PoolingParams) -> None:
+        if params.task not in self._tasks:
+            raise InvalidRequestError(f"This engine's model has no {params.task} task.", "task")
+        if params.dimensions is None:
+            return
+        if params.task not in ("embed", "token_embed"):
+            raise InvalidRequestError("dimensions cuts embeddings; classes are all or none.", "dimensions")
+        if not 1 <= params.dimensions <= self._hidden_size:
+            raise InvalidRequestError(
+                f"dimensions must be in [1, {self._hidden_size}], the model's hidden size, got {params.dimensions}.",
+                "dimensions",
+            )
+
+    def _fitting(
+        self, prompt: str | list[int] | tuple[str, str], add_special_tokens: bool, keep: int | None
+    ) -> list[int]:
+        """The tokens of a pooling request's prompt, cut as far as `keep` says."""
         limit = self._max_model_len
-        if keep is not None:
-            if not (keep == -1 or 1 <= keep <= limit):
+        if keep is not None and not (keep == -1 or 1 <= keep <= limit):
+            raise InvalidRequestError(
+                f"truncate_prompt_tokens must be -1 or in [1, {limit}], got {keep}.", "truncate_prompt_tokens"
+            )
+        keep = limit if keep == -1 else keep
+        if isinstance(prompt, tuple):
+            for text in prompt:
+                self._check_text(text)
+            token_ids = self._tokenizer.encode_pair(*prompt, keep)
+            if keep is not None and len(token_ids) > keep:  # the special tokens alone
                 raise InvalidRequestError(
-                    f"truncate_prompt_tokens must be -1 or in [1, {limit}], got {keep}.", "truncate_prompt_tokens"
+                    f"truncate_prompt_tokens {keep} leaves no room for the texts.", "truncate_prompt_tokens"
                 )
-            token_ids = token_ids[-(limit if keep == -1 else keep) :]
+        else:
+            token_ids = self._tokenize(prompt, add_special_tokens)
+            token_ids = token_ids if keep is None else token_ids[-keep:]
         if not token_ids:
             raise InvalidRequestError("The input must not be empty: it has no tokens.", "input")
         if len(token_ids) > limit:
@@ -195,16 +218,7 @@ class InputProcessor:
 
     def _tokenize(self, prompt: str | list[int], add_special_tokens: bool) -> list[int]:
         if isinstance(prompt, str):
-            # What cannot fit whatever its tokens are is not tokenized: megabytes of text would hold up every other client.
-            if len(prompt) > self._max_model_len * self._tokenizer.max_token_bytes:
-                raise InvalidRequestError(
-                    f"This model's maximum context length is {self._max_model_len} tokens. The prompt has {len(prompt)} "
-                    f"characters, which are more tokens than that in any case; shorten it.",
-                    "prompt",
-                )
-            # A lone surrogate is a valid Python and JSON string but no Unicode text: the tokenizer cannot take it.
-            if not prompt.isascii() and any("\ud800" <= c <= "\udfff" for c in prompt):
-                raise InvalidRequestError("The prompt holds a lone surrogate, which is not Unicode text.", "prompt")
+            self._check_text(prompt)
             return self._tokenizer.encode(prompt, add_special_tokens)
         for token_id in prompt:
             if not 0 <= token_id < self._vocab_size:
@@ -213,9 +227,22 @@ class InputProcessor:
                 )
         return list(prompt)
 
+    def _check_text(self, prompt: str) -> None:
+        # What cannot fit whatever its tokens are is not tokenized: megabytes of text would hold up every other client.
+        if len(prompt) > self._max_model_len * self._tokenizer.max_token_bytes:
+            raise InvalidRequestError(
+                f"This model's maximum context length is {self._max_model_len} tokens. The prompt has {len(prompt)} "
+                f"characters, which are more tokens than that in any case; shorten it.",
+                "prompt",
+            )
+        # A lone surrogate is a valid Python and JSON string but no Unicode text: the tokenizer cannot take it.
+        if not prompt.isascii() and any("\ud800" <= c <= "\udfff" for c in prompt):
+            raise InvalidRequestError("The prompt holds a lone surrogate, which is not Unicode text.", "prompt")
 
-def _trace_tokenized(request_id: str, prompt: str | list[int], token_ids: list[int]) -> None:
+
+def _trace_tokenized(request_id: str, prompt: str | list[int] | tuple[str, str], token_ids: list[int]) -> None:
     if trace.on:
-        text = prompt if trace.prompts and isinstance(prompt, str) else None
+        texts = [prompt] if isinstance(prompt, str) else prompt if isinstance(prompt, tuple) else []
+        text = "\n".join(texts) if trace.prompts and texts else None
         ids = token_ids if trace.prompts else []
         trace.emit("request.tokenized", req=request_id, num_tokens=len(token_ids), prompt=text, token_ids=ids)

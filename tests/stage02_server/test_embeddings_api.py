@@ -158,7 +158,7 @@ IMPOSSIBLE: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": MAX_MODEL_LEN + 1}, "truncate_prompt_tokens"),
     ("/v1/embeddings", {"input": "a", "priority": 3}, "priority"),
     ("/v1/embeddings", {"input": "a", "cache_salt": ""}, "cache_salt"),
-    ("/pooling", {"input": "a", "task": "classify"}, "body.task"),
+    ("/pooling", {"input": "a", "task": "plugin"}, "body.task"),
     ("/score", {}, "text_1"),
     ("/score", {"text_1": "a"}, "text_1"),
     ("/score", {"text_1": "a", "text_2": "b", "queries": "a", "documents": "b"}, "text_1"),

@@ -136,7 +136,7 @@ def test_limits_of_requests() -> None:
     ("runner", "convert", "given_config", "said"),
     [
         ("draft", "auto", None, "draft is not built"),
-        ("auto", "classify", None, "classify is not built"),
+        ("generate", "classify", None, "needs runner pooling"),
         ("generate", "embed", None, "needs runner pooling"),
         ("pooling", "none", None, "needs convert embed"),
         ("auto", "auto", {}, "needs runner pooling"),

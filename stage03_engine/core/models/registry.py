@@ -4,7 +4,7 @@ A class is imported when it is needed, not before. What the rest of the engine a
 
     __init__(shape, backend)                                build the parameters, without values
     forward(input_ids, positions, kv_caches, metadata)      hidden states [num_tokens, hidden_size]
-    compute_logits(hidden_states)                           float32 [num_rows, vocab_size]
+    compute_logits(hidden_states)                           float32 [num_rows, vocab_size], or [num_rows, num_labels]
     load_weights(tensors)                                   take (name, tensor) pairs as a checkpoint has them
 
 To add a model, write such a class, name it here, and read its config.json in stage03_engine/model_shape.py.
@@ -22,6 +22,11 @@ MODELS = {
     "MistralForCausalLM": ("llama", "LlamaForCausalLM"),
     "Qwen2ForCausalLM": ("llama", "LlamaForCausalLM"),
     "Qwen3ForCausalLM": ("llama", "LlamaForCausalLM"),
+    "GPT2ForSequenceClassification": ("classification", "GPT2ForSequenceClassification"),
+    "LlamaForSequenceClassification": ("classification", "LlamaForSequenceClassification"),
+    "MistralForSequenceClassification": ("classification", "LlamaForSequenceClassification"),
+    "Qwen2ForSequenceClassification": ("classification", "LlamaForSequenceClassification"),
+    "Qwen3ForSequenceClassification": ("classification", "LlamaForSequenceClassification"),
 }
 """Architecture -> (module in this folder, class). Mistral and Qwen are Llamas with other settings in ModelShape."""
 

@@ -1,0 +1,41 @@
+"""Models that name a class instead of the next token (vllm/model_executor/models/adapters.py, as_seq_cls_model).
+
+The body is that of the model that writes text; in the place of the output matrix stands a head, one row per class. Such a
+checkpoint has no output matrix. That is why the body is built as one that shares it with the token embedding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from stage03_engine.config import ModelShape
+from stage03_engine.core.models.gpt2 import GPT2LMHeadModel
+from stage03_engine.core.models.layers import Linear
+from stage03_engine.core.models.llama import LlamaForCausalLM
+
+
+class GPT2ForSequenceClassification(GPT2LMHeadModel):
+    """GPT-2 with a head."""
+
+    def __init__(self, shape: ModelShape, backend: str = "auto") -> None:
+        super().__init__(shape, backend)
+        self.score = Linear(shape.hidden_size, len(shape.labels))
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """[num_rows, hidden_size] -> float32 [num_rows, num_labels]."""
+        return F.linear(hidden_states.float(), self.score.weight.float())
+
+
+class LlamaForSequenceClassification(LlamaForCausalLM):
+    """The Llama family with a head."""
+
+    def __init__(self, shape: ModelShape, backend: str = "auto") -> None:
+        super().__init__(replace(shape, tie_word_embeddings=True), backend)
+        self.score = Linear(shape.hidden_size, len(shape.labels))
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """[num_rows, hidden_size] -> float32 [num_rows, num_labels]."""
+        return F.linear(hidden_states.float(), self.score.weight.float())
