@@ -245,7 +245,7 @@ def init_app_state(engine: AsyncLLM, state: State, args: FrontendArgs, registry:
     )
     state.serving_pooling = ServingPooling(engine, models)
     state.serving_classification = ServingClassification(engine, models)
-    state.serving_scores = ServingScores(engine, models)
+    state.serving_scores = ServingScores(engine, models, template if args.chat_template is not None else None)
     state.serving_transcription = ServingTranscription(engine, models)
     state.openai_serving_responses = OpenAIServingResponses(engine, models, template, args)
     if args.enable_log_requests:

@@ -65,6 +65,11 @@ class PoolingBatches:
         request.check_built()
         return model
 
+    def check_count(self, count: int, field: str) -> None:
+        """Raises InvalidRequestError for more texts, or pairs of texts, than one request may hold."""
+        if count > MAX_INPUTS:
+            raise InvalidRequestError(f"At most {MAX_INPUTS} texts, got {count}.", field)
+
     async def run(
         self,
         request: PoolingBase,
@@ -79,8 +84,7 @@ class PoolingBatches:
         Raises InvalidRequestError before anything runs, ClientGoneError, EngineDeadError.
         """
         ids = raw_request.state.ids
-        if len(prompts) > MAX_INPUTS:
-            raise InvalidRequestError(f"At most {MAX_INPUTS} texts, got {len(prompts)}.", prompts[-1][0])
+        self.check_count(len(prompts), prompts[-1][0] if prompts else "input")
         if trace.on:
             trace.emit(
                 "request.validated", req=ids.engine_id(0), model=model, stream=False, prompts=len(prompts)

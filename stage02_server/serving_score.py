@@ -1,16 +1,20 @@
 """POST /score and /rerank (vllm/entrypoints/pooling/score, ServingScores): how well texts fit each other.
 
-A model with one class is a cross-encoder: it reads both texts as one prompt, and what it says of the class is the score. Of any
-other model a score is the cosine of two embeddings.
+A model with one class is a cross-encoder: it reads both texts as one prompt, and what it says of the class is the score. The
+tokenizer joins them, or the template of `--chat-template` with a query and a document as its messages (never the model's own,
+which is for chats). Of any other model a score is the cosine of two embeddings.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from operator import mul
 
 from starlette.requests import Request
 
+from stage02_server.chat_template import ChatTemplate
+from stage02_server.protocol_chat import ChatMessageParam, ChatTemplateFields
 from stage02_server.protocol_pooling import (
     RerankDocument,
     RerankRequest,
@@ -23,15 +27,21 @@ from stage02_server.protocol_pooling import (
     ScoreResponse,
 )
 from stage02_server.protocol_response import UsageInfo
-from stage02_server.serving_pooling import PoolingBatches, numbers, usage_of
+from stage02_server.serving_models import OpenAIServingModels
+from stage02_server.serving_pooling import PoolingBatches, Prompt, numbers, usage_of
 from stage03_engine.errors import InvalidRequestError
+from stage03_engine.frontend.async_llm import AsyncLLM
 from stage03_engine.pooling_params import PoolingParams
 
 Side = tuple[str, list[str]]  # the name of the field, its texts
 
 
 class ServingScores(PoolingBatches):
-    """Compares texts."""
+    """Compares texts. `template` is that of `--chat-template`, if it was given."""
+
+    def __init__(self, engine_client: AsyncLLM, models: OpenAIServingModels, template: ChatTemplate | None) -> None:
+        super().__init__(engine_client, models)
+        self._template = template
 
     async def create_score(self, request: ScoreRequest, raw_request: Request) -> ScoreResponse:
         """A score per pair: of the one text with each of the others, or of two lists in step."""
@@ -81,14 +91,29 @@ class ServingScores(PoolingBatches):
     async def _scores_of_pairs(
         self, request: ScoreBase, left: Side, right: Side, raw_request: Request, model: str
     ) -> tuple[list[float], UsageInfo]:
-        """Each pair is one prompt, joined as the tokenizer joins pairs."""
+        """Each pair is one prompt."""
         for name, texts in (left, right):
             if "" in texts:
                 raise InvalidRequestError(f"{name} must not hold an empty text.", name)
         ones, others = left[1], right[1]
         if len(ones) == 1:
             ones = ones * len(others)
-        prompts = [(right[0], pair) for pair in zip(ones, others, strict=True)]
+        self.check_count(len(others), right[0])
+        pairs: list[Prompt] = list(zip(ones, others, strict=True))
+        if self._template is not None:
+            pairs = await asyncio.to_thread(_templated, self._template, ones, right)
         params = PoolingParams(task="classify", normalize=request.use_activation)
-        outputs = await self.run(request, prompts, params, raw_request, model)
+        outputs = await self.run(request, [(right[0], pair) for pair in pairs], params, raw_request, model)
         return [numbers((output.pooled or [])[0])[0] for output in outputs], usage_of(outputs)
+
+
+def _templated(template: ChatTemplate, ones: list[str], right: Side) -> list[Prompt]:
+    """Each pair as the template writes it. Waits for the process that renders. Raises InvalidRequestError."""
+    prompts: list[Prompt] = []
+    for one, other in zip(ones, right[1], strict=True):
+        messages = [ChatMessageParam(role="query", content=one), ChatMessageParam(role="document", content=other)]
+        try:
+            prompts.append(template.apply(messages, ChatTemplateFields(add_generation_prompt=False)))
+        except InvalidRequestError as error:
+            raise InvalidRequestError(str(error), right[0]) from None
+    return prompts

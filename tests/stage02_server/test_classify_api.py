@@ -164,6 +164,16 @@ def test_a_long_pair_is_cut_at_the_end_of_the_longer_text(cross_encoder: Real) -
     refused(cross_encoder.server, "/score", body | {"truncate_prompt_tokens": 2}, 400, "truncate_prompt_tokens")
 
 
+def test_a_template_of_the_server_joins_pairs_instead(make_server: Callable[..., InProcessServer]) -> None:
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.content == '!' %}{{ raise_exception('no') }}{% endif %}{% endfor %}"
+    server = make_server(config=echo_config("relevance"), chat_template=template)
+    answer = server.post("/score", {"text_1": "a", "text_2": ["b", "cd"]}).json()
+    lengths = [len("<query>a<document>b"), len("<query>a<document>cd")]
+    assert answer["usage"]["prompt_tokens"] == sum(lengths), "one token per byte"
+    refused(server, "/rerank", {"query": "a", "documents": ["b", "!"]}, 400, "documents")
+    refused(server, "/rerank", {"query": "a", "documents": ["b"] * 2049}, 400, "documents")
+
+
 @settings(max_examples=20, deadline=None)
 @given(texts=st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=12), min_size=1, max_size=5))
 def test_every_form_of_input_gives_the_same_classes(three: InProcessServer, texts: list[str]) -> None:

@@ -97,7 +97,9 @@ def test_equal_to_transformers_however_the_prompts_are_computed(family: str, lay
             assert_right(model, output, params)
         _, again = (llm.encode(beginnings[1][:30], LOGITS)[0] for _ in range(2))
         assert_right(model, again, LOGITS)
-        assert (again.num_cached_tokens > 0) == (layout != "no cache"), "the keys and values of all but the last token do"
+        assert (again.num_cached_tokens > 0) == (layout != "no cache"), (
+            "the keys and values of all but the last token do"
+        )
         num_preemptions = llm.engine_core._core.scheduler.stats.num_preemptions
     assert (num_preemptions > 0) == (layout in ("preempted", "swapped", "no cache"))
 
