@@ -54,7 +54,7 @@ class InputProcessor:
         priority without that policy, an empty or very long salt.
         """
         if self._pooling is not None:
-            raise InvalidRequestError("This engine runs with --runner pooling: it makes vectors, not text.", "model")
+            raise InvalidRequestError("This engine makes vectors, not text: see --runner and --convert.", "model")
         self._check_scheduling(priority, cache_salt)
         token_ids = self._truncate(self._tokenize(prompt, add_special_tokens), params)
         room = self._max_model_len - len(token_ids)
