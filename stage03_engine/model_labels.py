@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 from stage03_engine.config import ModelShape
 
@@ -59,10 +59,15 @@ def _labels(config: Config) -> tuple[str, ...]:
     labels = []
     for number in range(len(named)):
         label = named.get(str(number))
-        if not isinstance(label, str):
+        if not _is_text(label):
             config.refuse(f"id2label must name each class from 0 to {len(named) - 1} by a text; {number} has {label!r}")
         labels.append(label)
     return tuple(labels)
+
+
+def _is_text(value: object) -> TypeGuard[str]:
+    """A text without lone surrogates, which no answer could hold."""
+    return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in value)
 
 
 def _activation(config: Config, num_labels: int) -> str:

@@ -183,6 +183,7 @@ def test_other_uses_of_a_model_than_its_own(tmp_path: Path) -> None:
     [
         ({"id2label": {"0": "a", "2": "b"}}, "id2label must name each class from 0 to 1 by a text; 1 has None"),
         ({"id2label": {"0": 7}}, "id2label"),
+        ({"id2label": {"0": "\ud800"}}, "id2label"),
         ({"id2label": {}}, "id2label"),
         ({"id2label": ["a"]}, "id2label"),
         ({"id2label": None, "num_labels": 0}, "num_labels"),
