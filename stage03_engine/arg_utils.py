@@ -120,12 +120,16 @@ def _detect(files: ModelFiles, device: str) -> dict[str, tuple[Any, str]]:
 
 
 def _build(settings: Mapping[str, Resolved], files: ModelFiles) -> VllmConfig:
-    shape, (runner, convert, pooler) = files.shape, (settings[n].value for n in ("runner", "convert", "pooler_config"))
-    computed = parse_pooling(runner, convert, pooler, has_head=bool(shape.labels))
-    if computed["convert_type"] == "classify":
-        shape = classifier_shape(shape, files.model_path)
-    computed |= {"model_path": files.model_path, "tokenizer_path": files.tokenizer_path, "shape": shape}
+    computed: dict[str, Any] = {
+        "model_path": files.model_path,
+        "tokenizer_path": files.tokenizer_path,
+        "shape": files.shape,
+    }
     computed |= parse_speculative_config(settings["speculative_config"].value)
+    runner, convert, pooler = (settings[name].value for name in ("runner", "convert", "pooler_config"))
+    computed |= parse_pooling(runner, convert, pooler, has_head=bool(files.shape.labels))
+    if computed["convert_type"] == "classify":
+        computed["shape"] = classifier_shape(files.shape, files.model_path)
     sections = {}
     for name, section in SECTIONS.items():
         values = {f.name: settings[f.name].value if f.name in settings else computed[f.name] for f in fields(section)}

@@ -97,16 +97,25 @@ class InputProcessor:
     ) -> EngineCoreRequest:
         """The same for a pooling request, whose prompt may fill the context to its end.
 
-        Two texts are one prompt for a cross-encoder, joined as the model's tokenizer joins pairs. `truncate_prompt_tokens`
-        keeps the last k tokens of a prompt, and cuts the end off the longer text of a pair; -1 keeps as many as the context
-        holds. Raises InvalidRequestError as `process_inputs` does, for a task that the model does not have, for impossible
-        `dimensions`, and on an engine that generates.
+        `truncate_prompt_tokens` keeps the last k tokens of the prompt; -1 keeps as many as the context holds.
+        Two texts are one prompt for a cross-encoder, joined as the model's tokenizer joins pairs; there it cuts the end off
+        the longer text. Raises InvalidRequestError as `process_inputs` does, for impossible `dimensions`, for a task that the
+        model does not have, and on an engine that generates.
         """
         if self._pooling is None:
             raise InvalidRequestError("This engine makes text; vectors need one with --runner pooling.", "model")
         self._check_scheduling(priority, cache_salt)
-        self._check_pooling(params)
-        token_ids = self._fitting(prompt, add_special_tokens, truncate_prompt_tokens)
+        self._check_task(params)
+        if params.dimensions is not None and not 1 <= params.dimensions <= self._hidden_size:
+            raise InvalidRequestError(
+                f"dimensions must be in [1, {self._hidden_size}], the model's hidden size, got {params.dimensions}.",
+                "dimensions",
+            )
+        if isinstance(prompt, tuple):
+            token_ids = self._tokenize_pair(prompt, truncate_prompt_tokens)
+        else:
+            token_ids = self._tokenize(prompt, add_special_tokens)
+        token_ids = self._fitting(token_ids, truncate_prompt_tokens)
         kind = "ALL" if params.task in TOKEN_TASKS else params.pooling_type or self._pooling.pooling_type
         _trace_tokenized(request_id, prompt, token_ids)
         return EngineCoreRequest(
@@ -119,40 +128,21 @@ class InputProcessor:
             pooling_params=msgspec.structs.replace(params, needs_all_tokens=kind != "LAST"),
         )
 
-    def _check_pooling(self, params: PoolingParams) -> None:
+    def _check_task(self, params: PoolingParams) -> None:
         if params.task not in self._tasks:
             raise InvalidRequestError(f"This engine's model has no {params.task} task.", "task")
-        if params.dimensions is None:
-            return
-        if params.task not in ("embed", "token_embed"):
+        if params.dimensions is not None and params.task not in ("embed", "token_embed"):
             raise InvalidRequestError("dimensions cuts embeddings; classes are all or none.", "dimensions")
-        if not 1 <= params.dimensions <= self._hidden_size:
-            raise InvalidRequestError(
-                f"dimensions must be in [1, {self._hidden_size}], the model's hidden size, got {params.dimensions}.",
-                "dimensions",
-            )
 
-    def _fitting(
-        self, prompt: str | list[int] | tuple[str, str], add_special_tokens: bool, keep: int | None
-    ) -> list[int]:
-        """The tokens of a pooling request's prompt, cut as far as `keep` says."""
+    def _fitting(self, token_ids: list[int], keep: int | None) -> list[int]:
+        """The input of a pooling request, its beginning cut off as far as `keep` says."""
         limit = self._max_model_len
-        if keep is not None and not (keep == -1 or 1 <= keep <= limit):
-            raise InvalidRequestError(
-                f"truncate_prompt_tokens must be -1 or in [1, {limit}], got {keep}.", "truncate_prompt_tokens"
-            )
-        keep = limit if keep == -1 else keep
-        if isinstance(prompt, tuple):
-            for text in prompt:
-                self._check_text(text)
-            token_ids = self._tokenizer.encode_pair(*prompt, keep)
-            if keep is not None and len(token_ids) > keep:  # the special tokens alone
+        if keep is not None:
+            if not (keep == -1 or 1 <= keep <= limit):
                 raise InvalidRequestError(
-                    f"truncate_prompt_tokens {keep} leaves no room for the texts.", "truncate_prompt_tokens"
+                    f"truncate_prompt_tokens must be -1 or in [1, {limit}], got {keep}.", "truncate_prompt_tokens"
                 )
-        else:
-            token_ids = self._tokenize(prompt, add_special_tokens)
-            token_ids = token_ids if keep is None else token_ids[-keep:]
+            token_ids = token_ids[-(limit if keep == -1 else keep) :]
         if not token_ids:
             raise InvalidRequestError("The input must not be empty: it has no tokens.", "input")
         if len(token_ids) > limit:
@@ -226,6 +216,18 @@ class InputProcessor:
                     f"Token id {token_id} is out of the vocabulary: ids are 0 to {self._vocab_size - 1}.", "prompt"
                 )
         return list(prompt)
+
+    def _tokenize_pair(self, texts: tuple[str, str], keep: int | None) -> list[int]:
+        """At most `keep` tokens, the special ones between and around the texts among them."""
+        for text in texts:
+            self._check_text(text)
+        keep = self._max_model_len if keep == -1 else keep
+        token_ids = self._tokenizer.encode_pair(*texts, keep)
+        if keep is not None and len(token_ids) > keep:
+            raise InvalidRequestError(
+                f"truncate_prompt_tokens {keep} leaves no room for the texts.", "truncate_prompt_tokens"
+            )
+        return token_ids
 
     def _check_text(self, prompt: str) -> None:
         # What cannot fit whatever its tokens are is not tokenized: megabytes of text would hold up every other client.
