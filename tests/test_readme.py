@@ -92,6 +92,17 @@ def test_the_readmes_show_commands_and_link_to_what_exists() -> None:
             assert target.startswith("http") or (readme.parent / target).exists(), f"{readme}: {target}"
 
 
+@pytest.mark.parametrize("folder", ["stage01_cli", "stage02_server", "stage03_engine", "stage04_kernels", "trace"])
+def test_every_file_is_named_in_the_readme_of_its_folder(folder: str) -> None:
+    """By its name, or by that of a folder that it is in."""
+    named = set(re.findall(r"`([\w./]+)`", (ROOT / folder / "README.md").read_text(encoding="utf-8")))
+    top = ROOT / folder / ("stagetrace" if folder == "trace" else "")
+    for path in top.rglob("*.py"):
+        name = path.relative_to(top)
+        names = {str(name), name.name, *(f"{parent}/" for parent in name.parents)}
+        assert path.name == "__init__.py" or names & named, f"{folder}/README.md does not name {name}"
+
+
 def test_files_named_in_the_readme_exist() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     table = text[text.index("## Where the documents' parts are") : text.index("## Working on it")]

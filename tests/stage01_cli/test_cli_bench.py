@@ -79,11 +79,19 @@ def bench(server: StubServer, path: Path, *words: str) -> tuple[int, dict[str, A
 def test_requests_and_result(server: StubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     os.environ["OPENAI_API_KEY"] = "secret"
     words = ["--temperature=0.5", "--goodput", "e2el:60000", "--metadata", "gpu=none", "--header", "X-A=b=c"]
-    words += ["--percentile-metrics=e2el", "--metric-percentiles=50,99.9", "--num-warmups=2", "--max-concurrency=2"]
+    words += [
+        "--percentile-metrics=e2el",
+        "--metric-percentiles=50,99.9",
+        "--num-warmups=2",
+        "--max-concurrency=2",
+        "--request-id-prefix=a-",
+    ]
     code, result = bench(server, tmp_path, *words)
     assert code == 0
     assert len(server.requests) == 1 + 2 + 4  # the first one asks whether the server answers, two warm up
     path, headers, body = server.requests[-1]
+    ids = [headers["X-Request-Id"] for _, headers, _ in server.requests]
+    assert sorted(ids) == sorted(["a-ready", "a-warmup-0", "a-warmup-1", *(f"a-{number}" for number in range(4))])
     assert path == "/v1/completions" and headers["Authorization"] == "Bearer secret" and headers["X-A"] == "b=c"
     assert (body["model"], body["max_tokens"], body["temperature"], body["stream"]) == ("served-name", 7, 0.5, True)
     assert (result["completed"], result["failed"], result["total_output_tokens"]) == (4, 0, 28)
