@@ -121,21 +121,36 @@ _GPT2_FIXED = {
 
 def _read_gpt2(config: Config, architecture: str) -> ModelShape:
     config.only(_GPT2_FIXED)
-    hidden_size, num_heads = config.size("n_embd"), config.size("n_head")
     context_key = "n_ctx" if "n_positions" not in config.values and "n_ctx" in config.values else "n_positions"
+    intermediate_size = config.size("n_inner", 4 * config.size("n_embd"))
+    keys = ("n_embd", "n_head", "n_layer", context_key)
+    shape = _plain_shape(config, architecture, intermediate_size, *keys)
+    return replace(shape, layer_norm_epsilon=config.epsilon("layer_norm_epsilon", 1e-5))
+
+
+def _plain_shape(
+    config: Config,
+    architecture: str,
+    intermediate_size: int,
+    hidden_key: str,
+    heads_key: str,
+    layers_key: str,
+    context_key: str,
+) -> ModelShape:
+    """A decoder whose heads divide the hidden size among them and share no keys."""
+    hidden_size, num_heads = config.size(hidden_key), config.size(heads_key)
     if hidden_size % num_heads:
-        config.refuse(f"n_embd = {hidden_size} is not a multiple of n_head = {num_heads}")
+        config.refuse(f"{hidden_key} = {hidden_size} is not a multiple of {heads_key} = {num_heads}")
     return ModelShape(
         architecture=architecture,
         vocab_size=config.size("vocab_size"),
-        num_layers=config.size("n_layer"),
+        num_layers=config.size(layers_key),
         num_heads=num_heads,
         num_kv_heads=num_heads,
         head_dim=hidden_size // num_heads,
         hidden_size=hidden_size,
-        intermediate_size=config.size("n_inner", 4 * hidden_size),
+        intermediate_size=intermediate_size,
         max_position_embeddings=config.size(context_key),
-        layer_norm_epsilon=config.epsilon("layer_norm_epsilon", 1e-5),
     )
 
 
@@ -248,18 +263,8 @@ def _rope(config: Config) -> tuple[float, RopeScaling | None]:
 
 def _read_whisper(config: Config, architecture: str) -> ModelShape:
     """Of the decoder: the encoder's sizes are transformers' business, which runs the model."""
-    hidden_size, num_heads = config.size("d_model"), config.size("decoder_attention_heads")
-    return ModelShape(
-        architecture=architecture,
-        vocab_size=config.size("vocab_size"),
-        num_layers=config.size("decoder_layers"),
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_dim=hidden_size // num_heads,
-        hidden_size=hidden_size,
-        intermediate_size=config.size("decoder_ffn_dim"),
-        max_position_embeddings=config.size("max_target_positions"),
-    )
+    keys = ("d_model", "decoder_attention_heads", "decoder_layers", "max_target_positions")
+    return _plain_shape(config, architecture, config.size("decoder_ffn_dim"), *keys)
 
 
 _READERS: dict[str, tuple[str, Callable[[Config, str], ModelShape]]] = {

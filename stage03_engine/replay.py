@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,56 +19,13 @@ from stage03_engine.core.scheduler import Scheduler
 from stage03_engine.import_class import construct
 from stage03_engine.messages import EngineCoreOutput, FinishReason
 from stage03_engine.replay_recording import Decision, RecordedGrammars, RecordedStep, made_up_request
+from stage03_engine.replay_report import MANY, Difference, Replayed, facts_that_differ, outcome_in_words
 from stagetrace import Event, Recording
 from stagetrace.commands.common import add_run
 from stagetrace.errors import TraceError
 
-MANY = 8  # requests of each kind that a report names
-
 Snapshot = tuple[list[tuple[str, RequestStatus, int, int]], int]
 """(request, status, tokens computed, tokens) of everyone, and the free blocks."""
-
-
-@dataclass
-class Difference:
-    """The first decision that differs. `recorded` and `replayed` are facts in words, in the same order."""
-
-    step: int
-    request_id: str | None  # the first one that it concerns
-    recorded: list[str]
-    replayed: list[str]
-    before: list[str]  # the state in which both decided
-
-    def __str__(self) -> str:
-        lines = [f"step {self.step}: the first decision that differs", "  before:   " + self.before[0]]
-        lines += ["            " + line for line in self.before[1:]]
-        for label, facts in (("recorded", self.recorded), ("replayed", self.replayed)):
-            lines += [f"  {label}: {fact}" for fact in facts[:MANY]]
-        if len(self.recorded) > MANY:
-            lines.append(f"  and {len(self.recorded) - MANY} more differences")
-        return "\n".join(lines)
-
-
-@dataclass
-class Replayed:
-    """What became of one engine's recording."""
-
-    proc: str
-    pid: int
-    steps: int = 0
-    requests: int = 0
-    tokens: int = 0
-    difference: Difference | None = None
-    cut_off: int | None = None  # the step in whose middle the recording ends
-
-    def __str__(self) -> str:
-        counts = f"steps {self.steps}, requests {self.requests}, scheduled tokens {self.tokens}"
-        lines = [
-            f"{self.proc} (pid {self.pid}): {counts}" + ("" if self.difference else ": every decision is the same")
-        ]
-        if self.cut_off is not None:
-            lines.append(f"the recording ends in the middle of step {self.cut_off}")
-        return "\n".join(lines + ([str(self.difference)] if self.difference else []))
 
 
 class Replay:
@@ -209,7 +165,7 @@ class Replay:
         if not whole:  # what was swapped is only recorded after the decision
             recorded.swapped = replayed.swapped
         if recorded != replayed or list(recorded.scheduled) != list(replayed.scheduled):
-            self._differ(*_facts(recorded, replayed), before)
+            self._differ(*facts_that_differ(recorded, replayed), before)
             return None
         return output
 
@@ -226,7 +182,7 @@ class Replay:
             replayed[output.request_id] = (count, None if reason is None else str(reason))
         wrong = [i for i in recorded | replayed if recorded.get(i) != replayed.get(i)]
         if wrong:
-            facts = [[_outcome(i, side.get(i)) for i in wrong] for side in (recorded, replayed)]
+            facts = [[outcome_in_words(i, side.get(i)) for i in wrong] for side in (recorded, replayed)]
             self._differ(wrong[0], facts[0], facts[1], before)
 
     def _differ(self, request_id: str | None, recorded: list[str], replayed: list[str], before: Snapshot) -> None:
@@ -249,35 +205,6 @@ class Replay:
             if named:
                 lines.append(f"{status.name.lower()}: {', '.join(named[:MANY])}{more}")
         return lines
-
-
-def _outcome(request_id: str, outcome: tuple[int, str | None] | None) -> str:
-    if outcome is None:
-        return f"{request_id} receives nothing"
-    count, reason = outcome
-    return f"{request_id} receives {count} tokens" + (f" and ends ({reason})" if reason else "")
-
-
-def _facts(recorded: Decision, replayed: Decision) -> tuple[str | None, list[str], list[str]]:
-    """Where two decisions differ: (the first request, what the one says, what the other says)."""
-    names = [*recorded.preempted, *recorded.scheduled, *replayed.preempted, *replayed.scheduled]
-    wrong = [i for i in dict.fromkeys(names) if recorded.about(i) != replayed.about(i)]
-    facts = [[f"{i} {side.about(i)}" for i in wrong] for side in (recorded, replayed)]
-    for label, of in _OF_ALL.items():
-        if of(recorded) != of(replayed):
-            facts[0].append(f"{label} {of(recorded)}")
-            facts[1].append(f"{label} {of(replayed)}")
-    return wrong[0] if wrong else None, facts[0], facts[1]
-
-
-_OF_ALL: dict[str, Callable[[Decision], object]] = {
-    "order of service": lambda d: list(d.scheduled),
-    "order of admission": lambda d: list(d.started),
-    "order of preemption": lambda d: d.preempted,
-    "ended since the last step": lambda d: d.finished,
-    "blocks swapped (out, in)": lambda d: d.swapped,
-    "free blocks afterwards": lambda d: d.free_blocks,
-}
 
 
 def replay(

@@ -54,6 +54,92 @@ def _exp2(x: Any, power: Any, low: int, high: int, peak: float) -> None:
         x[i] *= factor[i]
 
 
+@nb.njit(fastmath=FAST, inline="always")
+def _score(
+    scores: Any, query: Any, keys: Any, first_head: int, num_heads: int, first_key: int, num_keys: int, scale: float
+) -> None:
+    """scores[row, key] = query . key, scaled, for the keys first_key to num_keys of a block. In the order of memory: a block is read
+    from its first byte to its last."""
+    group = query.shape[1] // keys.shape[1]
+    rows_per_head = len(query) * group
+    for key in range(first_key, num_keys):
+        for head in range(num_heads):
+            for row in range(rows_per_head):
+                token, query_head = row // group, (first_head + head) * group + row % group
+                score = np.float32(0.0)
+                for dim in range(query.shape[2]):
+                    score += query[token, query_head, dim] * keys[key, first_head + head, dim]
+                scores[head * rows_per_head + row, key] = score * np.float32(scale)
+
+
+@nb.njit(fastmath=FAST, inline="always")
+def _softmax_step(scores: Any, power: Any, mixed: Any, largest: Any, total: Any, row: int, low: int, high: int) -> None:
+    """One row's scores of the keys low to high become weights, relative to the largest score so far; what the row has gathered from
+    earlier blocks follows it."""
+    peak = max(largest[row], scores[row, low:high].max())
+    rescale = np.float32(2.0 ** (largest[row] - peak))
+    _exp2(scores[row], power, low, high, peak)
+    total[row] = total[row] * rescale + scores[row, low:high].sum()
+    largest[row] = peak
+    if rescale < 1.0:
+        for dim in range(mixed.shape[1]):
+            mixed[row, dim] *= rescale
+
+
+@nb.njit(fastmath=FAST, inline="always")
+def _mix(mixed: Any, scores: Any, values: Any, first_head: int, num_heads: int, first_key: int, num_keys: int) -> None:
+    """mixed[row] += weight * value, over the keys first_key to num_keys of a block, in the order of memory."""
+    rows_per_head = len(mixed) // num_heads
+    for key in range(first_key, num_keys):
+        for head in range(num_heads):
+            for row in range(head * rows_per_head, (head + 1) * rows_per_head):
+                weight = scores[row, key]
+                for dim in range(mixed.shape[1]):
+                    mixed[row, dim] += weight * values[key, first_head + head, dim]
+
+
+@nb.njit(fastmath=FAST, inline="always")
+def _attend_heads(
+    out: Any,  # [tokens, num_heads, head_dim] float32: of one request
+    query: Any,  # the same shape
+    keys: Any,  # [num_blocks, block_size, num_kv_heads, head_dim] float32
+    values: Any,
+    blocks: Any,  # [max_blocks] int32: the request's
+    seq_len: int,
+    scale: float,
+    window: int,  # 0 = none
+    first_head: int,  # of the key/value heads to compute
+    num_heads: int,
+) -> None:
+    """One request, some of its key/value heads, from its first visible block to its last."""
+    block_size, tokens, head_dim = keys.shape[1], len(query), query.shape[2]
+    group = query.shape[1] // keys.shape[2]
+    before = seq_len - tokens  # positions before the first of these tokens
+    # Row (head, token, member): a key/value head, a token, one of the query heads that share the former.
+    rows = num_heads * tokens * group
+    scores, power = np.empty((rows, block_size), np.float32), np.empty(block_size, np.int32)
+    mixed = np.zeros((rows, head_dim), np.float32)
+    largest, total = np.full(rows, -np.inf, np.float32), np.zeros(rows, np.float32)
+    begin = max(0, before + 1 - window) if window > 0 else 0
+    for block_index in range(begin // block_size, (seq_len - 1) // block_size + 1):
+        block, position = blocks[block_index], block_index * block_size  # of the block's first key
+        first_key, num_keys = max(0, begin - position), min(block_size, seq_len - position)
+        _score(scores, query, keys[block], first_head, num_heads, first_key, num_keys, scale)
+        for row in range(rows):
+            last = before + row // group % tokens  # the position of this row's token
+            low = max(first_key, last + 1 - window - position) if window > 0 else 0
+            high = min(num_keys, last + 1 - position)
+            scores[row, first_key:low] = 0.0
+            scores[row, max(high, 0) : num_keys] = 0.0
+            if low < high:
+                _softmax_step(scores, power, mixed, largest, total, row, low, high)
+        _mix(mixed, scores, values[block], first_head, num_heads, first_key, num_keys)
+    for row in range(rows):
+        query_head = (first_head + row // (tokens * group)) * group + row % group
+        for dim in range(head_dim):
+            out[row // group % tokens, query_head, dim] = mixed[row, dim] / total[row]
+
+
 @nb.njit(parallel=True, fastmath=FAST, nogil=True, cache=True)
 def _attend(
     out: Any,  # [num_tokens, num_heads, head_dim] float32
@@ -68,63 +154,16 @@ def _attend(
     window: int,  # 0 = none
     heads_per_item: int,  # key/value heads that one item of work takes
 ) -> None:
-    block_size, num_kv_heads, head_dim = keys.shape[1:]
-    group = query.shape[1] // num_kv_heads
+    """An item of work is a request and some of its key/value heads; threads share the items."""
+    num_kv_heads = keys.shape[2]
     items_per_request = -(-num_kv_heads // heads_per_item)
     for item in nb.prange(len(requests) * items_per_request):
         request, first_head = requests[item // items_per_request], item % items_per_request * heads_per_item
-        num_heads = min(heads_per_item, num_kv_heads - first_head)
-        start, tokens = query_start_loc[request], query_start_loc[request + 1] - query_start_loc[request]
-        before = seq_lens[request] - tokens  # positions before the first of these tokens
-        # Row (head, token, member): a key/value head, a token, one of the query heads that share the former.
-        rows = num_heads * tokens * group
-        scores, power = np.empty((rows, block_size), np.float32), np.empty(block_size, np.int32)
-        mixed = np.zeros((rows, head_dim), np.float32)
-        largest, total = np.full(rows, -np.inf, np.float32), np.zeros(rows, np.float32)
-        begin = max(0, before + 1 - window) if window > 0 else 0
-        for block_index in range(begin // block_size, (before + tokens - 1) // block_size + 1):
-            block = block_table[request, block_index]
-            position = block_index * block_size  # of the block's first key
-            first_key, num_keys = max(0, begin - position), min(block_size, before + tokens - position)
-            for key in range(
-                first_key, num_keys
-            ):  # in the order of memory: a block is read from its first byte to its last
-                for head in range(num_heads):
-                    for row in range(tokens * group):
-                        token, query_head = start + row // group, (first_head + head) * group + row % group
-                        score = np.float32(0.0)
-                        for dim in range(head_dim):
-                            score += query[token, query_head, dim] * keys[block, key, first_head + head, dim]
-                        scores[head * tokens * group + row, key] = score * np.float32(scale)
-            for row in range(rows):
-                last = before + row // group % tokens  # the position of this row's token
-                low = max(first_key, last + 1 - window - position) if window > 0 else 0
-                high = min(num_keys, last + 1 - position)
-                scores[row, first_key:low] = 0.0
-                scores[row, max(high, 0) : num_keys] = 0.0
-                if low >= high:
-                    continue
-                peak = max(largest[row], scores[row, low:high].max())
-                rescale = np.float32(2.0 ** (largest[row] - peak))
-                _exp2(scores[row], power, low, high, peak)
-                total[row] = total[row] * rescale + scores[row, low:high].sum()
-                largest[row] = peak
-                if rescale < 1.0:
-                    for dim in range(head_dim):
-                        mixed[row, dim] *= rescale
-            for key in range(first_key, num_keys):
-                for head in range(num_heads):
-                    for row in range(head * tokens * group, (head + 1) * tokens * group):
-                        weight = scores[row, key]
-                        for dim in range(head_dim):
-                            mixed[row, dim] += weight * values[block, key, first_head + head, dim]
-        for row in range(rows):
-            token, query_head = (
-                start + row // group % tokens,
-                (first_head + row // (tokens * group)) * group + row % group,
-            )
-            for dim in range(head_dim):
-                out[token, query_head, dim] = mixed[row, dim] / total[row]
+        start, end = query_start_loc[request], query_start_loc[request + 1]
+        _attend_heads(
+            out[start:end], query[start:end], keys, values, block_table[request], seq_lens[request], scale, window,
+            first_head, min(heads_per_item, num_kv_heads - first_head),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -107,6 +107,16 @@ print(" ".join(sorted({{name.partition(".")[0] for name in sys.modules}})))
 sys.exit(code)
 """
 
+DYING_ENGINE = """
+from stage02_server.echo_engine import EchoCoreClient
+from stage03_engine.errors import EngineDeadError
+async def die(self):
+    await self._work.wait()
+    raise EngineDeadError("The engine process ended.")
+EchoCoreClient.get_output_async = die
+"""
+"""A patch for `ServerProcess`: the echo engine dies of its first request."""
+
 
 class ServerProcess:
     """`serve ...` of a stage in a process; `patch` runs before it. Prints its top-level modules at the end."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import ast
+import importlib.util
 import os
 import re
 import shlex
@@ -12,6 +15,10 @@ from pathlib import Path
 
 import pytest
 from server_under_test import ServerProcess
+
+import stage03_engine.__main__
+import stage04_kernels.__main__
+from stage01_cli.main import COMMANDS as SUBCOMMANDS, make_parser
 
 ROOT = Path(__file__).parent.parent
 READMES = sorted(path for path in [*ROOT.glob("*.md"), *ROOT.glob("stage0*/*.md"), *ROOT.glob("trace/*.md")])
@@ -90,6 +97,56 @@ def test_the_readmes_show_commands_and_link_to_what_exists() -> None:
         text = readme.read_text(encoding="utf-8")
         for target in re.findall(r"\]\(([^)#]+)\)", text):
             assert target.startswith("http") or (readme.parent / target).exists(), f"{readme}: {target}"
+
+
+def flags_of(parser: argparse.ArgumentParser) -> set[str]:
+    """Of a parser and its subcommands."""
+    found = set(parser._option_string_actions)
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for subparser in action.choices.values():
+                found |= flags_of(subparser)
+    return found
+
+
+NO_FLAGS_OF_OURS = {"--max-num-seq", "--enable-x", "--disable-x", "--no-enable-x", "--no-buffer", "--benchmark-only"}
+"""A wrong one, placeholders, curl's and pytest's."""
+
+
+def test_every_flag_that_a_readme_names_exists() -> None:
+    parsers = [make_parser(name) for name in SUBCOMMANDS]
+    parsers += [stage03_engine.__main__.make_parser(), stage04_kernels.__main__.make_parser()]
+    known = set().union(*map(flags_of, parsers), NO_FLAGS_OF_OURS)
+    for readme in READMES:
+        named = re.findall(r"(?<![\w-])--[a-z][a-z_-]*[a-z]", readme.read_text(encoding="utf-8"))
+        assert {name.replace("_", "-") for name in named} <= known, readme
+
+
+def test_what_python_in_a_readme_imports_from_here_exists() -> None:
+    count = 0
+    for readme in READMES:
+        for block in re.findall(r"^```python\n(.*?)^```", readme.read_text(encoding="utf-8"), re.M | re.S):
+            for node in ast.walk(ast.parse(block)):
+                if isinstance(node, ast.ImportFrom) and str(node.module).startswith("stage"):
+                    module = importlib.import_module(str(node.module))
+                    for name in (alias.name for alias in node.names):
+                        is_module = (
+                            importlib.util.find_spec(f"{node.module}.{name}") if hasattr(module, "__path__") else None
+                        )
+                        assert hasattr(module, name) or is_module, f"{readme}: {ast.unparse(node)}"
+                        count += 1
+    assert count > 5
+
+
+@pytest.mark.parametrize("folder", ["stage01_cli", "stage02_server", "stage03_engine", "stage04_kernels", "trace"])
+def test_every_file_is_named_in_the_readme_of_its_folder(folder: str) -> None:
+    """By its name, or by that of a folder that it is in."""
+    named = set(re.findall(r"`([\w./]+)`", (ROOT / folder / "README.md").read_text(encoding="utf-8")))
+    top = ROOT / folder / ("stagetrace" if folder == "trace" else "")
+    for path in top.rglob("*.py"):
+        name = path.relative_to(top)
+        names = {str(name), name.name, *(f"{parent}/" for parent in name.parents)}
+        assert path.name == "__init__.py" or names & named, f"{folder}/README.md does not name {name}"
 
 
 def test_files_named_in_the_readme_exist() -> None:

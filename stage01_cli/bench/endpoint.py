@@ -42,13 +42,15 @@ def request_body(backend: str, sample: SampleRequest, model: str, extra: dict[st
     return common | {"prompt": sample.prompt, "max_tokens": sample.expected_output_len} | extra
 
 
-async def send_request(client: httpx.AsyncClient, url: str, body: dict[str, Any], prompt_len: int) -> RequestResult:
+async def send_request(
+    client: httpx.AsyncClient, url: str, body: dict[str, Any], prompt_len: int, request_id: str
+) -> RequestResult:
     """Send one request and read its stream. Never raises: what goes wrong is in the result."""
     import httpx
 
     result = RequestResult(prompt_len, time.perf_counter())
     try:
-        async with client.stream("POST", url, json=body) as response:
+        async with client.stream("POST", url, json=body, headers={"X-Request-Id": request_id}) as response:
             if response.status_code != 200:
                 result.error = _reason(await response.aread(), response.status_code)
                 return result

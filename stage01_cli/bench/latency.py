@@ -3,25 +3,14 @@
 
 from __future__ import annotations
 
-import argparse
 import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from stage01_cli.bench.offline import (
-    add_offline_args,
-    at_least,
-    check_writable,
-    engine,
-    percentiles,
-    print_times,
-    resolve_offline,
-    save,
-)
-from stage01_cli.types import CLISubcommand
-from stage03_engine.config import option
+from stage01_cli.bench.offline import OfflineBenchmark, at_least, engine, percentiles, print_times
+from stage03_engine.config import VllmConfig, option
 
 
 @dataclass(frozen=True)
@@ -35,21 +24,18 @@ class LatencyArgs:
     use_beam_search: bool = option(False, "beam search with n beams")
     num_iters_warmup: int = option(10, "batches to run before, whose time does not count")
     num_iters: int = option(30, "batches to measure")
-    output_json: str | None = option(None, "file for the result as JSON")
 
 
-class LatencyBenchmark(CLISubcommand):
+class LatencyBenchmark(OfflineBenchmark):
     """One batch of random prompts, again and again."""
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """The flags of `bench latency`."""
-        add_offline_args(parser, LatencyArgs)
+    sections = (LatencyArgs,)
+    defaults: ClassVar[dict[str, Any]] = {"enable_prefix_caching": False}  # the same batch comes again
 
-    def cmd(self, args: argparse.Namespace) -> int:
-        """The prefix cache is off unless a flag asks for it: the same batch comes again. Raises StagesError."""
-        config, (bench,) = resolve_offline(args, LatencyArgs, enable_prefix_caching=False)
+    def measure(self, config: VllmConfig, sections: list[Any]) -> dict[str, Any]:
+        """Raises StagesError."""
+        [bench] = sections
         at_least(bench, input_len=1, output_len=1, batch_size=1, n=1, num_iters_warmup=0, num_iters=1)
-        check_writable(bench.output_json)
         from tqdm import trange
 
         with engine(config) as llm:
@@ -58,11 +44,9 @@ class LatencyBenchmark(CLISubcommand):
                 run()
             latencies = [_seconds(run) for _ in trange(bench.num_iters, desc="measured", disable=None)]
         print_times("seconds per batch", latencies)
-        result = {
+        return {
             "avg_latency": sum(latencies) / len(latencies), "latencies": latencies, "percentiles": percentiles(latencies),
         }  # fmt: skip
-        save(bench.output_json, result)
-        return 0
 
 
 def _batch(llm: Any, bench: LatencyArgs, rng: random.Random) -> Callable[[], Any]:

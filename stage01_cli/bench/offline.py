@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from stage01_cli.bench.result import write_json
+from stage01_cli.types import CLISubcommand
 from stage03_engine.arg_utils import AsyncEngineArgs, engine_settings
 from stage03_engine.args import Resolved, add_flags, resolve_cli, settings_of
-from stage03_engine.config import VllmConfig
+from stage03_engine.config import VllmConfig, option
 from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.tracing import open_trace
 
@@ -20,6 +22,38 @@ if TYPE_CHECKING:
     from stage03_engine.llm import LLM
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
+
+
+@dataclass(frozen=True)
+class ResultArgs:
+    """Where the result goes."""
+
+    output_json: str | None = option(None, "file for the result as JSON")
+
+
+class OfflineBenchmark(CLISubcommand):
+    """A measurement of the engine: its flags are those of its `sections`, of the result and of the engine."""
+
+    sections: ClassVar[tuple[type, ...]]
+    defaults: ClassVar[dict[str, Any]] = {}  # other defaults for settings of the engine
+
+    @abstractmethod
+    def measure(self, config: VllmConfig, sections: list[Any]) -> dict[str, Any]:
+        """Check the settings, measure, print; the result with vLLM's keys. Raises StagesError."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """The flags of the benchmark."""
+        add_offline_args(parser, *self.sections, ResultArgs)
+
+    def cmd(self, args: argparse.Namespace) -> int:
+        """Raises StagesError."""
+        config, (*sections, where) = resolve_offline(args, *self.sections, ResultArgs, **self.defaults)
+        check_writable(where.output_json)
+        result = self.measure(config, sections)
+        if where.output_json is not None:
+            write_json(where.output_json, result)
+            print(f"written to {where.output_json}")
+        return 0
 
 
 def add_offline_args(parser: argparse.ArgumentParser, *sections: type) -> None:
@@ -80,10 +114,3 @@ def print_times(title: str, seconds: list[float]) -> None:
     print(f"{title + ', mean':42}{sum(seconds) / len(seconds):>12.4f}")
     for percentile, value in percentiles(seconds).items():
         print(f"{'  p' + percentile:42}{value:>12.4f}")
-
-
-def save(path: str | None, result: dict[str, Any]) -> None:
-    """Write the JSON if a path was given. Raises ConfigError."""
-    if path is not None:
-        write_json(path, result)
-        print(f"written to {path}")

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
     from stage03_engine.frontend.tokenizer import Tokenizer
 
-Send = Callable[[SampleRequest], Coroutine[Any, Any, RequestResult]]
+Send = Callable[[SampleRequest, str], Coroutine[Any, Any, RequestResult]]
+"""Sends a sample; the text is what follows `--request-id-prefix` in its request id."""
 
 
 class BenchmarkError(StagesError):
@@ -72,11 +73,11 @@ async def _benchmark(bench: ServeBenchArgs) -> tuple[list[RequestResult], dict[s
         samples = get_samples(bench.dataset, tokenizer, bench.server.seed)
         send = _sender(client, bench, bench.server.served_model_name or model)
         await _wait_until_ready(send, samples[0], bench)
-        await _many(send, samples[:1] * bench.load.num_warmups, [0.0] * bench.load.num_warmups, bench, show=False)
+        await _many(send, samples[:1] * bench.load.num_warmups, [0.0] * bench.load.num_warmups, bench, warmup=True)
         if bench.load.profile:
             await _profile(client, "start")
         began = time.perf_counter()
-        results = await _many(send, samples, arrivals(bench), bench, show=not bench.load.disable_tqdm)
+        results = await _many(send, samples, arrivals(bench), bench)
         duration = time.perf_counter() - began
         if bench.load.profile:
             await _profile(client, "stop")
@@ -109,8 +110,9 @@ def _sender(client: httpx.AsyncClient, bench: ServeBenchArgs, model: str) -> Sen
     """How one sample is sent."""
     extra, endpoint, backend = bench.extra(), bench.endpoint, bench.server.backend
 
-    async def send(sample: SampleRequest) -> RequestResult:
-        return await send_request(client, endpoint, request_body(backend, sample, model, extra), sample.prompt_len)
+    async def send(sample: SampleRequest, name: str) -> RequestResult:
+        body = request_body(backend, sample, model, extra)
+        return await send_request(client, endpoint, body, sample.prompt_len, bench.server.request_id_prefix + name)
 
     return send
 
@@ -118,7 +120,7 @@ def _sender(client: httpx.AsyncClient, bench: ServeBenchArgs, model: str) -> Sen
 async def _wait_until_ready(send: Send, sample: SampleRequest, bench: ServeBenchArgs) -> None:
     """One request whose times do not count: what is wrong with all is known before a thousand are sent."""
     deadline = time.monotonic() + bench.load.ready_check_timeout_sec
-    while (result := await send(sample)).error:
+    while (result := await send(sample, "ready")).error:
         if time.monotonic() >= deadline:
             raise BenchmarkError(f"the first request to {bench.url}{bench.endpoint} failed: {result.error}")
         await asyncio.sleep(0.5)
@@ -144,25 +146,25 @@ def arrivals(bench: ServeBenchArgs) -> list[float]:
 
 
 async def _many(
-    send: Send, samples: list[SampleRequest], times: list[float], bench: ServeBenchArgs, show: bool
+    send: Send, samples: list[SampleRequest], times: list[float], bench: ServeBenchArgs, warmup: bool = False
 ) -> list[RequestResult]:
     """Send each sample at its time, or later where `max_concurrency` makes it wait; results in the order of the samples."""
     from tqdm import tqdm
 
     began, room = time.perf_counter(), asyncio.Semaphore(bench.load.max_concurrency or len(samples) or 1)
-    with tqdm(total=len(samples), unit="request", disable=None if show else True) as bar:
+    with tqdm(total=len(samples), unit="request", disable=warmup or bench.load.disable_tqdm or None) as bar:
 
-        async def send_later(sample: SampleRequest) -> RequestResult:
+        async def send_later(sample: SampleRequest, name: str) -> RequestResult:
             async with room:
-                result = await send(sample)
+                result = await send(sample, name)
             bar.update()
             return result
 
         tasks = []
-        for sample, at in zip(samples, times, strict=True):
+        for index, (sample, at) in enumerate(zip(samples, times, strict=True)):
             if (wait := began + at - time.perf_counter()) > 0:
                 await asyncio.sleep(wait)
-            tasks.append(asyncio.create_task(send_later(sample)))
+            tasks.append(asyncio.create_task(send_later(sample, f"warmup-{index}" if warmup else str(index))))
         return await asyncio.gather(*tasks)
 
 

@@ -41,7 +41,9 @@ class ServerArgs:
     presence_penalty: float | None = option(None, "as in a request")
     repetition_penalty: float | None = option(None, "as in a request")
     extra_body: dict[str, Any] | None = option(None, "further fields of each request")
-    request_id_prefix: str = option("bench-", "what the header X-Request-Id begins with")
+    request_id_prefix: str = option(
+        "bench-", "what the header X-Request-Id of each request begins with; its number follows"
+    )
 
 
 @dataclass(frozen=True)

@@ -6,25 +6,15 @@ and the two differ by chance only. Files that the operating system holds in memo
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
-from stage01_cli.bench.offline import (
-    add_offline_args,
-    at_least,
-    check_writable,
-    engine,
-    percentiles,
-    print_times,
-    resolve_offline,
-    save,
-)
-from stage01_cli.types import CLISubcommand
+from stage01_cli.bench.offline import OfflineBenchmark, at_least, engine, percentiles, print_times
 from stage03_engine.config import VllmConfig, option
 
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
@@ -37,21 +27,17 @@ class StartupArgs:
     num_iters_cold: int = option(3, "starts with empty caches")
     num_iters_warmup: int = option(1, "starts that fill the caches, whose time does not count")
     num_iters_warm: int = option(3, "starts with full caches")
-    output_json: str | None = option(None, "file for the result as JSON")
 
 
-class StartupBenchmark(CLISubcommand):
+class StartupBenchmark(OfflineBenchmark):
     """Start the engine process, wait until it is ready, end it, again and again."""
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """The flags of `bench startup`."""
-        add_offline_args(parser, StartupArgs)
+    sections = (StartupArgs,)
 
-    def cmd(self, args: argparse.Namespace) -> int:
+    def measure(self, config: VllmConfig, sections: list[Any]) -> dict[str, Any]:
         """Raises StagesError."""
-        config, (bench,) = resolve_offline(args, StartupArgs)
+        [bench] = sections
         at_least(bench, num_iters_cold=1, num_iters_warmup=0, num_iters_warm=1)
-        check_writable(bench.output_json)
         from tqdm import trange
 
         import stage03_engine.llm  # noqa: F401 - what this process imports is no part of the engine's start
@@ -63,13 +49,11 @@ class StartupBenchmark(CLISubcommand):
         warm = [_start(config) for _ in trange(bench.num_iters_warm, desc="warm", disable=None)]
         print_times("seconds to start, cold", cold)
         print_times("seconds to start, warm", warm)
-        result = {
+        return {
             "avg_cold_startup_time": sum(cold) / len(cold), "cold_startup_times": cold,
             "cold_startup_percentiles": percentiles(cold), "avg_warm_startup_time": sum(warm) / len(warm),
             "warm_startup_times": warm, "warm_startup_percentiles": percentiles(warm),
         }  # fmt: skip
-        save(bench.output_json, result)
-        return 0
 
 
 def _start(config: VllmConfig) -> float:

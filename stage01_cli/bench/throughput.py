@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from dataclasses import dataclass
 from typing import Any
 
 from stage01_cli.bench.datasets import DatasetArgs, SampleRequest, check_dataset, get_samples
-from stage01_cli.bench.offline import add_offline_args, at_least, check_writable, engine, resolve_offline, save
-from stage01_cli.types import CLISubcommand
-from stage03_engine.config import option
+from stage01_cli.bench.offline import OfflineBenchmark, at_least, engine
+from stage03_engine.config import VllmConfig, option
 
 
 @dataclass(frozen=True)
@@ -19,22 +17,18 @@ class ThroughputArgs:
 
     n: int = option(1, "answers per prompt")
     num_warmups: int = option(0, "prompts to complete before, whose time does not count")
-    output_json: str | None = option(None, "file for the result as JSON")
 
 
-class ThroughputBenchmark(CLISubcommand):
+class ThroughputBenchmark(OfflineBenchmark):
     """All prompts at once."""
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """The flags of `bench throughput`."""
-        add_offline_args(parser, ThroughputArgs, DatasetArgs)
+    sections = (ThroughputArgs, DatasetArgs)
 
-    def cmd(self, args: argparse.Namespace) -> int:
+    def measure(self, config: VllmConfig, sections: list[Any]) -> dict[str, Any]:
         """Raises StagesError."""
-        config, (bench, dataset) = resolve_offline(args, ThroughputArgs, DatasetArgs)
+        bench, dataset = sections
         check_dataset(dataset)
         at_least(bench, n=1, num_warmups=0)
-        check_writable(bench.output_json)
         with engine(config) as llm:
             samples = get_samples(dataset, llm.tokenizer, config.model_config.seed)
             if bench.num_warmups:
@@ -49,12 +43,10 @@ class ThroughputBenchmark(CLISubcommand):
         print(f"{'requests per second':42}{len(outputs) / elapsed:>12.2f}")
         print(f"{'tokens per second, input and output':42}{(prompts + generated) / elapsed:>12.2f}")
         print(f"{'output tokens per second':42}{generated / elapsed:>12.2f}")
-        result = {
+        return {
             "elapsed_time": elapsed, "num_requests": len(outputs), "total_num_tokens": prompts + generated,
             "requests_per_second": len(outputs) / elapsed, "tokens_per_second": (prompts + generated) / elapsed,
         }  # fmt: skip
-        save(bench.output_json, result)
-        return 0
 
 
 def _generate(llm: Any, samples: list[SampleRequest], n: int) -> list[Any]:

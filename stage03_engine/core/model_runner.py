@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -23,8 +22,8 @@ from stage03_engine.core.prompt_logprobs import prompt_logprobs
 from stage03_engine.core.sampler_trace import trace_sampling
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
 from stage03_engine.core.spec_decode.ngram_proposer import NgramProposer
+from stage03_engine.core.step_inputs import StepInputs, dummy_inputs, prepare_inputs, to_device
 from stage03_engine.messages import TokenLogprobs
-from stage04_kernels.attention import AttentionMetadata
 from stage04_kernels.bitmask import apply_token_bitmask
 from stage04_kernels.rejection_sampler import num_accepted
 from stage04_kernels.sampler import RowsTransform, SamplerOutput, SamplingMetadata, sample
@@ -39,19 +38,6 @@ def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     if device.type != "cpu" or 0 in size:
         return torch.zeros(size, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(size) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(size)
-
-
-@dataclass
-class StepInputs:
-    """The tensors of one step. `sampled` lists the rows of the persistent batch that have caught up and get a token, `drafts`
-    what was guessed to come behind them: with k drafts there are k + 1 rows of logits."""
-
-    input_ids: Tensor  # [num_tokens] int64
-    positions: Tensor  # [num_tokens] int64
-    metadata: AttentionMetadata
-    logits_indices: Tensor  # [num_logits] int64: the last token of each sampled request, and its drafts
-    sampled: list[int]
-    drafts: list[list[int]]
 
 
 class ModelRunner:
@@ -124,7 +110,7 @@ class ModelRunner:
             budget = min(budget, CPU_PROFILE_TOKENS)
         lengths = [max_len] * (budget // max_len) + [budget % max_len] * (budget % max_len > 0)
         self.initialize_kv_cache(2)
-        inputs = self._dummy_inputs(lengths)
+        inputs = dummy_inputs(self.batch, lengths, self.device)
         hidden = self.model(inputs.input_ids, inputs.positions, self.kv_caches, inputs.metadata)
         logits_per_request = 1 + self.config.speculative_config.num_speculative_tokens
         rows = min(budget, scheduler_config.max_num_seqs * logits_per_request)
@@ -134,16 +120,6 @@ class ModelRunner:
         )
         sample(logits, metadata)
         self.kv_caches = []
-
-    def _dummy_inputs(self, lengths: list[int]) -> StepInputs:
-        """Prompts of these lengths whose every token goes to block 1: the result is meaningless, the memory is not."""
-        starts = np.concatenate(([0], np.cumsum(lengths)))
-        positions = np.concatenate([np.arange(length) for length in lengths])
-        table = np.ones((len(lengths), self.batch.block_table.shape[1]), dtype=np.int32)
-        slots = self.block_size + positions % self.block_size
-        metadata = self._metadata(starts, np.array(lengths), table, slots)
-        tokens = self._to_device(np.zeros_like(positions))
-        return StepInputs(tokens, self._to_device(positions), metadata, self._to_device(starts[1:] - 1), [], [])
 
     # One step
 
@@ -217,72 +193,25 @@ class ModelRunner:
             trace.emit("kv.swapped", num_out=len(out), num_in=len(back))
 
     def _prepare_inputs(self, scheduler_output: SchedulerOutput) -> StepInputs:
-        """Gather the scheduled tokens of all requests into one flat row.
-
-        Invariant: token i of the row belongs to batch row `owner[i]`, has position `positions[i]` in its request, and its
-        key and value go to slot block_table[owner, position // block_size] * block_size + position % block_size.
-        """
-        batch = self.batch
-        scheduled = scheduler_output.num_scheduled_tokens
-        rows = np.array([batch.row_of[request_id] for request_id in scheduled])
-        counts = np.array(list(scheduled.values()))
-        starts = np.concatenate(([0], np.cumsum(counts)))  # [num_reqs + 1]
-        owner = np.repeat(rows, counts)  # [num_tokens]
-        first = batch.num_computed[rows]
-        drafts = [scheduler_output.scheduled_spec_decode_tokens.get(request_id, []) for request_id in scheduled]
-        for row, draft in zip(rows, drafts):
-            if draft:
-                batch.put_drafts(row, draft)
-        positions = np.arange(starts[-1]) - np.repeat(starts[:-1] - first, counts)  # [num_tokens]
-        blocks = batch.block_table[owner, positions // self.block_size].astype(np.int64)
-        slots = blocks * self.block_size + positions % self.block_size
+        """The scheduled tokens of all requests in one flat row."""
+        inputs = prepare_inputs(self.batch, scheduler_output, self.device)
+        metadata = inputs.metadata
         if self.config.scheduler_config.check_invariants:
-            assert len(np.unique(slots)) == len(slots), "a slot is written twice in one step"
-        seq_lens = first + counts
-        batch.num_computed[rows] = seq_lens
-        num_drafts = np.array([len(draft) for draft in drafts])
-        caught_up = np.flatnonzero(seq_lens - num_drafts == batch.num_tokens[rows])
-        num_logits = num_drafts[caught_up] + 1  # their last rows
-        first_logits = starts[1:][caught_up] - np.cumsum(num_logits)
-        metadata = self._metadata(starts, seq_lens, batch.block_table[rows], slots)
+            assert len(metadata.slot_mapping.unique()) == len(inputs.positions), "a slot is written twice in one step"
         if trace.on:
             trace.emit(
-                "runner.prepared", step=scheduler_output.step, num_reqs=len(rows), num_tokens=int(starts[-1]),
-                max_query_len=metadata.max_query_len, max_seq_len=metadata.max_seq_len,
+                "runner.prepared", step=scheduler_output.step, num_reqs=len(metadata.seq_lens_cpu),
+                num_tokens=len(inputs.positions), max_query_len=metadata.max_query_len, max_seq_len=metadata.max_seq_len,
             )  # fmt: skip
-        return StepInputs(
-            self._to_device(batch.token_ids[owner, positions]),
-            self._to_device(positions),
-            metadata,
-            self._to_device(np.repeat(first_logits, num_logits) + np.arange(num_logits.sum())),
-            rows[caught_up].tolist(),
-            [drafts[i] for i in caught_up],
-        )
-
-    def _metadata(
-        self, starts: np.ndarray, seq_lens: np.ndarray, block_table: np.ndarray, slots: np.ndarray
-    ) -> AttentionMetadata:
-        return AttentionMetadata(
-            query_start_loc=self._to_device(starts.astype(np.int32)),
-            seq_lens=self._to_device(seq_lens.astype(np.int32)),
-            block_table=self._to_device(block_table),
-            slot_mapping=self._to_device(slots),
-            query_start_loc_cpu=starts.tolist(),
-            seq_lens_cpu=seq_lens.tolist(),
-            max_query_len=int(np.diff(starts).max()),
-            max_seq_len=int(seq_lens.max()),
-        )
-
-    def _to_device(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
+        return inputs
 
     def _apply_grammar_bitmask(self, logits: Tensor, rows: list[int], masks: dict[str, bytes]) -> Tensor:
         """Forbid what a request's grammar forbids; rows of logits of requests without one stay as they are."""
         ids = [self.batch.request_ids[row] for row in rows]
         constrained = np.array([i for i, request_id in enumerate(ids) if request_id in masks])
         words = np.frombuffer(b"".join(masks[ids[i]] for i in constrained), dtype=np.int32).copy()
-        bitmask = self._to_device(words.reshape(len(constrained), -1))
-        return apply_token_bitmask(logits, bitmask, self._to_device(constrained))
+        bitmask = to_device(words.reshape(len(constrained), -1), self.device)
+        return apply_token_bitmask(logits, bitmask, to_device(constrained, self.device))
 
     def _sampling_metadata(self, rows: list[int], ahead: list[int]) -> SamplingMetadata:
         """The settings of each row of logits: `rows` are their requests, `ahead` how many drafts come before."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from stage03_engine.messages import EngineCoreRequest, FinishReason, TokenLogprobs
+from stage03_engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, TokenLogprobs
 from stagetrace import trace
 
 
@@ -118,6 +118,18 @@ def append_tokens(
         if stop is not None:
             return token_ids[:count], stop
     return token_ids, None
+
+
+def take_sampled(
+    request: Request, token_ids: list[int], logprobs: list[TokenLogprobs] | None, max_model_len: int
+) -> EngineCoreOutput:
+    """As `append_tokens`, with what the front end is to hear of it. logprobs: one entry per sampled token, if asked for."""
+    taken, stop = append_tokens(request, token_ids, max_model_len)
+    reason, stop_reason = stop or (None, None)
+    output = EngineCoreOutput(request.request_id, taken, finish_reason=reason, stop_reason=stop_reason)
+    output.new_logprobs = None if logprobs is None else logprobs[: len(taken)]
+    output.num_cached_tokens, output.prompt_logprobs = request.num_cached_tokens, request.take_prompt_logprobs()
+    return output
 
 
 def check_stop(request: Request, max_model_len: int) -> tuple[FinishReason, int | None] | None:

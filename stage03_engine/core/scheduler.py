@@ -13,16 +13,16 @@ import msgspec
 
 from stage03_engine.config import CacheConfig, SchedulerConfig
 from stage03_engine.core.block_pool import BlockPool
-from stage03_engine.core.kv_cache_manager import KVCacheManager, cdiv
+from stage03_engine.core.kv_cache_manager import KVCacheManager
 from stage03_engine.core.pooling_requests import end_pooled
-from stage03_engine.core.request import Request, RequestStatus, append_tokens
+from stage03_engine.core.request import Request, RequestStatus, take_sampled
 from stage03_engine.core.request_queue import RequestQueue
 from stage03_engine.core.sched_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from stage03_engine.core.scheduler_checks import check_fits, check_queues_and_slots
 from stage03_engine.core.scheduler_trace import ended_by, trace_admitted, trace_held_back
 from stage03_engine.core.spec_decode.draft_scheduler import DraftScheduler
 from stage03_engine.core.structured_output import StructuredOutputManager
 from stage03_engine.core.swap_space import SwapSpace
-from stage03_engine.errors import InvalidRequestError
 from stage03_engine.messages import EngineCoreOutput, FinishReason, SchedulerStats
 from stagetrace import trace
 
@@ -68,7 +68,7 @@ class Scheduler:
         """Queue a request. Raises ValueError when its id is in use, InvalidRequestError when it could never run."""
         if request.request_id in self.requests:
             raise ValueError(f"request id {request.request_id} is already scheduled")
-        self._check_fits(request)
+        check_fits(self, request)
         request.arrival = next(self._arrivals)
         self.requests[request.request_id] = request
         self.waiting.add(request)
@@ -81,19 +81,6 @@ class Scheduler:
                 num_prompt_tokens=request.num_prompt_tokens, params=request.traced_params,
                 block_hashes=self.kv_cache_manager.new_block_hashes(request),
             )  # fmt: skip
-
-    def _check_fits(self, request: Request) -> None:
-        """Refuse what would wait for ever: it may grow beyond the whole cache. (At start-up the default pool is made large
-        enough for one request of full length; a block pool of the user's own may be smaller.)"""
-        max_tokens = request.sampling_params.max_tokens or self.max_model_len
-        num_tokens = min(request.num_prompt_tokens + max_tokens, self.max_model_len)
-        needed = cdiv(num_tokens, self.kv_cache_manager.block_size)
-        usable = self.kv_cache_manager.block_pool.num_usable
-        if needed > usable:
-            raise InvalidRequestError(
-                f"The request may grow to {num_tokens} tokens, which take {needed} KV-cache blocks, but there are only {usable}.",
-                "max_tokens",
-            )
 
     def finish_requests(self, request_ids: list[str], reason: FinishReason = FinishReason.ABORT) -> None:
         """End requests from outside (abort, stop string); ids that are unknown or already finished are ignored."""
@@ -291,36 +278,23 @@ class Scheduler:
             request = self.requests[request_id]
             self.drafts.settle(output, request, len(sampled))
             request.spec_token_ids = runner_output.draft_token_ids.get(request_id, [])
-            new_token_ids, stop = append_tokens(request, sampled, self.max_model_len)
-            reason, stop_reason = stop or (None, None)
-            logprobs = runner_output.logprobs.get(request_id)
-            if logprobs is not None:
-                logprobs = logprobs[: len(new_token_ids)]
-            outputs.append(
-                EngineCoreOutput(
-                    request_id,
-                    new_token_ids,
-                    logprobs,
-                    reason,
-                    stop_reason,
-                    num_cached_tokens=request.num_cached_tokens,
-                    prompt_logprobs=request.take_prompt_logprobs(),
-                )
-            )
+            taken = take_sampled(request, sampled, runner_output.logprobs.get(request_id), self.max_model_len)
+            new_token_ids = taken.new_token_ids
             if request_id in failed:
-                outputs[-1] = failed[request_id]
-            elif request_id in complete and reason != FinishReason.STOP:  # nothing can follow, whatever the length
-                outputs[-1].finish_reason, outputs[-1].ended_by_grammar = FinishReason.STOP, True
-            reason = outputs[-1].finish_reason
+                taken = failed[request_id]
+            elif request_id in complete and taken.finish_reason != FinishReason.STOP:  # nothing can follow
+                taken.finish_reason, taken.ended_by_grammar = FinishReason.STOP, True
+            outputs.append(taken)
             if trace.on:
                 trace.emit(
                     "sched.token", req=request_id, step=output.step, num_tokens=len(new_token_ids), sampled=len(sampled),
                     num_output_tokens=request.num_output_tokens, token_ids=new_token_ids if trace.prompts else [],
                     block_hashes=self.kv_cache_manager.new_block_hashes(request),
                 )  # fmt: skip
-            if reason is not None:
-                grammar = request_id in failed or outputs[-1].ended_by_grammar
-                self._finish(request, reason, "grammar" if grammar else ended_by(reason, stop_reason))
+            if taken.finish_reason is not None:
+                grammar = request_id in failed or taken.ended_by_grammar
+                by = "grammar" if grammar else ended_by(taken.finish_reason, taken.stop_reason)
+                self._finish(request, taken.finish_reason, by)
         return outputs
 
     # Looking in from outside
@@ -339,12 +313,4 @@ class Scheduler:
     def check_invariants(self) -> None:
         """Raises AssertionError when the state contradicts itself."""
         self.kv_cache_manager.check_invariants()
-        running, waiting = {r.request_id for r in self.running}, {r.request_id for r in self.waiting}
-        if self.swap_space is not None:
-            self.swap_space.check_invariants(waiting)
-        assert len(running) == len(self.running) and len(waiting) == len(self.waiting), "a request is queued twice"
-        assert not running & waiting, "a request both runs and waits"
-        assert running | waiting == set(self.requests), "a request is lost"
-        for request in self.running:
-            held = len(self.kv_cache_manager.block_table(request.request_id)) * self.kv_cache_manager.block_size
-            assert request.num_computed_tokens <= held, "a token has no slot"
+        check_queues_and_slots(self)

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 from server_under_test import ServerProcess
+from stub_server import StubHandler, running
 
 from stage01_cli.main import main
 
 
-class Stub(BaseHTTPRequestHandler):
+class Stub(StubHandler):
     """Streams three pieces; the server's `faults` say what goes wrong, request by request."""
 
-    protocol_version = "HTTP/1.1"
     server: StubServer
 
     def do_GET(self) -> None:
@@ -51,20 +50,6 @@ class Stub(BaseHTTPRequestHandler):
         self.wfile.write(b"data: [DONE]\n\n")
         return None
 
-    def event(self, value: dict[str, Any]) -> None:
-        self.wfile.write(b"data: " + json.dumps(value).encode() + b"\n\n")
-        self.wfile.flush()
-
-    def answer(self, status: int, value: Any) -> None:
-        body = json.dumps(value).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
 
 class StubServer(ThreadingHTTPServer):
     request_queue_size = 100
@@ -79,20 +64,8 @@ class StubServer(ThreadingHTTPServer):
 @pytest.fixture
 def server() -> Iterator[StubServer]:
     server = StubServer()
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
-
-
-@pytest.fixture(autouse=True)
-def _own_environment() -> Iterator[None]:
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
+    with running(server):
+        yield server
 
 
 def bench(server: StubServer, path: Path, *words: str) -> tuple[int, dict[str, Any]]:
@@ -106,11 +79,19 @@ def bench(server: StubServer, path: Path, *words: str) -> tuple[int, dict[str, A
 def test_requests_and_result(server: StubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     os.environ["OPENAI_API_KEY"] = "secret"
     words = ["--temperature=0.5", "--goodput", "e2el:60000", "--metadata", "gpu=none", "--header", "X-A=b=c"]
-    words += ["--percentile-metrics=e2el", "--metric-percentiles=50,99.9", "--num-warmups=2", "--max-concurrency=2"]
+    words += [
+        "--percentile-metrics=e2el",
+        "--metric-percentiles=50,99.9",
+        "--num-warmups=2",
+        "--max-concurrency=2",
+        "--request-id-prefix=a-",
+    ]
     code, result = bench(server, tmp_path, *words)
     assert code == 0
     assert len(server.requests) == 1 + 2 + 4  # the first one asks whether the server answers, two warm up
     path, headers, body = server.requests[-1]
+    ids = [headers["X-Request-Id"] for _, headers, _ in server.requests]
+    assert sorted(ids) == sorted(["a-ready", "a-warmup-0", "a-warmup-1", *(f"a-{number}" for number in range(4))])
     assert path == "/v1/completions" and headers["Authorization"] == "Bearer secret" and headers["X-A"] == "b=c"
     assert (body["model"], body["max_tokens"], body["temperature"], body["stream"]) == ("served-name", 7, 0.5, True)
     assert (result["completed"], result["failed"], result["total_output_tokens"]) == (4, 0, 28)

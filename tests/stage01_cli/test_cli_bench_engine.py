@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,6 @@ import pytest
 from stage01_cli.main import main
 
 SMALL = ["gpt2-tiny", "--kv-cache-memory-bytes", "20000000", "--max-model-len", "128", "--max-num-seqs", "16"]
-
-
-@pytest.fixture(autouse=True)
-def _own_environment() -> Iterator[None]:
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
 
 
 def bench(name: str, path: Path, *words: str) -> dict[str, Any]:

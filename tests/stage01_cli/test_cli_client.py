@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from stub_server import StubHandler, running
 
 from stage01_cli.main import main
 
 
-class Stub(BaseHTTPRequestHandler):
+class Stub(StubHandler):
     """Streams the last message in pieces, and does what special messages ask for."""
 
-    protocol_version = "HTTP/1.1"
     server: StubServer
 
     def do_GET(self) -> None:
@@ -56,20 +55,7 @@ class Stub(BaseHTTPRequestHandler):
             self.wfile.write(b"data: [DONE]\n\n")
 
     def event(self, value: dict[str, Any]) -> None:
-        common = {"id": "x", "object": "chunk", "created": 0, "model": "m"}
-        self.wfile.write(b"data: " + json.dumps(common | value).encode() + b"\n\n")
-        self.wfile.flush()
-
-    def answer(self, status: int, value: dict[str, Any]) -> None:
-        body = json.dumps(value).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
+        super().event({"id": "x", "object": "chunk", "created": 0, "model": "m"} | value)
 
 
 class StubServer(ThreadingHTTPServer):
@@ -84,21 +70,9 @@ class StubServer(ThreadingHTTPServer):
 @pytest.fixture
 def server() -> Iterator[StubServer]:
     server = StubServer()
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    yield server
-    server.ending.set()
-    server.shutdown()
-    server.server_close()
-    thread.join()
-
-
-@pytest.fixture(autouse=True)
-def _own_environment() -> Iterator[None]:
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
+    with running(server):
+        yield server
+        server.ending.set()
 
 
 def type_lines(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:

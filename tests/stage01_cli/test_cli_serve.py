@@ -22,15 +22,11 @@ DUMMY = ["serve", "gpt2", "--load-format=dummy", "--device=cpu"]
 
 
 @pytest.fixture(autouse=True)
-def _own_environment() -> Iterator[None]:
-    """A command sets variables for its whole process, which here is pytest's."""
-    before = dict(os.environ)
-    for name in before:
+def _no_settings(_own_environment: None) -> Iterator[None]:
+    for name in list(os.environ):
         if name.startswith("STAGES_"):
             del os.environ[name]
     yield
-    os.environ.clear()
-    os.environ.update(before)
     trace.close()
 
 

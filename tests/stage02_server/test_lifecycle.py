@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from server_under_test import InProcessServer, RecordingEcho, ServerProcess
+from server_under_test import DYING_ENGINE, InProcessServer, RecordingEcho, ServerProcess
 
 from stagetrace import read_run
 
@@ -92,15 +92,7 @@ def test_a_client_that_never_reads_cannot_keep_the_server(start_server: StartSer
 
 
 def test_a_failed_engine_is_the_state_failed(start_server: StartServer) -> None:
-    dying = """
-from stage02_server.echo_engine import EchoCoreClient
-from stage03_engine.errors import EngineDeadError
-async def die(self):
-    await self._work.wait()
-    raise EngineDeadError("The engine process ended.")
-EchoCoreClient.get_output_async = die
-"""
-    server = start_server(*ECHO, patch=dying)
+    server = start_server(*ECHO, patch=DYING_ENGINE)
     url = server.wait_until_ready()
     assert httpx.post(f"{url}/v1/completions", json={"prompt": "x"}).status_code == 503
     assert state_of(url) == "failed"

@@ -11,7 +11,7 @@ import httpx
 import openai
 import psutil
 import pytest
-from server_under_test import ServerProcess
+from server_under_test import DYING_ENGINE, ServerProcess
 
 from stage02_server.api_server import create_server_socket
 from stagetrace import VOCABULARY, read_run
@@ -125,15 +125,7 @@ def test_a_request_that_takes_too_long_is_cut(start_server: StartServer, how: st
 
 
 def test_a_dead_engine_ends_the_server_with_1(start_server: StartServer) -> None:
-    dying = """
-from stage02_server.echo_engine import EchoCoreClient
-from stage03_engine.errors import EngineDeadError
-async def die(self):
-    await self._work.wait()
-    raise EngineDeadError("The engine process ended.")
-EchoCoreClient.get_output_async = die
-"""
-    server = start_server(*ECHO, patch=dying)
+    server = start_server(*ECHO, patch=DYING_ENGINE)
     url = server.wait_until_ready()
     assert httpx.get(f"{url}/health").status_code == 200
     assert httpx.post(f"{url}/v1/completions", json={"prompt": "x"}).status_code == 503

@@ -50,12 +50,6 @@ class RequestStory:
     chunk_ns: list[int] = field(default_factory=list)  # when each server-sent event left
     delivery: Delivery = field(default_factory=Delivery)  # the way of each token to the client
 
-    def between(self, start: str, end: str) -> int | None:
-        """Nanoseconds from the first event of one name to the first of another; None unless both were recorded."""
-        if start in self.first and end in self.first:
-            return self.first[end] - self.first[start]
-        return None
-
     @property
     def in_engine_ns(self) -> int:
         """When the scheduler first had it, for a request with spans; the first span's start if that was not recorded."""
