@@ -10,6 +10,7 @@ from typing import Any
 
 from stage03_engine.args.detect import available_cores, detect_device
 from stage03_engine.args.fields import Setting, add_flags, settings_of
+from stage03_engine.args.not_built import ENGINE_FLAGS, add_not_built
 from stage03_engine.args.parser import did_you_mean
 from stage03_engine.args.pooler import parse_pooling
 from stage03_engine.args.resolve import Resolved, resolve_cli, resolve_settings, with_detected
@@ -45,6 +46,7 @@ class EngineArgs:
         parser.add_argument("--config", metavar="FILE", help="YAML file with settings, one `name: value` per line")
         for section in SECTIONS.values():
             add_flags(parser, section)
+        add_not_built(parser, ENGINE_FLAGS)
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> EngineArgs:

@@ -15,9 +15,9 @@ import msgspec
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
-def option(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
-    """A dataclass field that is also a command line flag."""
-    return field(default=default, metadata={"help": help, "choices": choices})
+def option(default: Any, help: str, choices: tuple[str, ...] | None = None, aliases: tuple[str, ...] = ()) -> Any:
+    """A dataclass field that is also a command line flag; `aliases` are further names of the flag."""
+    return field(default=default, metadata={"help": help, "choices": choices, "aliases": aliases})
 
 
 def internal(default: Any) -> Any:
@@ -100,7 +100,9 @@ class CacheConfig:
 
     block_size: int = option(16, "tokens per KV-cache block")
     gpu_memory_utilization: float = option(
-        0.9, "share of the device's memory that weights, activations and KV cache may use"
+        0.9,
+        "share of the device's memory that weights, activations and KV cache may use",
+        aliases=("--device-memory-utilization",),
     )
     kv_cache_memory_bytes: int | None = option(None, "size of the KV cache in bytes, instead of measuring free memory")
     num_gpu_blocks_override: int | None = option(None, "number of KV-cache blocks, instead of measuring free memory")
@@ -166,6 +168,7 @@ class SpeculativeConfig:
         None,
         'speculative decoding, as JSON: {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, '
         '"prompt_lookup_max": 4}; off if not given',
+        aliases=("-sc",),
     )
     method: str | None = internal(None)
     num_speculative_tokens: int = internal(0)
@@ -221,9 +224,9 @@ class DeviceConfig:
 class ParallelConfig:
     """How many of each part there are. Only one of each is built so far; the fields exist so that the error is clear."""
 
-    tensor_parallel_size: int = option(1, "GPUs that share one model (only 1 is built)")
-    pipeline_parallel_size: int = option(1, "groups of layers on different GPUs (only 1 is built)")
-    data_parallel_size: int = option(1, "engine copies (only 1 is built)")
+    tensor_parallel_size: int = option(1, "GPUs that share one model (only 1 is built)", aliases=("-tp",))
+    pipeline_parallel_size: int = option(1, "groups of layers on different GPUs (only 1 is built)", aliases=("-pp",))
+    data_parallel_size: int = option(1, "engine copies (only 1 is built)", aliases=("-dp",))
 
 
 @dataclass(frozen=True)

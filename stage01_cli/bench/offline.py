@@ -9,9 +9,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stage01_cli.bench.not_built import OFFLINE_FLAGS
 from stage01_cli.bench.result import write_json
 from stage03_engine.arg_utils import AsyncEngineArgs, engine_settings
-from stage03_engine.args import Resolved, add_flags, resolve_cli, settings_of
+from stage03_engine.args import Resolved, add_flags, add_not_built, resolve_cli, settings_of
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.tracing import open_trace
@@ -29,6 +30,7 @@ def add_offline_args(parser: argparse.ArgumentParser, *sections: type) -> None:
     for section in sections:
         add_flags(parser, section)
     AsyncEngineArgs.add_cli_args(parser)
+    add_not_built(parser, OFFLINE_FLAGS)
 
 
 def resolve_offline(args: argparse.Namespace, *sections: type, **defaults: Any) -> tuple[VllmConfig, list[Any]]:

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from stage01_cli.bench.datasets import DatasetArgs, SampleRequest, check_dataset, get_samples
+from stage01_cli.bench.not_built import DATASET_FLAGS, THROUGHPUT_FLAGS
 from stage01_cli.bench.offline import add_offline_args, at_least, check_writable, engine, resolve_offline, save
 from stage01_cli.types import CLISubcommand
+from stage03_engine.args import add_not_built
 from stage03_engine.config import option
 
 
@@ -28,6 +30,7 @@ class ThroughputBenchmark(CLISubcommand):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """The flags of `bench throughput`."""
         add_offline_args(parser, ThroughputArgs, DatasetArgs)
+        add_not_built(parser, DATASET_FLAGS | THROUGHPUT_FLAGS)
 
     def cmd(self, args: argparse.Namespace) -> int:
         """Raises StagesError."""
