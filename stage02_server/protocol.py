@@ -157,6 +157,12 @@ class SamplingRequest(RequestModel):
         """True when every chunk of a stream that reports usage is to hold the usage so far."""
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
+    def fill_in(self, defaults: dict[str, Any]) -> None:
+        """Take what the request leaves open from `defaults`, by field; not with beam search, which draws nothing."""
+        for name, value in defaults.items():
+            if not self.use_beam_search and name != "max_tokens" and getattr(self, name) is None:
+                setattr(self, name, value)
+
     def _beam_search_params(self, max_tokens: int | None, logprobs: int | None) -> BeamSearchParams:
         """What only matters when tokens are drawn (temperature, top_k, ..., seed) is ignored, as in vLLM; what would change
         the answer is refused."""

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Coroutine, Iterator
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
+import msgspec
 from starlette.requests import Request
 from starlette.types import Receive
 
@@ -150,13 +151,18 @@ class OpenAIServing:
         self.engine_client = engine_client
         self.models = models
         self.args = args
+        self.defaults = engine_client.vllm_config.model_config.default_sampling_params or {}
 
     def check(self, request: SamplingRequest) -> str:
-        """The model name to answer with. Raises what makes the request impossible whatever its prompt says."""
+        """The model name to answer with. Raises what makes the request impossible whatever its prompt says.
+
+        What the request leaves open is filled in from the model's generation_config.json.
+        """
         self.engine_client.check_health()
         require_task(self.engine_client.vllm_config, "generate")
         model = self.models.check(request.model)
         request.check_built()
+        request.fill_in(self.defaults)
         return model
 
     def ids(self, request: SamplingRequest, raw_request: Request) -> RequestIds:
@@ -176,6 +182,9 @@ class OpenAIServing:
         add_special_tokens: bool = True,
     ) -> Batch:
         """Tokenize and check every prompt, before a single byte of the answer is sent. Raises InvalidRequestError."""
+        limit = self.defaults.get("max_tokens")
+        if limit is not None and (wishes.max_tokens is None or wishes.max_tokens > limit):
+            wishes = msgspec.structs.replace(wishes, max_tokens=limit)
         beam = wishes if isinstance(wishes, BeamSearchParams) else None
         params = wishes if isinstance(wishes, SamplingParams) else wishes.prompt_params()
         if trace.on:

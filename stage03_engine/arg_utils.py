@@ -10,6 +10,7 @@ from typing import Any
 
 from stage03_engine.args.detect import available_cores, detect_device
 from stage03_engine.args.fields import Setting, add_flags, settings_of
+from stage03_engine.args.generation import default_sampling_params
 from stage03_engine.args.not_built import ENGINE_FLAGS, add_not_built
 from stage03_engine.args.parser import did_you_mean
 from stage03_engine.args.pooler import parse_pooling
@@ -128,6 +129,8 @@ def _build(settings: Mapping[str, Resolved], files: ModelFiles) -> VllmConfig:
     }
     computed |= parse_speculative_config(settings["speculative_config"].value)
     computed |= parse_pooling(*(settings[name].value for name in ("runner", "convert", "pooler_config")))
+    source, override = settings["generation_config"].value, settings["override_generation_config"].value
+    computed["default_sampling_params"] = default_sampling_params(source, files.model_path, override)
     sections = {}
     for name, section in SECTIONS.items():
         values = {f.name: settings[f.name].value if f.name in settings else computed[f.name] for f in fields(section)}

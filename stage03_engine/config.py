@@ -89,6 +89,14 @@ class ModelConfig:
         None,
         "module:Class of one or several logits processors of your own; see stage03_engine/core/logits_processor.py",
     )
+    generation_config: str = option(
+        "auto",
+        "where sampling defaults come from: auto = generation_config.json of the model, vllm = nowhere, or a folder",
+    )
+    override_generation_config: dict[str, Any] | None = option(
+        None, 'sampling defaults that go before those, as JSON: {"temperature": 0.5, "top_k": 20}'
+    )
+    default_sampling_params: dict[str, Any] | None = internal(None)  # what came of the two
     model_path: str | None = internal(None)  # resolved folder; None for dummy weights of a known shape
     tokenizer_path: str | None = internal(None)  # resolved folder; None = the byte-level stand-in for dummy weights
     shape: ModelShape | None = internal(None)

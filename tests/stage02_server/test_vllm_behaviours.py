@@ -231,3 +231,20 @@ def test_the_body_can_choose_the_id(server: InProcessServer) -> None:
     assert answered({"request_id": "mine"}, {"X-Request-Id": "header"}) == "chatcmpl-header"
     assert answered({"request_id": "mine"}, {"X-Request-Id": "not an id"}) == "chatcmpl-mine"
     assert "mine" not in answered({"request_id": None}, {})
+
+
+def test_the_models_own_sampling_defaults() -> None:
+    config = byte_config()
+    defaults = {"temperature": 0.0, "top_k": 5, "max_tokens": 4}
+    config = replace(config, model_config=replace(config.model_config, default_sampling_params=defaults))
+    server = InProcessServer(config=config)
+    try:
+        for path, body in ((COMPLETIONS, AB), (CHAT, USER_AB)):
+            for asked, tokens in ((None, 4), (9, 4), (2, 2)):
+                assert server.post(path, body | {"max_tokens": asked}).json()["usage"]["completion_tokens"] == tokens
+            assert server.post(path, body | {"n": 2}).json()["error"]["param"] == "n"  # greedy, as the model has it
+            assert server.post(path, body | {"n": 2, "temperature": 0.5}).status_code == 200
+        beams = server.post(COMPLETIONS, AB | {"n": 2, "use_beam_search": True})
+        assert [len(choice["text"]) for choice in beams.json()["choices"]] == [4, 4]
+    finally:
+        server.close()
