@@ -22,6 +22,7 @@ class Batch:
     beam: BeamSearchParams | None = None  # search instead of sampling
     tokens_as_ids: bool = False  # tokens in logprobs read "token_id:5", which no two tokens share
     return_token_ids: bool = False  # beside every text the ids of its tokens
+    prompt_text: str | None = None  # of a chat, if it is to be told
     prompt_only: bool = False  # the engine draws a token because it must; nobody is to see it
     cached_tokens: dict[int, int] = field(default_factory=dict)  # prompt -> its tokens from the prefix cache
     prompt_logprobs: dict[int, list[TokenLogprobs | None]] = field(

@@ -149,6 +149,7 @@ class ChatCompletionResponse(BaseModel):
     usage: UsageInfo
     prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_text: str | None = None
 
 
 class ChatStreamChoice(BaseModel):
@@ -172,6 +173,7 @@ class ChatStreamResponse(BaseModel):
     choices: list[ChatStreamChoice]
     usage: UsageInfo | None = None
     prompt_token_ids: list[int] | None = None  # with the first chunk of each answer
+    prompt_text: str | None = None  # likewise
 
 
 class ModelCard(BaseModel):

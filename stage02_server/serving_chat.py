@@ -99,7 +99,7 @@ class ChatChunks:
             self._parsers[index] = self._answer.new_parser()
             first = {"role": self._answer.role, "content": self._answer.echoed}
             begin = self._chunk([ChatStreamChoice(index=index, delta=first)])
-            begin.prompt_token_ids = self._batch.shown_prompt_ids(index)
+            begin.prompt_token_ids, begin.prompt_text = self._batch.shown_prompt_ids(index), self._batch.prompt_text
             yield begin
         parser = self._parsers[index]
         delta = self._answer.parsed(parser, output, self._batch.ids.engine_id(0))
@@ -146,6 +146,7 @@ class OpenAIServingChat(OpenAIServing):
             trace.emit("request.templated", req=ids.engine_id(0), messages=count, characters=len(prompt))
         special = self._template.adds_special_tokens(request.add_special_tokens)
         batch = self.make_batch(request, [prompt], params, ids, model, special)
+        batch.prompt_text = prompt if request.return_prompt_text else None
         answer = self._answer(request, prompt, params)
         if request.stream:
             maker = ChatChunks(batch, self.engine_client.tokenizer, answer)
@@ -173,6 +174,7 @@ class OpenAIServingChat(OpenAIServing):
             usage=batch.usage([len(one.token_ids) for one in output.outputs]),
             prompt_logprobs=prompt_logprobs_json(output.prompt_logprobs, self.engine_client.tokenizer),
             prompt_token_ids=batch.shown_prompt_ids(0),
+            prompt_text=batch.prompt_text,
         )
 
     def _choice(self, output: CompletionOutput, answer: ChatAnswer, batch: Batch) -> ChatChoice:
