@@ -26,6 +26,9 @@ from stagetrace.redact import redact_values
 from stagetrace.writer import MIN_MAX_BYTES
 
 
+_DTYPE_ALIASES = {"half": "float16", "float": "float32"}
+
+
 def engine_settings() -> list[Setting]:
     """The settings of all sections of VllmConfig, in order."""
     return [setting for section in SECTIONS.values() for setting in settings_of(section)]
@@ -84,6 +87,10 @@ class EngineArgs:
         if files.name != asked.value:
             alias = Resolved(files.name, asked.source, f"{asked.detail}, alias {asked.value}")
             settings = settings | {"model": alias}
+        dtype = settings["dtype"]
+        if dtype.value in _DTYPE_ALIASES:
+            alias = Resolved(_DTYPE_ALIASES[dtype.value], dtype.source, f"{dtype.detail}, alias {dtype.value}")
+            settings = settings | {"dtype": alias}
         settings = with_detected(settings, _detect(files, settings["device"].value))
         if settings["batch_invariant"].value:
             settings = with_detected(settings, {"attention_backend": ("batch_invariant", "--batch-invariant")})

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
 
 
 def option(default: Any, help: str, choices: tuple[str, ...] | None = None, aliases: tuple[str, ...] = ()) -> Any:
@@ -74,7 +74,10 @@ class ModelConfig:
     )
     tokenizer: str | None = option(None, "folder or id of the tokenizer, if it is not the model's own")
     dtype: str = option(
-        "auto", "number format of weights and KV cache; auto = float32 on CPU, the model's own on a GPU", DTYPES
+        "auto",
+        "number format of weights and KV cache; auto = float32 on CPU, the model's own on a GPU; half and float are vLLM's "
+        "other names of float16 and float32",
+        DTYPES,
     )
     max_model_len: int | None = option(
         None, "longest prompt plus output in tokens; detected from the model if not given"
