@@ -25,7 +25,6 @@ from stagetrace import trace
 from stagetrace.redact import redact_values
 from stagetrace.writer import MIN_MAX_BYTES
 
-
 _DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 
