@@ -73,8 +73,8 @@ def parse_dict(text: str) -> dict[str, Any]:
 def _json(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{text!r} is not JSON ({error})") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{text[:200]!r} is not JSON ({error})") from None
 
 
 _PARSERS: dict[type, Callable[[str], Any]] = {

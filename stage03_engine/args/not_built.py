@@ -79,7 +79,7 @@ ENGINE_FLAGS: dict[str, str] = {
     "see --max-num-seqs and --max-num-batched-tokens for a step, --max-queue-len for the queue": """
         --max-num-scheduled-tokens= --max-num-active-seqs= --max-num-queued-reqs= --max-num-queued-tokens=
         --long-prefill-token-threshold-adaptive +--scheduler-reserve-full-isl --watermark=0.0
-        --prefill-schedule-interval=1 --async-scheduling -dc,--diffusion-config= --optimization-level=2
+        --prefill-schedule-interval=1 --async-scheduling -dc,--diffusion-config= -O,--optimization-level=2
         --performance-mode=balanced""",
     "kernels are chosen by --attention-backend, and CUDA graphs by --enforce-eager": """
         --disable-cascade-attn* --cudagraph-capture-sizes= --max-cudagraph-capture-size= --ir-op-priority=
