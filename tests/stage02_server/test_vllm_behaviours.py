@@ -244,6 +244,11 @@ def test_the_body_can_choose_the_id(server: InProcessServer) -> None:
     assert "mine" not in answered({"request_id": None}, {})
 
 
+def test_models_with_a_slash_at_the_end(server: InProcessServer) -> None:
+    models = server.request("GET", "/v1/models").json()
+    assert server.request("GET", "/v1/models/").json() == models and models["data"][0]["id"] == "byte-model"
+
+
 def test_the_models_own_sampling_defaults() -> None:
     config = byte_config()
     defaults = {"temperature": 0.0, "top_k": 5, "max_tokens": 4}
