@@ -29,6 +29,7 @@ from stage02_server.protocol_response import (
 )
 from stage02_server.serving_engine import OpenAIServing, finite, prompt_logprobs_json, run_until_disconnect, token_name
 from stage02_server.serving_models import OpenAIServingModels
+from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.async_llm import AsyncLLM
 from stage03_engine.frontend.beam_search import BeamSearchParams
 from stage03_engine.frontend.tokenizer import Tokenizer
@@ -121,6 +122,13 @@ class ChatChunks:
         return self._chunk([], usage)
 
 
+def _in_words_of_chats(error: InvalidRequestError, request: ChatCompletionRequest) -> InvalidRequestError:
+    """The same refusal about the field that the client sent: chats have no prompt, and two names for max_tokens."""
+    if error.param == "max_tokens" and request.max_completion_tokens is not None:
+        return InvalidRequestError(str(error).replace("max_tokens", "max_completion_tokens"), "max_completion_tokens")
+    return InvalidRequestError(str(error), "messages" if error.param == "prompt" else error.param)
+
+
 class OpenAIServingChat(OpenAIServing):
     """Answers chats."""
 
@@ -134,6 +142,14 @@ class OpenAIServingChat(OpenAIServing):
         self, request: ChatCompletionRequest, raw_request: Request
     ) -> ChatCompletionResponse | AsyncGenerator[bytes, None]:
         """The whole answer, or its stream. Raises every refusal before a stream begins."""
+        try:
+            return await self._create(request, raw_request)
+        except InvalidRequestError as error:
+            raise _in_words_of_chats(error, request) from None
+
+    async def _create(
+        self, request: ChatCompletionRequest, raw_request: Request
+    ) -> ChatCompletionResponse | AsyncGenerator[bytes, None]:
         ids, model = self.ids(request, raw_request), self.check(request)
         if trace.on:
             trace.emit("request.validated", req=ids.engine_id(0), model=model, stream=bool(request.stream), prompts=1)

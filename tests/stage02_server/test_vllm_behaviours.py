@@ -194,6 +194,12 @@ def test_error(
     assert (error["code"], error["type"], error["param"]) == (status, type, param) and error["message"]
 
 
+@pytest.mark.parametrize("content", ["", "x" * MAX_MODEL_LEN])
+def test_a_chats_prompt_is_called_messages(server: InProcessServer, content: str) -> None:
+    error = server.post(CHAT, {"messages": [{"role": "user", "content": content}]}).json()["error"]
+    assert (error["code"], error["type"], error["param"]) == (400, "BadRequestError", "messages")
+
+
 def test_flags_that_change_every_answer(make_server: Any) -> None:
     server = make_server(return_tokens_as_token_ids=True, enable_force_include_usage=True)
     body = AB | {"logprobs": 0, "max_tokens": 1}
