@@ -67,6 +67,9 @@ class FrontendArgs:
         None, "requests that may wait; one more is refused with 429 and Retry-After; no limit if not given"
     )
     timeout_keep_alive: int = option(5, "seconds that an idle HTTP connection stays open")
+    sse_keep_alive_interval: float = option(
+        0.0, "seconds after which a stream of completions or chats that waits for the model sends a comment; 0 = never"
+    )
     # repr=False marks a secret: its value is in no message, no table and no trace
     api_key: tuple[str, ...] | None = field(
         default=None,

@@ -29,7 +29,6 @@ SERVER_FLAGS: dict[str, str] = {
         --cohere-format=cmd4""",
     "the usage always has them": "+--enable-prompt-tokens-details",
     "metrics are those of /metrics; an answer has its usage": "--enable-per-request-metrics",
-    "streams hold what was generated and nothing else": "--sse-keep-alive-interval=0",
     "the model's folder has the tokenizer's files": "--enable-tokenizer-info-endpoint",
     "--enable-log-requests logs what came in; what went out stands in no log": """
         --enable-log-outputs --enable-log-deltas*""",
@@ -82,7 +81,7 @@ def _check_frontend(args: FrontendArgs) -> None:
         raise ConfigError(f"max_queue_len must be at least 1, not {args.max_queue_len}; leave it out for no limit")
     if args.max_stored_responses < 0:
         raise ConfigError(f"max_stored_responses must be at least 0, not {args.max_stored_responses}")
-    for name in ("shutdown_timeout", "timeout_keep_alive"):
+    for name in ("shutdown_timeout", "timeout_keep_alive", "sse_keep_alive_interval"):
         if getattr(args, name) < 0:
             raise ConfigError(f"{name} must be at least 0 seconds, not {getattr(args, name)}")
     check_http_flags(args)

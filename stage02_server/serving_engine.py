@@ -17,6 +17,7 @@ from starlette.types import Receive
 from stage02_server.batch import Batch
 from stage02_server.cli_args import FrontendArgs
 from stage02_server.errors import as_api_error, error_json
+from stage02_server.keep_alive import with_keep_alive
 from stage02_server.middleware import RequestIds
 from stage02_server.protocol import SamplingRequest
 from stage02_server.protocol_response import (
@@ -244,7 +245,9 @@ class OpenAIServing:
         self, request: SamplingRequest, batch: Batch, maker: ChunkMaker, receive: Receive
     ) -> AsyncGenerator[bytes, None]:
         """The stream of `stream`, which has not begun yet, so that a refusal is still an HTTP status of its own."""
-        return self.stream(request, batch, maker, await self.begin_outputs(batch, receive))
+        events = self.stream(request, batch, maker, await self.begin_outputs(batch, receive))
+        seconds = self.args.sse_keep_alive_interval
+        return with_keep_alive(events, seconds) if seconds else events
 
     async def begin_outputs(self, batch: Batch, receive: Receive) -> Outputs:
         """`outputs`; with structured output when the first one is there: only the engine can tell whether a grammar compiles."""
