@@ -49,6 +49,9 @@ class FrontendArgs:
         False, 'in logprobs call tokens "token_id:5" instead of by their text, unless a request says otherwise'
     )
     enable_force_include_usage: bool = option(False, "end every stream with the usage, asked for or not")
+    enable_per_request_metrics: bool = option(
+        False, "tell in `metrics` of each answer how long it waited and took; in a stream with the usage"
+    )
     max_stored_responses: int = option(
         1000, "responses of /v1/responses that stay in memory, for previous_response_id, GET and cancel; 0 stores none"
     )

@@ -28,7 +28,6 @@ SERVER_FLAGS: dict[str, str] = {
         --reasoning-effort-map= --anthropic-disabled-thinking-effort=auto --cohere-is-reasoning-model*
         --cohere-format=cmd4""",
     "the usage always has them": "+--enable-prompt-tokens-details",
-    "metrics are those of /metrics; an answer has its usage": "--enable-per-request-metrics",
     "the model's folder has the tokenizer's files": "--enable-tokenizer-info-endpoint",
     "--enable-log-requests logs what came in; what went out stands in no log": """
         --enable-log-outputs --enable-log-deltas*""",

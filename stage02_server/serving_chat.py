@@ -191,6 +191,7 @@ class OpenAIServingChat(OpenAIServing):
             prompt_logprobs=prompt_logprobs_json(output.prompt_logprobs, self.engine_client.tokenizer),
             prompt_token_ids=batch.shown_prompt_ids(0),
             prompt_text=batch.prompt_text,
+            metrics=batch.metrics(),
         )
 
     def _choice(self, output: CompletionOutput, answer: ChatAnswer, batch: Batch) -> ChatChoice:

@@ -183,9 +183,7 @@ class OpenAIServing:
         add_special_tokens: bool = True,
     ) -> Batch:
         """Tokenize and check every prompt, before a single byte of the answer is sent. Raises InvalidRequestError."""
-        limit = self.defaults.get("max_tokens")
-        if limit is not None and (wishes.max_tokens is None or wishes.max_tokens > limit):
-            wishes = msgspec.structs.replace(wishes, max_tokens=limit)
+        wishes = self._within_limit(wishes)
         beam = wishes if isinstance(wishes, BeamSearchParams) else None
         params = wishes if isinstance(wishes, SamplingParams) else wishes.prompt_params()
         if trace.on:
@@ -222,7 +220,15 @@ class OpenAIServing:
             beam,
             tokens_as_ids=self.args.return_tokens_as_token_ids if as_ids is None else as_ids,
             return_token_ids=bool(request.return_token_ids),
+            tells_metrics=self.args.enable_per_request_metrics,
         )
+
+    def _within_limit(self, wishes: SamplingParams | BeamSearchParams) -> SamplingParams | BeamSearchParams:
+        """`max_new_tokens` of the model's generation_config.json is the most that a request may have."""
+        limit = self.defaults.get("max_tokens")
+        if limit is None or (wishes.max_tokens is not None and wishes.max_tokens <= limit):
+            return wishes
+        return msgspec.structs.replace(wishes, max_tokens=limit)
 
     async def outputs(self, batch: Batch) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """(number of the prompt, what came) until every answer is finished. Raises EngineDeadError."""
@@ -270,7 +276,7 @@ class OpenAIServing:
         counts = [0] * (len(batch.requests) * batch.n)
         include_usage = request.include_usage or self.args.enable_force_include_usage
         continuous_usage = include_usage and request.wants_continuous_usage
-        hidden = None if include_usage else {"usage"}
+        hidden = {"metrics"} if include_usage else {"metrics", "usage"}
         try:
             async with aclosing(source) as outputs:
                 async for prompt, output in outputs:
@@ -282,7 +288,9 @@ class OpenAIServing:
                                 chunk.usage = batch.usage_of(index, counts[index])
                             yield _event(chunk.model_dump_json(exclude=hidden), batch.ids, prompt)
             if include_usage:
-                yield _event(maker.usage_chunk(batch.usage(counts)).model_dump_json(), batch.ids)
+                last = maker.usage_chunk(batch.usage(counts))
+                last.metrics = batch.metrics()
+                yield _event(last.model_dump_json(), batch.ids)
         except Exception as error:
             refusal = as_api_error(error)
             if refusal.status == 500:
