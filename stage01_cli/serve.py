@@ -19,7 +19,7 @@ class LaunchArgs:
     """Which processes `serve` starts."""
 
     headless: bool = option(False, "start engines without an API server (not built yet)")
-    api_server_count: int = option(1, "API server processes (only 1 is built)")
+    api_server_count: int = option(1, "API server processes (only 1 is built)", aliases=("-asc",))
 
 
 class ServeSubcommand(CLISubcommand):

@@ -82,8 +82,10 @@ async def show_available_models(raw_request: Request) -> Response:
 
 @router.get("/v1/models/{name:path}")
 async def show_model(name: str, raw_request: Request) -> Response:
-    """One model."""
+    """One model; with no name after the slash all of them."""
     models = raw_request.app.state.openai_serving_models
+    if not name:
+        return _answer(models.list())
     if name not in models.names:
         raise not_found(f"The model `{name}` does not exist; this server has {', '.join(models.names)}.", "model")
     return _answer(models.card(name))

@@ -253,5 +253,7 @@ def init_app_state(engine: AsyncLLM, state: State, args: FrontendArgs, registry:
         state.openai_serving_completion.request_logger = request_logger
         state.openai_serving_chat.request_logger = request_logger
         state.openai_serving_responses.request_logger = request_logger
+    if config.model_config.default_sampling_params:
+        logger.info("Sampling defaults of this model: %s.", config.model_config.default_sampling_params)
     if trace.on:
         trace.emit("server.state_ready", served_model_names=list(names))

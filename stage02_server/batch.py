@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from stage02_server.middleware import RequestIds
+from stage02_server.per_request_metrics import PerRequestMetrics, metrics_of
 from stage02_server.protocol_response import PromptTokensDetails, UsageInfo
 from stage03_engine.frontend.beam_search import BeamSearchParams
+from stage03_engine.frontend.stats import RequestStats
 from stage03_engine.messages import EngineCoreRequest, TokenLogprobs
 from stage03_engine.outputs import RequestOutput
 
@@ -22,6 +24,9 @@ class Batch:
     beam: BeamSearchParams | None = None  # search instead of sampling
     tokens_as_ids: bool = False  # tokens in logprobs read "token_id:5", which no two tokens share
     return_token_ids: bool = False  # beside every text the ids of its tokens
+    prompt_text: str | None = None  # of a chat, if it is to be told
+    tells_metrics: bool = False  # --enable-per-request-metrics
+    ended: list[RequestStats] = field(default_factory=list)  # the histories of the answers that have ended
     prompt_only: bool = False  # the engine draws a token because it must; nobody is to see it
     cached_tokens: dict[int, int] = field(default_factory=dict)  # prompt -> its tokens from the prefix cache
     prompt_logprobs: dict[int, list[TokenLogprobs | None]] = field(
@@ -33,6 +38,7 @@ class Batch:
         self.cached_tokens[prompt] = output.num_cached_tokens
         if output.prompt_logprobs is not None:
             self.prompt_logprobs[prompt] = output.prompt_logprobs
+        self.ended += [answer.stats for answer in output.outputs if answer.stats is not None]
         if self.prompt_only:
             for answer in output.outputs:
                 answer.text, answer.token_ids = "", []
@@ -42,6 +48,10 @@ class Batch:
     def shown_prompt_ids(self, index: int) -> list[int] | None:
         """The token ids of the prompt of answer `index`, if they were asked for."""
         return self.requests[index // self.n].prompt_token_ids if self.return_token_ids else None
+
+    def metrics(self) -> PerRequestMetrics | None:
+        """How long it took, if that is to be told and there is a token to tell of."""
+        return metrics_of([stats for stats in self.ended if stats.num_output_tokens]) if self.tells_metrics else None
 
     def usage(self, completion_tokens: list[int]) -> UsageInfo:
         """Totals, from the output tokens of each answer."""

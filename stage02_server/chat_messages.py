@@ -8,30 +8,48 @@ from typing import Any
 from stage02_server.protocol_chat import ChatMessageParam, ContentPart, MessageToolCall
 from stage03_engine.errors import InvalidRequestError
 
-_TEXT_PARTS = ("text", "input_text", "output_text")
+_TEXT_FIELDS = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+    "thinking": "thinking",
+}
+"""Type of a part -> the field that holds its text."""
+_NOT_BUILT = ("audio", "function_call", "task", "tools")
+"""Fields of a message that no template here would see."""
 
 
 def plain_message(message: ChatMessageParam, content_format: str) -> dict[str, Any]:
     """A message as a template sees it: fields that the client left out are not there, but `content` always is.
 
     With `content_format` "string" the content is one text (parts are joined by line breaks, as in vLLM), with "openai" a list
-    of {"type": "text", "text": ...}. Raises InvalidRequestError for a part that is no text.
+    of {"type": "text", "text": ...}. Reasoning has both its names, as templates know one or the other. Raises
+    InvalidRequestError for a part that is no text, and a field that would be lost.
     """
+    for name in _NOT_BUILT:
+        if (message.model_extra or {}).get(name):
+            raise InvalidRequestError(f"{name} in a message is not supported by this server; leave it out.", "messages")
     content = message.content or ""
     parts = [_part_text(part) for part in content] if isinstance(content, list) else [content]
     plain: dict[str, Any] = {"role": message.role, "content": "\n".join(parts)}
     if content_format == "openai":
         plain["content"] = [{"type": "text", "text": text} for text in parts]
-    for name in ("name", "tool_call_id", "reasoning"):
+    for name in ("name", "tool_call_id"):
         if (value := getattr(message, name)) is not None:
             plain[name] = value
+    reasoning = message.reasoning_content if message.reasoning is None else message.reasoning
+    if reasoning is not None:
+        plain |= {"reasoning": reasoning, "reasoning_content": reasoning}
     if message.tool_calls:
         plain["tool_calls"] = [_plain_call(call) for call in message.tool_calls]
     return plain
 
 
-def _part_text(part: ContentPart) -> str:
-    text = part.refusal if part.type == "refusal" else part.text if part.type in _TEXT_PARTS else None
+def _part_text(part: ContentPart | str) -> str:
+    if isinstance(part, str):
+        return part
+    text = getattr(part, _TEXT_FIELDS[part.type]) if part.type in _TEXT_FIELDS else None
     if text is None:
         raise InvalidRequestError(
             f"Only text can be served, not a content part of type {part.type[:50]!r}.", "messages"

@@ -49,6 +49,9 @@ class FrontendArgs:
         False, 'in logprobs call tokens "token_id:5" instead of by their text, unless a request says otherwise'
     )
     enable_force_include_usage: bool = option(False, "end every stream with the usage, asked for or not")
+    enable_per_request_metrics: bool = option(
+        False, "tell in `metrics` of each answer how long it waited and took; in a stream with the usage"
+    )
     max_stored_responses: int = option(
         1000, "responses of /v1/responses that stay in memory, for previous_response_id, GET and cancel; 0 stores none"
     )
@@ -67,6 +70,9 @@ class FrontendArgs:
         None, "requests that may wait; one more is refused with 429 and Retry-After; no limit if not given"
     )
     timeout_keep_alive: int = option(5, "seconds that an idle HTTP connection stays open")
+    sse_keep_alive_interval: float = option(
+        0.0, "seconds after which a stream of completions or chats that waits for the model sends a comment; 0 = never"
+    )
     # repr=False marks a secret: its value is in no message, no table and no trace
     api_key: tuple[str, ...] | None = field(
         default=None,

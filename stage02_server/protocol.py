@@ -29,14 +29,19 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "functions": ([], None),
     "kv_transfer_params": ({}, None),
     "logprob_token_ids": (None,),
+    "media_io_kwargs": ({}, None),
+    "mm_processor_kwargs": ({}, None),
     "modalities": (["text"], None),
     "prompt_embeds": (None,),
-    "return_prompt_text": (False, None),
+    "return_mm_kwargs": (False, None),
     "return_token_offsets": (False, None),
     "return_weight_versions": (False, None),
+    "routed_experts_prompt_start": (0, None),
     "suffix": ("", None),
     "thinking_token_budget": (None,),
+    "verbosity": ("medium", None),
     "watermarking": (False, None),
+    "web_search_options": (None,),
 }
 """Field of OpenAI's or vLLM's interface that is not built here -> the values that change nothing and are accepted."""
 
@@ -157,6 +162,12 @@ class SamplingRequest(RequestModel):
         """True when every chunk of a stream that reports usage is to hold the usage so far."""
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
+    def fill_in(self, defaults: dict[str, Any]) -> None:
+        """Take what the request leaves open from `defaults`, by field; not with beam search, which draws nothing."""
+        for name, value in defaults.items():
+            if not self.use_beam_search and name != "max_tokens" and getattr(self, name) is None:
+                setattr(self, name, value)
+
     def _beam_search_params(self, max_tokens: int | None, logprobs: int | None) -> BeamSearchParams:
         """What only matters when tokens are drawn (temperature, top_k, ..., seed) is ignored, as in vLLM; what would change
         the answer is refused."""
@@ -238,6 +249,7 @@ class ChatCompletionRequest(SamplingRequest, ChatTemplateFields):
     echo: bool | None = False  # begin the answer with the last message, if it has the answer's role
     logprobs: bool | None = False
     top_logprobs: Int32 | None = None
+    return_prompt_text: bool | None = False  # what the template made of the messages
     add_special_tokens: bool | None = None  # None: templates write them, a chat without a template gets them
 
     def to_sampling_params(self) -> SamplingParams | BeamSearchParams:

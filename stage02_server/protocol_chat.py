@@ -17,6 +17,7 @@ class ContentPart(BaseModel):
     type: Text
     text: Text | None = None
     refusal: Text | None = None
+    thinking: Text | None = None
 
 
 class MessageFunctionCall(BaseModel):
@@ -40,11 +41,12 @@ class ChatMessageParam(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: Text
-    content: Text | list[ContentPart] | None = None
+    content: Text | list[ContentPart | Text] | None = None
     name: Text | None = None
     tool_calls: list[MessageToolCall] | None = None  # of role assistant
     tool_call_id: Text | None = None  # of role tool: which call this is the result of
     reasoning: Text | None = None  # of role assistant
+    reasoning_content: Text | None = None  # its older name
 
 
 class FunctionDefinition(BaseModel):

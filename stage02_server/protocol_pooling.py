@@ -20,6 +20,8 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "embed_dtype": ("float32", None),
     "endianness": ("native", "little", None),
     "instruction": (None, ""),
+    "max_tokens_per_doc": (0, None),
+    "max_tokens_per_query": (0, None),
     "messages": (None,),
     "mm_processor_kwargs": (None,),
     "softmax": (None,),
@@ -31,6 +33,7 @@ class PoolingBase(RequestModel):
     """What all of them have in common."""
 
     truncate_prompt_tokens: Int64 | None = None
+    truncation_side: Literal["left", "right"] | None = None
     user: Text | None = None
     priority: Int32 = 0
     cache_salt: Text | None = None

@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
 
+from stage02_server.per_request_metrics import PerRequestMetrics
+
 
 class TokenizeResponse(BaseModel):
     """The token ids of a text."""
@@ -77,6 +79,7 @@ class CompletionResponse(BaseModel):
     model: str
     choices: list[CompletionChoice]
     usage: UsageInfo | None = None
+    metrics: PerRequestMetrics | None = None  # in a stream with the usage
 
 
 class TokenLogProb(BaseModel):
@@ -149,6 +152,8 @@ class ChatCompletionResponse(BaseModel):
     usage: UsageInfo
     prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_text: str | None = None
+    metrics: PerRequestMetrics | None = None
 
 
 class ChatStreamChoice(BaseModel):
@@ -172,6 +177,8 @@ class ChatStreamResponse(BaseModel):
     choices: list[ChatStreamChoice]
     usage: UsageInfo | None = None
     prompt_token_ids: list[int] | None = None  # with the first chunk of each answer
+    prompt_text: str | None = None  # likewise
+    metrics: PerRequestMetrics | None = None  # with the usage
 
 
 class ModelCard(BaseModel):

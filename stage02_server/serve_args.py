@@ -12,8 +12,32 @@ from dataclasses import dataclass, fields
 from stage02_server.cli_args import FrontendArgs
 from stage02_server.http_flags import check_http_flags
 from stage03_engine.arg_utils import AsyncEngineArgs, engine_settings
-from stage03_engine.args import Resolved, add_flags, resolve_cli, settings_of
+from stage03_engine.args import Resolved, add_flags, add_not_built, resolve_cli, settings_of
 from stage03_engine.errors import ConfigError
+
+SERVER_FLAGS: dict[str, str] = {
+    "only HTTP is spoken": "--grpc --grpc-port=",
+    "LoRA adapters are not built": "--lora-modules=",
+    "there is one engine, and one API server for it": """
+        --data-parallel-supervisor-port=9256 --dp-supervisor-probe-interval-s=5 --dp-supervisor-probe-timeout-s=5
+        --dp-supervisor-probe-failure-threshold=3 --tokens-only --enable-scale-out""",
+    "the models take no images and videos": "--trust-request-mm-kwargs*",
+    "tools run at the client, and answers are written as --tool-call-parser and tool_choice say": """
+        --tool-server= --tool-strict-level=none""",
+    "reasoning_effort goes to the chat template as it is": """
+        --reasoning-effort-map= --anthropic-disabled-thinking-effort=auto --cohere-is-reasoning-model*
+        --cohere-format=cmd4""",
+    "the usage always has them": "+--enable-prompt-tokens-details",
+    "the model's folder has the tokenizer's files": "--enable-tokenizer-info-endpoint",
+    "--enable-log-requests logs what came in; what went out stands in no log": """
+        --enable-log-outputs --enable-log-deltas*""",
+    "the log has the traceback of what nobody expected, and the trace the rest": "--log-error-stack",
+    "answers have no system_fingerprint": "--fingerprint-mode=none --fingerprint-value=",
+    "certificates are read once, when the server starts": "--enable-ssl-refresh",
+    "/docs loads its scripts from the network": "--enable-offline-docs",
+    "there are no models with late interaction": "--enable-flash-late-interaction*",
+}
+"""Flags of vLLM's server that are not built, in the form of stage03_engine/args/not_built.py."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +55,7 @@ def add_serve_args(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="model to serve, the same as --model")
     AsyncEngineArgs.add_cli_args(parser)
     add_flags(parser, FrontendArgs)
+    add_not_built(parser, SERVER_FLAGS)
 
 
 def resolve_serve_args(args: argparse.Namespace, *more_sections: type) -> ServeArgs:
@@ -55,7 +80,7 @@ def _check_frontend(args: FrontendArgs) -> None:
         raise ConfigError(f"max_queue_len must be at least 1, not {args.max_queue_len}; leave it out for no limit")
     if args.max_stored_responses < 0:
         raise ConfigError(f"max_stored_responses must be at least 0, not {args.max_stored_responses}")
-    for name in ("shutdown_timeout", "timeout_keep_alive"):
+    for name in ("shutdown_timeout", "timeout_keep_alive", "sse_keep_alive_interval"):
         if getattr(args, name) < 0:
             raise ConfigError(f"{name} must be at least 0 seconds, not {getattr(args, name)}")
     check_http_flags(args)

@@ -29,6 +29,7 @@ from stage02_server.protocol_response import (
 )
 from stage02_server.serving_engine import OpenAIServing, finite, prompt_logprobs_json, run_until_disconnect, token_name
 from stage02_server.serving_models import OpenAIServingModels
+from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.async_llm import AsyncLLM
 from stage03_engine.frontend.beam_search import BeamSearchParams
 from stage03_engine.frontend.tokenizer import Tokenizer
@@ -99,7 +100,7 @@ class ChatChunks:
             self._parsers[index] = self._answer.new_parser()
             first = {"role": self._answer.role, "content": self._answer.echoed}
             begin = self._chunk([ChatStreamChoice(index=index, delta=first)])
-            begin.prompt_token_ids = self._batch.shown_prompt_ids(index)
+            begin.prompt_token_ids, begin.prompt_text = self._batch.shown_prompt_ids(index), self._batch.prompt_text
             yield begin
         parser = self._parsers[index]
         delta = self._answer.parsed(parser, output, self._batch.ids.engine_id(0))
@@ -121,6 +122,13 @@ class ChatChunks:
         return self._chunk([], usage)
 
 
+def _in_words_of_chats(error: InvalidRequestError, request: ChatCompletionRequest) -> InvalidRequestError:
+    """The same refusal about the field that the client sent: chats have no prompt, and two names for max_tokens."""
+    if error.param == "max_tokens" and request.max_completion_tokens is not None:
+        return InvalidRequestError(str(error).replace("max_tokens", "max_completion_tokens"), "max_completion_tokens")
+    return InvalidRequestError(str(error), "messages" if error.param == "prompt" else error.param)
+
+
 class OpenAIServingChat(OpenAIServing):
     """Answers chats."""
 
@@ -134,6 +142,14 @@ class OpenAIServingChat(OpenAIServing):
         self, request: ChatCompletionRequest, raw_request: Request
     ) -> ChatCompletionResponse | AsyncGenerator[bytes, None]:
         """The whole answer, or its stream. Raises every refusal before a stream begins."""
+        try:
+            return await self._create(request, raw_request)
+        except InvalidRequestError as error:
+            raise _in_words_of_chats(error, request) from None
+
+    async def _create(
+        self, request: ChatCompletionRequest, raw_request: Request
+    ) -> ChatCompletionResponse | AsyncGenerator[bytes, None]:
         ids, model = self.ids(request, raw_request), self.check(request)
         if trace.on:
             trace.emit("request.validated", req=ids.engine_id(0), model=model, stream=bool(request.stream), prompts=1)
@@ -146,6 +162,7 @@ class OpenAIServingChat(OpenAIServing):
             trace.emit("request.templated", req=ids.engine_id(0), messages=count, characters=len(prompt))
         special = self._template.adds_special_tokens(request.add_special_tokens)
         batch = self.make_batch(request, [prompt], params, ids, model, special)
+        batch.prompt_text = prompt if request.return_prompt_text else None
         answer = self._answer(request, prompt, params)
         if request.stream:
             maker = ChatChunks(batch, self.engine_client.tokenizer, answer)
@@ -173,6 +190,8 @@ class OpenAIServingChat(OpenAIServing):
             usage=batch.usage([len(one.token_ids) for one in output.outputs]),
             prompt_logprobs=prompt_logprobs_json(output.prompt_logprobs, self.engine_client.tokenizer),
             prompt_token_ids=batch.shown_prompt_ids(0),
+            prompt_text=batch.prompt_text,
+            metrics=batch.metrics(),
         )
 
     def _choice(self, output: CompletionOutput, answer: ChatAnswer, batch: Batch) -> ChatChoice:

@@ -123,4 +123,5 @@ class OpenAIServingCompletion(OpenAIServing):
             model=batch.model,
             choices=made,
             usage=batch.usage([len(answer.token_ids) for output in outputs for answer in output.outputs]),
+            metrics=batch.metrics(),
         )

@@ -10,12 +10,14 @@ from collections.abc import AsyncGenerator, Coroutine, Iterator
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
+import msgspec
 from starlette.requests import Request
 from starlette.types import Receive
 
 from stage02_server.batch import Batch
 from stage02_server.cli_args import FrontendArgs
 from stage02_server.errors import as_api_error, error_json
+from stage02_server.keep_alive import with_keep_alive
 from stage02_server.middleware import RequestIds
 from stage02_server.protocol import SamplingRequest
 from stage02_server.protocol_response import (
@@ -150,13 +152,18 @@ class OpenAIServing:
         self.engine_client = engine_client
         self.models = models
         self.args = args
+        self.defaults = engine_client.vllm_config.model_config.default_sampling_params or {}
 
     def check(self, request: SamplingRequest) -> str:
-        """The model name to answer with. Raises what makes the request impossible whatever its prompt says."""
+        """The model name to answer with. Raises what makes the request impossible whatever its prompt says.
+
+        What the request leaves open is filled in from the model's generation_config.json.
+        """
         self.engine_client.check_health()
         require_task(self.engine_client.vllm_config, "generate")
         model = self.models.check(request.model)
         request.check_built()
+        request.fill_in(self.defaults)
         return model
 
     def ids(self, request: SamplingRequest, raw_request: Request) -> RequestIds:
@@ -176,6 +183,7 @@ class OpenAIServing:
         add_special_tokens: bool = True,
     ) -> Batch:
         """Tokenize and check every prompt, before a single byte of the answer is sent. Raises InvalidRequestError."""
+        wishes = self._within_limit(wishes)
         beam = wishes if isinstance(wishes, BeamSearchParams) else None
         params = wishes if isinstance(wishes, SamplingParams) else wishes.prompt_params()
         if trace.on:
@@ -212,7 +220,15 @@ class OpenAIServing:
             beam,
             tokens_as_ids=self.args.return_tokens_as_token_ids if as_ids is None else as_ids,
             return_token_ids=bool(request.return_token_ids),
+            tells_metrics=self.args.enable_per_request_metrics,
         )
+
+    def _within_limit(self, wishes: SamplingParams | BeamSearchParams) -> SamplingParams | BeamSearchParams:
+        """`max_new_tokens` of the model's generation_config.json is the most that a request may have."""
+        limit = self.defaults.get("max_tokens")
+        if limit is None or (wishes.max_tokens is not None and wishes.max_tokens <= limit):
+            return wishes
+        return msgspec.structs.replace(wishes, max_tokens=limit)
 
     async def outputs(self, batch: Batch) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """(number of the prompt, what came) until every answer is finished. Raises EngineDeadError."""
@@ -235,7 +251,9 @@ class OpenAIServing:
         self, request: SamplingRequest, batch: Batch, maker: ChunkMaker, receive: Receive
     ) -> AsyncGenerator[bytes, None]:
         """The stream of `stream`, which has not begun yet, so that a refusal is still an HTTP status of its own."""
-        return self.stream(request, batch, maker, await self.begin_outputs(batch, receive))
+        events = self.stream(request, batch, maker, await self.begin_outputs(batch, receive))
+        seconds = self.args.sse_keep_alive_interval
+        return with_keep_alive(events, seconds) if seconds else events
 
     async def begin_outputs(self, batch: Batch, receive: Receive) -> Outputs:
         """`outputs`; with structured output when the first one is there: only the engine can tell whether a grammar compiles."""
@@ -258,7 +276,7 @@ class OpenAIServing:
         counts = [0] * (len(batch.requests) * batch.n)
         include_usage = request.include_usage or self.args.enable_force_include_usage
         continuous_usage = include_usage and request.wants_continuous_usage
-        hidden = None if include_usage else {"usage"}
+        hidden = {"metrics"} if include_usage else {"metrics", "usage"}
         try:
             async with aclosing(source) as outputs:
                 async for prompt, output in outputs:
@@ -270,7 +288,9 @@ class OpenAIServing:
                                 chunk.usage = batch.usage_of(index, counts[index])
                             yield _event(chunk.model_dump_json(exclude=hidden), batch.ids, prompt)
             if include_usage:
-                yield _event(maker.usage_chunk(batch.usage(counts)).model_dump_json(), batch.ids)
+                last = maker.usage_chunk(batch.usage(counts))
+                last.metrics = batch.metrics()
+                yield _event(last.model_dump_json(), batch.ids)
         except Exception as error:
             refusal = as_api_error(error)
             if refusal.status == 500:

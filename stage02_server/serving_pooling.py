@@ -123,6 +123,7 @@ class PoolingBatches:
                     params,
                     add_special_tokens=add_special_tokens,
                     truncate_prompt_tokens=request.truncate_prompt_tokens,
+                    truncation_side=request.truncation_side,
                     priority=request.priority,
                     cache_salt=request.cache_salt,
                 )

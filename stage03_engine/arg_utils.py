@@ -10,6 +10,8 @@ from typing import Any
 
 from stage03_engine.args.detect import available_cores, detect_device
 from stage03_engine.args.fields import Setting, add_flags, settings_of
+from stage03_engine.args.generation import default_sampling_params
+from stage03_engine.args.not_built import ENGINE_FLAGS, add_not_built
 from stage03_engine.args.parser import did_you_mean
 from stage03_engine.args.pooler import parse_pooling
 from stage03_engine.args.resolve import Resolved, resolve_cli, resolve_settings, with_detected
@@ -23,6 +25,8 @@ from stage04_kernels.backend_names import resolve_backend
 from stagetrace import trace
 from stagetrace.redact import redact_values
 from stagetrace.writer import MIN_MAX_BYTES
+
+_DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 
 def engine_settings() -> list[Setting]:
@@ -46,6 +50,7 @@ class EngineArgs:
         parser.add_argument("--config", metavar="FILE", help="YAML file with settings, one `name: value` per line")
         for section in SECTIONS.values():
             add_flags(parser, section)
+        add_not_built(parser, ENGINE_FLAGS)
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> EngineArgs:
@@ -82,6 +87,10 @@ class EngineArgs:
         if files.name != asked.value:
             alias = Resolved(files.name, asked.source, f"{asked.detail}, alias {asked.value}")
             settings = settings | {"model": alias}
+        dtype = settings["dtype"]
+        if dtype.value in _DTYPE_ALIASES:
+            alias = Resolved(_DTYPE_ALIASES[dtype.value], dtype.source, f"{dtype.detail}, alias {dtype.value}")
+            settings = settings | {"dtype": alias}
         settings = with_detected(settings, _detect(files, settings["device"].value))
         if settings["batch_invariant"].value:
             settings = with_detected(settings, {"attention_backend": ("batch_invariant", "--batch-invariant")})
@@ -130,6 +139,8 @@ def _build(settings: Mapping[str, Resolved], files: ModelFiles) -> VllmConfig:
     computed |= parse_pooling(runner, convert, pooler, has_head=bool(files.shape.labels))
     if computed["convert_type"] == "classify":
         computed["shape"] = classifier_shape(files.shape, files.model_path)
+    source, override = settings["generation_config"].value, settings["override_generation_config"].value
+    computed["default_sampling_params"] = default_sampling_params(source, files.model_path, override)
     sections = {}
     for name, section in SECTIONS.items():
         values = {f.name: settings[f.name].value if f.name in settings else computed[f.name] for f in fields(section)}

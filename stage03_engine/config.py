@@ -12,12 +12,12 @@ from typing import Any
 
 import msgspec
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
 
 
-def option(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
-    """A dataclass field that is also a command line flag."""
-    return field(default=default, metadata={"help": help, "choices": choices})
+def option(default: Any, help: str, choices: tuple[str, ...] | None = None, aliases: tuple[str, ...] = ()) -> Any:
+    """A dataclass field that is also a command line flag; `aliases` are further names of the flag."""
+    return field(default=default, metadata={"help": help, "choices": choices, "aliases": aliases})
 
 
 def internal(default: Any) -> Any:
@@ -79,7 +79,10 @@ class ModelConfig:
     )
     tokenizer: str | None = option(None, "folder or id of the tokenizer, if it is not the model's own")
     dtype: str = option(
-        "auto", "number format of weights and KV cache; auto = float32 on CPU, the model's own on a GPU", DTYPES
+        "auto",
+        "number format of weights and KV cache; auto = float32 on CPU, the model's own on a GPU; half and float are vLLM's "
+        "other names of float16 and float32",
+        DTYPES,
     )
     max_model_len: int | None = option(
         None, "longest prompt plus output in tokens; detected from the model if not given"
@@ -94,6 +97,14 @@ class ModelConfig:
         None,
         "module:Class of one or several logits processors of your own; see stage03_engine/core/logits_processor.py",
     )
+    generation_config: str = option(
+        "auto",
+        "where sampling defaults come from: auto = generation_config.json of the model, vllm = nowhere, or a folder",
+    )
+    override_generation_config: dict[str, Any] | None = option(
+        None, 'sampling defaults that go before those, as JSON: {"temperature": 0.5, "top_k": 20}'
+    )
+    default_sampling_params: dict[str, Any] | None = internal(None)  # what came of the two
     model_path: str | None = internal(None)  # resolved folder; None for dummy weights of a known shape
     tokenizer_path: str | None = internal(None)  # resolved folder; None = the byte-level stand-in for dummy weights
     shape: ModelShape | None = internal(None)
@@ -105,7 +116,9 @@ class CacheConfig:
 
     block_size: int = option(16, "tokens per KV-cache block")
     gpu_memory_utilization: float = option(
-        0.9, "share of the device's memory that weights, activations and KV cache may use"
+        0.9,
+        "share of the device's memory that weights, activations and KV cache may use",
+        aliases=("--device-memory-utilization",),
     )
     kv_cache_memory_bytes: int | None = option(None, "size of the KV cache in bytes, instead of measuring free memory")
     num_gpu_blocks_override: int | None = option(None, "number of KV-cache blocks, instead of measuring free memory")
@@ -171,6 +184,7 @@ class SpeculativeConfig:
         None,
         'speculative decoding, as JSON: {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, '
         '"prompt_lookup_max": 4}; off if not given',
+        aliases=("-sc",),
     )
     method: str | None = internal(None)
     num_speculative_tokens: int = internal(0)
@@ -231,9 +245,9 @@ class DeviceConfig:
 class ParallelConfig:
     """How many of each part there are. Only one of each is built so far; the fields exist so that the error is clear."""
 
-    tensor_parallel_size: int = option(1, "GPUs that share one model (only 1 is built)")
-    pipeline_parallel_size: int = option(1, "groups of layers on different GPUs (only 1 is built)")
-    data_parallel_size: int = option(1, "engine copies (only 1 is built)")
+    tensor_parallel_size: int = option(1, "GPUs that share one model (only 1 is built)", aliases=("-tp",))
+    pipeline_parallel_size: int = option(1, "groups of layers on different GPUs (only 1 is built)", aliases=("-pp",))
+    data_parallel_size: int = option(1, "engine copies (only 1 is built)", aliases=("-dp",))
 
 
 @dataclass(frozen=True)

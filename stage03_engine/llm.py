@@ -65,13 +65,15 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Complete all prompts together; the results are in their order. `params` is one for all or one for each.
+        """Complete all prompts together; the results are in their order. `params` is one for all or one for each; without
+        them the model's generation_config.json decides.
         `use_tqdm` shows a progress bar when stderr is a terminal.
 
         Raises InvalidRequestError before anything runs when a prompt or a setting is impossible.
         """
         batch = self._batch(prompts)
-        each = [params or SamplingParams()] * len(batch) if not isinstance(params, Sequence) else list(params)
+        defaults = self.vllm_config.model_config.default_sampling_params or {}
+        each = [params or SamplingParams(**defaults)] * len(batch) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(batch):
             raise InvalidRequestError(f"{len(batch)} prompts but {len(each)} sampling parameters.", "params")
         whole = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from stage03_engine.frontend.stats import RequestStats
 from stage03_engine.messages import TokenLogprobs
 
 
@@ -18,6 +19,7 @@ class CompletionOutput:
     finish_reason: str | None = None  # "stop", "length", "repetition", "abort"; None while it runs
     stop_reason: int | str | None = None  # the stop token id or stop string
     cumulative_logprob: float | None = None  # of all tokens so far; only with logprobs
+    stats: RequestStats | None = None  # its history, once it has ended; none with beam search
 
     def append(self, new: CompletionOutput) -> None:
         """Take in the next delta of the same sequence."""
@@ -27,6 +29,7 @@ class CompletionOutput:
             self.logprobs = (self.logprobs or []) + new.logprobs
         self.finish_reason, self.stop_reason = new.finish_reason, new.stop_reason
         self.cumulative_logprob = new.cumulative_logprob
+        self.stats = new.stats
 
 
 @dataclass

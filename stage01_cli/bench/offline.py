@@ -10,10 +10,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from stage01_cli.bench.not_built import OFFLINE_FLAGS
 from stage01_cli.bench.result import write_json
 from stage01_cli.types import CLISubcommand
 from stage03_engine.arg_utils import AsyncEngineArgs, engine_settings
-from stage03_engine.args import Resolved, add_flags, resolve_cli, settings_of
+from stage03_engine.args import Resolved, add_flags, add_not_built, resolve_cli, settings_of
 from stage03_engine.config import VllmConfig, option
 from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.tracing import open_trace
@@ -36,6 +37,7 @@ class OfflineBenchmark(CLISubcommand):
 
     sections: ClassVar[tuple[type, ...]]
     defaults: ClassVar[dict[str, Any]] = {}  # other defaults for settings of the engine
+    not_built: ClassVar[dict[str, str]] = {}  # vLLM's flags of this benchmark that are not here, beside OFFLINE_FLAGS
 
     @abstractmethod
     def measure(self, config: VllmConfig, sections: list[Any]) -> dict[str, Any]:
@@ -44,6 +46,7 @@ class OfflineBenchmark(CLISubcommand):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """The flags of the benchmark."""
         add_offline_args(parser, *self.sections, ResultArgs)
+        add_not_built(parser, OFFLINE_FLAGS | self.not_built)
 
     def cmd(self, args: argparse.Namespace) -> int:
         """Raises StagesError."""

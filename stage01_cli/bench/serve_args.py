@@ -9,7 +9,8 @@ from typing import Any
 
 from stage01_cli.bench.datasets import DatasetArgs, check_dataset
 from stage01_cli.bench.metrics import parse_goodput, parse_percentile_metrics, parse_percentiles
-from stage03_engine.args import add_flags, resolve_cli, settings_of
+from stage01_cli.bench.not_built import DATASET_FLAGS, SERVE_FLAGS
+from stage03_engine.args import add_flags, add_not_built, resolve_cli, settings_of
 from stage03_engine.config import option
 from stage03_engine.errors import ConfigError
 
@@ -123,6 +124,7 @@ def add_serve_bench_args(parser: argparse.ArgumentParser) -> None:
     """Add the flags of all sections."""
     for section in SECTIONS:
         add_flags(parser, section)
+    add_not_built(parser, DATASET_FLAGS | SERVE_FLAGS)
 
 
 def resolve_serve_bench_args(args: argparse.Namespace) -> ServeBenchArgs:

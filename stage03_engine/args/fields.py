@@ -73,8 +73,8 @@ def parse_dict(text: str) -> dict[str, Any]:
 def _json(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{text!r} is not JSON ({error})") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{text[:200]!r} is not JSON ({error})") from None
 
 
 _PARSERS: dict[type, Callable[[str], Any]] = {
@@ -98,6 +98,7 @@ class Setting:
     help: str
     choices: tuple[str, ...] | None = None
     secret: bool = False  # the value is never shown; the field says repr=False
+    aliases: tuple[str, ...] = ()  # further names of the flag
 
     @property
     def flag(self) -> str:
@@ -155,8 +156,11 @@ def settings_of(section: type) -> list[Setting]:
         kind, optional = _kind_of(hints[field.name])
         meta = field.metadata
         settings.append(
-            Setting(field.name, kind, optional, field.default, meta["help"], meta.get("choices"), not field.repr)
-        )
+            Setting(
+                field.name, kind, optional, field.default, meta["help"], meta.get("choices"), not field.repr,
+                meta.get("aliases", ()),
+            )
+        )  # fmt: skip
     return settings
 
 
@@ -186,7 +190,8 @@ def add_flags(parser: argparse.ArgumentParser, section: type) -> None:
         if setting.kind is tuple:
             group.add_argument(setting.flag, nargs="+", action="extend", metavar=metavar, **common)
         else:
-            group.add_argument(setting.flag, type=_argparse_type(setting), metavar=metavar, **common)
+            names = (setting.flag, *setting.aliases)
+            group.add_argument(*names, type=_argparse_type(setting), metavar=metavar, **common)
 
 
 def _add_opposite(group: argparse._ArgumentGroup, setting: Setting) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -18,7 +19,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
-    """An ArgumentParser that reads `--max_num_seqs` as `--max-num-seqs` and says in one line what is wrong.
+    """An ArgumentParser that reads `--max_num_seqs` as `--max-num-seqs`, puts `--pooler-config.dimensions 8` into
+    `--pooler-config '{"dimensions": 8}'`, and says in one line what is wrong.
 
     Flags cannot be abbreviated: a script that says `--max-num` would change its meaning when a flag is added. Every
     refusal, unknown flags included, is a ConfigError.
@@ -37,7 +39,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
             import sys
 
             args = sys.argv[1:]
-        parsed, unknown = super().parse_known_args(_with_dashes(args), namespace)
+        parsed, unknown = super().parse_known_args(_joined(_with_dashes(args)), namespace)
         if unknown:
             self._refuse(unknown)
         return parsed, []
@@ -56,13 +58,56 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 
 
 def _with_dashes(args: Sequence[str]) -> list[str]:
-    """`--a_b=c_d` -> `--a-b=c_d`. What stands after a bare `--` is left alone."""
+    """`--a_b.k_e=c_d` -> `--a-b.k_e=c_d`. What stands after a bare `--` is left alone."""
     result: list[str] = []
     for position, word in enumerate(args):
         if word == "--":
             return result + list(args[position:])
         if word.startswith("--"):
             name, equals, value = word.partition("=")
-            word = name.replace("_", "-") + equals + value
+            flag, dot, keys = name.partition(".")
+            word = flag.replace("_", "-") + dot + keys + equals + value
         result.append(word)
     return result
+
+
+def _joined(args: Sequence[str]) -> list[str]:
+    """`--x.a.b 1 --x.c y` -> `--x {"a": {"b": 1}, "c": "y"}`: a setting that is JSON, key by key. Raises ConfigError."""
+    result: list[str | dict[str, Any]] = []
+    found: dict[str, dict[str, Any]] = {}
+    words = iter(args)
+    for word in words:
+        name, equals, value = word.partition("=")
+        flag, dot, keys = name.partition(".")
+        if word == "--":
+            result.extend([word, *words])
+        elif not (word.startswith("--") and dot):
+            result.append(word)
+        else:
+            if flag not in found:
+                found[flag] = {}
+                result.extend([flag, found[flag]])
+            if not equals and (following := next(words, None)) is not None:
+                equals, value = "=", following
+            if not equals or not _put(found[flag], keys.split("."), value):
+                raise ConfigError(f"{name} needs a value, and a key that is not given twice")
+    for flag in found:
+        if result.count(flag) > 1 or any(isinstance(word, str) and word.startswith(flag + "=") for word in result):
+            raise ConfigError(f"{flag} is given both whole and key by key")
+    return [word if isinstance(word, str) else json.dumps(word) for word in result]
+
+
+def _put(place: dict[str, Any], keys: list[str], text: str) -> bool:
+    """Store the JSON (or the plain text) at a path of keys; False when there is something already, or a key is empty."""
+    *path, last = keys
+    for key in path:
+        place = place.setdefault(key, {})
+        if not isinstance(place, dict):
+            return False
+    if last in place or "" in keys:
+        return False
+    try:
+        place[last] = json.loads(text)
+    except (ValueError, RecursionError):
+        place[last] = text
+    return True

@@ -92,12 +92,14 @@ class InputProcessor:
         *,
         add_special_tokens: bool = True,
         truncate_prompt_tokens: int | None = None,
+        truncation_side: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> EngineCoreRequest:
         """The same for a pooling request, whose prompt may fill the context to its end.
 
-        `truncate_prompt_tokens` keeps the last k tokens of the prompt; -1 keeps as many as the context holds.
+        `truncate_prompt_tokens` keeps the last k tokens of the prompt, or the first with
+        `truncation_side` "right"; -1 keeps as many as the context holds.
         Two texts are one prompt for a cross-encoder, joined as the model's tokenizer joins pairs; there it cuts the end off
         the longer text. Raises InvalidRequestError as `process_inputs` does, for impossible `dimensions`, for a task that the
         model does not have, and on an engine that generates.
@@ -112,10 +114,14 @@ class InputProcessor:
                 "dimensions",
             )
         if isinstance(prompt, tuple):
+            if truncation_side == "left":
+                raise InvalidRequestError(
+                    "Of two texts the ends are cut off; leave truncation_side out.", "truncation_side"
+                )
             token_ids = self._tokenize_pair(prompt, truncate_prompt_tokens)
         else:
             token_ids = self._tokenize(prompt, add_special_tokens)
-        token_ids = self._fitting(token_ids, truncate_prompt_tokens)
+        token_ids = self._fitting(token_ids, truncate_prompt_tokens, truncation_side)
         kind = "ALL" if params.task in TOKEN_TASKS else params.pooling_type or self._pooling.pooling_type
         _trace_tokenized(request_id, prompt, token_ids)
         return EngineCoreRequest(
@@ -134,15 +140,16 @@ class InputProcessor:
         if params.dimensions is not None and params.task not in ("embed", "token_embed"):
             raise InvalidRequestError("dimensions cuts embeddings; classes are all or none.", "dimensions")
 
-    def _fitting(self, token_ids: list[int], keep: int | None) -> list[int]:
-        """The input of a pooling request, its beginning cut off as far as `keep` says."""
+    def _fitting(self, token_ids: list[int], keep: int | None, side: str | None) -> list[int]:
+        """The input of a pooling request, its beginning (or with `side` "right" its end) cut off as far as `keep` says."""
         limit = self._max_model_len
         if keep is not None:
             if not (keep == -1 or 1 <= keep <= limit):
                 raise InvalidRequestError(
                     f"truncate_prompt_tokens must be -1 or in [1, {limit}], got {keep}.", "truncate_prompt_tokens"
                 )
-            token_ids = token_ids[-(limit if keep == -1 else keep) :]
+            keep = limit if keep == -1 else keep
+            token_ids = token_ids[:keep] if side == "right" else token_ids[-keep:]
         if not token_ids:
             raise InvalidRequestError("The input must not be empty: it has no tokens.", "input")
         if len(token_ids) > limit:

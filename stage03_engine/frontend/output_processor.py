@@ -100,6 +100,7 @@ class RequestState:
             finish_reason=None if finish_reason is None else str(finish_reason),
             stop_reason=stop_reason,
             cumulative_logprob=None if self.logprobs is None else self.cumulative_logprob,
+            stats=self.stats if finished else None,
         )
         prompt_logprobs = self.prompt_logprobs
         if delta:

@@ -104,7 +104,7 @@ def test_help_takes_less_than_a_third_of_a_second_of_cpu_time() -> None:
         (["serve", "--port", "65536"], "port must be in [0, 65535], not 65536"),
         (["serve", "--shutdown-timeout=-1"], "shutdown_timeout must be at least 0 seconds, not -1"),
         (["serve", "--engine", "core2"], "argument --engine: 'core2' is not one of core, echo"),
-        (["serve", "--gpu-memory-utilization", "nan"], "argument --gpu-memory-utilization: nan is not a finite number"),
+        (["serve", "--gpu-memory-utilization", "nan"], "argument --gpu-memory-utilization/--device-memory-utilization: nan is not a finite number"),
         (["serve", "a", "--model", "b"], "two models: 'a' and --model 'b'; give one of them"),
         (["serve", "--served-model-name", '["a", 1]'], "--served-model-name: ['a', 1] is not a list of non-empty texts"),
         (["serve", "--config", "missing.yaml"], "cannot read config file missing.yaml: No such file or directory"),

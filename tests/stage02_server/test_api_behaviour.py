@@ -65,7 +65,7 @@ REFUSED_CHATS: list[tuple[dict[str, Any], int, str, str | None]] = [
     ({"messages": "Hello"}, 400, BAD_FORM, "body.messages"),
     ({"messages": [{"content": "Hello"}]}, 400, BAD_FORM, "body.messages"),
     ({"messages": [{"role": "user", "content": 1}]}, 400, BAD_FORM, "body.messages"),
-    ({"messages": [{"role": "user", "content": ""}]}, 400, BAD_REQUEST, "prompt"),
+    ({"messages": [{"role": "user", "content": ""}]}, 400, BAD_REQUEST, "messages"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
         400,
@@ -74,7 +74,7 @@ REFUSED_CHATS: list[tuple[dict[str, Any], int, str, str | None]] = [
     ),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, 400, BAD_REQUEST, "messages"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, 400, BAD_FORM, "body.messages"),
-    ({"max_completion_tokens": 0}, 400, BAD_REQUEST, "max_tokens"),
+    ({"max_completion_tokens": 0}, 400, BAD_REQUEST, "max_completion_tokens"),
     ({"logprobs": True, "top_logprobs": 21}, 400, BAD_REQUEST, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": -1}, 400, BAD_REQUEST, "top_logprobs"),
     ({"top_logprobs": 1}, 400, BAD_REQUEST, "top_logprobs"),

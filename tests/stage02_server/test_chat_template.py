@@ -74,7 +74,7 @@ def test_the_response_role_is_a_setting(make_server: Any) -> None:
 def test_what_a_template_refuses_is_a_400(make_server: Any, template: str) -> None:
     response = make_server(chat_template="{# #}" + template).post(CHAT, {"messages": MESSAGES})
     assert response.status_code == 400
-    assert response.json()["error"]["param"] in ("messages", "prompt")
+    assert response.json()["error"]["param"] == "messages"
 
 
 @pytest.mark.parametrize("given", ["{{ unfinished", "no/such/file.jinja", "/"])
@@ -115,14 +115,26 @@ def test_templates_see_calls_and_their_results(make_server: Any) -> None:
         {"role": "assistant", "content": None, "tool_calls": [call], "reasoning": "Hm."},
         {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "2"}], "name": "f"},
         {"role": "user", "content": [{"type": "refusal", "refusal": "No."}]},
+        {"role": "assistant", "content": ["a", {"type": "thinking", "thinking": "b"}], "reasoning_content": "So."},
     ]
     found = seen(make_server(chat_template="{{ messages | tojson }}"), messages)
     call["function"] = {"name": "f", "arguments": {"a": [1]}}
     assert found == [
-        {"role": "assistant", "content": "", "tool_calls": [call], "reasoning": "Hm."},
+        {"role": "assistant", "content": "", "tool_calls": [call], "reasoning": "Hm.", "reasoning_content": "Hm."},
         {"role": "tool", "tool_call_id": "1", "content": "2", "name": "f"},
         {"role": "user", "content": "No."},
+        {"role": "assistant", "content": "a\nb", "reasoning": "So.", "reasoning_content": "So."},
     ]
+
+
+@pytest.mark.parametrize("name", ["function_call", "audio", "tools", "task"])
+def test_no_field_of_a_message_gets_lost(make_server: Any, name: str) -> None:
+    server = make_server(chat_template="{{ messages | tojson }}")
+    for value, status in ((None, 200), ([], 200), ({"name": "f"}, 400)):
+        message = {"role": "assistant", "content": "a", name: value}
+        response = server.post("/tokenize", {"messages": [message]})
+        assert response.status_code == status
+    assert response.json()["error"]["param"] == "messages" and name in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,10 @@ def test_a_text_of_the_whole_context_fits_and_longer_ones_are_cut_on_request(poo
     assert entry["embedding"] == counts("a" * (MAX_MODEL_LEN - 1) + "b", normalize=False)
     (entry,) = pooling.post("/v1/embeddings", body | {"truncate_prompt_tokens": 2}).json()["data"]
     assert entry["embedding"] == counts("ab", normalize=False)
+    (entry,) = pooling.post("/v1/embeddings", body | {"truncate_prompt_tokens": 2, "truncation_side": "right"}).json()[
+        "data"
+    ]
+    assert entry["embedding"] == counts("aa", normalize=False)
 
 
 IMPOSSIBLE: list[tuple[str, dict[str, Any], str]] = [

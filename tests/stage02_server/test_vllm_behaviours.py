@@ -105,6 +105,8 @@ STREAMING: list[Row] = [
      {"0.choices.0.prompt_token_ids": [A, B], "0.choices.0.token_ids": [A]}),
     ("a chat's prompt comes with the role", CHAT, USER_AB | STREAM | {"max_tokens": 1, "return_token_ids": True},
      {"0.prompt_token_ids": [A, B], "1.prompt_token_ids": None, "1.choices.0.token_ids": [A]}),
+    ("so does its text", CHAT, USER_AB | STREAM | {"max_tokens": 1, "return_prompt_text": True},
+     {"0.prompt_text": "ab", "1.prompt_text": None}),
 ]  # fmt: skip
 ANSWERS: list[Row] = [
     ("one answer", COMPLETIONS, AB | {"max_tokens": 1},
@@ -122,11 +124,16 @@ ANSWERS: list[Row] = [
      {"choices.0.token_ids": [A, B, A], "choices.0.prompt_token_ids": [A, B]}),
     ("a chat's prompt stands beside its choices", CHAT, USER_AB | {"max_tokens": 1, "return_token_ids": True},
      {"prompt_token_ids": [A, B], "choices.0.token_ids": [A]}),
+    ("a chat's prompt as text", CHAT, USER_AB | {"max_tokens": 1, "return_prompt_text": True}, {"prompt_text": "ab"}),
+    ("no text of the prompt unless asked for", CHAT, USER_AB | {"max_tokens": 1}, {"prompt_text": None}),
     ("the end of text is among the ids", COMPLETIONS, {"prompt": [A, EOS], "return_token_ids": True}, {"choices.0.token_ids": [A, EOS]}),
     ("max_tokens is clipped to the context", COMPLETIONS, AB | {"max_tokens": MAX_MODEL_LEN}, {"usage.total_tokens": MAX_MODEL_LEN}),
     ("null is the default", COMPLETIONS, AB | dict.fromkeys(["n", "stop", "seed", "temperature", "echo", "logit_bias"]), {"#choices": 1}),
     ("unknown fields are ignored", COMPLETIONS, AB | {"no_such_field": 1}, {"#choices": 1}),
     ("an empty suffix is none", COMPLETIONS, AB | {"suffix": ""}, {"#choices": 1}),
+    ("what is about routing, images or the account changes nothing", CHAT,
+     USER_AB | {"session_id": "s", "mm_payload": "none", "store": True, "metadata": {"a": "b"}, "service_tier": "flex",
+                "mm_processor_kwargs": {}, "routed_experts_prompt_start": 0, "verbosity": "medium"}, {"#choices": 1}),
     ("max_completion_tokens goes before max_tokens", CHAT, USER_AB | {"max_completion_tokens": 2, "max_tokens": 9},
      {"usage.completion_tokens": 2}),
 ]  # fmt: skip
@@ -169,6 +176,10 @@ ERRORS: list[tuple[str, dict[str, Any], int, str, str]] = [
     ("an empty stop string", {"stop": [""]}, 400, "BadRequestError", "stop"),
     ("several answers at temperature 0", {"n": 2, "temperature": 0}, 400, "BadRequestError", "n"),
     ("a suffix", {"suffix": "end"}, 400, "BadRequestError", "suffix"),
+    ("what images would need", {"mm_processor_kwargs": {"num_crops": 4}}, 400, "BadRequestError", "mm_processor_kwargs"),
+    ("routed experts", {"routed_experts_prompt_start": 1}, 400, "BadRequestError", "routed_experts_prompt_start"),
+    ("a search of the web", {"web_search_options": {}}, 400, "BadRequestError", "web_search_options"),
+    ("another verbosity", {"verbosity": "low"}, 400, "BadRequestError", "verbosity"),
     ("stream_options without a stream", {"stream_options": {}}, 400, "BadRequestError", "stream_options"),
     ("prompt_logprobs in a stream", {"stream": True, "prompt_logprobs": 1}, 400, "BadRequestError", "prompt_logprobs"),
     ("a wrong type", {"echo": [1]}, 400, "Bad Request", "body.echo"),
@@ -181,6 +192,12 @@ def test_error(
 ) -> None:
     error = server.post(COMPLETIONS, AB | body).json()["error"]
     assert (error["code"], error["type"], error["param"]) == (status, type, param) and error["message"]
+
+
+@pytest.mark.parametrize("content", ["", "x" * MAX_MODEL_LEN])
+def test_a_chats_prompt_is_called_messages(server: InProcessServer, content: str) -> None:
+    error = server.post(CHAT, {"messages": [{"role": "user", "content": content}]}).json()["error"]
+    assert (error["code"], error["type"], error["param"]) == (400, "BadRequestError", "messages")
 
 
 def test_flags_that_change_every_answer(make_server: Any) -> None:
@@ -231,3 +248,25 @@ def test_the_body_can_choose_the_id(server: InProcessServer) -> None:
     assert answered({"request_id": "mine"}, {"X-Request-Id": "header"}) == "chatcmpl-header"
     assert answered({"request_id": "mine"}, {"X-Request-Id": "not an id"}) == "chatcmpl-mine"
     assert "mine" not in answered({"request_id": None}, {})
+
+
+def test_models_with_a_slash_at_the_end(server: InProcessServer) -> None:
+    models = server.request("GET", "/v1/models").json()
+    assert server.request("GET", "/v1/models/").json() == models and models["data"][0]["id"] == "byte-model"
+
+
+def test_the_models_own_sampling_defaults() -> None:
+    config = byte_config()
+    defaults = {"temperature": 0.0, "top_k": 5, "max_tokens": 4}
+    config = replace(config, model_config=replace(config.model_config, default_sampling_params=defaults))
+    server = InProcessServer(config=config)
+    try:
+        for path, body in ((COMPLETIONS, AB), (CHAT, USER_AB)):
+            for asked, tokens in ((None, 4), (9, 4), (2, 2)):
+                assert server.post(path, body | {"max_tokens": asked}).json()["usage"]["completion_tokens"] == tokens
+            assert server.post(path, body | {"n": 2}).json()["error"]["param"] == "n"  # greedy, as the model has it
+            assert server.post(path, body | {"n": 2, "temperature": 0.5}).status_code == 200
+        beams = server.post(COMPLETIONS, AB | {"n": 2, "use_beam_search": True})
+        assert [len(choice["text"]) for choice in beams.json()["choices"]] == [4, 4]
+    finally:
+        server.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -185,3 +186,47 @@ def test_every_config_field_is_a_flag_or_internal() -> None:
         for setting in settings_of(section):
             assert setting.flag in PARSER._option_string_actions
             assert setting.help
+
+
+KEYS = st.text("ab_", min_size=1, max_size=2)
+VALUES = st.recursive(
+    st.integers() | st.booleans() | st.none() | st.lists(st.integers(), max_size=2) | st.text("xy .=-{", max_size=4),
+    lambda inner: st.dictionaries(KEYS, inner, min_size=1, max_size=2),
+    max_leaves=5,
+)
+
+
+def leaves(value: Any, path: str) -> list[tuple[str, str]]:
+    """(path, value as it is typed) of everything within that is no object."""
+    if isinstance(value, dict):
+        return [leaf for key, inner in value.items() for leaf in leaves(inner, f"{path}.{key}")]
+    return [(path, json.dumps(value))]
+
+
+@given(st.dictionaries(KEYS, VALUES, min_size=1, max_size=3), st.data())
+def test_json_settings_key_by_key(value: dict[str, Any], data: st.DataObject) -> None:
+    parser = FlexibleArgumentParser(prog="test")
+    parser.add_argument("model_tag", nargs="?")
+    parser.add_argument("--some-flag")
+    words = ["a.b"]
+    for path, text in data.draw(
+        st.permutations(leaves(value, data.draw(st.sampled_from(["--some-flag", "--some_flag"]))))
+    ):
+        words += [f"{path}={text}"] if data.draw(st.booleans()) else [path, text]
+    args = parser.parse_args(words)
+    assert json.loads(args.some_flag) == value and args.model_tag == "a.b"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--pooler-config.dimensions", "needs a value"), ("--pooler-config.a 1 --pooler-config.a 2", "given twice"),
+        ("--pooler-config.a 1 --pooler-config.a.b 2", "given twice"), ("--pooler-config..a 1", "key"),
+        ("--pooler-config.a.b 1 --pooler-config.a 2", "given twice"), ("--pooler-conf.a 1", "unknown flag --pooler-conf;"),
+        ("--pooler-config {} --pooler-config.a 1", "both whole and key by key"),
+        ("--pooler-config.a 1 --pooler-config={}", "both whole and key by key"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_joined(words: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PARSER.parse_args(words.split())

@@ -187,3 +187,13 @@ def test_a_config_needs_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(("name", "meant"), [("half", "float16"), ("float", "float32"), ("bfloat16", "bfloat16")])
+def test_number_formats_have_two_names(name: str, meant: str) -> None:
+    parser = FlexibleArgumentParser(prog="test")
+    AsyncEngineArgs.add_cli_args(parser)
+    args = parser.parse_args(["--model=gpt2", "--load-format=dummy", "--device=cpu", f"--dtype={name}"])
+    config, settings = AsyncEngineArgs.from_cli_args(args, {}).create_engine_config()
+    assert config.model_config.dtype == settings["dtype"].value == meant
+    assert settings["dtype"].source == "command line"

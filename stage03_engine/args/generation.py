@@ -1,0 +1,45 @@
+"""`--generation-config` and `--override-generation-config`: how to sample where a request does not say
+(vllm/config/model.py, get_diff_sampling_param)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from stage03_engine.args.parser import did_you_mean
+from stage03_engine.errors import ConfigError, InvalidRequestError
+from stage03_engine.model_shape import read_json
+from stage03_engine.sampling_params import SamplingParams
+
+FILE = "generation_config.json"
+_NAMES = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
+_NAMES["max_new_tokens"] = "max_tokens"
+"""Key of the file -> field of SamplingParams. The end-of-text ids in it are read with the model's shape."""
+
+
+def default_sampling_params(source: str, model_path: str | None, override: dict[str, Any] | None) -> dict[str, Any]:
+    """Fields of SamplingParams that requests have when they leave them out; `max_tokens` is the most they may have.
+
+    `source`: "auto" = the file beside the model if there is one, "vllm" = no file, else the folder of the file.
+    `override` goes before the file. Raises ConfigError that names the file or the setting.
+    """
+    path = None if source == "vllm" else Path(source, FILE)
+    if source == "auto":
+        path = Path(model_path, FILE) if model_path else None
+        path = path if path is not None and path.is_file() else None
+    found = {} if path is None else _checked(read_json(path), str(path))
+    for key in override or {}:
+        if key not in _NAMES:
+            raise ConfigError(f"override_generation_config: unknown key {key!r}{did_you_mean(key, _NAMES)}")
+    return found | _checked(override or {}, "override_generation_config")
+
+
+def _checked(values: dict[str, Any], where: str) -> dict[str, Any]:
+    named = {_NAMES[key]: value for key, value in values.items() if key in _NAMES and value is not None}
+    try:
+        params = msgspec.convert(named, SamplingParams)
+    except (msgspec.ValidationError, InvalidRequestError) as error:
+        raise ConfigError(f"{where}: {error}") from None
+    return {name: getattr(params, name) for name in named}

@@ -1,0 +1,64 @@
+"""Comments in a stream that waits for the model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings, strategies as st
+from server_under_test import InProcessServer, RecordingEcho, events
+
+from stage02_server.__main__ import main
+from stage02_server.keep_alive import COMMENT, with_keep_alive
+
+
+async def slowly(gaps: list[bool], closed: list[bool]) -> AsyncGenerator[bytes, None]:
+    """A numbered event per entry, at once or after a wait that is longer than the interval."""
+    try:
+        for number, is_slow in enumerate(gaps):
+            await asyncio.sleep(0.03 if is_slow else 0)
+            yield b"%d" % number
+    finally:
+        closed.append(True)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.booleans(), max_size=6), st.integers(0, 8))
+def test_events_stay_and_comments_fill_the_gaps(gaps: list[bool], taken: int) -> None:
+    """A reader who leaves early closes the source too."""
+    closed: list[bool] = []
+
+    async def read() -> list[bytes]:
+        flow, found = with_keep_alive(slowly(gaps, closed), 0.01), []
+        async for item in flow:
+            found.append(item)
+            if len(found) > taken:
+                break
+        await flow.aclose()
+        assert closed == [True]  # now, and not when the event loop ends
+        return found
+
+    found = asyncio.run(read())
+    numbers = [item for item in found if item != COMMENT]
+    assert numbers == [b"%d" % number for number in range(len(numbers))]
+    if len(found) <= taken:  # read to its end
+        assert len(numbers) == len(gaps) and (COMMENT in found) == any(gaps)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.01])
+def test_streams_over_http(make_server: Callable[..., InProcessServer], seconds: float) -> None:
+    server = make_server(RecordingEcho(tick_seconds=0.05), sse_keep_alive_interval=seconds)
+    chat = {"messages": [{"role": "user", "content": "ab"}]}
+    for path, body in (("/v1/completions", {"prompt": "ab"}), ("/v1/chat/completions", chat)):
+        text = server.post(path, body | {"max_tokens": 2, "stream": True}).text
+        assert (COMMENT.decode() in text) == (seconds > 0)
+        chunks: list[Any] = events(text.replace(COMMENT.decode(), ""))
+        assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("value", ["-1", "nan", "inf", "x"])
+def test_impossible_intervals(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "gpt2-tiny", "--sse-keep-alive-interval", value]) == 2
+    assert "keep" in capsys.readouterr().err

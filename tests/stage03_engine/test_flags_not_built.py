@@ -1,0 +1,70 @@
+"""Flags of vLLM that are not built: harmless at the value that asks for nothing, and else refused with a reason."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+from hypothesis import assume, given, strategies as st
+
+from stage01_cli.main import make_parser
+from stage03_engine.args import FlexibleArgumentParser, add_not_built
+from stage03_engine.errors import ConfigError
+
+ENGINE = (["serve"], ["run-batch", "-i", "a", "-o", "b"], ["bench", "throughput"], ["bench", "latency"])
+BENCH_SERVE = (["bench", "serve"],)
+CASES = [
+    (ENGINE, "--trust-remote-code", True), (ENGINE, "--no-trust-remote-code", True), (ENGINE, "--enable-lora", False),
+    (ENGINE, "--disable-lora", True), (ENGINE, "--max-loras 1", True), (ENGINE, "--max_loras=1.0", True),
+    (ENGINE, "--max-loras 2", False), (ENGINE, "-q awq", False), (ENGINE, "--kv-cache-dtype auto", True),
+    (ENGINE, "--kv-cache-dtype fp8", False), (BENCH_SERVE, "--trust-remote-code", True),
+    (BENCH_SERVE, "--lora-modules a=b", False), (BENCH_SERVE, "--hf-split train", False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("commands", "words", "accepted"), CASES, ids=[case[1] for case in CASES])
+def test_commands_know_them(commands: tuple[list[str], ...], words: str, accepted: bool) -> None:
+    for command in commands:
+        parser = make_parser(command[0])
+        if accepted:
+            assert parser.parse_args([*command, *words.split()]) == parser.parse_args(command)
+        else:
+            with pytest.raises(ConfigError, match="is not supported.*: .*(LoRA|dtypes|data sets)"):
+                parser.parse_args([*command, *words.split()])
+
+
+@pytest.mark.parametrize(("short", "long"), [("-tp", "tensor-parallel-size"), ("-asc", "api-server-count")])
+def test_short_names(short: str, long: str) -> None:
+    parser = make_parser("serve")
+    assert parser.parse_args(["serve", short, "2"]) == parser.parse_args(["serve", f"--{long}=2"])
+
+
+def number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text.strip().lower()
+
+
+@given(st.sampled_from(["", "1", "auto", "0.5"]), st.text(max_size=5))
+def test_one_value_is_harmless(harmless: str, value: str) -> None:
+    parser = FlexibleArgumentParser(prog="test")
+    add_not_built(parser, {"the reason": f"--some-flag={harmless}"})
+    assert vars(parser.parse_args([f"--some-flag={harmless}"])) == {}
+    assume(number(value) != number(harmless))
+    with pytest.raises(ConfigError, match=r"--some-flag is not supported.*: the reason"):
+        parser.parse_args([f"--some-flag={value}"])
+
+
+@given(st.sampled_from(["enable-x", "disable-x", "x"]), st.sampled_from(["", "+", "*"]))
+def test_switches_and_their_opposites(name: str, mark: str) -> None:
+    parser = FlexibleArgumentParser(prog="test")
+    add_not_built(parser, {"the reason": f"--{name}*" if mark == "*" else f"{mark}--{name}"})
+    opposite = {"enable-x": "--disable-x", "disable-x": "--enable-x", "x": "--no-x"}[name]
+    for flag, harmless in ((f"--{name}", mark != ""), (opposite, mark != "+")):
+        if harmless:
+            assert vars(parser.parse_args([flag])) == {}
+        else:
+            with pytest.raises(ConfigError, match=f"{flag} is not supported: the reason"):
+                parser.parse_args([flag])
+    assert parser.format_help().count("x") == argparse.ArgumentParser(prog="test").format_help().count("x")
