@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import re
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,6 +55,7 @@ def client(url: str) -> OpenAI:
 
 
 def listen(client: OpenAI, data: bytes, **fields: Any) -> Any:
+    fields = {"language": "en"} | fields
     return client.audio.transcriptions.create(model="whisper", file=("a.wav", data), **fields)
 
 
@@ -73,7 +76,9 @@ def test_translation_language_and_prompt_choose_what_the_decoder_begins_with(
     data = sound(2)
     samples = decode_audio(data)
     german = ["startoftranscript", "de", "transcribe", "notimestamps"]
-    translated = client.audio.translations.create(model="whisper", file=("a.wav", data)).text
+    translated = client.audio.translations.create(
+        model="whisper", file=("a.wav", data), extra_body={"language": "en"}
+    ).text
     texts = [translated, listen(client, data, language="de").text, listen(client, data, prompt="Ja").text]
     wanted = [
         reference.text(samples, TRANSLATE),
@@ -89,7 +94,9 @@ def test_long_sound_is_heard_in_pieces_and_streamed_in_order(url: str, client: O
     assert len(pieces) == 3
     wanted = "".join(reference.text(piece, TRANSCRIBE) for piece in pieces)
     assert listen(client, data).text == wanted.strip()
-    answer = httpx.post(url + "/v1/audio/transcriptions", files={"file": data}, data={"stream": "true"}, timeout=30)
+    answer = httpx.post(
+        url + "/v1/audio/transcriptions", files={"file": data}, data={"stream": "true", "language": "en"}, timeout=30
+    )
     chunks = events(answer.text)
     assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks) == wanted
     assert {chunk["object"] for chunk in chunks} == {"transcription.chunk"} and len(chunks) > 3
@@ -105,10 +112,133 @@ def test_a_seed_draws_the_same_text_and_forms_of_the_answer(url: str, client: Op
     assert listen(client, data, response_format="text").strip() == listen(client, data).text
 
 
+def test_the_model_says_which_language_it_hears(client: OpenAI, reference: Reference) -> None:
+    for seed in (0, 3):
+        data = sound(2, seed=seed)
+        language = reference.language(decode_audio(data))
+        heard = client.audio.transcriptions.create(
+            model="whisper", file=("a.wav", data), response_format="verbose_json"
+        )
+        assert heard.language == language != "en", "en was the answer before anybody listened"
+        told = listen(client, data, language=language, response_format="verbose_json")
+        assert heard.segments == told.segments
+
+
+def test_timestamps_are_those_of_transformers(client: OpenAI, reference: Reference) -> None:
+    """Token by token, and the times of segments and words that follow from them."""
+    first_time = reference.model.generation_config.no_timestamps_token_id + 1
+    reasons = set()
+    for seed, seconds in ((2, 9), (3, 8.5)):
+        data = sound(seconds, seed=seed)
+        tokens, ends = reference.timed(decode_audio(data))
+        heard = listen(client, data, response_format="verbose_json", timestamp_granularities=["segment", "word"])
+        assert (heard.duration, heard.usage.seconds, heard.language) == (seconds, 9, "en")
+        letters = [token for token in tokens if token < reference.backend.token_to_id("<|endoftext|>")]
+        assert [token for segment in heard.segments for token in segment.tokens] == letters
+        times = [round((token - first_time) * 0.02, 2) for token in tokens if token >= first_time]
+        open_end = [] if len(times) % 2 == 0 else [seconds]
+        assert [t for segment in heard.segments for t in (segment.start, segment.end)] == times + open_end
+        assert heard.text == "".join(segment.text for segment in heard.segments).strip()
+        begins = [0.0, *ends]
+        spans = [(begins[i], ends[i]) for i, token in enumerate(tokens) if token in letters]
+        starts, stops = zip(*spans)
+        assert {word.start for word in heard.words} <= {round(t, 3) for t in starts}
+        assert {word.end for word in heard.words} <= {round(t, 3) for t in stops}
+        assert "".join(word.word for word in heard.words) == heard.text.replace(" ", "")
+        assert len(heard.words) >= len(heard.segments) > 1
+        reasons.add(bool(open_end))
+    assert reasons == {True, False}, "both ends of a text"
+
+
+def test_the_other_numbers_of_a_segment(client: OpenAI, reference: Reference) -> None:
+    samples = decode_audio(data := sound(9, seed=2))
+    prompt = [reference.backend.token_to_id(f"<|{name}|>") for name in ("startoftranscript", "en", "transcribe")]
+    tokens, _ = reference.timed(samples)
+    logprobs = reference.logits(samples, prompt + tokens).log_softmax(dim=-1)
+    heard = listen(client, data, response_format="verbose_json")
+    assert heard.words is None
+    no_speech = float(logprobs[0, reference.backend.token_to_id("<|nospeech|>")].exp())
+    place = 0
+    for number, segment in enumerate(heard.segments):
+        assert (segment.id, segment.seek, segment.temperature) == (number, 0, 0.0)
+        assert segment.no_speech_prob == pytest.approx(no_speech, abs=1e-5)
+        places = [tokens.index(segment.tokens[0], place)]
+        while len(places) < len(segment.tokens):
+            places.append(places[-1] + 1)
+        mean = sum(float(logprobs[len(prompt) + i - 1, tokens[i]]) for i in places) / len(places)
+        assert segment.avg_logprob == pytest.approx(mean, abs=1e-4)
+        place = places[-1] + 1
+        raw = segment.text.encode()
+        assert segment.compression_ratio == pytest.approx(len(raw) / len(zlib.compress(raw)))
+    only_words = listen(client, data, response_format="verbose_json", timestamp_granularities=["word"])
+    assert only_words.segments is None and only_words.words
+
+
+def test_times_go_on_from_piece_to_piece_and_become_subtitles(client: OpenAI) -> None:
+    data = sound(64, rate=8000)
+    pieces = split_audio(decode_audio(data))
+    starts = [0.0, len(pieces[0]) / SAMPLE_RATE, (len(pieces[0]) + len(pieces[1])) / SAMPLE_RATE]
+    whole = listen(client, data, response_format="verbose_json", timestamp_granularities=["segment", "word"])
+    found = []
+    for start, piece in zip(starts, pieces):
+        file = io.BytesIO()
+        soundfile.write(file, piece, SAMPLE_RATE, format="WAV", subtype="FLOAT")
+        alone = listen(
+            client, file.getvalue(), response_format="verbose_json", timestamp_granularities=["segment", "word"]
+        )
+        found += [(round(s.start + start, 3), round(s.end + start, 3), s.text) for s in alone.segments]
+    assert [(s.start, s.end, s.text) for s in whole.segments] == found
+    assert [s.id for s in whole.segments] == list(range(len(found)))
+    assert {s.seek for s in whole.segments} == {round(start * 100) for start in starts}
+    assert all(word.end <= 64 for word in whole.words) and whole.words[-1].start > starts[2]
+    srt, vtt = (listen(client, data, response_format=form) for form in ("srt", "vtt"))
+    cues = re.findall(r"(\d+)\n00:(\d\d):(\d\d),(\d{3}) --> 00:(\d\d):(\d\d),(\d{3})\n(.*)\n\n", srt)
+    assert [int(cue[0]) for cue in cues] == list(range(1, len(found) + 1))
+    seconds = [(int(m) * 60 + int(s) + int(ms) / 1000) for _, m, s, ms, _, _, _, _ in cues]
+    assert seconds == pytest.approx([start for start, _, _ in found])
+    assert [cue[-1] for cue in cues] == [" ".join(text.split()) for _, _, text in found]
+    without_numbers = re.sub(r"(?m)^\d+\n", "", srt)
+    assert vtt == "WEBVTT\n\n" + re.sub(r"(:\d\d),", r"\1.", without_numbers)
+
+
+def test_a_stream_counts_its_tokens(url: str) -> None:
+    def chunks(**fields: str) -> list[dict[str, Any]]:
+        body = {"stream": "true", "language": "en"} | fields
+        return events(
+            httpx.post(url + "/v1/audio/transcriptions", files={"file": sound(1.5)}, data=body, timeout=30).text
+        )
+
+    assert all("usage" not in chunk for chunk in chunks())
+    *pieces, last = chunks(stream_include_usage="true")
+    assert last["choices"] == [] and all(chunk["usage"] is None for chunk in pieces)
+    usage = last["usage"]
+    assert usage["prompt_tokens"] == 4 + 150 and usage["total_tokens"] == 154 + usage["completion_tokens"]
+    assert usage["completion_tokens"] == 60 - 4, "to the end of the context"
+    *pieces, last = chunks(stream_include_usage="1", stream_continuous_usage_stats="1", max_completion_tokens="3")
+    assert [chunk["usage"]["completion_tokens"] for chunk in pieces] == [1, 2, 3] and last["usage"] == pieces[-1][
+        "usage"
+    ]
+
+
+def test_penalties_change_what_is_written(client: OpenAI) -> None:
+    data = sound(2)
+    texts = [
+        listen(client, data, extra_body=extra).text
+        for extra in ({}, {"frequency_penalty": 2}, {"repetition_penalty": 5})
+    ]
+    assert len(set(texts)) == 3 and len(set(texts[2])) > len(set(texts[0]))
+
+
 IMPOSSIBLE = [
     ({"language": "xx"}, "language"), ({"language": "endoftext|><|en"}, "language"), ({"temperature": "nan"}, "body.temperature"),
-    ({"temperature": "3"}, "temperature"), ({"response_format": "srt"}, "body.response_format"),
-    ({"timestamp_granularities[]": "word"}, "timestamp_granularities[]"), ({"max_completion_tokens": "0"}, "max_tokens"),
+    ({"temperature": "3"}, "temperature"), ({"response_format": "xml"}, "body.response_format"),
+    ({"response_format": "srt", "stream": "true"}, "response_format"), ({"response_format": "verbose_json", "stream": "1"}, "response_format"),
+    ({"timestamp_granularities[]": "word"}, "timestamp_granularities[]"),
+    ({"timestamp_granularities": "segment", "response_format": "srt"}, "timestamp_granularities[]"),
+    ({"timestamp_granularities[]": "page", "response_format": "verbose_json"}, "body.timestamp_granularities[]"),
+    ({"stream_include_usage": "true"}, "stream_include_usage"), ({"use_beam_search": "true"}, "use_beam_search"),
+    ({"stream_continuous_usage_stats": "true"}, "stream_continuous_usage_stats"), ({"frequency_penalty": "inf"}, "body.frequency_penalty"),
+    ({"repetition_penalty": "0"}, "repetition_penalty"), ({"to_language": "de"}, "to_language"), ({"max_completion_tokens": "0"}, "max_tokens"),
     ({"seed": "9" * 30}, "body.seed"), ({"stream": "perhaps"}, "body.stream"),
 ]  # fmt: skip
 
