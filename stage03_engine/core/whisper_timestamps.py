@@ -55,16 +55,8 @@ def token_ends(model: Any, encoded: Any, tokens: list[int], num_prompt: int, sec
     """
     if len(tokens) - num_prompt < 2:
         return [0.0] * (len(tokens) - num_prompt)
-    fast = model.config._attn_implementation
-    model.set_attn_implementation("eager")  # the one that keeps its weights
-    try:
-        ids = torch.tensor([tokens[:-1]], device=model.device)
-        looks = model(encoder_outputs=encoded, decoder_input_ids=ids, output_attentions=True).cross_attentions
-    finally:
-        model.set_attn_implementation(fast)
     num_positions = max(1, round(seconds / SECONDS_PER_TIMESTAMP))
-    heads = model.generation_config.alignment_heads
-    weights = torch.stack([looks[layer][0, head] for layer, head in heads]).float()
+    weights = _looks(model, encoded, tokens[:-1])
     weights = weights[:, num_prompt:, :num_positions]  # [num_heads, num_tokens - 1, num_positions]
     weights = (weights - weights.mean(dim=1, keepdim=True)) / weights.std(dim=1, keepdim=True, unbiased=False)
     # With one token its share of each position is the only one: 0 / 0.
@@ -73,6 +65,31 @@ def token_ends(model: Any, encoded: Any, tokens: list[int], num_prompt: int, sec
     begins = np.diff(rows, prepend=-1) > 0
     ends = (columns[begins] * SECONDS_PER_TIMESTAMP).tolist()
     return [*ends, ends[-1]]
+
+
+def _looks(model: Any, encoded: Any, tokens: list[int]) -> Tensor:
+    """How much each token looked at each position of the sound, in the heads that follow it: [num_heads, num_tokens,
+    num_positions] float32. Only these heads are kept: all of a large model's would be gigabytes."""
+    heads = [(layer, head) for layer, head in model.generation_config.alignment_heads]
+    kept: dict[tuple[int, int], Tensor] = {}
+
+    def keep(layer: int) -> Any:
+        def hook(module: Any, inputs: Any, outputs: tuple[Tensor, Tensor]) -> None:
+            kept.update({(layer, head): outputs[1][0, head].float() for at, head in heads if at == layer})
+
+        return model.model.decoder.layers[layer].encoder_attn.register_forward_hook(hook)
+
+    fast = model.config._attn_implementation
+    model.set_attn_implementation("eager")  # the one that returns its weights
+    hooks = [keep(layer) for layer in {layer for layer, _ in heads}]
+    try:
+        ids = torch.tensor([tokens], device=model.device)
+        model(encoder_outputs=encoded, decoder_input_ids=ids, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        model.set_attn_implementation(fast)
+    return torch.stack([kept[layer, head] for layer, head in heads])
 
 
 def median_filter(values: Tensor, width: int) -> Tensor:

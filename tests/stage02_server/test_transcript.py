@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 from transformers.models.whisper.tokenization_whisper import _combine_tokens_into_words
 
 from stage02_server.protocol_audio import TranscriptionSegment
-from stage02_server.transcript import split_words, to_srt, to_vtt
+from stage02_server.transcript import Piece, split_words, to_srt, to_vtt
 from stage03_engine.frontend.tokenizer import Tokenizer, get_tokenizer
 
 
@@ -66,3 +66,8 @@ def test_subtitles() -> None:
         "WEBVTT\n\n00:00:00.000 --> 00:01:00.000\nOne two\n\n01:01:01.500 --> 01:01:01.999\n1 -> 2\n\n"
     )
     assert to_srt([]) == "" and to_vtt([]) == "WEBVTT\n\n"
+
+
+def test_what_is_heard_behind_the_end_of_a_piece_is_at_its_end() -> None:
+    piece = Piece(start=29.5, length=10.0)
+    assert [piece.time(t) for t in (0.0, 0.02, 10.0, 29.98)] == [29.5, 29.52, 39.5, 39.5]

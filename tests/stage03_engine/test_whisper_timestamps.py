@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,10 +13,16 @@ import torch
 pytest.importorskip("transformers")
 
 from hypothesis import given, settings, strategies as st
+from small_whisper import whisper_folder
 from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
 from transformers.models.whisper.generation_whisper import _dynamic_time_warping, _median_filter
 
+from stage03_engine.arg_utils import EngineArgs
+from stage03_engine.core.whisper_core import WhisperCore
 from stage03_engine.core.whisper_timestamps import align, apply_timestamp_rules, median_filter
+from stage03_engine.errors import InvalidRequestError
+from stage03_engine.messages import AudioInput, EngineCoreRequest
+from stage03_engine.sampling_params import SamplingParams
 
 EOS, FIRST_TIME, VOCAB = 10, 14, 30
 
@@ -51,3 +59,20 @@ def test_the_cheapest_way_is_that_of_transformers(rows: int, columns: int, seed:
 def test_medians(length: int) -> None:
     values = torch.randn(2, 3, length, generator=torch.Generator().manual_seed(length))
     assert torch.equal(median_filter(values, 7), _median_filter(values[None], 7)[0])
+
+
+def test_words_need_a_model_that_says_which_heads_follow_the_sound(tmp_path: Path) -> None:
+    folder = whisper_folder(tmp_path)
+    path = folder / "generation_config.json"
+    settings = json.loads(path.read_text())
+    del settings["alignment_heads"]
+    path.write_text(json.dumps(settings))
+    core = WhisperCore(EngineArgs.from_kwargs(model=str(folder)))
+    start = settings["decoder_start_token_id"]
+    audio = AudioInput(np.zeros(1600, np.float32).tobytes(), settings["no_timestamps_token_id"] + 1, True)
+    with pytest.raises(InvalidRequestError, match="alignment_heads"):
+        core.add_request(EngineCoreRequest("a", [start], SamplingParams(), audio=audio))
+    audio.word_timestamps = False
+    core.add_request(EngineCoreRequest("a", [start], SamplingParams(max_tokens=1), audio=audio))
+    (output,) = core.step().outputs
+    assert output.speech is not None and output.speech.token_ends is None
