@@ -188,7 +188,7 @@ def test_named_tokens_are_reported_instead_of_the_likeliest(server: InProcessSer
     chat = server.post("/v1/chat/completions", ENDPOINTS[1][1] | named | {"max_tokens": 2, "top_logprobs": 1}).json()
     for token in chat["choices"][0]["logprobs"]["content"]:
         assert [entry["token"] for entry in token["top_logprobs"]] == shown
-    body = {"prompt": "ab", "max_tokens": 3, "echo": True} | named | {"logprobs": 1}
+    body = {"prompt": "ab", "max_tokens": 3, "echo": True, "prompt_logprobs": 5} | named | {"logprobs": 1}
     told = server.post("/v1/completions", body).json()["choices"][0]["logprobs"]
     answer = [list(top) for top in told["top_logprobs"][2:]]
     assert answer == [
