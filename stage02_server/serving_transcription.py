@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal
 from starlette.requests import Request
 
 from stage02_server.cli_args import FrontendArgs
+from stage02_server.errors import unavailable
 from stage02_server.protocol_audio import (
     AudioUsage,
     TranscriptionRequest,
@@ -72,7 +73,7 @@ class ServingTranscription:
             detected = self._detect_language(pieces[0], raw_request.state.ids.engine_id(len(pieces)))
             language = await run_until_disconnect(raw_request.receive, detected)
         prompt = self._prompt(request, language, task)
-        requests = self._requests(request, prompt, params, pieces, raw_request)
+        requests = await asyncio.to_thread(self._requests, request, prompt, params, pieces, raw_request)
         if trace.on:
             ids = raw_request.state.ids
             trace.emit(
@@ -132,7 +133,7 @@ class ServingTranscription:
         raw_request: Request,
     ) -> list[EngineCoreRequest]:
         """One engine request per piece."""
-        timestamps_from = self._token("notimestamps") + 1 if request.timed else None
+        timestamps_from = self._timestamps_from() if request.timed else None
         requests = []
         for index, piece in enumerate(pieces):
             request_id = raw_request.state.ids.engine_id(index)
@@ -159,12 +160,24 @@ class ServingTranscription:
             raise InvalidRequestError(f"The model's tokenizer has no token <|{name}|>.", "model")
         return ids[0]
 
+    def _timestamps_from(self) -> int:
+        """The id of the token for 0.00 seconds: those for times are the last of the vocabulary, whether the tokenizer knows
+        them or not."""
+        token = self._token("notimestamps") + 1
+        if token >= self.engine_client.vllm_config.shape.vocab_size:
+            raise InvalidRequestError(
+                "This model has no tokens for timestamps; use response_format json or text.", "response_format"
+            )
+        return token
+
     async def _collect(self, requests: list[EngineCoreRequest]) -> list[RequestOutput]:
-        """The one output of each."""
+        """The one output of each. Raises APIError 503 when one was ended from outside: no answer has a place to say so."""
         found: dict[int, RequestOutput] = {}
         flows = [self.engine_client.generate(request) for request in requests]
         async with aclosing(merge_async_iterators(flows)) as merged:
             async for index, output in merged:
+                if output.outputs[0].finish_reason == "abort":
+                    raise unavailable("The request was aborted before the sound was heard to its end.")
                 found[index] = output
         return [found[index] for index in range(len(requests))]
 
@@ -176,8 +189,7 @@ class ServingTranscription:
         language: str,
         task: Task,
     ) -> str | TranscriptionVerbose:
-        timestamps_from = self._token("notimestamps") + 1
-        transcript = Transcript(self.engine_client.tokenizer, timestamps_from, request.temperature, language)
+        transcript = Transcript(self.engine_client.tokenizer, self._timestamps_from(), request.temperature, language)
         start = 0
         for output, piece in zip(outputs, pieces, strict=True):
             transcript.add(output, Piece(start / SAMPLE_RATE, len(piece) / SAMPLE_RATE))
