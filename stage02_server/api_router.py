@@ -106,6 +106,7 @@ async def detokenize(request: DetokenizeRequest, raw_request: Request) -> Respon
 @router.get("/health")
 @router.get("/ping")
 @router.post("/ping")
+@router.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)  # is asked first: its 405 allows both
 async def health(raw_request: Request) -> Response:
     """200 and nothing else when requests are served; else 503 with the state of the server."""
     lifecycle = raw_request.app.state.lifecycle

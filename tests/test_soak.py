@@ -1,6 +1,6 @@
 """Many clients for a while, some of whom leave in the middle: no block is lost, memory stays flat, nobody else notices.
 
-The long form runs for 10 minutes with 64 clients: `pytest -m long tests/test_soak.py`.
+The long form runs for 10 minutes with 64 clients: `pytest -m long tests/test_soak.py -s`.
 """
 
 from __future__ import annotations
@@ -143,6 +143,7 @@ def test_soak(server: ServerProcess, seconds: float, num_clients: int) -> None:
     assert outcomes.keys() == {"served", "left"}, outcomes
     assert outcomes["served"] > num_clients and outcomes["left"] > 0
     assert after.keys() == before.keys()
+    print(dict(outcomes), [f"{before[process] / MB:.0f} to {size / MB:.0f} MB" for process, size in after.items()])
     for process, size in after.items():
         assert size < before[process] + 16 * MB, f"memory grows: {before[process] / MB:.0f} to {size / MB:.0f} MB"
     server.process.send_signal(signal.SIGTERM)

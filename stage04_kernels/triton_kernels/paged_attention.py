@@ -32,65 +32,12 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _paged_attention(
-    out_ptr,  # [num_tokens, num_heads, NUM_SPLITS, HEAD_DIM]
-    lse_ptr,  # [num_tokens, num_heads, NUM_SPLITS] float32
-    query_ptr,  # [num_tokens, num_heads, HEAD_DIM]
-    key_ptr,  # [num_slots, num_kv_heads, HEAD_DIM]
-    value_ptr,
-    block_table_ptr,  # [num_reqs, max_blocks] int32
-    seq_lens_ptr,  # [num_reqs] int32
-    query_start_loc_ptr,  # [num_reqs + 1] int32
-    tile_request_ptr,  # [num_tiles] int32: the request of each tile
-    tile_first_ptr,  # [num_tiles] int32: its first query token, counted within the request
-    alibi_slopes_ptr,  # [num_heads] float32
-    scale,
-    k_scale,
-    v_scale,
-    window,
-    soft_cap,
-    stride_query_token,
-    stride_query_head,
-    stride_table,
-    num_kv_heads,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,  # HEAD_DIM, rounded up to a power of two
-    BLOCK_SIZE: tl.constexpr,
-    GROUP: tl.constexpr,  # query heads per key/value head
-    BLOCK_M: tl.constexpr,  # rows of a tile
-    BLOCK_N: tl.constexpr,  # keys per turn of the loop
-    NUM_SPLITS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SOFT_CAP: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    WRITE_LSE: tl.constexpr,
-    UPCAST: tl.constexpr,  # multiply in float32 (the interpreter's bfloat16 is wrong)
-):
-    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    request = tl.load(tile_request_ptr + tile)
-    first_token = tl.load(tile_first_ptr + tile)
-    query_start = tl.load(query_start_loc_ptr + request)
-    query_len = tl.load(query_start_loc_ptr + request + 1) - query_start
-    context = tl.load(seq_lens_ptr + request)
-
-    row = tl.arange(0, BLOCK_M)
-    token = first_token + row // GROUP  # within the request
-    head = kv_head * GROUP + row % GROUP
-    real_row = (row // GROUP < BLOCK_M // GROUP) & (token < query_len)
-    position = context - query_len + token  # in the context; a row sees the keys up to here
-    dim = tl.arange(0, PADDED_DIM)
-    real_dim = dim < HEAD_DIM
-
-    query_row = (query_start + token).to(tl.int64)
-    query_at = query_row[:, None] * stride_query_token + head[:, None] * stride_query_head + dim[None, :]
-    query = tl.load(query_ptr + query_at, mask=real_row[:, None] & real_dim[None, :], other=0.0)
-    if UPCAST:
-        query = query.to(tl.float32)
-    if HAS_ALIBI:
-        slope = tl.load(alibi_slopes_ptr + head, mask=real_row, other=0.0)
-
-    # The keys that any row of this tile sees, and this program's part of them.
-    last_token = tl.minimum(first_token + BLOCK_M // GROUP, query_len) - 1
+def _keys_of_program(
+    first_token, query_len, context, window, split,
+    TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, NUM_SPLITS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+):  # fmt: skip
+    """The positions begin..end-1 that any row of this tile sees, and of them this program's split."""
+    last_token = tl.minimum(first_token + TOKENS, query_len) - 1
     end = context - query_len + last_token + 1
     begin = 0
     if HAS_WINDOW:
@@ -99,55 +46,124 @@ def _paged_attention(
         share = tl.cdiv(tl.cdiv(end - begin, NUM_SPLITS), BLOCK_N) * BLOCK_N
         begin = begin + split * share
         end = tl.minimum(begin + share, end)
+    return begin, end
 
-    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+
+@triton.jit
+def _load_keys_and_values(
+    key_ptr, value_ptr, table_ptr, key_position, real_key, dim, real_dim, kv_head, num_kv_heads,
+    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Keys and values at these positions, through the request's row of the block table, in DTYPE: [BLOCK_N, PADDED_DIM] each."""
+    block = tl.load(table_ptr + key_position // BLOCK_SIZE, mask=real_key, other=0)
+    slot = block.to(tl.int64) * BLOCK_SIZE + key_position % BLOCK_SIZE
+    at = (slot[:, None] * num_kv_heads + kv_head) * HEAD_DIM + dim[None, :]
+    real = real_key[:, None] & real_dim[None, :]
+    key = tl.load(key_ptr + at, mask=real, other=0.0)
+    value = tl.load(value_ptr + at, mask=real, other=0.0)
+    return key.to(DTYPE), value.to(DTYPE)
+
+
+@triton.jit
+def _scores(
+    query, key, key_position, real_key, position, real_row, slope, scale, soft_cap, window,
+    HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
+):  # fmt: skip
+    """Scores [BLOCK_M, BLOCK_N] in units of log 2, -inf where a row does not see a key."""
+    scores = tl.dot(query, tl.trans(key), input_precision="ieee").to(tl.float32) * scale
+    if HAS_SOFT_CAP:
+        scores = soft_cap * (2.0 / (1.0 + tl.exp(-2.0 * scores / soft_cap)) - 1.0)  # tanh
+    if HAS_ALIBI:
+        scores += slope[:, None] * (key_position[None, :] - position[:, None])
+    visible = real_row[:, None] & real_key[None, :] & (key_position[None, :] <= position[:, None])
+    if HAS_WINDOW:
+        visible = visible & (key_position[None, :] > position[:, None] - window)
+    return tl.where(visible, scores * LOG2E, float("-inf"))  # exp2 is the chip's own exponential
+
+
+@triton.jit
+def _take_in(scores, value, largest, total, mixed):
+    """One turn of the online softmax: `largest`, `total` and `mixed` after these keys."""
+    new_largest = tl.maximum(largest, tl.max(scores, 1))
+    shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # a row that has seen nothing yet
+    rescale = tl.exp2(largest - shift)
+    weights = tl.exp2(scores - shift[:, None])
+    total = total * rescale + tl.sum(weights, 1)
+    mixed = mixed * rescale[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee").to(tl.float32)
+    return new_largest, total, mixed
+
+
+@triton.jit
+def _store_rows(
+    out_ptr, lse_ptr, out_row, real_row, dim, real_dim, largest, total, mixed, v_scale,
+    HEAD_DIM: tl.constexpr, WRITE_LSE: tl.constexpr,
+):  # fmt: skip
+    """What the softmax came to. A split that saw no key leaves zeros, with the weight exp(-inf)."""
+    saw_none = total == 0.0
+    total = tl.where(saw_none, 1.0, total)
+    result = mixed * (v_scale / total)[:, None]
+    at = out_row[:, None] * HEAD_DIM + dim[None, :]
+    tl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=real_row[:, None] & real_dim[None, :])
+    if WRITE_LSE:
+        lse = tl.where(saw_none, float("-inf"), largest + tl.log2(total))
+        tl.store(lse_ptr + out_row, lse / LOG2E, mask=real_row)
+
+
+@triton.jit
+def _paged_attention(
+    out_ptr, lse_ptr, query_ptr, key_ptr, value_ptr, block_table_ptr, seq_lens_ptr, query_start_loc_ptr,
+    tile_request_ptr, tile_first_ptr, alibi_slopes_ptr, scale, k_scale, v_scale, window, soft_cap,
+    stride_query_token, stride_query_head, stride_table, num_kv_heads,
+    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_SPLITS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr, WRITE_LSE: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """One tile of query rows, one key/value head, one split of the keys.
+
+    out [num_tokens, num_heads, NUM_SPLITS, HEAD_DIM], lse [num_tokens, num_heads, NUM_SPLITS] float32; query [num_tokens, num_heads,
+    HEAD_DIM]; key and value [num_slots, num_kv_heads, HEAD_DIM]; int32: block_table [num_reqs, max_blocks], seq_lens [num_reqs],
+    query_start_loc [num_reqs + 1], each tile's request and first query token within it, tile_request and tile_first [num_tiles];
+    alibi_slopes [num_heads] float32. PADDED_DIM is HEAD_DIM as a power of two, GROUP the query heads per key/value head,
+    BLOCK_M the rows of a tile, BLOCK_N the keys of a turn.
+    """
+    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    request, first_token = tl.load(tile_request_ptr + tile), tl.load(tile_first_ptr + tile)
+    query_start = tl.load(query_start_loc_ptr + request)
+    query_len = tl.load(query_start_loc_ptr + request + 1) - query_start
+    context = tl.load(seq_lens_ptr + request)
+
+    row, dim = tl.arange(0, BLOCK_M), tl.arange(0, PADDED_DIM)
+    token = first_token + row // GROUP  # within the request
+    head = kv_head * GROUP + row % GROUP
+    real_row, real_dim = (row // GROUP < BLOCK_M // GROUP) & (token < query_len), dim < HEAD_DIM
+    position = context - query_len + token  # in the context; a row sees the keys up to here
+    query_row = (query_start + token).to(tl.int64)
+    query_at = query_row[:, None] * stride_query_token + head[:, None] * stride_query_head + dim[None, :]
+    query = tl.load(query_ptr + query_at, mask=real_row[:, None] & real_dim[None, :], other=0.0)
+    if UPCAST:  # multiply in float32: the interpreter's bfloat16 is wrong
+        query = query.to(tl.float32)
+    slope = tl.load(alibi_slopes_ptr + head, mask=real_row, other=0.0) if HAS_ALIBI else 0.0
+
+    begin, end = _keys_of_program(
+        first_token, query_len, context, window, split, BLOCK_M // GROUP, BLOCK_N, NUM_SPLITS, HAS_WINDOW
+    )
+    table_ptr = block_table_ptr + request.to(tl.int64) * stride_table
+    largest, total = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
     mixed = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
     for start in range(begin, end, BLOCK_N):
         key_position = start + tl.arange(0, BLOCK_N)
         real_key = key_position < end
-        block = tl.load(
-            block_table_ptr + request.to(tl.int64) * stride_table + key_position // BLOCK_SIZE, mask=real_key, other=0
-        )
-        slot = block.to(tl.int64) * BLOCK_SIZE + key_position % BLOCK_SIZE
-        cache_at = (slot[:, None] * num_kv_heads + kv_head) * HEAD_DIM + dim[None, :]
-        real = real_key[:, None] & real_dim[None, :]
-        key = tl.load(key_ptr + cache_at, mask=real, other=0.0)
-        value = tl.load(value_ptr + cache_at, mask=real, other=0.0)
-        if UPCAST:
-            key, value = key.to(tl.float32), value.to(tl.float32)
-        elif key.dtype != query.dtype:  # a float8 cache
-            key, value = key.to(query.dtype), value.to(query.dtype)
-
-        scores = tl.dot(query, tl.trans(key), input_precision="ieee").to(tl.float32) * (scale * k_scale)
-        if HAS_SOFT_CAP:
-            scores = soft_cap * (2.0 / (1.0 + tl.exp(-2.0 * scores / soft_cap)) - 1.0)  # tanh
-        if HAS_ALIBI:
-            scores += slope[:, None] * (key_position[None, :] - position[:, None])
-        visible = real_row[:, None] & real_key[None, :] & (key_position[None, :] <= position[:, None])
-        if HAS_WINDOW:
-            visible = visible & (key_position[None, :] > position[:, None] - window)
-        scores = tl.where(visible, scores * LOG2E, float("-inf"))  # exp2 is the chip's own exponential
-
-        new_largest = tl.maximum(largest, tl.max(scores, 1))
-        shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # a row that has seen nothing yet
-        rescale = tl.exp2(largest - shift)
-        weights = tl.exp2(scores - shift[:, None])
-        total = total * rescale + tl.sum(weights, 1)
-        mixed = mixed * rescale[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee").to(tl.float32)
-        largest = new_largest
-
-    result = mixed * (v_scale / tl.where(total == 0.0, 1.0, total))[:, None]
+        key, value = _load_keys_and_values(
+            key_ptr, value_ptr, table_ptr, key_position, real_key, dim, real_dim, kv_head, num_kv_heads,
+            HEAD_DIM, BLOCK_SIZE, query.dtype,
+        )  # fmt: skip
+        scores = _scores(
+            query, key, key_position, real_key, position, real_row, slope, scale * k_scale, soft_cap, window,
+            HAS_WINDOW, HAS_SOFT_CAP, HAS_ALIBI,
+        )  # fmt: skip
+        largest, total, mixed = _take_in(scores, value, largest, total, mixed)
     out_row = (query_row * (num_kv_heads * GROUP) + head) * NUM_SPLITS + split
-    tl.store(
-        out_ptr + out_row[:, None] * HEAD_DIM + dim[None, :],
-        result.to(out_ptr.dtype.element_ty),
-        mask=real_row[:, None] & real_dim[None, :],
-    )
-    if WRITE_LSE:
-        saw_none = total == 0.0
-        lse = tl.where(saw_none, float("-inf"), largest + tl.log2(tl.where(saw_none, 1.0, total)))
-        tl.store(lse_ptr + out_row, lse / LOG2E, mask=real_row)
+    _store_rows(out_ptr, lse_ptr, out_row, real_row, dim, real_dim, largest, total, mixed, v_scale, HEAD_DIM, WRITE_LSE)
 
 
 @triton.jit

@@ -136,29 +136,92 @@ def _gumbel(seed, position, start, TILE: tl.constexpr):
 
 
 @triton.jit
+def _keep(
+    logits_ptr, prompt_ptr, counts_ptr, inverse_temperature, repetition, frequency, presence, vocab,
+    row, top_k_ptr, top_p_ptr, min_p_ptr,
+    HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, HAS_MIN_P: tl.constexpr, HAS_PENALTIES: tl.constexpr,
+    TILE: tl.constexpr, SEARCH_TILE: tl.constexpr,
+):  # fmt: skip
+    """What min-p, top-k and top-p leave of a row: keys below the floor are out, of those equal to it the first `places` stay."""
+    floor = tl.full([], 0, tl.uint32)
+    places = tl.full([], 2147483647, tl.int32)
+    largest = tl.full([], float("-inf"), tl.float32)
+    for start in range(0, vocab, TILE):
+        at = start + tl.arange(0, TILE)
+        x = _load_logits(
+            logits_ptr, prompt_ptr, counts_ptr, at, at < vocab, inverse_temperature, repetition, frequency, presence,
+            HAS_PENALTIES,
+        )  # fmt: skip
+        largest = tl.maximum(largest, tl.max(x, 0))
+    if HAS_MIN_P:
+        min_p = tl.load(min_p_ptr + row)
+        if min_p > 0.0:
+            floor = _ordered(largest + tl.log(min_p))
+    if HAS_TOP_K:
+        top_k = tl.load(top_k_ptr + row)
+        if top_k > 0:
+            target = tl.minimum(top_k, vocab).to(tl.float32)
+            found, above = _find_threshold(
+                logits_ptr, prompt_ptr, counts_ptr, inverse_temperature, repetition, frequency, presence, vocab,
+                largest, floor, 1.0, target, False, HAS_PENALTIES, SEARCH_TILE,
+            )  # fmt: skip
+            if found >= floor:  # else min-p has left fewer than k
+                floor = found
+                places = (target - above).to(tl.int32)
+    if HAS_TOP_P:
+        top_p = tl.load(top_p_ptr + row)
+        if top_p < 1.0:
+            floor, places = _after_top_p(
+                logits_ptr, prompt_ptr, counts_ptr, inverse_temperature, repetition, frequency, presence, vocab,
+                largest, floor, places, top_p, HAS_PENALTIES, TILE, SEARCH_TILE,
+            )  # fmt: skip
+    return floor, places
+
+
+@triton.jit
+def _draw(
+    logits_ptr, prompt_ptr, counts_ptr, inverse_temperature, repetition, frequency, presence, vocab,
+    floor, places, greedy, seed, position,
+    SOME_ARE_OUT: tl.constexpr, HAS_PENALTIES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The token with the largest logit, or with the largest sum of logit and noise; of equal ones the first."""
+    best = tl.full([], float("-inf"), tl.float32)
+    best_token = tl.full([], 0, tl.int32)
+    num_equal = tl.full([], 0, tl.int32)  # to the floor, so far
+    for start in range(0, vocab, TILE):
+        at = start + tl.arange(0, TILE)
+        real = at < vocab
+        x = _load_logits(
+            logits_ptr, prompt_ptr, counts_ptr, at, real, inverse_temperature, repetition, frequency, presence,
+            HAS_PENALTIES,
+        )  # fmt: skip
+        if SOME_ARE_OUT:
+            key = _ordered(x)
+            equal = (real & (key == floor)).to(tl.int32)
+            rank = num_equal + tl.cumsum(equal, 0)
+            num_equal += tl.sum(equal, 0)
+            x = tl.where((key > floor) | ((equal > 0) & (rank <= places)), x, float("-inf"))
+        if not greedy:
+            x = x + _gumbel(seed, position, start, TILE)
+        tile_best = tl.max(x, 0)
+        if tile_best > best:
+            best = tile_best
+            best_token = start + tl.argmax(x, 0, tie_break_left=True).to(tl.int32)
+    return best_token
+
+
+@triton.jit
 def _sample(
-    token_ptr,  # [num_rows] int64
-    logits_ptr,  # [num_rows, vocab] float32
-    temperature_ptr,  # [num_rows] float32; 0 = greedy
-    top_k_ptr,  # [num_rows] int64; 0 and -1 = off
-    top_p_ptr,  # [num_rows] float32; 1 = off
-    min_p_ptr,  # [num_rows] float32; 0 = off
-    seed_ptr,  # [num_rows] int64
-    position_ptr,  # [num_rows] int64
-    penalty_row_ptr,  # [num_rows] int64: the row in what follows, -1 = none
-    in_prompt_ptr,  # [k, vocab] bool
-    counts_ptr,  # [k, vocab] float32
-    repetition_ptr,  # [k] float32
-    frequency_ptr,
-    presence_ptr,
-    vocab,
-    HAS_TOP_K: tl.constexpr,
-    HAS_TOP_P: tl.constexpr,
-    HAS_MIN_P: tl.constexpr,
-    HAS_PENALTIES: tl.constexpr,
-    TILE: tl.constexpr,
-    SEARCH_TILE: tl.constexpr,
-):
+    token_ptr, logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr,
+    penalty_row_ptr, in_prompt_ptr, counts_ptr, repetition_ptr, frequency_ptr, presence_ptr, vocab,
+    HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, HAS_MIN_P: tl.constexpr, HAS_PENALTIES: tl.constexpr,
+    TILE: tl.constexpr, SEARCH_TILE: tl.constexpr,
+):  # fmt: skip
+    """One token of one row of logits [num_rows, vocab] float32.
+
+    [num_rows]: token int64, temperature (0 = greedy), top_k int64 (0 and -1 = off), top_p (1 = off), min_p (0 = off), seed and position
+    int64, penalty_row int64: the row in in_prompt and counts [k, vocab], repetition, frequency and presence [k], or -1 for none.
+    """
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * vocab
     temperature = tl.load(temperature_ptr + row)
@@ -168,71 +231,25 @@ def _sample(
     if HAS_PENALTIES:
         penalty_row = tl.load(penalty_row_ptr + row)
         has_some = penalty_row >= 0
+        # A row without penalties reads the first one's counts, with factors that change nothing.
         penalty_row = tl.maximum(penalty_row, 0)
         repetition = tl.load(repetition_ptr + penalty_row, mask=has_some, other=1.0)
         frequency = tl.load(frequency_ptr + penalty_row, mask=has_some, other=0.0)
         presence = tl.load(presence_ptr + penalty_row, mask=has_some, other=0.0)
         in_prompt_ptr += penalty_row * vocab
         counts_ptr += penalty_row * vocab
-
-    floor = tl.full([], 0, tl.uint32)  # keys below it are out
-    places = tl.full([], 2147483647, tl.int32)  # of those equal to it, so many stay, the first ones
-    if (HAS_TOP_K or HAS_TOP_P or HAS_MIN_P) and not greedy:
-        largest = tl.full([], float("-inf"), tl.float32)
-        for start in range(0, vocab, TILE):
-            at = start + tl.arange(0, TILE)
-            x = _load_logits(
-                logits_ptr, in_prompt_ptr, counts_ptr, at, at < vocab, inverse_temperature, repetition, frequency, presence,
-                HAS_PENALTIES,
-            )  # fmt: skip
-            largest = tl.maximum(largest, tl.max(x, 0))
-        if HAS_MIN_P:
-            min_p = tl.load(min_p_ptr + row)
-            if min_p > 0.0:
-                floor = _ordered(largest + tl.log(min_p))
-        if HAS_TOP_K:
-            top_k = tl.load(top_k_ptr + row)
-            if top_k > 0:
-                target = tl.minimum(top_k, vocab).to(tl.float32)
-                found, above = _find_threshold(
-                    logits_ptr, in_prompt_ptr, counts_ptr, inverse_temperature, repetition, frequency, presence, vocab,
-                    largest, floor, 1.0, target, False, HAS_PENALTIES, SEARCH_TILE,
-                )  # fmt: skip
-                if found >= floor:  # else min-p has left fewer than k
-                    floor = found
-                    places = (target - above).to(tl.int32)
-        if HAS_TOP_P:
-            top_p = tl.load(top_p_ptr + row)
-            if top_p < 1.0:
-                floor, places = _after_top_p(
-                    logits_ptr, in_prompt_ptr, counts_ptr, inverse_temperature, repetition, frequency, presence, vocab,
-                    largest, floor, places, top_p, HAS_PENALTIES, TILE, SEARCH_TILE,
-                )  # fmt: skip
-
-    seed, position = tl.load(seed_ptr + row), tl.load(position_ptr + row)
-    best = tl.full([], float("-inf"), tl.float32)
-    best_token = tl.full([], 0, tl.int32)
-    num_equal = tl.full([], 0, tl.int32)  # so far
-    for start in range(0, vocab, TILE):
-        at = start + tl.arange(0, TILE)
-        real = at < vocab
-        x = _load_logits(
-            logits_ptr, in_prompt_ptr, counts_ptr, at, real, inverse_temperature, repetition, frequency, presence,
-            HAS_PENALTIES,
+    SOME_ARE_OUT: tl.constexpr = HAS_TOP_K or HAS_TOP_P or HAS_MIN_P
+    floor, places = tl.full([], 0, tl.uint32), tl.full([], 2147483647, tl.int32)
+    if SOME_ARE_OUT and not greedy:
+        floor, places = _keep(
+            logits_ptr, in_prompt_ptr, counts_ptr, inverse_temperature, repetition, frequency, presence, vocab,
+            row, top_k_ptr, top_p_ptr, min_p_ptr, HAS_TOP_K, HAS_TOP_P, HAS_MIN_P, HAS_PENALTIES, TILE, SEARCH_TILE,
         )  # fmt: skip
-        if HAS_TOP_K or HAS_TOP_P or HAS_MIN_P:
-            key = _ordered(x)
-            equal = (real & (key == floor)).to(tl.int32)
-            rank = num_equal + tl.cumsum(equal, 0)
-            num_equal += tl.sum(equal, 0)
-            x = tl.where((key > floor) | ((equal > 0) & (rank <= places)), x, float("-inf"))
-        if not greedy:
-            x = x + _gumbel(seed, position, start, TILE)
-        tile_best = tl.max(x, 0)
-        if tile_best > best:  # of equal ones the first stays
-            best = tile_best
-            best_token = start + tl.argmax(x, 0, tie_break_left=True).to(tl.int32)
-    tl.store(token_ptr + row, best_token.to(tl.int64))
+    token = _draw(
+        logits_ptr, in_prompt_ptr, counts_ptr, inverse_temperature, repetition, frequency, presence, vocab,
+        floor, places, greedy, tl.load(seed_ptr + row), tl.load(position_ptr + row), SOME_ARE_OUT, HAS_PENALTIES, TILE,
+    )  # fmt: skip
+    tl.store(token_ptr + row, token.to(tl.int64))
 
 
 def sample_triton(
@@ -261,7 +278,6 @@ def sample_triton(
         penalty_row[penalties.rows] = torch.arange(len(penalties.rows), device=logits.device)
         in_prompt, counts = penalties.in_prompt.to(torch.int8).contiguous(), penalties.output_counts.contiguous()
         repetition, frequency, presence = penalties.repetition, penalties.frequency, penalties.presence
-        # A row without penalties reads the first one's counts with factors that change nothing.
     if num_rows:
         _sample[(num_rows,)](
             tokens, logits, temperature, top_k, top_p, min_p, seeds, positions,

@@ -52,6 +52,9 @@ def test_every_kernel_of_the_package_is_compiled() -> None:
         for name, value in vars(module).items()
         if type(value).__name__ in ("InterpretedFunction", "JITFunction") and value.fn.__module__ == module.__name__
     }
-    helpers = {"_turn", "_tanh", "_ordered", "_unordered", "_load_logits", "_find_threshold", "_after_top_p", "_gumbel"}
+    helpers = {
+        *("_keys_of_program", "_load_keys_and_values", "_scores", "_take_in", "_store_rows", "_turn", "_tanh"),
+        *("_ordered", "_unordered", "_load_logits", "_find_threshold", "_after_top_p", "_gumbel", "_keep", "_draw"),
+    }
     variants: list[Variant] = [*attention_variants(), *other_variants()]
     assert {variant.kernel.__name__ for variant in variants} == launched - helpers

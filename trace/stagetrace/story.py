@@ -56,6 +56,11 @@ class RequestStory:
             return self.first[end] - self.first[start]
         return None
 
+    @property
+    def in_engine_ns(self) -> int:
+        """When the scheduler first had it, for a request with spans; the first span's start if that was not recorded."""
+        return self.first.get("sched.queued", self.spans[0].start_ns)
+
 
 @dataclass
 class Scheduled:

@@ -47,9 +47,10 @@ def shares(story: Story) -> list[list[Share]]:
     kinds: dict[tuple[int, str], str] = {}  # (column, request) -> prefill or decode
     for request in in_engine(story):
         for stretch in stretches(story, request):
-            kinds.update(
-                {(column, request.request_id): stretch.kind for column in range(stretch.first, stretch.last + 1)}
-            )
+            if stretch.kind in USES:  # else the recording lacks the end of a wait
+                kinds.update(
+                    {(column, request.request_id): stretch.kind for column in range(stretch.first, stretch.last + 1)}
+                )
     of_steps: list[list[Share]] = []
     for column, step in enumerate(story.steps):
         found = [

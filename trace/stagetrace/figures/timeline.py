@@ -53,7 +53,7 @@ def lifetime(story: Story, request: RequestStory) -> range:
     """The columns whose decision saw the request: after it was queued, and before it had ended."""
     if not request.spans:
         return range(0)
-    first = bisect_left(story.steps, request.first["sched.queued"], key=lambda step: _decided(story, step))
+    first = bisect_left(story.steps, request.in_engine_ns, key=lambda step: _decided(story, step))
     end = request.first.get("sched.finished", story.end_ns)
     return range(first, bisect_right(story.steps, end, key=lambda step: step.start_ns))
 
@@ -89,7 +89,7 @@ def ending(request: RequestStory) -> str:
 
 def in_engine(story: Story) -> list[RequestStory]:
     """The requests that reached the scheduler, in that order."""
-    return sorted((r for r in story.requests.values() if r.spans), key=lambda r: r.first["sched.queued"])
+    return sorted((r for r in story.requests.values() if r.spans), key=lambda r: r.in_engine_ns)
 
 
 def request_timeline(story: Story, x: str = "step") -> Figure:
@@ -166,7 +166,7 @@ def span_end(story: Story, request: RequestStory, place: int) -> int:
 
 
 def _draw_time(axes: Axes, story: Story, requests: list[RequestStory]) -> None:
-    zero = requests[0].first["sched.queued"]
+    zero = requests[0].in_engine_ns
     places: dict[str, list[Box]] = {kind: [] for kind in SHOWN}
     marks: dict[str, list[tuple[float, float]]] = {name: [] for name in MARKS}
     row_of = {request.request_id: y for y, request in enumerate(requests)}
