@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 Task = Literal["transcription", "translation"]
 Answer = str | TranscriptionResponse | TranscriptionVerbose | AsyncGenerator[bytes, None]
-DEFAULT_LANGUAGE = "en"  # of a model that knows no languages
+ENGLISH = "en"
 SAMPLE_RATE = 16_000
 _LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
 
@@ -55,7 +55,9 @@ class ServingTranscription:
         self.models = models
         self.args = args
         named = {_LANGUAGE.fullmatch(text): token for text, token in engine_client.tokenizer.special_tokens().items()}
-        self._languages = {match[1]: token for match, token in named.items() if match}
+        # Models for English alone have tokens for other languages too, and were never shown them.
+        multilingual = engine_client.vllm_config.shape.multilingual
+        self._languages = {match[1]: token for match, token in named.items() if match and multilingual}
         if engine_client.vllm_config.is_whisper and find_spec("soundfile") is None:
             raise ConfigError("a Whisper model needs soundfile; install the project with its extra `audio`")
 
@@ -67,7 +69,7 @@ class ServingTranscription:
         model = self.models.check(request.model)
         request.check()
         params = request.to_sampling_params()
-        language = self._spoken(request)
+        language = self._spoken(request, task)
         samples, pieces = await asyncio.to_thread(_decode, data)
         if language is None:
             detected = self._detect_language(pieces[0], raw_request.state.ids.engine_id(len(pieces)))
@@ -96,11 +98,13 @@ class ServingTranscription:
             return text
         return TranscriptionResponse(text=text, usage=_audio_usage(seconds))
 
-    def _spoken(self, request: TranscriptionRequest) -> str | None:
+    def _spoken(self, request: TranscriptionRequest, task: Task) -> str | None:
         """The language that the request names; None when the model is to say it. Raises InvalidRequestError for one that the
-        model does not know."""
-        language = request.language or (None if self._languages else DEFAULT_LANGUAGE)
-        if language is not None and language not in self._languages:
+        model does not know, and for a translation by a model that knows English only."""
+        if not self._languages and task == "translation":
+            raise InvalidRequestError("This model knows English only; it cannot translate.", "model")
+        language = request.language or (None if self._languages else ENGLISH)
+        if language is not None and language not in (self._languages or (ENGLISH,)):
             shown = language if len(language) <= 20 else language[:20] + "..."
             raise InvalidRequestError(
                 f"The model does not know the language {shown!r}; give a code such as en.", "language"
@@ -149,9 +153,10 @@ class ServingTranscription:
         if request.prompt:
             room = self.engine_client.vllm_config.max_model_len // 2 - 1  # as Whisper was trained
             before = [self._token("startofprev"), *tokenizer.encode(" " + request.prompt.strip(), False)[-room:]]
-        do = self._token("transcribe" if task == "transcription" else "translate")
+        do = "transcribe" if task == "transcription" else "translate"
+        what = [self._languages[language], self._token(do)] if self._languages else []
         when = [] if request.timed else [self._token("notimestamps")]
-        return [*before, self._token("startoftranscript"), self._languages[language], do, *when]
+        return [*before, self._token("startoftranscript"), *what, *when]
 
     def _token(self, name: str) -> int:
         """The id of one of Whisper's own tokens."""

@@ -63,6 +63,7 @@ class ModelShape:
     attention_output_bias: bool = False
     qk_norm: bool = False  # RMSNorm over each head of queries and keys
     tie_word_embeddings: bool = True  # the output matrix is the token embedding
+    multilingual: bool = True  # Whisper only: False for a model that was trained on English alone
 
 
 @dataclass(frozen=True)

@@ -248,6 +248,8 @@ def _rope(config: Config) -> tuple[float, RopeScaling | None]:
 def _read_whisper(config: Config, architecture: str) -> ModelShape:
     """Of the decoder: the encoder's sizes are transformers' business, which runs the model."""
     hidden_size, num_heads = config.size("d_model"), config.size("decoder_attention_heads")
+    generation = config.path.with_name("generation_config.json")
+    english_only = generation.is_file() and Config(generation).values.get("is_multilingual") is False
     return ModelShape(
         architecture=architecture,
         vocab_size=config.size("vocab_size"),
@@ -258,6 +260,7 @@ def _read_whisper(config: Config, architecture: str) -> ModelShape:
         hidden_size=hidden_size,
         intermediate_size=config.size("decoder_ffn_dim"),
         max_position_embeddings=config.size("max_target_positions"),
+        multilingual=not english_only,
     )
 
 

@@ -266,6 +266,33 @@ def test_a_model_without_tokens_for_times_is_asked_for_none(make_server: Any, fo
     assert answer.json()["error"]["param"] == "response_format"
 
 
+class Prompts(RecordingEcho):
+    """Remembers what the engine was given."""
+
+    async def add_request_async(self, request: Any) -> None:
+        self.prompts = [*getattr(self, "prompts", []), request.prompt_token_ids]
+        await super().add_request_async(request)
+
+
+def test_a_model_for_english_alone_is_told_neither_language_nor_task(
+    make_server: Any, folder: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    settings = json.loads((tmp_path / "generation_config.json").read_text())
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings | {"is_multilingual": False}))
+    config = EngineArgs.from_kwargs(model=str(tmp_path))
+    server = make_server(Prompts(config=config), config=config)
+
+    def ask(path: str, **data: str) -> httpx.Response:
+        return server.request("POST", f"/v1/audio/{path}", files={"file": sound(0.1)}, data=data)
+
+    start, without = settings["decoder_start_token_id"], settings["no_timestamps_token_id"]
+    assert ask("transcriptions").status_code == ask("transcriptions", language="en").status_code == 200
+    assert server.client.prompts == [[start, without]] * 2
+    assert ask("transcriptions", language="de").json()["error"]["param"] == "language"
+    assert ask("translations").json()["error"]["param"] == "model"
+
+
 IMPOSSIBLE = [
     ({"language": "xx"}, "language"), ({"language": "endoftext|><|en"}, "language"), ({"temperature": "nan"}, "body.temperature"),
     ({"temperature": "3"}, "temperature"), ({"response_format": "xml"}, "body.response_format"),
