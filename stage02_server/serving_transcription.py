@@ -18,6 +18,7 @@ from starlette.requests import Request
 
 from stage02_server.cli_args import FrontendArgs
 from stage02_server.errors import unavailable
+from stage02_server.middleware import RequestIds
 from stage02_server.protocol_audio import (
     AudioUsage,
     TranscriptionRequest,
@@ -44,6 +45,7 @@ Task = Literal["transcription", "translation"]
 Answer = str | TranscriptionResponse | TranscriptionVerbose | AsyncGenerator[bytes, None]
 ENGLISH = "en"
 SAMPLE_RATE = 16_000
+LONGEST = 30 * SAMPLE_RATE  # of what the model hears at once
 _LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
 
 
@@ -71,28 +73,29 @@ class ServingTranscription:
         params = request.to_sampling_params()
         language = self._spoken(request, task)
         samples, pieces = await asyncio.to_thread(_decode, data)
+        ids, first = raw_request.state.ids, 0
         if language is None:
-            detected = self._detect_language(pieces[0], raw_request.state.ids.engine_id(len(pieces)))
-            language = await run_until_disconnect(raw_request.receive, detected)
+            detected = self._detect_language(pieces[0], ids.engine_id(0))
+            language, first = await run_until_disconnect(raw_request.receive, detected), 1
         prompt = self._prompt(request, language, task)
-        requests = await asyncio.to_thread(self._requests, request, prompt, params, pieces, raw_request)
         if trace.on:
-            ids = raw_request.state.ids
             trace.emit(
-                "request.validated", req=ids.engine_id(0), model=model, stream=request.stream, prompts=len(requests)
+                "request.validated", req=ids.engine_id(0), model=model, stream=request.stream, prompts=len(pieces)
             )  # fmt: skip
+        if request.timed:
+            timed = self._timed(request, prompt, params, samples, language, task, ids, first)
+            return await run_until_disconnect(raw_request.receive, timed)
+        requests = await asyncio.to_thread(self._requests, prompt, params, pieces, ids, first)
         seconds = len(samples) / SAMPLE_RATE
         if request.stream:
             usage = request.stream_include_usage or self.args.enable_force_include_usage
             stream = TranscriptionStream(
-                self.engine_client, requests, seconds, raw_request.state.ids, model,
+                self.engine_client, requests, seconds, ids, model,
                 "transcription.chunk" if task == "transcription" else "translation.chunk",
                 usage, usage and request.stream_continuous_usage_stats,
             )  # fmt: skip
             return stream.events()
         outputs = await run_until_disconnect(raw_request.receive, self._collect(requests))
-        if request.timed:
-            return self._timed(request, outputs, pieces, language, task)
         text = "".join(output.outputs[0].text for output in outputs).strip()
         if request.response_format == "text":
             return text
@@ -129,20 +132,13 @@ class ServingTranscription:
         return language
 
     def _requests(
-        self,
-        request: TranscriptionRequest,
-        prompt: list[int],
-        params: SamplingParams,
-        pieces: list[np.ndarray],
-        raw_request: Request,
+        self, prompt: list[int], params: SamplingParams, pieces: list[np.ndarray], ids: RequestIds, first: int
     ) -> list[EngineCoreRequest]:
-        """One engine request per piece."""
-        timestamps_from = self._timestamps_from() if request.timed else None
+        """One engine request per piece; the numbers in their ids begin with `first`."""
         requests = []
-        for index, piece in enumerate(pieces):
-            request_id = raw_request.state.ids.engine_id(index)
-            made = self.engine_client.input_processor.process_inputs(request_id, prompt, params)
-            made.audio = AudioInput(piece.tobytes(), timestamps_from, request.wants_words)
+        for index, piece in enumerate(pieces, start=first):
+            made = self.engine_client.input_processor.process_inputs(ids.engine_id(index), prompt, params)
+            made.audio = AudioInput(piece.tobytes())
             requests.append(made)
         return requests
 
@@ -186,29 +182,40 @@ class ServingTranscription:
                 found[index] = output
         return [found[index] for index in range(len(requests))]
 
-    def _timed(
+    async def _timed(
         self,
         request: TranscriptionRequest,
-        outputs: list[RequestOutput],
-        pieces: list[np.ndarray],
+        prompt: list[int],
+        params: SamplingParams,
+        samples: np.ndarray,
         language: str,
         task: Task,
+        ids: RequestIds,
+        first: int,
     ) -> str | TranscriptionVerbose:
-        transcript = Transcript(self.engine_client.tokenizer, self._timestamps_from(), request.temperature, language)
-        start = 0
-        for output, piece in zip(outputs, pieces, strict=True):
-            transcript.add(output, Piece(start / SAMPLE_RATE, len(piece) / SAMPLE_RATE))
-            start += len(piece)
+        """One piece after the other, each from where the last whole segment ended: what its end cuts off is heard again."""
+        timestamps_from = self._timestamps_from()
+        transcript = Transcript(self.engine_client.tokenizer, timestamps_from, request.temperature, language)
+        start, index = 0, first
+        while start < len(samples):
+            piece = samples[start : start + LONGEST]
+            (made,) = self._requests(prompt, params, [piece], ids, index)
+            assert made.audio is not None
+            made.audio.timestamps_from, made.audio.word_timestamps = timestamps_from, request.wants_words
+            (output,) = await self._collect([made])
+            heard = transcript.add(output, Piece(start / SAMPLE_RATE, len(piece) / SAMPLE_RATE))
+            start, index = start + max(1, round(heard * SAMPLE_RATE)), index + 1
         if request.response_format != "verbose_json":
             return (to_srt if request.response_format == "srt" else to_vtt)(transcript.segments)
+        seconds = len(samples) / SAMPLE_RATE
         return TranscriptionVerbose(
             task="transcribe" if task == "transcription" else "translate",
             language=language,
-            duration=start / SAMPLE_RATE,
+            duration=seconds,
             text=transcript.text,
             segments=transcript.segments if request.wants_segments else None,
             words=transcript.words if request.wants_words else None,
-            usage=_audio_usage(start / SAMPLE_RATE),
+            usage=_audio_usage(seconds),
         )
 
 

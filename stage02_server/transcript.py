@@ -50,20 +50,33 @@ class Transcript:
         """Everything that was said."""
         return "".join(segment.text for segment in self.segments).strip()
 
-    def add(self, output: RequestOutput, piece: Piece) -> None:
-        """The next piece. A time that follows text ends a segment; the next one begins where the next time says, and text
-        that no time ends reaches to the end of the piece."""
-        start, places = 0.0, list[int]()
+    def add(self, output: RequestOutput, piece: Piece) -> float:
+        """The next piece. Returns how many seconds of it were heard.
+
+        Two times in a row are the end of a segment and the beginning of the next. What comes behind the last such pair, and
+        is not ended by a time itself, was cut off by the end of the piece: it is forgotten, to be heard again as the beginning
+        of another. Without any pair the piece is one segment.
+        """
+        start, places, ended_by_time = 0.0, list[int](), False
+        last_time: float | None = None
+        pair: float | None = None  # the time of the last one
         for place, token in enumerate(output.outputs[0].token_ids):
             if token >= self._timestamps_from:
                 time = (token - self._timestamps_from) * SECONDS_PER_TIMESTAMP
+                ended_by_time = bool(places)
                 if places:
                     self._close(output, places, piece, start, time)
-                start, places = time, []
+                elif last_time is not None:
+                    pair = last_time
+                start, last_time, places = time, time, []
             elif not self._tokenizer.is_special(token):
                 places.append(place)
+                ended_by_time = False
+        if pair is not None and not ended_by_time:
+            return min(pair, piece.length)
         if places:
             self._close(output, places, piece, start, piece.length)
+        return piece.length
 
     def _close(self, output: RequestOutput, places: list[int], piece: Piece, start: float, end: float) -> None:
         answer, speech = output.outputs[0], output.speech

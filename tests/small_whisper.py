@@ -72,6 +72,7 @@ class Reference:
     def __init__(self, folder: Path) -> None:
         self.model = WhisperForConditionalGeneration.from_pretrained(folder).eval()
         self.features = WhisperFeatureExtractor.from_pretrained(folder)
+        self.first_time = self.model.generation_config.no_timestamps_token_id + 1
         self.backend = Backend.from_file(str(folder / "tokenizer.json"))
 
     @torch.inference_mode()
@@ -89,15 +90,17 @@ class Reference:
             tokens.append(int(logits.argmax()))
         return self.backend.decode(tokens[start:], skip_special_tokens=True)
 
-    def timed(self, samples: np.ndarray, language: str = "en") -> tuple[list[int], list[float]]:
-        """What transformers writes with timestamps before it first stops: the tokens, and when each of them ends."""
+    def timed(self, samples: np.ndarray, language: str = "en") -> tuple[list, list, list]:
+        """What transformers writes with timestamps before it first stops: the tokens, when each of them ends, and the begin
+        and end of each segment."""
         inputs = self.features(samples, sampling_rate=16_000, return_tensors="pt", return_attention_mask=True)
         made = self.model.generate(
             inputs.input_features, attention_mask=inputs.attention_mask, language=language, task="transcribe",
             return_timestamps=True, return_token_timestamps=True, return_segments=True, return_dict_in_generate=True,
         )  # fmt: skip
         first, start = made["segments"][0][0]["result"], 3  # the prompt: start of transcript, language, task
-        return first["sequences"][start:].tolist(), first["token_timestamps"][start:].tolist()
+        spans = [(float(s["start"]), float(s["end"])) for s in made["segments"][0] if s["result"] is first]
+        return first["sequences"][start:].tolist(), first["token_timestamps"][start:].tolist(), spans
 
     def language(self, samples: np.ndarray) -> str:
         """What transformers takes the sound for."""
