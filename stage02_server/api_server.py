@@ -246,7 +246,7 @@ def init_app_state(engine: AsyncLLM, state: State, args: FrontendArgs, registry:
     state.serving_pooling = ServingPooling(engine, models)
     state.serving_classification = ServingClassification(engine, models)
     state.serving_scores = ServingScores(engine, models, template if args.chat_template is not None else None)
-    state.serving_transcription = ServingTranscription(engine, models)
+    state.serving_transcription = ServingTranscription(engine, models, args)
     state.openai_serving_responses = OpenAIServingResponses(engine, models, template, args)
     if args.enable_log_requests:
         request_logger = RequestLogger(args.max_log_len)

@@ -56,16 +56,17 @@ class Batch:
     def usage(self, completion_tokens: list[int]) -> UsageInfo:
         """Totals, from the output tokens of each answer."""
         prompt = sum(len(request.prompt_token_ids) for request in self.requests)
-        return _usage(prompt, sum(completion_tokens), sum(self.cached_tokens.values()))
+        return make_usage(prompt, sum(completion_tokens), sum(self.cached_tokens.values()))
 
     def usage_of(self, index: int, completion_tokens: int) -> UsageInfo:
         """The usage of one answer alone."""
         prompt = index // self.n
         num_tokens = len(self.requests[prompt].prompt_token_ids)
-        return _usage(num_tokens, completion_tokens, self.cached_tokens.get(prompt, 0))
+        return make_usage(num_tokens, completion_tokens, self.cached_tokens.get(prompt, 0))
 
 
-def _usage(prompt: int, completion: int, cached: int) -> UsageInfo:
+def make_usage(prompt: int, completion: int, cached: int = 0) -> UsageInfo:
+    """From the tokens of the prompt, those of the answer, and those of the prompt that cost nothing."""
     return UsageInfo(
         prompt_tokens=prompt,
         total_tokens=prompt + completion,

@@ -38,7 +38,8 @@ class LogprobsWriter:
     def __init__(self, tokenizer: Tokenizer, batch: Batch, index: int) -> None:
         request = batch.requests[index // batch.n]
         self._tokenizer, self._as_ids = tokenizer, batch.tokens_as_ids
-        self._num_top = request.sampling_params.logprobs or 0
+        self._num_likely = request.sampling_params.logprobs or 0  # of a prompt
+        self._num_shown = request.sampling_params.num_logprobs or 0
         self._skip_special = request.sampling_params.skip_special_tokens
         self._stream = tokenizer.stream(request.prompt_token_ids, self._skip_special)
         self._offset = 0
@@ -52,7 +53,7 @@ class LogprobsWriter:
             self._write_prompt(result, echo)
         for position in positions:
             token_id = position.token_ids[0]
-            self._add(result, token_id, position)
+            self._add(result, token_id, position, self._num_shown)
             if not (self._skip_special and self._tokenizer.is_special(token_id)):
                 self._offset += len(self._stream.push(*self._spelled(token_id)))
         return result
@@ -61,7 +62,7 @@ class LogprobsWriter:
         """A special token is a part of the prompt's text if the client wrote it, and not if the tokenizer added it."""
         stream = self._tokenizer.stream([])
         for token_id, position in zip(echo.token_ids, echo.logprobs, strict=True):
-            self._add(result, token_id, position)
+            self._add(result, token_id, position, self._num_likely)
             hidden = self._tokenizer.is_special(token_id)
             if not hidden or echo.text.startswith(self._tokenizer.token_text(token_id), self._offset):
                 self._offset += len(stream.push(*self._spelled(token_id)))
@@ -70,8 +71,8 @@ class LogprobsWriter:
     def _spelled(self, token_id: int) -> tuple[str, bytes]:
         return self._tokenizer.token(token_id), self._tokenizer.token_bytes(token_id)
 
-    def _add(self, result: CompletionLogProbs, token_id: int, position: TokenLogprobs | None) -> None:
-        """One token; `position` is None for the first of a prompt, which nothing predicts."""
+    def _add(self, result: CompletionLogProbs, token_id: int, position: TokenLogprobs | None, num_top: int) -> None:
+        """One token, and `num_top` others in its place; `position` is None for the first of a prompt, which nothing predicts."""
         result.text_offset.append(self._offset)
         result.tokens.append(token_name(self._tokenizer, token_id, self._as_ids))
         if position is None:
@@ -80,7 +81,7 @@ class LogprobsWriter:
             return
         result.token_logprobs.append(finite(position.logprobs[0]))
         top: dict[str, float] = {}
-        for likely, logprob in zip(position.token_ids[: 1 + self._num_top], position.logprobs):
+        for likely, logprob in zip(position.token_ids[: 1 + num_top], position.logprobs):
             name = token_name(self._tokenizer, likely, self._as_ids)
             top.setdefault(name, finite(logprob))  # two halves of characters may look alike
         result.top_logprobs.append(top)

@@ -81,9 +81,12 @@ class EchoCoreClient(AsyncEngineCoreClient):
             output.queued_seconds = 0.0
             if params.prompt_logprobs is not None:
                 rest = request.prompt_token_ids[1:]
-                output.prompt_logprobs = [self._logprobs(i, params.prompt_logprobs) for i in rest]
+                output.prompt_logprobs = [self._logprobs(i, self._likely(i, params.prompt_logprobs)) for i in rest]
         if params.num_logprobs is not None:
-            output.new_logprobs = [self._logprobs(token, params.num_logprobs)]
+            named = params.logprob_token_ids
+            output.new_logprobs = [
+                self._logprobs(token, self._likely(token, params.num_logprobs) if named is None else named)
+            ]
         if token in params.stop_token_ids:
             output.finish_reason, output.stop_reason = FinishReason.STOP, token
         elif token == request.eos_token_id and not params.ignore_eos:
@@ -106,12 +109,14 @@ class EchoCoreClient(AsyncEngineCoreClient):
         pooled = [array("f", vector).tobytes() for vector in vectors]
         return EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.STOP, pooled=pooled)
 
-    def _logprobs(self, token: int, k: int) -> TokenLogprobs:
-        """The echo is certain: probability 1 for its token, 0 for the k - 1 ids that follow it."""
-        others = [(token + i) % self._config.shape.vocab_size for i in range(1, k)]
-        likely = [token, *others][:k]
+    def _likely(self, token: int, k: int) -> list[int]:
+        """The echo's own token, and the k - 1 ids that follow it."""
+        return [token, *((token + i) % self._config.shape.vocab_size for i in range(1, k))][:k]
+
+    def _logprobs(self, token: int, others: list[int]) -> TokenLogprobs:
+        """The echo is certain: probability 1 for its token, 0 for any other."""
         return TokenLogprobs(
-            [token, *likely], [0.0] + [0.0 if i == token else -math.inf for i in likely], sampled_rank=1
+            [token, *others], [0.0] + [0.0 if i == token else -math.inf for i in others], sampled_rank=1
         )
 
     def shutdown(self) -> None:

@@ -28,7 +28,6 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", None),
     "functions": ([], None),
     "kv_transfer_params": ({}, None),
-    "logprob_token_ids": (None,),
     "media_io_kwargs": ({}, None),
     "mm_processor_kwargs": ({}, None),
     "modalities": (["text"], None),
@@ -49,12 +48,12 @@ _SAME_NAME = (
     "n", "best_of", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty",
     "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "seed", "min_tokens", "stop_token_ids",
     "include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens",
-    "truncate_prompt_tokens", "truncation_side", "prompt_logprobs", "stream_interval",
+    "truncate_prompt_tokens", "truncation_side", "logprob_token_ids", "prompt_logprobs", "stream_interval",
 )  # fmt: skip
 """Fields that go into `SamplingParams` as they are; None means the default there."""
 
 _NOT_WITH_BEAM_SEARCH = (
-    "stream", "best_of", "prompt_logprobs", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias",
+    "stream", "best_of", "logprob_token_ids", "prompt_logprobs", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias",
     "allowed_token_ids", "bad_words", "min_tokens", "stop", "stop_token_ids",
     "repetition_detection",
 )  # fmt: skip
@@ -126,6 +125,7 @@ class SamplingRequest(RequestModel):
     repetition_detection: RepetitionDetection | None = None
     seed: Int64 | None = None
     min_tokens: Int64 | None = 0
+    logprob_token_ids: list[Int64] | None = None
     prompt_logprobs: Int32 | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None

@@ -5,25 +5,30 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, FiniteFloat, ValidationError
+from pydantic import BaseModel, Field, FiniteFloat, ValidationError
 from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from stage02_server.errors import APIError
 from stage02_server.protocol import Int32, Int64, RequestModel, Text
+from stage02_server.protocol_response import UsageInfo
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.sampling_params import RequestOutputKind, SamplingParams
 
 MAX_FILE_BYTES = 25 * 1024**2  # OpenAI's number, and vLLM's default
 _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "chunking_strategy": ("auto", ""),
-    "frequency_penalty": ("0", "0.0", ""),
     "hotwords": ("",),
     "include[]": ("",),
-    "presence_penalty": ("0", "0.0", ""),
-    "repetition_penalty": ("1", "1.0", ""),
-    "timestamp_granularities[]": ("",),
+    "include_stop_str_in_output": ("false", "False", ""),
+    "known_speaker_names[]": ("",),
+    "known_speaker_references[]": ("",),
+    "n": ("1", ""),
+    "to_language": ("",),
+    "use_beam_search": ("false", "False", ""),
+    "vad_config.enabled": ("false", "False", ""),
+    "vllm_xargs": ("{}", ""),
 }
 """Field that is not built here -> the values that change nothing and are accepted."""
 
@@ -33,17 +38,50 @@ class TranscriptionRequest(RequestModel):
 
     language: Text | None = None
     prompt: Text = ""
-    response_format: Literal["json", "text"] = "json"
+    response_format: Literal["json", "text", "srt", "verbose_json", "vtt"] = "json"
+    timestamp_granularities: list[Literal["segment", "word"]] = Field(default=[], alias="timestamp_granularities[]")
     temperature: FiniteFloat = 0.0
     top_p: FiniteFloat = 1.0
     top_k: Int32 = 0
     min_p: FiniteFloat = 0.0
+    frequency_penalty: FiniteFloat = 0.0
+    presence_penalty: FiniteFloat = 0.0
+    repetition_penalty: FiniteFloat = 1.0
     seed: Int64 | None = None
     max_completion_tokens: Int64 | None = None
     stream: bool = False
+    stream_include_usage: bool = False
+    stream_continuous_usage_stats: bool = False
 
-    def check_built(self) -> None:
-        """Raises InvalidRequestError for a field that asks for what is not built here."""
+    @property
+    def timed(self) -> bool:
+        """True when the answer says when something was said."""
+        return self.response_format in ("srt", "verbose_json", "vtt")
+
+    @property
+    def wants_words(self) -> bool:
+        """True when it also says when each word was said."""
+        return "word" in self.timestamp_granularities
+
+    @property
+    def wants_segments(self) -> bool:
+        """False when only words were asked for."""
+        return "segment" in self.timestamp_granularities or not self.wants_words
+
+    def check(self) -> None:
+        """Raises InvalidRequestError for fields that do not go together, and for one that asks for what is not built here."""
+        if self.timestamp_granularities and self.response_format != "verbose_json":
+            raise InvalidRequestError(
+                "timestamp_granularities[] can only be given together with response_format=verbose_json.",
+                "timestamp_granularities[]",
+            )
+        if self.timed and self.stream:
+            raise InvalidRequestError(
+                f"response_format {self.response_format} cannot be streamed; use json or text.", "response_format"
+            )
+        for name in ("stream_include_usage", "stream_continuous_usage_stats"):
+            if getattr(self, name) and not self.stream:
+                raise InvalidRequestError(f"{name} can only be given together with stream=true.", name)
         for name, value in (self.model_extra or {}).items():
             if value not in _NOT_BUILT.get(name, (value,)):
                 raise InvalidRequestError(f"{name} is not supported by this server; leave it out.", name)
@@ -55,7 +93,11 @@ class TranscriptionRequest(RequestModel):
             top_p=self.top_p,
             top_k=self.top_k,
             min_p=self.min_p,
+            frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty,
+            repetition_penalty=self.repetition_penalty,
             seed=self.seed,
+            logprobs=0 if self.timed else None,  # of the text itself, for the average
             max_tokens=self.max_completion_tokens,
             output_kind=RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY,
         )
@@ -72,6 +114,42 @@ class TranscriptionResponse(BaseModel):
     """The answer with response_format "json"."""
 
     text: str
+    usage: AudioUsage
+
+
+class TranscriptionSegment(BaseModel):
+    """Something that was said, from `start` to `end` seconds. `seek` is where its piece of sound begins, in 0.01 seconds;
+    `tokens` are those of the text."""
+
+    id: int
+    seek: int
+    start: float
+    end: float
+    text: str
+    tokens: list[int]
+    temperature: float
+    avg_logprob: float
+    compression_ratio: float  # bytes of the text by those of its zlib form: much above 2 means that it repeats itself
+    no_speech_prob: float
+
+
+class TranscriptionWord(BaseModel):
+    """One word, from `start` to `end` seconds."""
+
+    word: str
+    start: float
+    end: float
+
+
+class TranscriptionVerbose(BaseModel):
+    """The answer with response_format "verbose_json"."""
+
+    task: Literal["transcribe", "translate"]
+    language: str  # its code, such as "en"
+    duration: float
+    text: str
+    segments: list[TranscriptionSegment] | None
+    words: list[TranscriptionWord] | None
     usage: AudioUsage
 
 
@@ -97,6 +175,7 @@ class TranscriptionChunk(BaseModel):
     created: int
     model: str
     choices: list[TranscriptionChoice]
+    usage: UsageInfo | None = None
 
 
 async def read_form(request: Request) -> tuple[TranscriptionRequest, bytes]:
@@ -112,7 +191,10 @@ async def read_form(request: Request) -> tuple[TranscriptionRequest, bytes]:
 
 
 def _fields(form: FormData) -> TranscriptionRequest:
-    fields = {name: value for name, value in form.items() if isinstance(value, str)}
+    fields: dict[str, Any] = {name: value for name, value in form.items() if isinstance(value, str)}
+    name = "timestamp_granularities"  # the one list: a form repeats the field
+    fields.pop(name, None)
+    fields[f"{name}[]"] = [value for value in form.getlist(name) + form.getlist(f"{name}[]") if value != ""]
     try:
         return TranscriptionRequest.model_validate(fields)
     except ValidationError as error:

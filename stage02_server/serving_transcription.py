@@ -1,105 +1,158 @@
 """POST /v1/audio/transcriptions and /translations (vllm/entrypoints/openai/serving_transcription.py, OpenAISpeechToText).
 
 Long audio is cut into pieces of at most 30 seconds. Each is a request of the engine whose prompt is a row of Whisper's own
-tokens: which language is spoken, and whether to write it down or to translate it into English.
+tokens: which language is spoken, whether to write it down or to translate it into English, and whether to say when.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
+import math
+import re
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from importlib.util import find_spec
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from starlette.requests import Request
 
-from stage02_server.errors import as_api_error, error_json
+from stage02_server.cli_args import FrontendArgs
+from stage02_server.errors import unavailable
+from stage02_server.middleware import RequestIds
 from stage02_server.protocol_audio import (
     AudioUsage,
-    TranscriptionChoice,
-    TranscriptionChunk,
-    TranscriptionDelta,
     TranscriptionRequest,
     TranscriptionResponse,
+    TranscriptionVerbose,
     read_form,
 )
 from stage02_server.serving_engine import merge_async_iterators, run_until_disconnect
 from stage02_server.serving_models import OpenAIServingModels
 from stage02_server.tasks import require_task
+from stage02_server.transcript import Piece, Transcript, to_srt, to_vtt
+from stage02_server.transcription_stream import TranscriptionStream
 from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.frontend.async_llm import AsyncLLM
-from stage03_engine.messages import EngineCoreRequest
+from stage03_engine.messages import AudioInput, EngineCoreRequest
+from stage03_engine.outputs import RequestOutput
+from stage03_engine.sampling_params import RequestOutputKind, SamplingParams
 from stagetrace import trace
 
+if TYPE_CHECKING:
+    import numpy as np
+
 Task = Literal["transcription", "translation"]
-DEFAULT_LANGUAGE = "en"  # vLLM's
+Answer = str | TranscriptionResponse | TranscriptionVerbose | AsyncGenerator[bytes, None]
+ENGLISH = "en"
+SAMPLE_RATE = 16_000
+LONGEST = 30 * SAMPLE_RATE  # of what the model hears at once
+_LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
 
 
 class ServingTranscription:
     """Speech to text. Raises ConfigError when the server's model listens and what decodes audio is not installed."""
 
-    def __init__(self, engine_client: AsyncLLM, models: OpenAIServingModels) -> None:
+    def __init__(self, engine_client: AsyncLLM, models: OpenAIServingModels, args: FrontendArgs) -> None:
         self.engine_client = engine_client
         self.models = models
+        self.args = args
+        named = {_LANGUAGE.fullmatch(text): token for text, token in engine_client.tokenizer.special_tokens().items()}
+        # Models for English alone have tokens for other languages too, and were never shown them.
+        multilingual = engine_client.vllm_config.shape.multilingual
+        self._languages = {match[1]: token for match, token in named.items() if match and multilingual}
         if engine_client.vllm_config.is_whisper and find_spec("soundfile") is None:
             raise ConfigError("a Whisper model needs soundfile; install the project with its extra `audio`")
 
-    async def create(
-        self, raw_request: Request, task: Task
-    ) -> str | TranscriptionResponse | AsyncGenerator[bytes, None]:
+    async def create(self, raw_request: Request, task: Task) -> Answer:
         """The text, the JSON around it, or its stream. Raises every refusal before a stream begins."""
         self.engine_client.check_health()
         require_task(self.engine_client.vllm_config, task)
         request, data = await read_form(raw_request)
         model = self.models.check(request.model)
-        request.check_built()
-        requests, seconds = await asyncio.to_thread(self._requests, request, data, task, raw_request)
+        request.check()
+        params = request.to_sampling_params()
+        language = self._spoken(request, task)
+        samples, pieces = await asyncio.to_thread(_decode, data)
+        ids, first = raw_request.state.ids, 0
+        if language is None:
+            detected = self._detect_language(pieces[0], ids.engine_id(0))
+            language, first = await run_until_disconnect(raw_request.receive, detected), 1
+        prompt = self._prompt(request, language, task)
         if trace.on:
-            ids = raw_request.state.ids
             trace.emit(
-                "request.validated", req=ids.engine_id(0), model=model, stream=request.stream, prompts=len(requests)
+                "request.validated", req=ids.engine_id(0), model=model, stream=request.stream, prompts=len(pieces)
             )  # fmt: skip
+        if request.timed:
+            timed = self._timed(request, prompt, params, samples, language, task, ids, first)
+            return await run_until_disconnect(raw_request.receive, timed)
+        requests = await asyncio.to_thread(self._requests, prompt, params, pieces, ids, first)
+        seconds = len(samples) / SAMPLE_RATE
         if request.stream:
-            return self._stream(requests, raw_request, model, task)
-        text = await run_until_disconnect(raw_request.receive, self._text(requests))
+            usage = request.stream_include_usage or self.args.enable_force_include_usage
+            stream = TranscriptionStream(
+                self.engine_client, requests, seconds, ids, model,
+                "transcription.chunk" if task == "transcription" else "translation.chunk",
+                usage, usage and request.stream_continuous_usage_stats,
+            )  # fmt: skip
+            return stream.events()
+        outputs = await run_until_disconnect(raw_request.receive, self._collect(requests))
+        text = "".join(output.outputs[0].text for output in outputs).strip()
         if request.response_format == "text":
             return text
-        return TranscriptionResponse(text=text, usage=AudioUsage(seconds=seconds))
+        return TranscriptionResponse(text=text, usage=_audio_usage(seconds))
+
+    def _spoken(self, request: TranscriptionRequest, task: Task) -> str | None:
+        """The language that the request names; None when the model is to say it. Raises InvalidRequestError for one that the
+        model does not know, and for a translation by a model that knows English only."""
+        if not self._languages and task == "translation":
+            raise InvalidRequestError("This model knows English only; it cannot translate.", "model")
+        language = request.language or (None if self._languages else ENGLISH)
+        if language is not None and language not in (self._languages or (ENGLISH,)):
+            shown = language if len(language) <= 20 else language[:20] + "..."
+            raise InvalidRequestError(
+                f"The model does not know the language {shown!r}; give a code such as en.", "language"
+            )
+        return language
+
+    async def _detect_language(self, piece: np.ndarray, request_id: str) -> str:
+        """What the model takes the beginning of the sound for: of the tokens of its languages the likeliest first one."""
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=1,
+            allowed_token_ids=list(self._languages.values()),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        start = [self._token("startoftranscript")]
+        request = self.engine_client.input_processor.process_inputs(request_id, start, params)
+        request.audio = AudioInput(piece.tobytes())
+        (output,) = await self._collect([request])
+        language = next(name for name, token in self._languages.items() if token == output.outputs[0].token_ids[0])
+        if trace.on:
+            trace.emit("request.language_detected", req=request_id, language=language)
+        return language
 
     def _requests(
-        self, request: TranscriptionRequest, data: bytes, task: Task, raw_request: Request
-    ) -> tuple[list[EngineCoreRequest], int]:
-        """One engine request per piece, and the whole length in seconds, rounded up."""
-        from stage02_server.audio_input import SAMPLE_RATE, decode_audio, split_audio  # numpy only where it is needed
-
-        params, prompt = request.to_sampling_params(), self._prompt(request, task)
-        samples = decode_audio(data)
+        self, prompt: list[int], params: SamplingParams, pieces: list[np.ndarray], ids: RequestIds, first: int
+    ) -> list[EngineCoreRequest]:
+        """One engine request per piece; the numbers in their ids begin with `first`."""
         requests = []
-        for index, piece in enumerate(split_audio(samples)):
-            request_id = raw_request.state.ids.engine_id(index)
-            made = self.engine_client.input_processor.process_inputs(request_id, prompt, params)
-            made.audio = piece.tobytes()
+        for index, piece in enumerate(pieces, start=first):
+            made = self.engine_client.input_processor.process_inputs(ids.engine_id(index), prompt, params)
+            made.audio = AudioInput(piece.tobytes())
             requests.append(made)
-        return requests, -(-len(samples) // SAMPLE_RATE)
+        return requests
 
-    def _prompt(self, request: TranscriptionRequest, task: Task) -> list[int]:
-        """What the decoder begins with. Raises InvalidRequestError for a language that the model does not know."""
-        tokenizer, language = self.engine_client.tokenizer, request.language or DEFAULT_LANGUAGE
+    def _prompt(self, request: TranscriptionRequest, language: str, task: Task) -> list[int]:
+        """What the decoder begins with."""
+        tokenizer = self.engine_client.tokenizer
         before: list[int] = []
         if request.prompt:
             room = self.engine_client.vllm_config.max_model_len // 2 - 1  # as Whisper was trained
             before = [self._token("startofprev"), *tokenizer.encode(" " + request.prompt.strip(), False)[-room:]]
-        try:
-            spoken = self._token(language)
-        except InvalidRequestError:
-            shown = language if len(language) <= 20 else language[:20] + "..."
-            raise InvalidRequestError(
-                f"The model does not know the language {shown!r}; give a code such as en.", "language"
-            ) from None
         do = "transcribe" if task == "transcription" else "translate"
-        return [*before, self._token("startoftranscript"), spoken, self._token(do), self._token("notimestamps")]
+        what = [self._languages[language], self._token(do)] if self._languages else []
+        when = [] if request.timed else [self._token("notimestamps")]
+        return [*before, self._token("startoftranscript"), *what, *when]
 
     def _token(self, name: str) -> int:
         """The id of one of Whisper's own tokens."""
@@ -108,43 +161,71 @@ class ServingTranscription:
             raise InvalidRequestError(f"The model's tokenizer has no token <|{name}|>.", "model")
         return ids[0]
 
-    async def _text(self, requests: list[EngineCoreRequest]) -> str:
-        texts = [""] * len(requests)
+    def _timestamps_from(self) -> int:
+        """The id of the token for 0.00 seconds: those for times are the last of the vocabulary, whether the tokenizer knows
+        them or not."""
+        token = self._token("notimestamps") + 1
+        if token >= self.engine_client.vllm_config.shape.vocab_size:
+            raise InvalidRequestError(
+                "This model has no tokens for timestamps; use response_format json or text.", "response_format"
+            )
+        return token
+
+    async def _collect(self, requests: list[EngineCoreRequest]) -> list[RequestOutput]:
+        """The one output of each. Raises APIError 503 when one was ended from outside: no answer has a place to say so."""
+        found: dict[int, RequestOutput] = {}
         flows = [self.engine_client.generate(request) for request in requests]
         async with aclosing(merge_async_iterators(flows)) as merged:
             async for index, output in merged:
-                texts[index] = output.outputs[0].text
-        return "".join(texts).strip()
+                if output.outputs[0].finish_reason == "abort":
+                    raise unavailable("The request was aborted before the sound was heard to its end.")
+                found[index] = output
+        return [found[index] for index in range(len(requests))]
 
-    async def _stream(
-        self, requests: list[EngineCoreRequest], raw_request: Request, model: str, task: Task
-    ) -> AsyncGenerator[bytes, None]:
-        """A chunk per piece of text; the pieces of sound one after the other, so that the text is in order."""
-        ids, created = raw_request.state.ids, int(time.time())
-        kind: Literal["transcription.chunk", "translation.chunk"] = (
-            "transcription.chunk" if task == "transcription" else "translation.chunk"
+    async def _timed(
+        self,
+        request: TranscriptionRequest,
+        prompt: list[int],
+        params: SamplingParams,
+        samples: np.ndarray,
+        language: str,
+        task: Task,
+        ids: RequestIds,
+        first: int,
+    ) -> str | TranscriptionVerbose:
+        """One piece after the other, each from where the last whole segment ended: what its end cuts off is heard again."""
+        timestamps_from = self._timestamps_from()
+        transcript = Transcript(self.engine_client.tokenizer, timestamps_from, request.temperature, language)
+        start, index = 0, first
+        while start < len(samples):
+            piece = samples[start : start + LONGEST]
+            (made,) = self._requests(prompt, params, [piece], ids, index)
+            assert made.audio is not None
+            made.audio.timestamps_from, made.audio.word_timestamps = timestamps_from, request.wants_words
+            (output,) = await self._collect([made])
+            heard = transcript.add(output, Piece(start / SAMPLE_RATE, len(piece) / SAMPLE_RATE))
+            start, index = start + max(1, round(heard * SAMPLE_RATE)), index + 1
+        if request.response_format != "verbose_json":
+            return (to_srt if request.response_format == "srt" else to_vtt)(transcript.segments)
+        seconds = len(samples) / SAMPLE_RATE
+        return TranscriptionVerbose(
+            task="transcribe" if task == "transcription" else "translate",
+            language=language,
+            duration=seconds,
+            text=transcript.text,
+            segments=transcript.segments if request.wants_segments else None,
+            words=transcript.words if request.wants_words else None,
+            usage=_audio_usage(seconds),
         )
-        try:
-            for request in requests:
-                async with aclosing(self.engine_client.generate(request)) as outputs:
-                    async for output in outputs:
-                        answer = output.outputs[0]
-                        last = request is requests[-1]
-                        choice = TranscriptionChoice(
-                            delta=TranscriptionDelta(content=answer.text),
-                            finish_reason=answer.finish_reason if last else None,
-                        )
-                        chunk = TranscriptionChunk(
-                            id=ids.response, object=kind, created=created, model=model, choices=[choice]
-                        )
-                        yield self._event(chunk.model_dump_json(), raw_request)
-        except Exception as error:
-            yield self._event(error_json(as_api_error(error)), raw_request)
-        yield self._event("[DONE]", raw_request)
 
-    @staticmethod
-    def _event(data: str, raw_request: Request) -> bytes:
-        event, ids = f"data: {data}\n\n".encode(), raw_request.state.ids
-        if trace.on:
-            trace.emit("sse.chunk", req=ids.engine_id(0), cause=ids.cause, bytes=len(event))
-        return event
+
+def _decode(data: bytes) -> tuple[np.ndarray, list[np.ndarray]]:
+    """The whole sound, and its pieces. Raises InvalidRequestError."""
+    from stage02_server.audio_input import decode_audio, split_audio  # numpy only where it is needed
+
+    samples = decode_audio(data)
+    return samples, split_audio(samples)
+
+
+def _audio_usage(seconds: float) -> AudioUsage:
+    return AudioUsage(seconds=math.ceil(seconds))

@@ -63,11 +63,10 @@ class ModelShape:
     attention_output_bias: bool = False
     qk_norm: bool = False  # RMSNorm over each head of queries and keys
     tie_word_embeddings: bool = True  # the output matrix is the token embedding
+    multilingual: bool = True  # Whisper only: False for a model that was trained on English alone
     # Models with a classification head only:
     labels: tuple[str, ...] = ()  # the names of the classes, in the order of the head's rows
-    label_activation: str = (
-        "softmax"  # from logits to probabilities; sigmoid: each class by itself; identity: not at all
-    )
+    label_activation: str = "softmax"  # to probabilities; sigmoid: each class by itself; identity: bare logits
 
 
 @dataclass(frozen=True)

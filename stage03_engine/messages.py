@@ -42,6 +42,14 @@ class FinishReason(enum.IntEnum):
         return self.name.lower()
 
 
+class AudioInput(msgspec.Struct, array_like=True, gc=False):
+    """What a model that listens is to hear, and whether it is to say when."""
+
+    samples: bytes  # float32, 16,000 numbers per second, at most 30 seconds
+    timestamps_from: int | None = None  # the id of the token for 0.00 seconds; None: text without timestamps
+    word_timestamps: bool = False  # only with timestamps_from: also the time of each token
+
+
 class EngineCoreRequest(msgspec.Struct, array_like=True, gc=False):
     """One request, as the engine core receives it: token ids only, no text."""
 
@@ -54,7 +62,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, gc=False):
     cache_salt: str | None = None  # only requests with the same salt share cached prefixes
     cause: str | None = None
     pooling_params: PoolingParams | None = None  # a pooling request: it ends with its prompt, in vectors
-    audio: bytes | None = None  # for a model that listens: float32, 16,000 numbers per second, at most 30 seconds
+    audio: AudioInput | None = None  # for a model that listens
 
 
 class AbortRequests(msgspec.Struct, array_like=True, gc=False):
@@ -88,6 +96,13 @@ class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
     sampled_rank: int
 
 
+class SpeechDetails(msgspec.Struct, array_like=True, gc=False):
+    """What a model that listens says besides the text, at the end of a request with timestamps."""
+
+    no_speech_prob: float  # how likely it is that nobody speaks, in [0, 1]
+    token_ends: list[float] | None = None  # with word_timestamps: when each output token ends, in seconds
+
+
 class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False, omit_defaults=True):
     """What one step added to one request."""
 
@@ -107,6 +122,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False, omit_defaults=
     error_param: str | None = None  # the field of the request to blame for the error; None: nobody's fault
     ended_by_grammar: bool = False  # with FinishReason.STOP: the newest token is text, unlike a stop token
     pooled: list[bytes] | None = None  # of a pooling request: vectors of float32, each as its bytes
+    speech: SpeechDetails | None = None  # with the last token
 
 
 class SpecDecodingStats(msgspec.Struct, array_like=True, gc=False):

@@ -264,7 +264,10 @@ def _rope(config: Config) -> tuple[float, RopeScaling | None]:
 def _read_whisper(config: Config, architecture: str) -> ModelShape:
     """Of the decoder: the encoder's sizes are transformers' business, which runs the model."""
     keys = ("d_model", "decoder_attention_heads", "decoder_layers", "max_target_positions")
-    return _plain_shape(config, architecture, config.size("decoder_ffn_dim"), *keys)
+    shape = _plain_shape(config, architecture, config.size("decoder_ffn_dim"), *keys)
+    generation = config.path.with_name("generation_config.json")
+    english_only = generation.is_file() and Config(generation).values.get("is_multilingual") is False
+    return replace(shape, multilingual=not english_only)
 
 
 _READERS: dict[str, tuple[str, Callable[[Config, str], ModelShape]]] = {

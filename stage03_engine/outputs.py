@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from stage03_engine.frontend.stats import RequestStats
-from stage03_engine.messages import TokenLogprobs
+from stage03_engine.messages import SpeechDetails, TokenLogprobs
 
 
 @dataclass
@@ -44,6 +44,7 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # one entry per prompt token, None for the first
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
     pooled: list[bytes] | None = None  # of a pooling request: vectors of float32, each as its bytes
+    speech: SpeechDetails | None = None  # of a request with timestamps, at its end
 
     def add(self, newer: RequestOutput, aggregate: bool) -> None:
         """Take in a newer output of the same request that came before this one was read.

@@ -15,6 +15,7 @@ from stage03_engine.structured_outputs import StructuredOutputsParams
 MAX_STOP_STRINGS, MAX_STOP_LENGTH = 4, 1024  # strings, characters of each
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGPROBS = 20
+MAX_LOGPROB_TOKEN_IDS = 128
 MAX_N = 128  # answers to one prompt
 MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH = 256, 128  # words, characters of each
 REPETITION_PENALTIES = (0.001, 1000.0)  # further out a float32 logit overflows
@@ -55,7 +56,10 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     ignore_eos: bool = False
     repetition_detection: RepetitionDetectionParams | None = None  # ends an output that goes round in circles
     logprobs: int | None = None  # k: the k most likely tokens and the sampled one; 0: the sampled one only
-    prompt_logprobs: int | None = None  # the same for the tokens of the prompt
+    logprob_token_ids: list[int] | None = (
+        None  # with logprobs: these tokens are reported instead of the most likely ones
+    )
+    prompt_logprobs: int | None = None  # as `logprobs`, for the tokens of the prompt
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True  # byte-level tokenizers write none either way
     truncate_prompt_tokens: int | None = None  # keep the last k tokens of the prompt; -1: as many as leave room for one
@@ -109,6 +113,10 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
             "bad_words",
             f"words of 1 to {MAX_BAD_WORD_LENGTH} characters that are not blank",
         )
+        named = self.logprob_token_ids
+        self._check(named is None or self.logprobs is not None, "logprob_token_ids", "given together with logprobs")
+        few = named is None or len(named) <= MAX_LOGPROB_TOKEN_IDS
+        self._check(few, "logprob_token_ids", f"at most {MAX_LOGPROB_TOKEN_IDS} ids")
         if self.max_tokens is None:
             self._check(self.min_tokens >= 0, "min_tokens", "at least 0")
         else:
@@ -149,9 +157,14 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
         return self.n if self.best_of is None else self.best_of
 
     @property
+    def num_likely_tokens(self) -> int | None:
+        """How many of the likeliest tokens each step reports; None: no logprobs at all."""
+        return 0 if self.logprob_token_ids is not None else self.num_candidates or self.logprobs
+
+    @property
     def num_logprobs(self) -> int | None:
-        """How many likely tokens each step reports; None: no logprobs at all."""
-        return self.num_candidates or self.logprobs
+        """How many tokens each step reports beside the sampled one; None: no logprobs at all."""
+        return self.num_likely_tokens if self.logprob_token_ids is None else len(self.logprob_token_ids)
 
     @property
     def greedy(self) -> bool:

@@ -37,6 +37,9 @@ class SamplingMetadata:
     rules: LogitsRules | None = None  # None: no row has any
     before: list[RowsTransform] = field(default_factory=list)  # custom ones that may change which logit is largest
     after_temperature: list[RowsTransform] = field(default_factory=list)  # custom ones that never do; random rows only
+    named: dict[int, list[int]] = field(
+        default_factory=dict
+    )  # row -> the tokens that it reports instead of the likeliest
 
     @classmethod
     def from_lists(
@@ -52,6 +55,7 @@ class SamplingMetadata:
         rules: LogitsRules | None = None,
         before: list[RowsTransform] | None = None,
         after_temperature: list[RowsTransform] | None = None,
+        named: dict[int, list[int]] | None = None,
     ) -> SamplingMetadata:
         """Build it from one value per row. Only random rows count when a transform is judged to be on."""
         random_rows = [row for row, t in enumerate(temperature) if t >= GREEDY_BELOW]
@@ -70,13 +74,15 @@ class SamplingMetadata:
             rules=rules,
             before=before or [],
             after_temperature=after_temperature or [],
+            named=named or {},
         )
 
 
 @dataclass(frozen=True)
 class SamplerOutput:
     """The chosen tokens. The other three are None unless logprobs were asked for; column 0 is the sampled token, then come
-    the k most likely in descending order. They are taken from the raw logits, before any transform."""
+    the k most likely in descending order (of a row with named tokens: these, in their order). They are taken from the raw logits,
+    before any transform."""
 
     sampled_token_ids: Tensor  # [num_rows] int64
     logprob_token_ids: Tensor | None = None  # [num_rows, k + 1] int64
@@ -172,6 +178,21 @@ def gather_logprobs(logits: Tensor, token_ids: Tensor, num_logprobs: int) -> tup
     return torch.cat([token_ids[:, None], best.indices], 1), torch.cat([chosen, best.values], 1), ranks
 
 
+def report_named(
+    logits: Tensor, token_ids: Tensor, logprobs: Tensor, named: dict[int, list[int]]
+) -> tuple[Tensor, Tensor]:
+    """Of the rows in `named` these tokens instead of the most likely ones, behind the sampled one: [num_rows, k + 1] in,
+    [num_rows, max(k, most named) + 1] out. What a shorter row has behind its own is of no meaning."""
+    room = max(0, max(map(len, named.values())) + 1 - token_ids.shape[1])
+    token_ids = torch.nn.functional.pad(token_ids, (0, room))
+    logprobs = torch.nn.functional.pad(logprobs, (0, room))
+    for row, tokens in named.items():
+        ids = torch.tensor(tokens, dtype=torch.int64, device=logits.device)
+        token_ids[row, 1 : 1 + len(tokens)] = ids
+        logprobs[row, 1 : 1 + len(tokens)] = logits[row].float().log_softmax(dim=-1)[ids]
+    return token_ids, logprobs
+
+
 def _draw(logits: Tensor, rows: Tensor, metadata: SamplingMetadata) -> Tensor:
     """Transform and draw the random rows: logits [num_random, vocab] -> [num_random]."""
     logits = apply_temperature(logits, metadata.temperature[rows])
@@ -220,7 +241,10 @@ def sample(logits: Tensor, metadata: SamplingMetadata, backend: str = "torch") -
     if metadata.max_num_logprobs is None:
         return SamplerOutput(token_ids)
     if triton:
-        from stage04_kernels.triton_kernels.logprobs import gather_logprobs_triton
-
-        return SamplerOutput(token_ids, *gather_logprobs_triton(raw, token_ids, metadata.max_num_logprobs))
-    return SamplerOutput(token_ids, *gather_logprobs(raw, token_ids, metadata.max_num_logprobs))
+        from stage04_kernels.triton_kernels.logprobs import gather_logprobs_triton as gather
+    else:
+        gather = gather_logprobs
+    likely, logprobs, ranks = gather(raw, token_ids, metadata.max_num_logprobs)
+    if metadata.named:
+        likely, logprobs = report_named(raw, likely, logprobs, metadata.named)
+    return SamplerOutput(token_ids, likely, logprobs, ranks)

@@ -13,8 +13,10 @@ from tokenizers import AddedToken, Tokenizer as Backend, decoders, models, pre_t
 from tokenizers.trainers import BpeTrainer
 from transformers import GenerationConfig, WhisperConfig, WhisperFeatureExtractor, WhisperForConditionalGeneration
 
-SPECIAL = ["endoftext", "startoftranscript", "en", "de", "translate", "transcribe", "startofprev", "notimestamps"]
-MAX_LEN = 40
+SPECIAL = ["endoftext", "startoftranscript", "en", "de", "translate", "transcribe", "startofprev", "nospeech",
+           "notimestamps"]  # fmt: skip
+NUM_TIMES = 400  # tokens for 0.00 to 7.98 seconds, which the tokenizer does not know
+MAX_LEN = 60
 
 
 def whisper_folder(folder: Path) -> Path:
@@ -28,15 +30,27 @@ def whisper_folder(folder: Path) -> Path:
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
     end = backend.token_to_id("<|endoftext|>")
     config = WhisperConfig(
-        vocab_size=backend.get_vocab_size(), d_model=32, encoder_layers=1, decoder_layers=2, encoder_attention_heads=2,
+        vocab_size=backend.get_vocab_size() + NUM_TIMES, d_model=32, encoder_layers=1, decoder_layers=2, encoder_attention_heads=2,
         decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, num_mel_bins=16, max_target_positions=MAX_LEN,
         eos_token_id=end, bos_token_id=end, pad_token_id=end, decoder_start_token_id=end + 1, init_std=0.4,
         suppress_tokens=None, begin_suppress_tokens=None,
     )  # fmt: skip
     torch.manual_seed(3)
     model = WhisperForConditionalGeneration(config)
-    never = [i for i in range(config.vocab_size) if i != end and not ("a" <= backend.id_to_token(i) <= "z")]
-    model.generation_config = GenerationConfig(eos_token_id=end, suppress_tokens=never, begin_suppress_tokens=[end])
+    with torch.no_grad():  # each single time less likely than text, all of them together often more so
+        model.model.decoder.embed_tokens.weight[-NUM_TIMES:] *= 0.3
+        model.model.decoder.embed_tokens.weight[backend.token_to_id("Ġ")] *= 2
+    ids = {name: backend.token_to_id(f"<|{name}|>") for name in SPECIAL}
+    letters = {
+        i for i, symbol in enumerate(map(backend.id_to_token, range(end))) if "a" <= symbol <= "z" or symbol == "Ġ"
+    }
+    model.generation_config = GenerationConfig(
+        eos_token_id=end, pad_token_id=end, decoder_start_token_id=end + 1, begin_suppress_tokens=[end],
+        suppress_tokens=[i for i in range(len(ids) + end) if i != end and i not in letters], is_multilingual=True,
+        lang_to_id={f"<|{name}|>": ids[name] for name in ("en", "de")}, no_timestamps_token_id=ids["notimestamps"],
+        task_to_id={name: ids[name] for name in ("translate", "transcribe")}, max_initial_timestamp_index=50,
+        alignment_heads=[[0, 1], [1, 0]], max_length=MAX_LEN,
+    )  # fmt: skip
     model.save_pretrained(folder)
     WhisperFeatureExtractor(feature_size=16).save_pretrained(folder)
     return folder
@@ -58,6 +72,7 @@ class Reference:
     def __init__(self, folder: Path) -> None:
         self.model = WhisperForConditionalGeneration.from_pretrained(folder).eval()
         self.features = WhisperFeatureExtractor.from_pretrained(folder)
+        self.first_time = self.model.generation_config.no_timestamps_token_id + 1
         self.backend = Backend.from_file(str(folder / "tokenizer.json"))
 
     @torch.inference_mode()
@@ -74,6 +89,29 @@ class Reference:
                 logits[end] = -torch.inf
             tokens.append(int(logits.argmax()))
         return self.backend.decode(tokens[start:], skip_special_tokens=True)
+
+    def timed(self, samples: np.ndarray, language: str = "en") -> tuple[list, list, list]:
+        """What transformers writes with timestamps before it first stops: the tokens, when each of them ends, and the begin
+        and end of each segment."""
+        inputs = self.features(samples, sampling_rate=16_000, return_tensors="pt", return_attention_mask=True)
+        made = self.model.generate(
+            inputs.input_features, attention_mask=inputs.attention_mask, language=language, task="transcribe",
+            return_timestamps=True, return_token_timestamps=True, return_segments=True, return_dict_in_generate=True,
+        )  # fmt: skip
+        first, start = made["segments"][0][0]["result"], 3  # the prompt: start of transcript, language, task
+        spans = [(float(s["start"]), float(s["end"])) for s in made["segments"][0] if s["result"] is first]
+        return first["sequences"][start:].tolist(), first["token_timestamps"][start:].tolist(), spans
+
+    def language(self, samples: np.ndarray) -> str:
+        """What transformers takes the sound for."""
+        inputs = self.features(samples, sampling_rate=16_000, return_tensors="pt").input_features
+        return self.backend.id_to_token(int(self.model.detect_language(inputs)))[2:-2]
+
+    @torch.inference_mode()
+    def logits(self, samples: np.ndarray, tokens: list[int]) -> torch.Tensor:
+        """[num_tokens, vocab_size]."""
+        inputs = self.features(samples, sampling_rate=16_000, return_tensors="pt").input_features
+        return self.model(input_features=inputs, decoder_input_ids=torch.tensor([tokens])).logits[0]
 
     def _id(self, name: str) -> int:
         return self.backend.token_to_id(f"<|{name}|>")

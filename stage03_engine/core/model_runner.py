@@ -218,7 +218,6 @@ class ModelRunner:
         requests = [self.batch.rows[row] for row in rows]
         params = [request.sampling_params for request in requests]
         before, after_temperature = self._custom_transforms(rows) if self.logits_processors else ([], [])
-        asked = [p.num_logprobs for p in params if p.num_logprobs is not None]
         return SamplingMetadata.from_lists(
             [0.0 if p.greedy else p.temperature for p in params],
             [p.top_k for p in params],
@@ -229,7 +228,8 @@ class ModelRunner:
                 int(self.batch.num_tokens[r]) + a - request.num_prompt_tokens
                 for r, a, request in zip(rows, ahead, requests)
             ],
-            max_num_logprobs=max(asked, default=None),
+            max_num_logprobs=max((k for p in params if (k := p.num_likely_tokens) is not None), default=None),
+            named={i: p.logprob_token_ids for i, p in enumerate(params) if p.logprob_token_ids is not None},
             device=self.device,
             rules=make_rules([(self.batch.rows[row].rules, *self.batch.tokens_of(row)) for row in rows], self.device),
             before=before,

@@ -16,11 +16,21 @@ import torch
 from torch import Tensor
 
 from stage03_engine.config import VllmConfig
+from stage03_engine.core.logits_rules import RowRules, make_rules
 from stage03_engine.core.profiler import TorchProfiler
 from stage03_engine.core.request import Request, append_tokens
+from stage03_engine.core.whisper_timestamps import apply_timestamp_rules, token_ends
 from stage03_engine.errors import ConfigError, InvalidRequestError
-from stage03_engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, SchedulerStats
-from stage04_kernels.sampler import SamplingMetadata, sample
+from stage03_engine.messages import (
+    AudioInput,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    SchedulerStats,
+    SpeechDetails,
+    TokenLogprobs,
+)
+from stage04_kernels.sampler import SamplingMetadata, gather_logprobs, sample
 from stagetrace import trace
 
 SAMPLE_RATE = 16_000
@@ -31,9 +41,16 @@ class Listening:
     """A request and what the model remembers of it."""
 
     request: Request
-    audio: bytes  # float32, 16,000 numbers per second
+    audio: AudioInput
+    rules: RowRules | None  # what the sampling parameters ask of the logits
     encoded: Any = None  # the encoder's output; None before the first step
     past: Any = None  # keys and values of the decoder
+    no_speech_prob: float = 0.0  # known after the first step, if there are timestamps
+
+    @property
+    def samples(self) -> np.ndarray:
+        """float32 [num_samples], 16,000 per second."""
+        return np.frombuffer(self.audio.samples, dtype=np.float32)
 
 
 class WhisperCore:
@@ -69,6 +86,7 @@ class WhisperCore:
         generation: GenerationConfig = self.model.generation_config
         self._never = list(generation.suppress_tokens or [])
         self._not_first = list(generation.begin_suppress_tokens or [])
+        self._max_first_time = getattr(generation, "max_initial_timestamp_index", None)
         self._seeds = random.Random(model_config.seed)
         self._listening: dict[str, Listening] = {}
         self._profiler = TorchProfiler(config.observability_config.profiler_dir)
@@ -84,14 +102,22 @@ class WhisperCore:
         return bool(self._listening)
 
     def add_request(self, message: EngineCoreRequest) -> None:
-        """Queue a request. Raises ValueError when its id is in use, InvalidRequestError when it brings no audio."""
+        """Queue a request. Raises ValueError when its id is in use, InvalidRequestError when it brings no audio, or wants the
+        times of words from a model that cannot tell them."""
         if message.audio is None:
             raise InvalidRequestError("This model listens: a request needs audio.", "file")
+        if message.audio.word_timestamps and not getattr(self.model.generation_config, "alignment_heads", None):
+            raise InvalidRequestError(
+                "This model cannot tell when a word was said: its generation_config.json names no alignment_heads. "
+                "Ask for the timestamps of segments.",
+                "timestamp_granularities[]",
+            )
         if message.request_id in self._listening:
             raise ValueError(f"request id {message.request_id} is already running")
         seed = message.sampling_params.seed
         request = Request(message, self._seeds.getrandbits(63) if seed is None else seed)
-        self._listening[message.request_id] = Listening(request, message.audio)
+        rules = RowRules.of(message.sampling_params, self.config.shape.vocab_size)
+        self._listening[message.request_id] = Listening(request, message.audio, rules)
 
     def abort_requests(self, request_ids: list[str]) -> None:
         """End requests at once; unknown ids are ignored."""
@@ -147,31 +173,67 @@ class WhisperCore:
             use_cache=True,
         )
         listening.past, request.num_computed_tokens = result.past_key_values, request.num_tokens
-        token = self._sample(result.logits[:, -1].float(), request)
+        if listening.audio.timestamps_from is not None and not request.num_output_tokens:
+            listening.no_speech_prob = self._no_speech(result.logits[0], listening)
+        token, logprobs = self._sample(result.logits[:, -1].float(), listening)
         tokens, stop = append_tokens(request, [token], self.config.max_model_len)
         reason, stop_reason = stop or (None, None)
-        output = EngineCoreOutput(request.request_id, tokens, finish_reason=reason, stop_reason=stop_reason)
+        output = EngineCoreOutput(request.request_id, tokens, logprobs, finish_reason=reason, stop_reason=stop_reason)
         output.queued_seconds = 0.0 if request.num_output_tokens == 1 else None
+        if stop is not None and listening.audio.timestamps_from is not None:
+            output.speech = self._speech(listening)
         return output
 
     def _encode(self, listening: Listening) -> Any:
         """The encoder's view of up to 30 seconds: log-mel features in, [1, num_frames / 2, hidden_size] out."""
-        samples = np.frombuffer(listening.audio, dtype=np.float32)
+        samples = listening.samples
         features = self.features(samples, sampling_rate=SAMPLE_RATE, return_tensors="pt").input_features
         if trace.on:
             seconds = len(samples) / SAMPLE_RATE
             trace.emit("whisper.encoded", req=listening.request.request_id, seconds=seconds)
         return self.model.get_encoder()(features.to(self.device, self.model.dtype))
 
-    def _sample(self, logits: Tensor, request: Request) -> int:
-        """logits: [1, vocab_size]."""
+    def _sample(self, raw: Tensor, listening: Listening) -> tuple[int, list[TokenLogprobs] | None]:
+        """The next token, and its logprobs if they are asked for. raw: [1, vocab_size]."""
+        request, logits = listening.request, raw
         params, place = request.sampling_params, request.num_output_tokens
-        logits[:, self._never + (self._not_first if place == 0 else [])] = float("-inf")
-        temperature = 0.0 if params.greedy else params.temperature
-        metadata = SamplingMetadata.from_lists(
-            [temperature], [params.top_k], [params.top_p], [params.min_p], [request.seed], [place], device=self.device
+        prompt, output = (
+            request.all_token_ids[: request.num_prompt_tokens],
+            request.all_token_ids[-place:] if place else [],
         )
-        return int(sample(logits, metadata).sampled_token_ids[0])
+        if params.allowed_token_ids is None:  # else it is no text that is asked for
+            logits = logits.clone()
+            logits[:, self._never + (self._not_first if place == 0 else [])] = float("-inf")
+        if listening.audio.timestamps_from is not None:
+            end = request.eos_token_id if request.eos_token_id is not None else self.model.config.eos_token_id
+            logits = apply_timestamp_rules(logits, output, listening.audio.timestamps_from, end, self._max_first_time)
+        metadata = SamplingMetadata.from_lists(
+            [0.0 if params.greedy else params.temperature], [params.top_k], [params.top_p], [params.min_p],
+            [request.seed], [place], device=self.device,
+            rules=make_rules([(listening.rules, np.array(prompt), np.array(output, dtype=np.int64))], self.device),
+        )  # fmt: skip
+        chosen = sample(logits, metadata).sampled_token_ids
+        if params.logprobs is None:
+            return int(chosen), None
+        ids, logprobs, ranks = gather_logprobs(raw, chosen, params.logprobs)
+        return int(chosen), [TokenLogprobs(ids[0].tolist(), logprobs[0].tolist(), int(ranks))]
+
+    def _no_speech(self, logits: Tensor, listening: Listening) -> float:
+        """How likely <|nospeech|> is right after <|startoftranscript|>. logits: [num_prompt_tokens, vocab_size]."""
+        assert listening.audio.timestamps_from is not None
+        prompt = listening.request.all_token_ids
+        start = max(place for place, token in enumerate(prompt) if token == self.model.config.decoder_start_token_id)
+        return float(logits[start].float().softmax(dim=-1)[listening.audio.timestamps_from - 2])
+
+    def _speech(self, listening: Listening) -> SpeechDetails:
+        request, ends = listening.request, None
+        if listening.audio.word_timestamps:
+            seconds = len(listening.samples) / SAMPLE_RATE
+            tokens, start = request.all_token_ids, request.num_prompt_tokens
+            ends = token_ends(self.model, listening.encoded, tokens, start, seconds)
+            if trace.on:
+                trace.emit("whisper.aligned", req=request.request_id, tokens=len(ends))
+        return SpeechDetails(listening.no_speech_prob, ends)
 
     def shutdown(self) -> None:
         """Release the model."""

@@ -183,7 +183,8 @@ class InputProcessor:
     def _settled(self, params: SamplingParams) -> dict[str, Any]:
         """Check the token ids that the parameters name; what `bad_words`, `min_tokens` and the model's further ends of
         text come to as token ids, and the server's default for what the request leaves open."""
-        for field, ids in (("logit_bias", params.logit_bias), ("allowed_token_ids", params.allowed_token_ids or ())):
+        named = ("logit_bias", "allowed_token_ids", "logprob_token_ids")
+        for field, ids in ((name, getattr(params, name) or ()) for name in named):
             if len(ids) > self._vocab_size:
                 raise InvalidRequestError(f"{field} must name at most {self._vocab_size} ids, got {len(ids)}.", field)
             for token_id in ids:

@@ -12,7 +12,7 @@ from stage03_engine.frontend.detokenizer import IncrementalDetokenizer
 from stage03_engine.frontend.parallel_sampling import ParentRequest
 from stage03_engine.frontend.stats import CompletedStats, IterationStats, RequestStats
 from stage03_engine.frontend.tokenizer import Tokenizer
-from stage03_engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, TokenLogprobs
+from stage03_engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, SpeechDetails, TokenLogprobs
 from stage03_engine.outputs import CompletionOutput, RequestOutput
 from stage03_engine.repetition_detection import REPETITION_DETECTED, find_repetition
 from stage03_engine.sampling_params import RequestOutputKind
@@ -76,6 +76,7 @@ class RequestState:
         self._stream_interval = request.sampling_params.stream_interval or 1
         self.num_cached_tokens = 0
         self.pooled: list[bytes] | None = None
+        self.speech: SpeechDetails | None = None
         self.stats = RequestStats(arrival=request.arrival_time, num_prompt_tokens=len(request.prompt_token_ids))
 
     def make_output(self, finish_reason: FinishReason | None, stop_reason: int | str | None) -> RequestOutput | None:
@@ -114,6 +115,7 @@ class RequestState:
             prompt_logprobs,
             self.num_cached_tokens,
             self.pooled,
+            self.speech,
         )
 
 
@@ -200,7 +202,7 @@ class OutputProcessor:
             count = state.detokenizer.num_tokens - len(state.token_ids)
         state.token_ids.extend(output.new_token_ids[:count])
         state.num_cached_tokens = output.num_cached_tokens
-        state.pooled = output.pooled
+        state.pooled, state.speech = output.pooled, output.speech
         if state.logprobs is not None and output.new_logprobs:
             state.logprobs.extend(output.new_logprobs[:count])
             state.cumulative_logprob += sum(entry.logprobs[0] for entry in output.new_logprobs[:count])

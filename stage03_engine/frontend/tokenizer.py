@@ -82,6 +82,10 @@ class Tokenizer:
         """True for tokens such as <|endoftext|> that are markers, not text."""
         return token_id in self._special
 
+    def special_tokens(self) -> dict[str, int]:
+        """Every such marker as the vocabulary spells it, and its id."""
+        return {self.token(token_id): token_id for token_id in sorted(self._special)}
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for; empty for an id that the vocabulary does not hold (padding rows of a
         model whose embedding is larger than its vocabulary)."""

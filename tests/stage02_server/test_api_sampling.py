@@ -76,6 +76,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"thinking_token_budget": 5}, "thinking_token_budget"),
     ({"logprob_token_ids": [1]}, "logprob_token_ids"),
+    ({"logprob_token_ids": [EOS + 1], "logprobs": 1}, "logprob_token_ids"),
+    ({"logprob_token_ids": [-1], "logprobs": 1}, "logprob_token_ids"),
+    ({"logprob_token_ids": [1] * 129, "logprobs": 1}, "logprob_token_ids"),
+    ({"logprob_token_ids": ["a"], "logprobs": 1}, "body.logprob_token_ids"),
+    ({"use_beam_search": True, "logprob_token_ids": [1]}, "logprob_token_ids"),
     ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params"),
     ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
     ({"truncate_prompt_tokens": MAX_MODEL_LEN + 1}, "truncate_prompt_tokens"),
@@ -174,3 +179,23 @@ def test_prompt_logprobs_in_both_shapes(server: InProcessServer) -> None:
     )
     bare = server.post("/v1/completions", {"prompt": "abc", "max_tokens": 1}).json()["choices"][0]
     assert bare["prompt_logprobs"] is None
+
+
+def test_named_tokens_are_reported_instead_of_the_likeliest(server: InProcessServer) -> None:
+    """In their order, whatever k is; the echoed prompt keeps its k likeliest."""
+    named = {"logprobs": True, "logprob_token_ids": [87, 64, 7], "return_tokens_as_token_ids": True}
+    shown = ["token_id:87", "token_id:64", "token_id:7"]
+    chat = server.post("/v1/chat/completions", ENDPOINTS[1][1] | named | {"max_tokens": 2, "top_logprobs": 1}).json()
+    for token in chat["choices"][0]["logprobs"]["content"]:
+        assert [entry["token"] for entry in token["top_logprobs"]] == shown
+    body = {"prompt": "ab", "max_tokens": 3, "echo": True, "prompt_logprobs": 5} | named | {"logprobs": 1}
+    told = server.post("/v1/completions", body).json()["choices"][0]["logprobs"]
+    answer = [list(top) for top in told["top_logprobs"][2:]]
+    assert answer == [
+        ["token_id:64", "token_id:87", "token_id:7"],
+        ["token_id:65", *shown],
+        ["token_id:64", "token_id:87", "token_id:7"],
+    ]
+    assert list(told["top_logprobs"][1]) == ["token_id:65"]
+    none = server.post("/v1/completions", body | {"logprob_token_ids": [], "echo": False}).json()["choices"][0]
+    assert [len(top) for top in none["logprobs"]["top_logprobs"]] == [1, 1, 1]

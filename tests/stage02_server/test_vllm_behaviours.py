@@ -130,6 +130,8 @@ ANSWERS: list[Row] = [
     ("max_tokens is clipped to the context", COMPLETIONS, AB | {"max_tokens": MAX_MODEL_LEN}, {"usage.total_tokens": MAX_MODEL_LEN}),
     ("null is the default", COMPLETIONS, AB | dict.fromkeys(["n", "stop", "seed", "temperature", "echo", "logit_bias"]), {"#choices": 1}),
     ("unknown fields are ignored", COMPLETIONS, AB | {"no_such_field": 1}, {"#choices": 1}),
+    ("logprob_token_ids need logprobs", COMPLETIONS, AB | {"logprob_token_ids": [3], "logprobs": 0, "return_tokens_as_token_ids": True},
+     {"choices.0.logprobs.top_logprobs.0.token_id:3": -9999.0}),
     ("an empty suffix is none", COMPLETIONS, AB | {"suffix": ""}, {"#choices": 1}),
     ("what is about routing, images or the account changes nothing", CHAT,
      USER_AB | {"session_id": "s", "mm_payload": "none", "store": True, "metadata": {"a": "b"}, "service_tier": "flex",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -252,6 +253,19 @@ def test_logprobs_are_of_the_raw_logits() -> None:
     assert output.ranks.tolist() == [1, 1]
     expected = logits.log_softmax(dim=-1).gather(1, output.logprob_token_ids)
     torch.testing.assert_close(output.logprobs, expected)
+
+
+def test_named_tokens_are_reported_instead_of_the_likeliest() -> None:
+    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
+    wide, narrow = list(range(20, 30)), [5]
+    metadata = replace(metadata_of(3, temperature=0.0, max_num_logprobs=2), named={0: wide, 2: narrow})
+    output = sample(logits, metadata)
+    assert output.logprob_token_ids is not None and output.logprobs is not None
+    chosen, best = logits.argmax(-1).tolist(), logits[1].topk(2).indices.tolist()
+    for row, tokens in enumerate((wide, best, narrow)):
+        ids = [chosen[row], *tokens]
+        assert output.logprob_token_ids[row, : len(ids)].tolist() == ids
+        torch.testing.assert_close(output.logprobs[row, : len(ids)], logits[row].log_softmax(-1)[ids])
 
 
 def test_logprobs_of_zero_hold_the_sampled_token_only() -> None:

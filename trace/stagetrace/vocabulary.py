@@ -121,6 +121,8 @@ _ROWS = [
         "openai/serving_engine.py _base_request_id"),
     _optional("request.echoed", 6, SERVER, {"logprobs": "int | None", "prompt_only": "bool"},
         "Every answer begins with its prompt, or is nothing else.", "openai/serving_completion.py request_output_to_completion_response"),
+    _optional("request.language_detected", 6, SERVER, {"language": "str"}, "The model was asked which language the sound is in, as the request does not say.",
+        "openai/speech_to_text.py _detect_language"),
     _optional("request.refused", 6, SERVER, {"status": "int", "type": "str"}, "The request was answered with an error object.", "openai/serving_engine.py create_error_response"),
     # Phase 7: into the engine
     Row("generate.start", 7, ENGINE, {}, "AsyncLLM.generate was called.", "v1/engine/async_llm.py generate"),
@@ -194,6 +196,7 @@ _ROWS = [
         "that they filled.", "v1/core/sched/scheduler.py update_from_output"),
     _optional("whisper.encoded", 8, ENGINE, {"seconds": "float"}, "So much audio went through Whisper's encoder; the decoder's tokens follow.",
         "model_executor/models/whisper.py WhisperEncoder"),
+    _optional("whisper.aligned", 8, ENGINE, {"tokens": "int"}, "The decoder's attention to the sound told when each of so many tokens was said.", "-"),
     _optional("pooler.classified", 8, ENGINE, {"rows": "int", "num_labels": "int", "activation": "str"},
         "The classification head turned pooled hidden states into a number per class; activation = softmax, sigmoid, or identity for raw logits.",
         "model_executor/layers/pooler/seqwise/heads.py ClassifierPoolerHead"),

@@ -1,0 +1,74 @@
+"""A transcription as server-sent events (vllm/entrypoints/openai/speech_to_text, _speech_to_text_stream_generator)."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Literal
+
+from stage02_server.batch import make_usage
+from stage02_server.errors import as_api_error, error_json
+from stage02_server.middleware import RequestIds
+from stage02_server.protocol_audio import TranscriptionChoice, TranscriptionChunk, TranscriptionDelta
+from stage03_engine.frontend.async_llm import AsyncLLM
+from stage03_engine.messages import EngineCoreRequest
+from stagetrace import trace
+
+FRAMES_PER_SECOND = 100  # of sound; each counts as a token of the prompt, as in vLLM
+
+
+class TranscriptionStream:
+    """The chunks of one answer. `include_usage` ends them with one that holds the usage, `continuous_usage` puts the usage so
+    far into each."""
+
+    def __init__(
+        self,
+        engine_client: AsyncLLM,
+        requests: list[EngineCoreRequest],
+        seconds: float,
+        ids: RequestIds,
+        model: str,
+        kind: Literal["transcription.chunk", "translation.chunk"],
+        include_usage: bool,
+        continuous_usage: bool,
+    ) -> None:
+        self._engine_client, self._requests = engine_client, requests
+        self._ids, self._model, self._kind, self._created = ids, model, kind, int(time.time())
+        self._include_usage, self._continuous_usage = include_usage, continuous_usage
+        prompts = sum(len(request.prompt_token_ids) for request in requests)
+        self._num_prompt, self._num_tokens = prompts + math.ceil(seconds * FRAMES_PER_SECOND), 0
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """A chunk per piece of text; the pieces of sound one after the other, so that the text is in order."""
+        try:
+            for request in self._requests:
+                async with aclosing(self._engine_client.generate(request)) as outputs:
+                    async for output in outputs:
+                        answer = output.outputs[0]
+                        self._num_tokens += len(answer.token_ids)
+                        choice = TranscriptionChoice(
+                            delta=TranscriptionDelta(content=answer.text),
+                            finish_reason=answer.finish_reason if request is self._requests[-1] else None,
+                        )
+                        yield self._chunk([choice], self._continuous_usage)
+            if self._include_usage:
+                yield self._chunk([], True)
+        except Exception as error:
+            yield self._event(error_json(as_api_error(error)))
+        yield self._event("[DONE]")
+
+    def _chunk(self, choices: list[TranscriptionChoice], with_usage: bool) -> bytes:
+        chunk = TranscriptionChunk(
+            id=self._ids.response, object=self._kind, created=self._created, model=self._model, choices=choices
+        )
+        if with_usage:
+            chunk.usage = make_usage(self._num_prompt, self._num_tokens)
+        return self._event(chunk.model_dump_json(exclude=None if self._include_usage else {"usage"}))
+
+    def _event(self, data: str) -> bytes:
+        event = f"data: {data}\n\n".encode()
+        if trace.on:
+            trace.emit("sse.chunk", req=self._ids.engine_id(0), cause=self._ids.cause, bytes=len(event))
+        return event
