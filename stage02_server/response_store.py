@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from stage02_server.errors import APIError, not_found
 from stage02_server.protocol import ChatMessageParam
 from stage02_server.protocol_responses import ResponsesResponse
+from stage02_server.server_load import RETRY_AFTER_SECONDS
 from stagetrace import trace
 
 MAX_STORED_CHARACTERS = 64 * 2**20  # of all responses together, beside the bound on their number
@@ -86,9 +87,8 @@ class ResponseStore:
         """Keep a response, and forget the oldest ones if there is no room. Raises APIError when everything still runs."""
         running = sum(1 for other in self._entries.values() if other.running)
         if entry.running and running >= self._max_responses:
-            raise APIError(
-                429, "RateLimitError", f"{running} background responses are running; cancel one or wait for it."
-            )
+            message = f"{running} background responses are running; cancel one or wait for it."
+            raise APIError(429, "RateLimitError", message, headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
         self._entries[entry.response.id] = entry
         self.settle(entry)
 
