@@ -8,8 +8,8 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
 from stage02_server.errors import APIError, not_found
-from stage02_server.protocol import ChatMessageParam
-from stage02_server.protocol_responses import ResponsesResponse
+from stage02_server.protocol_responses_input import InputItem
+from stage02_server.protocol_responses_output import ResponsesResponse
 from stage02_server.server_load import RETRY_AFTER_SECONDS
 from stagetrace import trace
 
@@ -54,7 +54,7 @@ class StoredResponse:
     """A response, the conversation that led to it, and the work on it if it runs in the background."""
 
     response: ResponsesResponse
-    messages: list[ChatMessageParam]  # the answer is the last one when it is there; without instructions
+    items: list[InputItem]  # the output comes last when it is there; without instructions
     log: EventLog | None = None  # only of a background response that is streamed
     task: asyncio.Task[None] | None = field(default=None, repr=False)  # only of a background response
 
@@ -65,9 +65,9 @@ class StoredResponse:
 
     @property
     def characters(self) -> int:
-        """How much room it takes, about. Earlier messages count in each response that continues them."""
+        """How much room it takes, about. Earlier items count in each response that continues them."""
         log = sum(len(event) for event in self.log.events) if self.log else 0
-        return log + sum(len(str(message.content)) for message in self.messages)
+        return log + sum(item.characters for item in self.items)
 
 
 class ResponseStore:
