@@ -202,7 +202,7 @@ words = st.sampled_from(["a", "b c", "é"])
 calls = st.lists(
     st.fixed_dictionaries({"name": words, "arguments": words.map(lambda text: json.dumps({"x": text}))}), max_size=2
 )
-turns = st.lists(st.tuples(st.none() | words, st.none() | words, calls, words), min_size=1, max_size=3)
+turns = st.lists(st.tuples(st.none() | words, st.lists(words, max_size=2), calls, words), min_size=1, max_size=3)
 
 
 @given(turns=turns, ask_again=words, choice=st.sampled_from(["none", None]), effort=st.sampled_from(["low", None]))
@@ -210,18 +210,21 @@ turns = st.lists(st.tuples(st.none() | words, st.none() | words, calls, words), 
 def test_items_become_the_prompt_of_a_chat(
     templated: InProcessServer, turns: list[Any], ask_again: str, choice: str | None, effort: str | None
 ) -> None:
-    """(reasoning, text, calls) of the assistant and the user's next words, told as items and as messages."""
+    """(reasoning, texts, calls) of the assistant and the user's next words, told as items and as messages."""
     items: list[Any] = [{"role": "user", "content": "Hi"}]
     messages: list[Any] = [{"role": "user", "content": "Hi"}]
     ids = itertools.count()
-    for reasoning, text, made, words in turns:
+    for reasoning, texts, made, words in turns:
         names = [f"call_{next(ids)}" for _ in made]
         message: dict[str, Any] = {"role": "assistant"}
         if reasoning is not None:
             items.append({"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": reasoning}]})  # fmt: skip
             message["reasoning"] = reasoning
-        if text is not None:
+        for text in texts:
             items.append({"role": "assistant", "type": "message", "content": [{"type": "output_text", "text": text}]})
+            if "content" in message:  # who says two things takes two turns
+                messages.append(message)
+                message = {"role": "assistant"}
             message["content"] = text
         if made:
             message["tool_calls"] = [{"id": i, "type": "function", "function": call} for i, call in zip(names, made)]
