@@ -43,9 +43,8 @@ class InputItem(BaseModel):
     @property
     def characters(self) -> int:
         """How much text it holds, about."""
-        texts = [self.content, self.arguments, self.output, self.summary]
-        parts = [text if isinstance(text, list) else [InputPart(type="text", text=text)] for text in texts if text]
-        return sum(len(part.text or "") for inner in parts for part in inner)
+        texts = [text for text in (self.content, self.arguments, self.output, self.summary) if text]
+        return sum(len(t) if isinstance(t, str) else sum(len(part.text or "") for part in t) for t in texts)
 
     def message(self) -> ChatMessageParam:
         """The item as a message of a chat. Raises InvalidRequestError for what is not text."""

@@ -53,13 +53,13 @@ def test_langchain(url: str, greedy: str, greedy_chat: str) -> None:
 def test_langchain_calls_tools_through_responses(url: str) -> None:
     """A tool is called, its result goes back, and the conversation goes on: with all items, and with the id of the response."""
     langchain = pytest.importorskip("langchain_openai")
-    settings = {"base_url": url, "api_key": "none", "model": "gpt2-tiny", "max_tokens": 60, "temperature": 0}
+    settings = {"base_url": url, "api_key": "none", "model": "gpt2-tiny", "max_tokens": 20, "temperature": 0}
     place = {"type": "string", "enum": ["sun", "moon"]}
     look = {"name": "look", "description": "See.", "parameters": {"type": "object", "properties": {"at": place}, "required": ["at"]}}  # fmt: skip
     said = set()
     for by_id in (False, True):
         model = langchain.ChatOpenAI(**settings, use_responses_api=True, use_previous_response_id=by_id)
-        calling = model.bind_tools([look], tool_choice="any", parallel_tool_calls=False)
+        calling = model.bind_tools([look], tool_choice="look", parallel_tool_calls=False)
         talk: list[object] = [("user", "Look!")]
         answer = calling.invoke(talk)
         (call,) = answer.tool_calls
