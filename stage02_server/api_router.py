@@ -3,65 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from importlib.metadata import version
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel
-from starlette.responses import JSONResponse, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.responses import JSONResponse
 
 from stage02_server.errors import APIError, error_object, not_found
+from stage02_server.http_answers import answer, answer_of
 from stage02_server.lifecycle import ServerState
 from stage02_server.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from stage02_server.serving_engine import ClientGoneError, run_until_disconnect
 
 router = APIRouter()
-
-
-class EventStreamResponse(StreamingResponse):
-    """Server-sent events, until the client leaves. Its generator is closed then and there, so that the engine stops at
-    once and not when the garbage collector comes by."""
-
-    media_type = "text/event-stream"
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await run_until_disconnect(receive, self.stream_response(send))
-        except ClientGoneError:
-            pass
-
-    async def stream_response(self, send: Send) -> None:
-        events = self.body_iterator
-        assert isinstance(events, AsyncGenerator)
-        async with aclosing(events):
-            await super().stream_response(send)
-
-
-def _answer(result: BaseModel | AsyncGenerator[bytes, None]) -> Response:
-    if isinstance(result, BaseModel):
-        return Response(result.model_dump_json(), media_type="application/json")
-    # Proxies such as nginx collect an answer before they pass it on, unless they are told not to.
-    return EventStreamResponse(result, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
 
 @router.post("/v1/completions")
 async def create_completion(request: CompletionRequest, raw_request: Request) -> Response:
     """Continue one or more prompts."""
-    try:
-        return _answer(await raw_request.app.state.openai_serving_completion.create_completion(request, raw_request))
-    except ClientGoneError:
-        return Response(status_code=499)  # nobody reads it; nginx's number for this case in the access log
+    return await answer_of(raw_request.app.state.openai_serving_completion.create_completion(request, raw_request))
 
 
 @router.post("/v1/chat/completions")
 async def create_chat_completion(request: ChatCompletionRequest, raw_request: Request) -> Response:
     """Answer a chat."""
-    try:
-        return _answer(await raw_request.app.state.openai_serving_chat.create_chat_completion(request, raw_request))
-    except ClientGoneError:
-        return Response(status_code=499)
+    return await answer_of(raw_request.app.state.openai_serving_chat.create_chat_completion(request, raw_request))
 
 
 @router.post("/reset_prefix_cache")
@@ -77,7 +41,7 @@ async def reset_prefix_cache(raw_request: Request) -> Response:
 @router.get("/v1/models")
 async def show_available_models(raw_request: Request) -> Response:
     """The names that requests may use."""
-    return _answer(raw_request.app.state.openai_serving_models.list())
+    return answer(raw_request.app.state.openai_serving_models.list())
 
 
 @router.get("/v1/models/{name:path}")
@@ -88,7 +52,7 @@ async def show_model(name: str, raw_request: Request) -> Response:
         return _answer(models.list())
     if name not in models.names:
         raise not_found(f"The model `{name}` does not exist; this server has {', '.join(models.names)}.", "model")
-    return _answer(models.card(name))
+    return answer(models.card(name))
 
 
 @router.post("/tokenize")
@@ -96,13 +60,13 @@ async def tokenize(request: TokenizeRequest, raw_request: Request) -> Response:
     """Text to token ids."""
     handler = raw_request.app.state.openai_serving_tokenization
     # The text may be of any length, and tokenizing it must not hold up the streams: in a thread, without the GIL.
-    return _answer(await asyncio.to_thread(handler.create_tokenize, request))
+    return answer(await asyncio.to_thread(handler.create_tokenize, request))
 
 
 @router.post("/detokenize")
 async def detokenize(request: DetokenizeRequest, raw_request: Request) -> Response:
     """Token ids to text."""
-    return _answer(raw_request.app.state.openai_serving_tokenization.create_detokenize(request))
+    return answer(raw_request.app.state.openai_serving_tokenization.create_detokenize(request))
 
 
 @router.get("/health")

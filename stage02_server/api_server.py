@@ -247,7 +247,8 @@ def init_app_state(engine: AsyncLLM, state: State, args: FrontendArgs, registry:
     state.serving_classification = ServingClassification(engine, models)
     state.serving_scores = ServingScores(engine, models, template if args.chat_template is not None else None)
     state.serving_transcription = ServingTranscription(engine, models, args)
-    state.openai_serving_responses = OpenAIServingResponses(engine, models, template, args)
+    answers = state.openai_serving_chat.answers
+    state.openai_serving_responses = OpenAIServingResponses(engine, models, template, args, answers)
     if args.enable_log_requests:
         request_logger = RequestLogger(args.max_log_len)
         state.openai_serving_completion.request_logger = request_logger

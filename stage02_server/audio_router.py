@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 from starlette.responses import PlainTextResponse
 
-from stage02_server.api_router import _answer
+from stage02_server.http_answers import answer
 from stage02_server.protocol_audio import TranscriptionRequest
 from stage02_server.serving_engine import ClientGoneError
 from stage02_server.serving_transcription import Task
@@ -24,7 +24,7 @@ async def _create(raw_request: Request, task: Task) -> Response:
         result = await raw_request.app.state.serving_transcription.create(raw_request, task)
     except ClientGoneError:
         return Response(status_code=499)
-    return PlainTextResponse(result) if isinstance(result, str) else _answer(result)
+    return PlainTextResponse(result) if isinstance(result, str) else answer(result)
 
 
 @router.post("/v1/audio/transcriptions", openapi_extra=FORM)

@@ -29,7 +29,8 @@ class CallScanner:
         """(what this adds to the arguments, what is not taken)."""
         place = len(self.raw)
         self.raw += text
-        if self.name is None and (head := _HEAD.match(self.raw)):
+        may_begin = "{" in text and not (self._in_string and '"' not in text)  # the brace that _HEAD looks for is new
+        if self.name is None and may_begin and (head := _HEAD.match(self.raw)):
             self.name, self._open = _string(head[1]), True
             self._sent = self._end = head.end()
         while place < len(self.raw) and not self.done:

@@ -14,8 +14,8 @@ from importlib.resources import files
 
 from fastapi import APIRouter, Request, Response
 
-from stage02_server.api_router import EventStreamResponse
 from stage02_server.errors import APIError
+from stage02_server.http_answers import EventStreamResponse
 from stage02_server.middleware import RequestGate
 from stage03_engine.frontend.engine_watch import EngineWatch, WatchError, WatchQueue
 

@@ -2,49 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
-from typing import Any
-
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel
 
+from stage02_server.http_answers import answer_of
 from stage02_server.protocol_classify import ClassificationRequest
 from stage02_server.protocol_pooling import EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
-from stage02_server.serving_engine import ClientGoneError
 
 router = APIRouter()
-
-
-async def _answer(work: Coroutine[Any, Any, BaseModel]) -> Response:
-    try:
-        return Response((await work).model_dump_json(), media_type="application/json")
-    except ClientGoneError:
-        return Response(status_code=499)
 
 
 @router.post("/v1/embeddings")
 async def create_embedding(request: EmbeddingRequest, raw_request: Request) -> Response:
     """A vector for each text."""
-    return await _answer(raw_request.app.state.serving_pooling.create_embedding(request, raw_request))
+    return await answer_of(raw_request.app.state.serving_pooling.create_embedding(request, raw_request))
 
 
 @router.post("/pooling")
 async def create_pooling(request: PoolingRequest, raw_request: Request) -> Response:
     """A vector for each token of each text."""
-    return await _answer(raw_request.app.state.serving_pooling.create_pooling(request, raw_request))
+    return await answer_of(raw_request.app.state.serving_pooling.create_pooling(request, raw_request))
 
 
 @router.post("/classify")
 async def create_classify(request: ClassificationRequest, raw_request: Request) -> Response:
     """Which class each text belongs to."""
-    return await _answer(raw_request.app.state.serving_classification.create_classify(request, raw_request))
+    return await answer_of(raw_request.app.state.serving_classification.create_classify(request, raw_request))
 
 
 @router.post("/score")
 @router.post("/v1/score")
 async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
     """How alike texts are."""
-    return await _answer(raw_request.app.state.serving_scores.create_score(request, raw_request))
+    return await answer_of(raw_request.app.state.serving_scores.create_score(request, raw_request))
 
 
 @router.post("/rerank")
@@ -52,4 +41,4 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
 @router.post("/v2/rerank")
 async def do_rerank(request: RerankRequest, raw_request: Request) -> Response:
     """Documents in the order of how well they fit a query."""
-    return await _answer(raw_request.app.state.serving_scores.do_rerank(request, raw_request))
+    return await answer_of(raw_request.app.state.serving_scores.do_rerank(request, raw_request))

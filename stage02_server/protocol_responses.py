@@ -1,13 +1,16 @@
-"""The shapes of /v1/responses (vllm/entrypoints/openai/responses/protocol.py): text in, text out."""
+"""The shape of requests to /v1/responses (vllm/entrypoints/openai/responses/protocol.py)."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from stage02_server.protocol import ChatMessageParam, Int32, Int64, SamplingRequest, Text
-from stage02_server.protocol_response import ChatLogProb
+from stage02_server.protocol import ChatCompletionRequest, SamplingRequest
+from stage02_server.protocol_chat import MAX_TOOLS, ChatMessageParam
+from stage02_server.protocol_responses_input import InputItem
+from stage02_server.protocol_responses_tools import ResponsesTool, ResponsesToolChoice, tools_of_chat
+from stage02_server.protocol_types import Int32, Int64, RepeatedJson, Text
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.beam_search import BeamSearchParams
 from stage03_engine.sampling_params import MAX_LOGPROBS, SamplingParams
@@ -22,15 +25,11 @@ Include = Literal[
 
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "chat_template": (None,),
-    "chat_template_kwargs": ({}, None),
     "context_management": ([], None),
     "conversation": (None,),
     "enable_response_messages": (False, None),
     "previous_input_messages": ([], None),
     "prompt": (None,),
-    "reasoning": ({}, None),
-    "tool_choice": ("none", "auto", None),
-    "tools": ([], None),
     # Fields of the other two endpoints, which this one does not have.
     "best_of": (1, None),
     "echo": (False, None),
@@ -57,48 +56,11 @@ NAMES_HERE = {
 
 def in_words_of_responses(error: InvalidRequestError) -> InvalidRequestError:
     """The same refusal, with the names that this endpoint's fields have."""
+    text = str(error).replace("response_format", NAMES_HERE["response_format"])
     name = NAMES_HERE.get(error.param or "")
     if name is None:
-        return error
-    text = str(error) if name == "input" else str(error).replace(error.param or "", name)
-    return InvalidRequestError(text, name)
-
-
-class InputPart(BaseModel):
-    """One part of a message's content; only text can be served."""
-
-    model_config = ConfigDict(extra="allow")
-
-    type: Text
-    text: Text | None = None
-
-
-class InputItem(BaseModel):
-    """One item of `input`. Only messages can be served, also those of an earlier answer's `output`."""
-
-    model_config = ConfigDict(extra="allow")
-
-    type: Text | None = "message"
-    role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: Text | list[InputPart] | None = None
-
-    def message(self) -> ChatMessageParam:
-        """The item as a message of a chat. Raises InvalidRequestError for what is not text."""
-        if self.type not in (None, "message"):
-            raise InvalidRequestError(f"Only messages can be served, not an item of type {self.type!r}.", "input")
-        if self.role is None or self.content is None:
-            raise InvalidRequestError("A message needs role and content.", "input")
-        # The role of an instruction is called developer here; chat templates know it as system.
-        role = "system" if self.role == "developer" else self.role
-        if isinstance(self.content, str):
-            return ChatMessageParam(role=role, content=self.content)
-        for part in self.content:
-            if part.type not in ("input_text", "output_text") or part.text is None:
-                raise InvalidRequestError(
-                    f"Only text can be served, not a content part of type {part.type!r}.", "input"
-                )
-        parts = [{"type": "text", "text": part.text} for part in self.content]
-        return ChatMessageParam.model_validate({"role": role, "content": parts})
+        return InvalidRequestError(text, error.param)
+    return InvalidRequestError(text if name == "input" else text.replace(error.param or "", name), name)
 
 
 class TextFormat(BaseModel):
@@ -109,7 +71,7 @@ class TextFormat(BaseModel):
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: Text | None = None
     description: Text | None = None
-    json_schema: dict[str, Any] | None = Field(None, alias="schema")
+    json_schema: RepeatedJson | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
@@ -118,6 +80,14 @@ class TextConfig(BaseModel):
 
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ReasoningConfig(BaseModel):
+    """The field `reasoning`: how much thinking the chat template is to ask for. Nobody writes summaries of it."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
 class ResponsesRequest(SamplingRequest):
@@ -132,6 +102,13 @@ class ResponsesRequest(SamplingRequest):
     include: list[Include] | None = None
     top_logprobs: Int32 | None = 0
     text: TextConfig | None = None
+    tools: Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: ResponsesToolChoice | None = "auto"
+    parallel_tool_calls: bool | None = True
+    max_tool_calls: Annotated[Int32, Field(ge=1)] | None = None  # OpenAI counts built-in tools here; there are none
+    reasoning: ReasoningConfig | None = None
+    include_reasoning: bool = True
+    chat_template_kwargs: dict[Text, Any] | None = None
     truncation: Literal["auto", "disabled"] | None = "disabled"
     metadata: dict[Text, Text] | None = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = "auto"
@@ -147,6 +124,11 @@ class ResponsesRequest(SamplingRequest):
                 raise InvalidRequestError(f"{name} is not supported by /v1/responses here; leave it out.", name)
         if self.text and self.text.verbosity not in (None, "medium"):
             raise InvalidRequestError("text.verbosity is not supported by this server; leave it out.", "text.verbosity")
+        if self.reasoning and {self.reasoning.summary, self.reasoning.generate_summary} - {None, "auto"}:
+            raise InvalidRequestError(
+                "reasoning.summary: this server writes no summaries; the reasoning itself is in the output.",
+                "reasoning.summary",
+            )
         self._check_metadata()
 
     def _check_metadata(self) -> None:
@@ -160,11 +142,22 @@ class ResponsesRequest(SamplingRequest):
                 "metadata",
             )
 
-    def messages(self) -> list[ChatMessageParam]:
-        """`input` as messages. Raises InvalidRequestError for what is not text."""
-        if isinstance(self.input, str):
-            return [ChatMessageParam(role="user", content=self.input)]
-        return [item.message() for item in self.input]
+    def items(self) -> list[InputItem]:
+        """`input` as items."""
+        return [InputItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+
+    def as_chat(self, messages: list[ChatMessageParam]) -> ChatCompletionRequest:
+        """What the chat template, the grammar of a forced call and the parsers of answers are to know, in the words of a
+        chat. Raises InvalidRequestError for tools that are no functions."""
+        tools, choice = tools_of_chat(self.tools or [], self.tool_choice)
+        return ChatCompletionRequest(
+            messages=messages,
+            tools=tools or None,
+            tool_choice=choice,
+            parallel_tool_calls=self.parallel_tool_calls,
+            reasoning_effort=self.reasoning.effort if self.reasoning else None,
+            chat_template_kwargs=self.chat_template_kwargs,
+        )
 
     def to_sampling_params(self) -> SamplingParams | BeamSearchParams:
         """Raises InvalidRequestError."""
@@ -187,93 +180,3 @@ class ResponsesRequest(SamplingRequest):
         if format.json_schema is None:
             raise InvalidRequestError("text.format: type json_schema needs a schema.", "text.format")
         return {"type": "json_schema", "json_schema": {"name": format.name, "schema": format.json_schema}}
-
-
-class OutputText(BaseModel):
-    """The text of an answer."""
-
-    type: Literal["output_text"] = "output_text"
-    text: str = ""
-    annotations: list[Any] = []
-    logprobs: list[ChatLogProb] = []
-
-
-class OutputMessage(BaseModel):
-    """The answer; the only item of `output`."""
-
-    type: Literal["message"] = "message"
-    id: str
-    role: Literal["assistant"] = "assistant"
-    status: Literal["in_progress", "completed", "incomplete"] = "in_progress"
-    content: list[OutputText] = []
-
-
-class InputTokensDetails(BaseModel):
-    """How many tokens of the input were found in the prefix cache. Writing into it is never counted."""
-
-    cached_tokens: int
-    cache_write_tokens: int = 0
-
-
-class OutputTokensDetails(BaseModel):
-    """How many tokens of the output were reasoning."""
-
-    reasoning_tokens: int = 0
-
-
-class ResponseUsage(BaseModel):
-    """Tokens that a response took."""
-
-    input_tokens: int
-    input_tokens_details: InputTokensDetails
-    output_tokens: int
-    output_tokens_details: OutputTokensDetails = OutputTokensDetails()
-    total_tokens: int
-
-
-class ResponseError(BaseModel):
-    """Why a response failed."""
-
-    code: str
-    message: str
-
-
-class IncompleteDetails(BaseModel):
-    """Why a response is incomplete."""
-
-    reason: str
-
-
-Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
-
-
-class ResponsesResponse(BaseModel):
-    """The answer of /v1/responses: what was asked for, how far it has come, and the output when it is there."""
-
-    id: str
-    object: Literal["response"] = "response"
-    created_at: int
-    completed_at: int | None = None
-    status: Status
-    background: bool
-    error: ResponseError | None = None
-    incomplete_details: IncompleteDetails | None = None
-    instructions: str | None
-    max_output_tokens: int | None
-    metadata: dict[str, str]
-    model: str
-    output: list[OutputMessage] = []
-    parallel_tool_calls: bool = True
-    previous_response_id: str | None
-    reasoning: None = None
-    service_tier: str = "default"
-    store: bool
-    temperature: float
-    text: dict[str, Any]
-    tool_choice: str = "auto"
-    tools: list[Any] = []
-    top_logprobs: int
-    top_p: float
-    truncation: str
-    usage: ResponseUsage | None = None
-    user: str | None = None

@@ -8,8 +8,9 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
 from stage02_server.errors import APIError, not_found
-from stage02_server.protocol import ChatMessageParam
-from stage02_server.protocol_responses import ResponsesResponse
+from stage02_server.protocol_responses_input import InputItem
+from stage02_server.protocol_responses_output import ResponsesResponse
+from stage02_server.server_load import RETRY_AFTER_SECONDS
 from stagetrace import trace
 
 MAX_STORED_CHARACTERS = 64 * 2**20  # of all responses together, beside the bound on their number
@@ -53,7 +54,7 @@ class StoredResponse:
     """A response, the conversation that led to it, and the work on it if it runs in the background."""
 
     response: ResponsesResponse
-    messages: list[ChatMessageParam]  # the answer is the last one when it is there; without instructions
+    items: list[InputItem]  # the output comes last when it is there; without instructions
     log: EventLog | None = None  # only of a background response that is streamed
     task: asyncio.Task[None] | None = field(default=None, repr=False)  # only of a background response
 
@@ -64,9 +65,9 @@ class StoredResponse:
 
     @property
     def characters(self) -> int:
-        """How much room it takes, about. Earlier messages count in each response that continues them."""
+        """How much room it takes, about. Earlier items count in each response that continues them."""
         log = sum(len(event) for event in self.log.events) if self.log else 0
-        return log + sum(len(str(message.content)) for message in self.messages)
+        return log + sum(item.characters for item in self.items)
 
 
 class ResponseStore:
@@ -86,9 +87,8 @@ class ResponseStore:
         """Keep a response, and forget the oldest ones if there is no room. Raises APIError when everything still runs."""
         running = sum(1 for other in self._entries.values() if other.running)
         if entry.running and running >= self._max_responses:
-            raise APIError(
-                429, "RateLimitError", f"{running} background responses are running; cancel one or wait for it."
-            )
+            message = f"{running} background responses are running; cancel one or wait for it."
+            raise APIError(429, "RateLimitError", message, headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
         self._entries[entry.response.id] = entry
         self.settle(entry)
 

@@ -136,7 +136,8 @@ class OpenAIServingChat(OpenAIServing):
         self, engine_client: AsyncLLM, models: OpenAIServingModels, template: ChatTemplate, args: FrontendArgs
     ) -> None:
         super().__init__(engine_client, models, args)
-        self._template, self._role, self._answers = template, args.response_role, ChatAnswers(args)
+        self._template, self._role = template, args.response_role
+        self.answers = ChatAnswers(args)  # responses are taken apart by the same
 
     async def create_chat_completion(
         self, request: ChatCompletionRequest, raw_request: Request
@@ -154,8 +155,8 @@ class OpenAIServingChat(OpenAIServing):
         if trace.on:
             trace.emit("request.validated", req=ids.engine_id(0), model=model, stream=bool(request.stream), prompts=1)
         params = request.to_sampling_params()
-        self._answers.check(request)
-        fields = self._answers.shown_to_template(request)
+        self.answers.check(request)
+        fields = self.answers.shown_to_template(request)
         prompt = await asyncio.to_thread(self._template.apply, request.messages, fields)
         if trace.on:
             count = len(request.messages)
@@ -177,7 +178,7 @@ class OpenAIServingChat(OpenAIServing):
         role = self._role if request.add_generation_prompt is not False else last.role
         echoed = plain_message(last, "string")["content"] if request.echo and last.role == role else ""
         structured = isinstance(params, SamplingParams) and params.structured_outputs is not None
-        return ChatAnswer(request, role, echoed, lambda: self._answers.parser(request, prompt, structured))
+        return ChatAnswer(request, role, echoed, lambda: self.answers.parser(request, prompt, structured))
 
     async def _whole(self, batch: Batch, answer: ChatAnswer) -> ChatCompletionResponse:
         created = int(time.time())

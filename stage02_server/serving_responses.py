@@ -13,16 +13,21 @@ from contextlib import aclosing
 
 from starlette.requests import Request
 
+from stage02_server.chat_answers import ChatAnswers
 from stage02_server.chat_template import ChatTemplate
 from stage02_server.cli_args import FrontendArgs
 from stage02_server.errors import as_api_error
 from stage02_server.middleware import RequestIds
-from stage02_server.protocol import ChatMessageParam
-from stage02_server.protocol_responses import ResponsesRequest, ResponsesResponse, in_words_of_responses
+from stage02_server.protocol import ChatCompletionRequest
+from stage02_server.protocol_chat import ChatMessageParam
+from stage02_server.protocol_responses import LOGPROBS, ResponsesRequest, in_words_of_responses
+from stage02_server.protocol_responses_input import InputItem, to_messages
+from stage02_server.protocol_responses_output import ResponsesResponse
 from stage02_server.response_maker import ResponseMaker
 from stage02_server.response_store import EventLog, ResponseStore, StoredResponse
 from stage02_server.serving_engine import Batch, OpenAIServing, Outputs, run_until_disconnect
 from stage02_server.serving_models import OpenAIServingModels
+from stage02_server.tool_choice import with_forced_tool
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.async_llm import AsyncLLM
 from stagetrace import trace
@@ -35,10 +40,15 @@ class OpenAIServingResponses(OpenAIServing):
     """Answers inputs, and remembers its answers."""
 
     def __init__(
-        self, engine_client: AsyncLLM, models: OpenAIServingModels, template: ChatTemplate, args: FrontendArgs
+        self,
+        engine_client: AsyncLLM,
+        models: OpenAIServingModels,
+        template: ChatTemplate,
+        args: FrontendArgs,
+        answers: ChatAnswers,
     ) -> None:
         super().__init__(engine_client, models, args)
-        self._template, self._store = template, ResponseStore(args.max_stored_responses)
+        self._template, self._store, self._answers = template, ResponseStore(args.max_stored_responses), answers
 
     async def create_responses(self, request: ResponsesRequest, raw_request: Request) -> Answer:
         """The response, or its events. Raises every refusal before a stream begins."""
@@ -52,12 +62,18 @@ class OpenAIServingResponses(OpenAIServing):
         ids, keep = raw_request.state.ids, self._is_kept(request)
         if trace.on:
             trace.emit("request.validated", req=ids.engine_id(0), model=model, stream=bool(request.stream), prompts=1)
-        messages = [*self._earlier(request), *request.messages()]
-        prompt = await self._prompt(request, messages, ids)
+        items = [*self._earlier(request), *request.items()]
+        chat = self._as_chat(request, items)
+        params = with_forced_tool(
+            request.to_sampling_params(), chat.tools or [], chat.tool_choice, chat.parallel_tool_calls is not False
+        )
+        prompt = await self._prompt(chat, ids)
         special = self._template.adds_special_tokens(None)
-        batch = self.make_batch(request, [prompt], request.to_sampling_params(), ids, model, special)
-        maker = ResponseMaker(request, batch, self.engine_client.tokenizer, keep)
-        entry = StoredResponse(maker.response, messages)
+        batch = self.make_batch(request, [prompt], params, ids, model, special)
+        structured = batch.requests[0].sampling_params.structured_outputs is not None
+        parser = self._answers.parser(chat, prompt, structured)
+        maker = ResponseMaker(request, batch, self.engine_client.tokenizer, keep, parser)
+        entry = StoredResponse(maker.response, items)
         if request.background:
             return self._in_background(entry, maker, batch, bool(request.stream))
         source = await self.begin_outputs(batch, raw_request.receive)
@@ -77,7 +93,7 @@ class OpenAIServingResponses(OpenAIServing):
             raise InvalidRequestError(f"background=true needs {reason}.", "background")
         return keep
 
-    def _earlier(self, request: ResponsesRequest) -> list[ChatMessageParam]:
+    def _earlier(self, request: ResponsesRequest) -> list[InputItem]:
         """The conversation that the request continues. Raises APIError and InvalidRequestError."""
         if request.previous_response_id is None:
             return []
@@ -87,17 +103,29 @@ class OpenAIServingResponses(OpenAIServing):
                 f"The previous response has no answer; its status is {previous.response.status}.",
                 "previous_response_id",
             )
-        return previous.messages
+        return previous.items
 
-    async def _prompt(self, request: ResponsesRequest, messages: list[ChatMessageParam], ids: RequestIds) -> str:
-        """Instructions hold for this response only; those of earlier ones are not carried over, as with OpenAI."""
+    def _as_chat(self, request: ResponsesRequest, items: list[InputItem]) -> ChatCompletionRequest:
+        """The conversation, and what may be called. Instructions hold for this response only; those of earlier ones are not
+        carried over, as with OpenAI, and neither are their tools. Raises InvalidRequestError."""
         if not request.input:
             raise InvalidRequestError("input must not be empty.", "input")
+        messages = to_messages(items)
         if request.instructions:
             messages = [ChatMessageParam(role="system", content=request.instructions), *messages]
-        prompt = await asyncio.to_thread(self._template.apply, messages)  # a template may take its time
+        chat = request.as_chat(messages)
+        self._answers.check(chat)
+        if LOGPROBS in (request.include or []) and chat.tools and chat.tool_choice != "none":
+            raise InvalidRequestError(
+                f"{LOGPROBS} cannot be told of an answer that may call tools; leave one of both out.", "include"
+            )
+        return chat
+
+    async def _prompt(self, chat: ChatCompletionRequest, ids: RequestIds) -> str:
+        shown = self._answers.shown_to_template(chat)
+        prompt = await asyncio.to_thread(self._template.apply, chat.messages, shown)  # a template may take its time
         if trace.on:
-            count = len(messages)
+            count = len(chat.messages)
             trace.emit("request.templated", req=ids.engine_id(0), messages=count, characters=len(prompt))
         return prompt
 
@@ -112,7 +140,7 @@ class OpenAIServingResponses(OpenAIServing):
                 for event in maker.add(output.outputs[0]):
                     yield event
         last = list(maker.end())
-        entry.messages = [*entry.messages, ChatMessageParam(role="assistant", content=maker.text)]
+        entry.items = [*entry.items, *maker.items]
         if keep and entry.task is None:
             self._store.add(entry)  # before the client hears of its end and goes on from here
         for event in last:

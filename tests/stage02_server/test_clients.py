@@ -20,7 +20,7 @@ PROMPT = "To be, or not to be"
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    server = ServerProcess("gpt2-tiny", "--port", "0")
+    server = ServerProcess("gpt2-tiny", "--port", "0", "--disable-any-whitespace")
     yield server.wait_until_ready() + "/v1"
     server.close()
 
@@ -48,6 +48,27 @@ def test_langchain(url: str, greedy: str, greedy_chat: str) -> None:
     answer = chatting.invoke(PROMPT)
     assert answer.content == greedy_chat and answer.usage_metadata["output_tokens"] == 8
     assert "".join(chunk.content for chunk in chatting.stream(PROMPT)) == greedy_chat
+
+
+def test_langchain_calls_tools_through_responses(url: str) -> None:
+    """A tool is called, its result goes back, and the conversation goes on: with all items, and with the id of the response."""
+    langchain = pytest.importorskip("langchain_openai")
+    settings = {"base_url": url, "api_key": "none", "model": "gpt2-tiny", "max_tokens": 20, "temperature": 0}
+    place = {"type": "string", "enum": ["sun", "moon"]}
+    look = {"name": "look", "description": "See.", "parameters": {"type": "object", "properties": {"at": place}, "required": ["at"]}}  # fmt: skip
+    said = set()
+    for by_id in (False, True):
+        model = langchain.ChatOpenAI(**settings, use_responses_api=True, use_previous_response_id=by_id)
+        calling = model.bind_tools([look], tool_choice="look", parallel_tool_calls=False)
+        talk: list[object] = [("user", "Look!")]
+        answer = calling.invoke(talk)
+        (call,) = answer.tool_calls
+        assert call["name"] == "look" and call["args"]["at"] in ("sun", "moon")
+        *chunks, last = calling.stream(talk)
+        assert sum(chunks[1:], chunks[0]).tool_calls[0]["args"] == call["args"] and not last.tool_calls
+        talk += [answer, {"role": "tool", "content": "bright", "tool_call_id": call["id"]}]
+        said |= {model.invoke(talk).text, "".join(chunk.text for chunk in model.stream(talk))}
+    assert len(said) == 1 and said.pop().strip()
 
 
 def test_litellm(url: str, greedy: str, greedy_chat: str) -> None:

@@ -167,7 +167,6 @@ REFUSED: list[tuple[dict[str, Any], int, str, str]] = [
     ({"response_format": {"type": "json_object"}}, 400, BAD_REQUEST, "response_format"),
     ({"tools": [{"type": "web_search"}]}, 400, BAD_REQUEST, "tools"),
     ({"tool_choice": "required"}, 400, BAD_REQUEST, "tool_choice"),
-    ({"reasoning": {"effort": "high"}}, 400, BAD_REQUEST, "reasoning"),
     ({"prompt": {"id": "pmpt_1"}}, 400, BAD_REQUEST, "prompt"),
     ({"conversation": "conv_1"}, 400, BAD_REQUEST, "conversation"),
     ({"chat_template": "{{ 1 }}"}, 400, BAD_REQUEST, "chat_template"),
@@ -201,7 +200,7 @@ def test_refusals(
 
 ACCEPTED: list[dict[str, Any]] = [
     {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "max_tool_calls": 3},
-    {"reasoning": {"effort": None, "summary": None}, "include": ["reasoning.encrypted_content"]},
+    {"reasoning": {"effort": "high", "summary": None}, "include": ["reasoning.encrypted_content"]},
     {"reasoning": None, "text": None, "truncation": None, "metadata": None, "store": None, "background": None},
     {"service_tier": "flex", "safety_identifier": "me", "prompt_cache_key": "mine"},
     {"stream_options": {"include_obfuscation": False}, "stream": True},

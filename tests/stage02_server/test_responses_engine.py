@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import openai
@@ -13,7 +15,9 @@ from server_under_test import ServerProcess
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[openai.OpenAI]:
-    server = ServerProcess("gpt2-tiny", "--port", "0", "--kv-cache-memory-bytes", "50000000")
+    server = ServerProcess(
+        "gpt2-tiny", "--port", "0", "--kv-cache-memory-bytes", "50000000", "--disable-any-whitespace"
+    )
     try:
         url = server.wait_until_ready()
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
@@ -65,6 +69,37 @@ def test_structured_output(client: openai.OpenAI) -> None:
         model="gpt2-tiny", input="JSON:", text_format=Play, max_output_tokens=200, temperature=0
     )
     assert parsed.status == "completed" and isinstance(parsed.output_parsed, Play)
+
+
+PARAMETERS = {"type": "object", "properties": {"at": {"type": "string", "enum": ["sun", "moon"]}}, "required": ["at"]}
+FUNCTION = {"name": "look", "parameters": PARAMETERS}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "look"}])
+def test_the_call_that_a_chat_makes(client: openai.OpenAI, choice: str | dict) -> None:
+    settings: Any = {"model": "gpt2-tiny", "temperature": 0, "parallel_tool_calls": False}
+    forced: Any = choice if choice == "required" else {"type": "function", "function": {"name": "look"}}
+    chat = client.chat.completions.create(
+        messages=[{"role": "user", "content": "Look!"}],
+        tools=[{"type": "function", "function": FUNCTION}],
+        tool_choice=forced,
+        **settings,
+    )
+    (wanted,) = chat.choices[0].message.tool_calls or []
+    asked: Any = {"input": "Look!", "tools": [{"type": "function"} | FUNCTION], "tool_choice": choice} | settings
+    first = client.responses.create(**asked)
+    (call,) = first.output
+    assert call.type == "function_call" and wanted.type == "function" and first.status == "completed"
+    assert (call.name, call.arguments) == (wanted.function.name, wanted.function.arguments)
+    assert json.loads(call.arguments)["at"] in ("sun", "moon")
+    with client.responses.stream(**asked) as stream:
+        deltas = [event.delta for event in stream if event.type == "response.function_call_arguments.delta"]
+    assert "".join(deltas) == call.arguments and len(deltas) > 3
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "bright"}
+    later = client.responses.create(
+        model="gpt2-tiny", input=[result], previous_response_id=first.id, max_output_tokens=2
+    )
+    assert later.output_text and later.previous_response_id == first.id
 
 
 @pytest.mark.parametrize("stream", [False, True])

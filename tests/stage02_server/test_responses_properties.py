@@ -21,7 +21,8 @@ fields = st.sampled_from(
     ["input", "instructions", "previous_response_id", "store", "background", "max_output_tokens", "include", "top_logprobs",
      "text", "truncation", "metadata", "service_tier", "stream", "stream_options", "tools", "tool_choice", "reasoning", "prompt",
      "temperature", "top_p", "stop", "seed", "logit_bias", "user", "cache_salt", "priority", "structured_outputs",
-     "parallel_tool_calls", "max_tool_calls", "conversation", "n", "model", "vllm_xargs"]
+     "parallel_tool_calls", "max_tool_calls", "conversation", "n", "model", "vllm_xargs", "include_reasoning",
+     "chat_template_kwargs"]
 )  # fmt: skip
 items = st.lists(
     st.fixed_dictionaries(
@@ -29,16 +30,39 @@ items = st.lists(
             "type": st.just("message") | scalars, "role": st.sampled_from(["user", "developer"]) | scalars,
             "content": st.lists(st.fixed_dictionaries({"type": st.just("input_text"), "text": scalars})) | scalars,
         },
+    )
+    | st.fixed_dictionaries(
+        {"type": st.sampled_from(["function_call", "function_call_output", "reasoning"])}, optional={
+            "call_id": st.just("1") | scalars, "name": scalars, "arguments": st.just("{}") | scalars, "output": anything,
+            "summary": anything, "content": anything,
+        },
     ),
     max_size=3,
 )  # fmt: skip
 formats = st.fixed_dictionaries(
     {"format": st.fixed_dictionaries({"type": st.just("json_schema"), "name": st.just("x"), "schema": anything})}
 )
+tools = st.lists(
+    st.fixed_dictionaries(
+        {"type": st.just("function") | scalars, "name": st.sampled_from(["f", "g"]) | scalars},
+        optional={"parameters": st.dictionaries(st.sampled_from(["type", "properties"]), anything), "strict": scalars},
+    ),
+    max_size=2,
+)
+choices = st.sampled_from(["none", "required", {"type": "function", "name": "f"}]) | anything
 bodies = st.builds(
     lambda wild, tame: {"input": "Hello"} | wild | tame,
     st.dictionaries(fields, anything, max_size=3),
-    st.fixed_dictionaries({}, optional={"input": items, "text": formats, "stream": st.booleans()}),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "input": items,
+            "text": formats,
+            "stream": st.booleans(),
+            "tools": tools,
+            "tool_choice": choices,
+        },
+    ),
 )
 
 

@@ -189,7 +189,8 @@ def test_cancel_ends_the_streams_of_all_readers(stuck: InProcessServer) -> None:
 
 def test_running_responses_are_not_forgotten_and_bounded(stuck: InProcessServer) -> None:
     names = [stuck.post(RESPONSES, BACKGROUND).json()["id"] for _ in range(2)]
-    assert error_of(stuck.post(RESPONSES, BACKGROUND)) == (429, "RateLimitError", None)
+    refused = stuck.post(RESPONSES, BACKGROUND)
+    assert error_of(refused) == (429, "RateLimitError", None) and int(refused.headers["Retry-After"]) > 0
     assert stuck.engine.num_unfinished_requests == 2
     assert [get(stuck, name).json()["status"] for name in names] == ["in_progress"] * 2
     stuck.post(f"{RESPONSES}/{names[0]}/cancel", None)
