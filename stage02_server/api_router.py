@@ -49,7 +49,7 @@ async def show_model(name: str, raw_request: Request) -> Response:
     """One model; with no name after the slash all of them."""
     models = raw_request.app.state.openai_serving_models
     if not name:
-        return _answer(models.list())
+        return answer(models.list())
     if name not in models.names:
         raise not_found(f"The model `{name}` does not exist; this server has {', '.join(models.names)}.", "model")
     return answer(models.card(name))

@@ -83,7 +83,7 @@ class InputItem(BaseModel):
         return ChatMessageParam(role="assistant", reasoning=text)
 
 
-def _texts(content: str | list[InputPart], *types: str) -> str | list[ContentPart]:
+def _texts(content: str | list[InputPart], *types: str) -> str | list[ContentPart | str]:
     """Content as a chat knows it. Raises InvalidRequestError for a part that is of none of these types."""
     if isinstance(content, str):
         return content

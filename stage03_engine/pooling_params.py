@@ -7,10 +7,8 @@ import msgspec
 POOLING_TYPES = ("LAST", "MEAN", "CLS")
 """Which hidden states make the one vector of a prompt: the last token's, the mean of all, the first token's."""
 
-POOLING_TASKS = ("embed", "token_embed", "classify", "token_classify")
-"""One vector per prompt, or one per token; the hidden states themselves, or what a classification head makes of them."""
-
 TOKEN_TASKS = ("token_embed", "token_classify")
+"""The tasks with a vector per token; embed and classify have one per prompt. The classes are what a classification head makes of states."""
 
 
 class PoolingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
