@@ -67,6 +67,15 @@ class FrontendArgs:
         None, "requests that may wait; one more is refused with 429 and Retry-After; no limit if not given"
     )
     timeout_keep_alive: int = option(5, "seconds that an idle HTTP connection stays open")
+    request_header_timeout: float = option(
+        30, "seconds that a client has to send the header of a request (408 beyond); 0 = no limit"
+    )
+    request_body_timeout: float = option(
+        60, "seconds that a client has to send the body, and one more per 8 KiB of it (408 beyond); 0 = no limit"
+    )
+    response_stall_timeout: float = option(
+        120, "seconds after which a client that reads nothing of an answer that waits for it is cut off; 0 = no limit"
+    )
     # repr=False marks a secret: its value is in no message, no table and no trace
     api_key: tuple[str, ...] | None = field(
         default=None,

@@ -142,12 +142,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             error, phrase = APIError(431, "BadRequestError", text), b"431 Request Header Fields Too Large"
         else:
             error, phrase = APIError(400, "Bad Request", "This is not HTTP/1.1."), b"400 Bad Request"
+        self._send_error(error, phrase)
+
+    def _send_error(self, error: APIError, phrase: bytes) -> None:
+        """Answer without the application, and close."""
         body = error_json(error).encode()
         head = b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
         self.transport.write(head % (phrase, len(body)) + body)
         self.transport.close()
-
-
-def limited_protocol(max_bytes: int, max_headers: int) -> type[LimitedHttpProtocol]:
-    """The protocol class with these limits; uvicorn makes an object of it per connection."""
-    return type("HttpProtocol", (LimitedHttpProtocol,), {"max_bytes": max_bytes, "max_headers": max_headers})
