@@ -151,10 +151,16 @@ def test_a_request_behind_another_does_not_hide_that_the_client_left(
     flags = ("--engine", "echo", "--host", "127.0.0.1", "--port", "0", "--enable-server-load-tracking")
     server = start_server("gpt2-tiny", *flags, patch=SLOW_STEPS)
     server.wait_until_ready()
-    body = b'{"prompt": "a b c", "max_tokens": 400, "ignore_eos": true, "stream": true}'
-    client = connect(server, COMPLETIONS % len(body) + body + b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-    assert client.recv(12) == b"HTTP/1.1 200" and load(server) == 1
-    client.close()
-    deadline = time.monotonic() + 5  # the answer would take 20 s
+    clients = []
+    for stream in (b"true", b"false"):
+        body = b'{"prompt": "a b c", "max_tokens": 400, "ignore_eos": true, "stream": %s}' % stream
+        clients.append(connect(server, COMPLETIONS % len(body) + body + b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"))
+    assert clients[0].recv(12) == b"HTTP/1.1 200"
+    while load(server) < 2:
+        pass
+    for client in clients:
+        client.close()
+    deadline = time.monotonic() + 5  # the answers would take 20 s
     while load(server):
         assert time.monotonic() < deadline, "the engine works for nobody"
+    assert not any("Traceback" in line for line in server.lines)
