@@ -145,6 +145,7 @@ async def _drain(
             trace.emit("server.draining", signal=stop.name)
         app.state.lifecycle.announce()
         logger.info("%s: finishing %d requests, for at most %d s.", stop.name, len(gate.running), timeout)
+    asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, gate.end_endless)
     again, idle = asyncio.create_task(stop.second.wait()), asyncio.create_task(gate.idle.wait())
     deadline = time.monotonic() + timeout
     await asyncio.wait({serving, again, idle}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
