@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -104,9 +105,9 @@ class EngineProcess:
                     f"the engine process said nothing for {limit:.0f} s; is {self._directory} still there?"
                 )
             if not self.alive and not self._handshake.poll(POLL_MS):
-                raise EngineStartError(
-                    f"the engine process ended during start-up with exit code {self._process.returncode}"
-                )
+                code = self._process.returncode
+                why = " (killed, as a system does that runs out of memory)" if code == -signal.SIGKILL else ""
+                raise EngineStartError(f"the engine process ended during start-up with exit code {code}{why}")
         _, payload = self._handshake.recv_multipart()
         return messages.decode_handshake(payload)
 
