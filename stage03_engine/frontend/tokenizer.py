@@ -48,7 +48,8 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Text that spells a special token becomes that token, as in vLLM. `add_special_tokens` puts
         the beginning-of-text token and the like around it, if the model's tokenizer.json says so."""
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # As a batch of one: `encode` keeps the interpreter lock, so that a long text would stop every other thread for seconds.
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         """The text of a whole sequence; bytes that are not UTF-8 become U+FFFD."""

@@ -82,3 +82,18 @@ def test_a_watcher_who_does_not_read_does_not_hold_up_the_end(start_server: Star
         for _ in pieces:  # to its proper end
             pass
         assert server.process.wait(timeout=8) == 0
+
+
+def test_a_disk_that_is_full_ends_the_trace_and_not_the_server(start_server: StartServer, tmp_path: Path) -> None:
+    patch = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))"
+    server = start_server(*ECHO, "--trace", str(tmp_path), patch=patch)
+    url = server.wait_until_ready()
+    for _ in range(2):
+        answer = httpx.post(f"{url}/v1/completions", json={"prompt": "a b", "max_tokens": 50, "ignore_eos": True})
+        assert answer.json()["usage"]["completion_tokens"] == 50
+    server.process.terminate()
+    assert server.wait() == 0
+    assert len([line for line in server.lines if line.startswith("stages: the trace ends here: ")]) == 1
+    assert not any("Traceback" in line for line in server.lines)
+    [file] = tmp_path.iterdir()
+    assert file.stat().st_size == 5000
