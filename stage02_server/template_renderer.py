@@ -48,6 +48,7 @@ class TemplateRenderer:
             return self._ask([source, text])
 
     _process: subprocess.Popen[bytes] | None
+    _finalizer: weakref.finalize
 
     def _start(self) -> None:
         if self._process is not None:

@@ -231,10 +231,10 @@ def test_a_llama_with_its_tokenizer_from_text_to_text(kind: str, tmp_path: Path)
 
 def test_a_long_text_leaves_other_threads_their_time() -> None:
     """The server tokenizes long texts in a thread; its event loop must go on meanwhile."""
-    done, ticks = threading.Event(), 0
+    done, ticks, text = threading.Event(), 0, "to be or not " * 200_000
 
     def encode() -> None:
-        KINDS["llama3"].encode("to be or not " * 100_000)
+        KINDS["llama3"].encode(text)
         done.set()
 
     thread = threading.Thread(target=encode)
