@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from stage02_server.cli_args import FrontendArgs
 from stage02_server.http_flags import load_log_config
 from stage02_server.logger import configure_logging, hide_access_log_of
+from stage02_server.open_files import set_ulimit
 from stage02_server.stop_signals import StopRequested, StopSignals
 from stage02_server.unix_socket import create_server_unix_socket, remove_unix_socket
 from stage03_engine.config import VllmConfig
@@ -40,6 +41,7 @@ def serve(vllm_config: VllmConfig, args: FrontendArgs) -> int:
     if args.log_config_file is not None:
         load_log_config(args.log_config_file)
     configure_logging()
+    set_ulimit()
     if args.disable_access_log_for_endpoints is not None:
         hide_access_log_of(args.disable_access_log_for_endpoints.split(","))
     try:

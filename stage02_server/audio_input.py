@@ -17,13 +17,14 @@ PIECE_SECONDS = 30  # what its encoder takes at once
 SEARCH_SECONDS = 1  # a piece ends at the quietest moment of its last second, so that few words are cut in two
 WINDOW = SAMPLE_RATE // 10
 MAX_SAMPLES = 100_000_000  # of all channels: small files can decode to very long ones
+MAX_SECONDS = 3 * 3600  # a file may say that its rate is 1 Hz: at Whisper's rate it is 16,000 times as long
 
 
 def decode_audio(data: bytes) -> np.ndarray:
     """A sound file as float32 [num_samples], mono, 16,000 samples per second. Raises InvalidRequestError."""
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as file:
-            limit = MAX_SAMPLES // file.channels
+            limit = min(MAX_SAMPLES // file.channels, MAX_SECONDS * file.samplerate)
             samples, rate = file.read(limit + 1, dtype="float32", always_2d=True), file.samplerate
     except (soundfile.SoundFileError, RuntimeError, ValueError, TypeError):
         raise InvalidRequestError("file is no audio that can be decoded (WAV, FLAC, OGG, MP3, ...).", "file") from None

@@ -73,6 +73,15 @@ class FrontendArgs:
     sse_keep_alive_interval: float = option(
         0.0, "seconds after which a stream of completions or chats that waits for the model sends a comment; 0 = never"
     )
+    request_header_timeout: float = option(
+        30, "seconds that a client has to send the header of a request (408 beyond); 0 = no limit"
+    )
+    request_body_timeout: float = option(
+        60, "seconds that a client has to send the body, and one more per 8 KiB of it (408 beyond); 0 = no limit"
+    )
+    response_stall_timeout: float = option(
+        120, "seconds after which a client that reads nothing of an answer that waits for it is cut off; 0 = no limit"
+    )
     # repr=False marks a secret: its value is in no message, no table and no trace
     api_key: tuple[str, ...] | None = field(
         default=None,

@@ -22,7 +22,7 @@ from fastapi import FastAPI
 
 from stage02_server.cli_args import FrontendArgs
 from stage02_server.middleware import RequestGate
-from stage02_server.request_limits import limited_protocol
+from stage02_server.slow_clients import timed_protocol
 from stage02_server.stop_signals import StopRequested, StopSignals
 from stage03_engine.frontend.async_llm import AsyncLLM
 from stagetrace import trace
@@ -52,7 +52,7 @@ class _Server(uvicorn.Server):
 def _config(app: FastAPI, args: FrontendArgs) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http=limited_protocol(args.h11_max_incomplete_event_size, args.h11_max_header_count),
+        http=timed_protocol(args),
         ssl_certfile=args.ssl_certfile,
         ssl_keyfile=args.ssl_keyfile,
         ssl_ca_certs=args.ssl_ca_certs,
@@ -145,6 +145,7 @@ async def _drain(
             trace.emit("server.draining", signal=stop.name)
         app.state.lifecycle.announce()
         logger.info("%s: finishing %d requests, for at most %d s.", stop.name, len(gate.running), timeout)
+    asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, gate.end_endless)
     again, idle = asyncio.create_task(stop.second.wait()), asyncio.create_task(gate.idle.wait())
     deadline = time.monotonic() + timeout
     await asyncio.wait({serving, again, idle}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from starlette.datastructures import Headers
@@ -67,6 +68,7 @@ class RequestGate:
         self.draining = False
         self.expired = False
         self.running: set[asyncio.Task[None]] = set()
+        self.endless: set[Callable[[], None]] = set()  # what cuts an answer that has no end of its own
         self.idle = asyncio.Event()
         self.idle.set()
 
@@ -80,6 +82,11 @@ class RequestGate:
         self.running.discard(task)
         if not self.running:
             self.idle.set()
+
+    def end_endless(self) -> None:
+        """Cut the answers that have no end of their own, and that nobody reads: the others have ended by themselves."""
+        for cut in list(self.endless):
+            cut()
 
     def expire(self) -> None:
         """Time is up: every running request ends now, with an error for its client."""

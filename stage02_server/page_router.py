@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from functools import cache
 from importlib.resources import files
 
@@ -17,6 +17,7 @@ from fastapi import APIRouter, Request, Response
 from stage02_server.errors import APIError
 from stage02_server.http_answers import EventStreamResponse
 from stage02_server.middleware import RequestGate
+from stage02_server.slow_clients import CONNECTION
 from stage03_engine.frontend.engine_watch import EngineWatch, WatchError, WatchQueue
 
 router = APIRouter()
@@ -65,12 +66,17 @@ async def stream_engine_events(raw_request: Request) -> Response:
     except WatchError as error:
         raise APIError(409, "ConflictError", str(error)) from error
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    return EventStreamResponse(_events(watch, queue, state.gate), headers=headers)
+    connection = raw_request.scope.get("extensions", {}).get(CONNECTION, {})
+    return EventStreamResponse(_events(watch, queue, state.gate, connection.get("abort")), headers=headers)
 
 
-async def _events(watch: EngineWatch, queue: WatchQueue, gate: RequestGate) -> AsyncGenerator[bytes, None]:
+async def _events(
+    watch: EngineWatch, queue: WatchQueue, gate: RequestGate, abort: Callable[[], None] | None
+) -> AsyncGenerator[bytes, None]:
     """Everything that waits goes out in one piece. Ends with the engine, and when the server drains: a stream without an
-    end of its own must not keep it."""
+    end of its own must not keep it. `abort` is for a watcher who does not read, so that this here stands still."""
+    if abort is not None:
+        gate.endless.add(abort)
     try:
         yield b": the scheduler's trace events\n\n"
         while not gate.draining:
@@ -86,4 +92,6 @@ async def _events(watch: EngineWatch, queue: WatchQueue, gate: RequestGate) -> A
             yield b"".join(b"data: " + line + b"\n\n" for line in batch)
             await asyncio.sleep(PAUSE_SECONDS)
     finally:
+        if abort is not None:
+            gate.endless.discard(abort)
         await watch.stop(queue)

@@ -79,7 +79,11 @@ class InputItem(BaseModel):
         if self.encrypted_content is not None:
             raise InvalidRequestError("Reasoning cannot be read here when it is encrypted.", "input")
         content = _texts(self.content or self.summary or "", "reasoning_text", "summary_text")
-        text = content if isinstance(content, str) else "\n".join(part.text or "" for part in content)
+        text = (
+            content
+            if isinstance(content, str)
+            else "\n".join(part if isinstance(part, str) else part.text or "" for part in content)
+        )
         return ChatMessageParam(role="assistant", reasoning=text)
 
 

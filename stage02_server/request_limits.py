@@ -19,6 +19,8 @@ MAX_ITEMS = 65536  # each wrong one costs microseconds and a complaint, while ev
 MAX_BRACKETS = 2**19  # opening ones, in text too; parsing so many lists takes up to a second, in which all wait
 MULTIPART_BYTES = 32 * 1024**2  # an uploaded file is not parsed as JSON, which is what makes a large body expensive
 
+COMPRESSIONS = {"gzip", "x-gzip", "deflate", "compress", "br", "zstd"}  # a small body that becomes a large one
+
 
 def check_number_of_items(body: dict[str, Any]) -> None:
     """Raises APIError for a field that holds more than MAX_ITEMS items, at all depths together (token ids may be more), or
@@ -56,6 +58,10 @@ class BodyLimitMiddleware:
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length[:20]) > limit:
             await error_response(scope, refusal)(scope, receive, send)
+            return
+        if COMPRESSIONS & {word.strip() for word in headers.get("content-encoding", "").lower().split(",")}:
+            packed = APIError(415, "BadRequestError", "The body must not be compressed: leave Content-Encoding out.")
+            await error_response(scope, packed)(scope, receive, send)
             return
         taken = brackets = 0
 
@@ -142,12 +148,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             error, phrase = APIError(431, "BadRequestError", text), b"431 Request Header Fields Too Large"
         else:
             error, phrase = APIError(400, "Bad Request", "This is not HTTP/1.1."), b"400 Bad Request"
+        self._send_error(error, phrase)
+
+    def _send_error(self, error: APIError, phrase: bytes) -> None:
+        """Answer without the application, and close."""
         body = error_json(error).encode()
         head = b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
         self.transport.write(head % (phrase, len(body)) + body)
         self.transport.close()
-
-
-def limited_protocol(max_bytes: int, max_headers: int) -> type[LimitedHttpProtocol]:
-    """The protocol class with these limits; uvicorn makes an object of it per connection."""
-    return type("HttpProtocol", (LimitedHttpProtocol,), {"max_bytes": max_bytes, "max_headers": max_headers})

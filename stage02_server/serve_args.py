@@ -80,7 +80,8 @@ def _check_frontend(args: FrontendArgs) -> None:
         raise ConfigError(f"max_queue_len must be at least 1, not {args.max_queue_len}; leave it out for no limit")
     if args.max_stored_responses < 0:
         raise ConfigError(f"max_stored_responses must be at least 0, not {args.max_stored_responses}")
-    for name in ("shutdown_timeout", "timeout_keep_alive", "sse_keep_alive_interval"):
+    timeouts = ("request_header_timeout", "request_body_timeout", "response_stall_timeout")
+    for name in ("shutdown_timeout", "timeout_keep_alive", "sse_keep_alive_interval", *timeouts):
         if getattr(args, name) < 0:
             raise ConfigError(f"{name} must be at least 0 seconds, not {getattr(args, name)}")
     check_http_flags(args)

@@ -31,15 +31,20 @@ class StopSignals:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Listen to the signals inside the `with` block."""
+        """Listen to the signals inside the `with` block. If one came they are ignored from then on: the process is about to
+        end, and one more must not end it half-way, with another exit code."""
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             loop.add_signal_handler(number, self._received, number)
         try:
             yield
         finally:
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # none may come in between
             for number in SIGNALS:
                 loop.remove_signal_handler(number)
+                if self.first.is_set():
+                    signal.signal(number, signal.SIG_IGN)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     async def unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`. Raises StopRequested, and cancels it, when a signal comes first."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -42,13 +43,16 @@ class TemplateRenderer:
         except (UnicodeEncodeError, RecursionError) as error:
             raise InvalidRequestError(f"they cannot be encoded: {type(error).__name__}", "messages") from None
         with self._lock:
-            if self._process is None:
+            if self._process is None or self._process.poll() is not None:  # somebody has killed it since
                 self._start()
             return self._ask([source, text])
 
     _process: subprocess.Popen[bytes] | None
+    _finalizer: weakref.finalize
 
     def _start(self) -> None:
+        if self._process is not None:
+            self._finalizer()
         command = [sys.executable, "-m", "stage02_server.template_process"]
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
@@ -67,7 +71,8 @@ class TemplateRenderer:
         except (EOFError, OSError):  # of a pipe whose other end is gone
             self._process = None
             self._finalizer()
-            problem, text = "it takes too long", ""
+            slow = process.returncode == -signal.SIGPROF
+            problem, text = "it takes too long" if slow else "its process was ended; send the request again", ""
         if problem:
             raise InvalidRequestError(problem, "messages")
         return text

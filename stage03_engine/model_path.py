@@ -13,7 +13,7 @@ from pathlib import Path
 
 from stage03_engine.args.parser import did_you_mean
 from stage03_engine.config import ModelShape
-from stage03_engine.errors import ModelNotFoundError
+from stage03_engine.errors import ConfigError, ModelNotFoundError
 from stage03_engine.model_shape import KNOWN_SHAPES, read_json, read_shape
 
 BUNDLED_FOLDER = Path(__file__).parent / "bundled"
@@ -160,8 +160,10 @@ def _check_weights(folder: Path) -> None:
     """Weights are `*.safetensors`; where an index lists shards, all of them. Raises ModelNotFoundError."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        shards = set(read_json(index).get("weight_map", {}).values())
-        missing = sorted(shard for shard in shards if not (folder / str(shard)).is_file())
+        shards = read_json(index).get("weight_map")
+        if not isinstance(shards, dict):
+            raise ConfigError(f"{index}: weight_map must say which file holds which tensor")
+        missing = sorted({str(shard) for shard in shards.values() if not (folder / str(shard)).is_file()})
         if missing:
             raise ModelNotFoundError(f"weights are missing in {folder}: {', '.join(missing)}")
     if not any(folder.glob("*.safetensors")):

@@ -17,6 +17,8 @@ from stage03_engine.config import ModelShape, RopeScaling
 from stage03_engine.errors import ConfigError
 from stage03_engine.model_labels import CLASSIFIER, classifier_name, generator_name, with_labels
 
+MAX_LAYERS = 1024  # several times as many as any model has; each takes memory before the weights are looked at
+
 
 def _gpt2(num_layers: int, num_heads: int, hidden_size: int) -> ModelShape:
     return ModelShape(
@@ -298,8 +300,11 @@ def read_shape(folder: str | os.PathLike[str]) -> ModelShape:
     eos, generation = config.eos(), config.path.with_name("generation_config.json")
     if generation.is_file():
         eos = tuple(dict.fromkeys((*eos, *Config(generation).eos())))
+    shape = _READERS[architecture][1](config, generator_name(architecture))
+    if shape.num_layers > MAX_LAYERS:
+        config.refuse(f"{shape.num_layers} layers are more than {MAX_LAYERS}, the most that a model may have here")
     shape = replace(
-        _READERS[architecture][1](config, generator_name(architecture)),
+        shape,
         torch_dtype=config.dtype(),
         eos_token_id=eos[0] if eos else None,
         more_eos_token_ids=eos[1:],

@@ -184,6 +184,9 @@ def _damaged(how: str, folder: Path) -> Path:
         os.truncate(weights, weights.stat().st_size // 2)
     elif how == "no weights":
         weights.write_bytes(b"")
+    elif how == "no memory has that size":
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"n_embd": 2**30}))
     elif how == "other shape":
         config = json.loads((folder / "config.json").read_text())
         config["n_embd"] *= 2
@@ -191,7 +194,7 @@ def _damaged(how: str, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("how", ["cut off", "no weights", "other shape"])
+@pytest.mark.parametrize("how", ["cut off", "no weights", "other shape", "no memory has that size"])
 def test_a_model_that_cannot_be_loaded_is_one_line_and_exit_code_1(start: Start, tmp_path: Path, how: str) -> None:
     server = start(model=str(_damaged(how, tmp_path / "model")))
     assert server.wait() == 1

@@ -254,8 +254,16 @@ def run_engine_core(handshake_address: str, engine_index: int) -> int:
     return 0
 
 
+def _is_out_of_memory(error: Exception) -> bool:
+    """torch says so with a plain RuntimeError on CPUs, and when the size alone does not fit into 64 bits."""
+    said = ("can't allocate memory", "not enough memory", "Storage size calculation overflowed", "out of memory")
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(s in str(error) for s in said))
+
+
 def _report_failure(error: Exception, engine: EngineCoreProc | None, handshake: zmq.Socket) -> None:
     """Tell the front end why: over the handshake during start-up, with the death notice later."""
+    if engine is None and _is_out_of_memory(error):
+        error = StagesError(f"there is not enough memory for this model: {str(error).strip() or type(error).__name__}")
     text = str(error) if isinstance(error, StagesError) else f"{type(error).__name__}: {error}"
     message = " ".join(text.split())
     if trace.on:

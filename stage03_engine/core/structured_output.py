@@ -7,6 +7,7 @@ was last heard over it. It imports neither torch nor xgrammar.
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import subprocess
@@ -24,6 +25,7 @@ from stage03_engine.tracing import tellable
 from stagetrace import trace
 
 MAX_COMPILING = 2  # at once; each takes a core
+MAX_RESTARTS = 3  # for a request whose grammar process was killed before its first token
 ANSWER_TIMEOUT = 60.0  # seconds; only a grammar process that somebody has stopped takes so long
 
 Key = tuple[str, str]
@@ -34,6 +36,7 @@ class _Request:
     params: StructuredOutputsParams
     ignore_eos: bool
     state: MatcherState | None = None  # None until the grammar is compiled
+    num_restarts: int = 0
 
 
 @dataclass
@@ -70,19 +73,33 @@ class GrammarTemplate:
 
     def connect(self) -> socket.socket:
         """A socket to a new grammar process. Returns before that process exists."""
-        if self._process is None or self._process.poll() is not None:
+        if self.gone:
+            self.shutdown()
             self._control, theirs = socket.socketpair()
             command = [sys.executable, "-m", "stage03_engine.grammar.worker", str(theirs.fileno())]
             self._process = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
             )
             theirs.close()
-            self._control.sendall(frame(self._config))
+            with contextlib.suppress(OSError):  # it has ended again; then the new socket is at its end, too
+                self._control.sendall(frame(self._config))
         ours, theirs = socket.socketpair()
-        with theirs:
+        with theirs, contextlib.suppress(OSError):
             socket.send_fds(self._control, [b"f"], [theirs.fileno()])
         ours.settimeout(ANSWER_TIMEOUT)
         return ours
+
+    @property
+    def gone(self) -> bool:
+        """True when there is no template process, or its end has begun: it closes its socket before it has an exit code."""
+        if self._process is None:
+            return True
+        try:
+            return not self._control.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
     def shutdown(self) -> None:
         """End the process; the grammar processes end with their sockets."""
@@ -240,6 +257,7 @@ class StructuredOutputManager:
         try:
             answer = read_message(grammar.stream)
         except (EOFError, OSError):
+            self._begin_again(grammar)
             self._end_grammar(grammar, self._limit_reached(grammar))
             return
         if grammar.compiled:
@@ -263,7 +281,24 @@ class StructuredOutputManager:
         else:
             request.state = state
 
+    def _begin_again(self, grammar: _Grammar) -> None:
+        """Its process has ended, and somebody has killed it: the template process has ended too, or the grammar had been of
+        use before. Requests without a token get a new process."""
+        killed = self._template.gone
+        for request_id, known in list(grammar.users.items()):
+            request = self._requests[request_id]
+            if (
+                request.state is None
+                and request.num_restarts < MAX_RESTARTS
+                and (killed or (known and grammar.compiled))
+            ):
+                del grammar.users[request_id]
+                request.num_restarts += 1
+                self._queued.append(request_id)
+
     def _limit_reached(self, grammar: _Grammar) -> str:
+        if self._template.gone:
+            return "lost the process in which its grammar ran; send the request again"
         memory = f"{self._limits.grammar_memory_bytes // 1024**2} MiB"
         if grammar.compiled:
             what, seconds = "its next token could not be found", self._limits.grammar_step_seconds

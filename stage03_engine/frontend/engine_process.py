@@ -9,35 +9,25 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
+import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import zmq
 
 from stage03_engine import messages
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import EngineStartError
+from stage03_engine.frontend.socket_folder import SocketFolder, remove_dead_folders
 from stage03_engine.messages import EngineFailed, EngineHello, EngineInit, EngineReady
 from stagetrace import trace
 
 POLL_MS = 50
 TERMINATE_SECONDS = 5.0
 HELLO_SECONDS = 60.0  # an engine process that only has to import its modules and say hello; loading may take any time
-MAX_IPC_PATH = 80  # a Unix socket path has room for 107 bytes; leave some for the file name
-
-
-def _private_directory() -> Path:
-    """A directory that only this user may enter: whoever can reach a socket can command the engine."""
-    base = tempfile.gettempdir()
-    if len(base) > MAX_IPC_PATH - 20:
-        base = "/tmp"
-    return Path(tempfile.mkdtemp(prefix="stages-", dir=base))  # mkdtemp makes it with mode 0700
 
 
 def engine_environment(num_threads: int, attention_backend: str = "auto") -> dict[str, str]:
@@ -61,7 +51,9 @@ class EngineProcess:
 
     def __init__(self, config: VllmConfig, engine_index: int = 0) -> None:
         self._config = config
-        self._directory = _private_directory()
+        remove_dead_folders()
+        self._folder = SocketFolder()
+        self._directory = self._folder.path
         self.handshake_address = f"ipc://{self._directory}/handshake"
         self.input_address = f"ipc://{self._directory}/input"
         self.output_address = f"ipc://{self._directory}/output"
@@ -113,9 +105,9 @@ class EngineProcess:
                     f"the engine process said nothing for {limit:.0f} s; is {self._directory} still there?"
                 )
             if not self.alive and not self._handshake.poll(POLL_MS):
-                raise EngineStartError(
-                    f"the engine process ended during start-up with exit code {self._process.returncode}"
-                )
+                code = self._process.returncode
+                why = " (killed, as a system does that runs out of memory)" if code == -signal.SIGKILL else ""
+                raise EngineStartError(f"the engine process ended during start-up with exit code {code}{why}")
         _, payload = self._handshake.recv_multipart()
         return messages.decode_handshake(payload)
 
@@ -139,4 +131,4 @@ class EngineProcess:
             self._process.stdin.close()
         self._handshake.close(linger=0)
         self._context.term()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._folder.remove()

@@ -48,7 +48,8 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Text that spells a special token becomes that token, as in vLLM. `add_special_tokens` puts
         the beginning-of-text token and the like around it, if the model's tokenizer.json says so."""
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # As a batch of one: `encode` keeps the interpreter lock, so that a long text would stop every other thread for seconds.
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def encode_pair(self, one: str, other: str, keep: int | None = None) -> list[int]:
         """Token ids of two texts, neither empty, as one input: joined, and with special tokens around, as the model's tokenizer.json says

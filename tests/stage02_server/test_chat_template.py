@@ -250,6 +250,16 @@ def trusting() -> Iterator[InProcessServer]:
     server.close()
 
 
+def test_a_renderer_that_was_killed_in_between_is_not_the_next_requests_fault(trusting: InProcessServer) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 3}
+    assert trusting.post(CHAT, body).status_code == 200
+    children = [p for p in psutil.Process().children() if "stage02_server.template_process" in p.cmdline()]
+    for child in children:
+        child.kill()
+        child.wait(10)
+    assert trusting.post(CHAT, body).json()["choices"][0]["message"]["content"] == "<sy"
+
+
 def test_errors_show_no_address(trusting: InProcessServer) -> None:
     body = {"messages": MESSAGES, "chat_template": "{{ raise_exception(range ~ '') }}"}
     message = trusting.post(CHAT, body).json()["error"]["message"]

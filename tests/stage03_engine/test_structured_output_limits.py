@@ -131,6 +131,19 @@ def test_when_a_grammar_process_dies_its_requests_end_and_a_new_one_is_made(mana
     begin(manager, "from a new template", Wanted(regex="[ef]+"))
 
 
+def test_a_process_that_was_killed_in_between_is_not_the_next_requests_fault(manager: StructuredOutputManager) -> None:
+    """The request finds its grammar compiled, or the template process running, so it seems; and it is about to end."""
+    begin(manager, "a", Wanted(regex="[ab]+"))
+    manager.free("a")
+    assert manager._template._process is not None
+    template = psutil.Process(manager._template._process.pid)
+    [grammar] = template.children()
+    grammar.kill()
+    begin(manager, "b", Wanted(regex="[ab]+"))
+    template.kill()
+    begin(manager, "c", Wanted(regex="[cd]+"))
+
+
 def test_a_stopped_engine_leaves_no_grammar_process_behind() -> None:
     with LLM("gpt2-tiny", multiprocess=True, **SMALL) as llm:
         llm.generate(PROMPT, params(Wanted(regex="[ab]{3}")))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -226,3 +227,19 @@ def test_a_llama_with_its_tokenizer_from_text_to_text(kind: str, tmp_path: Path)
         assert output.prompt_token_ids == backend.encode(output.prompt).ids and output.prompt_token_ids[0] == 1
         deltas = stream(kind, output.outputs[0].token_ids, output.prompt_token_ids)
         assert output.outputs[0].text == deltas and len(deltas) > 20
+
+
+def test_a_long_text_leaves_other_threads_their_time() -> None:
+    """The server tokenizes long texts in a thread; its event loop must go on meanwhile."""
+    done, ticks, text = threading.Event(), 0, "to be or not " * 200_000
+
+    def encode() -> None:
+        KINDS["llama3"].encode(text)
+        done.set()
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    while not done.wait(0.001):
+        ticks += 1
+    thread.join()
+    assert ticks > 20

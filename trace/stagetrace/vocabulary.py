@@ -110,6 +110,8 @@ _ROWS = [
     Row("http.request", 6, SERVER, {"method": "str", "path": "str", "trace_id": "str | None", "parent_id": "str | None"},
         "An HTTP request was parsed; the ids are those of the client's own trace, from its header traceparent. Its `req` is the id of its first prompt (stagetrace.ids has the rule).",
         "openai/api_server.py create_completion, vllm/tracing.py extract_trace_context"),
+    _optional("connection.ended", 6, SERVER, {"reason": "str"},
+        "A connection was closed by the server: its client sent the header or the body too slowly, left an answer unread, or was the oldest in a crowd.", "-"),
     Row("request.validated", 6, SERVER, {"model": "str", "stream": "bool", "prompts": "int"}, "The body passed validation; the request has its id.",
         "openai/serving_completion.py create_completion"),
     _optional("template.spawned", 6, SERVER, {"pid": "int"}, "A process that renders chat templates was started, the first one or after one that took too long.", "-"),

@@ -1,0 +1,166 @@
+"""Clients that take their time: to send a header or a body, to read an answer; and those beside them, who notice nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import resource
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import httpx
+import psutil
+import pytest
+from server_under_test import ServerProcess
+
+COMPLETIONS = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+)
+SMALL_LIMIT = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))"
+SECONDS = "0.4"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    """It may open 128 files only: half of them may belong to clients that have not sent their request yet."""
+    server = ServerProcess(
+        "gpt2-tiny", "--engine", "echo", "--host", "127.0.0.1", "--port", "0", "--request-header-timeout", SECONDS,
+        "--request-body-timeout", SECONDS, "--response-stall-timeout", SECONDS,
+        "--enable-server-load-tracking", patch=SMALL_LIMIT,
+    )  # fmt: skip
+    server.wait_until_ready()
+    yield server
+    server.close()
+
+
+def connect(server: ServerProcess, data: bytes, buffer: int | None = None) -> socket.socket:
+    url = httpx.URL(server.url)
+    client = socket.socket()
+    if buffer is not None:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+    client.settimeout(20)
+    client.connect((url.host, url.port))
+    client.sendall(data)
+    return client
+
+
+def rest(client: socket.socket) -> bytes:
+    """All that comes until the server closes the connection."""
+    answer = b""
+    with contextlib.suppress(ConnectionResetError):
+        while piece := client.recv(65536):
+            answer += piece
+    return answer
+
+
+BODY = b'{"prompt": "a", "max_tokens": 1}'
+SLOW = {
+    "nothing": (b"", b""),
+    "line ends only": (b"\r\n", b"408"),
+    "half a header": (b"GET /health HTTP/1.1\r\nHost", b"408"),
+    "no body": (COMPLETIONS % 9, b"408"),
+    "half a body": (COMPLETIONS % 9 + b"{", b"408"),
+    "half a chunk": (COMPLETIONS.replace(b"Content-Length: %d", b"Transfer-Encoding: chunked") + b"5\r\n{", b"408"),
+    "half a header after an answer": (b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /hea", b"200"),
+    "a body that was refused before it came": (COMPLETIONS % 10**9, b"413"),
+}  # fmt: skip
+
+
+def test_who_does_not_send_is_not_waited_for(server: ServerProcess) -> None:
+    clients = {name: connect(server, data) for name, (data, _) in SLOW.items()}
+    for name, client in clients.items():
+        answer, status = rest(client), SLOW[name][1]
+        assert answer.startswith(b"HTTP/1.1 " + status) if status else not answer, (name, answer)
+        if status == b"408":
+            error = json.loads(answer.rpartition(b"\r\n")[2])["error"]
+            assert (error["code"], error["type"]) == (408, "BadRequestError") and "did not arrive" in error["message"]
+
+
+def test_a_byte_now_and_then_does_not_help(server: ServerProcess) -> None:
+    clients = [connect(server, b"GET /health HTTP/1.1\r\nA: "), connect(server, COMPLETIONS % 10_000)]
+    deadline = time.monotonic() + 20
+    for client in clients:
+        client.settimeout(0.05)
+        while time.monotonic() < deadline:
+            with contextlib.suppress(TimeoutError):
+                client.sendall(b"a")
+                if b" 408 " in client.recv(4096):
+                    break
+        else:
+            raise AssertionError("still connected")
+
+
+def test_who_sends_in_time_is_answered_and_may_come_again(server: ServerProcess) -> None:
+    client = connect(server, b"")
+    for _ in range(3):
+        for piece in (b"\r\n", COMPLETIONS[:40], COMPLETIONS[40:] % len(BODY), BODY[:10], BODY[10:]):
+            client.sendall(piece)
+        answer = b""
+        while not answer.endswith(b"}"):
+            answer += client.recv(65536)
+        assert answer.startswith(b"HTTP/1.1 200") and b'"text":"a"' in answer
+
+
+def test_many_half_open_connections_do_not_keep_others_out(server: ServerProcess) -> None:
+    """More than the server may open files; the oldest of them make room."""
+    assert resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)[0] == 128
+    crowd = [connect(server, b"GET /health HTTP/1.1\r\nHost: ") for _ in range(60)]
+    for _ in range(5):
+        crowd += [connect(server, b"POST ") for _ in range(50)]
+        assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "a b", "max_tokens": 3}).status_code == 200
+    assert crowd[0].recv(99).startswith(b"HTTP/1.1 408")
+    for client in crowd:
+        client.close()
+
+
+def load(server: ServerProcess) -> int:
+    """Requests that the server is working on."""
+    return int(httpx.get(f"{server.url}/load").json()["server_load"])
+
+
+def test_who_does_not_read_is_let_go(server: ServerProcess) -> None:
+    """A stream, and an answer in one piece; with a client that reads slowly beside them."""
+    ask = {"prompt": "a", "max_tokens": 500, "logprobs": 20, "n": 24, "temperature": 1}
+    deaf = []
+    for more in ({"stream": True}, {}):
+        body = json.dumps(ask | more).encode()
+        deaf.append(connect(server, COMPLETIONS % len(body) + body, buffer=1024))
+        assert deaf[-1].recv(12) == b"HTTP/1.1 200"
+    process = psutil.Process(server.process.pid)
+    deadline = time.monotonic() + 20
+    while any(c.status == psutil.CONN_ESTABLISHED for c in process.net_connections("inet")):
+        assert time.monotonic() < deadline, "the server still holds what nobody reads"
+        time_passes()
+    assert load(server) == 0
+
+
+def time_passes() -> None:
+    with socket.socketpair()[0] as quiet:
+        quiet.settimeout(0.05)
+        with contextlib.suppress(TimeoutError):
+            quiet.recv(1)
+
+
+SLOW_STEPS = "import stage02_server.echo_engine as e; e.EchoCoreClient.__init__.__defaults__ = (0.05,)"
+
+
+def test_a_request_behind_another_does_not_hide_that_the_client_left(
+    start_server: Callable[..., ServerProcess],
+) -> None:
+    flags = ("--engine", "echo", "--host", "127.0.0.1", "--port", "0", "--enable-server-load-tracking")
+    server = start_server("gpt2-tiny", *flags, patch=SLOW_STEPS)
+    server.wait_until_ready()
+    clients = []
+    for stream in (b"true", b"false"):
+        body = b'{"prompt": "a b c", "max_tokens": 400, "ignore_eos": true, "stream": %s}' % stream
+        clients.append(connect(server, COMPLETIONS % len(body) + body + b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"))
+    assert clients[0].recv(12) == b"HTTP/1.1 200"
+    while load(server) < 2:
+        pass
+    for client in clients:
+        client.close()
+    deadline = time.monotonic() + 5  # the answers would take 20 s
+    while load(server):
+        assert time.monotonic() < deadline, "the engine works for nobody"
+    assert not any("Traceback" in line for line in server.lines)

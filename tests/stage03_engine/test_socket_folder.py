@@ -1,0 +1,69 @@
+"""The folders of sockets: private, and cleared away after servers that could not do it themselves, and after nobody else."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from stage03_engine.frontend.socket_folder import SocketFolder, remove_dead_folders
+
+OWNER = """
+import socket, tempfile
+from stage03_engine.frontend.socket_folder import SocketFolder
+folder = SocketFolder()
+socket.socket(socket.AF_UNIX).bind(str(folder.path / "input"))
+print(folder.path, flush=True)
+input()
+"""
+
+
+@pytest.fixture(autouse=True)
+def base(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A temporary folder of its own, whose name is short enough for sockets."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as name:
+        monkeypatch.setattr(tempfile, "tempdir", name)
+        monkeypatch.setenv("TMPDIR", name)
+        yield Path(name)
+
+
+def test_what_killed_servers_left_is_removed_and_nothing_else(base: Path) -> None:
+    owners = [subprocess.Popen([sys.executable, "-c", OWNER], stdin=-1, stdout=-1, text=True) for _ in range(2)]
+    folders = [Path(owner.stdout.readline().strip()) for owner in owners]  # type: ignore[union-attr]
+    owners[0].kill()
+    owners[0].communicate()
+    mine = SocketFolder()
+    try:
+        remove_dead_folders()
+        assert not folders[0].exists() and folders[1].joinpath("input").exists() and mine.path.exists()
+    finally:
+        owners[1].communicate("\n")
+    remove_dead_folders()
+    assert sorted(base.iterdir()) == [mine.path]
+    mine.remove()
+    mine.remove()
+    assert not list(base.iterdir())
+
+
+def test_a_folder_of_somebody_else_stays(base: Path) -> None:
+    (base / "stages-mynotes_").mkdir(mode=0o700)
+    (base / "stages-mynotes_" / "precious.txt").write_text("data")
+    (base / "stages-openfold").mkdir(mode=0o755)
+    (base / "stages-a.longer.name").mkdir(mode=0o700)
+    (base / "stages-file1234").write_text("data")
+    target = base / "target"
+    target.mkdir(mode=0o700)
+    socket.socket(socket.AF_UNIX).bind(str(target / "input"))
+    os.symlink(target, base / "stages-link1234")
+    os.mkdir(base / "stages-nested12", 0o700)
+    os.mkdir(base / "stages-nested12" / "inner", 0o700)
+    before = sorted(base.rglob("*"))
+    remove_dead_folders()
+    assert sorted(base.rglob("*")) == before
