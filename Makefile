@@ -12,8 +12,8 @@ STAMP  := .venv/.complete
 serve: $(STAMP)  ## serve MODEL on HOST:PORT; ARGS are further flags of `serve`
 	exec $(BIN)/python -m stage02_server serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
-test: $(STAMP)  ## all tests; ARGS goes to pytest
-	$(BIN)/python -m pytest $(ARGS)
+test: $(STAMP)  ## all tests, in a process per core and four at most; ARGS goes to pytest, e.g. "-n 0 --pdb tests/trace"
+	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile $(ARGS)
 
 venv: $(STAMP)  ## the virtual environment alone
 

@@ -34,7 +34,6 @@ def run_schemathesis(url: str, phases: str, examples: int, timeout: int, cwd: Pa
 
 @pytest.mark.parametrize("examples", [5, pytest.param(2000, marks=[pytest.mark.long, pytest.mark.timeout(3600)])])
 def test_requests_of_every_kind(url: str, examples: int, tmp_path: Path) -> None:
-    pytest.importorskip("schemathesis")
     run_schemathesis(url, "examples,coverage,fuzzing", examples, 3500, tmp_path)
 
 

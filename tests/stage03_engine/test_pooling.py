@@ -85,6 +85,8 @@ def test_equal_to_transformers_however_the_prompts_are_computed(layout: str, ref
         everything = [PoolingParams(pooling_type=kind) for kind in POOLING_TYPES] + [PoolingParams(task="token_embed")]
         for output, each in zip(llm.encode([ids[:29]] * 4, everything), everything, strict=True):
             assert_right(output, each, reference)
+        for _ in range(2):  # alone, so that the second finds what the first has left
+            assert_right(llm.encode([ids[:20]], PoolingParams())[0], PoolingParams(), reference)
         core = llm.engine_core._core
         assert not core.scheduler.requests and core.scheduler.kv_cache_manager.block_pool.num_free > 0
         preemptions, hits = core.scheduler.stats.num_preemptions, core.scheduler.stats.prefix_cache_hits
