@@ -138,9 +138,9 @@ class RequestMiddleware:
             if "ids" in state:
                 state["ids"] = replace(state["ids"], cause=cause)
         answer = _Answer(send, req, cause)
-        refusal = scope["app"].state.lifecycle.refusal(scope["path"])
+        refusal = scope["app"].state.lifecycle.refusal(path)
         load = scope["app"].state.server_load
-        works = scope["method"] == "POST" and scope["path"] in WORKING_PATHS
+        works = scope["method"] == "POST" and path in WORKING_PATHS
         if refusal is None and works:
             refusal = load.refusal()
         if refusal is not None:

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from stage02_server.protocol_chat import ChatMessageParam, ContentPart, MessageFunctionCall, MessageToolCall
 from stage02_server.protocol_types import Text
 from stage03_engine.errors import InvalidRequestError
 
+OBJECT_CHARACTERS = 600  # what an item or a part takes in memory besides its text, as so many bytes
+
 
 class InputPart(BaseModel):
     """One part of an item's content; only text can be served."""
-
-    model_config = ConfigDict(extra="allow")
 
     type: Text
     text: Text | None = None
@@ -27,8 +27,6 @@ class InputPart(BaseModel):
 
 class InputItem(BaseModel):
     """One item of `input`, which may also be one of an earlier answer's `output`. What its type has no use for is None."""
-
-    model_config = ConfigDict(extra="allow")
 
     type: Text | None = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
@@ -42,9 +40,12 @@ class InputItem(BaseModel):
 
     @property
     def characters(self) -> int:
-        """How much text it holds, about."""
-        texts = [text for text in (self.content, self.arguments, self.output, self.summary) if text]
-        return sum(len(t) if isinstance(t, str) else sum(len(part.text or "") for part in t) for t in texts)
+        """How much room it takes, about: its text, and what holds it."""
+        fields = (self.content, self.arguments, self.output, self.summary, self.call_id, self.name)
+        texts = [text for text in fields if text]
+        return OBJECT_CHARACTERS + sum(
+            len(t) if isinstance(t, str) else sum(OBJECT_CHARACTERS + len(part.text or "") for part in t) for t in texts
+        )
 
     def message(self) -> ChatMessageParam:
         """The item as a message of a chat. Raises InvalidRequestError for what is not text."""

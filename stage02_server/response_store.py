@@ -67,7 +67,8 @@ class StoredResponse:
     def characters(self) -> int:
         """How much room it takes, about. Earlier items count in each response that continues them."""
         log = sum(len(event) for event in self.log.events) if self.log else 0
-        return log + sum(item.characters for item in self.items)
+        answer = len(self.response.model_dump_json())  # it repeats tools, instructions and schemas of the request
+        return answer + log + sum(item.characters for item in self.items)
 
 
 class ResponseStore:
@@ -76,7 +77,7 @@ class ResponseStore:
     def __init__(self, max_responses: int) -> None:
         self._max_responses = max_responses
         self._entries: dict[str, StoredResponse] = {}  # oldest first
-        self._sizes: dict[str, int] = {}  # of those that are finished
+        self._sizes: dict[str, int] = {}  # characters of each; those that have changed last come last
 
     @property
     def enabled(self) -> bool:
@@ -85,9 +86,10 @@ class ResponseStore:
 
     def add(self, entry: StoredResponse) -> None:
         """Keep a response, and forget the oldest ones if there is no room. Raises APIError when everything still runs."""
-        running = sum(1 for other in self._entries.values() if other.running)
-        if entry.running and running >= self._max_responses:
-            message = f"{running} background responses are running; cancel one or wait for it."
+        running = [name for name, other in self._entries.items() if other.running]
+        full = sum(self._sizes[name] for name in running) > MAX_STORED_CHARACTERS
+        if entry.running and (full or len(running) >= self._max_responses):
+            message = f"{len(running)} background responses are running; cancel one or wait for it."
             raise APIError(429, "RateLimitError", message, headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
         self._entries[entry.response.id] = entry
         self.settle(entry)
@@ -95,14 +97,16 @@ class ResponseStore:
     def settle(self, entry: StoredResponse) -> None:
         """An entry has changed: count it again and make room."""
         name = entry.response.id
-        if not entry.running:
-            self._sizes[name] = entry.characters
-        evicted = 0
+        self._sizes.pop(name, None)
+        self._sizes[name] = entry.characters
+        evicted, total = 0, sum(self._sizes.values())
         for other in list(self._sizes):
-            if len(self._entries) <= self._max_responses and sum(self._sizes.values()) <= MAX_STORED_CHARACTERS:
+            if len(self._entries) <= self._max_responses and total <= MAX_STORED_CHARACTERS:
                 break
-            del self._entries[other], self._sizes[other]
-            evicted += 1
+            if not self._entries[other].running:
+                del self._entries[other]
+                total -= self._sizes.pop(other)
+                evicted += 1
         if trace.on:
             trace.emit("response.stored", response=name, status=entry.response.status, evicted=evicted)
 

@@ -140,7 +140,10 @@ def _build(settings: Mapping[str, Resolved], files: ModelFiles) -> VllmConfig:
     if computed["convert_type"] == "classify":
         computed["shape"] = classifier_shape(files.shape, files.model_path)
     source, override = settings["generation_config"].value, settings["override_generation_config"].value
-    computed["default_sampling_params"] = default_sampling_params(source, files.model_path, override)
+    sampling = default_sampling_params(source, files.model_path, override)
+    if sampling.get("max_tokens", 0) >= settings["max_model_len"].value:  # no limit beside the context
+        del sampling["max_tokens"]
+    computed["default_sampling_params"] = sampling
     sections = {}
     for name, section in SECTIONS.items():
         values = {f.name: settings[f.name].value if f.name in settings else computed[f.name] for f in fields(section)}

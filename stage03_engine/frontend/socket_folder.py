@@ -35,10 +35,13 @@ class SocketFolder:
     def __init__(self) -> None:
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_base()))  # mkdtemp makes it with mode 0700
-            self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+            except FileNotFoundError:
+                continue  # somebody has removed it already, as one without owner
             with contextlib.suppress(OSError):  # a file system without locks: there nothing is ever removed
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
-            if self.path.exists():  # nobody has removed it in between, as one without owner
+            if self.path.exists():  # nobody has removed it in between
                 return
             os.close(self._lock)
 
@@ -53,7 +56,8 @@ class SocketFolder:
 def remove_dead_folders() -> None:
     """Remove the folders of this user's servers whose processes were all killed. Never raises, and never removes what is
     not a folder of sockets."""
-    with os.scandir(_base()) as entries:
+    names: list[str] = []
+    with contextlib.suppress(OSError), os.scandir(_base()) as entries:  # some systems let nobody list /tmp
         names = [entry.path for entry in entries if OUR_NAME.fullmatch(entry.name)]
     for name in names:
         try:

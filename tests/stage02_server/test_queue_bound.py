@@ -67,3 +67,13 @@ def test_an_impossible_bound_is_refused(start_server: Callable[..., Any], value:
     server = start_server("gpt2-tiny", "--engine", "echo", "--port", "0", "--max-queue-len", value)
     assert server.wait() == 2
     assert any("max_queue_len" in line or "--max-queue-len" in line for line in server.lines)
+
+
+def test_a_prefix_of_the_path_changes_nothing(make_server: Callable[..., InProcessServer]) -> None:
+    """A proxy may leave `--root-path` in the path: the bound holds there too, and /health tells the state."""
+    server = make_server(max_queue_len=2, root_path="/llm")
+    server.engine.num_waiting_requests = 2
+    assert [server.post(root + COMPLETIONS, BODY).status_code for root in ("", "/llm")] == [429, 429]
+    server.app.state.gate.draining = True
+    states = [server.request("GET", root + "/health").json().get("state") for root in ("", "/llm")]
+    assert states == ["draining", "draining"]

@@ -67,9 +67,10 @@ def test_the_last_ones_are_kept(room: int, count: int) -> None:
 
 
 def test_long_conversations_push_out_more(make_server: MakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(response_store, "MAX_STORED_CHARACTERS", 50)
+    monkeypatch.setattr(response_store, "MAX_STORED_CHARACTERS", 50_000)
     server = make_server()
-    names = [post(server, input="x" * 20).json()["id"] for _ in range(3)]  # 22 characters each
+    long = [{"role": "user", "content": [{"type": "input_text", "text": "x"}] * 25}]  # 15,000 and more
+    names = [post(server, input=long).json()["id"] for _ in range(3)]
     assert [get(server, name).status_code for name in names] == [404, 200, 200]
 
 
@@ -222,3 +223,50 @@ def test_a_background_response_does_not_keep_the_server(start_server: Callable[.
 def test_impossible_flag(start_server: Callable[..., ServerProcess]) -> None:
     server = start_server("gpt2-tiny", "--max-stored-responses", "-1")
     assert server.wait() == 2 and "max_stored_responses must be at least 0" in server.lines[-1]
+
+
+LONG = "x" * 20_000
+FAT: dict[str, dict[str, Any]] = {
+    "tools": {"tools": [{"type": "function", "name": "f", "description": LONG}], "tool_choice": "none"},
+    "a schema": {"text": {"format": {"type": "json_schema", "name": "s", "schema": {"description": LONG}}}},
+    "many empty parts": {"input": [{"role": "user", "content": [{"type": "input_text", "text": ""}] * 40}]},
+    "long ids": {
+        "input": [
+            {"type": "function_call", "call_id": LONG, "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": LONG, "output": "x"},
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize("body", FAT.values(), ids=FAT)
+def test_all_that_a_response_keeps_counts(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]
+) -> None:
+    """Whatever it is: a stranger must not fill the memory with what nobody counts."""
+    monkeypatch.setattr(response_store, "MAX_STORED_CHARACTERS", 3 * 20_000)
+    server = make_server()
+    thin = [post(server).json()["id"] for _ in range(2)]
+    assert [get(server, name).status_code for name in thin] == [200, 200]
+    fat = [post(server, max_output_tokens=1, **body) for _ in range(3)]
+    assert [answer.status_code for answer in fat] == [200] * 3
+    names = [*thin, *(answer.json()["id"] for answer in fat)]
+    found = [get(server, name).status_code for name in names]
+    assert found[:3] == [404] * 3 and found[4] == 200
+
+
+def test_what_no_item_has_is_not_kept(make_server: MakeServer) -> None:
+    """Fields that nobody reads, however long, are dropped with the request."""
+    server = make_server()
+    item = {"role": "user", "content": [{"type": "input_text", "text": "Hi", "junk": LONG}], "junk": LONG}
+    name = post(server, input=[item]).json()["id"]
+    (entry,) = server.app.state.openai_serving_responses._store._entries.values()
+    assert entry.response.id == name and LONG not in str([kept.model_dump() for kept in entry.items])
+
+
+def test_what_runs_in_the_background_counts_too(stuck: InProcessServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It cannot be forgotten, so beyond the bound no more begins."""
+    monkeypatch.setattr(response_store, "MAX_STORED_CHARACTERS", 20_000)
+    body = BACKGROUND | FAT["tools"]
+    names = [stuck.post(RESPONSES, body) for _ in range(2)]
+    assert [answer.status_code for answer in names] == [200, 429] and "retry-after" in names[1].headers

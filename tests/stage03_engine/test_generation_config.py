@@ -77,3 +77,9 @@ def test_the_engine_without_a_server(folder: Path) -> None:
         (greedy,) = llm.generate("To be", SamplingParams(temperature=0, max_tokens=3))
         (left_out,) = llm.generate("To be")
         assert left_out.outputs[0].token_ids == greedy.outputs[0].token_ids
+
+
+def test_a_limit_beyond_the_context_is_none(folder: Path) -> None:
+    """Models are published with limits that a shorter --max-model-len undercuts: requests without max_tokens still run."""
+    for limit, found in ((63, {"max_tokens": 63}), (64, {}), (4096, {})):
+        assert defaults(folder, {"max_new_tokens": limit}, max_model_len=64) == found

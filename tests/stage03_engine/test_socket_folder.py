@@ -6,8 +6,10 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,8 +28,6 @@ input()
 @pytest.fixture(autouse=True)
 def base(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A temporary folder of its own, whose name is short enough for sockets."""
-    import tempfile
-
     with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as name:
         monkeypatch.setattr(tempfile, "tempdir", name)
         monkeypatch.setenv("TMPDIR", name)
@@ -67,3 +67,26 @@ def test_a_folder_of_somebody_else_stays(base: Path) -> None:
     before = sorted(base.rglob("*"))
     remove_dead_folders()
     assert sorted(base.rglob("*")) == before
+
+
+def test_a_folder_that_somebody_else_clears_away_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between its making and its lock it looks like one of a dead server."""
+    names: list[str] = []
+    make = tempfile.mkdtemp
+
+    def mkdtemp(**how: Any) -> str:
+        names.append(make(**how))
+        if len(names) == 1:
+            os.rmdir(names[0])
+        return names[-1]
+
+    monkeypatch.setattr(tempfile, "mkdtemp", mkdtemp)
+    folder = SocketFolder()
+    assert folder.path.is_dir() and len(names) == 2
+    folder.remove()
+
+
+def test_a_temporary_folder_that_cannot_be_listed(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of /tmp with the mode 1733 only those who know a name can open it; root can always, so the folder is missing here."""
+    monkeypatch.setattr(tempfile, "tempdir", str(base / "gone"))
+    remove_dead_folders()

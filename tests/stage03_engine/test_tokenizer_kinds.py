@@ -229,12 +229,16 @@ def test_a_llama_with_its_tokenizer_from_text_to_text(kind: str, tmp_path: Path)
         assert output.outputs[0].text == deltas and len(deltas) > 20
 
 
-def test_a_long_text_leaves_other_threads_their_time() -> None:
+@pytest.mark.parametrize("pair", [False, True])
+def test_a_long_text_leaves_other_threads_their_time(pair: bool) -> None:
     """The server tokenizes long texts in a thread; its event loop must go on meanwhile."""
     done, ticks, text = threading.Event(), 0, "to be or not " * 200_000
 
     def encode() -> None:
-        KINDS["llama3"].encode(text)
+        if pair:
+            KINDS["llama3"].encode_pair(text, "that is the question", 100)
+        else:
+            KINDS["llama3"].encode(text)
         done.set()
 
     thread = threading.Thread(target=encode)
