@@ -252,10 +252,12 @@ def init_app_state(engine: AsyncLLM, state: State, args: FrontendArgs, registry:
     answers = state.openai_serving_chat.answers
     state.openai_serving_responses = OpenAIServingResponses(engine, models, template, args, answers)
     if args.enable_log_requests:
-        request_logger = RequestLogger(args.max_log_len)
-        state.openai_serving_completion.request_logger = request_logger
-        state.openai_serving_chat.request_logger = request_logger
-        state.openai_serving_responses.request_logger = request_logger
+        handlers = (
+            state.openai_serving_completion, state.openai_serving_chat, state.openai_serving_responses,
+            state.serving_pooling, state.serving_classification, state.serving_scores, state.serving_transcription,
+        )  # fmt: skip
+        for handler in handlers:
+            handler.request_logger = RequestLogger(args.max_log_len)
     if config.model_config.default_sampling_params:
         logger.info("Sampling defaults of this model: %s.", config.model_config.default_sampling_params)
     if trace.on:

@@ -9,6 +9,7 @@ Two kinds of 400 can be told apart, as in vLLM: the body did not have the right 
 from __future__ import annotations
 
 import json
+import logging
 from http import HTTPStatus
 from typing import Any
 
@@ -22,6 +23,8 @@ from starlette.types import Scope
 from stage02_server.protocol_response import ErrorInfo, ErrorResponse
 from stage03_engine.errors import EngineDeadError, InvalidRequestError
 from stagetrace import trace
+
+logger = logging.getLogger(__name__)
 
 
 class APIError(Exception):
@@ -57,6 +60,14 @@ def as_api_error(error: BaseException) -> APIError:
     if isinstance(error, HTTPException):  # of the framework: unknown route, wrong method, unreadable body
         return APIError(error.status_code, HTTPStatus(error.status_code).phrase, str(error.detail))
     return APIError(500, "InternalServerError", "The server failed on this request; its log says why.")
+
+
+def as_reported(error: Exception, response_id: str) -> APIError:
+    """The same for what ends a stream, whose status has been sent: nobody else logs what was not expected."""
+    refusal = as_api_error(error)
+    if refusal.status == 500:
+        logger.error("request %s failed", response_id, exc_info=error)
+    return refusal
 
 
 def _from_validation(error: RequestValidationError) -> APIError:

@@ -15,11 +15,12 @@ class RequestLogger:
     def __init__(self, max_log_len: int | None) -> None:
         self._max_log_len = max_log_len
 
-    def log_inputs(self, request: EngineCoreRequest, prompt: str | list[int]) -> None:
+    def log_inputs(self, request: EngineCoreRequest, prompt: str | list[int] | tuple[str, str]) -> None:
         """One line: %r keeps a prompt with line breaks from looking like several."""
-        text = None if isinstance(prompt, list) else prompt[: self._max_log_len]
+        whole = "\n".join(prompt) if isinstance(prompt, tuple) else prompt
+        text = None if isinstance(whole, list) else whole[: self._max_log_len]
         ids = request.prompt_token_ids[: self._max_log_len]
         logger.info(
             "Received request %s: prompt: %r, prompt_token_ids: %s, params: %s",
-            request.request_id, text, ids, request.sampling_params,
+            request.request_id, text, ids, request.pooling_params or request.sampling_params,
         )  # fmt: skip

@@ -5,7 +5,6 @@ listens (vllm/entrypoints/openai/serving_engine.py OpenAIServing; entrypoints/ut
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, Coroutine, Iterator
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
@@ -16,7 +15,7 @@ from starlette.types import Receive
 
 from stage02_server.batch import Batch
 from stage02_server.cli_args import FrontendArgs
-from stage02_server.errors import as_api_error, error_json
+from stage02_server.errors import as_reported, error_json
 from stage02_server.keep_alive import with_keep_alive
 from stage02_server.middleware import RequestIds
 from stage02_server.protocol import SamplingRequest
@@ -38,7 +37,6 @@ from stage03_engine.outputs import CompletionOutput, RequestOutput
 from stage03_engine.sampling_params import SamplingParams
 from stagetrace import trace
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Outputs = AsyncGenerator[tuple[int, RequestOutput], None]  # (number of the prompt, what came)
 MAX_ANSWERS = 4096  # of one HTTP request with n or best_of above 1
@@ -292,10 +290,7 @@ class OpenAIServing:
                 last.metrics = batch.metrics()
                 yield _event(last.model_dump_json(), batch.ids)
         except Exception as error:
-            refusal = as_api_error(error)
-            if refusal.status == 500:
-                logger.exception("request %s failed", batch.ids.response)
-            yield _event(error_json(refusal), batch.ids)
+            yield _event(error_json(as_reported(error, batch.ids.response)), batch.ids)
         yield _event("[DONE]", batch.ids)
 
 

@@ -7,10 +7,10 @@ import base64
 import time
 from array import array
 from collections.abc import Sequence
-from contextlib import aclosing
 
 from starlette.requests import Request
 
+from stage02_server.collect import collect
 from stage02_server.middleware import RequestIds
 from stage02_server.protocol_pooling import (
     MAX_INPUTS,
@@ -23,7 +23,8 @@ from stage02_server.protocol_pooling import (
     PoolingResponse,
 )
 from stage02_server.protocol_response import PromptTokensDetails, UsageInfo
-from stage02_server.serving_engine import merge_async_iterators, run_until_disconnect
+from stage02_server.request_logger import RequestLogger
+from stage02_server.serving_engine import run_until_disconnect
 from stage02_server.serving_models import OpenAIServingModels
 from stage02_server.tasks import require_task
 from stage03_engine.errors import InvalidRequestError
@@ -52,6 +53,8 @@ def usage_of(outputs: list[RequestOutput]) -> UsageInfo:
 
 class PoolingBatches:
     """What embeddings, pooling and scores share: many prompts in, their vectors out."""
+
+    request_logger: RequestLogger | None = None  # with --enable-log-requests
 
     def __init__(self, engine_client: AsyncLLM, models: OpenAIServingModels) -> None:
         self.engine_client = engine_client
@@ -92,7 +95,10 @@ class PoolingBatches:
         # Thousands of texts may come at once, and tokenizing them must not hold up the streams: in a thread.
         requests = await asyncio.to_thread(self._requests, request, prompts, params, ids, add_special_tokens)
         self._check_size(requests, params)
-        return await run_until_disconnect(raw_request.receive, self._outputs(requests))
+        if self.request_logger is not None:
+            for engine_request, (_, prompt) in zip(requests, prompts, strict=True):
+                self.request_logger.log_inputs(engine_request, prompt)
+        return await run_until_disconnect(raw_request.receive, collect(self.engine_client, requests))
 
     def _check_size(self, requests: list[EngineCoreRequest], params: PoolingParams) -> None:
         """Raises InvalidRequestError when a vector per token would be more than the answer may hold."""
@@ -133,14 +139,6 @@ class PoolingBatches:
                 ) from None
             requests.append(made)
         return requests
-
-    async def _outputs(self, requests: list[EngineCoreRequest]) -> list[RequestOutput]:
-        finished: dict[int, RequestOutput] = {}
-        flows = [self.engine_client.generate(request) for request in requests]
-        async with aclosing(merge_async_iterators(flows)) as merged:
-            async for index, output in merged:
-                finished[index] = output
-        return [finished[index] for index in range(len(requests))]
 
 
 class ServingPooling(PoolingBatches):

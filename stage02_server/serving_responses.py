@@ -7,7 +7,6 @@ response is a task that drains it into a log, which any number of readers may fo
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
@@ -16,7 +15,7 @@ from starlette.requests import Request
 from stage02_server.chat_answers import ChatAnswers
 from stage02_server.chat_template import ChatTemplate
 from stage02_server.cli_args import FrontendArgs
-from stage02_server.errors import as_api_error
+from stage02_server.errors import as_reported
 from stage02_server.middleware import RequestIds
 from stage02_server.protocol import ChatCompletionRequest
 from stage02_server.protocol_chat import ChatMessageParam
@@ -32,7 +31,6 @@ from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.async_llm import AsyncLLM
 from stagetrace import trace
 
-logger = logging.getLogger(__name__)
 Answer = ResponsesResponse | AsyncGenerator[bytes, None]  # whole, or its events
 
 
@@ -214,6 +212,4 @@ async def _until_failure(events: AsyncGenerator[bytes, None], maker: ResponseMak
     except Exception as error:
         if isinstance(error, InvalidRequestError):
             error = in_words_of_responses(error)
-        if as_api_error(error).status == 500:
-            logger.exception("request %s failed", maker.response.id)
-        yield maker.fail(error)
+        yield maker.fail(as_reported(error, maker.response.id))

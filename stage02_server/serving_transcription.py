@@ -10,14 +10,14 @@ import asyncio
 import math
 import re
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
 
 from starlette.requests import Request
 
 from stage02_server.cli_args import FrontendArgs
-from stage02_server.errors import unavailable
+from stage02_server.collect import collect
+from stage02_server.keep_alive import with_keep_alive
 from stage02_server.middleware import RequestIds
 from stage02_server.protocol_audio import (
     AudioUsage,
@@ -26,7 +26,8 @@ from stage02_server.protocol_audio import (
     TranscriptionVerbose,
     read_form,
 )
-from stage02_server.serving_engine import merge_async_iterators, run_until_disconnect
+from stage02_server.request_logger import RequestLogger
+from stage02_server.serving_engine import run_until_disconnect
 from stage02_server.serving_models import OpenAIServingModels
 from stage02_server.tasks import require_task
 from stage02_server.transcript import Piece, Transcript, to_srt, to_vtt
@@ -34,7 +35,6 @@ from stage02_server.transcription_stream import TranscriptionStream
 from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.frontend.async_llm import AsyncLLM
 from stage03_engine.messages import AudioInput, EngineCoreRequest
-from stage03_engine.outputs import RequestOutput
 from stage03_engine.sampling_params import RequestOutputKind, SamplingParams
 from stagetrace import trace
 
@@ -51,6 +51,8 @@ _LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
 
 class ServingTranscription:
     """Speech to text. Raises ConfigError when the server's model listens and what decodes audio is not installed."""
+
+    request_logger: RequestLogger | None = None  # with --enable-log-requests
 
     def __init__(self, engine_client: AsyncLLM, models: OpenAIServingModels, args: FrontendArgs) -> None:
         self.engine_client = engine_client
@@ -94,8 +96,9 @@ class ServingTranscription:
                 "transcription.chunk" if task == "transcription" else "translation.chunk",
                 usage, usage and request.stream_continuous_usage_stats,
             )  # fmt: skip
-            return stream.events()
-        outputs = await run_until_disconnect(raw_request.receive, self._collect(requests))
+            keep_alive = self.args.sse_keep_alive_interval
+            return with_keep_alive(stream.events(), keep_alive) if keep_alive else stream.events()
+        outputs = await run_until_disconnect(raw_request.receive, collect(self.engine_client, requests))
         text = "".join(output.outputs[0].text for output in outputs).strip()
         if request.response_format == "text":
             return text
@@ -125,7 +128,7 @@ class ServingTranscription:
         start = [self._token("startoftranscript")]
         request = self.engine_client.input_processor.process_inputs(request_id, start, params)
         request.audio = AudioInput(piece.tobytes())
-        (output,) = await self._collect([request])
+        (output,) = await collect(self.engine_client, [request])
         language = next(name for name, token in self._languages.items() if token == output.outputs[0].token_ids[0])
         if trace.on:
             trace.emit("request.language_detected", req=request_id, language=language)
@@ -140,6 +143,8 @@ class ServingTranscription:
             made = self.engine_client.input_processor.process_inputs(ids.engine_id(index), prompt, params)
             made.audio = AudioInput(piece.tobytes())
             requests.append(made)
+            if self.request_logger is not None:
+                self.request_logger.log_inputs(made, prompt)
         return requests
 
     def _prompt(self, request: TranscriptionRequest, language: str, task: Task) -> list[int]:
@@ -171,17 +176,6 @@ class ServingTranscription:
             )
         return token
 
-    async def _collect(self, requests: list[EngineCoreRequest]) -> list[RequestOutput]:
-        """The one output of each. Raises APIError 503 when one was ended from outside: no answer has a place to say so."""
-        found: dict[int, RequestOutput] = {}
-        flows = [self.engine_client.generate(request) for request in requests]
-        async with aclosing(merge_async_iterators(flows)) as merged:
-            async for index, output in merged:
-                if output.outputs[0].finish_reason == "abort":
-                    raise unavailable("The request was aborted before the sound was heard to its end.")
-                found[index] = output
-        return [found[index] for index in range(len(requests))]
-
     async def _timed(
         self,
         request: TranscriptionRequest,
@@ -202,7 +196,7 @@ class ServingTranscription:
             (made,) = self._requests(prompt, params, [piece], ids, index)
             assert made.audio is not None
             made.audio.timestamps_from, made.audio.word_timestamps = timestamps_from, request.wants_words
-            (output,) = await self._collect([made])
+            (output,) = await collect(self.engine_client, [made])
             heard = transcript.add(output, Piece(start / SAMPLE_RATE, len(piece) / SAMPLE_RATE))
             start, index = start + max(1, round(heard * SAMPLE_RATE)), index + 1
         if request.response_format != "verbose_json":

@@ -9,11 +9,12 @@ from contextlib import aclosing
 from typing import Literal
 
 from stage02_server.batch import make_usage
-from stage02_server.errors import as_api_error, error_json
+from stage02_server.errors import as_reported, error_json
 from stage02_server.middleware import RequestIds
 from stage02_server.protocol_audio import TranscriptionChoice, TranscriptionChunk, TranscriptionDelta
 from stage03_engine.frontend.async_llm import AsyncLLM
 from stage03_engine.messages import EngineCoreRequest
+from stage03_engine.outputs import CompletionOutput
 from stagetrace import trace
 
 FRAMES_PER_SECOND = 100  # of sound; each counts as a token of the prompt, as in vLLM
@@ -41,23 +42,28 @@ class TranscriptionStream:
         self._num_prompt, self._num_tokens = prompts + math.ceil(seconds * FRAMES_PER_SECOND), 0
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """A chunk per piece of text; the pieces of sound one after the other, so that the text is in order."""
+        """A chunk per piece of text; the pieces of sound one after the other, so that the text is in order. Ends behind a
+        piece that was aborted: what follows would hide that something is missing."""
+        aborted = False
         try:
             for request in self._requests:
                 async with aclosing(self._engine_client.generate(request)) as outputs:
                     async for output in outputs:
-                        answer = output.outputs[0]
-                        self._num_tokens += len(answer.token_ids)
-                        choice = TranscriptionChoice(
-                            delta=TranscriptionDelta(content=answer.text),
-                            finish_reason=answer.finish_reason if request is self._requests[-1] else None,
-                        )
-                        yield self._chunk([choice], self._continuous_usage)
+                        aborted = output.outputs[0].finish_reason == "abort"
+                        is_last = aborted or request is self._requests[-1]
+                        yield self._chunk([self._choice(output.outputs[0], is_last)], self._continuous_usage)
+                if aborted:
+                    break
             if self._include_usage:
                 yield self._chunk([], True)
         except Exception as error:
-            yield self._event(error_json(as_api_error(error)))
+            yield self._event(error_json(as_reported(error, self._ids.response)))
         yield self._event("[DONE]")
+
+    def _choice(self, answer: CompletionOutput, is_last: bool) -> TranscriptionChoice:
+        self._num_tokens += len(answer.token_ids)
+        reason = answer.finish_reason if is_last else None
+        return TranscriptionChoice(delta=TranscriptionDelta(content=answer.text), finish_reason=reason)
 
     def _chunk(self, choices: list[TranscriptionChoice], with_usage: bool) -> bytes:
         chunk = TranscriptionChunk(

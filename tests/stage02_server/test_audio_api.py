@@ -359,3 +359,47 @@ def test_each_model_has_its_own_tasks(url: str, server: InProcessServer) -> None
         assert form["required"] == ["file"] and "language" in form["properties"]
         answer = server.request("POST", path, files={"file": sound(0.1)})
         assert answer.status_code == 404 and "serve a Whisper model" in answer.json()["error"]["message"]
+
+
+def long_stream(make_server: Any, folder: Path, **flags: Any) -> tuple[InProcessServer, Any]:
+    """A server, and a request for a stream about two pieces of sound whose tokens come slowly."""
+    config = EngineArgs.from_kwargs(model=str(folder))
+    server = make_server(RecordingEcho(tick_seconds=0.02, config=config), config=config, **flags)
+    data = {"language": "en", "stream": "true", "max_completion_tokens": "9"}
+    headers, files = {"X-Request-Id": "mine"}, {"file": sound(31)}
+    return server, server.send("POST", "/v1/audio/transcriptions", headers=headers, files=files, data=data)
+
+
+def test_a_stream_ends_with_the_piece_that_was_aborted(make_server: Any, folder: Path) -> None:
+    """Or else the text would go on behind a hole that nobody can see."""
+    server, stream = long_stream(make_server, folder, server_dev_mode=True)
+
+    async def both() -> httpx.Response:
+        sent = asyncio.create_task(stream)
+        while not server.engine.num_unfinished_requests:
+            await asyncio.sleep(0)
+        await server.send("POST", "/abort_requests", json={"request_ids": ["trsc-mine"]})
+        return await sent
+
+    reasons = [chunk["choices"][0]["finish_reason"] for chunk in events(server.run(both()).text)]
+    assert reasons == [None] * (len(reasons) - 1) + ["abort"] and len(server.client.added) == 1
+
+
+def test_a_stream_that_waits_says_so(make_server: Any, folder: Path) -> None:
+    server, stream = long_stream(make_server, folder, sse_keep_alive_interval=0.005)
+    text = server.run(stream).text
+    assert text.count(": keep-alive\n\n") > 5
+    reasons = [chunk["choices"][0]["finish_reason"] for chunk in events(text.replace(": keep-alive\n\n", ""))]
+    assert reasons.pop() == "length" and set(reasons) == {None}
+
+
+def test_what_nobody_expected_is_in_the_log(make_server: Any, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    server, stream = long_stream(make_server, folder)
+
+    async def fail(_: Any) -> None:
+        raise KeyError("inside")
+
+    server.client.add_request_async = fail
+    (error,) = events(server.run(stream).text)
+    assert error["error"]["code"] == 500 and "inside" not in str(error)
+    assert "trsc-mine failed" in caplog.text and "KeyError: 'inside'" in caplog.text

@@ -279,3 +279,22 @@ def test_what_was_aborted_has_no_class(make_server: Any, path: str, prefix: str,
     answer = server.run(both())
     assert (answer.status_code, answer.json()["error"]["type"]) == (503, "ServiceUnavailableError")
     assert not server.engine.num_unfinished_requests
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "shown"),
+    [
+        ("/classify", {"input": "abc"}, "'ab'"),
+        ("/pooling", {"input": [97, 98]}, "None, prompt_token_ids: [97, 98]"),
+        ("/score", {"text_1": "abc", "text_2": "de"}, "'ab'"),
+    ],
+)
+def test_prompts_are_logged(
+    make_server: Any, caplog: pytest.LogCaptureFixture, path: str, body: dict[str, Any], shown: str
+) -> None:
+    """--enable-log-requests: a line per prompt, whatever is asked of it."""
+    server = make_server(config=echo_config("relevance"), enable_log_requests=True, max_log_len=2)
+    with caplog.at_level("INFO"):
+        assert server.post(path, body).status_code == 200
+    (line,) = [record.getMessage() for record in caplog.records if "Received request" in record.getMessage()]
+    assert f"prompt: {shown}" in line and "PoolingParams" in line and "SamplingParams" not in line
