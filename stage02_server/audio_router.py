@@ -6,9 +6,10 @@ from fastapi import APIRouter, Request, Response
 from starlette.responses import PlainTextResponse
 
 from stage02_server.http_answers import answer
-from stage02_server.protocol_audio import TranscriptionRequest
+from stage02_server.protocol_audio import TranscriptionRequest, in_words_of_audio
 from stage02_server.serving_engine import ClientGoneError
 from stage02_server.serving_transcription import Task
+from stage03_engine.errors import InvalidRequestError
 
 router = APIRouter()
 
@@ -24,6 +25,8 @@ async def _create(raw_request: Request, task: Task) -> Response:
         result = await raw_request.app.state.serving_transcription.create(raw_request, task)
     except ClientGoneError:
         return Response(status_code=499)
+    except InvalidRequestError as error:
+        raise in_words_of_audio(error) from error
     return PlainTextResponse(result) if isinstance(result, str) else answer(result)
 
 

@@ -103,6 +103,13 @@ class TranscriptionRequest(RequestModel):
         )
 
 
+def in_words_of_audio(error: InvalidRequestError) -> InvalidRequestError:
+    """The same refusal about the field that the client sent: forms call max_tokens max_completion_tokens."""
+    if error.param != "max_tokens":
+        return error
+    return InvalidRequestError(str(error).replace("max_tokens", "max_completion_tokens"), "max_completion_tokens")
+
+
 class AudioUsage(BaseModel):
     """What is counted is the length of the sound."""
 

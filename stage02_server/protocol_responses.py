@@ -36,6 +36,7 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "n": (1, None),
     "prompt_logprobs": (None,),
     "response_format": (None,),
+    "return_prompt_text": (False, None),
     "return_token_ids": (False, None),
     "return_tokens_as_token_ids": (False, None),
     "use_beam_search": (False, None),

@@ -204,7 +204,8 @@ class TimedHttpProtocol(LimitedHttpProtocol):
 
 def timed_protocol(args: FrontendArgs) -> type[TimedHttpProtocol]:
     """The protocol class of one server; uvicorn makes an object of it per connection."""
-    room = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2  # the other half is for those who behave
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    room = MAX_UNFINISHED if files == resource.RLIM_INFINITY else files // 2  # the other half is for those who behave
     settings: dict[str, Any] = {
         "max_bytes": args.h11_max_incomplete_event_size, "max_headers": args.h11_max_header_count,
         "header_seconds": args.request_header_timeout, "body_seconds": args.request_body_timeout,

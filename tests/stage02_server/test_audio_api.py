@@ -324,7 +324,8 @@ IMPOSSIBLE = [
     ({"timestamp_granularities[]": "page", "response_format": "verbose_json"}, "body.timestamp_granularities[]"),
     ({"stream_include_usage": "true"}, "stream_include_usage"), ({"use_beam_search": "true"}, "use_beam_search"),
     ({"stream_continuous_usage_stats": "true"}, "stream_continuous_usage_stats"), ({"frequency_penalty": "inf"}, "body.frequency_penalty"),
-    ({"repetition_penalty": "0"}, "repetition_penalty"), ({"to_language": "de"}, "to_language"), ({"max_completion_tokens": "0"}, "max_tokens"),
+    ({"repetition_penalty": "0"}, "repetition_penalty"), ({"to_language": "de"}, "to_language"), ({"max_completion_tokens": "0"}, "max_completion_tokens"),
+    ({"max_completion_tokens": "99999"}, "max_completion_tokens"),
     ({"seed": "9" * 30}, "body.seed"), ({"stream": "perhaps"}, "body.stream"),
 ]  # fmt: skip
 

@@ -164,6 +164,7 @@ REFUSED: list[tuple[dict[str, Any], int, str, str]] = [
     ({"n": 2}, 400, BAD_REQUEST, "n"),
     ({"use_beam_search": True}, 400, BAD_REQUEST, "use_beam_search"),
     ({"prompt_logprobs": 1}, 400, BAD_REQUEST, "prompt_logprobs"),
+    ({"return_prompt_text": True}, 400, BAD_REQUEST, "return_prompt_text"),
     ({"response_format": {"type": "json_object"}}, 400, BAD_REQUEST, "response_format"),
     ({"tools": [{"type": "web_search"}]}, 400, BAD_REQUEST, "tools"),
     ({"tool_choice": "required"}, 400, BAD_REQUEST, "tool_choice"),

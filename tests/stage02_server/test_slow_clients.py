@@ -14,6 +14,9 @@ import psutil
 import pytest
 from server_under_test import ServerProcess
 
+from stage02_server.cli_args import FrontendArgs
+from stage02_server.slow_clients import timed_protocol
+
 COMPLETIONS = (
     b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
 )
@@ -164,3 +167,10 @@ def test_a_request_behind_another_does_not_hide_that_the_client_left(
     while load(server):
         assert time.monotonic() < deadline, "the engine works for nobody"
     assert not any("Traceback" in line for line in server.lines)
+
+
+@pytest.mark.parametrize(("files", "room"), [(resource.RLIM_INFINITY, 4096), (128, 64), (65536, 4096)])
+def test_room_for_requests_that_arrive_slowly(monkeypatch: pytest.MonkeyPatch, files: int, room: int) -> None:
+    """A system without a limit on open files says -1, of which the half is no room at all."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
+    assert timed_protocol(FrontendArgs()).unfinished.max_connections == room
