@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+import weakref
 from collections.abc import AsyncGenerator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
@@ -17,6 +18,7 @@ from starlette.requests import Request
 
 from stage02_server.cli_args import FrontendArgs
 from stage02_server.collect import collect
+from stage02_server.errors import APIError
 from stage02_server.keep_alive import with_keep_alive
 from stage02_server.middleware import RequestIds
 from stage02_server.protocol_audio import (
@@ -27,14 +29,15 @@ from stage02_server.protocol_audio import (
     read_form,
 )
 from stage02_server.request_logger import RequestLogger
+from stage02_server.server_load import RETRY_AFTER_SECONDS
 from stage02_server.serving_engine import run_until_disconnect
 from stage02_server.serving_models import OpenAIServingModels
 from stage02_server.tasks import require_task
 from stage02_server.transcript import Piece, Transcript, to_srt, to_vtt
-from stage02_server.transcription_stream import TranscriptionStream
+from stage02_server.transcription_stream import SoundRequest, TranscriptionStream, with_sound
 from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.frontend.async_llm import AsyncLLM
-from stage03_engine.messages import AudioInput, EngineCoreRequest
+from stage03_engine.messages import AudioInput
 from stage03_engine.sampling_params import RequestOutputKind, SamplingParams
 from stagetrace import trace
 
@@ -46,6 +49,8 @@ Answer = str | TranscriptionResponse | TranscriptionVerbose | AsyncGenerator[byt
 ENGLISH = "en"
 SAMPLE_RATE = 16_000
 LONGEST = 30 * SAMPLE_RATE  # of what the model hears at once
+PIECES_AT_ONCE = 16  # that the engine has of one request: each is a copy of up to 2 MB
+MAX_HELD = 6 * 3600 * SAMPLE_RATE  # samples of all requests that are being answered: 1.4 GB
 _LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
 
 
@@ -58,6 +63,7 @@ class ServingTranscription:
         self.engine_client = engine_client
         self.models = models
         self.args = args
+        self._num_held = 0  # samples
         named = {_LANGUAGE.fullmatch(text): token for text, token in engine_client.tokenizer.special_tokens().items()}
         # Models for English alone have tokens for other languages too, and were never shown them.
         multilingual = engine_client.vllm_config.shape.multilingual
@@ -75,6 +81,7 @@ class ServingTranscription:
         params = request.to_sampling_params()
         language = self._spoken(request, task)
         samples, pieces = await asyncio.to_thread(_decode, data)
+        self._hold(samples)
         ids, first = raw_request.state.ids, 0
         if language is None:
             detected = self._detect_language(pieces[0], ids.engine_id(0))
@@ -87,7 +94,7 @@ class ServingTranscription:
         if request.timed:
             timed = self._timed(request, prompt, params, samples, language, task, ids, first)
             return await run_until_disconnect(raw_request.receive, timed)
-        requests = await asyncio.to_thread(self._requests, prompt, params, pieces, ids, first)
+        requests = [self._request(prompt, params, piece, ids, first + index) for index, piece in enumerate(pieces)]
         seconds = len(samples) / SAMPLE_RATE
         if request.stream:
             usage = request.stream_include_usage or self.args.enable_force_include_usage
@@ -98,11 +105,23 @@ class ServingTranscription:
             )  # fmt: skip
             keep_alive = self.args.sse_keep_alive_interval
             return with_keep_alive(stream.events(), keep_alive) if keep_alive else stream.events()
-        outputs = await run_until_disconnect(raw_request.receive, collect(self.engine_client, requests))
-        text = "".join(output.outputs[0].text for output in outputs).strip()
+        text = await run_until_disconnect(raw_request.receive, self._text(requests))
         if request.response_format == "text":
             return text
         return TranscriptionResponse(text=text, usage=_audio_usage(seconds))
+
+    def _hold(self, samples: np.ndarray) -> None:
+        """Count what lies in memory until its request is answered. Raises APIError 429 when there is no room for it."""
+        if self._num_held + len(samples) > MAX_HELD:
+            message = (
+                f"The server is hearing {self._num_held / SAMPLE_RATE:.0f} seconds of sound already; try again later."
+            )
+            raise APIError(429, "RateLimitError", message, headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
+        self._num_held += len(samples)
+        weakref.finalize(samples, self._let_go, len(samples))  # the pieces are views, so they keep it alive
+
+    def _let_go(self, num_samples: int) -> None:
+        self._num_held -= num_samples
 
     def _spoken(self, request: TranscriptionRequest, task: Task) -> str | None:
         """The language that the request names; None when the model is to say it. Raises InvalidRequestError for one that the
@@ -134,18 +153,22 @@ class ServingTranscription:
             trace.emit("request.language_detected", req=request_id, language=language)
         return language
 
-    def _requests(
-        self, prompt: list[int], params: SamplingParams, pieces: list[np.ndarray], ids: RequestIds, first: int
-    ) -> list[EngineCoreRequest]:
-        """One engine request per piece; the numbers in their ids begin with `first`."""
-        requests = []
-        for index, piece in enumerate(pieces, start=first):
-            made = self.engine_client.input_processor.process_inputs(ids.engine_id(index), prompt, params)
-            made.audio = AudioInput(piece.tobytes())
-            requests.append(made)
-            if self.request_logger is not None:
-                self.request_logger.log_inputs(made, prompt)
-        return requests
+    def _request(
+        self, prompt: list[int], params: SamplingParams, piece: np.ndarray, ids: RequestIds, index: int
+    ) -> SoundRequest:
+        """The engine request about a piece. Raises InvalidRequestError."""
+        made = self.engine_client.input_processor.process_inputs(ids.engine_id(index), prompt, params)
+        if self.request_logger is not None:
+            self.request_logger.log_inputs(made, prompt)
+        return made, piece
+
+    async def _text(self, requests: list[SoundRequest]) -> str:
+        """What is said in all pieces. Raises APIError 503."""
+        texts = []
+        for begin in range(0, len(requests), PIECES_AT_ONCE):
+            heard = [with_sound(*each) for each in requests[begin : begin + PIECES_AT_ONCE]]
+            texts += [output.outputs[0].text for output in await collect(self.engine_client, heard)]
+        return "".join(texts).strip()
 
     def _prompt(self, request: TranscriptionRequest, language: str, task: Task) -> list[int]:
         """What the decoder begins with."""
@@ -193,7 +216,7 @@ class ServingTranscription:
         start, index = 0, first
         while start < len(samples):
             piece = samples[start : start + LONGEST]
-            (made,) = self._requests(prompt, params, [piece], ids, index)
+            made = with_sound(*self._request(prompt, params, piece, ids, index))
             assert made.audio is not None
             made.audio.timestamps_from, made.audio.word_timestamps = timestamps_from, request.wants_words
             (output,) = await collect(self.engine_client, [made])

@@ -6,18 +6,29 @@ import math
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
 
 from stage02_server.batch import make_usage
 from stage02_server.errors import as_reported, error_json
 from stage02_server.middleware import RequestIds
 from stage02_server.protocol_audio import TranscriptionChoice, TranscriptionChunk, TranscriptionDelta
 from stage03_engine.frontend.async_llm import AsyncLLM
-from stage03_engine.messages import EngineCoreRequest
+from stage03_engine.messages import AudioInput, EngineCoreRequest
 from stage03_engine.outputs import CompletionOutput
 from stagetrace import trace
 
+if TYPE_CHECKING:
+    import numpy as np
+
 FRAMES_PER_SECOND = 100  # of sound; each counts as a token of the prompt, as in vLLM
+SoundRequest = tuple[EngineCoreRequest, "np.ndarray"]  # what is asked, and the piece of sound that it is about
+
+
+def with_sound(request: EngineCoreRequest, piece: np.ndarray) -> EngineCoreRequest:
+    """The request as it goes to the engine: with a copy of the sound, so it is made when its turn comes."""
+    return msgspec.structs.replace(request, audio=AudioInput(piece.tobytes()))
 
 
 class TranscriptionStream:
@@ -27,7 +38,7 @@ class TranscriptionStream:
     def __init__(
         self,
         engine_client: AsyncLLM,
-        requests: list[EngineCoreRequest],
+        requests: list[SoundRequest],
         seconds: float,
         ids: RequestIds,
         model: str,
@@ -38,7 +49,7 @@ class TranscriptionStream:
         self._engine_client, self._requests = engine_client, requests
         self._ids, self._model, self._kind, self._created = ids, model, kind, int(time.time())
         self._include_usage, self._continuous_usage = include_usage, continuous_usage
-        prompts = sum(len(request.prompt_token_ids) for request in requests)
+        prompts = sum(len(request.prompt_token_ids) for request, _ in requests)
         self._num_prompt, self._num_tokens = prompts + math.ceil(seconds * FRAMES_PER_SECOND), 0
 
     async def events(self) -> AsyncGenerator[bytes, None]:
@@ -46,11 +57,11 @@ class TranscriptionStream:
         piece that was aborted: what follows would hide that something is missing."""
         aborted = False
         try:
-            for request in self._requests:
-                async with aclosing(self._engine_client.generate(request)) as outputs:
+            for number, request in enumerate(self._requests, start=1):
+                async with aclosing(self._engine_client.generate(with_sound(*request))) as outputs:
                     async for output in outputs:
                         aborted = output.outputs[0].finish_reason == "abort"
-                        is_last = aborted or request is self._requests[-1]
+                        is_last = aborted or number == len(self._requests)
                         yield self._chunk([self._choice(output.outputs[0], is_last)], self._continuous_usage)
                 if aborted:
                     break

@@ -23,6 +23,7 @@ from openai.types.audio import TranscriptionVerbose
 from server_under_test import InProcessServer, RecordingEcho, ServerProcess, events
 from small_whisper import NUM_TIMES, Reference, sound, whisper_folder
 
+from stage02_server import serving_transcription
 from stage02_server.audio_input import SAMPLE_RATE, decode_audio, split_audio
 from stage03_engine.arg_utils import EngineArgs
 
@@ -404,3 +405,63 @@ def test_what_nobody_expected_is_in_the_log(make_server: Any, folder: Path, capl
     (error,) = events(server.run(stream).text)
     assert error["error"]["code"] == 500 and "inside" not in str(error)
     assert "trsc-mine failed" in caplog.text and "KeyError: 'inside'" in caplog.text
+
+
+class Crowd(RecordingEcho):
+    """Remembers how many requests it had at most."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__(**how)
+        self.finished: set[str] = set()
+        self.most = 0
+
+    async def add_request_async(self, request: Any) -> None:
+        await super().add_request_async(request)
+        self.most = max(self.most, len(set(self.added) - self.finished))
+
+    async def get_output_async(self) -> Any:
+        outputs = await super().get_output_async()
+        self.finished |= {output.request_id for output in outputs.outputs if output.finish_reason is not None}
+        return outputs
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": "true"}, {"response_format": "text"}], ids=str)
+def test_long_sound_goes_to_the_engine_piece_by_piece(
+    make_server: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, str]
+) -> None:
+    """Three hours are 360 copies of pieces of two megabytes."""
+    monkeypatch.setattr(serving_transcription, "PIECES_AT_ONCE", 2)
+    config = EngineArgs.from_kwargs(model=str(folder))
+    server = make_server(Crowd(config=config), config=config)
+    data = {"language": "en", "max_completion_tokens": "2"} | fields
+    answer = server.request("POST", "/v1/audio/transcriptions", files={"file": sound(130)}, data=data)
+    assert answer.status_code == 200
+    assert len(server.client.added) == 5 and server.client.most == (1 if "stream" in fields else 2)
+
+
+def test_sound_takes_no_more_memory_than_there_is_room_for(
+    make_server: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small file can hold hours of silence, and a hundred of them all memory."""
+    monkeypatch.setattr(serving_transcription, "MAX_HELD", 40 * SAMPLE_RATE)
+    config = EngineArgs.from_kwargs(model=str(folder))
+    server = make_server(RecordingEcho(tick_seconds=0.05, config=config), config=config)
+
+    async def several(count: int, **fields: str) -> list[httpx.Response]:
+        data = {"language": "en", "max_completion_tokens": "2"} | fields
+        files = {"file": sound(15)}
+        path = "/v1/audio/transcriptions"
+        return await asyncio.gather(*(server.send("POST", path, files=files, data=data) for _ in range(count)))
+
+    for fields in (
+        {},
+        {"stream": "true"},
+        {"response_format": "text"},
+        {"language": "xx"},
+        {"max_completion_tokens": "99999"},
+    ):
+        answers = server.run(several(3, **fields))
+        found = sorted(answer.status_code for answer in answers)
+        assert found == ([400] * 3 if "language" in fields or "max_completion_tokens" in fields else [200, 200, 429])
+        for answer in answers:
+            assert answer.status_code != 429 or int(answer.headers["retry-after"]) > 0
