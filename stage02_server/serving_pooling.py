@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import time
 from array import array
 from collections.abc import Sequence
 from contextlib import aclosing
+from functools import partial
 
 from starlette.requests import Request
 
+from stage02_server.disconnects import in_thread_if_long, run_until_disconnect
 from stage02_server.middleware import RequestIds
 from stage02_server.protocol_pooling import (
     MAX_INPUTS,
@@ -23,7 +24,7 @@ from stage02_server.protocol_pooling import (
     PoolingResponse,
 )
 from stage02_server.protocol_response import PromptTokensDetails, UsageInfo
-from stage02_server.serving_engine import merge_async_iterators, run_until_disconnect
+from stage02_server.serving_engine import merge_async_iterators
 from stage02_server.serving_models import OpenAIServingModels
 from stage02_server.tasks import require_task
 from stage03_engine.errors import InvalidRequestError
@@ -89,8 +90,9 @@ class PoolingBatches:
             trace.emit(
                 "request.validated", req=ids.engine_id(0), model=model, stream=False, prompts=len(prompts)
             )  # fmt: skip
-        # Thousands of texts may come at once, and tokenizing them must not hold up the streams: in a thread.
-        requests = await asyncio.to_thread(self._requests, request, prompts, params, ids, add_special_tokens)
+        texts = [part for _, prompt in prompts for part in (prompt if isinstance(prompt, tuple) else [prompt])]
+        make = partial(self._requests, request, prompts, params, ids, add_special_tokens)
+        requests = await in_thread_if_long(texts, raw_request.receive, make)
         self._check_size(requests, params)
         return await run_until_disconnect(raw_request.receive, self._outputs(requests))
 

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from stage02_server.chat_answers import ChatAnswers
 from stage02_server.chat_template import ChatTemplate
 from stage02_server.cli_args import FrontendArgs
+from stage02_server.disconnects import run_until_disconnect
 from stage02_server.errors import as_api_error
 from stage02_server.middleware import RequestIds
 from stage02_server.protocol import ChatCompletionRequest
@@ -25,7 +26,7 @@ from stage02_server.protocol_responses_input import InputItem, to_messages
 from stage02_server.protocol_responses_output import ResponsesResponse
 from stage02_server.response_maker import ResponseMaker
 from stage02_server.response_store import EventLog, ResponseStore, StoredResponse
-from stage02_server.serving_engine import Batch, OpenAIServing, Outputs, run_until_disconnect
+from stage02_server.serving_engine import Batch, OpenAIServing, Outputs
 from stage02_server.serving_models import OpenAIServingModels
 from stage02_server.tool_choice import with_forced_tool
 from stage03_engine.errors import InvalidRequestError
@@ -69,7 +70,7 @@ class OpenAIServingResponses(OpenAIServing):
         )
         prompt = await self._prompt(chat, ids)
         special = self._template.adds_special_tokens(None)
-        batch = self.make_batch(request, [prompt], params, ids, model, special)
+        batch = await self.make_batch(request, [prompt], params, ids, model, raw_request.receive, special)
         structured = batch.requests[0].sampling_params.structured_outputs is not None
         parser = self._answers.parser(chat, prompt, structured)
         maker = ResponseMaker(request, batch, self.engine_client.tokenizer, keep, parser)

@@ -11,12 +11,14 @@ import math
 import re
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
 
 from starlette.requests import Request
 
 from stage02_server.cli_args import FrontendArgs
+from stage02_server.disconnects import DECODERS, in_thread, run_until_disconnect
 from stage02_server.errors import unavailable
 from stage02_server.middleware import RequestIds
 from stage02_server.protocol_audio import (
@@ -26,7 +28,7 @@ from stage02_server.protocol_audio import (
     TranscriptionVerbose,
     read_form,
 )
-from stage02_server.serving_engine import merge_async_iterators, run_until_disconnect
+from stage02_server.serving_engine import merge_async_iterators
 from stage02_server.serving_models import OpenAIServingModels
 from stage02_server.tasks import require_task
 from stage02_server.transcript import Piece, Transcript, to_srt, to_vtt
@@ -72,7 +74,7 @@ class ServingTranscription:
         request.check()
         params = request.to_sampling_params()
         language = self._spoken(request, task)
-        samples, pieces = await asyncio.to_thread(_decode, data)
+        samples, pieces = await in_thread(DECODERS, raw_request.receive, partial(_decode, data))
         ids, first = raw_request.state.ids, 0
         if language is None:
             detected = self._detect_language(pieces[0], ids.engine_id(0))

@@ -55,7 +55,7 @@ class Tokenizer:
         """Token ids of two texts, neither empty, as one input: joined, and with special tokens around, as the model's tokenizer.json says
         (transformers: `tokenizer(one, other)`). `keep` cuts the longer text at its end, both if need be, until they are at
         most so many tokens (there: truncation "longest_first")."""
-        first, second = (self._backend.encode(text, add_special_tokens=False) for text in (one, other))
+        first, second = self._backend.encode_batch_fast([one, other], add_special_tokens=False)
         if keep is not None:
             room = max(0, keep - self._backend.num_special_tokens_to_add(True))
             short, long = sorted((first, second), key=len)
