@@ -19,7 +19,7 @@ from stage02_server.batch import Batch
 from stage02_server.cli_args import FrontendArgs
 from stage02_server.disconnects import in_thread_if_long, run_until_disconnect
 from stage02_server.errors import as_api_error, error_json
-from stage02_server.keep_alive import with_keep_alive
+from stage02_server.keep_alive import kept_alive
 from stage02_server.middleware import RequestIds
 from stage02_server.protocol import SamplingRequest
 from stage02_server.protocol_response import (
@@ -240,8 +240,7 @@ class OpenAIServing:
     ) -> AsyncGenerator[bytes, None]:
         """The stream of `stream`, which has not begun yet, so that a refusal is still an HTTP status of its own."""
         events = self.stream(request, batch, maker, await self.begin_outputs(batch, receive))
-        seconds = self.args.sse_keep_alive_interval
-        return with_keep_alive(events, seconds) if seconds else events
+        return kept_alive(events, self.args.sse_keep_alive_interval)
 
     async def begin_outputs(self, batch: Batch, receive: Receive) -> Outputs:
         """`outputs`; with structured output when the first one is there: only the engine can tell whether a grammar compiles."""

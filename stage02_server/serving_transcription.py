@@ -20,6 +20,7 @@ from starlette.requests import Request
 from stage02_server.cli_args import FrontendArgs
 from stage02_server.disconnects import DECODERS, in_thread, run_until_disconnect
 from stage02_server.errors import unavailable
+from stage02_server.keep_alive import kept_alive
 from stage02_server.middleware import RequestIds
 from stage02_server.protocol_audio import (
     AudioUsage,
@@ -96,7 +97,7 @@ class ServingTranscription:
                 "transcription.chunk" if task == "transcription" else "translation.chunk",
                 usage, usage and request.stream_continuous_usage_stats,
             )  # fmt: skip
-            return stream.events()
+            return kept_alive(stream.events(), self.args.sse_keep_alive_interval)
         outputs = await run_until_disconnect(raw_request.receive, self._collect(requests))
         text = "".join(output.outputs[0].text for output in outputs).strip()
         if request.response_format == "text":
