@@ -127,8 +127,8 @@ print(f"10 ms would be {10 / middle:.0f} times the median of the outputs")
 print(f"an engine step of this small model: median {steps:.3f} ms")
 
 # %% [markdown]
-# If the first request took much longer than the others: it came while the engine was still collecting its garbage for good (`gc.freeze`, after `engine.ready`), and the
-# input thread had to wait for the interpreter. Then it was decoded at the very moment when the busy loop began.
+# Before it says `engine.ready`, the engine collects its garbage for good (`gc.collect` and `gc.freeze` in
+# [`run_engine_core`](../stage03_engine/core/engine_core_proc.py)): its start takes a little longer, and no request waits for that.
 #
 # This is measured with the recorder on, which adds its own work, and on a small shared machine.
 

@@ -214,7 +214,7 @@ show_way_in("m20")
 lab.picture(process_lanes(story, req="m20"))
 
 # %% [markdown]
-# Now the very first request. It took much longer on the way. What happened at the time when it was received?
+# Now the very first request. Does the beginning of the engine's work lie in its way?
 
 # %%
 show_way_in("r0")
@@ -222,9 +222,10 @@ is_ready, loop_began = run.named("engine.ready")[0].ts, run.named("engine.busy_l
 print(f"\nfrom engine.ready to engine.busy_loop: {(loop_began - is_ready) / 1e6:.0f} ms")
 
 # %% [markdown]
-# The busy loop was only just beginning. The engine says that it is ready, and then collects garbage once (`gc.collect` in
-# [`run_engine_core`](../stage03_engine/core/engine_core_proc.py)), so that it need not do it while it serves. Our request came in the
-# middle of that. This is what a trace is for: one slow message is a question, and the event beside it an answer.
+# It does not: the busy loop runs before the request comes. The engine collects garbage once (`gc.collect` in
+# [`run_engine_core`](../stage03_engine/core/engine_core_proc.py)), so that it need not do it while it serves, and only then says that it
+# is ready. The other way round the first request would come in the middle of that, and this table would show it. This is what a trace
+# is for: one slow message is a question, and the event beside it an answer.
 
 # %%
 ways = {

@@ -2,6 +2,16 @@
 
 import sys
 
-from stage01_cli.main import main
 
-sys.exit(main())
+def run() -> int:
+    """The program `stages`: its exit code. Ctrl-C while it still imports its modules is no traceback either, but 130."""
+    try:
+        from stage01_cli.main import main
+
+        return main()
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(run())

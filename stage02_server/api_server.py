@@ -245,9 +245,9 @@ def init_app_state(engine: AsyncLLM, state: State, args: FrontendArgs, registry:
     state.openai_serving_tokenization = OpenAIServingTokenization(
         engine.tokenizer, models, template, config.max_model_len
     )
-    state.serving_pooling = ServingPooling(engine, models)
-    state.serving_classification = ServingClassification(engine, models)
-    state.serving_scores = ServingScores(engine, models, template if args.chat_template is not None else None)
+    state.serving_pooling = ServingPooling(engine, models, template)
+    state.serving_classification = ServingClassification(engine, models, template)
+    state.serving_scores = ServingScores(engine, models, template, joins=args.chat_template is not None)
     state.serving_transcription = ServingTranscription(engine, models, args)
     answers = state.openai_serving_chat.answers
     state.openai_serving_responses = OpenAIServingResponses(engine, models, template, args, answers)

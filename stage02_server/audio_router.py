@@ -5,9 +5,9 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 from starlette.responses import PlainTextResponse
 
+from stage02_server.disconnects import ClientGoneError
 from stage02_server.http_answers import answer
 from stage02_server.protocol_audio import TranscriptionRequest, in_words_of_audio
-from stage02_server.serving_engine import ClientGoneError
 from stage02_server.serving_transcription import Task
 from stage03_engine.errors import InvalidRequestError
 

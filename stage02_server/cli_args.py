@@ -72,7 +72,7 @@ class FrontendArgs:
     timeout_keep_alive: int = option(5, "seconds that an idle HTTP connection stays open")
     sse_keep_alive_interval: float = option(
         0.0,
-        "seconds after which a stream of completions, chats or sound that waits for the model sends a comment; 0 = never",
+        "seconds of silence after which a stream of text (completions, chats, responses, sound) sends a comment; 0 = never",
     )
     request_header_timeout: float = option(
         30, "seconds that a client has to send the header of a request (408 beyond); 0 = no limit"

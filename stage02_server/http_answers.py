@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from stage02_server.serving_engine import ClientGoneError, run_until_disconnect
+from stage02_server.disconnects import ClientGoneError, run_until_disconnect
 
 Answer = BaseModel | AsyncGenerator[bytes, None]  # whole, or its events
 

@@ -30,3 +30,8 @@ async def with_keep_alive(events: AsyncGenerator[bytes, None], seconds: float) -
             waiting.cancel()
             await asyncio.gather(waiting, return_exceptions=True)
         await events.aclose()
+
+
+def kept_alive(events: AsyncGenerator[bytes, None], seconds: float) -> AsyncGenerator[bytes, None]:
+    """`with_keep_alive`, or with 0 seconds the events as they are."""
+    return with_keep_alive(events, seconds) if seconds else events

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from stage02_server.protocol import Int32, Int64, RequestModel, Text, TokenIds
+from stage02_server.protocol_chat import ChatMessageParam, ChatTemplateFields
 from stage02_server.protocol_response import UsageInfo
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.pooling_params import PoolingParams
@@ -45,15 +46,22 @@ class PoolingBase(RequestModel):
                 raise InvalidRequestError(f"{name} is not supported by this server; leave it out.", name)
 
 
-class InputRequest(PoolingBase):
-    """What those have in common that take one kind of text."""
+class InputRequest(PoolingBase, ChatTemplateFields):
+    """What those have in common that take one kind of text: `input`, or a chat that the chat template turns into one."""
 
-    input: Text | TokenIds | list[Text] | list[TokenIds]
+    input: Text | TokenIds | list[Text] | list[TokenIds] | None = None
+    messages: list[ChatMessageParam] | None = None
+    add_generation_prompt: bool | None = False  # nobody answers
     use_activation: bool | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None  # None: with an input yes, with messages as in a chat
 
-    def prompts(self) -> list[str | list[int]]:
-        """One or more inputs, each as text or as token ids."""
+    def prompts(self) -> list[str | list[int]] | None:
+        """One or more inputs, each as text or as token ids; None when there are messages instead. Raises
+        InvalidRequestError."""
+        if (self.input is None) == (self.messages is None):
+            raise InvalidRequestError("Give either input or messages.", "input")
+        if self.input is None:
+            return None
         if isinstance(self.input, list) and self.input and isinstance(self.input[0], str | list):
             return list(self.input)
         return [self.input]  # type: ignore[list-item]

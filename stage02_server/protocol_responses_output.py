@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from stage02_server.per_request_metrics import PerRequestMetrics
 from stage02_server.protocol_response import ChatLogProb
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
@@ -130,3 +131,4 @@ class ResponsesResponse(BaseModel):
     truncation: str
     usage: ResponseUsage | None = None
     user: str | None = None
+    metrics: PerRequestMetrics | None = None  # with --enable-per-request-metrics

@@ -165,6 +165,7 @@ class ResponseMaker:
             self.response.incomplete_details = IncompleteDetails(reason="max_output_tokens")
         self.response.output = self._output.items
         self.response.usage = self._usage()
+        self.response.metrics = self._batch.metrics()
         yield self._event(self.response.status, response=self.response)
 
     def fail(self, error: Exception) -> bytes:

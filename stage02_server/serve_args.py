@@ -13,6 +13,7 @@ from stage02_server.cli_args import FrontendArgs
 from stage02_server.http_flags import check_http_flags
 from stage03_engine.arg_utils import AsyncEngineArgs, engine_settings
 from stage03_engine.args import Resolved, add_flags, add_not_built, resolve_cli, settings_of
+from stage03_engine.args.not_built import ENGINE_FLAGS
 from stage03_engine.errors import ConfigError
 
 SERVER_FLAGS: dict[str, str] = {
@@ -65,7 +66,8 @@ def resolve_serve_args(args: argparse.Namespace, *more_sections: type) -> ServeA
     """
     frontend_settings = settings_of(FrontendArgs)
     more = [setting for section in more_sections for setting in settings_of(section)]
-    settings = resolve_cli([*engine_settings(), *frontend_settings, *more], args)
+    known = [*engine_settings(), *frontend_settings, *more]
+    settings = resolve_cli(known, args, not_built=[ENGINE_FLAGS, SERVER_FLAGS])
     frontend_args = FrontendArgs(**{field.name: settings[field.name].value for field in fields(FrontendArgs)})
     _check_frontend(frontend_args)
     return ServeArgs(AsyncEngineArgs(settings), frontend_args, settings)

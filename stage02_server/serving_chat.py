@@ -15,6 +15,7 @@ from stage02_server.chat_answers import ChatAnswers, delta_fields, finish_reason
 from stage02_server.chat_messages import plain_message
 from stage02_server.chat_template import ChatTemplate
 from stage02_server.cli_args import FrontendArgs
+from stage02_server.disconnects import run_until_disconnect
 from stage02_server.protocol import ChatCompletionRequest
 from stage02_server.protocol_response import (
     ChatChoice,
@@ -27,7 +28,7 @@ from stage02_server.protocol_response import (
     TokenLogProb,
     UsageInfo,
 )
-from stage02_server.serving_engine import OpenAIServing, finite, prompt_logprobs_json, run_until_disconnect, token_name
+from stage02_server.serving_engine import OpenAIServing, finite, prompt_logprobs_json, token_name
 from stage02_server.serving_models import OpenAIServingModels
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.async_llm import AsyncLLM
@@ -162,7 +163,7 @@ class OpenAIServingChat(OpenAIServing):
             count = len(request.messages)
             trace.emit("request.templated", req=ids.engine_id(0), messages=count, characters=len(prompt))
         special = self._template.adds_special_tokens(request.add_special_tokens)
-        batch = self.make_batch(request, [prompt], params, ids, model, special)
+        batch = await self.make_batch(request, [prompt], params, ids, model, raw_request.receive, special)
         batch.prompt_text = prompt if request.return_prompt_text else None
         answer = self._answer(request, prompt, params)
         if request.stream:

@@ -16,8 +16,7 @@ class ServingClassification(PoolingBatches):
     async def create_classify(self, request: ClassificationRequest, raw_request: Request) -> ClassificationResponse:
         """One label per input, and a probability per class. Of equal ones the first class wins."""
         created, model = int(time.time()), self.check(request, "classify")
-        prompts, params = [("input", prompt) for prompt in request.prompts()], request.to_pooling_params()
-        outputs = await self.run(request, prompts, params, raw_request, model, request.add_special_tokens)
+        outputs = await self.run_inputs(request, request.to_pooling_params(), raw_request, model)
         labels, data = self.engine_client.vllm_config.shape.labels, []
         for index, output in enumerate(outputs):
             (vector,) = output.pooled or []

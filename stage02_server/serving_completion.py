@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Iterator
+from functools import partial
 
 from starlette.requests import Request
 
 from stage02_server.batch import Batch
 from stage02_server.completion_logprobs import Echo, LogprobsWriter, most_likely
+from stage02_server.disconnects import in_thread_if_long, run_until_disconnect
 from stage02_server.protocol import CompletionRequest
 from stage02_server.protocol_response import CompletionChoice, CompletionResponse, UsageInfo
-from stage02_server.serving_engine import OpenAIServing, prompt_logprobs_json, run_until_disconnect
+from stage02_server.serving_engine import OpenAIServing, prompt_logprobs_json
 from stage03_engine.frontend.tokenizer import Tokenizer
 from stage03_engine.outputs import CompletionOutput
 from stagetrace import trace
@@ -85,11 +87,15 @@ class OpenAIServingCompletion(OpenAIServing):
                 stream=bool(request.stream),
                 prompts=len(prompts),
             )
-        batch = self.make_batch(request, prompts, request.to_sampling_params(), ids, model, request.add_special_tokens)
+        batch = await self.make_batch(
+            request, prompts, request.to_sampling_params(), ids, model, raw_request.receive, request.add_special_tokens
+        )
         batch.prompt_only = request.prompt_only
         if trace.on and request.echo:
             trace.emit("request.echoed", req=ids.engine_id(0), logprobs=request.logprobs, prompt_only=batch.prompt_only)
-        choices = CompletionChoices(batch, self.engine_client.tokenizer, self._echoed(request, prompts, batch))
+        echo = partial(self._echoed, request, prompts, batch)
+        echoed = await in_thread_if_long(prompts, raw_request.receive, echo)
+        choices = CompletionChoices(batch, self.engine_client.tokenizer, echoed)
         if request.stream:
             return await self.begin_stream(request, batch, CompletionChunks(batch, choices), raw_request.receive)
         return await run_until_disconnect(raw_request.receive, self._whole(batch, choices, request.prompt_logprobs))

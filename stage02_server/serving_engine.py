@@ -1,13 +1,14 @@
 """What completions and chats share: from prompts to a merged flow of outputs, streamed or whole, for as long as the client
-listens (vllm/entrypoints/openai/serving_engine.py OpenAIServing; entrypoints/utils.py with_cancellation).
+listens (vllm/entrypoints/openai/serving_engine.py OpenAIServing).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import Protocol, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -15,8 +16,9 @@ from starlette.types import Receive
 
 from stage02_server.batch import Batch
 from stage02_server.cli_args import FrontendArgs
+from stage02_server.disconnects import in_thread_if_long, run_until_disconnect
 from stage02_server.errors import as_reported, error_json
-from stage02_server.keep_alive import with_keep_alive
+from stage02_server.keep_alive import kept_alive
 from stage02_server.middleware import RequestIds
 from stage02_server.protocol import SamplingRequest
 from stage02_server.protocol_response import (
@@ -32,7 +34,7 @@ from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.async_llm import AsyncLLM
 from stage03_engine.frontend.beam_search import BeamSearchParams
 from stage03_engine.frontend.tokenizer import Tokenizer
-from stage03_engine.messages import TokenLogprobs
+from stage03_engine.messages import EngineCoreRequest, TokenLogprobs
 from stage03_engine.outputs import CompletionOutput, RequestOutput
 from stage03_engine.sampling_params import SamplingParams
 from stagetrace import trace
@@ -73,33 +75,6 @@ def prompt_logprobs_json(entries: list[TokenLogprobs | None] | None, tokenizer: 
             position.setdefault(token_id, PromptLogprob(logprob=finite(logprob), rank=rank, decoded_token=text))
         result.append(position)
     return result
-
-
-class ClientGoneError(Exception):
-    """The client closed its connection before the answer was ready; nobody will read one."""
-
-
-async def _wait_for_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client leaves; returns when it has cleaned up behind itself.
-
-    `receive` gives the client's messages. Raises ClientGoneError when the client left.
-    """
-    working = asyncio.create_task(work)
-    watching = asyncio.create_task(_wait_for_disconnect(receive))
-    try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientGoneError
-        return working.result()
-    finally:
-        working.cancel()
-        watching.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
 
 
 async def merge_async_iterators(
@@ -171,16 +146,18 @@ class OpenAIServing:
             trace.emit("request.named", req=ids.engine_id(0), response=ids.response)
         return ids
 
-    def make_batch(
+    async def make_batch(
         self,
         request: SamplingRequest,
         prompts: list[str | list[int]],
         wishes: SamplingParams | BeamSearchParams,
         ids: RequestIds,
         model: str,
+        receive: Receive,
         add_special_tokens: bool = True,
     ) -> Batch:
-        """Tokenize and check every prompt, before a single byte of the answer is sent. Raises InvalidRequestError."""
+        """Tokenize and check every prompt, before a single byte of the answer is sent. Raises InvalidRequestError, and
+        ClientGoneError when the client left while its prompts were too long to do that at once."""
         wishes = self._within_limit(wishes)
         beam = wishes if isinstance(wishes, BeamSearchParams) else None
         params = wishes if isinstance(wishes, SamplingParams) else wishes.prompt_params()
@@ -195,17 +172,8 @@ class OpenAIServing:
                 f"{params.num_answers} times {len(prompts)}.",
                 "n",
             )
-        requests = [
-            self.engine_client.input_processor.process_inputs(
-                ids.engine_id(index),
-                prompt,
-                params,
-                add_special_tokens=add_special_tokens,
-                priority=request.priority,
-                cache_salt=request.cache_salt,
-            )
-            for index, prompt in enumerate(prompts)
-        ]
+        make = partial(self._requests, request, prompts, params, ids, add_special_tokens)
+        requests = await in_thread_if_long(prompts, receive, make)
         if self.request_logger is not None:
             for engine_request, prompt in zip(requests, prompts, strict=True):
                 self.request_logger.log_inputs(engine_request, prompt)
@@ -220,6 +188,26 @@ class OpenAIServing:
             return_token_ids=bool(request.return_token_ids),
             tells_metrics=self.args.enable_per_request_metrics,
         )
+
+    def _requests(
+        self,
+        request: SamplingRequest,
+        prompts: list[str | list[int]],
+        params: SamplingParams,
+        ids: RequestIds,
+        add_special_tokens: bool,
+    ) -> list[EngineCoreRequest]:
+        return [
+            self.engine_client.input_processor.process_inputs(
+                ids.engine_id(index),
+                prompt,
+                params,
+                add_special_tokens=add_special_tokens,
+                priority=request.priority,
+                cache_salt=request.cache_salt,
+            )
+            for index, prompt in enumerate(prompts)
+        ]
 
     def _within_limit(self, wishes: SamplingParams | BeamSearchParams) -> SamplingParams | BeamSearchParams:
         """`max_new_tokens` of the model's generation_config.json is the most that a request may have."""
@@ -250,8 +238,7 @@ class OpenAIServing:
     ) -> AsyncGenerator[bytes, None]:
         """The stream of `stream`, which has not begun yet, so that a refusal is still an HTTP status of its own."""
         events = self.stream(request, batch, maker, await self.begin_outputs(batch, receive))
-        seconds = self.args.sse_keep_alive_interval
-        return with_keep_alive(events, seconds) if seconds else events
+        return kept_alive(events, self.args.sse_keep_alive_interval)
 
     async def begin_outputs(self, batch: Batch, receive: Receive) -> Outputs:
         """`outputs`; with structured output when the first one is there: only the engine can tell whether a grammar compiles."""

@@ -7,16 +7,20 @@ import base64
 import time
 from array import array
 from collections.abc import Sequence
+from functools import partial
 
 from starlette.requests import Request
 
+from stage02_server.chat_template import ChatTemplate
 from stage02_server.collect import collect
+from stage02_server.disconnects import in_thread_if_long, run_until_disconnect
 from stage02_server.middleware import RequestIds
 from stage02_server.protocol_pooling import (
     MAX_INPUTS,
     EmbeddingData,
     EmbeddingRequest,
     EmbeddingResponse,
+    InputRequest,
     PoolingBase,
     PoolingData,
     PoolingRequest,
@@ -24,7 +28,6 @@ from stage02_server.protocol_pooling import (
 )
 from stage02_server.protocol_response import PromptTokensDetails, UsageInfo
 from stage02_server.request_logger import RequestLogger
-from stage02_server.serving_engine import run_until_disconnect
 from stage02_server.serving_models import OpenAIServingModels
 from stage02_server.tasks import require_task
 from stage03_engine.errors import InvalidRequestError
@@ -52,13 +55,17 @@ def usage_of(outputs: list[RequestOutput]) -> UsageInfo:
 
 
 class PoolingBatches:
-    """What embeddings, pooling and scores share: many prompts in, their vectors out."""
+    """What embeddings, pooling, classes and scores share: many prompts in, their vectors out.
+
+    `template` turns a chat into a prompt, or a query and a document.
+    """
 
     request_logger: RequestLogger | None = None  # with --enable-log-requests
 
-    def __init__(self, engine_client: AsyncLLM, models: OpenAIServingModels) -> None:
+    def __init__(self, engine_client: AsyncLLM, models: OpenAIServingModels, template: ChatTemplate) -> None:
         self.engine_client = engine_client
         self.models = models
+        self.template = template
 
     def check(self, request: PoolingBase, task: str) -> str:
         """The model name to answer with. Raises what makes the request impossible whatever its texts say."""
@@ -72,6 +79,22 @@ class PoolingBatches:
         """Raises InvalidRequestError for more texts, or pairs of texts, than one request may hold."""
         if count > MAX_INPUTS:
             raise InvalidRequestError(f"At most {MAX_INPUTS} texts, got {count}.", field)
+
+    async def run_inputs(
+        self, request: InputRequest, params: PoolingParams, raw_request: Request, model: str
+    ) -> list[RequestOutput]:
+        """The vectors of every `input`, or of a chat. Raises as `run` does."""
+        special, inputs = request.add_special_tokens, request.prompts()
+        if inputs is not None:
+            prompts: list[tuple[str, Prompt]] = [("input", prompt) for prompt in inputs]
+            return await self.run(request, prompts, params, raw_request, model, special is not False)
+        messages = request.messages or []
+        prompt = await asyncio.to_thread(self.template.apply, messages, request)
+        if trace.on:
+            req = raw_request.state.ids.engine_id(0)
+            trace.emit("request.templated", req=req, messages=len(messages), characters=len(prompt))
+        special = self.template.adds_special_tokens(special)
+        return await self.run(request, [("messages", prompt)], params, raw_request, model, special)
 
     async def run(
         self,
@@ -92,8 +115,9 @@ class PoolingBatches:
             trace.emit(
                 "request.validated", req=ids.engine_id(0), model=model, stream=False, prompts=len(prompts)
             )  # fmt: skip
-        # Thousands of texts may come at once, and tokenizing them must not hold up the streams: in a thread.
-        requests = await asyncio.to_thread(self._requests, request, prompts, params, ids, add_special_tokens)
+        texts = [part for _, prompt in prompts for part in (prompt if isinstance(prompt, tuple) else [prompt])]
+        make = partial(self._requests, request, prompts, params, ids, add_special_tokens)
+        requests = await in_thread_if_long(texts, raw_request.receive, make)
         self._check_size(requests, params)
         if self.request_logger is not None:
             for engine_request, (_, prompt) in zip(requests, prompts, strict=True):
@@ -170,9 +194,7 @@ class ServingPooling(PoolingBatches):
         self, request: EmbeddingRequest, task: str, raw: Request
     ) -> tuple[int, str, list[RequestOutput]]:
         created, model = int(time.time()), self.check(request, task)
-        prompts = [("input", prompt) for prompt in request.prompts()]
-        params = request.to_pooling_params(task)
-        return created, model, await self.run(request, prompts, params, raw, model, request.add_special_tokens)
+        return created, model, await self.run_inputs(request, request.to_pooling_params(task), raw, model)
 
 
 def _base64(vectors: list[bytes]) -> str:

@@ -15,7 +15,9 @@ from starlette.requests import Request
 from stage02_server.chat_answers import ChatAnswers
 from stage02_server.chat_template import ChatTemplate
 from stage02_server.cli_args import FrontendArgs
+from stage02_server.disconnects import run_until_disconnect
 from stage02_server.errors import as_reported
+from stage02_server.keep_alive import kept_alive
 from stage02_server.middleware import RequestIds
 from stage02_server.protocol import ChatCompletionRequest
 from stage02_server.protocol_chat import ChatMessageParam
@@ -24,7 +26,7 @@ from stage02_server.protocol_responses_input import InputItem, to_messages
 from stage02_server.protocol_responses_output import ResponsesResponse
 from stage02_server.response_maker import ResponseMaker
 from stage02_server.response_store import EventLog, ResponseStore, StoredResponse
-from stage02_server.serving_engine import Batch, OpenAIServing, Outputs, run_until_disconnect
+from stage02_server.serving_engine import Batch, OpenAIServing, Outputs
 from stage02_server.serving_models import OpenAIServingModels
 from stage02_server.tool_choice import with_forced_tool
 from stage03_engine.errors import InvalidRequestError
@@ -67,7 +69,7 @@ class OpenAIServingResponses(OpenAIServing):
         )
         prompt = await self._prompt(chat, ids)
         special = self._template.adds_special_tokens(None)
-        batch = self.make_batch(request, [prompt], params, ids, model, special)
+        batch = await self.make_batch(request, [prompt], params, ids, model, raw_request.receive, special)
         structured = batch.requests[0].sampling_params.structured_outputs is not None
         parser = self._answers.parser(chat, prompt, structured)
         maker = ResponseMaker(request, batch, self.engine_client.tokenizer, keep, parser)
@@ -77,7 +79,7 @@ class OpenAIServingResponses(OpenAIServing):
         source = await self.begin_outputs(batch, raw_request.receive)
         events = self._events(maker, source, entry, keep)
         if request.stream:
-            return self._sent(_until_failure(events, maker), ids)
+            return kept_alive(self._sent(_until_failure(events, maker), ids), self.args.sse_keep_alive_interval)
         await run_until_disconnect(raw_request.receive, _drain(events))
         return maker.response
 
@@ -157,7 +159,9 @@ class OpenAIServingResponses(OpenAIServing):
         created = maker.response.model_copy()  # queued; the task changes the other one
         entry.task = asyncio.create_task(self._work(entry, maker, batch))
         entry.task.add_done_callback(lambda _: self._ended(entry))  # even if it is cancelled before it begins
-        return created if entry.log is None else self._sent(entry.log.read(0), batch.ids)
+        if entry.log is None:
+            return created
+        return kept_alive(self._sent(entry.log.read(0), batch.ids), self.args.sse_keep_alive_interval)
 
     async def _work(self, entry: StoredResponse, maker: ResponseMaker, batch: Batch) -> None:
         async with aclosing(
@@ -184,7 +188,8 @@ class OpenAIServingResponses(OpenAIServing):
             raise InvalidRequestError(
                 "Only a response created with background=true and stream=true can be streamed.", "stream"
             )
-        return entry.log.read(0 if starting_after is None else starting_after + 1)
+        events = entry.log.read(0 if starting_after is None else starting_after + 1)
+        return kept_alive(events, self.args.sse_keep_alive_interval)
 
     async def cancel(self, response_id: str) -> ResponsesResponse:
         """End a background response, unless it has ended already, and tell how it stands. Raises APIError and

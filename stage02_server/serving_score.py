@@ -37,11 +37,13 @@ Side = tuple[str, list[str]]  # the name of the field, its texts
 
 
 class ServingScores(PoolingBatches):
-    """Compares texts. `template` is that of `--chat-template`, if it was given."""
+    """Compares texts. `joins` says that a template joins a query and a document: one was given with `--chat-template`."""
 
-    def __init__(self, engine_client: AsyncLLM, models: OpenAIServingModels, template: ChatTemplate | None) -> None:
-        super().__init__(engine_client, models)
-        self._template = template
+    def __init__(
+        self, engine_client: AsyncLLM, models: OpenAIServingModels, template: ChatTemplate, joins: bool
+    ) -> None:
+        super().__init__(engine_client, models, template)
+        self._joins = joins
 
     async def create_score(self, request: ScoreRequest, raw_request: Request) -> ScoreResponse:
         """A score per pair: of the one text with each of the others, or of two lists in step."""
@@ -100,8 +102,8 @@ class ServingScores(PoolingBatches):
             ones = ones * len(others)
         self.check_count(len(others), right[0])
         pairs: list[Prompt] = list(zip(ones, others, strict=True))
-        if self._template is not None:
-            pairs = await asyncio.to_thread(_templated, self._template, ones, right)
+        if self._joins:
+            pairs = await asyncio.to_thread(_templated, self.template, ones, right)
         params = PoolingParams(task="classify", normalize=request.use_activation)
         outputs = await self.run(request, [(right[0], pair) for pair in pairs], params, raw_request, model)
         return [numbers((output.pooled or [])[0])[0] for output in outputs], usage_of(outputs)

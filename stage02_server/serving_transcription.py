@@ -6,11 +6,11 @@ tokens: which language is spoken, whether to write it down or to translate it in
 
 from __future__ import annotations
 
-import asyncio
 import math
 import re
 import weakref
 from collections.abc import AsyncGenerator
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
 
@@ -18,8 +18,9 @@ from starlette.requests import Request
 
 from stage02_server.cli_args import FrontendArgs
 from stage02_server.collect import collect
+from stage02_server.disconnects import DECODERS, in_thread, run_until_disconnect
 from stage02_server.errors import APIError
-from stage02_server.keep_alive import with_keep_alive
+from stage02_server.keep_alive import kept_alive
 from stage02_server.middleware import RequestIds
 from stage02_server.protocol_audio import (
     AudioUsage,
@@ -30,7 +31,6 @@ from stage02_server.protocol_audio import (
 )
 from stage02_server.request_logger import RequestLogger
 from stage02_server.server_load import RETRY_AFTER_SECONDS
-from stage02_server.serving_engine import run_until_disconnect
 from stage02_server.serving_models import OpenAIServingModels
 from stage02_server.tasks import require_task
 from stage02_server.transcript import Piece, Transcript, to_srt, to_vtt
@@ -80,7 +80,7 @@ class ServingTranscription:
         request.check()
         params = request.to_sampling_params()
         language = self._spoken(request, task)
-        samples, pieces = await asyncio.to_thread(_decode, data)
+        samples, pieces = await in_thread(DECODERS, raw_request.receive, partial(_decode, data))
         self._hold(samples)
         ids, first = raw_request.state.ids, 0
         if language is None:
@@ -103,8 +103,7 @@ class ServingTranscription:
                 "transcription.chunk" if task == "transcription" else "translation.chunk",
                 usage, usage and request.stream_continuous_usage_stats,
             )  # fmt: skip
-            keep_alive = self.args.sse_keep_alive_interval
-            return with_keep_alive(stream.events(), keep_alive) if keep_alive else stream.events()
+            return kept_alive(stream.events(), self.args.sse_keep_alive_interval)
         text = await run_until_disconnect(raw_request.receive, self._text(requests))
         if request.response_format == "text":
             return text

@@ -97,7 +97,6 @@ def _limit_seconds(seconds: float) -> None:
 
 def main() -> int:
     """Render until the server closes the pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the server decides
     requests, answers, environment = sys.stdin.buffer, sys.stdout.buffer, make_environment()
     if sys.platform == "linux":
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))

@@ -12,6 +12,7 @@ from typing import Any
 
 from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.grammar.protocol import read_message, write_message
+from stage03_engine.helper_process import signals_are_ours
 from stagetrace import trace
 
 
@@ -55,7 +56,8 @@ class TemplateRenderer:
             self._finalizer()
         command = [sys.executable, "-m", "stage02_server.template_process"]
         pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+        with signals_are_ours():
+            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
         self._finalizer = weakref.finalize(self, _end, self._process)
         if trace.on:
             trace.emit("template.spawned", pid=self._process.pid)

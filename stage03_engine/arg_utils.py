@@ -58,7 +58,7 @@ class EngineArgs:
 
         Raises ConfigError.
         """
-        return cls(resolve_cli(engine_settings(), args, environ))
+        return cls(resolve_cli(engine_settings(), args, environ, [ENGINE_FLAGS]))
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> VllmConfig:

@@ -121,9 +121,12 @@ EchoCoreClient.get_output_async = die
 class ServerProcess:
     """`serve ...` of a stage in a process; `patch` runs before it. Prints its top-level modules at the end."""
 
-    def __init__(self, *args: str, patch: str = "", command: str = "stage02_server.__main__") -> None:
+    def __init__(
+        self, *args: str, patch: str = "", command: str = "stage02_server.__main__", own_group: bool = False
+    ) -> None:
         code = [sys.executable, "-c", _SERVE.format(patch=patch, command=command), *args]
-        self.process = subprocess.Popen(code, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(code, stdout=pipe, stderr=pipe, text=True, start_new_session=own_group)
         self.lines: list[str] = []
         self._queue: queue.Queue[str | None] = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)

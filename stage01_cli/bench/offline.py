@@ -15,6 +15,7 @@ from stage01_cli.bench.result import write_json
 from stage01_cli.types import CLISubcommand
 from stage03_engine.arg_utils import AsyncEngineArgs, engine_settings
 from stage03_engine.args import Resolved, add_flags, add_not_built, resolve_cli, settings_of
+from stage03_engine.args.not_built import ENGINE_FLAGS
 from stage03_engine.config import VllmConfig, option
 from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.tracing import open_trace
@@ -70,7 +71,8 @@ def add_offline_args(parser: argparse.ArgumentParser, *sections: type) -> None:
 
 def resolve_offline(args: argparse.Namespace, *sections: type, **defaults: Any) -> tuple[VllmConfig, list[Any]]:
     """(engine configuration, one object per section). `defaults` replace defaults of the engine. Raises StagesError."""
-    settings = resolve_cli([*engine_settings(), *(s for section in sections for s in settings_of(section))], args)
+    known = [*engine_settings(), *(s for section in sections for s in settings_of(section))]
+    settings = resolve_cli(known, args, not_built=[ENGINE_FLAGS])
     for name, value in defaults.items():
         if settings[name].source == "default":
             settings[name] = Resolved(value, "default", "of this benchmark")

@@ -8,8 +8,9 @@ A table maps the reason to the flags. `--x` is a switch that is harmless when it
 from __future__ import annotations
 
 import argparse
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from stage03_engine.errors import ConfigError
@@ -114,12 +115,15 @@ class _NotBuilt(argparse.Action):
         self._reason, self._harmless = reason, harmless
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        if isinstance(self._harmless, str):
-            accepted, but = _same(values, self._harmless), f" (only {self._harmless} is)" if self._harmless else ""
-        else:
-            accepted, but = self._harmless[option_string or ""], ""
+        flag = option_string or ""
+        accepted = _same(values, self._harmless) if isinstance(self._harmless, str) else self._harmless[flag]
         if not accepted:
-            raise ConfigError(f"{option_string} is not supported{but}: {self._reason}")
+            raise ConfigError(_refusal(flag, self._harmless, self._reason))
+
+
+def _refusal(flag: str, harmless: Mapping[str, bool] | str, reason: str) -> str:
+    but = f" (only {harmless} is)" if harmless and isinstance(harmless, str) else ""
+    return f"{flag} is not supported{but}: {reason}"
 
 
 def _same(value: str, harmless: str) -> bool:
@@ -137,8 +141,8 @@ def _opposite(flag: str) -> str:
     return "--no-" + flag.removeprefix("--")
 
 
-def add_not_built(parser: argparse.ArgumentParser, table: Mapping[str, str]) -> None:
-    """Make the flags of a table known to `parser`, outside its `--help`."""
+def _read(table: Mapping[str, str]) -> Iterator[tuple[list[str], Mapping[str, bool] | str, str]]:
+    """(all names of a flag, the value that is harmless or which of the names are, the reason)"""
     for reason, words in table.items():
         for word in words.split():
             on, names, kind, value = _WORD.fullmatch(word).groups()  # type: ignore[union-attr]
@@ -147,4 +151,30 @@ def add_not_built(parser: argparse.ArgumentParser, table: Mapping[str, str]) -> 
             if value is None:
                 switched = dict.fromkeys(flags, bool(on or kind)) | {_opposite(flags[-1]): not on or bool(kind)}
                 harmless, flags = switched, list(switched)
-            parser.add_argument(*flags, action=_NotBuilt, reason=reason, harmless=harmless, dest=argparse.SUPPRESS)
+            yield flags, harmless, reason
+
+
+def add_not_built(parser: argparse.ArgumentParser, table: Mapping[str, str]) -> None:
+    """Make the flags of a table known to `parser`, outside its `--help`."""
+    for flags, harmless, reason in _read(table):
+        parser.add_argument(*flags, action=_NotBuilt, reason=reason, harmless=harmless, dest=argparse.SUPPRESS)
+
+
+def accepts_key(table: Mapping[str, str], name: str, value: object) -> bool:
+    """Is `name: value` of a config file a flag of the table? `name` is written with underscores; a switch is true or false.
+
+    Raises ConfigError when the value asks for something.
+    """
+    flag = "--" + name.replace("_", "-")
+    for flags, harmless, reason in _read(table):
+        if flag not in flags:
+            continue
+        if isinstance(harmless, str):
+            accepted = value is None or _same(value if isinstance(value, str) else json.dumps(value), harmless)
+        else:
+            off = not harmless[flag] or all(harmless.values())
+            accepted = value is None or (off if value is False else value is True and harmless[flag])
+        if not accepted:
+            raise ConfigError(_refusal(flag, harmless, reason))
+        return True
+    return False

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stage03_engine.args.fields import Setting
+from stage03_engine.args.not_built import accepts_key
 from stage03_engine.args.parser import did_you_mean
 from stage03_engine.errors import ConfigError
 
@@ -37,13 +38,15 @@ def resolve_settings(
     *,
     config_file: str | None = None,
     environ: Mapping[str, str] = os.environ,
+    not_built: Sequence[Mapping[str, str]] = (),
 ) -> dict[str, Resolved]:
     """One Resolved per setting, from all sources but detection.
 
     `given` maps names to what the command line (or the caller) gave. An empty environment variable counts as not set.
+    `not_built` are tables of flags (not_built.py) that the config file may hold at their harmless values.
     Raises ConfigError that names the flag, the variable, or the file and its key.
     """
-    from_file = _read_config_file(config_file, settings) if config_file is not None else {}
+    from_file = _read_config_file(config_file, settings, not_built) if config_file is not None else {}
     resolved = {}
     for setting in settings:
         name, text = setting.name, environ.get(setting.variable, "")
@@ -62,7 +65,10 @@ def resolve_settings(
 
 
 def resolve_cli(
-    settings: Sequence[Setting], args: argparse.Namespace, environ: Mapping[str, str] = os.environ
+    settings: Sequence[Setting],
+    args: argparse.Namespace,
+    environ: Mapping[str, str] = os.environ,
+    not_built: Sequence[Mapping[str, str]] = (),
 ) -> dict[str, Resolved]:
     """`resolve_settings` for a parsed command line, with its `--config` and its positional `model_tag`.
 
@@ -73,7 +79,8 @@ def resolve_cli(
     tag = getattr(args, "model_tag", None)
     if tag is not None and given.setdefault("model", tag) != tag:
         raise ConfigError(f"two models: {tag!r} and --model {given['model']!r}; give one of them")
-    resolved = resolve_settings(settings, given, config_file=getattr(args, "config", None), environ=environ)
+    config_file = getattr(args, "config", None)
+    resolved = resolve_settings(settings, given, config_file=config_file, environ=environ, not_built=not_built)
     if tag is not None:
         resolved["model"] = Resolved(resolved["model"].value, "command line", "model tag")
     return resolved
@@ -96,7 +103,7 @@ def _accept(setting: Setting, value: Any, where: str) -> Any:
         raise ConfigError(f"{where}: {problem}") from None
 
 
-def _read_config_file(path: str, settings: Sequence[Setting]) -> dict[str, Any]:
+def _read_config_file(path: str, settings: Sequence[Setting], not_built: Sequence[Mapping[str, str]]) -> dict[str, Any]:
     """The mapping in a YAML file, its keys written with underscores. Raises ConfigError."""
     import yaml  # only when there is a config file
 
@@ -117,9 +124,17 @@ def _read_config_file(path: str, settings: Sequence[Setting]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in content.items():
         name = str(key).replace("-", "_")
-        if name not in known:
-            raise ConfigError(f"config file {path}: unknown key {key!r}{did_you_mean(name, known)}")
         if name in values:
             raise ConfigError(f"config file {path}: {name} is given twice")
-        values[name] = value
+        if name in known:
+            values[name] = value
+        elif not _asks_for_nothing(path, name, value, not_built):
+            raise ConfigError(f"config file {path}: unknown key {key!r}{did_you_mean(name, known)}")
     return values
+
+
+def _asks_for_nothing(path: str, name: str, value: Any, not_built: Sequence[Mapping[str, str]]) -> bool:
+    try:
+        return any(accepts_key(table, name, value) for table in not_built)
+    except ConfigError as error:
+        raise ConfigError(f"config file {path}: {error}") from None

@@ -12,7 +12,6 @@ import logging
 import os
 import queue
 import shutil
-import signal
 import sys
 import threading
 import time
@@ -174,30 +173,20 @@ class EngineCoreProc:
         self.core.shutdown()
 
 
-def _watch_parent(ipc_directory: Path) -> None:
-    """End this process when the front end is gone, even after kill -9: its end of our standard input closes then.
+def _watch_parent(ipc_directory: Path, started: list[EngineCoreProc]) -> None:
+    """Do what our standard input says, of which the front end holds the other end: a byte ends this process between two steps
+    (at once while it starts), and its end, which comes even after kill -9 of the front end, ends it right here.
 
     os._exit, because the main thread may be deep in a forward pass and there is nobody left to answer to.
     """
     while os.read(0, 4096):
-        pass
+        if not started:
+            trace.close()
+            os._exit(0)
+        started[0].stop()
     trace.close()
     shutil.rmtree(ipc_directory, ignore_errors=True)
     os._exit(0)
-
-
-def _watch_sigterm(started: list[EngineCoreProc]) -> None:
-    """End this process on SIGTERM: between two steps once the engine has started, else at once.
-
-    A thread that waits for the (blocked) signal instead of a handler: Python runs handlers in the main thread, and one that
-    arrives just before the main thread falls asleep on its queue would not be run before the next message.
-    """
-    signal.sigwait({signal.SIGTERM})
-    if started:
-        started[0].stop()
-    else:
-        trace.close()
-        os._exit(0)
 
 
 def _startup_handshake(socket: zmq.Socket, engine_index: int) -> EngineInit:
@@ -214,15 +203,11 @@ def _startup_handshake(socket: zmq.Socket, engine_index: int) -> EngineInit:
 def run_engine_core(handshake_address: str, engine_index: int) -> int:
     """Main function of the engine process; returns its exit code.
 
-    Signals: SIGTERM ends it, SIGINT is the parent's business (Ctrl-C reaches the whole terminal group, but running
-    requests are to finish first).
+    SIGINT and SIGTERM are blocked in this process (helper_process.py says why): the front end says when to end.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # for this thread and all that it starts
     started: list[EngineCoreProc] = []
-    threading.Thread(target=_watch_sigterm, args=(started,), name="sigterm-watch", daemon=True).start()
     directory = Path(handshake_address.removeprefix("ipc://")).parent
-    threading.Thread(target=_watch_parent, args=(directory,), name="parent-watch", daemon=True).start()
+    threading.Thread(target=_watch_parent, args=(directory, started), name="parent-watch", daemon=True).start()
     identity = engine_index.to_bytes(2, "little")
     context = zmq.Context()
     handshake = context.socket(zmq.DEALER)
@@ -234,12 +219,12 @@ def run_engine_core(handshake_address: str, engine_index: int) -> int:
         init = _startup_handshake(handshake, engine_index)
         engine = EngineCoreProc(init, identity, engine_index)
         started.append(engine)
+        gc.collect()
+        gc.freeze()  # the model and the modules live as long as the process: the collector need not look at them again
         ready = EngineReady(engine.core.num_gpu_blocks, init.config.max_model_len)
         if trace.on:
             ready.cause = trace.emit("engine.ready", num_blocks=ready.num_gpu_blocks, max_model_len=ready.max_model_len)
         handshake.send(messages.encode(ready))
-        gc.collect()
-        gc.freeze()  # the model and the modules live as long as the process: the collector need not look at them again
         engine.run_busy_loop()
     except SystemExit:
         if engine is not None:

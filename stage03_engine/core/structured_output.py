@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.grammar.protocol import ACCEPT, CLOSE, OPEN, MatcherState, frame, read_message
+from stage03_engine.helper_process import signals_are_ours
 from stage03_engine.messages import EngineCoreOutput, FinishReason
 from stage03_engine.sampling_params import SamplingParams
 from stage03_engine.structured_outputs import StructuredOutputsParams
@@ -77,9 +78,10 @@ class GrammarTemplate:
             self.shutdown()
             self._control, theirs = socket.socketpair()
             command = [sys.executable, "-m", "stage03_engine.grammar.worker", str(theirs.fileno())]
-            self._process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
-            )
+            with signals_are_ours():
+                self._process = subprocess.Popen(
+                    command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+                )
             theirs.close()
             with contextlib.suppress(OSError):  # it has ended again; then the new socket is at its end, too
                 self._control.sendall(frame(self._config))
@@ -105,7 +107,7 @@ class GrammarTemplate:
         """End the process; the grammar processes end with their sockets."""
         if self._process is not None:
             self._control.close()
-            self._process.terminate()
+            self._process.kill()
             self._process.wait()
             self._process = None
 

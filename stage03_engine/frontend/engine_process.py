@@ -7,6 +7,7 @@ Source: vllm/v1/engine/utils.py (CoreEngineProcManager, launch_core_engines, wai
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
@@ -22,6 +23,7 @@ from stage03_engine import messages
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import EngineStartError
 from stage03_engine.frontend.socket_folder import SocketFolder, remove_dead_folders
+from stage03_engine.helper_process import signals_are_ours
 from stage03_engine.messages import EngineFailed, EngineHello, EngineInit, EngineReady
 from stagetrace import trace
 
@@ -62,10 +64,11 @@ class EngineProcess:
         self._handshake = self._context.socket(zmq.ROUTER)
         self._handshake.bind(self.handshake_address)
         command = [sys.executable, "-m", "stage03_engine.core", self.handshake_address, str(engine_index)]
-        # The engine reads its standard input only to learn when we are gone: the pipe closes even on kill -9.
+        # On its standard input the engine learns that it is to end, and when we are gone: the pipe closes even on kill -9.
         device = config.device_config
         environment = engine_environment(device.num_threads or 1, device.attention_backend)
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
+        with signals_are_ours():
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, env=environment)
         if trace.on:
             trace.emit("engine.spawned", pid=self._process.pid)
 
@@ -121,14 +124,16 @@ class EngineProcess:
 
     def shutdown(self) -> None:
         """End the process, reap it, and remove the sockets. May be called twice."""
-        self._process.terminate()
+        pipe = self._process.stdin
+        assert pipe is not None
+        with contextlib.suppress(OSError, ValueError):  # it has ended already, or this is the second call
+            pipe.write(b"\n")
         try:
             self._process.wait(TERMINATE_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+        pipe.close()
         self._handshake.close(linger=0)
         self._context.term()
         self._folder.remove()

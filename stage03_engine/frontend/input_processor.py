@@ -218,11 +218,11 @@ class InputProcessor:
         if isinstance(prompt, str):
             self._check_text(prompt)
             return self._tokenizer.encode(prompt, add_special_tokens)
-        for token_id in prompt:
-            if not 0 <= token_id < self._vocab_size:
-                raise InvalidRequestError(
-                    f"Token id {token_id} is out of the vocabulary: ids are 0 to {self._vocab_size - 1}.", "prompt"
-                )
+        if prompt and not 0 <= min(prompt) <= max(prompt) < self._vocab_size:
+            wrong = next(token_id for token_id in prompt if not 0 <= token_id < self._vocab_size)
+            raise InvalidRequestError(
+                f"Token id {wrong} is out of the vocabulary: ids are 0 to {self._vocab_size - 1}.", "prompt"
+            )
         return list(prompt)
 
     def _tokenize_pair(self, texts: tuple[str, str], keep: int | None) -> list[int]:
@@ -246,8 +246,12 @@ class InputProcessor:
                 "prompt",
             )
         # A lone surrogate is a valid Python and JSON string but no Unicode text: the tokenizer cannot take it.
-        if not prompt.isascii() and any("\ud800" <= c <= "\udfff" for c in prompt):
-            raise InvalidRequestError("The prompt holds a lone surrogate, which is not Unicode text.", "prompt")
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:
+            raise InvalidRequestError(
+                "The prompt holds a lone surrogate, which is not Unicode text.", "prompt"
+            ) from None
 
 
 def _trace_tokenized(request_id: str, prompt: str | list[int] | tuple[str, str], token_ids: list[int]) -> None:

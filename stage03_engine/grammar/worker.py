@@ -166,7 +166,6 @@ def _run_grammar_process(connection: socket.socket, info: Any, config: VllmConfi
 
 def main() -> int:
     """The template process. Its one argument is the number of an inherited socket; it ends when that closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the engine decides
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the grammar processes
     control = socket.socket(fileno=int(sys.argv[1]))
     size = int.from_bytes(

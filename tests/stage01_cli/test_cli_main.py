@@ -168,3 +168,22 @@ def test_collect_env_names_versions_but_no_secrets() -> None:
     assert facts["HF_TOKEN"] == "(set, not shown)" and "hf_abc" not in done.stdout
     assert facts["STAGES_PORT"] == "81"
     assert facts["TOKENIZERS_PARALLELISM"] == "false"
+
+
+@pytest.mark.parametrize(
+    "module", ["stage01_cli.main", "msgspec", "stage02_server.serve_args", "stage02_server.api_server"]
+)
+def test_ctrl_c_while_modules_are_imported_is_no_traceback(module: str) -> None:
+    """From the first module of the project to the last one that `serve` imports."""
+    code = (
+        "import signal, sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {module!r}: signal.raise_signal(signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "sys.argv = ['stages', 'serve', 'gpt2-tiny']\n"
+        "from stage01_cli.__main__ import run\n"
+        "sys.exit(run())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "")

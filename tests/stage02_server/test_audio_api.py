@@ -6,9 +6,11 @@ import asyncio
 import json
 import re
 import shutil
+import threading
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from small_whisper import NUM_TIMES, Reference, sound, whisper_folder
 
 from stage02_server import serving_transcription
 from stage02_server.audio_input import SAMPLE_RATE, decode_audio, split_audio
+from stage02_server.serving_transcription import _decode
 from stage03_engine.arg_utils import EngineArgs
 
 TRANSCRIBE, TRANSLATE = (["startoftranscript", "en", do, "notimestamps"] for do in ("transcribe", "translate"))
@@ -274,6 +277,30 @@ def test_what_was_aborted_is_no_answer(make_server: Any, folder: Path, fields: d
 
     answer = server.run(both())
     assert (answer.status_code, answer.json()["error"]["type"]) == (503, "ServiceUnavailableError")
+
+
+def test_two_files_are_decoded_at_a_time(make_server: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each may need a lot of memory for a moment."""
+    config = EngineArgs.from_kwargs(model=str(folder))
+    server = make_server(RecordingEcho(config=config), config=config)
+    busy, most, meet = [], [], threading.Barrier(2)
+
+    def decode(data: bytes) -> Any:
+        busy.append(data)
+        meet.wait(10)
+        most.append(len(busy))
+        meet.wait(10)
+        busy.remove(data)
+        return _decode(data)
+
+    monkeypatch.setattr("stage02_server.serving_transcription._decode", decode)
+
+    async def six() -> list[httpx.Response]:
+        send, files = partial(server.send, "POST", "/v1/audio/transcriptions", data={"language": "en"}), sound(0.1)
+        return await asyncio.gather(*(send(files={"file": files}) for _ in range(6)))
+
+    assert [answer.status_code for answer in server.run(six())] == [200] * 6
+    assert most == [2] * 6
 
 
 def test_a_model_without_tokens_for_times_is_asked_for_none(make_server: Any, folder: Path, tmp_path: Path) -> None:

@@ -183,12 +183,14 @@ def test_every_form_of_input_gives_the_same_classes(three: InProcessServer, text
     ids = [three.engine.tokenizer.encode(text) for text in texts]
     assert three.post("/classify", {"input": ids}).json()["data"] == answer
     assert three.post("/classify", {"input": texts[0]}).json()["data"] == answer[:1]
+    chat = {"messages": [{"role": "user", "content": texts[0]}]}
+    assert three.post("/classify", chat).json()["data"] == answer[:1]
     for entry in answer:
         assert entry["label"] == ("good", "bad", "ugly")[entry["probs"].index(max(entry["probs"]))]
 
 
 IMPOSSIBLE: list[tuple[str, dict[str, Any], str]] = [
-    ("/classify", {}, "body.input"),
+    ("/classify", {}, "input"),
     ("/classify", {"input": ""}, "input"),
     ("/classify", {"input": []}, "input"),
     ("/classify", {"input": ["a", ""]}, "input"),
@@ -199,7 +201,8 @@ IMPOSSIBLE: list[tuple[str, dict[str, Any], str]] = [
     ("/classify", {"input": "a", "use_activation": float("nan")}, "body.use_activation"),
     ("/classify", {"input": "a", "activation": False}, "activation"),
     ("/classify", {"input": "a", "softmax": False}, "softmax"),
-    ("/classify", {"input": "a", "messages": [{"role": "user", "content": "a"}]}, "messages"),
+    ("/classify", {"input": "a", "messages": [{"role": "user", "content": "a"}]}, "input"),
+    ("/classify", {"messages": [{"role": "user", "content": "\ud800"}]}, "body.messages"),
     ("/classify", {"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ("/pooling", {"input": "a", "dimensions": 1}, "dimensions"),
     ("/pooling", {"input": "a", "task": "score"}, "body.task"),

@@ -81,6 +81,45 @@ def test_every_form_of_input_gives_the_same_vectors(
         ]
 
 
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<{{ who }}>{% endif %}"
+MESSAGES = st.lists(
+    st.fixed_dictionaries({"role": st.sampled_from(["user", "x"]), "content": st.text("aé!", max_size=4)}),
+    min_size=1, max_size=3,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def templated() -> Iterator[InProcessServer]:
+    config = replace(byte_config(), pooling_config=PoolingConfig(runner_type="pooling"))
+    server = InProcessServer(config=config, chat_template=TEMPLATE, default_chat_template_kwargs={"who": "me"})
+    yield server
+    server.close()
+
+
+@settings(max_examples=30, deadline=None)
+@given(messages=MESSAGES, more=st.fixed_dictionaries({}, optional={
+    "add_generation_prompt": st.booleans(), "chat_template_kwargs": st.just({"who": "you"}), "add_special_tokens": st.booleans(),
+}))  # fmt: skip
+def test_a_chat_is_the_text_that_the_template_makes_of_it(
+    templated: InProcessServer, messages: list[dict[str, str]], more: dict[str, Any]
+) -> None:
+    """The vector is that of the tokens of /tokenize, where an answer would begin unless told otherwise."""
+    chat = {"messages": messages} | more
+    tokens = templated.post("/tokenize", {"add_generation_prompt": False} | chat).json()["tokens"]
+    who = (more.get("chat_template_kwargs") or {"who": "me"})["who"] if more.get("add_generation_prompt") else None
+    written = "".join(f"<{m['role']}>{m['content']}" for m in messages) + (f"<{who}>" if who else "")
+    assert tokens == TOKENIZER.encode(written)
+    for path in ("/v1/embeddings", "/pooling"):
+        asked, text = templated.post(path, chat).json(), templated.post(path, {"input": tokens}).json()
+        assert asked["data"] == text["data"] and asked["usage"] == text["usage"]
+
+
+def test_a_chat_of_a_model_without_a_template_is_concatenated(pooling: InProcessServer) -> None:
+    messages = [{"role": "system", "content": "ab"}, {"role": "user", "content": [{"type": "text", "text": "c"}]}]
+    (entry,) = pooling.post("/v1/embeddings", {"messages": messages, "normalize": False}).json()["data"]
+    assert entry["embedding"] == counts("abc", normalize=False)
+
+
 def test_pooling_gives_a_vector_per_token_unless_asked_for_one(pooling: InProcessServer) -> None:
     each = [counts(letter) for letter in "abc"]
     (entry,) = pooling.post("/pooling", {"input": "abc"}).json()["data"]
@@ -141,7 +180,15 @@ def test_a_text_of_the_whole_context_fits_and_longer_ones_are_cut_on_request(poo
 
 
 IMPOSSIBLE: list[tuple[str, dict[str, Any], str]] = [
-    ("/v1/embeddings", {}, "body.input"),
+    ("/v1/embeddings", {}, "input"),
+    ("/v1/embeddings", {"input": "a", "messages": [{"role": "user", "content": "a"}]}, "input"),
+    ("/v1/embeddings", {"messages": []}, "messages"),
+    ("/v1/embeddings", {"messages": [{"role": "user", "content": ""}]}, "messages"),
+    ("/v1/embeddings", {"messages": [{"role": "user", "content": "a" * (MAX_MODEL_LEN + 1)}]}, "messages"),
+    ("/v1/embeddings", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+    ("/v1/embeddings", {"messages": [{"content": "a"}]}, "body.messages"),
+    ("/v1/embeddings", {"messages": [{"role": "user", "content": "a"}], "chat_template": "x"}, "chat_template"),
+    ("/v1/embeddings", {"messages": [{"role": "user", "content": "a"}], "continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
     ("/v1/embeddings", {"input": ""}, "input"),
     ("/v1/embeddings", {"input": []}, "input"),
     ("/v1/embeddings", {"input": [[]]}, "input"),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import given, settings, strategies as st
 from server_under_test import InProcessServer, RecordingEcho, events
@@ -56,6 +58,34 @@ def test_streams_over_http(make_server: Callable[..., InProcessServer], seconds:
         assert (COMMENT.decode() in text) == (seconds > 0)
         chunks: list[Any] = events(text.replace(COMMENT.decode(), ""))
         assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+
+
+def test_streams_of_responses(make_server: Callable[..., InProcessServer]) -> None:
+    """Of one that is made while its client listens, and of one in the background, whoever follows it."""
+    engine = RecordingEcho(tick_seconds=0.05)
+    server = make_server(engine, sse_keep_alive_interval=0.01)
+
+    def heard(text: str) -> list[str]:
+        assert COMMENT.decode() in text
+        return re.findall(r"^event: (.*)$", text.replace(COMMENT.decode(), ""), re.MULTILINE)
+
+    for background in (False, True):
+        body = {"input": "ab", "max_output_tokens": 3, "stream": True, "background": background}
+
+        async def follow(body: dict[str, Any] = body) -> tuple[httpx.Response, httpx.Response | None]:
+            sent = asyncio.create_task(server.send("POST", "/v1/responses", json=body))
+            if not body["background"]:
+                return await sent, None
+            while not server.engine.num_unfinished_requests:
+                await asyncio.sleep(0)
+            name = engine.added[-1].partition("-")[0]
+            again = await server.send("GET", f"/v1/responses/{name}", params={"stream": True})
+            return await sent, again
+
+        first, again = server.run(follow())
+        names = heard(first.text)
+        assert names[0] == "response.created" and names[-1] == "response.incomplete"
+        assert again is None or heard(again.text) == names
 
 
 @pytest.mark.parametrize("value", ["-1", "nan", "inf", "x"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from typing import Any
@@ -49,6 +50,20 @@ def test_only_when_there_is_something_to_tell(server: InProcessServer, make_serv
             "metrics" in chunk for chunk in events(server.post(path, body | {"max_tokens": 2, "stream": True}).text)
         )
         assert make_server().post(path, body | {"max_tokens": 1}).json()["metrics"] is None
+
+
+def test_responses_tell_it_when_they_have_ended(server: InProcessServer, make_server: Any) -> None:
+    body = {"input": "ab", "max_output_tokens": 4}
+    began = time.perf_counter()
+    metrics = server.post("/v1/responses", body).json()["metrics"]
+    passed = 1000 * (time.perf_counter() - began)
+    assert 1000 * TICK <= metrics["time_to_first_token_ms"] < passed - 3000 * TICK
+    assert metrics["mean_itl_ms"] == pytest.approx(metrics["generation_time_ms"] / 3, rel=0.2)
+    lines = server.post("/v1/responses", body | {"stream": True}).text.splitlines()
+    told = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    *early, last = [event["response"]["metrics"] for event in told if "response" in event]
+    assert early and not any(early) and last["generation_time_ms"] >= 3000 * TICK
+    assert make_server().post("/v1/responses", body).json()["metrics"] is None
 
 
 @given(st.lists(st.tuples(st.floats(0, 9), st.integers(1, 9), st.floats(0, 9)), min_size=1, max_size=4))

@@ -6,6 +6,7 @@ usage of the last one. A path that begins with "#" asks for the number of entrie
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 from server_under_test import EOS, MAX_MODEL_LEN, InProcessServer, byte_config, events
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 AB, USER_AB = {"prompt": "ab"}, {"messages": [{"role": "user", "content": "ab"}]}
 STREAM = {"stream": True}
 USAGE = STREAM | {"stream_options": {"include_usage": True}}
@@ -139,7 +140,33 @@ ANSWERS: list[Row] = [
     ("max_completion_tokens goes before max_tokens", CHAT, USER_AB | {"max_completion_tokens": 2, "max_tokens": 9},
      {"usage.completion_tokens": 2}),
 ]  # fmt: skip
-ROWS = LOGPROBS + ECHO + STOP + STREAMING + ANSWERS
+IN = {"input": "ab", "max_output_tokens": 3}
+RESPONSES_API: list[Row] = [
+    ("a response is a list of items", RESPONSES, IN,
+     {"object": "response", "#output": 1, "output.0.type": "message", "output.0.role": "assistant",
+      "output.0.content.0.type": "output_text", "output.0.content.0.text": "aba"}),
+    ("one that was cut short is incomplete", RESPONSES, IN,
+     {"status": "incomplete", "incomplete_details.reason": "max_output_tokens", "output.0.status": "incomplete"}),
+    ("one that the model ended is completed", RESPONSES, {"input": "a<|endoftext|>"},
+     {"status": "completed", "incomplete_details": None, "output.0.content.0.text": "a", "error": None}),
+    ("its usage has names of its own", RESPONSES, IN,
+     {"usage.input_tokens": 2, "usage.output_tokens": 3, "usage.total_tokens": 5,
+      "usage.input_tokens_details.cached_tokens": 0, "usage.prompt_tokens": ABSENT}),
+    ("the input as messages, behind the instructions", RESPONSES,
+     IN | {"input": [{"role": "user", "content": [{"type": "input_text", "text": "b"}]}], "instructions": "a"},
+     {"output.0.content.0.text": "aba", "instructions": "a"}),
+    ("what was asked for is told again", RESPONSES, IN | {"metadata": {"k": "v"}, "temperature": 0.5, "store": False},
+     {"metadata.k": "v", "temperature": 0.5, "store": False, "max_output_tokens": 3, "text.format.type": "text",
+      "tool_choice": "auto", "tools": [], "previous_response_id": None, "background": False}),
+    ("logprobs where they are included", RESPONSES, IN | {"include": ["message.output_text.logprobs"], "top_logprobs": 1},
+     {"#output.0.content.0.logprobs": 3, "output.0.content.0.logprobs.0.token": "a", "top_logprobs": 1}),
+    ("numbered events, from the response to its text and back", RESPONSES, IN | STREAM,
+     {"0.type": "response.created", "0.sequence_number": 0, "0.response.status": "in_progress",
+      "1.type": "response.in_progress", "2.type": "response.output_item.added", "3.type": "response.content_part.added",
+      "4.type": "response.output_text.delta", "4.delta": "a", "-2.type": "response.output_item.done",
+      "-1.type": "response.incomplete", "-1.response.output.0.content.0.text": "aba"}),
+]  # fmt: skip
+ROWS = LOGPROBS + ECHO + STOP + STREAMING + ANSWERS + RESPONSES_API
 
 
 def at(answer: Any, path: str) -> Any:
@@ -153,13 +180,22 @@ def at(answer: Any, path: str) -> Any:
     return len(answer) if path.startswith("#") else answer
 
 
+def response_events(text: str) -> list[Any]:
+    """Each says its name twice: as the event's, and as its type."""
+    found = [block.split("\n") for block in text.removesuffix("\n\n").split("\n\n")]
+    told = [json.loads(data.removeprefix("data: ")) for _, data in found]
+    assert [name.removeprefix("event: ") for name, _ in found] == [event["type"] for event in told]
+    return told
+
+
 @pytest.mark.parametrize(("behaviour", "path", "body", "wanted"), ROWS, ids=[row[0] for row in ROWS])
 def test_behaviour(
     server: InProcessServer, behaviour: str, path: str, body: dict[str, Any], wanted: dict[str, Any]
 ) -> None:
     response = server.post(path, body, headers={"X-Request-Id": "me"})
     assert response.status_code == 200, response.text
-    answer = events(response.text) if body.get("stream") else response.json()
+    read = response_events if path == RESPONSES else events
+    answer = read(response.text) if body.get("stream") else response.json()
     assert {place: at(answer, place) for place in wanted} == wanted
 
 

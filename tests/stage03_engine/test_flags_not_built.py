@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import assume, given, strategies as st
 
-from stage01_cli.main import make_parser
+from stage01_cli.main import main, make_parser
 from stage03_engine.args import FlexibleArgumentParser, add_not_built
+from stage03_engine.args.not_built import accepts_key
 from stage03_engine.errors import ConfigError
 
 ENGINE = (["serve"], ["run-batch", "-i", "a", "-o", "b"], ["bench", "throughput"], ["bench", "latency"])
@@ -68,3 +71,56 @@ def test_switches_and_their_opposites(name: str, mark: str) -> None:
             with pytest.raises(ConfigError, match=f"{flag} is not supported: the reason"):
                 parser.parse_args([flag])
     assert parser.format_help().count("x") == argparse.ArgumentParser(prog="test").format_help().count("x")
+
+
+@given(
+    st.sampled_from(["enable-x", "disable-x", "x"]), st.sampled_from(["", "+", "*"]), st.sampled_from([True, False, None])
+)  # fmt: skip
+def test_a_config_file_says_a_switch_as_the_command_line_does(name: str, mark: str, value: bool | None) -> None:
+    """`x: true` is `--x`, `x: false` is what turns it off again, and a key without a value is nothing."""
+    table = {"the reason": f"--{name}*" if mark == "*" else f"{mark}--{name}"}
+    parser = FlexibleArgumentParser(prog="test")
+    add_not_built(parser, table)
+    opposite = {"enable-x": "--disable-x", "disable-x": "--enable-x", "x": "--no-x"}[name]
+    words = {True: [f"--{name}"], False: [opposite], None: []}[value]
+
+    def outcome(work: Callable[[], object]) -> str:
+        try:
+            work()
+        except ConfigError as error:
+            return str(error).partition(" ")[2]
+        return "accepted"
+
+    key = name.replace("-", "_")
+    expected = outcome(lambda: parser.parse_args(words))
+    assert outcome(lambda: accepts_key(table, key, value)) == expected
+    assert not accepts_key(table, "y", value)
+
+
+def test_keys_of_a_config_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the command line accepts, refuses, or does not know."""
+    file = tmp_path / "settings.yaml"
+    harmless = (
+        "trust-remote-code: false",
+        "max_loras: 1",
+        "hf-overrides: {}",
+        "revision:",
+        "enable-lora: false",
+        "grpc: false",
+    )
+    refused = {
+        "max-loras: 2": "--max-loras is not supported (only 1 is): LoRA adapters are not built",
+        "lora-modules: [a]": "--lora-modules is not supported: LoRA adapters are not built",
+        "enable-lora: maybe": "--enable-lora is not supported: LoRA adapters are not built",
+        "max-lora: 1": "unknown key 'max-lora'; did you mean",
+    }
+
+    def dry_run(text: str) -> int:
+        file.write_text(text)
+        return main(["serve", "gpt2-tiny", "--dry-run", "--config", str(file)])
+
+    assert dry_run("\n".join(harmless)) == 0
+    capsys.readouterr()
+    for line, said in refused.items():
+        assert dry_run(line) == 2
+        assert capsys.readouterr().err.startswith(f"stages: error: config file {file}: {said}")
