@@ -14,8 +14,9 @@ from typing import Any
 from pydantic import BaseModel
 
 from stage02_server.answer_parser import AnswerParser
+from stage02_server.chat_logprobs import chat_logprobs
 from stage02_server.errors import as_api_error
-from stage02_server.protocol_response import ChatLogProb, TokenLogProb
+from stage02_server.protocol_response import ChatLogProb
 from stage02_server.protocol_responses import ResponsesRequest
 from stage02_server.protocol_responses_input import InputItem
 from stage02_server.protocol_responses_output import (
@@ -27,23 +28,10 @@ from stage02_server.protocol_responses_output import (
     ResponseUsage,
 )
 from stage02_server.response_items import Event, OutputItems, Piece, pieces
-from stage02_server.serving_engine import Batch, finite
+from stage02_server.serving_engine import Batch
 from stage03_engine.frontend.tokenizer import Tokenizer
-from stage03_engine.messages import TokenLogprobs
 from stage03_engine.outputs import CompletionOutput
 from stagetrace import trace
-
-
-def _logprobs(positions: list[TokenLogprobs], tokenizer: Tokenizer) -> list[ChatLogProb]:
-    """A position holds the sampled token first, then the most likely ones."""
-    result = []
-    for position in positions:
-        shown = [
-            TokenLogProb(token=tokenizer.token_text(i), logprob=finite(logprob), bytes=list(tokenizer.token_bytes(i)))
-            for i, logprob in zip(position.token_ids, position.logprobs, strict=True)
-        ]
-        result.append(ChatLogProb(**shown[0].model_dump(), top_logprobs=shown[1:]))
-    return result
 
 
 def _new_response(request: ResponsesRequest, batch: Batch, store: bool) -> ResponsesResponse:
@@ -116,7 +104,7 @@ class ResponseMaker:
 
     def add(self, output: CompletionOutput) -> Iterator[bytes]:
         """What is new in an output of the engine."""
-        self._logprobs += _logprobs(output.logprobs or [], self._tokenizer)
+        self._logprobs += chat_logprobs(output.logprobs or [], self._tokenizer)
         self._num_tokens += len(output.token_ids)
         self._finish_reason = output.finish_reason
         for piece in self._pieces(output):

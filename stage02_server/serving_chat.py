@@ -12,6 +12,7 @@ from starlette.requests import Request
 from stage02_server.answer_parser import AnswerDelta, AnswerParser
 from stage02_server.batch import Batch
 from stage02_server.chat_answers import ChatAnswers, delta_fields, finish_reason, message_fields
+from stage02_server.chat_logprobs import chat_logprobs
 from stage02_server.chat_messages import plain_message
 from stage02_server.chat_template import ChatTemplate
 from stage02_server.cli_args import FrontendArgs
@@ -20,40 +21,28 @@ from stage02_server.protocol import ChatCompletionRequest
 from stage02_server.protocol_response import (
     ChatChoice,
     ChatCompletionResponse,
-    ChatLogProb,
     ChatLogProbs,
     ChatMessage,
     ChatStreamChoice,
     ChatStreamResponse,
-    TokenLogProb,
     UsageInfo,
 )
-from stage02_server.serving_engine import OpenAIServing, finite, prompt_logprobs_json, token_name
+from stage02_server.serving_engine import OpenAIServing, prompt_logprobs_json
 from stage02_server.serving_models import OpenAIServingModels
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.async_llm import AsyncLLM
 from stage03_engine.frontend.beam_search import BeamSearchParams
 from stage03_engine.frontend.tokenizer import Tokenizer
-from stage03_engine.messages import TokenLogprobs
 from stage03_engine.outputs import CompletionOutput
 from stage03_engine.sampling_params import SamplingParams
 from stagetrace import trace
 
 
-def _logprobs(positions: list[TokenLogprobs] | None, tokenizer: Tokenizer, as_ids: bool) -> ChatLogProbs | None:
-    """OpenAI's chat shape. A position holds the sampled token first, then the most likely ones."""
-    if positions is None:
+def _logprobs(output: CompletionOutput, tokenizer: Tokenizer, batch: Batch) -> ChatLogProbs | None:
+    """Of a choice; None when nobody asked."""
+    if output.logprobs is None:
         return None
-
-    def shown(token_id: int, logprob: float) -> dict:
-        text, raw = token_name(tokenizer, token_id, as_ids), tokenizer.token_bytes(token_id)
-        return {"token": text, "logprob": finite(logprob), "bytes": list(raw)}
-
-    content = []
-    for position in positions:
-        (sampled, *top) = zip(position.token_ids, position.logprobs, strict=True)
-        content.append(ChatLogProb(**shown(*sampled), top_logprobs=[TokenLogProb(**shown(*pair)) for pair in top]))
-    return ChatLogProbs(content=content)
+    return ChatLogProbs(content=chat_logprobs(output.logprobs, tokenizer, batch.tokens_as_ids))
 
 
 @dataclass
@@ -111,7 +100,7 @@ class ChatChunks:
         choice = ChatStreamChoice(
             index=index,
             delta={"content": delta.content} if parser is None else delta_fields(delta),
-            logprobs=_logprobs(output.logprobs, self._tokenizer, self._batch.tokens_as_ids),
+            logprobs=_logprobs(output, self._tokenizer, self._batch),
             finish_reason=self._answer.finish_reason(parser, output),
             stop_reason=output.stop_reason,
             token_ids=output.token_ids if self._batch.return_token_ids else None,
@@ -204,7 +193,7 @@ class OpenAIServingChat(OpenAIServing):
         return ChatChoice(
             index=output.index,
             message=ChatMessage(role=answer.role, **fields),
-            logprobs=_logprobs(output.logprobs, self.engine_client.tokenizer, batch.tokens_as_ids),
+            logprobs=_logprobs(output, self.engine_client.tokenizer, batch),
             finish_reason=answer.finish_reason(parser, output),
             stop_reason=output.stop_reason,
             token_ids=output.token_ids if batch.return_token_ids else None,

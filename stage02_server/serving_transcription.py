@@ -83,14 +83,14 @@ class ServingTranscription:
         samples, pieces = await in_thread(DECODERS, raw_request.receive, partial(_decode, data))
         self._hold(samples)
         ids, first = raw_request.state.ids, 0
-        if language is None:
-            detected = self._detect_language(pieces[0], ids.engine_id(0))
-            language, first = await run_until_disconnect(raw_request.receive, detected), 1
-        prompt = self._prompt(request, language, task)
         if trace.on:
             trace.emit(
                 "request.validated", req=ids.engine_id(0), model=model, stream=request.stream, prompts=len(pieces)
             )  # fmt: skip
+        if language is None:
+            detected = self._detect_language(pieces[0], ids.engine_id(0))
+            language, first = await run_until_disconnect(raw_request.receive, detected), 1
+        prompt = self._prompt(request, language, task)
         if request.timed:
             timed = self._timed(request, prompt, params, samples, language, task, ids, first)
             return await run_until_disconnect(raw_request.receive, timed)
