@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import weakref
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
@@ -90,11 +90,11 @@ class ServingTranscription:
         if language is None:
             detected = self._detect_language(pieces[0], ids.engine_id(0))
             language, first = await run_until_disconnect(raw_request.receive, detected), 1
-        prompt = self._prompt(request, language, task)
+        ask = partial(self._request, self._prompt(request, language, task), params, ids)
         if request.timed:
-            timed = self._timed(request, prompt, params, samples, language, task, ids, first)
+            timed = self._timed(request, ask, samples, language, task, first)
             return await run_until_disconnect(raw_request.receive, timed)
-        requests = [self._request(prompt, params, piece, ids, first + index) for index, piece in enumerate(pieces)]
+        requests = [ask(index, piece) for index, piece in enumerate(pieces, start=first)]
         seconds = len(samples) / SAMPLE_RATE
         if request.stream:
             usage = request.stream_include_usage or self.args.enable_force_include_usage
@@ -153,9 +153,9 @@ class ServingTranscription:
         return language
 
     def _request(
-        self, prompt: list[int], params: SamplingParams, piece: np.ndarray, ids: RequestIds, index: int
+        self, prompt: list[int], params: SamplingParams, ids: RequestIds, index: int, piece: np.ndarray
     ) -> SoundRequest:
-        """The engine request about a piece. Raises InvalidRequestError."""
+        """The engine request number `index`, about a piece. Raises InvalidRequestError."""
         made = self.engine_client.input_processor.process_inputs(ids.engine_id(index), prompt, params)
         if self.request_logger is not None:
             self.request_logger.log_inputs(made, prompt)
@@ -201,12 +201,10 @@ class ServingTranscription:
     async def _timed(
         self,
         request: TranscriptionRequest,
-        prompt: list[int],
-        params: SamplingParams,
+        ask: Callable[[int, np.ndarray], SoundRequest],
         samples: np.ndarray,
         language: str,
         task: Task,
-        ids: RequestIds,
         first: int,
     ) -> str | TranscriptionVerbose:
         """One piece after the other, each from where the last whole segment ended: what its end cuts off is heard again."""
@@ -215,7 +213,7 @@ class ServingTranscription:
         start, index = 0, first
         while start < len(samples):
             piece = samples[start : start + LONGEST]
-            made = with_sound(*self._request(prompt, params, piece, ids, index))
+            made = with_sound(*ask(index, piece))
             assert made.audio is not None
             made.audio.timestamps_from, made.audio.word_timestamps = timestamps_from, request.wants_words
             (output,) = await collect(self.engine_client, [made])
