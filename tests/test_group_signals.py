@@ -28,7 +28,7 @@ def test_running_requests_finish_all_the_same(server: ServerProcess) -> None:
     """With everything that they need: the engine, and the process of the grammar under which the answer stands."""
     url = server.wait_until_ready()
     body = {
-        "messages": [{"role": "user", "content": "ROMEO:"}], "max_tokens": 300, "ignore_eos": True, "stream": True,
+        "messages": [{"role": "user", "content": "ROMEO:"}], "max_tokens": 120, "ignore_eos": True, "stream": True,
         "structured_outputs": {"regex": "[a-z ]{2000}"},
     }  # fmt: skip
     with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=30) as response:

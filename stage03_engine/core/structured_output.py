@@ -7,18 +7,15 @@ was last heard over it. It imports neither torch nor xgrammar.
 
 from __future__ import annotations
 
-import contextlib
 import select
 import socket
-import subprocess
-import sys
 import time
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
 from stage03_engine.config import VllmConfig
+from stage03_engine.core.grammar_template import GrammarTemplate
 from stage03_engine.grammar.protocol import ACCEPT, CLOSE, OPEN, MatcherState, frame, read_message
-from stage03_engine.helper_process import signals_are_ours
 from stage03_engine.messages import EngineCoreOutput, FinishReason
 from stage03_engine.sampling_params import SamplingParams
 from stage03_engine.structured_outputs import StructuredOutputsParams
@@ -27,7 +24,7 @@ from stagetrace import trace
 
 MAX_COMPILING = 2  # at once; each takes a core
 MAX_RESTARTS = 3  # for a request whose grammar process was killed before its first token
-ANSWER_TIMEOUT = 60.0  # seconds; only a grammar process that somebody has stopped takes so long
+LOST = "lost the process in which its grammar ran, since that was killed; send the request again"
 
 Key = tuple[str, str]
 
@@ -45,6 +42,7 @@ class _Grammar:
     """One grammar process. Its answers come in the order of the questions: `expected` names the requests of each."""
 
     socket: socket.socket
+    number: int  # under which the template process knows it
     key: Key
     started: float
     compiled: bool = False
@@ -63,53 +61,6 @@ class _Grammar:
         """The process ends when it reads the end of its socket, or at its next limit."""
         self.stream.close()
         self.socket.close()
-
-
-class GrammarTemplate:
-    """The template process that forks the grammar processes; started with the first grammar, again if it is gone."""
-
-    def __init__(self, config: VllmConfig) -> None:
-        self._config = config
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def connect(self) -> socket.socket:
-        """A socket to a new grammar process. Returns before that process exists."""
-        if self.gone:
-            self.shutdown()
-            self._control, theirs = socket.socketpair()
-            command = [sys.executable, "-m", "stage03_engine.grammar.worker", str(theirs.fileno())]
-            with signals_are_ours():
-                self._process = subprocess.Popen(
-                    command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
-                )
-            theirs.close()
-            with contextlib.suppress(OSError):  # it has ended again; then the new socket is at its end, too
-                self._control.sendall(frame(self._config))
-        ours, theirs = socket.socketpair()
-        with theirs, contextlib.suppress(OSError):
-            socket.send_fds(self._control, [b"f"], [theirs.fileno()])
-        ours.settimeout(ANSWER_TIMEOUT)
-        return ours
-
-    @property
-    def gone(self) -> bool:
-        """True when there is no template process, or its end has begun: it closes its socket before it has an exit code."""
-        if self._process is None:
-            return True
-        try:
-            return not self._control.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
-
-    def shutdown(self) -> None:
-        """End the process; the grammar processes end with their sockets."""
-        if self._process is not None:
-            self._control.close()
-            self._process.kill()
-            self._process.wait()
-            self._process = None
 
 
 class StructuredOutputManager:
@@ -198,7 +149,7 @@ class StructuredOutputManager:
         return True
 
     def _start_grammar(self, key: Key) -> _Grammar:
-        grammar = self._grammars[key] = _Grammar(self._template.connect(), key, time.monotonic())
+        grammar = self._grammars[key] = _Grammar(*self._template.connect(), key, time.monotonic())
         self._send(grammar, list(key))
         return grammar
 
@@ -258,9 +209,10 @@ class StructuredOutputManager:
         """Take in one answer; the end of the process is one too."""
         try:
             answer = read_message(grammar.stream)
-        except (EOFError, OSError):
-            self._begin_again(grammar)
-            self._end_grammar(grammar, self._limit_reached(grammar))
+        except (EOFError, OSError) as error:
+            killed = isinstance(error, TimeoutError) or self._template.was_killed(grammar.number)
+            self._begin_again(grammar, killed)
+            self._end_grammar(grammar, LOST if killed else self._limit_reached(grammar))
             return
         if grammar.compiled:
             for request_id, state in zip(grammar.expected.popleft(), answer, strict=True):
@@ -283,10 +235,9 @@ class StructuredOutputManager:
         else:
             request.state = state
 
-    def _begin_again(self, grammar: _Grammar) -> None:
-        """Its process has ended, and somebody has killed it: the template process has ended too, or the grammar had been of
-        use before. Requests without a token get a new process."""
-        killed = self._template.gone
+    def _begin_again(self, grammar: _Grammar, killed: bool) -> None:
+        """Its process has ended. Requests without a token get a new one, if somebody has killed it, or if the grammar had been
+        of use before."""
         for request_id, known in list(grammar.users.items()):
             request = self._requests[request_id]
             if (
@@ -299,8 +250,6 @@ class StructuredOutputManager:
                 self._queued.append(request_id)
 
     def _limit_reached(self, grammar: _Grammar) -> str:
-        if self._template.gone:
-            return "lost the process in which its grammar ran; send the request again"
         memory = f"{self._limits.grammar_memory_bytes // 1024**2} MiB"
         if grammar.compiled:
             what, seconds = "its next token could not be found", self._limits.grammar_step_seconds

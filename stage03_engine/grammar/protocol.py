@@ -9,6 +9,7 @@ import msgspec
 
 Stream = IO[bytes] | io.BufferedRWPair | io.BufferedReader
 OPEN, ACCEPT, CLOSE = 0, 1, 2
+FORK, ASK = b"f", b"?"  # to the template process, each followed by the number of a grammar process (4 bytes)
 
 
 class MatcherState(msgspec.Struct, array_like=True):

@@ -6,7 +6,8 @@ system enforces: on reaching one the process ends, the engine sees the end of it
 vLLM runs xgrammar in the engine process (v1/structured_output/backend_xgrammar.py) and has no such limits.
 
 `main` is the template process: it imports xgrammar, reads the tokenizer, and forks one grammar process per socket that it is
-sent. A fork costs milliseconds; starting from nothing would cost over a second.
+sent. A fork costs milliseconds; starting from nothing would cost over a second. When a grammar process has ended without a word,
+the template process can say by which signal.
 
 Messages, both ways: length (4 bytes, little-endian), msgpack. Engine -> grammar process: [kind, text], then any number of
 [OPEN, {id: ignore_eos}], [ACCEPT, {id: token ids}], [CLOSE, id]. Back: for the first an error text or "", for OPEN and ACCEPT a
@@ -29,7 +30,7 @@ import msgspec
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.frontend.tokenizer import init_tokenizer_from_configs
-from stage03_engine.grammar.protocol import ACCEPT, CLOSE, MatcherState, Stream, read_message, write_message
+from stage03_engine.grammar.protocol import ACCEPT, ASK, CLOSE, MatcherState, Stream, read_message, write_message
 
 MAX_WHITESPACE = 16  # in a row, between two parts of a JSON text: a small model may else never get on
 
@@ -164,9 +165,34 @@ def _run_grammar_process(connection: socket.socket, info: Any, config: VllmConfi
         os._exit(0)
 
 
+class Children:
+    """The grammar processes that were forked: those that may run, number -> process id, and by which signal others ended."""
+
+    def __init__(self) -> None:
+        self.running: dict[int, int] = {}
+        self._ended: dict[int, int] = {}
+
+    def reap(self) -> None:
+        """Take note of those that have ended, so that the system can forget them."""
+        for number in list(self.running):
+            self._wait(number, os.WNOHANG)
+
+    def signal_that_ended(self, number: int) -> int:
+        """0 for one that ended by itself. Waits until it has ended."""
+        if number in self.running:
+            self._wait(number, 0)
+        return self._ended.pop(number, 0)
+
+    def _wait(self, number: int, how: int) -> None:
+        pid, status = os.waitpid(self.running[number], how)
+        if pid:
+            del self.running[number]
+            if os.WIFSIGNALED(status):
+                self._ended[number] = os.WTERMSIG(status)
+
+
 def main() -> int:
     """The template process. Its one argument is the number of an inherited socket; it ends when that closes."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the grammar processes
     control = socket.socket(fileno=int(sys.argv[1]))
     size = int.from_bytes(
         control.recv(4, socket.MSG_WAITALL), "little"
@@ -175,13 +201,20 @@ def main() -> int:
     info = make_tokenizer_info(config)
     gc.collect()
     gc.freeze()  # a fork shares the pages that the collector does not touch
+    children = Children()
     while True:
-        data, descriptors, _, _ = socket.recv_fds(control, 1, 1)
-        if not data:
+        kind, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        if not kind:
             return 0
-        if os.fork() == 0:
+        number = int.from_bytes(control.recv(4, socket.MSG_WAITALL), "little")
+        if kind == ASK:
+            control.sendall(bytes([children.signal_that_ended(number)]))
+            continue
+        children.reap()
+        if (pid := os.fork()) == 0:
             control.close()
             _run_grammar_process(socket.socket(fileno=descriptors[0]), info, config)
+        children.running[number] = pid
         os.close(descriptors[0])
 
 

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from stage03_engine.arg_utils import EngineArgs
+from stage03_engine.core import grammar_template
 from stage03_engine.core.engine_core import EngineCore
 from stage03_engine.core.structured_output import StructuredOutputManager
 from stage03_engine.llm import LLM
@@ -123,7 +124,7 @@ def test_when_a_grammar_process_dies_its_requests_end_and_a_new_one_is_made(mana
     os.kill(first.pid, signal.SIGKILL)
     one = next(i for i in range(len(mask) * 8) if mask[i // 8] >> (i % 8) & 1)
     _, failed = manager.accept_tokens({"a": [1], "b": [one]})
-    assert failed.keys() == {"a"}
+    assert failed.keys() == {"a"} and "since that was killed" in (failed["a"].error or "")
     manager.free("a")
     begin(manager, "again", Wanted(regex="[ab]+"))
     template.kill()
@@ -140,8 +141,43 @@ def test_a_process_that_was_killed_in_between_is_not_the_next_requests_fault(man
     [grammar] = template.children()
     grammar.kill()
     begin(manager, "b", Wanted(regex="[ab]+"))
+    [grammar] = template.children()
     template.kill()
     begin(manager, "c", Wanted(regex="[cd]+"))
+    grammar.kill()  # whose end nobody can tell us
+    _, failed = manager.accept_tokens({"b": [1]})
+    assert "since that was killed" in (failed["b"].error or "")
+
+
+def test_a_limit_is_told_from_a_kill(manager: StructuredOutputManager, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system ends a process that computed for too long with SIGPROF; one that found no memory may abort."""
+    begin(manager, "x", Wanted(regex="[x]+"))
+    manager.free("x")
+    template = psutil.Process(manager._template._process.pid)  # type: ignore[union-attr]
+    [unused] = template.children()
+
+    def ended_by(number: signal.Signals) -> str:
+        begin(manager, "a", Wanted(regex="[ab]+"))
+        if number == signal.SIGSTOP:
+            template.suspend()  # it cannot be asked
+            number = signal.SIGPROF
+        max(template.children(), key=lambda p: p.pid).send_signal(number)
+        _, failed = manager.accept_tokens({"a": [1]})
+        manager.free("a")
+        return failed["a"].error or ""
+
+    for number in (signal.SIGKILL, signal.SIGPROF, signal.SIGABRT):
+        wanted = "since that was killed" if number == signal.SIGKILL else "is too complex"
+        assert wanted in ended_by(number)
+    manager._grammars.popitem(last=False)[1].close()  # as when it makes room for another
+    while unused.status() != psutil.STATUS_ZOMBIE:
+        pass
+    begin(manager, "last", Wanted(regex="[ab]+"))
+    manager.free("last")
+    assert not unused.is_running(), "the system may forget it"
+    monkeypatch.setattr(grammar_template, "TEMPLATE_TIMEOUT", 0.1)
+    assert "since that was killed" in ended_by(signal.SIGSTOP)
+    assert not template.is_running()
 
 
 def test_a_stopped_engine_leaves_no_grammar_process_behind() -> None:
