@@ -47,9 +47,10 @@ def _hash(text: str) -> str:
 
 
 @router.get("/", include_in_schema=False)
-async def show_page() -> Response:
-    """The page itself; it holds nothing secret, so it is open as /health is."""
+async def show_page(raw_request: Request) -> Response:
+    """The page itself; it holds nothing secret, so it is open as /health is. It offers what the served model can do."""
     page, policy = build_page()
+    page = page.replace("@@TASKS@@", " ".join(raw_request.app.state.engine_client.vllm_config.supported_tasks))
     headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff", "Cache-Control": "no-cache"}
     return Response(page, media_type="text/html; charset=utf-8", headers=headers)
 
