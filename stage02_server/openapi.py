@@ -1,4 +1,4 @@
-"""What /openapi.json says of the answers, where FastAPI cannot know it: error objects, streams, and answers without a body.
+"""What /openapi.json says where FastAPI cannot know it: of fields, error objects, streams, and answers without a body.
 
 vLLM declares the same at each route; here it is one rule for all of them.
 """
@@ -9,6 +9,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from stage02_server.field_descriptions import describe_fields
 from stage02_server.protocol_response import ErrorResponse
 
 EMPTY = {"/health", "/ping", "/reset_prefix_cache"}
@@ -40,6 +41,7 @@ def _described(description: dict[str, Any]) -> dict[str, Any]:
     schemas["ErrorResponse"] = own
     for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's own shape of an error, which no route sends
         schemas.pop(name, None)
+    describe_fields(description)
     error = {"$ref": "#/components/schemas/ErrorResponse"}
     for path, operations in description["paths"].items():
         for operation in operations.values():

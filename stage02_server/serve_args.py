@@ -34,7 +34,7 @@ SERVER_FLAGS: dict[str, str] = {
     "the log has the traceback of what nobody expected, and the trace the rest": "--log-error-stack",
     "answers have no system_fingerprint": "--fingerprint-mode=none --fingerprint-value=",
     "certificates are read once, when the server starts": "--enable-ssl-refresh",
-    "/docs loads its scripts from the network": "--enable-offline-docs",
+    "/docs needs no network": "--enable-offline-docs*",
     "there are no models with late interaction": "--enable-flash-late-interaction*",
 }
 """Flags of vLLM's server that are not built, in the form of stage03_engine/args/not_built.py."""
