@@ -66,9 +66,12 @@ def _route(path: str, method: str, operation: dict[str, Any]) -> str:
     for body in operation.get("requestBody", {}).get("content", {}).values():
         schema = body["schema"]
         if "$ref" in schema:
-            fields.append(f'<tr><th scope="row">body</th><td colspan="3">{_kind(schema)}</td></tr>')
+            fields.append(_line("body", schema))
         else:
             fields.extend(_rows(schema))
+    answer = operation["responses"].get("200", {}).get("content", {}).get("application/json", {}).get("schema", {})
+    if "$ref" in answer:
+        fields.append(_line("answer", answer))
     words = escape(operation.get("description", ""))
     return (
         f'<h3 id="{escape(method + path)}"><span class="method">{method.upper()}</span> <code>{escape(path)}</code></h3>'
@@ -86,6 +89,10 @@ def _rows(shape: dict[str, Any]) -> list[str]:
     needed = shape.get("required", ())
     fields = sorted(shape.get("properties", {}).items(), key=lambda field: field[0] not in needed)
     return [_row(name, schema, name in needed) for name, schema in fields]
+
+
+def _line(what: str, schema: dict[str, Any]) -> str:
+    return f'<tr><th scope="row">{what}</th><td colspan="3">{_kind(schema)}</td></tr>'
 
 
 def _table(rows: list[str]) -> str:

@@ -1,10 +1,12 @@
-"""What each field of a request means, in one sentence: for /openapi.json and the page /docs.
+"""What each field of a request or an answer means, in one sentence: for /openapi.json and the page /docs.
 
-Several requests have a field of the same name, so the table is by name; `Model.field` goes before it.
+Several shapes have a field of the same name, so the tables are by name; `Model.field` goes before it. An answer repeats some
+fields of its request: what ANSWER_FIELDS does not know is looked up in FIELDS.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 FIELDS = {
@@ -170,22 +172,114 @@ FIELDS = {
     "ErrorInfo.type": "The kind of error.",
 }
 
+ANSWER_FIELDS = {
+    "id": "The id of the answer.",
+    "object": "What kind of object this is.",
+    "created": "When the request came, in seconds since 1970.",
+    "model": "The name under which the model is served.",
+    "usage": "How many tokens the request took.",
+    "choices": "The answers.",
+    "data": "What was asked for, in its order.",
+    "index": "Its place, from 0.",
+    # Text
+    "text": "The text.",
+    "message": "The answer, as a message of the chat.",
+    "ResponseError.message": "What is wrong, in words.",
+    "role": "Who speaks.",
+    "content": "The text; null if there is none.",
+    "OutputMessage.content": "The parts of the message.",
+    "ReasoningItem.content": "The parts of the reasoning.",
+    "ChatLogProbs.content": "One entry per token of the content.",
+    "finish_reason": "Why it ended: stop, length, tool_calls, repetition, abort.",
+    "stop_reason": "The stop string or the token that ended it.",
+    "token_ids": "The tokens of the answer.",
+    "prompt_token_ids": "The tokens of the prompt.",
+    "prompt_text": "What the chat template made of the messages.",
+    "prompt": "The text of the tokens.",
+    # Logprobs
+    "logprobs": "The log-probabilities that were asked for.",
+    "prompt_logprobs": "The log-probabilities of the prompt's tokens, by token id; null for the first.",
+    "tokens": "The tokens, as texts.",
+    "TokenizeResponse.tokens": "The token ids.",
+    "text_offset": "Where in the answer each token begins, in characters.",
+    "token_logprobs": "The log-probability of each token.",
+    "top_logprobs": "The likeliest tokens in this place, with theirs.",
+    "CompletionLogProbs.top_logprobs": "For each token the likeliest ones in its place, with theirs.",
+    "token": "The text of the token.",
+    "bytes": "Its bytes in UTF-8.",
+    "logprob": "Its log-probability.",
+    "rank": "Its place among all tokens; 1 is the likeliest.",
+    "decoded_token": "The text of the token.",
+    # Numbers of tokens, and times
+    "prompt_tokens": "Tokens of the prompt.",
+    "completion_tokens": "Tokens of the answers.",
+    "total_tokens": "Both.",
+    "prompt_tokens_details": "How many of them were in the prefix cache.",
+    "cached_tokens": "Tokens that were found in the prefix cache.",
+    "cache_write_tokens": "Not counted here.",
+    "input_tokens": "Tokens of the prompt.",
+    "input_tokens_details": "How many of them were in the prefix cache.",
+    "output_tokens": "Tokens of the answer.",
+    "output_tokens_details": "How many of them were reasoning.",
+    "reasoning_tokens": "Tokens of the reasoning.",
+    "metrics": "How long the request waited and took; with --enable-per-request-metrics.",
+    "queue_time_ms": "Milliseconds in the queue.",
+    "time_to_first_token_ms": "Milliseconds to the first token.",
+    "generation_time_ms": "Milliseconds from the first token to the last.",
+    "mean_itl_ms": "Milliseconds from one token to the next, on average.",
+    "tokens_per_second": "Tokens per second after the first.",
+    "speculative_decoding": "Not told here.",
+    # Responses
+    "type": "What it is.",
+    "status": "queued, in_progress, completed, incomplete, failed or cancelled.",
+    "created_at": "When it was asked for, in seconds since 1970.",
+    "completed_at": "When it was complete, in seconds since 1970.",
+    "incomplete_details": "Why it was cut short.",
+    "reason": "max_output_tokens, or what else it was.",
+    "output": "The items of the answer.",
+    "annotations": "None are made here.",
+    "background": "Whether it was made in the background.",
+    "ResponsesResponse.reasoning": "How much the model was to think.",
+    "ResponsesResponse.text": "What form the text has.",
+    "summary": "Summaries are not written.",
+    # Models and tokens
+    "ModelCard.id": "The name that requests use.",
+    "owned_by": "Who made it known to the server.",
+    "root": "The model that was loaded.",
+    "parent": "The model that it was made of; null here.",
+    "max_model_len": "Most tokens of a prompt and its answer together.",
+    "count": "How many tokens.",
+    "token_strs": "The text of each token.",
+    # Vectors, scores and classes
+    "embedding": "The vector, as numbers or as base64.",
+    "PoolingData.data": "A vector, or one for each token.",
+    "label": "The name of the likeliest class.",
+    "probs": "A number for each class.",
+    "num_classes": "How many classes there are.",
+    "score": "How alike the two texts are.",
+    "results": "The documents, the best first.",
+    "document": "The text, if the request asked for it.",
+    "relevance_score": "How well it fits the query.",
+    "RerankResult.index": "Its place in the request, from 0.",
+}
 
-def describe_fields(description: dict[str, Any]) -> None:
-    """Put the sentences into an OpenAPI description: at fields of shapes, of forms, and at parameters of routes."""
+
+def describe_fields(description: dict[str, Any], answers: Collection[str]) -> None:
+    """Put the sentences into an OpenAPI description: at fields of shapes, of forms, and at parameters of routes. `answers` are
+    the names of the shapes that answers have."""
     for name, shape in description["components"]["schemas"].items():
-        _describe(name, shape)
+        _describe(name, shape, FIELDS | ANSWER_FIELDS if name in answers else FIELDS)
     for operations in description["paths"].values():
         for operation in operations.values():
             for parameter in operation.get("parameters", ()):
                 if parameter["name"] in FIELDS:
                     parameter.setdefault("description", FIELDS[parameter["name"]])
             for body in operation.get("requestBody", {}).get("content", {}).values():
-                _describe("", body["schema"])
+                _describe("", body["schema"], FIELDS)
 
 
-def _describe(name: str, shape: dict[str, Any]) -> None:
+def _describe(name: str, shape: dict[str, Any], sentences: dict[str, str]) -> None:
     for field, schema in shape.get("properties", {}).items():
-        sentence = FIELDS.get(f"{name}.{field}", FIELDS.get(field))
+        sentence = sentences.get(f"{name}.{field}", sentences.get(field))
         if sentence is not None:
             schema.setdefault("description", sentence)

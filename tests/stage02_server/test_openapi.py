@@ -14,7 +14,7 @@ import httpx
 import pytest
 from server_under_test import ServerProcess
 
-from stage02_server.field_descriptions import FIELDS
+from stage02_server.field_descriptions import ANSWER_FIELDS, FIELDS
 
 LIMITS = "positive_data_acceptance"  # what the schema allows may be too long for the model, or not in its vocabulary
 NO_END = "/v1/engine/events"  # a stream that goes on as long as the engine
@@ -70,7 +70,9 @@ def test_every_field_and_parameter_is_explained(url: str) -> None:
     assert len(fields) > 300 and len(parameters) > 3
     assert [name for name, one in (fields | parameters).items() if not one.get("description")] == []
     names = {name.partition(".")[2] for name in fields} | {name.split()[-1] for name in parameters}
-    assert {name for name in FIELDS if name not in fields and name not in names} == set()  # nothing else is explained
+    assert {
+        name for name in FIELDS | ANSWER_FIELDS if name not in fields and name not in names
+    } == set()  # nothing else is explained
     assert [path for path, operation in routes(description) if not operation.get("description")] == []
 
 
@@ -85,6 +87,8 @@ def test_the_page_of_routes_says_the_same_and_asks_nobody_else(url: str) -> None
         assert f"<code>{path}</code>" in answer.text and html.escape(operation["description"]) in answer.text, path
     targets = set(re.findall('id="([^"]*)"', answer.text))
     assert {link[1:] for link in re.findall('href="(#[^"]*)"', answer.text)} <= targets
+    for shape in ("CompletionRequest", "ChatCompletionResponse"):
+        assert f'<a href="#{shape}">{shape}</a>' in answer.text
     for sentence in ("Keep so many of a vector&#x27;s first numbers.", "The language that is spoken, such as en; "):
         assert sentence in answer.text
     assert "9.22" not in answer.text and "2147483648" not in answer.text
