@@ -2,6 +2,7 @@
 
 const form = byId("request");
 const conversation = []; // of the chat: {role, content}
+const ASK_AGAIN_MS = 1000;
 let running = null; // the AbortController of the request on its way
 
 const tasks = document.body.dataset.tasks.split(" ");
@@ -159,6 +160,7 @@ function clear() {
   showForm();
 }
 
+/** Asks again until there is an answer: a page may be opened while the server still loads its model. */
 async function loadModels() {
   try {
     const response = await ask("v1/models");
@@ -167,6 +169,7 @@ async function loadModels() {
     byId("problem").textContent = "";
   } catch (error) {
     byId("problem").textContent = error.message;
+    if (!(error instanceof KeyNeeded)) setTimeout(loadModels, ASK_AGAIN_MS);
   }
   showForm();
 }

@@ -17,6 +17,8 @@ function headers(more = {}) {
   return key ? { Authorization: `Bearer ${key}`, ...more } : more;
 }
 
+class KeyNeeded extends Error {} // nothing to wait for: somebody has to type it
+
 /** An answer with status 200; every other one is an Error that says in words what is wrong. */
 async function ask(path, how = {}) {
   const response = await fetch(path, { ...how, headers: headers(how.headers) }).catch(explain);
@@ -31,7 +33,7 @@ function explain(error) {
 
 /** The error that an answer with another status than 200 holds. */
 async function failure(response) {
-  if (response.status === 401) return new Error("this server wants an API key: put it into the field at the top");
+  if (response.status === 401) return new KeyNeeded("this server wants an API key: put it into the field at the top");
   let message = `HTTP status ${response.status}`;
   try {
     message = (await response.json()).error.message;

@@ -30,28 +30,22 @@ def test_it_says_what_the_model_does() -> None:
     server.close()
 
 
-def test_a_model_for_vectors_is_asked_for_vectors(page: Any) -> None:
-    server = ServerProcess("gpt2-tiny", "--runner", "pooling", "--port", "0")
-    try:
-        page.goto(server.wait_until_ready() + "/")
-        page.wait_for_selector("option", state="attached")
-        assert page.text_content("#makes") == "this model makes vectors"
-        assert not page.is_visible("[name=kind] >> nth=0") and not page.is_visible("[name=max_tokens]")
-        page.press("[name=prompt]", "Control+Enter")
-        wait_for(page, ".words", " numbers: ")
-        assert "/v1/embeddings" in page.text_content("#curl") and "stream" not in page.text_content("#curl")
-    finally:
-        server.close()
-
-
 @pytest.mark.parametrize(
     ("tasks", "path", "answer", "shown"),
     [
         ("transcription translation", "/v1/audio/transcriptions", {"text": "To be."}, "To be."),
+        (
+            "embed token_embed score",
+            "/v1/embeddings",
+            {"data": [{"embedding": [0.5, 0.25]}]},
+            "2 numbers: 0.5000, 0.2500",
+        ),
         ("classify score", "/classify", {"data": [{"label": "joy", "probs": [0.75, 0.25]}]}, "class joy"),
     ],
 )
-def test_sound_and_classes(page: Any, tasks: str, path: str, answer: Any, shown: str) -> None:
+def test_a_model_that_writes_no_text_is_asked_for_what_it_makes(
+    page: Any, tasks: str, path: str, answer: Any, shown: str
+) -> None:
     sent = []
 
     def serve(route: Any) -> None:
@@ -67,11 +61,14 @@ def test_sound_and_classes(page: Any, tasks: str, path: str, answer: Any, shown:
     page.route("**/*", serve)
     page.goto("http://stages.test/")
     page.wait_for_selector("option", state="attached")
+    assert page.text_content("#makes").startswith("this model ")
+    assert not page.is_visible("[name=kind] >> nth=0") and not page.is_visible("[name=max_tokens]")
     if "transcription" in tasks:
         assert not page.is_visible("[name=prompt]")
         page.set_input_files("[name=file]", {"name": "a.wav", "mimeType": "audio/wav", "buffer": b"RIFF"})
     page.click("#send")
     wait_for(page, ".words", shown)
+    assert "stream" not in page.text_content("#curl")
     assert path in page.text_content("#curl") and "small" in page.text_content("#curl")
     if "transcription" in tasks:
         assert b'name="model"\r\n\r\nsmall' in sent[0].post_data_buffer and b"RIFF" in sent[0].post_data_buffer
@@ -110,3 +107,22 @@ def test_what_has_come_of_a_stopped_answer_stays_in_the_chat(page: Any) -> None:
         assert page.evaluate("conversation[1].content") == page.locator(".words").last.text_content()
     finally:
         server.close()
+
+
+def test_a_page_that_is_opened_while_the_model_loads_gets_its_model(page: Any) -> None:
+    answers = [
+        {"status": 503, "json": {"error": {"message": "The server is starting."}}},
+        {"json": {"data": [{"id": "small"}]}},
+    ]
+
+    def serve(route: Any) -> None:
+        if route.request.url.endswith("/v1/models"):
+            route.fulfill(**answers.pop(0))
+        else:
+            route.fulfill(body=build_page()[0].replace("@@TASKS@@", "generate"), content_type="text/html")
+
+    page.route("**/*", serve)
+    page.goto("http://stages.test/")
+    wait_for(page, "#problem", "The server is starting.")
+    page.wait_for_selector("option", state="attached")
+    page.locator("#problem").wait_for(state="hidden")
