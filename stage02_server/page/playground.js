@@ -63,6 +63,14 @@ function addTurn(who, text) {
   return words;
 }
 
+/** What the model thinks, small, before the words of its answer. */
+function showReasoning(text, words) {
+  const before = words.previousElementSibling;
+  const place = before.matches(".reasoning") ? before : make("span", { class: "reasoning caption" });
+  if (place !== before) words.before(place);
+  place.append(text);
+}
+
 function showBusy(busy) {
   byId("send").disabled = busy;
   byId("stop-request").disabled = !busy;
@@ -78,6 +86,7 @@ async function readAnswer(response, words, answer) {
     if (chunk.usage) answer.usage = chunk.usage;
     const choice = chunk.choices[0];
     if (!choice) continue;
+    if (choice.delta?.reasoning) showReasoning(choice.delta.reasoning, words);
     const text = (choice.delta ? choice.delta.content : choice.text) ?? "";
     if (text) {
       answer.last = performance.now();

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -126,3 +127,33 @@ def test_a_page_that_is_opened_while_the_model_loads_gets_its_model(page: Any) -
     wait_for(page, "#problem", "The server is starting.")
     page.wait_for_selector("option", state="attached")
     page.locator("#problem").wait_for(state="hidden")
+
+
+def test_reasoning_is_shown_and_is_no_part_of_the_answer(page: Any) -> None:
+    deltas = [
+        {"role": "assistant"},
+        {"reasoning": "Hm, "},
+        {"reasoning": "well."},
+        {"content": "Yes"},
+        {"content": "."},
+    ]
+    chunks = [{"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
+    chunks[-1]["choices"][0]["finish_reason"] = "stop"
+    stream = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+
+    def serve(route: Any) -> None:
+        if route.request.url.endswith("/chat/completions"):
+            route.fulfill(body=stream, content_type="text/event-stream")
+        elif route.request.url.endswith("/v1/models"):
+            route.fulfill(json={"data": [{"id": "small"}]})
+        else:
+            route.fulfill(body=build_page()[0].replace("@@TASKS@@", "generate"), content_type="text/html")
+
+    page.route("**/*", serve)
+    page.goto("http://stages.test/")
+    page.wait_for_selector("option", state="attached")
+    page.check("[value=chat]")
+    page.click("#send")
+    wait_for(page, "#summary", "ended: stop")
+    assert page.locator(".turn").last.locator("span").all_text_contents() == ["Hm, well.", "Yes."]
+    assert page.evaluate("conversation[1].content") == "Yes."
