@@ -116,11 +116,13 @@ function lanes() {
   const ids = new Set();
   for (const done of live.steps) for (const id of [...done.given.keys(), ...done.preempted]) ids.add(id);
   for (const [id, request] of live.requests) if (request.status !== "ended") ids.add(id);
-  return [...ids].slice(-LANES);
+  return [...ids];
 }
 
 function drawLanes() {
-  const ids = lanes();
+  const all = lanes();
+  const ids = all.slice(-LANES);
+  byId("lanes-text").textContent = all.length > LANES ? `the last ${LANES} of ${all.length}; ` : "";
   const row = 18;
   const { canvas, pen, width } = cleared("steps", Math.max(2, ids.length) * row);
   const column = (width - MARGIN) / STEPS_KEPT;
