@@ -39,12 +39,17 @@ def _add_client_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model-name", metavar="NAME", help="model to ask; the server's first if not given")
     parser.add_argument("--api-key", metavar="KEY", help="key to send; OPENAI_API_KEY if not given")
     parser.add_argument("--stats", action="store_true", help="after each answer a line on stderr: tokens and times")
+    parser.add_argument(
+        "--max-tokens", type=_tokens, metavar="INT", help="most tokens per answer; the server's default if not given"
+    )
 
 
 def _connect(args: argparse.Namespace) -> tuple[OpenAI, str]:
     """(client, model name). Raises ServerError."""
     from openai import OpenAI, Timeout
 
+    if not args.url.startswith(("http://", "https://")):
+        raise ServerError(f"--url {args.url} has neither http:// nor https:// in front")
     timeout = Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
     key = args.api_key or os.environ.get("OPENAI_API_KEY") or "EMPTY"  # the client refuses to start without a key
     with _errors(args.url):
@@ -67,7 +72,9 @@ def _errors(url: str) -> Iterator[None]:
     except openai.APIConnectionError:
         raise ServerError(f"no server at {url}; start one with: stages serve gpt2-tiny") from None
     except openai.APIStatusError as error:
-        raise RefusedError(f"the server at {url} answered {error.status_code}: {_reason(error)}") from None
+        elsewhere = error.status_code == 404 and not url.rstrip("/").endswith("/v1")
+        hint = f"; most servers want --url {url.rstrip('/')}/v1" if elsewhere else ""
+        raise RefusedError(f"the server at {url} answered {error.status_code}: {_reason(error)}{hint}") from None
     except openai.APIError as error:  # an error object in the middle of a stream
         raise RefusedError(f"the server at {url} reported an error: {_reason(error)}") from None
     except Exception as error:
@@ -167,13 +174,15 @@ class ChatCommand(CLISubcommand):
             history.append({"role": "user", "content": message})
             answer = Answer()
             try:
-                with _errors(args.url), _chat_chunks(client, model, history, args.stats) as chunks:
+                with _errors(args.url), _chat_chunks(client, model, history, args) as chunks:
                     answer.read(chunks, lambda choice: choice.delta.content)
             except BaseException as error:
                 if isinstance(error, KeyboardInterrupt) and answer.text:  # the user saw enough of it
                     history.append({"role": "assistant", "content": answer.text})
                 else:
                     history.pop()  # no answer: the chat goes on as if the message had not been sent
+                if isinstance(error, RefusedError) and "context length" in str(error) and len(history) > beginning:
+                    raise RefusedError(f"{error} {RESET} makes this chat forget what was said.") from None
                 raise
             history.append({"role": "assistant", "content": answer.text})
             answer.show_stats(args.stats)
@@ -184,9 +193,10 @@ class ChatCommand(CLISubcommand):
         return 0
 
 
-def _chat_chunks(client: OpenAI, model: str, history: list[ChatCompletionMessageParam], usage: bool) -> Any:
-    more: Any = {"stream_options": {"include_usage": True}} if usage else {}
-    return client.chat.completions.create(model=model, messages=history, stream=True, **more)
+def _chat_chunks(
+    client: OpenAI, model: str, history: list[ChatCompletionMessageParam], args: argparse.Namespace
+) -> Any:
+    return client.chat.completions.create(model=model, messages=history, stream=True, **_asked_for(args))
 
 
 class CompleteCommand(CLISubcommand):
@@ -195,12 +205,6 @@ class CompleteCommand(CLISubcommand):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """The flags of `complete`."""
         _add_client_arguments(parser)
-        parser.add_argument(
-            "--max-tokens",
-            type=_tokens,
-            metavar="INT",
-            help="most tokens per answer; the server's default if not given",
-        )
         parser.add_argument("-q", "--quick", metavar="TEXT", help="continue one text, print the result, exit")
 
     def cmd(self, args: argparse.Namespace) -> int:
@@ -220,10 +224,13 @@ class CompleteCommand(CLISubcommand):
 
 
 def _completion_chunks(client: OpenAI, model: str, prompt: str, args: argparse.Namespace) -> Any:
-    more: Any = {"stream_options": {"include_usage": True}} if args.stats else {}
-    if args.max_tokens is not None:
-        more["max_tokens"] = args.max_tokens
-    return client.completions.create(model=model, prompt=prompt, stream=True, **more)
+    return client.completions.create(model=model, prompt=prompt, stream=True, **_asked_for(args))
+
+
+def _asked_for(args: argparse.Namespace) -> Any:
+    """The fields that flags ask for; without a flag the field is left out."""
+    fields: Any = {"stream_options": {"include_usage": True}} if args.stats else {}
+    return fields | ({} if args.max_tokens is None else {"max_tokens": args.max_tokens})
 
 
 def _tokens(text: str) -> int:

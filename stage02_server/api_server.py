@@ -180,7 +180,15 @@ def build_app(args: FrontendArgs) -> FastAPI:
     """The application with all its routes, without any state."""
     from fastapi import FastAPI
 
-    from stage02_server import api_router, audio_router, metrics, page_router, pooling_router, utility_router
+    from stage02_server import (
+        api_router,
+        audio_router,
+        docs_router,
+        metrics,
+        page_router,
+        pooling_router,
+        utility_router,
+    )
     from stage02_server.absent_routes import router as absent_routes
     from stage02_server.app_middleware import RequestIdHeaderMiddleware, add_inner_middleware
     from stage02_server.errors import add_exception_handlers
@@ -191,7 +199,8 @@ def build_app(args: FrontendArgs) -> FastAPI:
     app = FastAPI(
         title="vLLM in stages",
         lifespan=lifespan,
-        openapi_url=None if args.disable_fastapi_docs else "/openapi.json",  # /docs and /redoc go with it
+        openapi_url=None if args.disable_fastapi_docs else "/openapi.json",  # /redoc goes with it
+        docs_url=None,  # its scripts come from elsewhere; docs_router has one that needs no network
     )
     app.root_path = (args.root_path or "").rstrip("/")
     app.include_router(api_router.router)
@@ -200,6 +209,8 @@ def build_app(args: FrontendArgs) -> FastAPI:
     app.include_router(audio_router.router)
     app.include_router(utility_router.router)
     app.include_router(page_router.router)
+    if not args.disable_fastapi_docs:
+        app.include_router(docs_router.router)
     app.state.gate = RequestGate()
     add_inner_middleware(app, args)
     app.add_middleware(RequestMiddleware, gate=app.state.gate)

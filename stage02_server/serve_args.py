@@ -35,10 +35,18 @@ SERVER_FLAGS: dict[str, str] = {
     "the log has the traceback of what nobody expected, and the trace the rest": "--log-error-stack",
     "answers have no system_fingerprint": "--fingerprint-mode=none --fingerprint-value=",
     "certificates are read once, when the server starts": "--enable-ssl-refresh",
-    "/docs loads its scripts from the network": "--enable-offline-docs",
+    "/docs needs no network": "--enable-offline-docs*",
     "there are no models with late interaction": "--enable-flash-late-interaction*",
 }
 """Flags of vLLM's server that are not built, in the form of stage03_engine/args/not_built.py."""
+
+
+EPILOG = (
+    "--help=listgroup names the groups, --help=SchedulerConfig shows one, --help=cache all flags with that word in "
+    "their names. Each setting is a variable too (STAGES_MAX_NUM_SEQS=8), and a key in the file of --config "
+    "(max-num-seqs: 8). A switch --enable-x has the opposites --no-enable-x and --disable-x. vLLM's other flags are "
+    "known: what is not built is accepted at the value that asks for nothing, and refused with the reason at any other."
+)
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,7 @@ class ServeArgs:
 def add_serve_args(parser: argparse.ArgumentParser) -> None:
     """Add the positional model, `--config`, and the flags of the HTTP server and of the engine."""
     parser.usage = "%(prog)s [MODEL] [FLAGS]"  # argparse would list all flags twice
+    parser.epilog = EPILOG
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="model to serve, the same as --model")
     AsyncEngineArgs.add_cli_args(parser)
     add_flags(parser, FrontendArgs)

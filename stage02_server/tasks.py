@@ -6,7 +6,7 @@ from stage02_server.errors import APIError, not_found
 from stage03_engine.config import VllmConfig
 
 _HOW = {
-    "generate": "serve one that generates text, without --runner pooling",
+    "generate": "serve a model that writes text, without --runner pooling and --convert",
     "embed": "serve a model with --runner pooling, or one with a classification head with --convert embed",
     "token_embed": "serve a model with --runner pooling, or one with a classification head with --convert embed",
     "score": "serve a model with --runner pooling, or one whose classification head has one class",

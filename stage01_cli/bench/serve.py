@@ -122,7 +122,8 @@ async def _wait_until_ready(send: Send, sample: SampleRequest, bench: ServeBench
     deadline = time.monotonic() + bench.load.ready_check_timeout_sec
     while (result := await send(sample, "ready")).error:
         if time.monotonic() >= deadline:
-            raise BenchmarkError(f"the first request to {bench.url}{bench.endpoint} failed: {result.error}")
+            hint = " See --input-len and --output-len." if "context length" in result.error else ""
+            raise BenchmarkError(f"the first request to {bench.url}{bench.endpoint} failed: {result.error}{hint}")
         await asyncio.sleep(0.5)
 
 

@@ -2,6 +2,7 @@
 
 const live = new EngineState();
 const RETRY_MS = 1000;
+const MANY_BLOCKS = 256; // of a larger cache as many are drawn as have been of use, these at least
 const MARGIN = 40; // left of the steps: the names of the requests
 const LANES = 16; // requests in the picture of the steps
 const MAX_ROWS = 40; // requests in the table
@@ -15,14 +16,14 @@ const percent = (part, whole) => (whole ? Math.round((100 * part) / whole) : 0);
 
 function say(text) {
   byId("live-status").textContent = text;
+  byId("pictures").classList.toggle("past", text !== "watching"); // what it shows is not the present
 }
 
 async function listen() {
   const mine = (listening = new AbortController());
   while (!mine.signal.aborted) {
     try {
-      const response = await fetch("v1/engine/events", { headers: headers(), signal: mine.signal });
-      if (!response.ok) throw await failure(response);
+      const response = await ask("v1/engine/events", { signal: mine.signal });
       say("watching");
       for await (const data of serverSentEvents(response)) {
         live.apply(JSON.parse(data));
@@ -31,7 +32,7 @@ async function listen() {
       say("the stream ended; trying again");
     } catch (error) {
       if (mine.signal.aborted) break;
-      say(`${error.message}; trying again`);
+      say(`${error.message.replace(/\.$/, "")}; trying again`);
     }
     await new Promise((wake) => setTimeout(wake, RETRY_MS));
   }
@@ -103,7 +104,7 @@ function drawBudget() {
   });
   pen.fillStyle = colour("--soft");
   const most = Math.max(0, ...live.steps.map((done) => done.total));
-  if (most) pen.fillText(`${most} tokens`, 2, 7);
+  if (most) pen.fillText(most === 1 ? "1 token" : `${most} tokens`, 2, 7);
   const words = last ? `step ${last.step}: ${last.total} of ${last.budget} tokens, ${percent(last.total, last.budget)} %` : "no step yet";
   byId("budget-text").textContent = words;
   byId("budget-bar").value = last ? last.total / last.budget : 0;
@@ -115,11 +116,13 @@ function lanes() {
   const ids = new Set();
   for (const done of live.steps) for (const id of [...done.given.keys(), ...done.preempted]) ids.add(id);
   for (const [id, request] of live.requests) if (request.status !== "ended") ids.add(id);
-  return [...ids].slice(-LANES);
+  return [...ids];
 }
 
 function drawLanes() {
-  const ids = lanes();
+  const all = lanes();
+  const ids = all.slice(-LANES);
+  byId("lanes-text").textContent = all.length > LANES ? `the last ${LANES} of ${all.length}; ` : "";
   const row = 18;
   const { canvas, pen, width } = cleared("steps", Math.max(2, ids.length) * row);
   const column = (width - MARGIN) / STEPS_KEPT;
@@ -140,8 +143,15 @@ function drawLanes() {
   canvas.setAttribute("aria-label", `Which of ${ids.length} requests got tokens in which step; the table below says how far each has come`);
 }
 
+/** How many blocks to draw: those of a large cache that nobody has touched yet would only fill the page. */
+function blocksToDraw() {
+  let highest = MANY_BLOCKS;
+  for (const touched of [live.holders.keys(), live.cached]) for (const block of touched) highest = Math.max(highest, block);
+  return Math.min(live.settings.num_blocks, MAX_BLOCKS, Math.ceil(highest / MANY_BLOCKS) * MANY_BLOCKS);
+}
+
 function drawBlocks(used) {
-  const total = Math.min(live.settings.num_blocks, MAX_BLOCKS);
+  const total = blocksToDraw();
   const width = byId("blocks").parentElement.clientWidth;
   const size = total > 1024 ? 8 : total > 256 ? 12 : 18;
   const perRow = Math.max(1, Math.floor(width / size));

@@ -1,17 +1,27 @@
-// Part 2 of 4: the playground. One request at a time, always streamed.
+// Part 2 of 4: the playground. One request at a time; text is always streamed.
 
 const form = byId("request");
 const conversation = []; // of the chat: {role, content}
+const ASK_AGAIN_MS = 1000;
 let running = null; // the AbortController of the request on its way
 
-const isChat = () => form.elements.kind.value === "chat";
-const path = () => (isChat() ? "v1/chat/completions" : "v1/completions");
+const tasks = document.body.dataset.tasks.split(" ");
+const [writes, hears, classifies] = ["generate", "transcription", "classify"].map((task) => tasks.includes(task));
+const MAKES = hears ? "this model writes down speech" : classifies ? "this model tells classes" : "this model makes vectors";
+
+const isChat = () => writes && form.elements.kind.value === "chat";
+
+function path() {
+  if (writes) return isChat() ? "v1/chat/completions" : "v1/completions";
+  return hears ? "v1/audio/transcriptions" : classifies ? "classify" : "v1/embeddings";
+}
 
 /** What will be sent: fields that were left empty are left out, so the server's defaults hold. */
 function requestBody() {
   const fields = form.elements;
   const body = { model: fields.model.value };
   const prompt = fields.prompt.value;
+  if (!writes) return { ...body, input: prompt };
   if (isChat()) {
     const system = fields.system.value ? [{ role: "system", content: fields.system.value }] : [];
     body.messages = [...system, ...conversation, { role: "user", content: prompt }];
@@ -30,11 +40,18 @@ function curlCommand() {
   const quote = (text) => `'${text.replaceAll("'", "'\\''")}'`;
   const key = byId("api-key").value ? [`-H "Authorization: Bearer $OPENAI_API_KEY"`] : [];
   const url = new URL(path(), document.baseURI).href;
-  return ["curl --no-buffer", quote(url), `-H "Content-Type: application/json"`, ...key, `-d ${quote(JSON.stringify(requestBody()))}`].join(" \\\n  ");
+  const [file, model] = [form.elements.file.files[0], form.elements.model.value];
+  const sound = [`-F ${quote(`file=@${file ? file.name : "speech.wav"}`)}`, `-F ${quote(`model=${model}`)}`];
+  const json = () => [`-H "Content-Type: application/json"`, `-d ${quote(JSON.stringify(requestBody()))}`];
+  return ["curl --no-buffer", quote(url), ...key, ...(hears ? sound : json())].join(" \\\n  ");
 }
 
 function showForm() {
   for (const element of document.querySelectorAll(".chat-only")) element.hidden = !isChat();
+  for (const element of document.querySelectorAll(".text-only, #makes")) element.hidden = (element.id === "makes") === writes;
+  for (const element of document.querySelectorAll(".sound-only, .prompt")) element.hidden = element.matches(".prompt") === hears;
+  form.elements.prompt.required = !(form.elements.file.required = hears);
+  byId("makes").textContent = MAKES;
   byId("curl").textContent = curlCommand();
 }
 
@@ -46,15 +63,22 @@ function addTurn(who, text) {
   return words;
 }
 
+/** What the model thinks, small, before the words of its answer. */
+function showReasoning(text, words) {
+  const before = words.previousElementSibling;
+  const place = before.matches(".reasoning") ? before : make("span", { class: "reasoning caption" });
+  if (place !== before) words.before(place);
+  place.append(text);
+}
+
 function showBusy(busy) {
   byId("send").disabled = busy;
   byId("stop-request").disabled = !busy;
   byId("output").setAttribute("aria-busy", String(busy));
 }
 
-/** Read a stream to its end into `words`; returns {text, reason, usage, first, last}, times in milliseconds. */
-async function readAnswer(response, words) {
-  const answer = { text: "", reason: "", usage: null, first: 0, last: 0 };
+/** Read a stream to its end into `words` and `answer`, {text, reason, usage, first, last} with times in milliseconds. */
+async function readAnswer(response, words, answer) {
   for await (const data of serverSentEvents(response)) {
     if (data === "[DONE]") break;
     const chunk = JSON.parse(data);
@@ -62,9 +86,11 @@ async function readAnswer(response, words) {
     if (chunk.usage) answer.usage = chunk.usage;
     const choice = chunk.choices[0];
     if (!choice) continue;
+    if (choice.delta?.reasoning) showReasoning(choice.delta.reasoning, words);
     const text = (choice.delta ? choice.delta.content : choice.text) ?? "";
     if (text) {
       answer.last = performance.now();
+      if (!answer.first) byId("summary").textContent = "answering";
       answer.first ||= answer.last;
       answer.text += text;
       words.append(text);
@@ -72,7 +98,18 @@ async function readAnswer(response, words) {
     }
     answer.reason = choice.finish_reason ?? answer.reason;
   }
-  return answer;
+}
+
+/** What a model that writes no text makes of the input: a line per class, the first numbers of a vector, or what was said. */
+async function askOnce(signal) {
+  const how = { method: "POST", signal, body: JSON.stringify(requestBody()), headers: { "Content-Type": "application/json" } };
+  if (hears) Object.assign(how, { body: new FormData(), headers: {} });
+  if (hears) for (const name of ["file", "model"]) how.body.append(name, form.elements[name].files?.[0] ?? form.elements[name].value);
+  const answer = await (await ask(path(), how)).json();
+  if (hears) return answer.text;
+  const { embedding, label, probs } = answer.data[0];
+  if (classifies) return [`class ${label}`, ...probs.map((probability, place) => `${place}: ${probability.toFixed(4)}`)].join("\n");
+  return `${embedding.length} numbers: ${embedding.slice(0, 8).map((number) => number.toFixed(4)).join(", ")}, ...`;
 }
 
 function summary({ usage, reason, first, last }, began) {
@@ -85,32 +122,39 @@ function summary({ usage, reason, first, last }, began) {
 
 async function send() {
   if (running) return;
-  const body = requestBody();
   const prompt = form.elements.prompt.value;
   running = new AbortController();
   showBusy(true);
   byId("problem").textContent = "";
-  byId("summary").textContent = "waiting for the first text";
+  byId("summary").textContent = writes ? "waiting for the first text" : "waiting";
   if (!isChat()) byId("output").replaceChildren();
-  addTurn(isChat() ? "user" : "prompt", prompt);
+  addTurn(isChat() ? "user" : "prompt", hears ? form.elements.file.files[0].name : prompt);
   const words = addTurn(isChat() ? "assistant" : "answer", "");
+  const answer = { text: "", reason: "", usage: null, first: 0, last: 0 };
   const began = performance.now();
   try {
-    const how = { method: "POST", headers: headers({ "Content-Type": "application/json" }), body: JSON.stringify(body), signal: running.signal };
-    const response = await fetch(path(), how);
-    if (!response.ok) throw await failure(response);
-    const answer = await readAnswer(response, words);
-    if (isChat()) conversation.push({ role: "user", content: prompt }, { role: "assistant", content: answer.text });
-    byId("summary").textContent = summary(answer, began);
+    if (writes) {
+      const how = { method: "POST", body: JSON.stringify(requestBody()), headers: { "Content-Type": "application/json" } };
+      await readAnswer(await ask(path(), { ...how, signal: running.signal }), words, answer);
+    } else words.append(await askOnce(running.signal));
+    byId("summary").textContent = writes ? summary(answer, began) : `after ${Math.round(performance.now() - began)} ms`;
   } catch (error) {
     const stopped = error.name === "AbortError";
     byId("summary").textContent = stopped ? "stopped; the engine has freed its blocks" : "";
     if (!stopped) byId("problem").textContent = error.message;
   } finally {
+    keepTurn(prompt, answer, words);
     running = null;
     showBusy(false);
     showForm();
   }
+}
+
+/** A turn without any text, since it failed or was stopped at once, is taken back; of a chat what has come stays. */
+function keepTurn(prompt, { text, reason }, words) {
+  if (isChat() && (text || reason)) conversation.push({ role: "user", content: prompt }, { role: "assistant", content: text });
+  if (text || reason || words.textContent) return;
+  for (const turn of [words.parentElement.previousElementSibling, words.parentElement]) turn?.remove();
 }
 
 function stop() {
@@ -125,15 +169,16 @@ function clear() {
   showForm();
 }
 
+/** Asks again until there is an answer: a page may be opened while the server still loads its model. */
 async function loadModels() {
   try {
-    const response = await fetch("v1/models", { headers: headers() });
-    if (!response.ok) throw await failure(response);
+    const response = await ask("v1/models");
     const names = (await response.json()).data.map((model) => model.id);
     form.elements.model.replaceChildren(...names.map((name) => make("option", {}, name)));
     byId("problem").textContent = "";
   } catch (error) {
     byId("problem").textContent = error.message;
+    if (!(error instanceof KeyNeeded)) setTimeout(loadModels, ASK_AGAIN_MS);
   }
   showForm();
 }

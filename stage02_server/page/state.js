@@ -111,7 +111,7 @@ class EngineState {
       this.#deciding(step).given.set(id, [num_tokens, ofPrompt]);
     },
     "sched.preempt"({ num_computed, swapped, needed_by }, id, step) {
-      const note = `preempted for ${this.label(needed_by)}`;
+      const note = needed_by === id ? "preempted: no block is left for it" : `preempted for ${this.label(needed_by)}`;
       Object.assign(this.#request(id), { status: "preempted", computed: swapped ? num_computed : 0, given: 0, note });
       this.#deciding(step).preempted.add(id);
     },

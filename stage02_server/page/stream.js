@@ -17,8 +17,23 @@ function headers(more = {}) {
   return key ? { Authorization: `Bearer ${key}`, ...more } : more;
 }
 
+class KeyNeeded extends Error {} // nothing to wait for: somebody has to type it
+
+/** An answer with status 200; every other one is an Error that says in words what is wrong. */
+async function ask(path, how = {}) {
+  const response = await fetch(path, { ...how, headers: headers(how.headers) }).catch(explain);
+  if (!response.ok) throw await failure(response);
+  return response;
+}
+
+/** Throws an error again, the browser's words for a server that is gone as ours. */
+function explain(error) {
+  throw error.name === "TypeError" ? new Error(`no answer from ${location.host}: the server has ended, or cannot be reached`) : error;
+}
+
 /** The error that an answer with another status than 200 holds. */
 async function failure(response) {
+  if (response.status === 401) return new KeyNeeded("this server wants an API key: put it into the field at the top");
   let message = `HTTP status ${response.status}`;
   try {
     message = (await response.json()).error.message;
@@ -33,7 +48,7 @@ async function* serverSentEvents(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
-    const { done, value } = await reader.read();
+    const { done, value } = await reader.read().catch(explain);
     if (done) return;
     const blocks = (rest + value).split("\n\n");
     rest = blocks.pop();

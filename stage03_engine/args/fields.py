@@ -179,7 +179,7 @@ def add_flags(parser: argparse.ArgumentParser, section: type) -> None:
     group = parser.add_argument_group(section.__name__, (section.__doc__ or "").partition("\n")[0])
     for setting in settings_of(section):
         shown = " ".join(setting.default) if setting.kind is tuple and setting.default else setting.default
-        default = "" if shown in (None, ()) else f" (default: {shown})"
+        default = "" if shown in (None, (), "") else f" (default: {shown})"
         common: dict[str, Any] = {"dest": setting.name, "default": argparse.SUPPRESS}
         common["help"] = (setting.help + default).replace("%", "%%")
         if setting.kind is bool:
@@ -199,8 +199,8 @@ def _add_opposite(group: argparse._ArgumentGroup, setting: Setting) -> None:
     for word, opposite in (("--enable-", "--disable-"), ("--disable-", "--enable-")):
         if setting.flag.startswith(word):
             flag = opposite + setting.flag.removeprefix(word)
-            text = f"the opposite of {setting.flag}"
-            group.add_argument(flag, action="store_false", dest=setting.name, default=argparse.SUPPRESS, help=text)
+            silent = argparse.SUPPRESS  # --help says it once for all of them
+            group.add_argument(flag, action="store_false", dest=setting.name, default=silent, help=silent)
 
 
 def _argparse_type(setting: Setting) -> Callable[[str], Any]:

@@ -39,10 +39,21 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
             import sys
 
             args = sys.argv[1:]
+        if self._subparsers is None:
+            self._help_with(args)
         parsed, unknown = super().parse_known_args(_joined(_with_dashes(args)), namespace)
         if unknown:
             self._refuse(unknown)
         return parsed, []
+
+    def _help_with(self, args: Sequence[str]) -> None:
+        """`--help=WORD` prints a part of the help and exits."""
+        word = next((word for word in args if word.startswith("--help=")), None)
+        if word is not None:
+            from stage03_engine.args.help import part_of_help
+
+            print(part_of_help(self, word.partition("=")[2]), end="")
+            self.exit()
 
     def error(self, message: str) -> NoReturn:
         """One line instead of argparse's usage dump."""

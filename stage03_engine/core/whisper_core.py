@@ -66,8 +66,10 @@ class WhisperCore:
                 WhisperFeatureExtractor,
                 WhisperForConditionalGeneration as Whisper,
             )
+            from transformers.utils.logging import disable_progress_bar
         except ImportError:
             raise ConfigError("Whisper needs transformers; install the project with its extra `audio`") from None
+        disable_progress_bar()  # of loading: a server's log is no terminal
         if config.device_config.num_threads is not None:
             torch.set_num_threads(config.device_config.num_threads)
         self.config, self.device = config, torch.device(config.device_config.device)

@@ -30,6 +30,8 @@ class Stub(StubHandler):
         fault = self.server.faults.pop(0) if self.server.faults else ""
         if fault == "refuse":
             return self.answer(400, {"error": {"message": "No."}})
+        if fault == "long":
+            return self.answer(400, {"error": {"message": "The maximum context length is 9."}})
         if fault == "html":
             return self.answer(502, "<html>")
         self.send_response(200)
@@ -135,6 +137,10 @@ def test_a_server_that_refuses_the_first_request_is_not_measured(
     assert main(["bench", "serve", "--port", str(server.server_port), "--num-prompts", "9", "--input-len", "5"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "/v1/completions failed: 400: No." in error and len(server.requests) == 1
+    assert "--input-len" not in error
+    server.faults = ["long"]
+    assert main(["bench", "serve", "--port", str(server.server_port), "--input-len", "5"]) == 2
+    assert capsys.readouterr().err.endswith("length is 9. See --input-len and --output-len.\n")
     server.faults = ["refuse", "refuse"]
     assert bench(server, tmp_path, "--ready-check-timeout-sec", "20")[0] == 0  # and this one waits
 

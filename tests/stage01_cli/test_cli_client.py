@@ -36,6 +36,12 @@ class Stub(StubHandler):
             error = {"message": "The prompt is\ntoo long.", "type": "BadRequestError", "code": 400}
             self.answer(400, {"error": error})
             return
+        if text == "full":
+            self.answer(400, {"error": {"message": "This model's maximum context length is 9 tokens.", "code": 400}})
+            return
+        if text == "missing":
+            self.answer(404, {"error": {"message": "no such route", "code": 404}})
+            return
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Connection", "close")
@@ -112,6 +118,32 @@ def test_a_refused_message_is_forgotten_and_the_chat_goes_on(
     assert "You said: again!" in printed.out
     assert printed.err.count("\n") == 1 and message in printed.err
     assert server.requests[-1]["messages"] == [{"role": "user", "content": "again"}]
+
+
+def test_a_chat_that_is_too_long_says_how_to_go_on(
+    server: StubServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    type_lines(monkeypatch, "full", "one", "full")
+    assert main(["chat", "--url", server.url, "--max-tokens", "5"]) == 0
+    first, later = capsys.readouterr().err.splitlines()
+    assert "context length" in first and "/reset" not in first  # nothing was said that could be forgotten
+    assert later.endswith("maximum context length is 9 tokens. /reset makes this chat forget what was said.")
+    assert {request["max_tokens"] for request in server.requests} == {5}
+
+
+@pytest.mark.parametrize(
+    "typed, said", [("/v1", ""), ("/v2", "--url http://127.0.0.1:{}/v2/v1"), ("", "--url http://127.0.0.1:{}/v1")]
+)
+def test_a_url_that_is_not_of_the_api(
+    typed: str, said: str, server: StubServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address = server.url.removesuffix("/v1")
+    assert main(["chat", "--url", address + typed, "--model-name", "m", "-q", "missing"]) == 2
+    error = capsys.readouterr().err
+    assert "answered 404: no such route" in error and ("want" in error) == bool(said)
+    assert said.format(server.server_port) in error
+    assert main(["chat", "--url", address.removeprefix("http://") + "/v1", "-q", "x"]) == 2
+    assert "neither http:// nor https://" in capsys.readouterr().err
 
 
 def test_reset_forgets_all_but_the_system_prompt(

@@ -52,6 +52,7 @@ def url(folder: Path) -> Iterator[str]:
     assert server.wait() == 0
     modules = server.process.stdout.read().split() if server.process.stdout else []
     assert "fastapi" in modules and not {"torch", "transformers"} & set(modules), "the API process stays light"
+    assert not [line for line in server.lines if "%|" in line], "progress bars are for terminals"
     server.close()
 
 

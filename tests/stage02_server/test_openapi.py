@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import html
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from server_under_test import ServerProcess
+
+from stage02_server.field_descriptions import ANSWER_FIELDS, FIELDS
 
 LIMITS = "positive_data_acceptance"  # what the schema allows may be too long for the model, or not in its vocabulary
 NO_END = "/v1/engine/events"  # a stream that goes on as long as the engine
@@ -49,3 +54,53 @@ def test_errors_streams_and_empty_answers_are_described(url: str) -> None:
     assert "content" not in description["paths"]["/health"]["get"]["responses"]["200"]
     assert "HTTPValidationError" not in description["components"]["schemas"]
     assert "ErrorInfo" in description["components"]["schemas"]
+
+
+def test_every_field_and_parameter_is_explained(url: str) -> None:
+    description = httpx.get(url + "/openapi.json").json()
+    shapes = [("", body["schema"]) for body in bodies(description)] + list(description["components"]["schemas"].items())
+    fields = {
+        f"{name}.{field}": schema for name, shape in shapes for field, schema in shape.get("properties", {}).items()
+    }
+    parameters = {
+        f"{path} {parameter['name']}": parameter
+        for path, operation in routes(description)
+        for parameter in operation.get("parameters", ())
+    }
+    assert len(fields) > 300 and len(parameters) > 3
+    assert [name for name, one in (fields | parameters).items() if not one.get("description")] == []
+    names = {name.partition(".")[2] for name in fields} | {name.split()[-1] for name in parameters}
+    assert {
+        name for name in FIELDS | ANSWER_FIELDS if name not in fields and name not in names
+    } == set()  # nothing else is explained
+    assert [path for path, operation in routes(description) if not operation.get("description")] == []
+
+
+def test_the_page_of_routes_says_the_same_and_asks_nobody_else(url: str) -> None:
+    description, answer = httpx.get(url + "/openapi.json").json(), httpx.get(url + "/docs")
+    assert answer.status_code == 200 and "default-src 'none'" in answer.headers["Content-Security-Policy"]
+    elements = re.findall(r"<(?:script|link|img|iframe)[^>]*>", answer.text)
+    assert elements == ['<link rel="icon" href="data:,">'] and "http" not in "".join(
+        re.findall('href="([^"]*)"', answer.text)
+    )
+    for path, operation in routes(description):
+        assert f"<code>{path}</code>" in answer.text and html.escape(operation["description"]) in answer.text, path
+    targets = set(re.findall('id="([^"]*)"', answer.text))
+    assert {link[1:] for link in re.findall('href="(#[^"]*)"', answer.text)} <= targets
+    for shape in ("CompletionRequest", "ChatCompletionResponse"):
+        assert f'<a href="#{shape}">{shape}</a>' in answer.text
+    for sentence in ("Keep so many of a vector&#x27;s first numbers.", "The language that is spoken, such as en; "):
+        assert sentence in answer.text
+    assert "9.22" not in answer.text and "2147483648" not in answer.text
+
+
+def routes(description: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    return [(path, operation) for path, operations in description["paths"].items() for operation in operations.values()]
+
+
+def bodies(description: dict[str, Any]) -> list[dict[str, Any]]:
+    return [
+        body
+        for _, operation in routes(description)
+        for body in operation.get("requestBody", {}).get("content", {}).values()
+    ]

@@ -205,12 +205,15 @@ def test_the_pictures_show_who_holds_what(opened: Any, server: ServerProcess) ->
         threading.Thread(
             target=httpx.post, args=(server.url + "/v1/completions",), kwargs={"json": body, "timeout": 60}
         )
-        for _ in range(5)
+        for _ in range(20)
     ]
     for other in others:
         other.start()
     page.until("live.count('running') > 1 && live.holders.size > 9 && live.steps.length > 20")
     count = "id => new Set(new Uint32Array(document.getElementById(id).getContext('2d').getImageData(0, 0, 400, 60).data.buffer)).size"
+    page.until(
+        "live.labels.size >= 20 && document.getElementById('lanes-text').textContent.startsWith('the last 16 of ')"
+    )
     for picture in ("budget", "steps", "blocks"):
         assert page.page.evaluate(count, picture) > 2, picture
     assert "blocks in use" in page.page.get_attribute("#blocks", "aria-label")

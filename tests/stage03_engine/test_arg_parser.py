@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -230,3 +231,48 @@ def test_json_settings_key_by_key(value: dict[str, Any], data: st.DataObject) ->
 def test_what_cannot_be_joined(words: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         PARSER.parse_args(words.split())
+
+
+def help_of(capsys: pytest.CaptureFixture[str], word: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        PARSER.parse_args(["--help=" + word])
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_a_group_or_the_flags_with_a_word_can_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    names = help_of(capsys, "listgroup")
+    assert all(section.__name__ + ":" in names for section in SECTIONS.values()) and "--" not in names
+    for section in SECTIONS.values():
+        text = help_of(capsys, section.__name__.lower())
+        assert all(s.flag + ("," if s.kind is bool else " ") in text for s in settings_of(section))
+        others = {s.flag for s in SETTINGS} - {s.flag for s in settings_of(section)}
+        assert not [flag for flag in others if re.search(rf"^  {flag}\b(?!-)", text, re.MULTILINE)]
+    for word in ("max_num", "--max-num", "MAX-NUM"):
+        assert re.findall(r"^  (--[\w-]+)", help_of(capsys, word), re.MULTILINE) == [
+            "--max-num-seqs", "--max-num-batched-tokens",
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize("word", ["nothing-like-that", "", "--"])
+def test_help_with_a_word_that_no_flag_has(word: str) -> None:
+    with pytest.raises(ConfigError, match="--help=listgroup"):
+        PARSER.parse_args(["--help=" + word])
+
+
+def test_opposites_work_but_are_not_repeated_in_the_help() -> None:
+    assert PARSER.parse_args(["--disable-chunked-prefill"]).enable_chunked_prefill is False
+    text = PARSER.format_help()
+    assert "--no-enable-chunked-prefill" in text and "--disable-chunked-prefill" not in text
+
+
+def test_an_empty_default_is_not_shown() -> None:
+    @dataclass(frozen=True)
+    class Section:
+        """A section."""
+
+        name: str = option("", "a name")
+
+    parser = FlexibleArgumentParser(prog="test")
+    add_flags(parser, Section)
+    assert "a name\n" in parser.format_help()

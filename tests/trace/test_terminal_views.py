@@ -122,6 +122,14 @@ def test_filters_keep_exactly_what_they_say(data: st.DataObject) -> None:
     assert [event.name in line for event, line in zip(kept, lines, strict=True)] == [True] * len(kept)
 
 
+@pytest.mark.parametrize(
+    "words, said", [(["--req", "nobody"], True), (["--step", "900"], True), (["--req", "r3"], False)]
+)
+def test_a_selection_of_nothing_says_so(words: list[str], said: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["view", str(RECORDED / "mixed"), *words]) == 0
+    assert ("no event of this recording is selected" in capsys.readouterr().err) == said
+
+
 def test_what_clients_wrote_cannot_steer_the_terminal(tmp_path: Path, command) -> None:
     evil = Event(
         1,

@@ -48,13 +48,15 @@ def run(args: argparse.Namespace) -> int:
     columns.start_ns = recording.start_ns()
     for pid, name in recording.processes().items():
         columns.add_process(pid, name)
-    _print(recording, columns, selection, args.limit)
+    if not _print(recording, columns, selection, args.limit):
+        print("no event of this recording is selected", file=sys.stderr)
     if recording.torn:
         print(f"{recording.torn} file(s) end within a line: their processes did not end by themselves", file=sys.stderr)
     return 0
 
 
-def _print(events: Iterable[Event], columns: Columns, selection: Selection, limit: int | None) -> None:
+def _print(events: Iterable[Event], columns: Columns, selection: Selection, limit: int | None) -> int:
+    """Returns how many events were printed."""
     number = 0
     known = columns.num_processes
     for line in columns.heading() if known else []:
@@ -70,4 +72,5 @@ def _print(events: Iterable[Event], columns: Columns, selection: Selection, limi
             print(ascii_if_needed(columns.line(event)), flush=isinstance(events, Follower))
             number += 1
             if number == limit:
-                return
+                break
+    return number

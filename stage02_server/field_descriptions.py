@@ -1,0 +1,285 @@
+"""What each field of a request or an answer means, in one sentence: for /openapi.json and the page /docs.
+
+Several shapes have a field of the same name, so the tables are by name; `Model.field` goes before it. An answer repeats some
+fields of its request: what ANSWER_FIELDS does not know is looked up in FIELDS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+FIELDS = {
+    # What to work on
+    "model": "One of the names that /v1/models tells; the served model if not given.",
+    "prompt": "A text, a list of token ids, or a list of either: each is a prompt of its own.",
+    "messages": "The chat so far, the oldest message first.",
+    "input": "A text, a list of token ids, or a list of either.",
+    "ResponsesRequest.input": "A text, or the items of a conversation.",
+    "tokens": "Token ids.",
+    "file": "The sound: WAV, FLAC, OGG or MP3.",
+    "request_ids": "Ids of answers whose requests shall end.",
+    # How the next token is chosen
+    "temperature": "0 takes the likeliest token each time; higher values draw more freely.",
+    "top_p": "Draw only from the likeliest tokens that together have this probability.",
+    "top_k": "Draw only from so many of the likeliest tokens; 0 and -1 take all.",
+    "min_p": "Draw only from tokens that have at least this share of the likeliest one's probability.",
+    "seed": "The same seed gives the same answer, whatever else the server does.",
+    "frequency_penalty": "Above 0: a token becomes less likely each time that the answer has it.",
+    "presence_penalty": "Above 0: a token becomes less likely once the answer has it.",
+    "repetition_penalty": "Above 1: tokens of the prompt and of the answer become less likely.",
+    "logit_bias": "Token id to a number that is added to its logit; -100 forbids it, 100 all but forces it.",
+    "allowed_token_ids": "Nothing but these tokens may be written.",
+    "bad_words": "Words that may not be written.",
+    "vllm_xargs": "Values for logits processors of your own.",
+    "n": "How many answers to each prompt.",
+    "best_of": "So many answers are made, and the n likeliest of them returned.",
+    "use_beam_search": "Look for the likeliest whole answers, n at a time, instead of drawing tokens.",
+    "length_penalty": "Beam search: above 1 prefers long answers, below 1 short ones.",
+    "early_stopping": "Beam search: end when n answers are complete, without looking for better ones.",
+    # When an answer ends
+    "max_tokens": "Most tokens of an answer; what the context has left if that is less.",
+    "max_completion_tokens": "OpenAI's newer name of max_tokens.",
+    "max_output_tokens": "Most tokens of the answer, its reasoning included.",
+    "min_tokens": "Before so many tokens the answer does not end.",
+    "stop": "Up to four texts; the answer ends before the first of them that it would have.",
+    "stop_token_ids": "Tokens that end the answer.",
+    "include_stop_str_in_output": "Leave the text that ended the answer in it.",
+    "ignore_eos": "Write on behind the end-of-text token.",
+    "repetition_detection": "End an answer that goes round in circles.",
+    "max_pattern_size": "Tokens of the longest circle to look for.",
+    "min_pattern_size": "Tokens of the shortest circle to look for.",
+    "min_count": "How many times the same tokens must have come one after the other.",
+    # What form the answer has
+    "response_format": "Text, a JSON object, or JSON that follows a schema.",
+    "structured_outputs": "One of json, regex, choice, grammar and json_object, which the answer must follow.",
+    "guided_json": "A JSON schema that the answer must follow.",
+    "guided_regex": "A regular expression that the answer must match.",
+    "guided_choice": "Texts, of which the answer must be one.",
+    "guided_grammar": "Rules in GBNF that the answer must follow.",
+    # How the answer is told
+    "stream": "Send the answer piece by piece while it is made, as server-sent events.",
+    "stream_options": "What a stream tells beside the text.",
+    "stream_interval": "Tokens from one chunk of the stream to the next.",
+    "include_usage": "End the stream with the number of tokens.",
+    "continuous_usage_stats": "Tell the number of tokens in every chunk.",
+    "echo": "The answer begins with the prompt.",
+    "ChatCompletionRequest.echo": "With continue_final_message: the answer begins with that message's text.",
+    "logprobs": "The log-probability of each token, and of so many of the likeliest ones in its place.",
+    "ChatCompletionRequest.logprobs": "Tell the log-probability of each token.",
+    "top_logprobs": "With logprobs: those of so many of the likeliest tokens as well.",
+    "prompt_logprobs": "The same for the tokens of the prompt.",
+    "logprob_token_ids": "With logprobs: tell those of these tokens instead of the likeliest ones'.",
+    "return_tokens_as_token_ids": "In logprobs, call a token token_id:5 instead of by its text.",
+    "return_token_ids": "Tell the token ids of the prompt and of the answer.",
+    "return_prompt_text": "Tell what the chat template made of the messages.",
+    "return_token_strs": "Tell the text of each token.",
+    "skip_special_tokens": "Leave tokens such as the end of text out of the answer.",
+    "spaces_between_special_tokens": "Put spaces between special tokens.",
+    # The prompt
+    "add_special_tokens": "Add the tokens that the tokenizer puts around a text.",
+    "truncate_prompt_tokens": "Cut a longer prompt to so many tokens; -1: to what the context holds.",
+    "truncation_side": "Which side of the prompt is cut off.",
+    "truncation": 'With "auto", a prompt that is too long loses its beginning.',
+    "add_generation_prompt": "Let the template end with the beginning of an answer.",
+    "continue_final_message": "The answer goes on with the last message.",
+    "chat_template": "A Jinja template for this request; needs --trust-request-chat-template.",
+    "chat_template_kwargs": "Variables for the chat template.",
+    "documents": "Texts that the chat template may show to the model.",
+    "RerankRequest.documents": "The texts to put in order.",
+    "ScoreRequest.documents": "Another name of text_2.",
+    "reasoning_effort": "How much the model shall think; the chat template sees it.",
+    "include_reasoning": "Tell what --reasoning-parser takes for reasoning.",
+    # Tools
+    "tools": "Functions that the model may call.",
+    "ChosenTool.tools": "The tools that may be called.",
+    "tool_choice": "none, auto, required, or one function by its name.",
+    "parallel_tool_calls": "Whether an answer may have more than one call.",
+    "max_tool_calls": "Most calls of tools that the server runs; it runs none.",
+    "function": "The function.",
+    "parameters": "A JSON schema of the function's arguments.",
+    "arguments": "The arguments of the call, as JSON in a text.",
+    "description": "What it is for; the chat template may show it to the model.",
+    "strict": "Accepted; a grammar is used where tool_choice or the format asks for one.",
+    "mode": "auto or required.",
+    # Messages and items
+    "role": "Who speaks: system, developer, user, assistant or tool.",
+    "content": "A text, or a list of parts.",
+    "text": "The text.",
+    "ResponsesRequest.text": "What form the text of the answer has.",
+    "name": "Its name.",
+    "ChatMessageParam.name": "Who of several speakers of this role.",
+    "type": "What it is.",
+    "id": "Its id.",
+    "tool_calls": "The calls that this answer made.",
+    "tool_call_id": "The call whose result this message is.",
+    "call_id": "Which call; its result has the same.",
+    "output": "The result of a call.",
+    "reasoning": "What the model thought before it answered.",
+    "ResponsesRequest.reasoning": "How much the model shall think.",
+    "reasoning_content": "An older name of reasoning.",
+    "thinking": "The text of a part that is reasoning.",
+    "refusal": "The text of a part in which a model refused.",
+    "summary": "A summary of the reasoning.",
+    "ReasoningConfig.summary": "Summaries are not written.",
+    "generate_summary": "An older name of summary.",
+    "encrypted_content": "Nothing is encrypted here.",
+    "effort": "How much the model shall think; the chat template sees it.",
+    # The Responses API
+    "instructions": "A system message for this response only.",
+    "previous_response_id": "The stored response whose conversation goes on.",
+    "store": "Keep the response for later requests.",
+    "background": "Answer at once, and work on; GET tells when it is done.",
+    "include": "What the answer shall hold besides.",
+    "metadata": "Up to 16 texts by name, which the answer repeats.",
+    "service_tier": "Accepted; there is one kind of service.",
+    "format": "Text, a JSON object, or JSON that follows a schema.",
+    "verbosity": "Accepted at its neutral value.",
+    "schema": "The JSON schema.",
+    # Vectors, scores and classes
+    "encoding_format": "Numbers as a list, or as bytes in base64.",
+    "dimensions": "Keep so many of a vector's first numbers.",
+    "normalize": "Scale the vector to length 1.",
+    "use_activation": "Scale vectors to length 1; make probabilities of classes.",
+    "task": "What to make of the hidden states.",
+    "query": "What the documents are compared with.",
+    "top_n": "Return so many of the best.",
+    "return_documents": "Repeat the documents in the answer.",
+    "text_1": "One text or several.",
+    "text_2": "What they are compared with: the same number, or any number with one.",
+    "queries": "Another name of text_1.",
+    "items": "Another name of text_2.",
+    "data_1": "Another name of text_1.",
+    "data_2": "Another name of text_2.",
+    # Sound
+    "language": "The language that is spoken, such as en; the model says it if not given.",
+    "timestamp_granularities[]": "segment, word, or both: whose times to tell, with verbose_json.",
+    "stream_include_usage": "End the stream with the usage.",
+    "stream_continuous_usage_stats": "Tell the usage in every chunk.",
+    # Around the request
+    "priority": "With --scheduling-policy priority: smaller goes first.",
+    "cache_salt": "Only requests with the same salt share cached prefixes.",
+    "request_id": "A part of the answer's id.",
+    "user": "Accepted, and not used.",
+    "config_format": "text or json.",
+    "response_id": "The id of a stored response.",
+    "starting_after": "The number of an event; those behind it are sent.",
+    # Errors
+    "error": "What is wrong.",
+    "message": "What is wrong, in words.",
+    "param": "The field that is to blame, if it is one.",
+    "code": "The HTTP status.",
+    "ErrorInfo.type": "The kind of error.",
+}
+
+ANSWER_FIELDS = {
+    "id": "The id of the answer.",
+    "object": "What kind of object this is.",
+    "created": "When the request came, in seconds since 1970.",
+    "model": "The name under which the model is served.",
+    "usage": "How many tokens the request took.",
+    "choices": "The answers.",
+    "data": "What was asked for, in its order.",
+    "index": "Its place, from 0.",
+    # Text
+    "text": "The text.",
+    "message": "The answer, as a message of the chat.",
+    "ResponseError.message": "What is wrong, in words.",
+    "role": "Who speaks.",
+    "content": "The text; null if there is none.",
+    "OutputMessage.content": "The parts of the message.",
+    "ReasoningItem.content": "The parts of the reasoning.",
+    "ChatLogProbs.content": "One entry per token of the content.",
+    "finish_reason": "Why it ended: stop, length, tool_calls, repetition, abort.",
+    "stop_reason": "The stop string or the token that ended it.",
+    "token_ids": "The tokens of the answer.",
+    "prompt_token_ids": "The tokens of the prompt.",
+    "prompt_text": "What the chat template made of the messages.",
+    "prompt": "The text of the tokens.",
+    # Logprobs
+    "logprobs": "The log-probabilities that were asked for.",
+    "prompt_logprobs": "The log-probabilities of the prompt's tokens, by token id; null for the first.",
+    "tokens": "The tokens, as texts.",
+    "TokenizeResponse.tokens": "The token ids.",
+    "text_offset": "Where in the answer each token begins, in characters.",
+    "token_logprobs": "The log-probability of each token.",
+    "top_logprobs": "The likeliest tokens in this place, with theirs.",
+    "CompletionLogProbs.top_logprobs": "For each token the likeliest ones in its place, with theirs.",
+    "token": "The text of the token.",
+    "bytes": "Its bytes in UTF-8.",
+    "logprob": "Its log-probability.",
+    "rank": "Its place among all tokens; 1 is the likeliest.",
+    "decoded_token": "The text of the token.",
+    # Numbers of tokens, and times
+    "prompt_tokens": "Tokens of the prompt.",
+    "completion_tokens": "Tokens of the answers.",
+    "total_tokens": "Both.",
+    "prompt_tokens_details": "How many of them were in the prefix cache.",
+    "cached_tokens": "Tokens that were found in the prefix cache.",
+    "cache_write_tokens": "Not counted here.",
+    "input_tokens": "Tokens of the prompt.",
+    "input_tokens_details": "How many of them were in the prefix cache.",
+    "output_tokens": "Tokens of the answer.",
+    "output_tokens_details": "How many of them were reasoning.",
+    "reasoning_tokens": "Tokens of the reasoning.",
+    "metrics": "How long the request waited and took; with --enable-per-request-metrics.",
+    "queue_time_ms": "Milliseconds in the queue.",
+    "time_to_first_token_ms": "Milliseconds to the first token.",
+    "generation_time_ms": "Milliseconds from the first token to the last.",
+    "mean_itl_ms": "Milliseconds from one token to the next, on average.",
+    "tokens_per_second": "Tokens per second after the first.",
+    "speculative_decoding": "Not told here.",
+    # Responses
+    "type": "What it is.",
+    "status": "queued, in_progress, completed, incomplete, failed or cancelled.",
+    "created_at": "When it was asked for, in seconds since 1970.",
+    "completed_at": "When it was complete, in seconds since 1970.",
+    "incomplete_details": "Why it was cut short.",
+    "reason": "max_output_tokens, or what else it was.",
+    "output": "The items of the answer.",
+    "annotations": "None are made here.",
+    "background": "Whether it was made in the background.",
+    "ResponsesResponse.reasoning": "How much the model was to think.",
+    "ResponsesResponse.text": "What form the text has.",
+    "summary": "Summaries are not written.",
+    # Models and tokens
+    "ModelCard.id": "The name that requests use.",
+    "owned_by": "Who made it known to the server.",
+    "root": "The model that was loaded.",
+    "parent": "The model that it was made of; null here.",
+    "max_model_len": "Most tokens of a prompt and its answer together.",
+    "count": "How many tokens.",
+    "token_strs": "The text of each token.",
+    # Vectors, scores and classes
+    "embedding": "The vector, as numbers or as base64.",
+    "PoolingData.data": "A vector, or one for each token.",
+    "label": "The name of the likeliest class.",
+    "probs": "A number for each class.",
+    "num_classes": "How many classes there are.",
+    "score": "How alike the two texts are.",
+    "results": "The documents, the best first.",
+    "document": "The text, if the request asked for it.",
+    "relevance_score": "How well it fits the query.",
+    "RerankResult.index": "Its place in the request, from 0.",
+}
+
+
+def describe_fields(description: dict[str, Any], answers: Collection[str]) -> None:
+    """Put the sentences into an OpenAPI description: at fields of shapes, of forms, and at parameters of routes. `answers` are
+    the names of the shapes that answers have."""
+    for name, shape in description["components"]["schemas"].items():
+        _describe(name, shape, FIELDS | ANSWER_FIELDS if name in answers else FIELDS)
+    for operations in description["paths"].values():
+        for operation in operations.values():
+            for parameter in operation.get("parameters", ()):
+                if parameter["name"] in FIELDS:
+                    parameter.setdefault("description", FIELDS[parameter["name"]])
+            for body in operation.get("requestBody", {}).get("content", {}).values():
+                _describe("", body["schema"], FIELDS)
+
+
+def _describe(name: str, shape: dict[str, Any], sentences: dict[str, str]) -> None:
+    for field, schema in shape.get("properties", {}).items():
+        sentence = sentences.get(f"{name}.{field}", sentences.get(field))
+        if sentence is not None:
+            schema.setdefault("description", sentence)
