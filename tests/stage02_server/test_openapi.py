@@ -18,6 +18,7 @@ from stage02_server.field_descriptions import ANSWER_FIELDS, FIELDS
 
 LIMITS = "positive_data_acceptance"  # what the schema allows may be too long for the model, or not in its vocabulary
 NO_END = "/v1/engine/events"  # a stream that goes on as long as the engine
+SOUND = "^/v1/audio/"
 
 
 @pytest.fixture(scope="module")
@@ -27,19 +28,22 @@ def url() -> Iterator[str]:
     server.close()
 
 
-def run_schemathesis(url: str, phases: str, examples: int, timeout: int, cwd: Path) -> None:
+def run_schemathesis(url: str, examples: int, cwd: Path, *selection: str) -> None:
     command = [
-        sys.executable, "-m", "schemathesis.cli", "run", url + "/openapi.json", "--max-examples", str(examples), "--phases", phases,
-        "--exclude-path", NO_END, "--checks", "all", "--exclude-checks", LIMITS, "--request-timeout", "20", "--no-color", "--generation-database", "none",
+        sys.executable, "-m", "schemathesis.cli", "run", url + "/openapi.json", "--max-examples", str(examples), *selection,
+        "--phases", "examples,coverage,fuzzing", "--checks", "all", "--exclude-checks", LIMITS, "--request-timeout", "20",
+        "--no-color", "--generation-database", "none",
     ]  # fmt: skip
-    result = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout)
+    result = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=3500)
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
     assert httpx.post(url + "/v1/completions", json={"prompt": "To be", "max_tokens": 2}, timeout=30).status_code == 200
 
 
 @pytest.mark.parametrize("examples", [5, pytest.param(2000, marks=[pytest.mark.long, pytest.mark.timeout(3600)])])
 def test_requests_of_every_kind(url: str, examples: int, tmp_path: Path) -> None:
-    run_schemathesis(url, "examples,coverage,fuzzing", examples, 3500, tmp_path)
+    run_schemathesis(url, examples, tmp_path, "--exclude-path", NO_END, "--exclude-path-regex", SOUND)
+    # schemathesis 4.32 fails by itself when it makes wrong forms with a file in them ("Unsupported type: 'Binary'")
+    run_schemathesis(url, examples, tmp_path, "--include-path-regex", SOUND, "--mode", "positive")
 
 
 def test_errors_streams_and_empty_answers_are_described(url: str) -> None:
