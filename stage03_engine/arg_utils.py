@@ -141,7 +141,8 @@ def _build(settings: Mapping[str, Resolved], files: ModelFiles) -> VllmConfig:
         computed["shape"] = classifier_shape(files.shape, files.model_path)
     source, override = settings["generation_config"].value, settings["override_generation_config"].value
     sampling = default_sampling_params(source, files.model_path, override)
-    if sampling.get("max_tokens", 0) >= settings["max_model_len"].value:  # no limit beside the context
+    limit = sampling.get("max_tokens")
+    if limit is not None and limit >= settings["max_model_len"].value:  # the context is the limit already
         del sampling["max_tokens"]
     computed["default_sampling_params"] = sampling
     sections = {}
