@@ -18,8 +18,8 @@ from stage03_engine.args.resolve import Resolved, resolve_cli, resolve_settings,
 from stage03_engine.args.speculative import parse_speculative_config
 from stage03_engine.config import SECTIONS, VllmConfig
 from stage03_engine.errors import ConfigError
+from stage03_engine.hf_config import classifier_shape
 from stage03_engine.model_path import ModelFiles, resolve_model
-from stage03_engine.model_shape import classifier_shape
 from stage03_engine.tracing import event_filter
 from stage04_kernels.backend_names import resolve_backend
 from stagetrace import trace

@@ -7,10 +7,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeGuard
 
-from stage03_engine.config import ModelShape
+from stage03_engine.model_shape import ModelShape
 
 if TYPE_CHECKING:
-    from stage03_engine.model_shape import Config
+    from stage03_engine.hf_config import Config
 
 CLASSIFIER = "ForSequenceClassification"
 MAX_LABELS = 65_536

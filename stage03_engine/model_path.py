@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stage03_engine.args.parser import did_you_mean
-from stage03_engine.config import ModelShape
 from stage03_engine.errors import ConfigError, ModelNotFoundError
-from stage03_engine.model_shape import KNOWN_SHAPES, read_json, read_shape
+from stage03_engine.hf_config import read_json, read_shape
+from stage03_engine.model_shape import KNOWN_SHAPES, ModelShape
 
 BUNDLED_FOLDER = Path(__file__).parent / "bundled"
 _HUB_TIMEOUT_S = 3.0  # for the first answer of the hub; an unreachable one must not hold a command for long

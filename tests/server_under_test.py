@@ -17,9 +17,10 @@ from prometheus_client import CollectorRegistry
 from stage02_server.api_server import build_app, init_app_state
 from stage02_server.cli_args import FrontendArgs
 from stage02_server.echo_engine import EchoCoreClient
-from stage03_engine.config import ModelConfig, ModelShape, VllmConfig
+from stage03_engine.config import ModelConfig, VllmConfig
 from stage03_engine.frontend.async_llm import AsyncLLM
 from stage03_engine.frontend.loggers import PrometheusStatLogger
+from stage03_engine.model_shape import ModelShape
 
 MAX_MODEL_LEN = 64
 EOS = 256  # the stand-in tokenizer has one token per byte, then <|endoftext|>

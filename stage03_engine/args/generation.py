@@ -10,7 +10,7 @@ import msgspec
 
 from stage03_engine.args.parser import did_you_mean
 from stage03_engine.errors import ConfigError, InvalidRequestError
-from stage03_engine.model_shape import read_json
+from stage03_engine.hf_config import read_json
 from stage03_engine.sampling_params import SamplingParams
 
 FILE = "generation_config.json"

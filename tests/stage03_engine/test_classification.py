@@ -18,8 +18,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.frontend.tokenizer import Tokenizer
+from stage03_engine.hf_config import read_shape
 from stage03_engine.llm import LLM
-from stage03_engine.model_shape import read_shape
 from stage03_engine.outputs import RequestOutput
 from stage03_engine.pooling_params import POOLING_TYPES, PoolingParams
 from stagetrace import read_run, trace

@@ -17,9 +17,9 @@ from typing import Any, ClassVar
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from stage03_engine.config import ModelShape
 from stage03_engine.errors import ConfigError, ModelNotFoundError, StagesError
 from stage03_engine.model_path import KNOWN_SHAPES, bundled_models, read_shape, resolve_model
+from stage03_engine.model_shape import ModelShape
 
 CONFIG: dict[str, Any] = {
     "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 48, "n_layer": 2, "n_head": 3,

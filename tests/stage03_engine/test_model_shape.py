@@ -11,11 +11,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from stage03_engine.config import ModelConfig, ModelShape, RopeScaling, VllmConfig
+from stage03_engine.config import ModelConfig, VllmConfig
 from stage03_engine.core.models.registry import MODELS, model_class
 from stage03_engine.errors import ConfigError
+from stage03_engine.hf_config import SUPPORTED_ARCHITECTURES, read_shape
 from stage03_engine.model_labels import CLASSIFIER, classifier_name
-from stage03_engine.model_shape import KNOWN_SHAPES, SUPPORTED_ARCHITECTURES, read_shape
+from stage03_engine.model_shape import KNOWN_SHAPES, ModelShape, RopeScaling
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 48, "num_hidden_layers": 4,

@@ -11,10 +11,10 @@ from dataclasses import replace
 from torch import Tensor
 from torch.nn import functional as F
 
-from stage03_engine.config import ModelShape
 from stage03_engine.core.models.gpt2 import GPT2LMHeadModel
 from stage03_engine.core.models.layers import Linear
 from stage03_engine.core.models.llama import LlamaForCausalLM
+from stage03_engine.model_shape import ModelShape
 
 
 class GPT2ForSequenceClassification(GPT2LMHeadModel):

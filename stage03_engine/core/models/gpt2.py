@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from stage03_engine.config import ModelShape
 from stage03_engine.core.models.layers import LayerNorm, assign_weights, embedding
+from stage03_engine.model_shape import ModelShape
 from stage04_kernels.activation import gelu
 from stage04_kernels.attention import AttentionMetadata, attention
 

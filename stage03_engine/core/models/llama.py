@@ -19,8 +19,8 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from stage03_engine.config import ModelShape
 from stage03_engine.core.models.layers import Linear, RMSNorm, assign_weights, embedding
+from stage03_engine.model_shape import ModelShape
 from stage04_kernels.activation import silu_and_mul
 from stage04_kernels.attention import AttentionMetadata, Rotation, attention
 from stage04_kernels.rope import rope_cos_sin, rope_frequencies, scale_linear, scale_llama3

@@ -7,7 +7,7 @@ A class is imported when it is needed, not before. What the rest of the engine a
     compute_logits(hidden_states)                           float32 [num_rows, vocab_size], or [num_rows, num_labels]
     load_weights(tensors)                                   take (name, tensor) pairs as a checkpoint has them
 
-To add a model, write such a class, name it here, and read its config.json in stage03_engine/model_shape.py.
+To add a model, write such a class, name it here, and read its config.json in stage03_engine/hf_config.py.
 """
 
 from __future__ import annotations
