@@ -224,7 +224,8 @@ class WhisperCore:
         """How likely <|nospeech|> is right after <|startoftranscript|>. logits: [num_prompt_tokens, vocab_size]."""
         assert listening.audio.timestamps_from is not None
         prompt = listening.request.all_token_ids
-        start = max(place for place, token in enumerate(prompt) if token == self.model.config.decoder_start_token_id)
+        places = [place for place, token in enumerate(prompt) if token == self.model.config.decoder_start_token_id]
+        start = places[-1] if places else 0  # none: the tokenizer has another token of that name than the model
         return float(logits[start].float().softmax(dim=-1)[listening.audio.timestamps_from - 2])
 
     def _speech(self, listening: Listening) -> SpeechDetails:

@@ -76,3 +76,7 @@ def test_words_need_a_model_that_says_which_heads_follow_the_sound(tmp_path: Pat
     core.add_request(EngineCoreRequest("a", [start], SamplingParams(max_tokens=1), audio=audio))
     (output,) = core.step().outputs
     assert output.speech is not None and output.speech.token_ends is None
+    # A prompt without the start token that the model's config names is answered all the same.
+    core.add_request(EngineCoreRequest("b", [start + 1], SamplingParams(max_tokens=1), audio=audio))
+    (output,) = core.step().outputs
+    assert output.speech is not None and 0 <= output.speech.no_speech_prob <= 1
