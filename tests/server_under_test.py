@@ -26,12 +26,12 @@ MAX_MODEL_LEN = 64
 EOS = 256  # the stand-in tokenizer has one token per byte, then <|endoftext|>
 
 
-def byte_config() -> VllmConfig:
+def byte_config(max_model_len: int = MAX_MODEL_LEN) -> VllmConfig:
     shape = ModelShape(
         architecture="GPT2LMHeadModel", vocab_size=257, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8,
-        hidden_size=8, intermediate_size=32, max_position_embeddings=MAX_MODEL_LEN, eos_token_id=EOS,
+        hidden_size=8, intermediate_size=32, max_position_embeddings=max_model_len, eos_token_id=EOS,
     )  # fmt: skip
-    return VllmConfig(model_config=ModelConfig(model="byte-model", max_model_len=MAX_MODEL_LEN, shape=shape))
+    return VllmConfig(model_config=ModelConfig(model="byte-model", max_model_len=max_model_len, shape=shape))
 
 
 class RecordingEcho(EchoCoreClient):

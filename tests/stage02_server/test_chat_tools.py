@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from server_under_test import InProcessServer, RecordingEcho, ServerProcess, byt
 from stage02_server.answer_parser import AnswerDelta
 from stage02_server.reasoning_parsers import REASONING_PARSERS
 from stage02_server.tool_parsers import TOOL_PARSERS
-from stage03_engine.config import VllmConfig
 from stage03_engine.errors import ConfigError
 from stage03_engine.structured_outputs import StructuredOutputsParams
 
@@ -29,15 +27,9 @@ TOOLS = [
 NAMED = {"type": "function", "function": {"name": "look"}}
 
 
-def long_config() -> VllmConfig:
-    config = byte_config()
-    shape = replace(config.shape, max_position_embeddings=1024)
-    return replace(config, model_config=replace(config.model_config, max_model_len=1024, shape=shape))
-
-
 class RememberingEcho(RecordingEcho):
     def __init__(self) -> None:
-        super().__init__(config=long_config())
+        super().__init__(config=byte_config(1024))
         self.wanted: list[StructuredOutputsParams | None] = []
 
     async def add_request_async(self, request: Any) -> None:
@@ -48,7 +40,7 @@ class RememberingEcho(RecordingEcho):
 @pytest.fixture(scope="module")
 def server() -> Iterator[InProcessServer]:
     server = InProcessServer(
-        RememberingEcho(), long_config(), enable_auto_tool_choice=True, tool_call_parser="hermes",
+        RememberingEcho(), byte_config(1024), enable_auto_tool_choice=True, tool_call_parser="hermes",
         reasoning_parser="deepseek_r1",
     )  # fmt: skip
     yield server

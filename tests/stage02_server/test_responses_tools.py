@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -17,7 +16,6 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 from server_under_test import InProcessServer, RecordingEcho, byte_config
 
-from stage03_engine.config import VllmConfig
 from stage03_engine.structured_outputs import StructuredOutputsParams
 from stagetrace import trace
 
@@ -33,17 +31,11 @@ NAMED = {"type": "function", "name": "look"}
 TEMPLATE = "{{ messages | tojson }}{{ tools | tojson }}{{ reasoning_effort }}{{ thinking }}"
 
 
-def long_config() -> VllmConfig:
-    config = byte_config()
-    shape = replace(config.shape, max_position_embeddings=8192)
-    return replace(config, model_config=replace(config.model_config, max_model_len=8192, shape=shape))
-
-
 class RememberingEcho(RecordingEcho):
     """Knows the last prompt, and what the last answer had to match."""
 
     def __init__(self) -> None:
-        super().__init__(config=long_config())
+        super().__init__(config=byte_config(8192))
         self.prompt: list[int] = []
         self.wanted: StructuredOutputsParams | None = None
 
@@ -56,7 +48,7 @@ class RememberingEcho(RecordingEcho):
 @pytest.fixture(scope="module")
 def server() -> Iterator[InProcessServer]:
     server = InProcessServer(
-        RememberingEcho(), long_config(), enable_auto_tool_choice=True, tool_call_parser="hermes",
+        RememberingEcho(), byte_config(8192), enable_auto_tool_choice=True, tool_call_parser="hermes",
         reasoning_parser="deepseek_r1",
     )  # fmt: skip
     yield server
@@ -66,7 +58,7 @@ def server() -> Iterator[InProcessServer]:
 @pytest.fixture(scope="module")
 def templated() -> Iterator[InProcessServer]:
     """Its prompts show all that a template is told."""
-    server = InProcessServer(RememberingEcho(), long_config(), chat_template=TEMPLATE)
+    server = InProcessServer(RememberingEcho(), byte_config(8192), chat_template=TEMPLATE)
     yield server
     server.close()
 
