@@ -108,6 +108,17 @@ print(" ".join(sorted({{name.partition(".")[0] for name in sys.modules}})))
 sys.exit(code)
 """
 
+SLOW_LOADING = """
+import asyncio, os, stage02_server.echo_engine as e
+load = e.EchoCoreClient.start
+async def start(self):
+    while not os.path.exists({flag!r}):
+        await asyncio.sleep(0.01)
+    return await load(self)
+e.EchoCoreClient.start = start
+"""
+"""Run before a server with the echo engine: it loads until the file {flag!r} is there."""
+
 DYING_ENGINE = """
 from stage02_server.echo_engine import EchoCoreClient
 from stage03_engine.errors import EngineDeadError

@@ -9,19 +9,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from server_under_test import ServerProcess
+from server_under_test import SLOW_LOADING, ServerProcess
 
 ECHO = ("gpt2-tiny", "--engine", "echo", "--host", "127.0.0.1", "--port", "0")
 StartServer = Callable[..., ServerProcess]
-LOADS_WHEN_TOLD = """
-import asyncio, os, stage02_server.echo_engine as e
-load = e.EchoCoreClient.start
-async def start(self):
-    while not os.path.exists({flag!r}):
-        await asyncio.sleep(0.01)
-    return await load(self)
-e.EchoCoreClient.start = start
-"""
 WATCHABLE = """
 from stage02_server import page_router
 from stage03_engine.frontend import engine_watch
@@ -47,7 +38,7 @@ def test_signals_without_end_change_nothing(
     start_server: StartServer, tmp_path: Path, state: str, number: signal.Signals
 ) -> None:
     """Not the exit code, and nothing is half done: the last word is the server's own."""
-    patch = LOADS_WHEN_TOLD.format(flag=str(tmp_path / "never")) if state == "starting" else ""
+    patch = SLOW_LOADING.format(flag=str(tmp_path / "never")) if state == "starting" else ""
     server = start_server(*ECHO, patch=patch)
     if state == "ready":
         server.wait_until_ready()
@@ -58,7 +49,7 @@ def test_signals_without_end_change_nothing(
 
 
 def test_events_of_an_engine_that_is_not_there_yet(start_server: StartServer, tmp_path: Path) -> None:
-    server = start_server(*ECHO, patch=LOADS_WHEN_TOLD.format(flag=str(tmp_path / "loaded")))
+    server = start_server(*ECHO, patch=SLOW_LOADING.format(flag=str(tmp_path / "loaded")))
     url = server.wait_for(r"HTTP is up at (http://\S+) ")[1]
     early = httpx.get(f"{url}/v1/engine/events")
     assert early.status_code == 503 and early.json()["error"]["type"] == "ServiceUnavailableError"

@@ -9,21 +9,12 @@ from pathlib import Path
 
 import httpx
 import pytest
-from server_under_test import DYING_ENGINE, InProcessServer, RecordingEcho, ServerProcess
+from server_under_test import DYING_ENGINE, SLOW_LOADING, InProcessServer, RecordingEcho, ServerProcess
 
 from stagetrace import read_run
 
 ECHO = ("gpt2-tiny", "--engine", "echo", "--host", "127.0.0.1", "--port", "0")
 StartServer = Callable[..., ServerProcess]
-SLOW_LOADING = """
-import asyncio, os, stage02_server.echo_engine as e
-load = e.EchoCoreClient.start
-async def start(self):
-    while not os.path.exists({flag!r}):
-        await asyncio.sleep(0.01)
-    return await load(self)
-e.EchoCoreClient.start = start
-"""
 SLOW_STEPS = "import stage02_server.echo_engine as e; e.EchoCoreClient.__init__.__defaults__ = (0.05,)"
 
 
