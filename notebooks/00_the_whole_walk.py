@@ -173,10 +173,10 @@ player.show(server.folder, height=640)
 # 2. no event stands before its cause;
 # 3. among the events that rules 1 and 2 allow next, the one with the smallest `ts` is next (of equals, the earlier lane's).
 #
-# The real part is [`causal_order`](../trace/stagetrace/reader.py). As it stands, the cell calls it.
+# The real part is [`causal_order`](../trace/stagetrace/read/reader.py). As it stands, the cell calls it.
 
 # %% tags=["exercise"]
-from stagetrace.reader import causal_order
+from stagetrace.read.reader import causal_order
 
 
 def merge(lanes):

@@ -9,7 +9,7 @@
 # | order of everything | [`run_server`](../stage02_server/api_server.py), [`run_server_worker`](../stage02_server/api_server.py) | `entrypoints/openai/api_server.py` |
 # | the socket | [`setup_server`](../stage02_server/api_server.py) | setup_server, create_server_socket |
 # | the configuration | [`EngineArgs.create_engine_config`](../stage03_engine/arg_utils.py) | `engine/arg_utils.py` |
-# | application and routes | [`build_app`](../stage02_server/api_server.py), [routes](../stage02_server/api_router.py) | build_app, router |
+# | application and routes | [`build_app`](../stage02_server/api_server.py), [routes](../stage02_server/routes.py) | build_app, router |
 # | what the routes find | [`init_app_state`](../stage02_server/api_server.py) | init_app_state |
 # | serving, signals | [`serve_http`](../stage02_server/launcher.py) | `entrypoints/launcher.py` serve_http |
 

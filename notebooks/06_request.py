@@ -5,7 +5,7 @@
 #
 # | part | here | vLLM |
 # |---|---|---|
-# | routes | [`create_completion`](../stage02_server/api_router.py), [`create_chat_completion`](../stage02_server/api_router.py) | `entrypoints/openai/api_server.py` |
+# | routes | [`create_completion`](../stage02_server/routes.py), [`create_chat_completion`](../stage02_server/routes.py) | `entrypoints/openai/api_server.py` |
 # | the form of a body | [`CompletionRequest`](../stage02_server/protocol.py), [`ChatCompletionRequest`](../stage02_server/protocol.py) | `entrypoints/openai/protocol.py` |
 # | handlers | [`OpenAIServingCompletion`](../stage02_server/serving_completion.py), [`OpenAIServingChat`](../stage02_server/serving_chat.py) | `entrypoints/openai/serving_completion.py`, `serving_chat.py` |
 # | chat template | [`ChatTemplate`](../stage02_server/chat_template.py) | `entrypoints/chat_utils.py` |

@@ -206,7 +206,7 @@ show_way_in("m20")
 # %% [markdown]
 # `zmq.request_received` in the engine names `zmq.request_sent` of the front end as its cause: the reference travels in the message
 # itself, as its last field. Such a link is what puts the events of two processes into one order
-# ([`causal_order`](../trace/stagetrace/reader.py)).
+# ([`causal_order`](../trace/stagetrace/read/reader.py)).
 #
 # The same as a picture: the two processes over time, an arrow for each message.
 

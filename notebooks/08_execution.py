@@ -30,7 +30,7 @@ from stage03_engine.core.model_runner import ModelRunner
 from stage03_engine.core.sched_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import SamplingParams
-from stage04_kernels.cases import make_metadata
+from stage04_kernels.lab.cases import make_metadata
 from stage04_kernels.sampler import (
     SamplingMetadata,
     apply_min_p,

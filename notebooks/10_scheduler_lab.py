@@ -13,7 +13,7 @@
 # | who goes first | [`RequestQueue`](../stage03_engine/core/request_queue.py) | `v1/core/sched/request_queue.py` |
 # | blocks and prefixes | [`KVCacheManager`](../stage03_engine/core/kv_cache_manager.py), [`BlockPool`](../stage03_engine/core/block_pool.py) | `v1/core/kv_cache_manager.py`, `v1/core/block_pool.py` |
 # | its flags | [`SchedulerConfig`, `CacheConfig`](../stage03_engine/config.py) | `config/scheduler.py`, `config/cache.py` |
-# | decide a recording again | [`replay`](../stage03_engine/replay.py) | none |
+# | decide a recording again | [`replay`](../stage03_engine/replay/replay.py) | none |
 
 # %%
 import os
@@ -32,7 +32,7 @@ from stage03_engine.core.sched_output import ModelRunnerOutput
 from stage03_engine.core.scheduler import Scheduler
 from stage03_engine.llm import LLM
 from stage03_engine.messages import EngineCoreRequest
-from stage03_engine.replay import replay
+from stage03_engine.replay.replay import replay
 from stage03_engine.sampling_params import SamplingParams
 from stagetrace import Story, player, read_run, tell
 from stagetrace.figures import block_map, request_timeline, token_budget

@@ -29,10 +29,10 @@ import torch.nn.functional as F
 from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import SamplingParams
 from stage04_kernels.attention import attention, write_then_attend
-from stage04_kernels.cases import make_attention_case, make_metadata
 from stage04_kernels.kv_cache import write_kv
+from stage04_kernels.lab.cases import make_attention_case, make_metadata
+from stage04_kernels.lab.tolerances import TOLERANCES
 from stage04_kernels.paged_attention import gather_context, paged_attention_reference, paged_attention_torch
-from stage04_kernels.tolerances import TOLERANCES
 
 torch.manual_seed(0)
 torch.set_grad_enabled(False)
@@ -149,7 +149,7 @@ print("largest difference to contiguous:", (online - contiguous).abs().max().ite
 
 # %% [markdown]
 # Equal up to rounding: the sums are formed in another order. That is also why the project compares kernels with a tolerance
-# (`stage04_kernels/tolerances.py`), and why greedy tokens in float32 are what must agree.
+# (`stage04_kernels/lab/tolerances.py`), and why greedy tokens in float32 are what must agree.
 #
 # ## The real function
 #

@@ -10,10 +10,10 @@
 #
 # | tool | here | in vLLM |
 # |---|---|---|
-# | the first difference of two runs: `stages trace diff` | [`compare`](../trace/stagetrace/difference.py) | none |
-# | why a request waited: `stages trace why` | [`explain`](../trace/stagetrace/reasons.py) | none |
-# | is a recording consistent: `stages trace check` | [`check`](../trace/stagetrace/invariants.py), [`BlockBalance`](../trace/stagetrace/block_rules.py) | none |
-# | decide it again: `stages trace replay` | [`replay`](../stage03_engine/replay.py) | none |
+# | the first difference of two runs: `stages trace diff` | [`compare`](../trace/stagetrace/check/difference.py) | none |
+# | why a request waited: `stages trace why` | [`explain`](../trace/stagetrace/check/reasons.py) | none |
+# | is a recording consistent: `stages trace check` | [`check`](../trace/stagetrace/check/invariants.py), [`BlockBalance`](../trace/stagetrace/check/block_rules.py) | none |
+# | decide it again: `stages trace replay` | [`replay`](../stage03_engine/replay/replay.py) | none |
 # | what they are about | [`Scheduler`](../stage03_engine/core/scheduler.py) | `v1/core/sched/scheduler.py` Scheduler |
 #
 # (vLLM logs sentences and exports metrics and spans. What a request was denied, and by which rule, it does not record.)
@@ -28,13 +28,13 @@ from itertools import pairwise
 
 import lab
 
-from stage03_engine.replay import replay
+from stage03_engine.replay.replay import replay
 from stagetrace import read_run, tell
 from stagetrace.__main__ import main
-from stagetrace.block_rules import BlockBalance
-from stagetrace.difference import compare
+from stagetrace.check.block_rules import BlockBalance
+from stagetrace.check.difference import compare
+from stagetrace.check.invariants import check
 from stagetrace.figures import block_map, request_timeline, token_budget
-from stagetrace.invariants import check
 
 
 def short(text):

@@ -32,18 +32,20 @@ class LazyCommand:
 COMMANDS = {
     "serve": LazyCommand("stage01_cli.serve", "ServeSubcommand", "serve a model over an OpenAI-compatible HTTP API"),
     "chat": LazyCommand(
-        "stage01_cli.openai_client",
+        "stage01_cli.tools.openai_client",
         "ChatCommand",
         "chat with a running server",
     ),
-    "complete": LazyCommand("stage01_cli.openai_client", "CompleteCommand", "let a running server complete a text"),
+    "complete": LazyCommand(
+        "stage01_cli.tools.openai_client", "CompleteCommand", "let a running server complete a text"
+    ),
     "bench": LazyCommand("stage01_cli.bench.command", "BenchSubcommand", "measure a server, the engine, or its start"),
     "run-batch": LazyCommand(
-        "stage01_cli.run_batch", "RunBatchSubcommand", "answer a file of requests (OpenAI's batches)"
+        "stage01_cli.tools.run_batch", "RunBatchSubcommand", "answer a file of requests (OpenAI's batches)"
     ),
-    "trace": LazyCommand("stage01_cli.trace", "TraceSubcommand", "look at recordings made with --trace"),
+    "trace": LazyCommand("stage01_cli.tools.trace", "TraceSubcommand", "look at recordings made with --trace"),
     "collect-env": LazyCommand(
-        "stage01_cli.collect_env", "CollectEnvSubcommand", "describe this machine, for a report"
+        "stage01_cli.tools.collect_env", "CollectEnvSubcommand", "describe this machine, for a report"
     ),
 }
 """Subcommand name -> where it is."""

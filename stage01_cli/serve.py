@@ -43,7 +43,7 @@ class ServeSubcommand(CLISubcommand):
         vllm_config, settings = serve_args.engine_args.create_engine_config()
         open_trace(vllm_config)
         if args.dry_run:
-            from stage01_cli.dry_run import table
+            from stage01_cli.tools.dry_run import table
 
             print(table(vllm_config, settings, LaunchArgs))
             return 0

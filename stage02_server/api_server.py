@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from stage02_server.cli_args import FrontendArgs
-from stage02_server.http_flags import load_log_config
+from stage02_server.features.hardening.flags import load_log_config
 from stage02_server.logger import configure_logging, hide_access_log_of
 from stage02_server.open_files import set_ulimit
 from stage02_server.stop_signals import StopRequested, StopSignals
@@ -135,7 +135,7 @@ async def build_async_engine_client(
     """The engine's front end, whose engine process starts to load; it is ended and reaped on leaving."""
     from stage02_server.echo_engine import EchoCoreClient
     from stage03_engine.frontend.async_llm import AsyncLLM
-    from stage03_engine.frontend.loggers import LoggingStatLogger, PrometheusStatLogger, StatLogger
+    from stage03_engine.frontend.metrics import LoggingStatLogger, PrometheusStatLogger, StatLogger
 
     model = vllm_config.model_config
     if trace.on:
@@ -153,7 +153,7 @@ async def build_async_engine_client(
         client = EchoCoreClient(vllm_config)
     elif args.in_process:
         from stage03_engine.core.make_core import make_core  # the only way for torch into this process
-        from stage03_engine.frontend.async_inproc_client import AsyncInprocClient
+        from stage03_engine.frontend.features.async_inproc_client import AsyncInprocClient
 
         client = AsyncInprocClient(vllm_config, make_core)
     engine = AsyncLLM.from_vllm_config(vllm_config, client=client, stat_loggers=stat_loggers)
@@ -180,21 +180,17 @@ def build_app(args: FrontendArgs) -> FastAPI:
     """The application with all its routes, without any state."""
     from fastapi import FastAPI
 
-    from stage02_server import (
-        api_router,
-        audio_router,
-        docs_router,
-        metrics,
-        page_router,
-        pooling_router,
-        utility_router,
-    )
-    from stage02_server.absent_routes import router as absent_routes
-    from stage02_server.app_middleware import RequestIdHeaderMiddleware, add_inner_middleware
+    from stage02_server import metrics, routes as api_router
     from stage02_server.errors import add_exception_handlers
+    from stage02_server.features import admin as utility_router
+    from stage02_server.features.audio import routes as audio_router
+    from stage02_server.features.hardening.middleware import RequestIdHeaderMiddleware, add_inner_middleware
+    from stage02_server.features.page import docs as docs_router, routes as page_router
+    from stage02_server.features.page.openapi import describe_answers
+    from stage02_server.features.pooling import routes as pooling_router
+    from stage02_server.features.refusals import router as absent_routes
+    from stage02_server.features.responses.routes import router as responses_router
     from stage02_server.middleware import RequestGate, RequestMiddleware
-    from stage02_server.openapi import describe_answers
-    from stage02_server.responses_router import router as responses_router
 
     app = FastAPI(
         title="vLLM in stages",
@@ -228,6 +224,11 @@ def build_app(args: FrontendArgs) -> FastAPI:
 def init_app_state(engine: AsyncLLM, state: State, args: FrontendArgs, registry: CollectorRegistry) -> None:
     """Put the handlers where the routes find them. Raises ConfigError for an impossible chat template."""
     from stage02_server.chat_template import ChatTemplate
+    from stage02_server.features.audio.serving import ServingTranscription
+    from stage02_server.features.pooling.score import ServingScores
+    from stage02_server.features.pooling.serving import ServingPooling
+    from stage02_server.features.responses.serving import OpenAIServingResponses
+    from stage02_server.features.tokenize import OpenAIServingTokenization
     from stage02_server.lifecycle import Lifecycle
     from stage02_server.request_logger import RequestLogger
     from stage02_server.server_load import ServerLoad
@@ -235,11 +236,6 @@ def init_app_state(engine: AsyncLLM, state: State, args: FrontendArgs, registry:
     from stage02_server.serving_classify import ServingClassification
     from stage02_server.serving_completion import OpenAIServingCompletion
     from stage02_server.serving_models import OpenAIServingModels
-    from stage02_server.serving_pooling import ServingPooling
-    from stage02_server.serving_responses import OpenAIServingResponses
-    from stage02_server.serving_score import ServingScores
-    from stage02_server.serving_tokenization import OpenAIServingTokenization
-    from stage02_server.serving_transcription import ServingTranscription
 
     config, names = engine.vllm_config, served_model_names(engine.vllm_config, args)
     models = OpenAIServingModels(config, names)

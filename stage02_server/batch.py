@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from stage02_server.features.per_request_metrics import PerRequestMetrics, metrics_of
 from stage02_server.middleware import RequestIds
-from stage02_server.per_request_metrics import PerRequestMetrics, metrics_of
 from stage02_server.protocol_response import PromptTokensDetails, UsageInfo
-from stage03_engine.frontend.beam_search import BeamSearchParams
+from stage03_engine.frontend.features.beam_search import BeamSearchParams
 from stage03_engine.frontend.stats import RequestStats
 from stage03_engine.messages import EngineCoreRequest, TokenLogprobs
 from stage03_engine.outputs import RequestOutput

@@ -12,8 +12,8 @@ from typing import Any
 
 from stage02_server.chat_messages import plain_message
 from stage02_server.cli_args import FrontendArgs
+from stage02_server.features.hardening.template_renderer import TemplateRenderer
 from stage02_server.protocol_chat import ChatMessageParam, ChatTemplateFields
-from stage02_server.template_renderer import TemplateRenderer
 from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.frontend.tokenizer import Tokenizer
 

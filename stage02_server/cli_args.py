@@ -37,12 +37,14 @@ class FrontendArgs:
     tool_call_parser: str | None = option(
         None, "how the model writes tool calls: hermes, or the name of a plugin's parser"
     )
-    tool_parser_plugin: str = option("", "Python file that adds parsers to stage02_server.tool_parsers.TOOL_PARSERS")
+    tool_parser_plugin: str = option(
+        "", "Python file that adds parsers to stage02_server.features.tools.tool_parsers.TOOL_PARSERS"
+    )
     reasoning_parser: str = option(
         "", "how the model marks its reasoning: deepseek_r1 (<think> tags), or the name of a plugin's parser"
     )
     reasoning_parser_plugin: str = option(
-        "", "Python file that adds parsers to stage02_server.reasoning_parsers.REASONING_PARSERS"
+        "", "Python file that adds parsers to stage02_server.features.tools.reasoning_parsers.REASONING_PARSERS"
     )
     response_role: str = option("assistant", "role of the answering message in chats")
     return_tokens_as_token_ids: bool = option(

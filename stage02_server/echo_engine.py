@@ -22,7 +22,7 @@ from stage03_engine.messages import (
     SchedulerStats,
     TokenLogprobs,
 )
-from stage03_engine.pooling_params import TOKEN_TASKS, PoolingParams
+from stage03_engine.params.pooling_params import TOKEN_TASKS, PoolingParams
 from stagetrace import trace
 
 TICK_SECONDS = 0.002  # a decode step of a small model on a GPU takes about this long

@@ -21,8 +21,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from stage02_server.cli_args import FrontendArgs
+from stage02_server.features.hardening.slow_clients import timed_protocol
 from stage02_server.middleware import RequestGate
-from stage02_server.slow_clients import timed_protocol
 from stage02_server.stop_signals import StopRequested, StopSignals
 from stage03_engine.frontend.async_llm import AsyncLLM
 from stagetrace import trace

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from stage02_server.authentication import route_path
 from stage02_server.errors import error_json, error_response, unavailable
+from stage02_server.features.hardening.authentication import route_path
 from stage02_server.server_load import WORKING_PATHS
 from stage02_server.traceparent import parse_traceparent
 from stagetrace import trace

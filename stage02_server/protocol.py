@@ -11,15 +11,15 @@ from typing import Annotated, Any, Literal
 from msgspec.structs import replace
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
+from stage02_server.features.hardening.request_limits import check_number_of_items
+from stage02_server.features.structured_outputs import to_structured_outputs
+from stage02_server.features.tools.tool_choice import with_forced_tool
 from stage02_server.middleware import ACCEPTED_ID
 from stage02_server.protocol_chat import ChatMessageParam, ChatTemplateFields, ToolChoice
 from stage02_server.protocol_types import Int32, Int64, Several, Text, TokenIds
-from stage02_server.request_limits import check_number_of_items
-from stage02_server.structured_outputs import to_structured_outputs
-from stage02_server.tool_choice import with_forced_tool
 from stage03_engine.errors import InvalidRequestError
-from stage03_engine.frontend.beam_search import BeamSearchParams
-from stage03_engine.repetition_detection import RepetitionDetectionParams
+from stage03_engine.frontend.features.beam_search import BeamSearchParams
+from stage03_engine.params.repetition_detection import RepetitionDetectionParams
 from stage03_engine.sampling_params import MAX_LOGPROBS, RequestOutputKind, SamplingParams
 
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
@@ -93,7 +93,7 @@ RequestId = Annotated[str, Field(pattern=f"^{ACCEPTED_ID.pattern}$")]
 
 
 class RepetitionDetection(BaseModel):
-    """When an output that repeats itself ends; see stage03_engine/repetition_detection.py."""
+    """When an output that repeats itself ends; see stage03_engine/params/repetition_detection.py."""
 
     max_pattern_size: Int32 = 0
     min_pattern_size: Int32 = 0

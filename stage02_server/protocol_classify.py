@@ -6,9 +6,9 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-from stage02_server.protocol_pooling import InputRequest
+from stage02_server.features.pooling.protocol import InputRequest
 from stage02_server.protocol_response import UsageInfo
-from stage03_engine.pooling_params import PoolingParams
+from stage03_engine.params.pooling_params import PoolingParams
 
 
 class ClassificationRequest(InputRequest):

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
 
-from stage02_server.per_request_metrics import PerRequestMetrics
+from stage02_server.features.per_request_metrics import PerRequestMetrics
 
 
 class TokenizeResponse(BaseModel):

@@ -10,7 +10,7 @@ import argparse
 from dataclasses import dataclass, fields
 
 from stage02_server.cli_args import FrontendArgs
-from stage02_server.http_flags import check_http_flags
+from stage02_server.features.hardening.flags import check_http_flags
 from stage03_engine.arg_utils import AsyncEngineArgs, engine_settings
 from stage03_engine.args import Resolved, add_flags, add_not_built, resolve_cli, settings_of
 from stage03_engine.args.not_built import ENGINE_FLAGS

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
-from stage02_server.answer_parser import AnswerDelta, AnswerParser
 from stage02_server.batch import Batch
-from stage02_server.chat_answers import ChatAnswers, delta_fields, finish_reason, message_fields
 from stage02_server.chat_logprobs import chat_logprobs
 from stage02_server.chat_messages import plain_message
 from stage02_server.chat_template import ChatTemplate
 from stage02_server.cli_args import FrontendArgs
 from stage02_server.disconnects import run_until_disconnect
+from stage02_server.features.tools.answer_parser import AnswerDelta, AnswerParser
+from stage02_server.features.tools.chat_answers import ChatAnswers, delta_fields, finish_reason, message_fields
 from stage02_server.protocol import ChatCompletionRequest
 from stage02_server.protocol_response import (
     ChatChoice,
@@ -31,7 +31,7 @@ from stage02_server.serving_engine import OpenAIServing, prompt_logprobs_json
 from stage02_server.serving_models import OpenAIServingModels
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.async_llm import AsyncLLM
-from stage03_engine.frontend.beam_search import BeamSearchParams
+from stage03_engine.frontend.features.beam_search import BeamSearchParams
 from stage03_engine.frontend.tokenizer import Tokenizer
 from stage03_engine.outputs import CompletionOutput
 from stage03_engine.sampling_params import SamplingParams

@@ -6,8 +6,8 @@ import time
 
 from starlette.requests import Request
 
+from stage02_server.features.pooling.serving import PoolingBatches, numbers, usage_of
 from stage02_server.protocol_classify import ClassificationData, ClassificationRequest, ClassificationResponse
-from stage02_server.serving_pooling import PoolingBatches, numbers, usage_of
 
 
 class ServingClassification(PoolingBatches):

@@ -9,8 +9,8 @@ from functools import partial
 from starlette.requests import Request
 
 from stage02_server.batch import Batch
-from stage02_server.completion_logprobs import Echo, LogprobsWriter, most_likely
 from stage02_server.disconnects import in_thread_if_long, run_until_disconnect
+from stage02_server.logprobs import Echo, LogprobsWriter, most_likely
 from stage02_server.protocol import CompletionRequest
 from stage02_server.protocol_response import CompletionChoice, CompletionResponse, UsageInfo
 from stage02_server.serving_engine import OpenAIServing, prompt_logprobs_json

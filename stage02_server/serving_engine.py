@@ -32,7 +32,7 @@ from stage02_server.serving_models import OpenAIServingModels
 from stage02_server.tasks import require_task
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.async_llm import AsyncLLM
-from stage03_engine.frontend.beam_search import BeamSearchParams
+from stage03_engine.frontend.features.beam_search import BeamSearchParams
 from stage03_engine.frontend.tokenizer import Tokenizer
 from stage03_engine.messages import EngineCoreRequest, TokenLogprobs
 from stage03_engine.outputs import CompletionOutput, RequestOutput

@@ -12,8 +12,8 @@ import msgspec
 
 from stage02_server.batch import make_usage
 from stage02_server.errors import as_reported, error_json
+from stage02_server.features.audio.protocol import TranscriptionChoice, TranscriptionChunk, TranscriptionDelta
 from stage02_server.middleware import RequestIds
-from stage02_server.protocol_audio import TranscriptionChoice, TranscriptionChunk, TranscriptionDelta
 from stage03_engine.frontend.async_llm import AsyncLLM
 from stage03_engine.messages import AudioInput, EngineCoreRequest
 from stage03_engine.outputs import CompletionOutput

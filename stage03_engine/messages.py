@@ -14,7 +14,7 @@ import enum
 import msgspec
 
 from stage03_engine.config import VllmConfig
-from stage03_engine.pooling_params import PoolingParams
+from stage03_engine.params.pooling_params import PoolingParams
 from stage03_engine.sampling_params import SamplingParams
 
 ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from stage03_engine.errors import InvalidRequestError
-from stage03_engine.repetition_detection import RepetitionDetectionParams
-from stage03_engine.structured_outputs import StructuredOutputsParams
+from stage03_engine.params.repetition_detection import RepetitionDetectionParams
+from stage03_engine.params.structured_outputs import StructuredOutputsParams
 
 MAX_STOP_STRINGS, MAX_STOP_LENGTH = 4, 1024  # strings, characters of each
 MAX_STOP_TOKEN_IDS = 1024

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 from stagetrace import trace
 
 if TYPE_CHECKING:
-    from stage04_kernels.check_row import Row
+    from stage04_kernels.lab.check_row import Row
 
 
 class Parser(argparse.ArgumentParser):
@@ -70,7 +70,7 @@ RESOURCES = "{:8} {:50} {:>9} {:>7} {:>9} {:>10} {:>10}  {}"
 def run_compile(chips: list[str]) -> int:
     """Print what every kernel takes of every chip. Returns 1 if one breaks its budget; gfx942 never does."""
     os.environ.pop("TRITON_INTERPRET", None)  # before Triton is imported: an interpreted kernel cannot be compiled
-    from stage04_kernels.compile import run_compile
+    from stage04_kernels.lab.compile import run_compile
 
     print(RESOURCES.format("chip", "kernel", "registers", "spills", "shared", "wide loads", "matrix ops", "budget"))
     broken = 0
@@ -87,7 +87,7 @@ def run_bench(device: str) -> int:
     """Print one line per measurement. On a GPU the checks come first, and nothing is measured that is wrong."""
     import torch
 
-    from stage04_kernels import bench
+    from stage04_kernels.lab import bench
 
     if device == "cuda":
         if not torch.cuda.is_available():
@@ -102,7 +102,7 @@ def run_bench(device: str) -> int:
 
 def run_roofline(chip: str) -> int:
     """Print the page."""
-    from stage04_kernels.roofline import RATES, table
+    from stage04_kernels.lab.roofline import RATES, table
 
     print("\n".join(table(RATES[chip])))
     return 0
@@ -114,7 +114,7 @@ def run_check(seed: int, device: str = "cpu", parts: list[str] | None = None) ->
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
     import torch
 
-    from stage04_kernels.check import run_checks
+    from stage04_kernels.lab.check import run_checks
 
     torch.set_num_threads(1)  # the cases are small: a second thread would only wait, and disturb what else runs here
     print(LINE.format(*HEADER))

@@ -50,14 +50,14 @@ def _torch() -> Backend:
 
 
 def _cpu() -> Backend:
-    from stage04_kernels.cpu_attention import paged_attention_cpu
+    from stage04_kernels.backends.cpu_attention import paged_attention_cpu
     from stage04_kernels.kv_cache import write_kv
 
     return write_then_attend(write_kv, paged_attention_cpu)
 
 
 def _batch_invariant() -> Backend:
-    from stage04_kernels.batch_invariant import paged_attention_batch_invariant
+    from stage04_kernels.backends.batch_invariant import paged_attention_batch_invariant
     from stage04_kernels.kv_cache import write_kv
 
     return write_then_attend(write_kv, paged_attention_batch_invariant)

@@ -19,7 +19,7 @@ from stage02_server.cli_args import FrontendArgs
 from stage02_server.echo_engine import EchoCoreClient
 from stage03_engine.config import ModelConfig, VllmConfig
 from stage03_engine.frontend.async_llm import AsyncLLM
-from stage03_engine.frontend.loggers import PrometheusStatLogger
+from stage03_engine.frontend.metrics import PrometheusStatLogger
 from stage03_engine.model_shape import ModelShape
 
 MAX_MODEL_LEN = 64

@@ -12,13 +12,13 @@ from typing import Any
 
 from stage03_engine.config import CacheConfig, SchedulerConfig
 from stage03_engine.core.block_pool import BlockPool
+from stage03_engine.core.features.structured_output.manager import StructuredOutputManager
 from stage03_engine.core.request import Request
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
 from stage03_engine.core.scheduler import Scheduler
-from stage03_engine.core.structured_output import StructuredOutputManager
 from stage03_engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, TokenLogprobs
+from stage03_engine.params.structured_outputs import StructuredOutputsParams
 from stage03_engine.sampling_params import SamplingParams
-from stage03_engine.structured_outputs import StructuredOutputsParams
 from stagetrace import trace
 
 EOS = 7

@@ -6,7 +6,7 @@ from typing import Any
 
 from stage03_engine.args.parser import did_you_mean
 from stage03_engine.errors import ConfigError
-from stage03_engine.pooling_params import POOLING_TYPES
+from stage03_engine.params.pooling_params import POOLING_TYPES
 
 _OLD_NAMES = {"seq_pooling_type": "pooling_type", "normalize": "use_activation"}
 """Keys that vLLM knows under two names."""

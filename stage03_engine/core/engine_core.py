@@ -8,17 +8,17 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 
+from stage03_engine.args.import_class import construct
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.block_pool import BlockPool
 from stage03_engine.core.executor import UniProcExecutor
+from stage03_engine.core.features.profiler import TorchProfiler
+from stage03_engine.core.features.scheduler_watch import SchedulerWatch
+from stage03_engine.core.features.structured_output.manager import StructuredOutputManager
 from stage03_engine.core.kv_cache_size import decide_num_blocks, decide_num_swap_blocks
-from stage03_engine.core.profiler import TorchProfiler
 from stage03_engine.core.request import Request
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
 from stage03_engine.core.scheduler import Scheduler
-from stage03_engine.core.scheduler_watch import SchedulerWatch
-from stage03_engine.core.structured_output import StructuredOutputManager
-from stage03_engine.import_class import construct
 from stage03_engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from stagetrace import trace
 
@@ -39,7 +39,7 @@ class EngineCore:
         self.scheduler = self._make_scheduler(num_swap_blocks)
         self._execute: Callable[[SchedulerOutput], ModelRunnerOutput] = self.executor.execute_model
         if config.scheduler_config.check_invariants and config.device_config.attention_backend == "triton-interpret":
-            from stage03_engine.core.kv_sanitizer import sanitized  # needs Triton
+            from stage03_engine.core.features.debug.kv_sanitizer import sanitized  # needs Triton
 
             self._execute = sanitized(self._execute, self.scheduler.kv_cache_manager)
         self.watch = SchedulerWatch(self.scheduler)

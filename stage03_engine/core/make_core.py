@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.engine_core import EngineCore
-from stage03_engine.core.whisper_core import WhisperCore
+from stage03_engine.core.features.whisper.whisper_core import WhisperCore
 
 
 def make_core(config: VllmConfig) -> EngineCore | WhisperCore:

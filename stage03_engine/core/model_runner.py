@@ -10,22 +10,22 @@ import torch
 from torch import Tensor, nn
 
 from stage03_engine.config import VllmConfig
-from stage03_engine.core.batch_invariant import make_batch_invariant
-from stage03_engine.core.cuda_graphs import DecodeGraphs
+from stage03_engine.core.features.batch_invariant import make_batch_invariant
+from stage03_engine.core.features.cuda_graphs import DecodeGraphs
+from stage03_engine.core.features.debug.layer_trace import LayerTrace
+from stage03_engine.core.features.debug.sampler_trace import trace_sampling
+from stage03_engine.core.features.logits_processor import LogitsRow, load_logits_processors, transforms
+from stage03_engine.core.features.pooling.pooler import Pooler
+from stage03_engine.core.features.prompt_logprobs import prompt_logprobs
+from stage03_engine.core.features.spec_decode.ngram_proposer import NgramProposer
 from stage03_engine.core.input_batch import InputBatch
-from stage03_engine.core.layer_trace import LayerTrace
-from stage03_engine.core.logits_processor import LogitsRow, load_logits_processors, transforms
 from stage03_engine.core.logits_rules import make_rules
 from stage03_engine.core.models.loader import get_model
-from stage03_engine.core.pooler import Pooler
-from stage03_engine.core.prompt_logprobs import prompt_logprobs
-from stage03_engine.core.sampler_trace import trace_sampling
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
-from stage03_engine.core.spec_decode.ngram_proposer import NgramProposer
 from stage03_engine.core.step_inputs import StepInputs, dummy_inputs, prepare_inputs, to_device
 from stage03_engine.messages import TokenLogprobs
-from stage04_kernels.bitmask import apply_token_bitmask
-from stage04_kernels.rejection_sampler import num_accepted
+from stage04_kernels.features.bitmask import apply_token_bitmask
+from stage04_kernels.features.rejection_sampler import num_accepted
 from stage04_kernels.sampler import RowsTransform, SamplerOutput, SamplingMetadata, sample
 from stagetrace import trace
 

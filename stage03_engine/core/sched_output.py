@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from stage03_engine.messages import TokenLogprobs
-from stage03_engine.pooling_params import PoolingParams
+from stage03_engine.params.pooling_params import PoolingParams
 from stage03_engine.sampling_params import SamplingParams
 
 

@@ -13,16 +13,16 @@ import msgspec
 
 from stage03_engine.config import CacheConfig, SchedulerConfig
 from stage03_engine.core.block_pool import BlockPool
+from stage03_engine.core.features.debug.scheduler_checks import check_fits, check_queues_and_slots
+from stage03_engine.core.features.debug.scheduler_trace import ended_by, trace_admitted, trace_held_back
+from stage03_engine.core.features.pooling.pooling_requests import end_pooled
+from stage03_engine.core.features.spec_decode.draft_scheduler import DraftScheduler
+from stage03_engine.core.features.structured_output.manager import StructuredOutputManager
+from stage03_engine.core.features.swap_space import SwapSpace
 from stage03_engine.core.kv_cache_manager import KVCacheManager
-from stage03_engine.core.pooling_requests import end_pooled
 from stage03_engine.core.request import Request, RequestStatus, take_sampled
 from stage03_engine.core.request_queue import RequestQueue
 from stage03_engine.core.sched_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
-from stage03_engine.core.scheduler_checks import check_fits, check_queues_and_slots
-from stage03_engine.core.scheduler_trace import ended_by, trace_admitted, trace_held_back
-from stage03_engine.core.spec_decode.draft_scheduler import DraftScheduler
-from stage03_engine.core.structured_output import StructuredOutputManager
-from stage03_engine.core.swap_space import SwapSpace
 from stage03_engine.messages import EngineCoreOutput, FinishReason, SchedulerStats
 from stagetrace import trace
 

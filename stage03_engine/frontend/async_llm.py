@@ -10,11 +10,11 @@ from collections.abc import AsyncGenerator
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import EngineDeadError
-from stage03_engine.frontend.beam_search import BeamSearch, BeamSearchParams, run_search
 from stage03_engine.frontend.core_client import AsyncEngineCoreClient, AsyncMPClient
-from stage03_engine.frontend.engine_watch import EngineWatch
+from stage03_engine.frontend.features.beam_search import BeamSearch, BeamSearchParams, run_search
+from stage03_engine.frontend.features.engine_watch import EngineWatch
 from stage03_engine.frontend.input_processor import InputProcessor
-from stage03_engine.frontend.loggers import LoggingStatLogger, StatLogger
+from stage03_engine.frontend.metrics import LoggingStatLogger, StatLogger
 from stage03_engine.frontend.output_processor import OutputProcessor, RequestOutputCollector
 from stage03_engine.frontend.stats import IterationStats
 from stage03_engine.frontend.tokenizer import init_tokenizer_from_configs

@@ -14,7 +14,7 @@ from stage03_engine.config import VllmConfig
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.tokenizer import Tokenizer
 from stage03_engine.messages import EngineCoreRequest
-from stage03_engine.pooling_params import TOKEN_TASKS, PoolingParams
+from stage03_engine.params.pooling_params import TOKEN_TASKS, PoolingParams
 from stage03_engine.sampling_params import RequestOutputKind, SamplingParams
 from stagetrace import trace
 

@@ -9,12 +9,12 @@ import asyncio
 
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.detokenizer import IncrementalDetokenizer
-from stage03_engine.frontend.parallel_sampling import ParentRequest
+from stage03_engine.frontend.features.parallel_sampling import ParentRequest
 from stage03_engine.frontend.stats import CompletedStats, IterationStats, RequestStats
 from stage03_engine.frontend.tokenizer import Tokenizer
 from stage03_engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, SpeechDetails, TokenLogprobs
 from stage03_engine.outputs import CompletionOutput, RequestOutput
-from stage03_engine.repetition_detection import REPETITION_DETECTED, find_repetition
+from stage03_engine.params.repetition_detection import REPETITION_DETECTED, find_repetition
 from stage03_engine.sampling_params import RequestOutputKind
 from stagetrace import trace
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
-from stage03_engine.frontend.token_text import SPACE, Decoder
+from stage03_engine.frontend.features.token_text import SPACE, Decoder
 
 _KEEPING_NORMALIZERS = {"Prepend": 1, "Replace": 1, "ByteLevel": 1, "NFD": 1, "NFKD": 1, "NFC": 4, "NFKC": 4}
 """Normalizer -> how many characters may become one (NFC puts a letter and its accents together, four at most)."""

@@ -13,8 +13,14 @@ from tokenizers import AddedToken, Tokenizer as Backend, decoders, models, pre_t
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import ConfigError
+from stage03_engine.frontend.features.token_text import (
+    SPACE,
+    ByteLevelStream,
+    SentencePieceStream,
+    TokenStream,
+    read_decoder,
+)
 from stage03_engine.frontend.token_length import byte_of_symbol, max_token_bytes
-from stage03_engine.frontend.token_text import SPACE, ByteLevelStream, SentencePieceStream, TokenStream, read_decoder
 from stage03_engine.model_path import find_tokenizer
 from stagetrace import trace
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from stage04_kernels.attention import attention
-from stage04_kernels.bench import bench_cpu
-from stage04_kernels.cases import AttentionCase, make_attention_case
+from stage04_kernels.lab.bench import bench_cpu
+from stage04_kernels.lab.cases import AttentionCase, make_attention_case
 from stage04_kernels.sampler import SamplingMetadata, sample
 
 

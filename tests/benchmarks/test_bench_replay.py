@@ -7,7 +7,7 @@ from pathlib import Path
 from pytest_benchmark.fixture import BenchmarkFixture
 from toy_engine import STEM, ToyEngine, record
 
-from stage03_engine.replay import replay
+from stage03_engine.replay.replay import replay
 
 NUM_REQUESTS = 1000
 

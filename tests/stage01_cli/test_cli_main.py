@@ -78,7 +78,10 @@ def test_only_the_chosen_command_is_imported() -> None:
         "print([name for name in sys.modules if name.startswith(('stage01_cli', 'stage02'))], file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
-    assert done.stderr.strip() == "['stage01_cli', 'stage01_cli.types', 'stage01_cli.main', 'stage01_cli.collect_env']"
+    assert (
+        done.stderr.strip()
+        == "['stage01_cli', 'stage01_cli.types', 'stage01_cli.main', 'stage01_cli.tools.collect_env']"
+    )
 
 
 def test_help_takes_less_than_a_third_of_a_second_of_cpu_time() -> None:

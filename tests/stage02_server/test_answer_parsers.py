@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from stage02_server.answer_parser import AnswerDelta, AnswerParser
-from stage02_server.reasoning_parsers import DeepSeekR1Parser
-from stage02_server.tool_parsers import HermesToolParser, NamedToolParser, RequiredToolParser
+from stage02_server.features.tools.answer_parser import AnswerDelta, AnswerParser
+from stage02_server.features.tools.reasoning_parsers import DeepSeekR1Parser
+from stage02_server.features.tools.tool_parsers import HermesToolParser, NamedToolParser, RequiredToolParser
 
 Result = tuple[str, str, list[tuple[str | None, str]]]
 PIECES = [

@@ -12,7 +12,7 @@ import openai
 import pytest
 from server_under_test import InProcessServer, RecordingEcho, ServerProcess, events
 
-from stage03_engine.structured_outputs import StructuredOutputsParams
+from stage03_engine.params.structured_outputs import StructuredOutputsParams
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 SCHEMA = {

@@ -26,9 +26,9 @@ from openai.types.audio import TranscriptionVerbose
 from server_under_test import InProcessServer, RecordingEcho, ServerProcess, events
 from small_whisper import NUM_TIMES, Reference, sound, whisper_folder
 
-from stage02_server import serving_transcription
-from stage02_server.audio_input import SAMPLE_RATE, decode_audio, split_audio
-from stage02_server.serving_transcription import _decode
+from stage02_server.features.audio import serving as serving_transcription
+from stage02_server.features.audio.decode import SAMPLE_RATE, decode_audio, split_audio
+from stage02_server.features.audio.serving import _decode
 from stage03_engine.arg_utils import EngineArgs
 
 TRANSCRIBE, TRANSLATE = (["startoftranscript", "en", do, "notimestamps"] for do in ("transcribe", "translate"))
@@ -295,7 +295,7 @@ def test_two_files_are_decoded_at_a_time(make_server: Any, folder: Path, monkeyp
         busy.remove(data)
         return _decode(data)
 
-    monkeypatch.setattr("stage02_server.serving_transcription._decode", decode)
+    monkeypatch.setattr("stage02_server.features.audio.serving._decode", decode)
 
     async def six() -> list[httpx.Response]:
         send, files = partial(server.send, "POST", "/v1/audio/transcriptions", data={"language": "en"}), sound(0.1)

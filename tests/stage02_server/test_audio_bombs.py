@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("soundfile")
 
-from stage02_server.audio_input import MAX_SECONDS, SAMPLE_RATE, decode_audio
+from stage02_server.features.audio.decode import MAX_SECONDS, SAMPLE_RATE, decode_audio
 from stage03_engine.errors import InvalidRequestError
 
 

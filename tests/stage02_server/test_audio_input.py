@@ -13,8 +13,8 @@ import soundfile
 from hypothesis import given, settings, strategies as st
 from small_whisper import sound
 
-from stage02_server import audio_input
-from stage02_server.audio_input import SAMPLE_RATE, decode_audio, resample, split_audio
+from stage02_server.features.audio import decode as audio_input
+from stage02_server.features.audio.decode import SAMPLE_RATE, decode_audio, resample, split_audio
 from stage03_engine.errors import InvalidRequestError
 
 

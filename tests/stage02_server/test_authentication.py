@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from server_under_test import InProcessServer
 
-from stage02_server.authentication import OPEN_PATHS
 from stage02_server.cli_args import FrontendArgs
+from stage02_server.features.hardening.authentication import OPEN_PATHS
 
 KEYS = ("first-key", "second-key")
 quick = settings(max_examples=60, deadline=None)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from stage02_server.batch_file import BatchOutput, BatchRequest, read_requests
+from stage02_server.features.batch.batch_file import BatchOutput, BatchRequest, read_requests
 from stage03_engine.errors import ConfigError
 
 

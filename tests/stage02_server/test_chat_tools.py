@@ -11,11 +11,11 @@ import openai
 import pytest
 from server_under_test import InProcessServer, RecordingEcho, ServerProcess, byte_config, events
 
-from stage02_server.answer_parser import AnswerDelta
-from stage02_server.reasoning_parsers import REASONING_PARSERS
-from stage02_server.tool_parsers import TOOL_PARSERS
+from stage02_server.features.tools.answer_parser import AnswerDelta
+from stage02_server.features.tools.reasoning_parsers import REASONING_PARSERS
+from stage02_server.features.tools.tool_parsers import TOOL_PARSERS
 from stage03_engine.errors import ConfigError
-from stage03_engine.structured_outputs import StructuredOutputsParams
+from stage03_engine.params.structured_outputs import StructuredOutputsParams
 
 CHAT = "/v1/chat/completions"
 CALL = '<tool_call>{"name": "look", "arguments": {"at": "é"}}</tool_call>'
@@ -244,8 +244,8 @@ class Shouting:
 
 def test_a_parser_of_ones_own(make_server: Any, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
-        "from stage02_server.tool_parsers import TOOL_PARSERS\n"
-        "from stage02_server.reasoning_parsers import REASONING_PARSERS\n"
+        "from stage02_server.features.tools.tool_parsers import TOOL_PARSERS\n"
+        "from stage02_server.features.tools.reasoning_parsers import REASONING_PARSERS\n"
         f"from {__name__} import Shouting\n"
         "TOOL_PARSERS['mine'] = Shouting\n"
         "REASONING_PARSERS['mine'] = REASONING_PARSERS['deepseek_r1']\n"

@@ -19,11 +19,11 @@ from server_under_test import MAX_MODEL_LEN, InProcessServer, RecordingEcho, byt
 from small_classifiers import classifier
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from stage02_server import serving_pooling
+from stage02_server.features.pooling import serving as serving_pooling
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.config import PoolingConfig, VllmConfig
 from stage03_engine.core.make_core import make_core
-from stage03_engine.frontend.async_inproc_client import AsyncInprocClient
+from stage03_engine.frontend.features.async_inproc_client import AsyncInprocClient
 
 TEXTS = ["To be, or not to be", "the slings and arrows of outrageous fortune", "To die, to sleep", "x"]
 

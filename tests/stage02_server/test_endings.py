@@ -14,8 +14,8 @@ from server_under_test import SLOW_LOADING, ServerProcess
 ECHO = ("gpt2-tiny", "--engine", "echo", "--host", "127.0.0.1", "--port", "0")
 StartServer = Callable[..., ServerProcess]
 WATCHABLE = """
-from stage02_server import page_router
-from stage03_engine.frontend import engine_watch
+from stage02_server.features.page import routes as page_router
+from stage03_engine.frontend.features import engine_watch
 page_router.PAUSE_SECONDS = 0
 class Loud:
     def qsize(self): return 0

@@ -16,7 +16,7 @@ import httpx
 import pytest
 from server_under_test import InProcessServer, ServerProcess
 
-from stage03_engine.core.scheduler_watch import SHOWN
+from stage03_engine.core.features.scheduler_watch import SHOWN
 
 ASK = {"prompt": "KING RICHARD: a secret", "max_tokens": 6, "temperature": 0}
 

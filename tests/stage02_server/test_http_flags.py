@@ -17,7 +17,7 @@ from hypothesis import given, settings, strategies as st
 from server_under_test import InProcessServer, ServerProcess
 
 from stage02_server.cli_args import FrontendArgs
-from stage02_server.http_flags import check_http_flags
+from stage02_server.features.hardening.flags import check_http_flags
 from stage02_server.serve_args import add_serve_args, resolve_serve_args
 from stage02_server.unix_socket import create_server_unix_socket
 from stage03_engine.args import FlexibleArgumentParser
@@ -319,7 +319,7 @@ def test_impossible_flags(wrong: dict[str, Any], says: str) -> None:
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"version": 1, "root": {"handlers": ["none"]}}', None])
 def test_a_log_config_that_cannot_be_used(tmp_path: Path, content: str | None) -> None:
-    from stage02_server.http_flags import load_log_config
+    from stage02_server.features.hardening.flags import load_log_config
 
     if content is not None:
         (tmp_path / "log.json").write_text(content)

@@ -18,7 +18,7 @@ import pytest
 from server_under_test import ServerProcess, byte_config
 
 from stage03_engine.errors import EngineDeadError
-from stage03_engine.frontend.async_inproc_client import AsyncInprocClient
+from stage03_engine.frontend.features.async_inproc_client import AsyncInprocClient
 from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import SamplingParams
 from stagetrace import read_run

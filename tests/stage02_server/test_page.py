@@ -14,8 +14,8 @@ import pytest
 from server_under_test import ServerProcess
 from toy_engine import ToyEngine
 
-from stage02_server.page_router import build_page
-from stage03_engine.core.scheduler_watch import SchedulerWatch
+from stage02_server.features.page.routes import build_page
+from stage03_engine.core.features.scheduler_watch import SchedulerWatch
 from stagetrace import trace
 
 pytest_plugins = ["browser"]  # the fixture of tests/browser.py

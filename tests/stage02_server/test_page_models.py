@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from server_under_test import InProcessServer, ServerProcess
 
-from stage02_server.page_router import build_page
+from stage02_server.features.page.routes import build_page
 
 pytest_plugins = ["browser"]  # the fixture of tests/browser.py
 

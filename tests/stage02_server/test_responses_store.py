@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from server_under_test import InProcessServer, RecordingEcho, ServerProcess
 
-from stage02_server import response_store
+from stage02_server.features.responses import store as response_store
 
 RESPONSES = "/v1/responses"
 BACKGROUND = {"input": "Hello", "background": True, "max_output_tokens": 6}

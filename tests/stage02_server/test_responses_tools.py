@@ -16,7 +16,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 from server_under_test import InProcessServer, RecordingEcho, byte_config
 
-from stage03_engine.structured_outputs import StructuredOutputsParams
+from stage03_engine.params.structured_outputs import StructuredOutputsParams
 from stagetrace import trace
 
 RESPONSES, CHAT = "/v1/responses", "/v1/chat/completions"

@@ -15,7 +15,7 @@ import pytest
 from server_under_test import ServerProcess
 
 from stage02_server.cli_args import FrontendArgs
-from stage02_server.slow_clients import timed_protocol
+from stage02_server.features.hardening.slow_clients import timed_protocol
 
 COMPLETIONS = (
     b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"

@@ -9,8 +9,8 @@ pytest.importorskip("transformers")
 from hypothesis import given, settings, strategies as st
 from transformers.models.whisper.tokenization_whisper import _combine_tokens_into_words
 
-from stage02_server.protocol_audio import TranscriptionSegment
-from stage02_server.transcript import Piece, split_words, to_srt, to_vtt
+from stage02_server.features.audio.protocol import TranscriptionSegment
+from stage02_server.features.audio.transcript import Piece, split_words, to_srt, to_vtt
 from stage03_engine.frontend.tokenizer import Tokenizer, get_tokenizer
 
 

@@ -11,13 +11,13 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
 from stage03_engine.arg_utils import EngineArgs
-from stage03_engine.core.batch_invariant import BatchInvariantModel, make_batch_invariant, rows_are_independent
+from stage03_engine.core.features.batch_invariant import BatchInvariantModel, make_batch_invariant, rows_are_independent
 from stage03_engine.core.models.loader import get_model
 from stage03_engine.core.worker import Worker
 from stage03_engine.errors import ConfigError
 from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import SamplingParams
-from stage04_kernels.batch_invariant import ROWS
+from stage04_kernels.backends.batch_invariant import ROWS
 
 COMMON: dict[str, Any] = {"batch_invariant": True, "max_model_len": 96, "block_size": 8, "num_threads": 1}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}

@@ -21,7 +21,7 @@ from stage03_engine.frontend.tokenizer import Tokenizer
 from stage03_engine.hf_config import read_shape
 from stage03_engine.llm import LLM
 from stage03_engine.outputs import RequestOutput
-from stage03_engine.pooling_params import POOLING_TYPES, PoolingParams
+from stage03_engine.params.pooling_params import POOLING_TYPES, PoolingParams
 from stagetrace import read_run, trace
 
 ROOMY: dict[str, Any] = {"kv_cache_memory_bytes": 10_000_000, "check_invariants": True}

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from stage03_engine.arg_utils import EngineArgs
-from stage03_engine.core.cuda_graphs import DecodeGraphs, graph_sizes
+from stage03_engine.core.features.cuda_graphs import DecodeGraphs, graph_sizes
 from stage03_engine.core.models.loader import get_model
 from stage04_kernels.attention import AttentionMetadata
-from stage04_kernels.cases import make_metadata
+from stage04_kernels.lab.cases import make_metadata
 
 os.environ["TRITON_INTERPRET"] = "1"
 BLOCK, MAX_LEN, CPU = 16, 64, torch.device("cpu")

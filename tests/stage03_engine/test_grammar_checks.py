@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 
 from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.llm import LLM
-from stage03_engine.structured_outputs import MAX_GRAMMAR_CHARACTERS, StructuredOutputsParams
+from stage03_engine.params.structured_outputs import MAX_GRAMMAR_CHARACTERS, StructuredOutputsParams
 
 KEYWORDS = [
     "type",

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from torch import nn
 
-from stage03_engine.core.logits_processor import LogitsProcessor
+from stage03_engine.core.features.logits_processor import LogitsProcessor
 from stage03_engine.llm import LLM
+from stage03_engine.params.structured_outputs import StructuredOutputsParams
 from stage03_engine.sampling_params import SamplingParams
-from stage03_engine.structured_outputs import StructuredOutputsParams
 from stage03_engine.tracing import open_trace
 from stagetrace import Event, read_run, trace
 

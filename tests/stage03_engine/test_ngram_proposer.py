@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.config import VllmConfig
-from stage03_engine.core.spec_decode.ngram_proposer import (
+from stage03_engine.core.features.spec_decode.ngram_proposer import (
     NEEDS_ITS_HISTORY,
     NgramProposer,
     find_continuation,

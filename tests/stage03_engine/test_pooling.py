@@ -15,8 +15,8 @@ from stage03_engine.args.pooler import parse_pooling
 from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.llm import LLM
 from stage03_engine.outputs import RequestOutput
-from stage03_engine.pooling_params import POOLING_TYPES, PoolingParams
-from stage03_engine.replay import replay
+from stage03_engine.params.pooling_params import POOLING_TYPES, PoolingParams
+from stage03_engine.replay.replay import replay
 from stage03_engine.sampling_params import SamplingParams
 from stagetrace import trace
 

@@ -12,7 +12,7 @@ from stage03_engine.frontend.stats import IterationStats
 from stage03_engine.frontend.tokenizer import init_tokenizer_from_configs
 from stage03_engine.llm import LLM
 from stage03_engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, TokenLogprobs
-from stage03_engine.repetition_detection import RepetitionDetectionParams, find_repetition, repeated_pattern
+from stage03_engine.params.repetition_detection import RepetitionDetectionParams, find_repetition, repeated_pattern
 from stage03_engine.sampling_params import SamplingParams
 
 tokens = st.lists(st.integers(0, 2), max_size=30)

@@ -22,9 +22,9 @@ from stage03_engine.core.request import Request
 from stage03_engine.core.sched_output import SchedulerOutput
 from stage03_engine.core.scheduler import Scheduler
 from stage03_engine.llm import LLM
-from stage03_engine.replay import Replayed, replay
+from stage03_engine.params.structured_outputs import StructuredOutputsParams
+from stage03_engine.replay.replay import Replayed, replay
 from stage03_engine.sampling_params import RequestOutputKind, SamplingParams
-from stage03_engine.structured_outputs import StructuredOutputsParams
 from stagetrace import read_run, trace
 from stagetrace.errors import TraceError
 
@@ -317,5 +317,5 @@ def test_a_filtered_recording_is_refused(tmp_path: Path) -> None:
 
 
 def test_no_torch_is_needed() -> None:
-    code = "import sys, stage03_engine.replay; sys.exit('torch' in sys.modules)"
+    code = "import sys, stage03_engine.replay.replay; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -17,7 +17,7 @@ from stage03_engine.frontend.input_processor import InputProcessor
 from stage03_engine.frontend.tokenizer import init_tokenizer_from_configs
 from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import RequestOutputKind, SamplingParams
-from stage04_kernels import logits_reference, sampler_reference as reference
+from stage04_kernels.lab import logits_reference, sampler_reference as reference
 from stagetrace import read_run
 
 SMALL = {"kv_cache_memory_bytes": 50_000_000}

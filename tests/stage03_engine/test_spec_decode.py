@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from stage03_engine.frontend.detokenizer import IncrementalDetokenizer
-from stage03_engine.frontend.loggers import PrometheusStatLogger
+from stage03_engine.frontend.metrics import PrometheusStatLogger
 from stage03_engine.frontend.stats import IterationStats
 from stage03_engine.llm import LLM
 from stage03_engine.outputs import CompletionOutput

@@ -14,8 +14,8 @@ from hypothesis import given, settings, strategies as st
 
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.llm import LLM
+from stage03_engine.params.structured_outputs import StructuredOutputsParams as Wanted
 from stage03_engine.sampling_params import RequestOutputKind, SamplingParams
-from stage03_engine.structured_outputs import StructuredOutputsParams as Wanted
 from stage03_engine.tracing import open_trace
 from stagetrace import read_run, trace
 

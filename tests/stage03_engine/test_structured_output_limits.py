@@ -12,13 +12,13 @@ import psutil
 import pytest
 
 from stage03_engine.arg_utils import EngineArgs
-from stage03_engine.core import grammar_template
 from stage03_engine.core.engine_core import EngineCore
-from stage03_engine.core.structured_output import StructuredOutputManager
+from stage03_engine.core.features.structured_output import grammar_template
+from stage03_engine.core.features.structured_output.manager import StructuredOutputManager
 from stage03_engine.llm import LLM
 from stage03_engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
+from stage03_engine.params.structured_outputs import StructuredOutputsParams as Wanted
 from stage03_engine.sampling_params import SamplingParams
-from stage03_engine.structured_outputs import StructuredOutputsParams as Wanted
 
 SMALL: dict[str, Any] = {"kv_cache_memory_bytes": 50_000_000, "max_model_len": 256}
 PROMPT = "ROMEO:"

@@ -8,8 +8,8 @@ import pytest
 
 from stage03_engine.llm import LLM
 from stage03_engine.outputs import RequestOutput
+from stage03_engine.params.structured_outputs import StructuredOutputsParams
 from stage03_engine.sampling_params import RequestOutputKind, SamplingParams
-from stage03_engine.structured_outputs import StructuredOutputsParams
 
 SEEDED = {"temperature": 0.9, "seed": 7, "max_tokens": 30}
 KINDS: dict[str, SamplingParams] = {

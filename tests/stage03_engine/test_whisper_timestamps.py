@@ -18,8 +18,8 @@ from transformers.generation.logits_process import WhisperTimeStampLogitsProcess
 from transformers.models.whisper.generation_whisper import _dynamic_time_warping, _median_filter
 
 from stage03_engine.arg_utils import EngineArgs
-from stage03_engine.core.whisper_core import WhisperCore
-from stage03_engine.core.whisper_timestamps import align, apply_timestamp_rules, median_filter
+from stage03_engine.core.features.whisper.whisper_core import WhisperCore
+from stage03_engine.core.features.whisper.whisper_timestamps import align, apply_timestamp_rules, median_filter
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.messages import AudioInput, EngineCoreRequest
 from stage03_engine.sampling_params import SamplingParams

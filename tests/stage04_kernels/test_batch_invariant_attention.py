@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from stage04_kernels.attention import AttentionMetadata, attention
-from stage04_kernels.batch_invariant import ROWS, SPLIT, paged_attention_batch_invariant, rows_of
-from stage04_kernels.cases import AttentionCase, make_attention_case, make_metadata
+from stage04_kernels.backends.batch_invariant import ROWS, SPLIT, paged_attention_batch_invariant, rows_of
+from stage04_kernels.lab.cases import AttentionCase, make_attention_case, make_metadata
+from stage04_kernels.lab.tolerances import TOLERANCES
 from stage04_kernels.sampler import exponential_noise, gather_logprobs
-from stage04_kernels.tolerances import TOLERANCES
 
 batches = st.lists(
     st.tuples(st.integers(1, 2 * ROWS + 3), st.one_of(st.integers(0, 3 * SPLIT), st.sampled_from([SPLIT - 1, SPLIT]))),

@@ -9,9 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-from stage04_kernels.cases import make_attention_case
-from stage04_kernels.guard import BlockOwners, guard
 from stage04_kernels.kv_cache import write_kv
+from stage04_kernels.lab.cases import make_attention_case
+from stage04_kernels.lab.guard import BlockOwners, guard
 from stage04_kernels.paged_attention import paged_attention_reference
 from stage04_kernels.triton_kernels.backend import triton_attention
 from stage04_kernels.triton_kernels.layers import gelu_triton, rms_norm_triton

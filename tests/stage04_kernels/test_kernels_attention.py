@@ -12,10 +12,10 @@ from hypothesis import given, settings, strategies as st
 from stage04_kernels.attention import BACKENDS, attention
 from stage04_kernels.attention_metadata import group_by_length
 from stage04_kernels.backend_names import ATTENTION_BACKENDS, resolve_backend
-from stage04_kernels.cases import AttentionCase, make_attention_case, make_metadata
 from stage04_kernels.kv_cache import write_kv, write_kv_reference
+from stage04_kernels.lab.cases import AttentionCase, make_attention_case, make_metadata
+from stage04_kernels.lab.tolerances import TOLERANCES
 from stage04_kernels.paged_attention import paged_attention_reference, paged_attention_torch
-from stage04_kernels.tolerances import TOLERANCES
 
 RUNNABLE = [name for name in BACKENDS if name != "triton"]  # that one is triton-interpret on a GPU
 FAST_BACKENDS = [name for name in RUNNABLE if name != "reference"]

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from stage04_kernels import __main__ as command, check
+from stage04_kernels import __main__ as command
 from stage04_kernels.attention import BACKENDS
 from stage04_kernels.backend_names import ATTENTION_BACKENDS
-from stage04_kernels.tolerances import EXACT, Tolerance
+from stage04_kernels.lab import check
+from stage04_kernels.lab.tolerances import EXACT, Tolerance
 from stagetrace import read_run
 
 

@@ -12,7 +12,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from stage04_kernels.attention import BACKENDS, attention
-from stage04_kernels.cases import make_attention_case
+from stage04_kernels.lab.cases import make_attention_case
+from stage04_kernels.lab.tolerances import TOLERANCES
 from stage04_kernels.layernorm import rms_norm, rms_norm_reference
 from stage04_kernels.rope import (
     apply_rope,
@@ -22,7 +23,6 @@ from stage04_kernels.rope import (
     scale_linear,
     scale_llama3,
 )
-from stage04_kernels.tolerances import TOLERANCES
 
 DTYPES = list(TOLERANCES)
 

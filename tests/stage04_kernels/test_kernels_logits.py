@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from stage04_kernels import logits_reference, sampler_reference as reference
-from stage04_kernels.check_sampling import random_logits
-from stage04_kernels.logits_cases import apply_rules_reference, random_rules
+from stage04_kernels.lab import logits_reference, sampler_reference as reference
+from stage04_kernels.lab.check_sampling import random_logits
+from stage04_kernels.lab.logits_cases import apply_rules_reference, random_rules
 from stage04_kernels.logits_processors import (
     LogitsRules,
     Pairs,

@@ -10,7 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from stage04_kernels import sampler_reference as reference
+from stage04_kernels.lab import sampler_reference as reference
+from stage04_kernels.lab.tolerances import TOLERANCES
 from stage04_kernels.sampler import (
     SamplingMetadata,
     apply_min_p,
@@ -23,7 +24,6 @@ from stage04_kernels.sampler import (
     sample,
     sample_random,
 )
-from stage04_kernels.tolerances import TOLERANCES
 
 FLOAT32 = TOLERANCES[torch.float32]
 ROUNDING = 1e-5  # of a sum of float32 probabilities

@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from stage04_kernels import sampler_reference as reference
-from stage04_kernels.rejection_sampler import num_accepted
+from stage04_kernels.features.rejection_sampler import num_accepted
+from stage04_kernels.lab import sampler_reference as reference
 from stage04_kernels.sampler import SamplingMetadata, exponential_noise, sample
 
 DRAWS = 60_000

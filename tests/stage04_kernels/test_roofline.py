@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, strategies as st
 
-from stage04_kernels.roofline import RATES, Work, attention_work, table, works
+from stage04_kernels.lab.roofline import RATES, Work, attention_work, table, works
 
 
 @given(

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from stage04_kernels.compile import CHIPS, Resources, Variant, attention_variants, hold_to_budget, other_variants
+from stage04_kernels.lab.compile import CHIPS, Resources, Variant, attention_variants, hold_to_budget, other_variants
 
 DECODE = next(iter(attention_variants()))
 GOOD = Resources(DECODE.name, "sm_90", registers=80, spilled_bytes=0, shared_bytes=20_000, wide_loads=4, matrix_ops=8)

@@ -15,7 +15,7 @@ from toy_engine import STEM, ToyEngine, random_life, record
 
 from stagetrace import read_run
 from stagetrace.__main__ import main
-from stagetrace.invariants import Report, check
+from stagetrace.check.invariants import Report, check
 
 Line = dict[str, Any]
 RECORDED = sorted(path for path in (Path(__file__).parents[2] / "trace" / "recorded").iterdir() if path.is_dir())

@@ -13,7 +13,7 @@ import pytest
 from server_under_test import ServerProcess
 
 from stagetrace import read_run
-from stagetrace.invariants import check
+from stagetrace.check.invariants import check
 
 
 @pytest.fixture

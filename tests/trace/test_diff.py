@@ -16,7 +16,7 @@ from hypothesis import given, settings, strategies as st
 from toy_engine import STEM, ToyEngine, random_life, record
 
 from stagetrace.__main__ import main
-from stagetrace.difference import Fact, StepFacts, compare
+from stagetrace.check.difference import Fact, StepFacts, compare
 
 RECORDED = sorted(path for path in (Path(__file__).parents[2] / "trace" / "recorded").iterdir() if path.is_dir())
 Line = dict[str, Any]

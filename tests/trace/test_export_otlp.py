@@ -15,8 +15,9 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import SamplingParams
-from stagetrace import Event, Story, otlp, read_run, tell, trace
+from stagetrace import Event, Story, read_run, tell, trace
 from stagetrace.__main__ import main
+from stagetrace.export import otlp
 from stagetrace.ids import root_of
 from stagetrace.vocabulary import VOCABULARY
 

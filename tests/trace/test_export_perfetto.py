@@ -15,7 +15,7 @@ from hypothesis import given, settings, strategies as st
 
 from stagetrace import Event, read_run, tell
 from stagetrace.__main__ import main
-from stagetrace.perfetto import REQUESTS_PID, PerfettoWriter
+from stagetrace.export.perfetto import REQUESTS_PID, PerfettoWriter
 
 RECORDED = Path(__file__).parents[2] / "trace" / "recorded"
 RUNS = sorted(path.name for path in RECORDED.iterdir())

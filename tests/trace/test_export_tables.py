@@ -10,7 +10,7 @@ import pytest
 
 from stagetrace import read_run, tell
 from stagetrace.__main__ import main
-from stagetrace.tables import EVENTS, REQUESTS, STEPS
+from stagetrace.read.tables import EVENTS, REQUESTS, STEPS
 
 RECORDED = Path(__file__).parents[2] / "trace" / "recorded"
 

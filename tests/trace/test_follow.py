@@ -15,7 +15,7 @@ from hypothesis import given, settings, strategies as st
 
 from stagetrace import Event
 from stagetrace.event import encode_line
-from stagetrace.follow import Follower
+from stagetrace.read.follow import Follower
 
 WRITER = """if True:
     import sys
@@ -124,9 +124,9 @@ def test_every_event_once_however_it_is_written(seed: int, max_held: int) -> Non
                 if rng.random() < 0.1 and size and data[:size].endswith(b"\n"):
                     (folder / f"P-{pid}.jsonl").replace(folder / f"P-{pid}.1.jsonl")
 
-        patch.setattr("stagetrace.follow.SETTLE_SECONDS", 0)
-        patch.setattr("stagetrace.follow.MAX_HELD", max_held)
-        patch.setattr("stagetrace.follow._is_alive", lambda pid: any(left.values()))
+        patch.setattr("stagetrace.read.follow.SETTLE_SECONDS", 0)
+        patch.setattr("stagetrace.read.follow.MAX_HELD", max_held)
+        patch.setattr("stagetrace.read.follow._is_alive", lambda pid: any(left.values()))
         write_more()
         events = list(Follower(folder, sleep=write_more))
     for pid, lane in enumerate(lanes):

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from stagetrace import Event, Recording, tell
-from stagetrace.bounded import tell_bounded
-from stagetrace.busy_time import StartUp, StepTime
-from stagetrace.latency import PARTS, divide, of_request, percentile, split_tpot, split_ttft
+from stagetrace.read.bounded import tell_bounded
+from stagetrace.read.busy_time import StartUp, StepTime
+from stagetrace.read.latency import PARTS, divide, of_request, percentile, split_tpot, split_ttft
 
 RECORDED = Path(__file__).parents[2] / "trace" / "recorded"
 RUNS = sorted(path.name for path in RECORDED.iterdir() if path.is_dir())
@@ -154,7 +154,7 @@ def test_recorded_runs(run: str) -> None:
 
 @pytest.mark.parametrize("run", RUNS)
 def test_bounded_telling_says_the_same(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stagetrace.bounded.NUM_ENDED_KEPT", 4)
+    monkeypatch.setattr("stagetrace.read.bounded.NUM_ENDED_KEPT", 4)
     whole = tell(Recording(RECORDED / run))
     told: list[Any] = []
     steps: list[Any] = []

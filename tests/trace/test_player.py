@@ -12,7 +12,7 @@ import pytest
 from naive_replay import state_after
 
 from stagetrace import Event, Recording, Run, read_run
-from stagetrace.difference import StepFacts, compare
+from stagetrace.check.difference import StepFacts, compare
 from stagetrace.errors import TraceError
 from stagetrace.player import data, page, show
 from stagetrace.player.data import page_data, short_names

@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 
 from stagetrace import VOCABULARY, Event, Recorder, read_run
 from stagetrace.event import decode_line, encode_line
-from stagetrace.reader import causal_order
+from stagetrace.read.reader import causal_order
 
 
 def test_what_is_recorded_comes_back(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from hypothesis import given, settings, strategies as st
 
 from stagetrace import Event, Recorder, read_run, writer
 from stagetrace.event import decode_line
-from stagetrace.reader import REORDER_WINDOW
+from stagetrace.read.reader import REORDER_WINDOW
 
 _EMITTERS = """if True:
     import sys, threading

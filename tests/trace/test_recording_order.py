@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 from stagetrace import Event, Recording, read_run
 from stagetrace.event import encode_line
-from stagetrace.reader import REORDER_WINDOW
+from stagetrace.read.reader import REORDER_WINDOW
 
 SETTINGS = settings(max_examples=60, deadline=None)
 

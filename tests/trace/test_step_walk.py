@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 from stagetrace import Recording, read_run, tell
 from stagetrace.__main__ import main
-from stagetrace.walk import Walk
+from stagetrace.read.walk import Walk
 
 RECORDED = Path(__file__).parents[2] / "trace" / "recorded"
 RUNS = sorted(path.name for path in RECORDED.iterdir() if path.is_dir())
@@ -115,7 +115,7 @@ def test_a_short_memory_shows_in_nothing(seed: int) -> None:
     rng = random.Random(seed)
     events = read_run(RECORDED / "client_abort").events
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("stagetrace.walk.HISTORY", rng.choice([1, 2, 7, 50]))
+        patch.setattr("stagetrace.read.walk.HISTORY", rng.choice([1, 2, 7, 50]))
         walk = Walk(Recording(RECORDED / "client_abort"))
         at = 0
         for _ in range(25):

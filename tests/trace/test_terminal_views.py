@@ -12,9 +12,9 @@ from hypothesis import given, settings, strategies as st
 
 from stagetrace import Event, Recording, read_run, tell
 from stagetrace.__main__ import main
-from stagetrace.columns import Columns
 from stagetrace.event import encode_line
-from stagetrace.terminal import short_id
+from stagetrace.read.columns import Columns
+from stagetrace.read.terminal import short_id
 
 RECORDED = Path(__file__).parents[2] / "trace" / "recorded"
 RUNS = sorted(path.name for path in RECORDED.iterdir() if path.is_dir())

@@ -15,9 +15,9 @@ from toy_engine import ANY_JSON, STEM, ToyEngine, random_life, record
 
 from stagetrace import Event, read_run
 from stagetrace.__main__ import main
+from stagetrace.check.reason_words import CODE
+from stagetrace.check.reasons import StepReasons, explain, find_request
 from stagetrace.errors import TraceError
-from stagetrace.reason_words import CODE
-from stagetrace.reasons import StepReasons, explain, find_request
 
 ROOT = Path(__file__).parents[2]
 

@@ -7,9 +7,9 @@ shadow Python's own `trace` module.
 from stagetrace.event import Event
 from stagetrace.filters import EventFilter
 from stagetrace.ids import root_of
-from stagetrace.reader import Recording, Run, read_run
+from stagetrace.read.reader import Recording, Run, read_run
+from stagetrace.read.story import Story, tell
 from stagetrace.recorder import Recorder, trace
-from stagetrace.story import Story, tell
 from stagetrace.vocabulary import VOCABULARY
 
 __all__ = [

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from stagetrace.check.invariants import check
 from stagetrace.commands.common import add_run
-from stagetrace.invariants import check
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from stagetrace.errors import TraceError
-from stagetrace.reader import Recording
+from stagetrace.read.reader import Recording
 
 
 def add_run(parser: argparse.ArgumentParser, name: str = "run") -> None:

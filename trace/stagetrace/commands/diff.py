@@ -6,9 +6,9 @@ import argparse
 from itertools import zip_longest
 from pathlib import Path
 
+from stagetrace.check.difference import Fact, Lane, StepFacts, compare
 from stagetrace.commands.common import add_run
-from stagetrace.difference import Fact, Lane, StepFacts, compare
-from stagetrace.engine_state import MANY
+from stagetrace.read.engine_state import MANY
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

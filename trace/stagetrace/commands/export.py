@@ -7,7 +7,7 @@ from pathlib import Path
 
 from stagetrace.commands.common import add_run
 from stagetrace.errors import TraceError
-from stagetrace.reader import Recording
+from stagetrace.read.reader import Recording
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,11 +35,11 @@ def run(args: argparse.Namespace) -> int:
     for path in filter(None, (args.perfetto, args.html)):
         _check_file(path)
     if args.perfetto:
-        from stagetrace.perfetto import write_perfetto
+        from stagetrace.export.perfetto import write_perfetto
 
         write_perfetto(recording, args.perfetto)
     if args.csv:
-        from stagetrace.tables import write_tables
+        from stagetrace.read.tables import write_tables
 
         write_tables(recording, args.csv)
     if args.otlp:
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _otlp(recording: Recording, target: str) -> None:
     try:
-        from stagetrace import otlp
+        from stagetrace.export import otlp
     except ImportError as error:
         raise TraceError(f"OTLP needs opentelemetry ({error}): pip install 'vllm-in-stages[trace]'") from error
     if "://" in target:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import argparse
 
-from stagetrace.bounded import tell_bounded
 from stagetrace.commands.common import add_run, open_recording
 from stagetrace.event import Event
 from stagetrace.ids import root_of
-from stagetrace.latency import PARTS, Latency, of_request
-from stagetrace.narrative import Line, Narrator
-from stagetrace.reader import Recording
-from stagetrace.selection import pick_request
-from stagetrace.story import RequestStory, Story
-from stagetrace.terminal import (
+from stagetrace.read.bounded import tell_bounded
+from stagetrace.read.latency import PARTS, Latency, of_request
+from stagetrace.read.narrative import Line, Narrator
+from stagetrace.read.reader import Recording
+from stagetrace.read.selection import pick_request
+from stagetrace.read.story import RequestStory, Story
+from stagetrace.read.terminal import (
     BOLD,
     RESET,
     add_colour,

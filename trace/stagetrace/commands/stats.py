@@ -7,11 +7,11 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from stagetrace.bounded import tell_bounded
-from stagetrace.busy_time import STEP_PARTS, StartUp, StepTime
 from stagetrace.commands.common import add_run, open_recording
-from stagetrace.latency import PARTS, Latency, Split, of_request, split_tpot, split_ttft
-from stagetrace.terminal import milliseconds, short_id, table
+from stagetrace.read.bounded import tell_bounded
+from stagetrace.read.busy_time import STEP_PARTS, StartUp, StepTime
+from stagetrace.read.latency import PARTS, Latency, Split, of_request, split_tpot, split_ttft
+from stagetrace.read.terminal import milliseconds, short_id, table
 
 _PHASES = {1: "CLI", 2: "serve", 3: "API server", 4: "AsyncLLM", 5: "EngineCore"}
 

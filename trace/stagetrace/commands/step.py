@@ -7,10 +7,10 @@ import sys
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 
-from stagetrace.columns import arguments
 from stagetrace.commands.common import add_run, open_recording
-from stagetrace.selection import names_request
-from stagetrace.terminal import (
+from stagetrace.read.columns import arguments
+from stagetrace.read.selection import names_request
+from stagetrace.read.terminal import (
     BOLD,
     DIM,
     RESET,
@@ -22,8 +22,8 @@ from stagetrace.terminal import (
     short_id,
     wants_colour,
 )
+from stagetrace.read.walk import EngineState, Place, Walk
 from stagetrace.vocabulary import VOCABULARY
-from stagetrace.walk import EngineState, Place, Walk
 
 HELP = """Enter, n [N]  the next event, or N events on
 b [N]         back, one event or N

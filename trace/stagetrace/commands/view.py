@@ -7,13 +7,13 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from stagetrace.columns import Columns
 from stagetrace.commands.common import add_run, open_recording
 from stagetrace.errors import TraceError
 from stagetrace.event import Event
-from stagetrace.follow import Follower
-from stagetrace.selection import Selection, add_selection, selection_of
-from stagetrace.terminal import add_colour, ascii_if_needed, wants_colour, width_of_output
+from stagetrace.read.columns import Columns
+from stagetrace.read.follow import Follower
+from stagetrace.read.selection import Selection, add_selection, selection_of
+from stagetrace.read.terminal import add_colour, ascii_if_needed, wants_colour, width_of_output
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Iterator
 
+from stagetrace.check.reasons import StepReasons, explain, find_request
 from stagetrace.commands.common import add_run
 from stagetrace.errors import TraceError
-from stagetrace.reasons import StepReasons, explain, find_request
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -21,7 +21,7 @@ from stagetrace.figures.style import (
     whole_ticks,
     write,
 )
-from stagetrace.story import BlockChange, Story
+from stagetrace.read.story import BlockChange, Story
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

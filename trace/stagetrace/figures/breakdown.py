@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from stagetrace.figures.names import columns, drawn_names, milliseconds, plural, short_names
 from stagetrace.figures.style import INK, KINDS, Box, Look, boxes, legend, new_figure, note, row_labels, write
-from stagetrace.latency import PARTS, Latency, of_request
-from stagetrace.story import Story
+from stagetrace.read.latency import PARTS, Latency, of_request
+from stagetrace.read.story import Story
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -44,7 +44,7 @@ def pieces(latency: Latency) -> list[tuple[str, int]]:
 
 def latency_breakdown(story: Story) -> Figure:
     """A bar per request as long as its client waited: up to the mark for the first token, after it for the others, each divided by
-    where the awaited token was (`stagetrace.latency`). Raises TraceError without matplotlib."""
+    where the awaited token was (`stagetrace.read.latency`). Raises TraceError without matplotlib."""
     latencies, names = answered(story), drawn_names(story.requests)
     height = min(max(0.3 * len(latencies), 0.7), 11)
     title = f"What {plural(len(latencies), 'request')} waited for"

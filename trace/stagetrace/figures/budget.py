@@ -20,7 +20,7 @@ from stagetrace.figures.style import (
     write,
 )
 from stagetrace.figures.timeline import in_engine, stretches
-from stagetrace.story import Story
+from stagetrace.read.story import Story
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from stagetrace.errors import TraceError
 from stagetrace.figures.names import columns, drawn_names, milliseconds, short_names
 from stagetrace.figures.style import INK, KINDS, PALE, Box, boxes, legend, new_figure, note, spread
-from stagetrace.story import Message, RequestStory, StepStory, Story
+from stagetrace.read.story import Message, RequestStory, StepStory, Story
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from stagetrace.terminal import cut, short_id, table
+from stagetrace.read.terminal import cut, short_id, table
 
 
 def short_names(request_ids: Iterable[str]) -> dict[str, str]:

@@ -20,7 +20,7 @@ from stagetrace.figures.style import (
     step_ticks,
     write,
 )
-from stagetrace.story import RequestStory, StepStory, Story
+from stagetrace.read.story import RequestStory, StepStory, Story
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from stagetrace.player.data import page_data
-from stagetrace.reader import Recording, Run
+from stagetrace.read.reader import Recording, Run
 
 SCRIPTS = ("replay.js", "panels.js", "details.js", "controls.js")
 

@@ -11,7 +11,7 @@ from typing import Any
 from stagetrace.errors import TraceError
 from stagetrace.event import Event
 from stagetrace.ids import root_of
-from stagetrace.reader import Recording, Run
+from stagetrace.read.reader import Recording, Run
 from stagetrace.vocabulary import VOCABULARY
 
 MAX_EVENTS = 200_000

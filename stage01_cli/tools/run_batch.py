@@ -1,0 +1,81 @@
+"""`stages run-batch`: a file of requests in, a file of answers out (vllm/entrypoints/cli/run_batch.py)."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from dataclasses import fields, replace
+from pathlib import Path
+
+from stage01_cli.types import CLISubcommand
+from stage02_server.cli_args import FrontendArgs
+from stage02_server.serve_args import add_serve_args, resolve_serve_args
+from stage03_engine.args import add_not_built
+from stage03_engine.args.fields import parse_int
+from stage03_engine.errors import ConfigError
+from stage03_engine.tracing import open_trace
+
+GUARDS = ("api_key", "max_queue_len")
+"""What `serve` guards itself with against strangers. A batch has none, and asks for no more than `--max-inflight` at a time."""
+
+
+_FLAGS = "--url=0.0.0.0 --output-tmp-dir="  # of vLLM's run-batch; see stage03_engine/args/not_built.py
+
+
+class RunBatchSubcommand(CLISubcommand):
+    """Answer every request of a file in OpenAI's batch format."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """The flags of `run-batch`, and those of `serve`: the model and all that decides its answers."""
+        add_serve_args(parser)
+        add_not_built(parser, {"metrics are answered on --host and --port, and files are local": _FLAGS})
+        parser.add_argument(
+            "-i", "--input-file", required=True, metavar="FILE", help="requests, one JSON object a line"
+        )
+        parser.add_argument(
+            "-o", "--output-file", required=True, metavar="FILE",
+            help="answers, in the order of the requests; FILE.partial holds them while the batch runs, and an interrupted "
+            "batch goes on from there when the same command is given again",
+        )  # fmt: skip
+        parser.add_argument(
+            "--max-inflight", metavar="INT", help="requests in the engine at a time (default: twice --max-num-seqs)"
+        )
+        parser.add_argument(
+            "--enable-metrics", action="store_true", help="answer /metrics on --host and --port while the batch runs"
+        )
+
+    def cmd(self, args: argparse.Namespace) -> int:
+        """Run the batch. Raises StagesError when it cannot begin, or cannot be finished."""
+        serve_args = resolve_serve_args(args)
+        guards = {field.name: None for field in fields(FrontendArgs) if field.name in GUARDS}
+        frontend = replace(serve_args.frontend_args, **guards)  # type: ignore[arg-type]
+        source, target = _local(args.input_file), _local(args.output_file)
+        config, _ = serve_args.engine_args.create_engine_config()
+        open_trace(config)
+        from stage02_server.features.batch.batch_file import BatchOutput, read_requests
+        from stage02_server.features.batch.run_batch import BatchJob, run_batch
+
+        requests = read_requests(source, f"{config.hash()} {frontend}")
+        output = BatchOutput(target, requests)
+        inflight = _count(args.max_inflight, 2 * config.scheduler_config.max_num_seqs)
+        metrics_at = (frontend.host or "0.0.0.0", frontend.port) if args.enable_metrics else None
+        run_batch(config, frontend, BatchJob(source, output, len(requests), inflight, metrics_at))
+        kinds = Counter("answered" if status < 400 else "refused" for status in output.statuses.values())
+        print(f"{kinds['answered']} answered, {kinds['refused']} refused; written to {target}")
+        return 0
+
+
+def _local(path: str) -> Path:
+    if "://" in path:
+        raise ConfigError(f"{path} is an address; only files of this machine are read and written")
+    return Path(path)
+
+
+def _count(text: str | None, default: int) -> int:
+    try:
+        value = default if text is None else parse_int(text)
+    except ValueError as error:
+        raise ConfigError(f"argument --max-inflight: {error}") from None
+    if value < 1:
+        raise ConfigError(f"max_inflight must be at least 1, not {value}")
+    return value

@@ -1,0 +1,27 @@
+"""`stages trace`: look at recordings, and decide them again. vLLM has no counterpart."""
+
+from __future__ import annotations
+
+import argparse
+
+from stage01_cli.types import CLISubcommand
+from stage03_engine.errors import ConfigError
+from stagetrace.commands import add_commands, run_chosen
+from stagetrace.errors import TraceError
+
+REPLAY = {"replay": ("stage03_engine.replay.replay", "decide every step again, without a model, and compare")}
+
+
+class TraceSubcommand(CLISubcommand):
+    """The commands of `python -m stagetrace`, and `replay`, which needs the engine's scheduler."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """One subcommand per way to look."""
+        add_commands(parser, REPLAY)
+
+    def cmd(self, args: argparse.Namespace) -> int:
+        """Run the chosen one."""
+        try:
+            return run_chosen(args)
+        except TraceError as error:
+            raise ConfigError(str(error)) from error

@@ -1,0 +1,245 @@
+"""POST /v1/audio/transcriptions and /translations (vllm/entrypoints/openai/serving_transcription.py, OpenAISpeechToText).
+
+Long audio is cut into pieces of at most 30 seconds. Each is a request of the engine whose prompt is a row of Whisper's own
+tokens: which language is spoken, whether to write it down or to translate it into English, and whether to say when.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import weakref
+from collections.abc import AsyncGenerator, Callable
+from functools import partial
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Literal
+
+from starlette.requests import Request
+
+from stage02_server.cli_args import FrontendArgs
+from stage02_server.collect import collect
+from stage02_server.disconnects import DECODERS, in_thread, run_until_disconnect
+from stage02_server.errors import APIError
+from stage02_server.features.audio.protocol import (
+    AudioUsage,
+    TranscriptionRequest,
+    TranscriptionResponse,
+    TranscriptionVerbose,
+    read_form,
+)
+from stage02_server.features.audio.transcript import Piece, Transcript, to_srt, to_vtt
+from stage02_server.keep_alive import kept_alive
+from stage02_server.middleware import RequestIds
+from stage02_server.request_logger import RequestLogger
+from stage02_server.server_load import RETRY_AFTER_SECONDS
+from stage02_server.serving_models import OpenAIServingModels
+from stage02_server.tasks import require_task
+from stage02_server.transcription_stream import SoundRequest, TranscriptionStream, with_sound
+from stage03_engine.errors import ConfigError, InvalidRequestError
+from stage03_engine.frontend.async_llm import AsyncLLM
+from stage03_engine.messages import AudioInput
+from stage03_engine.sampling_params import RequestOutputKind, SamplingParams
+from stagetrace import trace
+
+if TYPE_CHECKING:
+    import numpy as np
+
+Task = Literal["transcription", "translation"]
+Answer = str | TranscriptionResponse | TranscriptionVerbose | AsyncGenerator[bytes, None]
+ENGLISH = "en"
+SAMPLE_RATE = 16_000
+LONGEST = 30 * SAMPLE_RATE  # of what the model hears at once
+PIECES_AT_ONCE = 16  # that the engine has of one request: each is a copy of up to 2 MB
+MAX_HELD = 6 * 3600 * SAMPLE_RATE  # samples of all requests that are being answered: 1.4 GB
+_LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
+
+
+class ServingTranscription:
+    """Speech to text. Raises ConfigError when the server's model listens and what decodes audio is not installed."""
+
+    request_logger: RequestLogger | None = None  # with --enable-log-requests
+
+    def __init__(self, engine_client: AsyncLLM, models: OpenAIServingModels, args: FrontendArgs) -> None:
+        self.engine_client = engine_client
+        self.models = models
+        self.args = args
+        self._num_held = 0  # samples
+        named = {_LANGUAGE.fullmatch(text): token for text, token in engine_client.tokenizer.special_tokens().items()}
+        # Models for English alone have tokens for other languages too, and were never shown them.
+        multilingual = engine_client.vllm_config.shape.multilingual
+        self._languages = {match[1]: token for match, token in named.items() if match and multilingual}
+        if engine_client.vllm_config.is_whisper and find_spec("soundfile") is None:
+            raise ConfigError("a Whisper model needs soundfile; install the project with its extra `audio`")
+
+    async def create(self, raw_request: Request, task: Task) -> Answer:
+        """The text, the JSON around it, or its stream. Raises every refusal before a stream begins."""
+        self.engine_client.check_health()
+        require_task(self.engine_client.vllm_config, task)
+        request, data = await read_form(raw_request)
+        model = self.models.check(request.model)
+        request.check()
+        params = request.to_sampling_params()
+        language = self._spoken(request, task)
+        samples, pieces = await in_thread(DECODERS, raw_request.receive, partial(_decode, data))
+        self._hold(samples)
+        ids, first = raw_request.state.ids, 0
+        if trace.on:
+            trace.emit(
+                "request.validated", req=ids.engine_id(0), model=model, stream=request.stream, prompts=len(pieces)
+            )  # fmt: skip
+        if language is None:
+            detected = self._detect_language(pieces[0], ids.engine_id(0))
+            language, first = await run_until_disconnect(raw_request.receive, detected), 1
+        ask = partial(self._request, self._prompt(request, language, task), params, ids)
+        if request.timed:
+            timed = self._timed(request, ask, samples, language, task, first)
+            return await run_until_disconnect(raw_request.receive, timed)
+        requests = [ask(index, piece) for index, piece in enumerate(pieces, start=first)]
+        seconds = len(samples) / SAMPLE_RATE
+        if request.stream:
+            usage = request.stream_include_usage or self.args.enable_force_include_usage
+            stream = TranscriptionStream(
+                self.engine_client, requests, seconds, ids, model,
+                "transcription.chunk" if task == "transcription" else "translation.chunk",
+                usage, usage and request.stream_continuous_usage_stats,
+            )  # fmt: skip
+            return kept_alive(stream.events(), self.args.sse_keep_alive_interval)
+        text = await run_until_disconnect(raw_request.receive, self._text(requests))
+        if request.response_format == "text":
+            return text
+        return TranscriptionResponse(text=text, usage=_audio_usage(seconds))
+
+    def _hold(self, samples: np.ndarray) -> None:
+        """Count what lies in memory until its request is answered. Raises APIError 429 when there is no room for it."""
+        if self._num_held + len(samples) > MAX_HELD:
+            message = (
+                f"The server is hearing {self._num_held / SAMPLE_RATE:.0f} seconds of sound already; try again later."
+            )
+            raise APIError(429, "RateLimitError", message, headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
+        self._num_held += len(samples)
+        weakref.finalize(samples, self._let_go, len(samples))  # the pieces are views, so they keep it alive
+
+    def _let_go(self, num_samples: int) -> None:
+        self._num_held -= num_samples
+
+    def _spoken(self, request: TranscriptionRequest, task: Task) -> str | None:
+        """The language that the request names; None when the model is to say it. Raises InvalidRequestError for one that the
+        model does not know, and for a translation by a model that knows English only."""
+        if not self._languages and task == "translation":
+            raise InvalidRequestError("This model knows English only; it cannot translate.", "model")
+        language = request.language or (None if self._languages else ENGLISH)
+        if language is not None and language not in (self._languages or (ENGLISH,)):
+            shown = language if len(language) <= 20 else language[:20] + "..."
+            raise InvalidRequestError(
+                f"The model does not know the language {shown!r}; give a code such as en.", "language"
+            )
+        return language
+
+    async def _detect_language(self, piece: np.ndarray, request_id: str) -> str:
+        """What the model takes the beginning of the sound for: of the tokens of its languages the likeliest first one."""
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=1,
+            allowed_token_ids=list(self._languages.values()),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        start = [self._token("startoftranscript")]
+        request = self.engine_client.input_processor.process_inputs(request_id, start, params)
+        request.audio = AudioInput(piece.tobytes())
+        (output,) = await collect(self.engine_client, [request])
+        language = next(name for name, token in self._languages.items() if token == output.outputs[0].token_ids[0])
+        if trace.on:
+            trace.emit("request.language_detected", req=request_id, language=language)
+        return language
+
+    def _request(
+        self, prompt: list[int], params: SamplingParams, ids: RequestIds, index: int, piece: np.ndarray
+    ) -> SoundRequest:
+        """The engine request number `index`, about a piece. Raises InvalidRequestError."""
+        made = self.engine_client.input_processor.process_inputs(ids.engine_id(index), prompt, params)
+        if self.request_logger is not None:
+            self.request_logger.log_inputs(made, prompt)
+        return made, piece
+
+    async def _text(self, requests: list[SoundRequest]) -> str:
+        """What is said in all pieces. Raises APIError 503."""
+        texts = []
+        for begin in range(0, len(requests), PIECES_AT_ONCE):
+            heard = [with_sound(*each) for each in requests[begin : begin + PIECES_AT_ONCE]]
+            texts += [output.outputs[0].text for output in await collect(self.engine_client, heard)]
+        return "".join(texts).strip()
+
+    def _prompt(self, request: TranscriptionRequest, language: str, task: Task) -> list[int]:
+        """What the decoder begins with."""
+        tokenizer = self.engine_client.tokenizer
+        before: list[int] = []
+        if request.prompt:
+            room = self.engine_client.vllm_config.max_model_len // 2 - 1  # as Whisper was trained
+            before = [self._token("startofprev"), *tokenizer.encode(" " + request.prompt.strip(), False)[-room:]]
+        do = "transcribe" if task == "transcription" else "translate"
+        what = [self._languages[language], self._token(do)] if self._languages else []
+        when = [] if request.timed else [self._token("notimestamps")]
+        return [*before, self._token("startoftranscript"), *what, *when]
+
+    def _token(self, name: str) -> int:
+        """The id of one of Whisper's own tokens."""
+        ids = self.engine_client.tokenizer.encode(f"<|{name}|>", add_special_tokens=False)
+        if len(ids) != 1 or not self.engine_client.tokenizer.is_special(ids[0]):
+            raise InvalidRequestError(f"The model's tokenizer has no token <|{name}|>.", "model")
+        return ids[0]
+
+    def _timestamps_from(self) -> int:
+        """The id of the token for 0.00 seconds: those for times are the last of the vocabulary, whether the tokenizer knows
+        them or not."""
+        token = self._token("notimestamps") + 1
+        if token >= self.engine_client.vllm_config.shape.vocab_size:
+            raise InvalidRequestError(
+                "This model has no tokens for timestamps; use response_format json or text.", "response_format"
+            )
+        return token
+
+    async def _timed(
+        self,
+        request: TranscriptionRequest,
+        ask: Callable[[int, np.ndarray], SoundRequest],
+        samples: np.ndarray,
+        language: str,
+        task: Task,
+        first: int,
+    ) -> str | TranscriptionVerbose:
+        """One piece after the other, each from where the last whole segment ended: what its end cuts off is heard again."""
+        timestamps_from = self._timestamps_from()
+        transcript = Transcript(self.engine_client.tokenizer, timestamps_from, request.temperature, language)
+        start, index = 0, first
+        while start < len(samples):
+            piece = samples[start : start + LONGEST]
+            made = with_sound(*ask(index, piece))
+            assert made.audio is not None
+            made.audio.timestamps_from, made.audio.word_timestamps = timestamps_from, request.wants_words
+            (output,) = await collect(self.engine_client, [made])
+            heard = transcript.add(output, Piece(start / SAMPLE_RATE, len(piece) / SAMPLE_RATE))
+            start, index = start + max(1, round(heard * SAMPLE_RATE)), index + 1
+        if request.response_format != "verbose_json":
+            return (to_srt if request.response_format == "srt" else to_vtt)(transcript.segments)
+        seconds = len(samples) / SAMPLE_RATE
+        return TranscriptionVerbose(
+            task="transcribe" if task == "transcription" else "translate",
+            language=language,
+            duration=seconds,
+            text=transcript.text,
+            segments=transcript.segments if request.wants_segments else None,
+            words=transcript.words if request.wants_words else None,
+            usage=_audio_usage(seconds),
+        )
+
+
+def _decode(data: bytes) -> tuple[np.ndarray, list[np.ndarray]]:
+    """The whole sound, and its pieces. Raises InvalidRequestError."""
+    from stage02_server.features.audio.decode import decode_audio, split_audio  # numpy only where it is needed
+
+    samples = decode_audio(data)
+    return samples, split_audio(samples)
+
+
+def _audio_usage(seconds: float) -> AudioUsage:
+    return AudioUsage(seconds=math.ceil(seconds))

@@ -1,0 +1,136 @@
+"""Run a batch: the application of `serve`, asked without a socket (vllm/entrypoints/openai/run_batch.py).
+
+Each line goes through the same routes, checks and handlers as a request over HTTP, so its answer is the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stage02_server.api_server import build_app, build_async_engine_client, init_app_state
+from stage02_server.cli_args import FrontendArgs
+from stage02_server.features.batch.batch_file import BatchOutput, BatchRequest
+from stage02_server.logger import configure_logging
+from stage02_server.stop_signals import StopRequested, StopSignals
+from stage03_engine.config import VllmConfig
+from stage03_engine.errors import StagesError
+from stagetrace import trace
+
+if TYPE_CHECKING:
+    import httpx
+    from tqdm import tqdm
+
+logger = logging.getLogger(__name__)
+
+
+class BatchInterruptedError(StagesError):
+    """A signal, or the death of the engine, came before the last answer. What is answered is kept."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True)
+class BatchJob:
+    """What to run: requests from `source`, answers to `output`, at most `max_inflight` at a time; metrics at
+    (address, port) if given."""
+
+    source: Path
+    output: BatchOutput
+    total: int
+    max_inflight: int
+    metrics_at: tuple[str, int] | None = None
+
+
+def run_batch(vllm_config: VllmConfig, args: FrontendArgs, job: BatchJob) -> None:
+    """Answer every request of the batch. Raises StagesError when the engine cannot start, and BatchInterruptedError."""
+    import uvloop
+
+    configure_logging()
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line per request
+    try:
+        uvloop.run(_run(vllm_config, args, job))
+    finally:
+        job.output.close()
+
+
+async def _run(vllm_config: VllmConfig, args: FrontendArgs, job: BatchJob) -> None:
+    from prometheus_client import CollectorRegistry
+
+    registry, stop = CollectorRegistry(), StopSignals()
+    if trace.on:
+        trace.emit("batch.started", requests=job.total, resumed=job.output.resumed)
+    with stop.installed():
+        try:
+            async with build_async_engine_client(vllm_config, args, registry) as engine:
+                app = build_app(args)
+                init_app_state(engine, app.state, args, registry)
+                await stop.unless_stopped(engine.start())
+                with _metrics_server(registry, job.metrics_at):
+                    await stop.unless_stopped(_answer_all(app, job))
+        except StopRequested:
+            raise _interrupted(job, stop.name) from None
+    if len(job.output.statuses) < job.total:
+        raise _interrupted(job, "the engine died")
+    job.output.finish()
+    if trace.on:
+        statuses = list(job.output.statuses.values())
+        trace.emit("batch.finished", requests=job.total, refused=sum(status >= 400 for status in statuses))
+        trace.flush()
+
+
+def _interrupted(job: BatchJob, why: str) -> BatchInterruptedError:
+    done = len(job.output.statuses)
+    return BatchInterruptedError(
+        f"{why}: {done} of {job.total} requests are answered, in {job.output.partial}; the same command goes on from there"
+    )
+
+
+async def _answer_all(app: Any, job: BatchJob) -> None:
+    """Returns when nothing is left to ask, or nobody is left to answer."""
+    import httpx
+    from tqdm import tqdm
+    from tqdm.contrib.logging import logging_redirect_tqdm
+
+    requests = job.output.open_requests()
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    bar = tqdm(total=job.total, initial=job.output.resumed, unit="request", disable=None)
+    with bar, logging_redirect_tqdm():  # log lines above the bar, not through it
+        async with httpx.AsyncClient(transport=transport, base_url="http://batch", timeout=None) as client:
+            workers = [_work(client, requests, job, bar) for _ in range(min(job.max_inflight, job.total))]
+            await asyncio.gather(*workers)
+
+
+async def _work(client: httpx.AsyncClient, requests: Iterator[BatchRequest], job: BatchJob, bar: tqdm) -> None:
+    """One of `max_inflight` that share an iterator: each asks for the next request when it has its answer."""
+    for request in requests:
+        response = await client.post(request.url, json=request.body(job.source))
+        body = response.json()
+        if response.status_code == 503:  # the engine is dead: the request is left for the next run
+            return
+        job.output.write(request, response.status_code, str(body.get("id") or request.id), body)
+        bar.update()
+
+
+def _metrics_server(registry: Any, at: tuple[str, int] | None) -> Any:
+    """A context in which /metrics is answered, by a thread of its own. Raises StagesError when the port is not to be had."""
+    from contextlib import ExitStack
+
+    stack = ExitStack()
+    if at is None:
+        return stack
+    from prometheus_client import start_http_server
+
+    try:
+        server, thread = start_http_server(at[1], addr=at[0], registry=registry)
+    except OSError as error:
+        raise StagesError(f"cannot serve metrics on {at[0]}:{at[1]}: {error.strerror or error}; see --port") from None
+    logger.info("Metrics on http://%s:%d/metrics", at[0], server.server_port)
+    stack.callback(thread.join)
+    stack.callback(server.server_close)
+    stack.callback(server.shutdown)
+    return stack

@@ -1,0 +1,214 @@
+"""How long a client may take to send a request and to read its answer, and how many may take their time at once.
+
+Without it a stranger can open connections, send a byte of a header on each, and so use up memory and file descriptors until
+nobody else gets in; or ask for a long stream and never read it. (vLLM and uvicorn only end connections that idle between two
+requests.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+from stage02_server.cli_args import FrontendArgs
+from stage02_server.errors import APIError
+from stage02_server.features.hardening.request_limits import LimitedHttpProtocol
+from stagetrace import trace
+
+BODY_BYTES_PER_SECOND = 8192  # a body that comes faster than this may take any time
+MAX_UNFINISHED = 4096  # connections with a request that has not arrived in full
+MAX_UNFINISHED_BYTES = 1024**3  # of all those requests together
+CONNECTION = "stages.connection"  # in a scope's extensions: `abort` ends the connection without waiting for its client
+
+
+@dataclass
+class Unfinished:
+    """The connections of one server whose request has not arrived in full, the oldest first. Beyond a limit the oldest is
+    closed: whoever sends without delay is never the oldest for long."""
+
+    max_connections: int
+    connections: dict[TimedHttpProtocol, int] = field(default_factory=dict)  # -> bytes that it has sent
+    num_bytes: int = 0
+
+    def grow(self, connection: TimedHttpProtocol, num_bytes: int) -> None:
+        """So many bytes came for a request that is not complete."""
+        self.connections[connection] = self.connections.get(connection, 0) + num_bytes
+        self.num_bytes += num_bytes
+        while len(self.connections) > self.max_connections or self.num_bytes > MAX_UNFINISHED_BYTES:
+            oldest = next(iter(self.connections))
+            self.discard(oldest)
+            oldest.end_slow("crowded", "Too many requests arrive slowly; send this one in one go.")
+
+    def discard(self, connection: TimedHttpProtocol) -> None:
+        """Its request is complete, or it has closed."""
+        self.num_bytes -= self.connections.pop(connection, 0)
+
+
+class TimedHttpProtocol(LimitedHttpProtocol):
+    """A connection with a deadline for whatever its client is to do next: send the header, send the body, read the answer.
+
+    Invariant: one of the two timers runs while the client is at work; none while the client waits for us. Between two requests
+    uvicorn's own timer runs (`--timeout-keep-alive`).
+    """
+
+    header_seconds: float
+    body_seconds: float
+    stall_seconds: float
+    unfinished: Unfinished
+
+    _receiving = "header"  # what the client is to send: "header", "body", or "" when it waits for an answer
+    _timed = ""  # what of that the timer is for
+    _timer: asyncio.TimerHandle | None = None
+    _stall: asyncio.TimerHandle | None = None
+    _began = 0.0
+    _received = 0  # bytes since then
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """From asyncio: a client is there and owes us a header."""
+        super().connection_made(transport)
+        self._cycles: list[RequestResponseCycle] = []  # requests without a complete answer
+        self._time_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """From asyncio: nothing more will come. uvicorn tells the latest request only; one that runs before it must know too."""
+        self._stop_timers()
+        super().connection_lost(exc)
+        for cycle in self._cycles:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+
+    def data_received(self, data: bytes) -> None:
+        """From asyncio: bytes, perhaps of several requests."""
+        self._received += len(data)
+        super().data_received(data)
+        if not self.transport.is_closing():
+            self._time_request(len(data))
+
+    def on_message_begin(self) -> None:
+        """Parser callback: a new request."""
+        super().on_message_begin()
+        self._receiving = "header"
+
+    def on_headers_complete(self) -> None:
+        """Parser callback: the request starts to run, or waits for the one before it."""
+        super().on_headers_complete()
+        self._receiving = "body"
+        self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
+        self._cycles.append(self.cycle)
+        self.scope["extensions"] = {CONNECTION: {"abort": self.transport.abort}}
+
+    def on_message_complete(self) -> None:
+        """Parser callback: it is our turn."""
+        super().on_message_complete()
+        self._receiving, self._timed = "", "done"  # a timer for the next request is a new one
+
+    # Arrival
+
+    def _time_request(self, num_bytes: int = 0) -> None:
+        """Start, keep or stop the timer, by what is still to come."""
+        answered = self.cycle is None or self.cycle.response_complete
+        what = self._receiving or ("header" if answered else "")  # bytes after an answer are a request, or nonsense
+        if what != self._timed:
+            self._stop_timer()
+            self._timed, self._began, self._received = what, time.monotonic(), 0
+            seconds = self.header_seconds if what == "header" else self.body_seconds
+            if what and seconds:
+                self._timer = self.loop.call_later(seconds, self._check_arrival)
+        if what:
+            self.unfinished.grow(self, num_bytes)
+
+    def _check_arrival(self) -> None:
+        limit = self.header_seconds
+        if self._timed == "body":
+            limit = self.body_seconds + self._received / BODY_BYTES_PER_SECOND
+        waits_for_us = self.pipeline or (self._timed == "header" and any(not c.response_complete for c in self._cycles))
+        left = limit if waits_for_us else self._began + limit - time.monotonic()
+        if left > 0:
+            self._timer = self.loop.call_later(left, self._check_arrival)
+        else:
+            self.end_slow(self._timed, f"The {self._timed} of the request did not arrive within {limit:.0f} s.")
+
+    def end_slow(self, reason: str, message: str) -> None:
+        """Close the connection; with a 408 if a request has begun and nothing of an answer was sent."""
+        self._stop_timers()
+        running = [cycle for cycle in self._cycles if not cycle.response_complete]
+        begun = len(running) == 1 if self._timed == "body" else self._incomplete > 0 and not running
+        self._ended(reason)
+        if begun and not any(cycle.response_started for cycle in running):
+            self._send_error(APIError(408, "BadRequestError", message), b"408 Request Timeout")
+        else:
+            self.transport.close()
+
+    # Reading the answer
+
+    def pause_writing(self) -> None:
+        """From asyncio: the client does not read as fast as we write."""
+        super().pause_writing()
+        self._watch_buffer()
+
+    def resume_writing(self) -> None:
+        """From asyncio: it has caught up."""
+        super().resume_writing()
+        self._stop_stall()
+
+    def on_response_complete(self) -> None:
+        """From uvicorn: the whole answer was handed to the transport, which may have to close as well."""
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._watch_buffer()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """From uvicorn: no further request came. Closing waits until all is written, for ever if nobody reads."""
+        super().timeout_keep_alive_handler()
+        self._watch_buffer()
+
+    def _watch_buffer(self) -> None:
+        self._stop_stall()
+        if self.stall_seconds and (size := self.transport.get_write_buffer_size()):
+            self._stall = self.loop.call_later(self.stall_seconds, self._check_reading, size)
+
+    def _check_reading(self, size_before: int) -> None:
+        if self.transport.get_write_buffer_size() < size_before:
+            self._watch_buffer()  # slow, but alive
+        else:
+            self._ended("unread")
+            self.transport.abort()  # close() would wait for what is not read
+
+    # Both
+
+    def _ended(self, reason: str) -> None:
+        if trace.on:
+            trace.emit("connection.ended", reason=reason)
+
+    def _stop_timer(self) -> None:
+        self.unfinished.discard(self)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _stop_stall(self) -> None:
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
+
+    def _stop_timers(self) -> None:
+        self._stop_timer()
+        self._stop_stall()
+
+
+def timed_protocol(args: FrontendArgs) -> type[TimedHttpProtocol]:
+    """The protocol class of one server; uvicorn makes an object of it per connection."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    room = MAX_UNFINISHED if files == resource.RLIM_INFINITY else files // 2  # the other half is for those who behave
+    settings: dict[str, Any] = {
+        "max_bytes": args.h11_max_incomplete_event_size, "max_headers": args.h11_max_header_count,
+        "header_seconds": args.request_header_timeout, "body_seconds": args.request_body_timeout,
+        "stall_seconds": args.response_stall_timeout, "unfinished": Unfinished(min(MAX_UNFINISHED, room)),
+    }  # fmt: skip
+    return type("HttpProtocol", (TimedHttpProtocol,), settings)

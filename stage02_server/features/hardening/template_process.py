@@ -1,0 +1,123 @@
+"""The process that renders chat templates: `python -m stage02_server.features.hardening.template_process`.
+
+A template comes with a model, or even with a request: it is a program from elsewhere. Jinja's sandbox keeps it from reaching
+Python's inside, but not from looping for ever or from building a text of a terabyte. Here it does so alone: the operating
+system ends this process when a rendering takes too long, and refuses it memory. (vLLM renders in a thread of the API process,
+without limits.)
+
+Messages both ways: length, msgpack, as between engine and grammar process. First [template], answered by [error or "", content
+format]. Then any number of [template or None, variables as JSON], each answered by [error or "", prompt].
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import signal
+import sys
+from datetime import datetime
+from typing import Any, NoReturn
+
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from stage03_engine.grammar.protocol import read_message, write_message
+
+SECONDS = 1.0  # of computing, for one rendering
+MEMORY_BYTES = 512 * 1024**2  # of the whole process
+MAX_CHARACTERS = 16 * 1024**2  # of one prompt
+
+
+def _refuse(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:
+    """JSON as models were trained on it: Jinja's own filter sorts the keys and escapes <, > and &."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
+
+
+def make_environment() -> ImmutableSandboxedEnvironment:
+    """What templates may use: the same names as in transformers' apply_chat_template."""
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.globals.update(raise_exception=_refuse, strftime_now=_strftime_now)
+    environment.filters["tojson"] = _to_json
+    return environment
+
+
+def content_format(tree: nodes.Template) -> str:
+    """ "openai" for a template that goes through the parts of a message's content, else "string"."""
+    aliases = {
+        node.target.name
+        for node in tree.find_all(nodes.Assign)
+        if isinstance(node.target, nodes.Name) and _is_content(node.node)
+    }
+    for loop in tree.find_all(nodes.For):
+        source = loop.iter
+        if _is_content(source) or (isinstance(source, nodes.Name) and source.name in aliases):
+            return "openai"
+    return "string"
+
+
+def _is_content(node: nodes.Node) -> bool:
+    """`message.content` or `message["content"]`."""
+    if isinstance(node, nodes.Getattr):
+        return node.attr == "content"
+    return isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const) and node.arg.value == "content"
+
+
+def _render(template: Template, variables: dict[str, Any]) -> str:
+    pieces, length = [], 0
+    for piece in template.generate(variables):
+        length += len(piece)
+        if length > MAX_CHARACTERS:
+            raise TemplateError(f"the prompt would have more than {MAX_CHARACTERS} characters")
+        pieces.append(piece)
+    return "".join(pieces)
+
+
+def _words(error: Exception) -> str:
+    """What to tell the client: without the address that Python shows for an object, and not without end."""
+    if isinstance(error, MemoryError):
+        return "it needs too much memory"
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", str(error) or type(error).__name__)[:300]
+
+
+def _limit_seconds(seconds: float) -> None:
+    """From here on this process may compute for so long; 0 lifts the limit. The signal's default action ends the process
+    wherever it is, also inside one long operation of the interpreter."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+def main() -> int:
+    """Render until the server closes the pipe."""
+    requests, answers, environment = sys.stdin.buffer, sys.stdout.buffer, make_environment()
+    if sys.platform == "linux":
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    own: Template | None = None
+    try:
+        while True:
+            source, *variables = read_message(requests)
+            _limit_seconds(SECONDS)
+            try:
+                template = own if source is None and own is not None else environment.from_string(source)
+                if variables:
+                    answer = ["", _render(template, json.loads(variables[0]))]
+                else:
+                    own, answer = template, ["", content_format(environment.parse(source))]
+            except Exception as error:  # a template may do anything that Python can, e.g. divide by zero
+                answer = [_words(error), ""]
+            _limit_seconds(0)
+            write_message(answers, answer)
+    except EOFError:
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""The server's end of the process that renders chat templates (template_process.py has the other end)."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from typing import Any
+
+from stage03_engine.errors import ConfigError, InvalidRequestError
+from stage03_engine.grammar.protocol import read_message, write_message
+from stage03_engine.helper_process import signals_are_ours
+from stagetrace import trace
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.communicate()
+
+
+class TemplateRenderer:
+    """Renders in a process of its own, one prompt at a time. A process that ended, because a template took too long, is
+    replaced for the next prompt. The last one ends with this object, or with the server."""
+
+    def __init__(self, source: str | None) -> None:
+        """`source` is the template of requests that bring none. Raises ConfigError when it is not valid."""
+        self._source, self._lock, self._process = source, threading.Lock(), None
+        self.content_format = "string"
+        if source is not None:
+            try:
+                self._start()
+            except InvalidRequestError as error:
+                raise ConfigError(f"the chat template is not valid Jinja: {error}; see --chat-template") from None
+
+    def render(self, source: str | None, variables: dict[str, Any]) -> str:
+        """The prompt of the template `source`, or of the server's own. Waits: call it in a thread. Raises
+        InvalidRequestError whatever the template does."""
+        try:
+            text = json.dumps(variables, ensure_ascii=False)  # MessagePack has no large integers
+            text.encode()
+        except (UnicodeEncodeError, RecursionError) as error:
+            raise InvalidRequestError(f"they cannot be encoded: {type(error).__name__}", "messages") from None
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:  # somebody has killed it since
+                self._start()
+            return self._ask([source, text])
+
+    _process: subprocess.Popen[bytes] | None
+    _finalizer: weakref.finalize
+
+    def _start(self) -> None:
+        if self._process is not None:
+            self._finalizer()
+        command = [sys.executable, "-m", "stage02_server.features.hardening.template_process"]
+        pipe = subprocess.PIPE
+        with signals_are_ours():
+            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+        self._finalizer = weakref.finalize(self, _end, self._process)
+        if trace.on:
+            trace.emit("template.spawned", pid=self._process.pid)
+        if self._source is not None:
+            self.content_format = self._ask([self._source])
+
+    def _ask(self, message: list[Any]) -> str:
+        process = self._process
+        assert process is not None and process.stdin is not None and process.stdout is not None
+        try:
+            write_message(process.stdin, message)
+            problem, text = read_message(process.stdout)
+        except (EOFError, OSError):  # of a pipe whose other end is gone
+            self._process = None
+            self._finalizer()
+            slow = process.returncode == -signal.SIGPROF
+            problem, text = "it takes too long" if slow else "its process was ended; send the request again", ""
+        if problem:
+            raise InvalidRequestError(problem, "messages")
+        return text

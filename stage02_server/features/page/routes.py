@@ -1,0 +1,107 @@
+"""The page at `/`: a playground and a live view of the engine, and the stream of events that the view reads.
+
+vLLM has no counterpart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+from collections.abc import AsyncGenerator, Callable
+from functools import cache
+from importlib.resources import files
+
+from fastapi import APIRouter, Request, Response
+
+from stage02_server.errors import APIError
+from stage02_server.features.hardening.slow_clients import CONNECTION
+from stage02_server.middleware import RequestGate
+from stage02_server.streaming import EventStreamResponse
+from stage03_engine.frontend.features.engine_watch import EngineWatch, WatchError, WatchQueue
+
+router = APIRouter()
+SCRIPTS = ("stream.js", "playground.js", "state.js", "live.js")
+PAUSE_SECONDS = 0.05  # between two messages: no eye is faster, and a fast engine has hundreds of steps a second
+LOOK_UP_SECONDS = 0.5  # so soon an idle stream notices that the server ends
+
+
+@cache
+def build_page() -> tuple[str, str]:
+    """The whole page, and the Content-Security-Policy under which it may run its own script and style and ask this server,
+    nothing and nobody else."""
+    folder = files("stage02_server.features.page").joinpath("static")
+    script = "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in SCRIPTS)
+    style = folder.joinpath("page.css").read_text(encoding="utf-8")
+    text = folder.joinpath("page.html").read_text(encoding="utf-8")
+    page = text.replace("@@STYLE@@", style).replace("@@SCRIPT@@", script)
+    return page, content_policy(style, f"script-src '{_hash(script)}'; connect-src 'self'; ")
+
+
+def content_policy(style: str, more: str = "") -> str:
+    """The Content-Security-Policy of a page with this style; `more` is what it may do besides."""
+    return (
+        f"default-src 'none'; {more}style-src '{_hash(style)}'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def page_answer(page: str, policy: str) -> Response:
+    """A page for a browser, under its policy."""
+    headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff", "Cache-Control": "no-cache"}
+    return Response(page, media_type="text/html; charset=utf-8", headers=headers)
+
+
+@router.get("/", include_in_schema=False)
+async def show_page(raw_request: Request) -> Response:
+    """The page itself; it holds nothing secret, so it is open as /health is. It offers what the served model can do."""
+    page, policy = build_page()
+    page = page.replace("@@TASKS@@", " ".join(raw_request.app.state.engine_client.vllm_config.supported_tasks))
+    return page_answer(page, policy)
+
+
+@router.get("/v1/engine/events")
+async def stream_engine_events(raw_request: Request) -> Response:
+    """What the scheduler decides, as server-sent events, one trace event each, its present state first. No prompts, no
+    tokens. The engine tells nothing while nobody listens."""
+    state = raw_request.app.state
+    state.engine_client.check_health()
+    watch: EngineWatch = state.engine_client.watch
+    try:
+        queue = await watch.start()
+    except WatchError as error:
+        raise APIError(409, "ConflictError", str(error)) from error
+    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    connection = raw_request.scope.get("extensions", {}).get(CONNECTION, {})
+    return EventStreamResponse(_events(watch, queue, state.gate, connection.get("abort")), headers=headers)
+
+
+async def _events(
+    watch: EngineWatch, queue: WatchQueue, gate: RequestGate, abort: Callable[[], None] | None
+) -> AsyncGenerator[bytes, None]:
+    """Everything that waits goes out in one piece. Ends with the engine, and when the server drains: a stream without an
+    end of its own must not keep it. `abort` is for a watcher who does not read, so that this here stands still."""
+    if abort is not None:
+        gate.endless.add(abort)
+    try:
+        yield b": the scheduler's trace events\n\n"
+        while not gate.draining:
+            try:
+                batch = await asyncio.wait_for(queue.get(), LOOK_UP_SECONDS)
+            except TimeoutError:
+                continue
+            while batch is not None and queue.qsize():
+                more = queue.get_nowait()
+                batch = None if more is None else batch + more
+            if batch is None:
+                return
+            yield b"".join(b"data: " + line + b"\n\n" for line in batch)
+            await asyncio.sleep(PAUSE_SECONDS)
+    finally:
+        if abort is not None:
+            gate.endless.discard(abort)
+        await watch.stop(queue)

@@ -1,0 +1,207 @@
+"""POST /v1/embeddings and /pooling (vllm/entrypoints/pooling: OpenAIServingEmbedding, OpenAIServingPooling)."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from array import array
+from collections.abc import Sequence
+from functools import partial
+
+from starlette.requests import Request
+
+from stage02_server.chat_template import ChatTemplate
+from stage02_server.collect import collect
+from stage02_server.disconnects import in_thread_if_long, run_until_disconnect
+from stage02_server.features.pooling.protocol import (
+    MAX_INPUTS,
+    EmbeddingData,
+    EmbeddingRequest,
+    EmbeddingResponse,
+    InputRequest,
+    PoolingBase,
+    PoolingData,
+    PoolingRequest,
+    PoolingResponse,
+)
+from stage02_server.middleware import RequestIds
+from stage02_server.protocol_response import PromptTokensDetails, UsageInfo
+from stage02_server.request_logger import RequestLogger
+from stage02_server.serving_models import OpenAIServingModels
+from stage02_server.tasks import require_task
+from stage03_engine.errors import InvalidRequestError
+from stage03_engine.frontend.async_llm import AsyncLLM
+from stage03_engine.messages import EngineCoreRequest
+from stage03_engine.outputs import RequestOutput
+from stage03_engine.params.pooling_params import TOKEN_TASKS, PoolingParams
+from stagetrace import trace
+
+Prompt = str | list[int] | tuple[str, str]  # two texts: one prompt for a cross-encoder
+MAX_NUMBERS = 2**22  # of one answer with a vector per token; as JSON they are about 80 MB
+
+
+def numbers(vector: bytes) -> list[float]:
+    """The float32 numbers of a vector."""
+    return array("f", vector).tolist()
+
+
+def usage_of(outputs: list[RequestOutput]) -> UsageInfo:
+    """Tokens of all prompts; nothing is generated."""
+    total = sum(len(output.prompt_token_ids) for output in outputs)
+    cached = sum(output.num_cached_tokens for output in outputs)
+    details = PromptTokensDetails(cached_tokens=cached)
+    return UsageInfo(prompt_tokens=total, total_tokens=total, completion_tokens=0, prompt_tokens_details=details)
+
+
+class PoolingBatches:
+    """What embeddings, pooling, classes and scores share: many prompts in, their vectors out.
+
+    `template` turns a chat into a prompt, or a query and a document.
+    """
+
+    request_logger: RequestLogger | None = None  # with --enable-log-requests
+
+    def __init__(self, engine_client: AsyncLLM, models: OpenAIServingModels, template: ChatTemplate) -> None:
+        self.engine_client = engine_client
+        self.models = models
+        self.template = template
+
+    def check(self, request: PoolingBase, task: str) -> str:
+        """The model name to answer with. Raises what makes the request impossible whatever its texts say."""
+        self.engine_client.check_health()
+        require_task(self.engine_client.vllm_config, task)
+        model = self.models.check(request.model)
+        request.check_built()
+        return model
+
+    def check_count(self, count: int, field: str) -> None:
+        """Raises InvalidRequestError for more texts, or pairs of texts, than one request may hold."""
+        if count > MAX_INPUTS:
+            raise InvalidRequestError(f"At most {MAX_INPUTS} texts, got {count}.", field)
+
+    async def run_inputs(
+        self, request: InputRequest, params: PoolingParams, raw_request: Request, model: str
+    ) -> list[RequestOutput]:
+        """The vectors of every `input`, or of a chat. Raises as `run` does."""
+        special, inputs = request.add_special_tokens, request.prompts()
+        if inputs is not None:
+            prompts: list[tuple[str, Prompt]] = [("input", prompt) for prompt in inputs]
+            return await self.run(request, prompts, params, raw_request, model, special is not False)
+        messages = request.messages or []
+        prompt = await asyncio.to_thread(self.template.apply, messages, request)
+        if trace.on:
+            req = raw_request.state.ids.engine_id(0)
+            trace.emit("request.templated", req=req, messages=len(messages), characters=len(prompt))
+        special = self.template.adds_special_tokens(special)
+        return await self.run(request, [("messages", prompt)], params, raw_request, model, special)
+
+    async def run(
+        self,
+        request: PoolingBase,
+        prompts: Sequence[tuple[str, Prompt]],
+        params: PoolingParams,
+        raw_request: Request,
+        model: str,
+        add_special_tokens: bool = True,
+    ) -> list[RequestOutput]:
+        """The vectors of all prompts, in their order. Each prompt comes with the field that it stands in.
+
+        Raises InvalidRequestError before anything runs, ClientGoneError, EngineDeadError.
+        """
+        ids = raw_request.state.ids
+        self.check_count(len(prompts), prompts[-1][0] if prompts else "input")
+        if trace.on:
+            trace.emit(
+                "request.validated", req=ids.engine_id(0), model=model, stream=False, prompts=len(prompts)
+            )  # fmt: skip
+        texts = [part for _, prompt in prompts for part in (prompt if isinstance(prompt, tuple) else [prompt])]
+        make = partial(self._requests, request, prompts, params, ids, add_special_tokens)
+        requests = await in_thread_if_long(texts, raw_request.receive, make)
+        self._check_size(requests, params)
+        if self.request_logger is not None:
+            for engine_request, (_, prompt) in zip(requests, prompts, strict=True):
+                self.request_logger.log_inputs(engine_request, prompt)
+        return await run_until_disconnect(raw_request.receive, collect(self.engine_client, requests))
+
+    def _check_size(self, requests: list[EngineCoreRequest], params: PoolingParams) -> None:
+        """Raises InvalidRequestError when a vector per token would be more than the answer may hold."""
+        config = self.engine_client.vllm_config
+        vector = len(config.shape.labels) if config.is_classifier else config.shape.hidden_size
+        size = params.dimensions or config.pooling_config.dimensions or vector
+        count = sum(len(request.prompt_token_ids) for request in requests)
+        if params.task in TOKEN_TASKS and count * size > MAX_NUMBERS:
+            raise InvalidRequestError(
+                f"A vector for each of {count} tokens would be {count * size} numbers; an answer holds at most {MAX_NUMBERS}.",
+                "input",
+            )
+
+    def _requests(
+        self,
+        request: PoolingBase,
+        prompts: Sequence[tuple[str, Prompt]],
+        params: PoolingParams,
+        ids: RequestIds,
+        add_special_tokens: bool,
+    ) -> list[EngineCoreRequest]:
+        requests = []
+        for index, (field, prompt) in enumerate(prompts):
+            try:
+                made = self.engine_client.input_processor.process_pooling_inputs(
+                    ids.engine_id(index),
+                    prompt,
+                    params,
+                    add_special_tokens=add_special_tokens,
+                    truncate_prompt_tokens=request.truncate_prompt_tokens,
+                    truncation_side=request.truncation_side,
+                    priority=request.priority,
+                    cache_salt=request.cache_salt,
+                )
+            except InvalidRequestError as error:  # a text has another name on each route
+                raise InvalidRequestError(
+                    str(error), field if error.param in ("input", "prompt") else error.param
+                ) from None
+            requests.append(made)
+        return requests
+
+
+class ServingPooling(PoolingBatches):
+    """Vectors of texts."""
+
+    async def create_embedding(self, request: EmbeddingRequest, raw_request: Request) -> EmbeddingResponse:
+        """One vector per input."""
+        created, model, outputs = await self._vectors(request, "embed", raw_request)
+        data = []
+        for index, output in enumerate(outputs):
+            (vector,) = output.pooled or []
+            shown = _base64([vector]) if request.encoding_format == "base64" else numbers(vector)
+            data.append(EmbeddingData(index=index, embedding=shown))
+        response_id, usage = raw_request.state.ids.response, usage_of(outputs)
+        return EmbeddingResponse(id=response_id, created=created, model=model, data=data, usage=usage)
+
+    async def create_pooling(self, request: PoolingRequest, raw_request: Request) -> PoolingResponse:
+        """One vector per input, or one per token of it."""
+        task = request.task_of(self.engine_client.vllm_config.supported_tasks)
+        created, model, outputs = await self._vectors(request, task, raw_request)
+        data = [
+            PoolingData(index=index, data=_pooled(output.pooled or [], task, request.encoding_format))
+            for index, output in enumerate(outputs)
+        ]
+        response_id, usage = raw_request.state.ids.response, usage_of(outputs)
+        return PoolingResponse(id=response_id, created=created, model=model, data=data, usage=usage)
+
+    async def _vectors(
+        self, request: EmbeddingRequest, task: str, raw: Request
+    ) -> tuple[int, str, list[RequestOutput]]:
+        created, model = int(time.time()), self.check(request, task)
+        return created, model, await self.run_inputs(request, request.to_pooling_params(task), raw, model)
+
+
+def _base64(vectors: list[bytes]) -> str:
+    return base64.b64encode(b"".join(vectors)).decode()
+
+
+def _pooled(vectors: list[bytes], task: str, encoding_format: str) -> list[float] | list[list[float]] | str:
+    if encoding_format == "base64":
+        return _base64(vectors)
+    return [numbers(vector) for vector in vectors] if task in TOKEN_TASKS else numbers(vectors[0])

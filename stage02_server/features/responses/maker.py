@@ -1,0 +1,176 @@
+"""One response while it is made: engine outputs in, OpenAI's events out, in OpenAI's order
+(vllm/entrypoints/openai/responses/streaming_events.py).
+
+    created, (queued,) in_progress, (what response_items.py says, for each item), completed | incomplete | failed
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from pydantic import BaseModel
+
+from stage02_server.chat_logprobs import chat_logprobs
+from stage02_server.errors import as_api_error
+from stage02_server.features.responses.items import Event, OutputItems, Piece, pieces
+from stage02_server.features.responses.protocol import ResponsesRequest
+from stage02_server.features.responses.protocol_output import (
+    IncompleteDetails,
+    InputTokensDetails,
+    OutputTokensDetails,
+    ResponseError,
+    ResponsesResponse,
+    ResponseUsage,
+)
+from stage02_server.features.tools.answer_parser import AnswerParser
+from stage02_server.protocol_response import ChatLogProb
+from stage02_server.protocol_responses_input import InputItem
+from stage02_server.serving_engine import Batch
+from stage03_engine.frontend.tokenizer import Tokenizer
+from stage03_engine.outputs import CompletionOutput
+from stagetrace import trace
+
+
+def _new_response(request: ResponsesRequest, batch: Batch, store: bool) -> ResponsesResponse:
+    params = batch.requests[0].sampling_params
+    asked, choice = request.text and request.text.format, request.tool_choice or "auto"
+    return ResponsesResponse(
+        id=batch.ids.response,
+        created_at=int(time.time()),
+        status="queued" if request.background else "in_progress",
+        background=bool(request.background),
+        instructions=request.instructions,
+        max_output_tokens=request.max_output_tokens,
+        max_tool_calls=request.max_tool_calls,
+        metadata=request.metadata or {},
+        model=batch.model,
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+        previous_response_id=request.previous_response_id,
+        reasoning=request.reasoning.model_dump(exclude={"generate_summary"}) if request.reasoning else None,
+        store=store,
+        temperature=params.temperature,
+        text={"format": asked.model_dump(by_alias=True, exclude_none=True) if asked else {"type": "text"}},
+        tool_choice=choice.model_dump(exclude_none=True) if isinstance(choice, BaseModel) else choice,
+        tools=[tool.model_dump() for tool in request.tools or []],
+        top_logprobs=request.top_logprobs or 0,
+        top_p=params.top_p,
+        truncation=request.truncation or "disabled",
+        user=request.user,
+    )
+
+
+class ResponseMaker:
+    """`response` is always what a client may be told about the response at this moment."""
+
+    def __init__(
+        self, request: ResponsesRequest, batch: Batch, tokenizer: Tokenizer, store: bool, parser: AnswerParser | None
+    ) -> None:
+        self.response = _new_response(request, batch, store)
+        self._batch, self._tokenizer, self._parser = batch, tokenizer, parser
+        self._include_reasoning = request.include_reasoning
+        self._output = OutputItems()
+        self._reasoning = ""
+        self._logprobs: list[ChatLogProb] = []  # of tokens that no message has had yet
+        self._finish_reason: str | None = None
+        self._num_events = 0
+        self._num_tokens = 0
+
+    @property
+    def items(self) -> list[InputItem]:
+        """The output, as the next response of the conversation is to see it."""
+        return [InputItem.model_validate(item.model_dump()) for item in self._output.items]
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        event = {"type": f"response.{kind}", "sequence_number": self._num_events}
+        for name, value in fields.items():
+            event[name] = value.model_dump() if isinstance(value, BaseModel) else value
+        self._num_events += 1
+        return f"event: {event['type']}\ndata: {json.dumps(event)}\n\n".encode()
+
+    def _told(self, events: Iterable[Event]) -> Iterator[bytes]:
+        for kind, fields in events:
+            yield self._event(kind, **fields)
+
+    def begin(self) -> Iterator[bytes]:
+        """Everything before the first text."""
+        yield self._event("created", response=self.response)
+        if self.response.status == "queued":
+            yield self._event("queued", response=self.response)
+        self.response.status = "in_progress"
+        yield self._event("in_progress", response=self.response)
+
+    def add(self, output: CompletionOutput) -> Iterator[bytes]:
+        """What is new in an output of the engine."""
+        self._logprobs += chat_logprobs(output.logprobs or [], self._tokenizer)
+        self._num_tokens += len(output.token_ids)
+        self._finish_reason = output.finish_reason
+        for piece in self._pieces(output):
+            if piece.kind == "reasoning":
+                self._reasoning += piece.text
+                if not self._include_reasoning:
+                    continue
+            yield from self._told(self._output.write(piece, self._taken_logprobs(piece)))
+
+    def _pieces(self, output: CompletionOutput) -> list[Piece]:
+        """Logprobs without text are told with the message that is being written, and else with the next one."""
+        found = [Piece("content", output.text)] if output.text else []
+        if self._parser is not None:
+            found = pieces(self._parser, output.text, output.finish_reason is not None)
+            self._trace_end(output)
+        if self._logprobs and not found and (self._parser is None or self._output.in_message):
+            return [Piece("content", "")]
+        return found
+
+    def _taken_logprobs(self, piece: Piece) -> list[ChatLogProb]:
+        taken: list[ChatLogProb] = []
+        if piece.kind == "content":
+            taken, self._logprobs = self._logprobs, []
+        return taken
+
+    def _trace_end(self, output: CompletionOutput) -> None:
+        if trace.on and output.finish_reason is not None and self._parser is not None:
+            trace.emit(
+                "answer.parsed", req=self._batch.ids.engine_id(0), index=0, tool_calls=self._parser.num_calls,
+                reasoning_characters=self._parser.num_characters,
+            )  # fmt: skip
+
+    def end(self) -> Iterator[bytes]:
+        """Everything behind the last text. An answer without anything is an empty message."""
+        if self._finish_reason == "abort":
+            yield self.fail(RuntimeError("The request was aborted."))
+            return
+        complete = self._finish_reason != "length"
+        if not self._output.items:
+            yield from self._told(self._output.write(Piece("content", ""), []))
+        self.response.status = "completed" if complete else "incomplete"
+        yield from self._told(self._output.close(self.response.status))
+        if complete:
+            self.response.completed_at = int(time.time())
+        else:
+            self.response.incomplete_details = IncompleteDetails(reason="max_output_tokens")
+        self.response.output = self._output.items
+        self.response.usage = self._usage()
+        self.response.metrics = self._batch.metrics()
+        yield self._event(self.response.status, response=self.response)
+
+    def fail(self, error: Exception) -> bytes:
+        """The last event of a response that an error ended."""
+        refusal = as_api_error(error)
+        code = "invalid_prompt" if refusal.status == 400 else "server_error"
+        self.response.status = "failed"
+        self.response.error = ResponseError(code=code, message=refusal.message)
+        return self._event("failed", response=self.response)
+
+    def _usage(self) -> ResponseUsage:
+        usage = self._batch.usage([self._num_tokens])
+        reasoning = len(self._tokenizer.encode(self._reasoning, add_special_tokens=False)) if self._reasoning else 0
+        return ResponseUsage(
+            input_tokens=usage.prompt_tokens,
+            input_tokens_details=InputTokensDetails(cached_tokens=usage.prompt_tokens_details.cached_tokens),
+            output_tokens=usage.completion_tokens,
+            output_tokens_details=OutputTokensDetails(reasoning_tokens=min(reasoning, usage.completion_tokens)),
+            total_tokens=usage.total_tokens,
+        )

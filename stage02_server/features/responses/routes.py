@@ -1,0 +1,35 @@
+"""The routes of the Responses API (vllm/entrypoints/openai/responses/api_router.py)."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request, Response
+
+from stage02_server.features.responses.protocol import ResponsesRequest
+from stage02_server.streaming import answer, answer_of
+
+router = APIRouter()
+
+
+@router.post("/v1/responses")
+async def create_responses(request: ResponsesRequest, raw_request: Request) -> Response:
+    """Answer an input, or continue the conversation of an earlier response."""
+    return await answer_of(raw_request.app.state.openai_serving_responses.create_responses(request, raw_request))
+
+
+@router.get("/v1/responses/{response_id}")
+async def retrieve_responses(
+    response_id: str,
+    raw_request: Request,
+    stream: bool = False,
+    starting_after: Annotated[int | None, Query(ge=0)] = None,
+) -> Response:
+    """A stored response, or the events of one that is made in the background."""
+    return answer(raw_request.app.state.openai_serving_responses.retrieve(response_id, stream, starting_after))
+
+
+@router.post("/v1/responses/{response_id}/cancel")
+async def cancel_responses(response_id: str, raw_request: Request) -> Response:
+    """End a response that is made in the background."""
+    return answer(await raw_request.app.state.openai_serving_responses.cancel(response_id))

@@ -1,0 +1,220 @@
+"""/v1/responses: create, retrieve, cancel (vllm/entrypoints/openai/responses/serving.py, OpenAIServingResponses).
+
+A response is made by one generator of events. Whoever wants the whole answer drains it; a stream sends it; a background
+response is a task that drains it into a log, which any number of readers may follow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from starlette.requests import Request
+
+from stage02_server.chat_template import ChatTemplate
+from stage02_server.cli_args import FrontendArgs
+from stage02_server.disconnects import run_until_disconnect
+from stage02_server.errors import as_reported
+from stage02_server.features.responses.maker import ResponseMaker
+from stage02_server.features.responses.protocol import LOGPROBS, ResponsesRequest, in_words_of_responses
+from stage02_server.features.responses.protocol_output import ResponsesResponse
+from stage02_server.features.responses.store import EventLog, ResponseStore, StoredResponse
+from stage02_server.features.tools.chat_answers import ChatAnswers
+from stage02_server.features.tools.tool_choice import with_forced_tool
+from stage02_server.keep_alive import kept_alive
+from stage02_server.middleware import RequestIds
+from stage02_server.protocol import ChatCompletionRequest
+from stage02_server.protocol_chat import ChatMessageParam
+from stage02_server.protocol_responses_input import InputItem, to_messages
+from stage02_server.serving_engine import Batch, OpenAIServing, Outputs
+from stage02_server.serving_models import OpenAIServingModels
+from stage03_engine.errors import InvalidRequestError
+from stage03_engine.frontend.async_llm import AsyncLLM
+from stagetrace import trace
+
+Answer = ResponsesResponse | AsyncGenerator[bytes, None]  # whole, or its events
+
+
+class OpenAIServingResponses(OpenAIServing):
+    """Answers inputs, and remembers its answers."""
+
+    def __init__(
+        self,
+        engine_client: AsyncLLM,
+        models: OpenAIServingModels,
+        template: ChatTemplate,
+        args: FrontendArgs,
+        answers: ChatAnswers,
+    ) -> None:
+        super().__init__(engine_client, models, args)
+        self._template, self._store, self._answers = template, ResponseStore(args.max_stored_responses), answers
+
+    async def create_responses(self, request: ResponsesRequest, raw_request: Request) -> Answer:
+        """The response, or its events. Raises every refusal before a stream begins."""
+        model = self.check(request)
+        try:
+            return await self._create(request, raw_request, model)
+        except InvalidRequestError as error:
+            raise in_words_of_responses(error) from error
+
+    async def _create(self, request: ResponsesRequest, raw_request: Request, model: str) -> Answer:
+        ids, keep = raw_request.state.ids, self._is_kept(request)
+        if trace.on:
+            trace.emit("request.validated", req=ids.engine_id(0), model=model, stream=bool(request.stream), prompts=1)
+        items = [*self._earlier(request), *request.items()]
+        chat = self._as_chat(request, items)
+        params = with_forced_tool(
+            request.to_sampling_params(), chat.tools or [], chat.tool_choice, chat.parallel_tool_calls is not False
+        )
+        prompt = await self._prompt(chat, ids)
+        special = self._template.adds_special_tokens(None)
+        batch = await self.make_batch(request, [prompt], params, ids, model, raw_request.receive, special)
+        structured = batch.requests[0].sampling_params.structured_outputs is not None
+        parser = self._answers.parser(chat, prompt, structured)
+        maker = ResponseMaker(request, batch, self.engine_client.tokenizer, keep, parser)
+        entry = StoredResponse(maker.response, items)
+        if request.background:
+            return self._in_background(entry, maker, batch, bool(request.stream))
+        source = await self.begin_outputs(batch, raw_request.receive)
+        events = self._events(maker, source, entry, keep)
+        if request.stream:
+            return kept_alive(self._sent(_until_failure(events, maker), ids), self.args.sse_keep_alive_interval)
+        await run_until_disconnect(raw_request.receive, _drain(events))
+        return maker.response
+
+    def _is_kept(self, request: ResponsesRequest) -> bool:
+        """Is the response to be stored? Raises InvalidRequestError for a background response that is not."""
+        keep = request.store is not False and self._store.enabled
+        if request.background and not keep:
+            reason = (
+                "store=true" if self._store.enabled else "a server that stores responses, see --max-stored-responses"
+            )
+            raise InvalidRequestError(f"background=true needs {reason}.", "background")
+        return keep
+
+    def _earlier(self, request: ResponsesRequest) -> list[InputItem]:
+        """The conversation that the request continues. Raises APIError and InvalidRequestError."""
+        if request.previous_response_id is None:
+            return []
+        previous = self._store.get(request.previous_response_id, "previous_response_id")
+        if previous.response.status not in ("completed", "incomplete"):
+            raise InvalidRequestError(
+                f"The previous response has no answer; its status is {previous.response.status}.",
+                "previous_response_id",
+            )
+        return previous.items
+
+    def _as_chat(self, request: ResponsesRequest, items: list[InputItem]) -> ChatCompletionRequest:
+        """The conversation, and what may be called. Instructions hold for this response only; those of earlier ones are not
+        carried over, as with OpenAI, and neither are their tools. Raises InvalidRequestError."""
+        if not request.input:
+            raise InvalidRequestError("input must not be empty.", "input")
+        messages = to_messages(items)
+        if request.instructions:
+            messages = [ChatMessageParam(role="system", content=request.instructions), *messages]
+        chat = request.as_chat(messages)
+        self._answers.check(chat)
+        if LOGPROBS in (request.include or []) and chat.tools and chat.tool_choice != "none":
+            raise InvalidRequestError(
+                f"{LOGPROBS} cannot be told of an answer that may call tools; leave one of both out.", "include"
+            )
+        return chat
+
+    async def _prompt(self, chat: ChatCompletionRequest, ids: RequestIds) -> str:
+        shown = self._answers.shown_to_template(chat)
+        prompt = await asyncio.to_thread(self._template.apply, chat.messages, shown)  # a template may take its time
+        if trace.on:
+            count = len(chat.messages)
+            trace.emit("request.templated", req=ids.engine_id(0), messages=count, characters=len(prompt))
+        return prompt
+
+    async def _events(
+        self, maker: ResponseMaker, source: Outputs, entry: StoredResponse, keep: bool
+    ) -> AsyncGenerator[bytes, None]:
+        """Every event of a response that succeeds. Raises what the engine raises."""
+        async with aclosing(source) as outputs:
+            for event in maker.begin():
+                yield event
+            async for _, output in outputs:
+                for event in maker.add(output.outputs[0]):
+                    yield event
+        last = list(maker.end())
+        entry.items = [*entry.items, *maker.items]
+        if keep and entry.task is None:
+            self._store.add(entry)  # before the client hears of its end and goes on from here
+        for event in last:
+            yield event
+
+    async def _sent(self, events: AsyncGenerator[bytes, None], ids: RequestIds) -> AsyncGenerator[bytes, None]:
+        async with aclosing(events):
+            async for event in events:
+                if trace.on:
+                    trace.emit("sse.chunk", req=ids.engine_id(0), cause=ids.cause, bytes=len(event))
+                yield event
+
+    def _in_background(self, entry: StoredResponse, maker: ResponseMaker, batch: Batch, stream: bool) -> Answer:
+        entry.log = EventLog() if stream else None
+        self._store.add(entry)
+        created = maker.response.model_copy()  # queued; the task changes the other one
+        entry.task = asyncio.create_task(self._work(entry, maker, batch))
+        entry.task.add_done_callback(lambda _: self._ended(entry))  # even if it is cancelled before it begins
+        if entry.log is None:
+            return created
+        return kept_alive(self._sent(entry.log.read(0), batch.ids), self.args.sse_keep_alive_interval)
+
+    async def _work(self, entry: StoredResponse, maker: ResponseMaker, batch: Batch) -> None:
+        async with aclosing(
+            _until_failure(self._events(maker, self.outputs(batch), entry, keep=True), maker)
+        ) as events:
+            async for event in events:
+                if entry.log is not None:
+                    entry.log.append(event)
+
+    def _ended(self, entry: StoredResponse) -> None:
+        if entry.running:
+            entry.response.status = "cancelled"
+        if entry.log is not None:
+            entry.log.end()
+        self._store.settle(entry)
+
+    def retrieve(self, response_id: str, stream: bool, starting_after: int | None) -> Answer:
+        """A stored response as it is now, or the events of one that was created with background and stream, from behind
+        number `starting_after` on. Raises APIError and InvalidRequestError."""
+        entry = self._store.get(response_id, "response_id")
+        if not stream:
+            return entry.response
+        if entry.log is None:
+            raise InvalidRequestError(
+                "Only a response created with background=true and stream=true can be streamed.", "stream"
+            )
+        events = entry.log.read(0 if starting_after is None else starting_after + 1)
+        return kept_alive(events, self.args.sse_keep_alive_interval)
+
+    async def cancel(self, response_id: str) -> ResponsesResponse:
+        """End a background response, unless it has ended already, and tell how it stands. Raises APIError and
+        InvalidRequestError."""
+        entry = self._store.get(response_id, "response_id")
+        if entry.task is None:
+            raise InvalidRequestError("Only a response created with background=true can be cancelled.", "response_id")
+        entry.task.cancel()
+        await asyncio.gather(entry.task, return_exceptions=True)
+        return entry.response
+
+
+async def _drain(events: AsyncGenerator[bytes, None]) -> None:
+    async with aclosing(events):
+        async for _ in events:
+            pass
+
+
+async def _until_failure(events: AsyncGenerator[bytes, None], maker: ResponseMaker) -> AsyncGenerator[bytes, None]:
+    """The same events; an error becomes the last of them, as the HTTP status has been sent by then."""
+    try:
+        async with aclosing(events):
+            async for event in events:
+                yield event
+    except Exception as error:
+        if isinstance(error, InvalidRequestError):
+            error = in_words_of_responses(error)
+        yield maker.fail(as_reported(error, maker.response.id))

@@ -1,0 +1,75 @@
+"""The fields by which a request asks for structured output: OpenAI's `response_format`, vLLM's `structured_outputs` and its
+older `guided_*` (vllm/entrypoints/openai/protocol.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import msgspec
+
+from stage03_engine.errors import InvalidRequestError
+from stage03_engine.params.structured_outputs import KINDS, StructuredOutputsParams
+
+
+class StructuredOutputsFields(Protocol):
+    """The part of a request body that counts here."""
+
+    response_format: dict[str, Any] | None
+    structured_outputs: dict[str, Any] | None
+    guided_json: str | dict[str, Any] | bool | None
+    guided_regex: str | None
+    guided_choice: list[str] | None
+    guided_grammar: str | None
+
+
+def to_structured_outputs(request: StructuredOutputsFields) -> StructuredOutputsParams | None:
+    """What the answer must match; None when nothing was asked for. Raises InvalidRequestError, also for two fields at once."""
+    asked: dict[str, dict[str, Any]] = {}
+    if request.response_format is not None and (wanted := _response_format(request.response_format)):
+        asked["response_format"] = wanted
+    if request.structured_outputs is not None:
+        asked["structured_outputs"] = _structured_outputs(request.structured_outputs)
+    for kind in ("json", "regex", "choice", "grammar"):
+        value = getattr(request, f"guided_{kind}")
+        if value is not None:
+            asked[f"guided_{kind}"] = {kind: value}
+    if len(asked) > 1:
+        raise InvalidRequestError(f"Give only one of {' and '.join(asked)}.", list(asked)[-1])
+    for source, wanted in asked.items():
+        try:
+            return msgspec.convert({**wanted, "source": source}, StructuredOutputsParams)
+        except msgspec.ValidationError as error:
+            if isinstance(error.__cause__, InvalidRequestError):  # of the checks, wrapped by msgspec
+                raise error.__cause__ from None
+            raise InvalidRequestError(f"{source}: {error}.", source) from None
+    return None
+
+
+def _response_format(value: dict[str, Any]) -> dict[str, Any] | None:
+    kind = value.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"json_object": True}
+    if kind != "json_schema":
+        raise InvalidRequestError(
+            "response_format: type must be one of text, json_object and json_schema.", "response_format"
+        )
+    holder = value.get("json_schema")
+    schema = holder.get("schema") if isinstance(holder, dict) else None
+    if not isinstance(schema, dict):
+        raise InvalidRequestError(
+            'response_format: type json_schema needs "json_schema": {"name": ..., "schema": {...}}.', "response_format"
+        )
+    return {"json": schema}
+
+
+def _structured_outputs(value: dict[str, Any]) -> dict[str, Any]:
+    given = {name: item for name, item in value.items() if item not in (None, False) or (name, item) == ("json", False)}
+    for name in given:
+        if name not in KINDS:
+            raise InvalidRequestError(
+                f"structured_outputs: {name} is not supported; there are {', '.join(KINDS)}.", "structured_outputs"
+            )
+    return given

@@ -1,0 +1,122 @@
+"""How the answers to chats are taken apart, by the server's flags and the request's wishes, and their JSON."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+from stage02_server.cli_args import FrontendArgs
+from stage02_server.features.tools.answer_parser import AnswerDelta, AnswerParser
+from stage02_server.features.tools.reasoning_parsers import REASONING_PARSERS
+from stage02_server.features.tools.tool_parsers import TOOL_PARSERS, NamedToolParser, RequiredToolParser
+from stage02_server.protocol import ChatCompletionRequest
+from stage02_server.protocol_chat import NamedToolChoice
+from stage02_server.protocol_response import FunctionCall, ToolCall
+from stage03_engine.errors import ConfigError, InvalidRequestError
+
+
+def _load_plugin(path: str, flag: str) -> None:
+    """Run a file of the user's. Raises ConfigError, whatever its code raises."""
+    name = f"stages_plugin_{Path(path).stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{flag} {path}: this is no Python file")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ConfigError(f"{flag} {path}: {type(error).__name__}: {error}") from error
+
+
+def _known(name: str, parsers: dict[str, type], flag: str) -> None:
+    if name not in parsers:
+        raise ConfigError(f"{flag}: {name!r} is not known; there are {', '.join(sorted(parsers))}")
+
+
+class ChatAnswers:
+    """The parsers that the flags chose. Raises ConfigError when there are none of these names."""
+
+    def __init__(self, args: FrontendArgs) -> None:
+        if args.tool_parser_plugin:
+            _load_plugin(args.tool_parser_plugin, "--tool-parser-plugin")
+        if args.reasoning_parser_plugin:
+            _load_plugin(args.reasoning_parser_plugin, "--reasoning-parser-plugin")
+        if args.enable_auto_tool_choice and args.tool_call_parser is None:
+            raise ConfigError("--enable-auto-tool-choice needs --tool-call-parser, such as hermes")
+        if args.tool_call_parser is not None:
+            _known(args.tool_call_parser, TOOL_PARSERS, "--tool-call-parser")
+        if args.reasoning_parser:
+            _known(args.reasoning_parser, REASONING_PARSERS, "--reasoning-parser")
+        self._args = args
+
+    def check(self, request: ChatCompletionRequest) -> None:
+        """Raises InvalidRequestError when the model may choose a tool by the request, but not by the flags."""
+        if self._chooses(request) and not self._args.enable_auto_tool_choice:
+            raise InvalidRequestError(
+                'tool_choice "auto" needs a server with --enable-auto-tool-choice and --tool-call-parser.',
+                "tool_choice",
+            )
+
+    def shown_to_template(self, request: ChatCompletionRequest) -> ChatCompletionRequest:
+        """The request as the chat template is to see it."""
+        if request.tool_choice == "none" and self._args.exclude_tools_when_tool_choice_none:
+            return request.model_copy(update={"tools": None})
+        return request
+
+    def parser(self, request: ChatCompletionRequest, prompt: str, structured: bool) -> AnswerParser | None:
+        """For one answer; None when its text is the content. With structured output there is no reasoning: the grammar
+        begins with the first token."""
+        tools: Any = None
+        if isinstance(request.tool_choice, NamedToolChoice):
+            tools = NamedToolParser(request.tool_choice.function.name)
+        elif request.tool_choice == "required":
+            tools = RequiredToolParser()
+        elif self._chooses(request) and self._args.tool_call_parser is not None:
+            tools = TOOL_PARSERS[self._args.tool_call_parser]()
+        name = self._args.reasoning_parser
+        reasoning = REASONING_PARSERS[name](prompt) if name and not structured else None
+        if tools is None and reasoning is None:
+            return None
+        return AnswerParser(reasoning, tools, request.include_reasoning, request.parallel_tool_calls is not False)
+
+    def _chooses(self, request: ChatCompletionRequest) -> bool:
+        return bool(request.tools) and request.tool_choice in (None, "auto")
+
+
+def finish_reason(reason: str | None, request: ChatCompletionRequest, num_calls: int) -> str | None:
+    """ "tool_calls" instead of "stop" when the model decided which tools to call; as at OpenAI, not for one forced by name."""
+    called = num_calls and not isinstance(request.tool_choice, NamedToolChoice)
+    return "tool_calls" if called and reason == "stop" else reason
+
+
+def _call_id() -> str:
+    return f"chatcmpl-tool-{uuid.uuid4().hex}"
+
+
+def message_fields(delta: AnswerDelta) -> dict[str, Any]:
+    """A whole answer as fields of `ChatMessage`. Content that is not there is null, if there is something else."""
+    calls = [
+        ToolCall(id=_call_id(), function=FunctionCall(name=call.name or "", arguments=call.arguments))
+        for call in delta.calls.values()
+    ]
+    content = delta.content or (None if delta else "")
+    return {"content": content, "reasoning": delta.reasoning or None, "tool_calls": calls or None}
+
+
+def delta_fields(delta: AnswerDelta) -> dict[str, Any]:
+    """A piece of an answer as the `delta` of a chunk."""
+    fields: dict[str, Any] = {}
+    if delta.reasoning:
+        fields["reasoning"] = delta.reasoning
+    if delta.content:
+        fields["content"] = delta.content
+    if delta.calls:
+        fields["tool_calls"] = calls = []
+        for index, call in delta.calls.items():
+            begin = {} if call.name is None else {"id": _call_id(), "type": "function"}
+            name = {} if call.name is None else {"name": call.name}
+            calls.append({"index": index} | begin | {"function": name | {"arguments": call.arguments}})
+    return fields

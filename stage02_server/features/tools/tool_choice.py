@@ -1,0 +1,70 @@
+"""Which tools may be called, and must (vllm/entrypoints/openai/protocol.py, check_tool_usage; vllm/tool_parsers/utils.py).
+
+A tool that must be called is a matter of structured output: the grammar lets nothing else come. So every model can do it, also
+one that has never seen a tool.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from stage02_server.protocol_chat import NamedToolChoice, ToolChoice, ToolParam
+from stage03_engine.errors import InvalidRequestError
+from stage03_engine.frontend.features.beam_search import BeamSearchParams
+from stage03_engine.params.structured_outputs import StructuredOutputsParams
+from stage03_engine.sampling_params import SamplingParams
+
+_NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}}
+
+
+def with_forced_tool(
+    params: SamplingParams | BeamSearchParams, tools: list[ToolParam], choice: ToolChoice | None, parallel: bool
+) -> SamplingParams | BeamSearchParams:
+    """The same parameters, and with tool_choice "required" or a name: the answer matches the tools' schemas. Raises
+    InvalidRequestError for a choice that the tools do not offer, or that something else in the request contradicts."""
+    if choice in (None, "none", "auto"):
+        return params
+    if not tools:
+        raise InvalidRequestError("tool_choice needs tools.", "tool_choice")
+    if isinstance(params, BeamSearchParams):
+        raise InvalidRequestError("tool_choice cannot be combined with use_beam_search.", "tool_choice")
+    if params.structured_outputs is not None:
+        source = params.structured_outputs.source
+        raise InvalidRequestError(f"Give only one of {source} and a tool_choice that forces a call.", "tool_choice")
+    schema = _named(tools, choice.function.name) if isinstance(choice, NamedToolChoice) else _any_of(tools, parallel)
+    return msgspec.structs.replace(params, structured_outputs=StructuredOutputsParams(json=schema, source="tools"))
+
+
+def _named(tools: list[ToolParam], name: str) -> dict[str, Any]:
+    for tool in tools:
+        if tool.function.name == name:
+            return tool.function.parameters or _NO_ARGUMENTS
+    raise InvalidRequestError("tool_choice names a function that is not among the tools.", "tool_choice")
+
+
+def _any_of(tools: list[ToolParam], parallel: bool) -> dict[str, Any]:
+    """A list of calls. Definitions that a function's schema brings move to the top, where its $ref looks for them."""
+    calls: list[dict[str, Any]] = []
+    top: dict[str, dict[str, Any]] = {}
+    for tool in tools:
+        parameters = dict(tool.function.parameters or _NO_ARGUMENTS)
+        for place in ("$defs", "definitions"):
+            definitions = parameters.pop(place, {})
+            if not isinstance(definitions, dict):
+                raise InvalidRequestError(f"tools: {place} must be an object.", "tools")
+            known = top.setdefault(place, {})
+            if any(known.get(name, value) != value for name, value in definitions.items()):
+                raise InvalidRequestError(f"tools: two functions define the same name in {place} differently.", "tools")
+            known.update(definitions)
+        name = {"type": "string", "enum": [tool.function.name]}
+        calls.append(
+            {
+                "type": "object",
+                "properties": {"name": name, "parameters": parameters},
+                "required": ["name", "parameters"],
+            }
+        )
+    most = {} if parallel else {"maxItems": 1}
+    return {"type": "array", "items": {"anyOf": calls}, "minItems": 1} | most | {k: v for k, v in top.items() if v}

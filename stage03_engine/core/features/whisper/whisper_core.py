@@ -1,0 +1,244 @@
+"""Speech to text: an engine core around transformers' Whisper (vllm/model_executor/models/whisper.py; Radford et al. 2022,
+"Robust Speech Recognition via Large-Scale Weak Supervision").
+
+It stands where EngineCore stands and speaks the same messages, so that everything around it stays as it is. There is no
+paged cache and no batch: the encoder runs once per request, then each step gives every request one token.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stage03_engine.config import VllmConfig
+from stage03_engine.core.features.profiler import TorchProfiler
+from stage03_engine.core.features.whisper.whisper_timestamps import apply_timestamp_rules, token_ends
+from stage03_engine.core.logits_rules import RowRules, make_rules
+from stage03_engine.core.request import Request, append_tokens
+from stage03_engine.errors import ConfigError, InvalidRequestError
+from stage03_engine.messages import (
+    AudioInput,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    SchedulerStats,
+    SpeechDetails,
+    TokenLogprobs,
+)
+from stage04_kernels.sampler import SamplingMetadata, gather_logprobs, sample
+from stagetrace import trace
+
+SAMPLE_RATE = 16_000
+
+
+@dataclass
+class Listening:
+    """A request and what the model remembers of it."""
+
+    request: Request
+    audio: AudioInput
+    rules: RowRules | None  # what the sampling parameters ask of the logits
+    encoded: Any = None  # the encoder's output; None before the first step
+    past: Any = None  # keys and values of the decoder
+    no_speech_prob: float = 0.0  # known after the first step, if there are timestamps
+
+    @property
+    def samples(self) -> np.ndarray:
+        """float32 [num_samples], 16,000 per second."""
+        return np.frombuffer(self.audio.samples, dtype=np.float32)
+
+
+class WhisperCore:
+    """Requests in the order of their arrival, at most `max_num_seqs` of them at a time."""
+
+    num_gpu_blocks = 0
+
+    def __init__(self, config: VllmConfig) -> None:
+        try:
+            from transformers import (
+                GenerationConfig,
+                WhisperConfig,
+                WhisperFeatureExtractor,
+                WhisperForConditionalGeneration as Whisper,
+            )
+            from transformers.utils.logging import disable_progress_bar
+        except ImportError:
+            raise ConfigError("Whisper needs transformers; install the project with its extra `audio`") from None
+        disable_progress_bar()  # of loading: a server's log is no terminal
+        if config.device_config.num_threads is not None:
+            torch.set_num_threads(config.device_config.num_threads)
+        self.config, self.device = config, torch.device(config.device_config.device)
+        model_config, dtype = config.model_config, getattr(torch, config.model_config.dtype)
+        folder = model_config.model_path
+        try:
+            if model_config.load_format == "dummy":
+                torch.manual_seed(model_config.seed)
+                self.model = Whisper(WhisperConfig.from_pretrained(folder)).to(dtype)
+            else:
+                self.model = Whisper.from_pretrained(folder, dtype=dtype, local_files_only=True)
+            self.features = WhisperFeatureExtractor.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"cannot load Whisper from {folder}: {error}") from error
+        self.model.eval().to(self.device)
+        generation: GenerationConfig = self.model.generation_config
+        self._never = list(generation.suppress_tokens or [])
+        self._not_first = list(generation.begin_suppress_tokens or [])
+        self._max_first_time = getattr(generation, "max_initial_timestamp_index", None)
+        self._seeds = random.Random(model_config.seed)
+        self._listening: dict[str, Listening] = {}
+        self._profiler = TorchProfiler(config.observability_config.profiler_dir)
+        self._num_steps = 0
+        if trace.on:
+            parameters = list(self.model.parameters())
+            num_bytes = sum(p.numel() * p.element_size() for p in parameters)
+            trace.emit("whisper.loaded", tensors=len(parameters), bytes=num_bytes)
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        """Is there anything for `step` to do?"""
+        return bool(self._listening)
+
+    def add_request(self, message: EngineCoreRequest) -> None:
+        """Queue a request. Raises ValueError when its id is in use, InvalidRequestError when it brings no audio, or wants the
+        times of words from a model that cannot tell them."""
+        if message.audio is None:
+            raise InvalidRequestError("This model listens: a request needs audio.", "file")
+        if message.audio.word_timestamps and not getattr(self.model.generation_config, "alignment_heads", None):
+            raise InvalidRequestError(
+                "This model cannot tell when a word was said: its generation_config.json names no alignment_heads. "
+                "Ask for the timestamps of segments.",
+                "timestamp_granularities[]",
+            )
+        if message.request_id in self._listening:
+            raise ValueError(f"request id {message.request_id} is already running")
+        seed = message.sampling_params.seed
+        request = Request(message, self._seeds.getrandbits(63) if seed is None else seed)
+        rules = RowRules.of(message.sampling_params, self.config.shape.vocab_size)
+        self._listening[message.request_id] = Listening(request, message.audio, rules)
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        """End requests at once; unknown ids are ignored."""
+        for request_id in request_ids:
+            self._listening.pop(request_id, None)
+
+    def reset_prefix_cache(self) -> bool:
+        """There is none to forget."""
+        return not self._listening
+
+    def start_profile(self) -> bool:
+        """Begin to record what torch does; False when it is being recorded already, or there is no folder for it."""
+        return self._profiler.start(self._num_steps)
+
+    def stop_profile(self) -> bool:
+        """Write the profile; False when there is none to write."""
+        return self._profiler.stop(self._num_steps)
+
+    def watch_scheduler(self) -> bool:
+        """There is no scheduler to watch."""
+        return False
+
+    def unwatch_scheduler(self) -> bool:
+        """Nobody watched."""
+        return False
+
+    @torch.inference_mode()
+    def step(self) -> EngineCoreOutputs:
+        """One token for each of the first `max_num_seqs` requests."""
+        self._num_steps += 1
+        first = list(self._listening.values())[: self.config.scheduler_config.max_num_seqs]
+        outputs = [self._next(listening) for listening in first]
+        for output in outputs:
+            if output.finish_reason is not None:
+                del self._listening[output.request_id]
+        return EngineCoreOutputs(outputs, self.make_stats())
+
+    def make_stats(self) -> SchedulerStats:
+        """The state after a step, for the metrics."""
+        limit = self.config.scheduler_config.max_num_seqs
+        running = min(len(self._listening), limit)
+        return SchedulerStats(num_running=running, num_waiting=len(self._listening) - running)
+
+    def _next(self, listening: Listening) -> EngineCoreOutput:
+        request = listening.request
+        new = request.all_token_ids[request.num_computed_tokens :]
+        if listening.encoded is None:
+            listening.encoded = self._encode(listening)
+        result = self.model(
+            encoder_outputs=listening.encoded,
+            decoder_input_ids=torch.tensor([new], device=self.device),
+            past_key_values=listening.past,
+            use_cache=True,
+        )
+        listening.past, request.num_computed_tokens = result.past_key_values, request.num_tokens
+        if listening.audio.timestamps_from is not None and not request.num_output_tokens:
+            listening.no_speech_prob = self._no_speech(result.logits[0], listening)
+        token, logprobs = self._sample(result.logits[:, -1].float(), listening)
+        tokens, stop = append_tokens(request, [token], self.config.max_model_len)
+        reason, stop_reason = stop or (None, None)
+        output = EngineCoreOutput(request.request_id, tokens, logprobs, finish_reason=reason, stop_reason=stop_reason)
+        output.queued_seconds = 0.0 if request.num_output_tokens == 1 else None
+        if stop is not None and listening.audio.timestamps_from is not None:
+            output.speech = self._speech(listening)
+        return output
+
+    def _encode(self, listening: Listening) -> Any:
+        """The encoder's view of up to 30 seconds: log-mel features in, [1, num_frames / 2, hidden_size] out."""
+        samples = listening.samples
+        features = self.features(samples, sampling_rate=SAMPLE_RATE, return_tensors="pt").input_features
+        if trace.on:
+            seconds = len(samples) / SAMPLE_RATE
+            trace.emit("whisper.encoded", req=listening.request.request_id, seconds=seconds)
+        return self.model.get_encoder()(features.to(self.device, self.model.dtype))
+
+    def _sample(self, raw: Tensor, listening: Listening) -> tuple[int, list[TokenLogprobs] | None]:
+        """The next token, and its logprobs if they are asked for. raw: [1, vocab_size]."""
+        request, logits = listening.request, raw
+        params, place = request.sampling_params, request.num_output_tokens
+        prompt, output = (
+            request.all_token_ids[: request.num_prompt_tokens],
+            request.all_token_ids[-place:] if place else [],
+        )
+        if params.allowed_token_ids is None:  # else it is no text that is asked for
+            logits = logits.clone()
+            logits[:, self._never + (self._not_first if place == 0 else [])] = float("-inf")
+        if listening.audio.timestamps_from is not None:
+            end = request.eos_token_id if request.eos_token_id is not None else self.model.config.eos_token_id
+            logits = apply_timestamp_rules(logits, output, listening.audio.timestamps_from, end, self._max_first_time)
+        metadata = SamplingMetadata.from_lists(
+            [0.0 if params.greedy else params.temperature], [params.top_k], [params.top_p], [params.min_p],
+            [request.seed], [place], device=self.device,
+            rules=make_rules([(listening.rules, np.array(prompt), np.array(output, dtype=np.int64))], self.device),
+        )  # fmt: skip
+        chosen = sample(logits, metadata).sampled_token_ids
+        if params.logprobs is None:
+            return int(chosen), None
+        ids, logprobs, ranks = gather_logprobs(raw, chosen, params.logprobs)
+        return int(chosen), [TokenLogprobs(ids[0].tolist(), logprobs[0].tolist(), int(ranks))]
+
+    def _no_speech(self, logits: Tensor, listening: Listening) -> float:
+        """How likely <|nospeech|> is right after <|startoftranscript|>. logits: [num_prompt_tokens, vocab_size]."""
+        assert listening.audio.timestamps_from is not None
+        prompt = listening.request.all_token_ids
+        places = [place for place, token in enumerate(prompt) if token == self.model.config.decoder_start_token_id]
+        start = places[-1] if places else 0  # none: the tokenizer has another token of that name than the model
+        return float(logits[start].float().softmax(dim=-1)[listening.audio.timestamps_from - 2])
+
+    def _speech(self, listening: Listening) -> SpeechDetails:
+        request, ends = listening.request, None
+        if listening.audio.word_timestamps:
+            seconds = len(listening.samples) / SAMPLE_RATE
+            tokens, start = request.all_token_ids, request.num_prompt_tokens
+            ends = token_ends(self.model, listening.encoded, tokens, start, seconds)
+            if trace.on:
+                trace.emit("whisper.aligned", req=request.request_id, tokens=len(ends))
+        return SpeechDetails(listening.no_speech_prob, ends)
+
+    def shutdown(self) -> None:
+        """Release the model."""
+        self._listening.clear()
+        del self.model

@@ -1,0 +1,199 @@
+"""What a recording says about a scheduler, step by step: what went in, and what was decided. For `replay.py`.
+
+No token ids are recorded. The scheduler looks at tokens in two ways only: does this one end the request, and do these blocks hold
+the same? So tokens are made up that answer both as the real ones did. vLLM has no counterpart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from stage03_engine.core.features.structured_output.manager import StructuredOutputManager
+from stage03_engine.core.request import Request
+from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
+from stage03_engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, TokenLogprobs
+from stage03_engine.params.pooling_params import PoolingParams
+from stage03_engine.params.structured_outputs import StructuredOutputsParams
+from stage03_engine.sampling_params import SamplingParams
+from stagetrace import Event
+from stagetrace.errors import TraceError
+
+FILLER = -1  # a token that ends nothing: real ids are never negative
+STOP_TOKEN = 1 << 40  # stands for whichever stop token a request named: their ids may not be recorded
+_NO_LOGPROBS = TokenLogprobs([], [], 0)
+_SOME_GRAMMAR = StructuredOutputsParams(
+    json_object=True
+)  # which one does not matter: the recording says when it was ready
+
+
+def made_up_tokens(start: int, count: int, block_hashes: Sequence[str], block_size: int) -> list[int]:
+    """`count` tokens from position `start` on. The last token of a block stands for the block's hash, which stands for the
+    whole prefix: so two requests have equal blocks here exactly where the real ones had."""
+    hashes = iter(block_hashes)
+    ends = [(position + 1) % block_size == 0 and bool(block_hashes) for position in range(start, start + count)]
+    try:
+        return [-2 - (int(next(hashes), 16) >> 2) if end else FILLER for end in ends]
+    except StopIteration:
+        raise TraceError(f"{sum(ends)} blocks were filled, but {len(block_hashes)} hashes recorded") from None
+
+
+def made_up_request(queued: Event, block_size: int) -> Request:
+    """The request of a `sched.queued`."""
+    params, length = dict(queued.args["params"]), queued.args["num_prompt_tokens"]
+    eos, priority = params.pop("eos_token_id"), params.pop("priority")
+    params["prompt_logprobs"] = 0 if params["prompt_logprobs"] else None
+    params["stop_token_ids"] = [STOP_TOKEN]
+    params["structured_outputs"] = _SOME_GRAMMAR if params.pop("grammar") else None
+    pooling = params.pop("pooling", None)  # recordings from before there was pooling lack it
+    tokens = made_up_tokens(0, length, queued.args["block_hashes"], block_size)
+    message = EngineCoreRequest(queued.req or "", tokens, SamplingParams(**params), eos, priority=priority)
+    message.pooling_params = None if pooling is None else PoolingParams(**pooling)
+    return Request(message, seed=0)
+
+
+@dataclass
+class Decision:
+    """One step's decision. Recorded and replayed ones are compared in this form, so a scheduler need not emit events."""
+
+    scheduled: dict[str, int] = field(
+        default_factory=dict
+    )  # request -> tokens, drafts included, in the order of service
+    drafts: dict[str, int] = field(default_factory=dict)
+    new_blocks: dict[str, list[int]] = field(default_factory=dict)
+    started: dict[str, int] = field(default_factory=dict)  # admitted or resumed -> tokens that need not be computed
+    preempted: list[str] = field(default_factory=list)
+    finished: list[str] = field(default_factory=list)  # since the last step, sorted
+    swapped: tuple[int, int] = (0, 0)  # blocks out, blocks in
+    free_blocks: int = 0
+
+    @classmethod
+    def of(cls, output: SchedulerOutput, free_blocks: int) -> Decision:
+        """What a scheduler decided."""
+        new = output.scheduled_new_reqs
+        blocks = output.new_block_ids | {request.request_id: list(request.block_ids) for request in new}
+        return cls(
+            dict(output.num_scheduled_tokens),
+            {i: len(drafts) for i, drafts in output.scheduled_spec_decode_tokens.items()},
+            blocks,
+            {request.request_id: request.num_computed_tokens for request in new},
+            list(output.preempted_req_ids),
+            sorted(output.finished_req_ids),
+            (len(output.blocks_to_swap_out), len(output.blocks_to_swap_in)),
+            free_blocks,
+        )
+
+    def about(self, request_id: str) -> str:
+        """What it says of one request, in words."""
+        words = ["preempted"] if request_id in self.preempted else []
+        if request_id in self.started:
+            words.append(f"admitted with {self.started[request_id]} tokens computed")
+        if request_id in self.scheduled:
+            words.append(f"gets {self.scheduled[request_id]} tokens")
+            if request_id in self.drafts:
+                words.append(f"{self.drafts[request_id]} of them drafts")
+            words.append(f"new blocks {self.new_blocks.get(request_id, [])}")
+        return ", ".join(words) or "gets nothing"
+
+
+@dataclass
+class RecordedStep:
+    """The events of one `engine.step` that matter here."""
+
+    step: int
+    decision: Decision = field(default_factory=Decision)
+    decided: bool = False
+    grammars_ready: list[str] = field(default_factory=list)
+    computed: dict[str, int] = field(default_factory=dict)  # scheduled request -> tokens computed before
+    tokens: list[Event] = field(default_factory=list)  # sched.token
+    proposed: dict[str, int] = field(default_factory=dict)  # request -> drafts for the next step
+    ends: dict[str, Event] = field(default_factory=dict)  # sched.finished
+    pooled: list[str] = field(default_factory=list)  # sched.pooled
+
+    def add(self, event: Event) -> None:
+        """Take in the next event of the step."""
+        decision, args, request_id = self.decision, event.args, event.req or ""
+        match event.name:
+            case "grammar.ready":
+                self.grammars_ready.append(request_id)
+            case "sched.admit" | "sched.resume":
+                decision.started[request_id] = 0
+            case "sched.preempt":
+                decision.preempted.append(request_id)
+            case "sched.scheduled":
+                decision.scheduled[request_id] = args["num_tokens"]
+                decision.new_blocks[request_id] = list(args["new_blocks"])
+                self.computed[request_id] = args["num_computed"]
+                if request_id in decision.started:
+                    decision.started[request_id] = args["num_computed"]
+            case "spec.scheduled":
+                decision.scheduled[request_id] += args["num_tokens"]
+                decision.new_blocks[request_id] += args["new_blocks"]
+                decision.drafts[request_id] = args["num_tokens"]
+            case "sched.output":
+                self.decided, decision.free_blocks = True, args["free_blocks"]
+            case "kv.swapped":
+                decision.swapped = (args["num_out"], args["num_in"])
+            case "spec.proposed":
+                self.proposed[request_id] = args["num_tokens"]
+            case "sched.token":
+                self.tokens.append(event)
+            case "sched.pooled":
+                self.pooled.append(request_id)
+            case "sched.finished":
+                self.ends[request_id] = event
+
+    def runner_output(self, requests: dict[str, Request], block_size: int) -> ModelRunnerOutput:
+        """What the model gave in this step, with made-up tokens."""
+        sampled = {e.req or "": self._sampled(e, requests[e.req or ""], block_size) for e in self.tokens}
+        prompt_logprobs = {}
+        for request_id, count in self.decision.scheduled.items():
+            request, first = requests[request_id], self.computed[request_id]
+            last = min(first + count, request.num_prompt_tokens - 1)
+            if request.sampling_params.prompt_logprobs is not None and first < last:
+                prompt_logprobs[request_id] = (first, [_NO_LOGPROBS] * (last - first))
+        drafts = {i: [FILLER] * count for i, count in self.proposed.items()}
+        pooled = {request_id: [b""] for request_id in self.pooled}
+        return ModelRunnerOutput(sampled, prompt_logprobs=prompt_logprobs, draft_token_ids=drafts, pooled=pooled)
+
+    def _sampled(self, event: Event, request: Request, block_size: int) -> list[int]:
+        taken = event.args["num_tokens"]
+        tokens = made_up_tokens(request.num_tokens, taken, event.args["block_hashes"], block_size)
+        end = self.ends.get(request.request_id)
+        by = end.args["by"] if end is not None else ""
+        if by == "eos" and request.eos_token_id is not None:
+            tokens[-1] = request.eos_token_id
+        elif by == "stop_token":
+            tokens[-1] = STOP_TOKEN
+        return tokens + [FILLER] * (event.args["sampled"] - taken)
+
+
+class RecordedGrammars(StructuredOutputManager):
+    """Stands in for the grammars: says what they said in the recording. Masks are the sampler's business, not the
+    scheduler's."""
+
+    def __init__(self) -> None:
+        self.ready: set[str] = set()
+        self.ends: dict[str, Event] = {}  # of the step that is being replayed
+
+    def grammar_init(self, request_id: str, params: SamplingParams) -> None:
+        """Nothing compiles here."""
+
+    def is_ready(self, request_id: str) -> bool:
+        """Had the recorded scheduler seen it compiled?"""
+        return request_id in self.ready
+
+    def grammar_bitmask(self, request_ids: list[str]) -> dict[str, bytes] | None:
+        """No sampler, no mask."""
+        return None
+
+    def accept_tokens(self, sampled: dict[str, list[int]]) -> tuple[set[str], dict[str, EngineCoreOutput]]:
+        """Which outputs were complete in this step, and which grammars failed."""
+        by_grammar = {i: event.args["reason"] for i, event in self.ends.items() if event.args["by"] == "grammar"}
+        error = str(FinishReason.ERROR)
+        failed = {i: EngineCoreOutput(i, [], None, FinishReason.ERROR) for i, why in by_grammar.items() if why == error}
+        return {i for i, why in by_grammar.items() if why != error}, failed
+
+    def free(self, request_id: str) -> None:
+        """The request has ended."""
+        self.ready.discard(request_id)

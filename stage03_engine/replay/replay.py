@@ -1,0 +1,260 @@
+"""`stages trace replay RUN`: decide every step of a recording again, without a model, and compare.
+
+The scheduler is a pure function of what goes into it: arrivals, aborts, sampled tokens. A recording holds these, so the scheduler of
+this repository reproduces it exactly, and one of your own shows the first step in which it decides otherwise. vLLM has no counterpart.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from stage03_engine.args.import_class import construct
+from stage03_engine.config import CacheConfig, SchedulerConfig
+from stage03_engine.core.block_pool import BlockPool
+from stage03_engine.core.request import Request, RequestStatus
+from stage03_engine.core.sched_output import SchedulerOutput
+from stage03_engine.core.scheduler import Scheduler
+from stage03_engine.messages import EngineCoreOutput, FinishReason
+from stage03_engine.replay.recording import Decision, RecordedGrammars, RecordedStep, made_up_request
+from stage03_engine.replay.report import MANY, Difference, Replayed, facts_that_differ, outcome_in_words
+from stagetrace import Event, Recording
+from stagetrace.commands.common import add_run
+from stagetrace.errors import TraceError
+
+Snapshot = tuple[list[tuple[str, RequestStatus, int, int]], int]
+"""(request, status, tokens computed, tokens) of everyone, and the free blocks."""
+
+
+class Replay:
+    """One engine: takes its events one after another, and keeps a scheduler in the same state."""
+
+    def __init__(self, created: Event, scheduler_cls: str | None = None, block_pool_cls: str | None = None) -> None:
+        self.result = Replayed(created.proc, created.pid)
+        self.requests: dict[str, Request] = {}
+        self.grammars = RecordedGrammars()
+        self._last_seq = created.seq
+        self._step: RecordedStep | None = None
+        self._now = 0  # the step in which we are, or that comes next
+        self._finished: list[str] = []  # since the last decision
+        args = created.args
+        try:
+            self.config = SchedulerConfig(**args["scheduler_config"])
+            self.cache_config = CacheConfig(**args["cache_config"])
+        except TypeError as error:
+            raise TraceError(f"the recording is of another version: {error}") from error
+        make_pool = construct if block_pool_cls else lambda *_: BlockPool(args["num_blocks"])
+        self.pool: BlockPool = make_pool(block_pool_cls or "", "--block-pool-cls", args["num_blocks"])
+        given = (
+            self.config,
+            self.cache_config,
+            self.pool,
+            args["max_model_len"],
+            args["num_swap_blocks"],
+            b"",
+            self.grammars,
+        )
+        self.scheduler: Scheduler = (
+            construct(scheduler_cls, "--scheduler-cls", *given) if scheduler_cls else Scheduler(*given)
+        )
+
+    @property
+    def done(self) -> bool:
+        """Has a difference been found? What comes after it says nothing any more."""
+        return self.result.difference is not None
+
+    def feed(self, event: Event) -> None:
+        """Take in the next event of the engine's process. Raises TraceError for what cannot be replayed."""
+        if event.seq != self._last_seq + 1:
+            raise TraceError(
+                f"the recording lacks events of {event.proc} between {event.pid}:{self._last_seq} and {event.ref} "
+                "(filtered, sampled, rotated or damaged): only a whole one can be decided again"
+            )
+        self._last_seq = event.seq
+        try:
+            self._feed(event)
+        except KeyError as error:
+            raise TraceError(f"{event.ref} {event.name}: {error} is not in the recording before it") from error
+
+    def _feed(self, event: Event) -> None:
+        if event.name == "engine.step":
+            if event.ph == "B":
+                self._now = event.step or 0
+                self._step = RecordedStep(self._now)
+            elif self._step is not None:
+                step, self._step = self._step, None
+                self._replay(step)
+                self._now += 1
+        elif self._step is not None:
+            self._step.add(event)
+        elif event.name == "sched.queued":
+            self._arrive(event)
+        elif event.name == "sched.finished":
+            reason = FinishReason[event.args["reason"].upper()]
+            self._call(lambda: self.scheduler.finish_requests([event.req or ""], reason))
+            self._ended(event.req or "")
+        elif event.name == "kv.reset":
+            done = self._call(self.scheduler.reset_prefix_cache)
+            if done != event.args["done"] and not self.done:
+                self._differ(None, [f"reset of the prefix cache: {event.args['done']}"], [str(done)], self._snapshot())
+
+    def end(self) -> Replayed:
+        """The recording is over: a step that was cut off is compared as far as it was recorded."""
+        if self._step is not None:
+            self.result.cut_off = self._step.step
+            if self._step.decided and not self.done:
+                self._decide(self._step, whole=False)
+        return self.result
+
+    # What goes in
+
+    def _arrive(self, event: Event) -> None:
+        request = made_up_request(event, self.cache_config.block_size)
+        self.requests[request.request_id] = request
+        self.result.requests += 1
+        self._call(lambda: self.scheduler.add_request(request))
+
+    def _ended(self, request_id: str) -> None:
+        del self.requests[request_id]
+        self._finished.append(request_id)
+
+    def _call(self, function: Callable[[], Any]) -> Any:
+        """Ask the scheduler; an error of its own is a difference."""
+        try:
+            return function()
+        except Exception as error:
+            said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            self._differ(None, ["the scheduler goes on"], [said], self._snapshot())
+            return None
+
+    # One step
+
+    def _replay(self, step: RecordedStep) -> None:
+        output = self._decide(step, whole=True)
+        if output is None:
+            return
+        model = step.runner_output(self.requests, self.cache_config.block_size)
+        before = self._snapshot()
+        self.grammars.ends = step.ends
+        outputs = self._call(lambda: self.scheduler.update_from_output(output, model))
+        if self.done:
+            return
+        self._compare_outputs(step, outputs, before)
+        for request_id in step.ends:
+            self._ended(request_id)
+        self.result.steps += 1
+        self.result.tokens += sum(step.decision.scheduled.values())
+
+    def _decide(self, step: RecordedStep, whole: bool) -> SchedulerOutput | None:
+        """Let the scheduler decide; None when it decides otherwise than recorded."""
+        if not step.decided:
+            raise TraceError(
+                f"step {step.step} has no decision: it was recorded with a scheduler of the user's own that tells no events"
+            )
+        before = self._snapshot()
+        self.grammars.ready.update(step.grammars_ready)
+        recorded, recorded.finished, self._finished = step.decision, sorted(self._finished), []
+        output: SchedulerOutput | None = self._call(self.scheduler.schedule)
+        if output is None:
+            if not self.done:
+                self._differ(None, ["a decision"], ["schedule() returned None"], before)
+            return None
+        replayed = Decision.of(output, self.pool.num_free)
+        if not whole:  # what was swapped is only recorded after the decision
+            recorded.swapped = replayed.swapped
+        if recorded != replayed or list(recorded.scheduled) != list(replayed.scheduled):
+            self._differ(*facts_that_differ(recorded, replayed), before)
+            return None
+        return output
+
+    def _compare_outputs(self, step: RecordedStep, outputs: list[EngineCoreOutput], before: Snapshot) -> None:
+        """Did the same requests end, after as many tokens?"""
+        ends = {i: event.args["reason"] for i, event in step.ends.items()}
+        recorded = {e.req or "": (e.args["num_tokens"], ends.get(e.req or "")) for e in step.tokens}
+        recorded |= {i: (0, ends.get(i)) for i in step.pooled}
+        replayed = {}
+        for output in outputs:
+            reason, count = output.finish_reason, len(output.new_token_ids)
+            if reason == FinishReason.ERROR:  # such an output holds no tokens
+                count = recorded.get(output.request_id, (0, None))[0]
+            replayed[output.request_id] = (count, None if reason is None else str(reason))
+        wrong = [i for i in recorded | replayed if recorded.get(i) != replayed.get(i)]
+        if wrong:
+            facts = [[outcome_in_words(i, side.get(i)) for i in wrong] for side in (recorded, replayed)]
+            self._differ(wrong[0], facts[0], facts[1], before)
+
+    def _differ(self, request_id: str | None, recorded: list[str], replayed: list[str], before: Snapshot) -> None:
+        self.result.difference = Difference(self._now, request_id, recorded, replayed, self._in_words(before))
+
+    # The state before a decision
+
+    def _snapshot(self) -> Snapshot:
+        """Cheap, because it is taken before every decision; put into words for one of them only."""
+        rows = [(i, r.status, r.num_computed_tokens, r.num_tokens) for i, r in self.requests.items()]
+        return rows, self.pool.num_free
+
+    def _in_words(self, snapshot: Snapshot) -> list[str]:
+        rows, free = snapshot
+        budget, seats = self.config.max_num_batched_tokens, self.config.max_num_seqs
+        lines = [f"{free} of {self.pool.num_usable} blocks free; budget {budget} tokens, {seats} requests"]
+        for status in RequestStatus:
+            named = [f"{i} ({computed} of {total} tokens computed)" for i, s, computed, total in rows if s == status]
+            more = f", and {len(named) - MANY} more" if len(named) > MANY else ""
+            if named:
+                lines.append(f"{status.name.lower()}: {', '.join(named[:MANY])}{more}")
+        return lines
+
+
+def replay(
+    directory: str | Path, scheduler_cls: str | None = None, block_pool_cls: str | None = None
+) -> list[Replayed]:
+    """Decide a recording again, with the reference classes or with those that `module:Class` names; one result per engine.
+
+    Raises FileNotFoundError when there is no recording, TraceError when it cannot be replayed, ConfigError for a class that
+    cannot be made.
+    """
+    headers: dict[int, Event] = {}
+    engines: dict[int, Replay] = {}
+    results: list[Replayed] = []
+    for event in Recording(directory):
+        if event.name == "run.start":
+            headers[event.pid] = event
+        elif event.name == "scheduler.created":
+            left_out = headers[event.pid].args.get("filter") if event.pid in headers else None
+            if left_out:
+                raise TraceError(
+                    f"{event.proc} recorded only some events ({left_out}): record without filters to replay"
+                )
+            if event.pid in engines:  # one process, one engine after another
+                results.append(engines[event.pid].end())
+            engines[event.pid] = Replay(event, scheduler_cls, block_pool_cls)
+        elif event.pid in engines:
+            if not engines[event.pid].done:
+                engines[event.pid].feed(event)
+        elif event.name.startswith("sched."):
+            raise TraceError(
+                f"the recording of {event.proc} does not begin with its scheduler (no scheduler.created: rotated away or "
+                "filtered), so its decisions cannot be made again"
+            )
+    if not engines:
+        raise TraceError(f"no engine's scheduler was recorded in {directory}: there is nothing to decide again")
+    return results + [engine.end() for engine in engines.values()]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The recording, and whose classes decide."""
+    add_run(parser)
+    parser.add_argument(
+        "--scheduler-cls", metavar="MODULE:CLASS", help="decide with this class, not the reference scheduler"
+    )
+    parser.add_argument("--block-pool-cls", metavar="MODULE:CLASS", help="hand out blocks with this class")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what became of it; 1 when a decision differs."""
+    results = replay(args.run, args.scheduler_cls, args.block_pool_cls)
+    for result in results:
+        print(result)
+    return int(any(result.difference for result in results))

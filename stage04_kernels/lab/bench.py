@@ -1,0 +1,192 @@
+"""`python -m stage04_kernels bench`: kernels against what else there is, as ratios within one run.
+
+On a GPU: CUDA events, medians, and buffers that take turns so that together they are larger than the second-level cache. On a CPU: the
+compiled paged attention against torch's attention on gathered keys and values. vLLM has the like in benchmarks/kernels.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stage04_kernels.kv_cache import write_kv
+from stage04_kernels.lab.cases import AttentionCase, make_attention_case
+from stage04_kernels.lab.roofline import attention_work
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One line: median seconds, and what they are compared with."""
+
+    what: str
+    seconds: float
+    compared_with: str
+    ratio: float  # compared / this: above 1 is faster
+    note: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.what:52} {1e6 * self.seconds:10.1f} us   {self.ratio:6.2f} x {self.compared_with:34} {self.note}"
+
+
+def timed_cpu(calls: list[Call], repeats: int = 15) -> list[float]:
+    """Median seconds of each call; they take turns, so that whatever else the machine does hits all of them."""
+    times: list[list[float]] = [[] for _ in calls]
+    for round_number in range(repeats + 2):
+        for number, call in enumerate(calls):
+            start = time.perf_counter()
+            call()
+            if round_number >= 2:
+                times[number].append(time.perf_counter() - start)
+    return [statistics.median(each) for each in times]
+
+
+def timed_cuda(rotating: list[Call], repeats: int = 30) -> float:
+    """Median seconds of a call, on buffers that take turns."""
+    for call in rotating:
+        call()
+    torch.cuda.synchronize()
+    times = []
+    for number in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        rotating[number % len(rotating)]()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(times)
+
+
+def filled_case(query_lens: list[int], computed: list[int], **shape: Any) -> AttentionCase:
+    """A batch whose new keys and values are in the cache."""
+    case = make_attention_case(query_lens, computed, **shape)
+    write_kv(case.key, case.value, case.kv_cache, case.metadata.slot_mapping)
+    return case
+
+
+def gathered_attention(case: AttentionCase) -> Tensor:
+    """What one does without a paged kernel: copy every request's blocks side by side, then torch's attention. All requests of the batch are
+    alike."""
+    batch, heads = len(case.metadata.seq_lens_cpu), case.query.shape[1]
+    table, context = case.metadata.block_table.long(), case.metadata.max_seq_len
+    keys, values = (cache[table].flatten(1, 2)[:, :context].transpose(1, 2) for cache in case.kv_cache)
+    query = case.query.view(batch, -1, heads, case.query.shape[2]).transpose(1, 2)
+    causal = query.shape[2] > 1
+    return F.scaled_dot_product_attention(
+        query, keys, values, is_causal=causal, scale=case.scale, enable_gqa=heads != keys.shape[1]
+    ).transpose(1, 2)
+
+
+def bench_cpu() -> Iterator[Measured]:
+    """Decodes and a chunk of a prompt, GPT-2's heads, float32."""
+    from stage04_kernels.backends.cpu_attention import paged_attention_cpu
+    from stage04_kernels.paged_attention import paged_attention_torch
+
+    heads: dict[str, Any] = {"num_heads": 12, "num_kv_heads": 12, "head_dim": 64}
+    for name, query_lens, computed in (
+        ("decode, 32 x 512", [1] * 32, [511] * 32),
+        ("decode, 1 x 512", [1], [511]),
+        ("prompt, 1 x 256", [256], [0]),
+    ):
+        case = filled_case(query_lens, computed, **heads)
+        arguments: tuple[Any, ...] = (case.query, case.kv_cache, case.metadata, case.scale)
+        seconds, gathered, plain = timed_cpu(
+            [
+                partial(paged_attention_cpu, *arguments),
+                partial(gathered_attention, case),
+                partial(paged_attention_torch, *arguments),
+            ]
+        )  # fmt: skip
+        yield Measured(f"cpu: {name}", seconds, "torch SDPA on gathered KV", gathered / seconds)
+        yield Measured(f"cpu: {name}", seconds, "the torch backend", plain / seconds)
+
+
+def copy_rate(num_bytes: int = 1 << 31) -> float:
+    """Bytes read and written per second by a device copy that is larger than any cache."""
+    source = torch.empty(num_bytes // 2, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return num_bytes / timed_cuda([lambda: target.copy_(source)])
+
+
+def _cuda_cases(count: int, query_lens: list[int], computed: list[int], head_dim: int) -> list[AttentionCase]:
+    from stage04_kernels.lab.check_triton import on_device
+
+    case = on_device(
+        filled_case(query_lens, computed, num_heads=32, num_kv_heads=8, head_dim=head_dim, dtype=torch.bfloat16)
+    )
+    return [replace(case, kv_cache=case.kv_cache.clone(), query=case.query.clone()) for _ in range(count)]
+
+
+def _flex(case: AttentionCase) -> Call:
+    """torch's flex_attention over gathered keys, the gathering not counted."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    compiled = torch.compile(flex_attention)
+    batch, heads = len(case.metadata.seq_lens_cpu), case.query.shape[1]
+    table = case.metadata.block_table.long()
+    keys, values = (cache[table].flatten(1, 2).transpose(1, 2).contiguous() for cache in case.kv_cache)
+    query = case.query.view(batch, -1, heads, case.query.shape[2]).transpose(1, 2)
+    return lambda: compiled(query, keys, values, scale=case.scale, enable_gqa=True)
+
+
+def bench_cuda() -> Iterator[Measured]:
+    """How much of the memory's rate decodes reach, and of the matrix rate a prompt."""
+    from stage04_kernels.triton_kernels.paged_attention import paged_attention_triton
+
+    rate = copy_rate()
+    yield Measured("device copy, 1 GiB to 1 GiB", (1 << 31) / rate, "itself", 1.0, f"{rate / 1e12:.2f} TB/s")
+    for head_dim in (64, 128):
+        for name, batch, query_len, context in (
+            ("decode 256 x 2,048", 256, 1, 2048), ("decode 1 x 32,768", 1, 1, 32_768), ("prompts 8 x 2,048", 8, 2048, 2048),
+        ):  # fmt: skip
+            cases = _cuda_cases(3, [query_len] * batch, [context - query_len] * batch, head_dim)
+            seconds = timed_cuda(
+                [partial(paged_attention_triton, c.query, c.kv_cache, c.metadata, c.scale) for c in cases]
+            )
+            work = attention_work(query_len, context, batch, 32, 8, head_dim)
+            what = f"{name}, head size {head_dim}"
+            if query_len == 1:
+                share = work.bytes / seconds / rate
+                yield Measured(what, seconds, "the copy's rate", share, f"{work.bytes / seconds / 1e12:.2f} TB/s")
+            for other, call in (
+                ("torch SDPA on gathered KV", partial(gathered_attention, cases[0])),
+                ("flex_attention, gathered before", _flex(cases[0])),
+            ):
+                yield Measured(what, seconds, other, timed_cuda([call]) / seconds, f"{work.matrix_ops / seconds / 1e12:.0f} TFLOP/s")  # fmt: skip
+            if query_len > 1:
+                yield Measured(what, seconds, "torch flash attention, contiguous", _flash_seconds(cases[0]) / seconds)
+    yield from _bench_sampler(rate)
+
+
+def _flash_seconds(case: AttentionCase) -> float:
+    """torch's own flash attention on keys that lie side by side already."""
+    batch, heads = len(case.metadata.seq_lens_cpu), case.query.shape[1]
+    table = case.metadata.block_table.long()
+    keys, values = (cache[table].flatten(1, 2).transpose(1, 2).contiguous() for cache in case.kv_cache)
+    query = case.query.view(batch, -1, heads, case.query.shape[2]).transpose(1, 2).contiguous()
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+        return timed_cuda(
+            [lambda: F.scaled_dot_product_attention(query, keys, values, is_causal=True, enable_gqa=True)]
+        )
+
+
+def _bench_sampler(rate: float) -> Iterator[Measured]:
+    from stage04_kernels.triton_kernels.sampler import sample_triton
+
+    rows, vocab = 256, 50_257
+    buffers = [torch.randn(rows, vocab, device="cuda") for _ in range(4)]
+    one, seeds = torch.ones(rows, device="cuda"), torch.arange(rows, device="cuda")
+    top_k, top_p = torch.full((rows,), 50, device="cuda"), torch.full((rows,), 0.9, device="cuda")
+    read = rows * vocab * 4 / rate
+    for name, k, p in (("plain draw", None, None), ("top-k 50", top_k, None), ("top-p 0.9", None, top_p)):
+        seconds = timed_cuda([partial(sample_triton, x, one, seeds, seeds, k, p) for x in buffers])
+        yield Measured(f"sample {rows} x {vocab}: {name}", seconds, "reading the logits once", read / seconds)

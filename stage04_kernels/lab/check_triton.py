@@ -1,0 +1,275 @@
+"""The Triton kernels against their twins, for `python -m stage04_kernels check`: on a GPU as they are, elsewhere interpreted.
+
+Two tile configurations of the same source are run: wide, for the interpreter, and narrow, as on a GPU. A kernel that is right in one and
+wrong in the other has a mistake at the seams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stage04_kernels import activation, layernorm, rope
+from stage04_kernels.kv_cache import write_kv_reference
+from stage04_kernels.lab import sampler_reference
+from stage04_kernels.lab.cases import AttentionCase, make_attention_case
+from stage04_kernels.lab.check_row import Row
+from stage04_kernels.lab.tolerances import EXACT, TOLERANCES
+from stage04_kernels.logits_processors import Penalties, apply_penalties
+from stage04_kernels.paged_attention import attention_reference
+from stage04_kernels.sampler import apply_min_p, apply_temperature, apply_top_k, apply_top_p, gather_logprobs
+from stage04_kernels.triton_kernels import kv_write, layers, logprobs, paged_attention, sampler
+from stage04_kernels.triton_kernels.tiles import ATTENTION_TILES, INTERPRETED, AttentionTiles
+
+MIXED: dict[str, Any] = {"query_lens": [1, 20, 1, 1, 9], "computed": [37, 0, 0, 90, 23]}
+SHAPES: dict[str, list[dict[str, Any]]] = {
+    "mixed, any order": [MIXED, {"query_lens": [12, 1, 3], "computed": [50, 64, 0], "block_size": 8}],
+    "block edge +-1": [
+        {"query_lens": [1] * 6, "computed": [14, 15, 16, 30, 31, 32]},
+        {"query_lens": [15, 16, 17], "computed": [0, 0, 1]},
+    ],
+    "GQA and MQA": [{"query_lens": [1, 10], "computed": [20, 6], "num_heads": h, "num_kv_heads": n}
+                    for h, n in ((8, 4), (8, 1), (6, 2), (7, 1))],
+    "head sizes": [{"query_lens": [1, 5], "computed": [20, 3], "num_heads": 2, "num_kv_heads": 1, "head_dim": n}
+                   for n in (32, 64, 80, 128, 256)],
+    "block sizes": [{"query_lens": [1, 9], "computed": [140, 23], "block_size": n} for n in (1, 8, 32, 128)],
+    "longest context": [{"query_lens": [1, 2], "computed": [1023, 700], "num_heads": 2, "num_kv_heads": 2}],
+    "shared blocks, padding": [{"query_lens": [1, 9, 1], "computed": [64, 48, 33], "num_shared": 3, "num_padding": 3}],
+    "sliding window": [{**MIXED, "window": n} for n in (1, 16, 30)],
+}  # fmt: skip
+FEATURES: dict[str, dict[str, Any]] = {
+    "soft cap": {"soft_cap": 2.0},
+    "ALiBi": {"alibi_slopes": True},
+    "split in 4": {"num_splits": 4},
+    "split in 4, window": {"num_splits": 4, "window": 21},
+    "log-sum-exp": {"return_lse": True},
+    "log-sum-exp, split in 8": {"return_lse": True, "num_splits": 8},
+}
+
+
+def device() -> torch.device:
+    """Where the kernels run."""
+    return torch.device("cpu" if INTERPRETED else "cuda")
+
+
+def on_device(case: AttentionCase) -> AttentionCase:
+    """The same batch there."""
+    there: dict[str, Any] = {
+        name: value.to(device()) for name, value in vars(case).items() if isinstance(value, Tensor)
+    }
+    metadata: dict[str, Any] = {
+        name: value.to(device()) for name, value in vars(case.metadata).items() if isinstance(value, Tensor)
+    }
+    return replace(case, **there, metadata=replace(case.metadata, **metadata))
+
+
+def tile_choices() -> list[AttentionTiles]:
+    """Both configurations; interpreted, the narrow one multiplies in float32 too."""
+    return [
+        replace(tiles, upcast=tiles.upcast or INTERPRETED)
+        for tiles in ATTENTION_TILES.values()
+        if INTERPRETED or tiles.name == "narrow"
+    ]
+
+
+def _attend(case: AttentionCase, tiles: AttentionTiles, row: Row, row_lse: Row | None = None, **features: Any) -> None:
+    """Write, attend, compare: output, and log-sum-exp where it is asked for."""
+    kernel = {"num_splits", "return_lse"}
+    slow_cache = case.kv_cache.clone()
+    write_kv_reference(case.key, case.value, slow_cache, case.metadata.slot_mapping)
+    oracle = {name: value for name, value in features.items() if name not in kernel}
+    slow, slow_lse = attention_reference(case.query, slow_cache, case.metadata, case.scale, case.window, **oracle)
+    there = on_device(case)
+    moved: dict[str, Any] = {
+        name: value.to(device()) if isinstance(value, Tensor) else value for name, value in features.items()
+    }
+    kv_write.write_kv_triton(there.key, there.value, there.kv_cache, there.metadata.slot_mapping)
+    out = paged_attention.paged_attention_triton(
+        there.query, there.kv_cache, there.metadata, case.scale, case.window, tiles=tiles, **moved
+    )
+    output, lse = out if isinstance(out, tuple) else (out, None)
+    row.compare(output.cpu(), slow)
+    if lse is not None:
+        (row_lse or row).compare(lse.cpu(), slow_lse)
+
+
+def check_attention_triton(seed: int) -> Iterator[Row]:
+    """Every shape in every number format with both tile configurations, then every feature."""
+    for tiles in tile_choices():
+        for name, grid in SHAPES.items():
+            for dtype, tolerance in TOLERANCES.items():
+                row = Row(
+                    f"paged_attention_triton[{tiles.name}]: {name}", "attention_reference", tolerance, _name(dtype)
+                )
+                for arguments in grid:
+                    _attend(make_attention_case(**arguments, dtype=dtype, seed=seed), tiles, row)
+                yield row
+        for name, features in FEATURES.items():
+            row = Row(f"paged_attention_triton[{tiles.name}]: {name}", "attention_reference", TOLERANCES[torch.float32])
+            features = dict(features)
+            case = make_attention_case(**MIXED, seed=seed, window=features.pop("window", None))
+            if "alibi_slopes" in features:
+                features["alibi_slopes"] = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+            _attend(case, tiles, row, **features)
+            yield row
+
+
+def check_float8(seed: int) -> Iterator[Row]:
+    """A float8 cache with scales: what is stored, and attention over it. Keys and values are such that float8 holds them exactly: where
+    rounding up reaches the next power of two, the interpreter (3.7) forgets the carry."""
+    stored = Row("write_kv_triton: float8", "division", EXACT, "float8")
+    row = Row("paged_attention_triton: float8 cache", "attention_reference", TOLERANCES[torch.float32], "float8")
+    case = make_attention_case(**MIXED, seed=seed)
+    exact: dict[str, Any] = {
+        name: (getattr(case, name) / 0.5).to(torch.float8_e4m3fn).float() * 0.5 for name in ("key", "value")
+    }
+    case = replace(case, **exact)
+    cache = (case.kv_cache / 0.5).to(torch.float8_e4m3fn)
+    there = on_device(replace(case, kv_cache=cache.clone()))
+    kv_write.write_kv_triton(there.key, there.value, there.kv_cache, there.metadata.slot_mapping, 0.5, 0.25)
+    write_kv_reference(
+        (case.key / 0.5).to(cache.dtype), (case.value / 0.25).to(cache.dtype), cache, case.metadata.slot_mapping
+    )
+    stored.compare(there.kv_cache.cpu().float().nan_to_num(nan=7.0), cache.float().nan_to_num(nan=7.0))
+    slow, _ = attention_reference(case.query, cache, case.metadata, case.scale, k_scale=0.5, v_scale=0.25)
+    fast = paged_attention.paged_attention_triton(
+        there.query, there.kv_cache, there.metadata, case.scale, k_scale=0.5, v_scale=0.25
+    )
+    assert isinstance(fast, Tensor)
+    row.compare(fast.cpu(), slow)
+    yield from (stored, row)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def check_kv_triton(seed: int) -> Iterator[Row]:
+    """The write alone, and with the rotary embedding; odd head counts and sizes, padding rows."""
+    for dtype, tolerance in TOLERANCES.items():
+        written = Row("write_kv_triton", "write_kv_reference", EXACT, _name(dtype))
+        turned = Row("rope_and_write_kv_triton: queries", "apply_rope_reference", tolerance, _name(dtype))
+        cached = Row("rope_and_write_kv_triton: cache", "apply_rope_reference", tolerance, _name(dtype))
+        for heads, kv_heads, dim in ((4, 4, 16), (6, 3, 24)):
+            shape: dict[str, Any] = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim}
+            case = make_attention_case([3, 1, 17], [5, 9, 0], num_padding=2, dtype=dtype, seed=seed, **shape)
+            start = case.kv_cache.nan_to_num(nan=7.0)
+            frequencies = rope.rope_frequencies(dim, 10_000.0)
+            positions = torch.randint(1000, (len(case.query),), generator=torch.Generator().manual_seed(seed))
+            query, key = (rope.apply_rope_reference(x, positions, frequencies) for x in (case.query, case.key))
+            slots, there = case.metadata.slot_mapping, on_device(case)
+            slow, fast = start.clone(), start.to(device())
+            write_kv_reference(case.key, case.value, slow, slots)
+            kv_write.write_kv_triton(there.key, there.value, fast, there.metadata.slot_mapping)
+            written.compare(fast.cpu(), slow)
+            slow, fast = start.clone(), start.to(device())
+            write_kv_reference(key, case.value, slow, slots)
+            cos, sin = (x.to(device()) for x in rope.rope_cos_sin(positions, frequencies))
+            three = (there.query, there.key, there.value)
+            out = kv_write.rope_and_write_kv_triton(*three, fast, there.metadata.slot_mapping, cos, sin)
+            turned.compare(out.cpu()[:-2], query[:-2])
+            cached.compare(fast.cpu(), slow)
+        yield from (written, turned, cached)
+
+
+def check_layers_triton(seed: int) -> Iterator[Row]:
+    """Norms with and without a residual, activations."""
+    generator = torch.Generator().manual_seed(seed)
+    for dtype, tolerance in TOLERANCES.items():
+        names = (
+            "rms_norm_triton",
+            "layer_norm_triton",
+            "norm + residual: the sum",
+            "gelu_triton",
+            "silu_and_mul_triton",
+        )
+        rows = {name: Row(name, "its reference", tolerance, _name(dtype)) for name in names}
+        for size in (2, 16, 100, 768):
+            x, residual = torch.randn(2, 5, size, generator=generator).to(dtype)
+            weight, bias = torch.randn(2, size, generator=generator).to(dtype)
+            total = x + residual
+            there = [t.to(device()) for t in (x, weight, bias, x, residual)]
+            rms, left = layers.rms_norm_triton(there[0], there[1], 1e-5, r := residual.clone().to(device())), r
+            rows["rms_norm_triton"].compare(rms.cpu(), layernorm.rms_norm_reference(total, weight, 1e-5))
+            rows["norm + residual: the sum"].compare(left.cpu(), total)
+            slow = layernorm.layer_norm_reference(x, weight, bias, 1e-5)
+            rows["layer_norm_triton"].compare(layers.layer_norm_triton(there[0], there[1], there[2], 1e-5).cpu(), slow)
+            rows["gelu_triton"].compare(layers.gelu_triton(there[0]).cpu(), activation.gelu_reference(x))
+            gated = layers.silu_and_mul_triton(there[0], there[4]).cpu()
+            rows["silu_and_mul_triton"].compare(gated, activation.silu_and_mul_reference(x, residual))
+        yield from rows.values()
+
+
+def check_sampler_triton(seed: int) -> Iterator[Row]:
+    """Draws with every combination of transforms, ties included, against the torch transforms and the noise's twin."""
+    names = ("greedy and random draws", "top-k", "top-p", "min-p", "all transforms", "penalties and all transforms")
+    uses = ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 1), (1, 1, 1))
+    for name, (use_k, use_p, use_min) in zip(names, uses):
+        row = Row(f"sample_triton: {name}", "torch transforms, gumbel", EXACT)
+        for trial in range(4):
+            generator = torch.Generator().manual_seed(seed + trial)
+            vocab, logits = 501, 3 * torch.randn(5, 501, generator=generator)
+            if trial % 2:
+                logits = logits.round()  # many ties
+            logits[0, ::3] = -torch.inf
+            temperature = torch.tensor([0.0, 0.5, 1.0, 1.0, 2.0])
+            top_k = torch.tensor([3, 0, 7, 40, -1]) if use_k else None
+            top_p = torch.tensor([0.5, 0.3, 1.0, 0.9, 0.7]) if use_p else None
+            min_p = torch.tensor([0.1, 0.0, 0.02, 0.1, 0.05]) if use_min else None
+            penalties = _some_penalties(vocab, generator) if name.startswith("penalties") else None
+            seeds = torch.randint(-(2**62), 2**62, (5,), generator=generator)
+            positions = torch.arange(5) * 7
+            tensors = (logits, temperature, seeds, positions, top_k, top_p, min_p)
+            there = [x if x is None else x.to(device()) for x in tensors]
+            moved = penalties and Penalties(**{k: v.to(device()) for k, v in vars(penalties).items()})
+            x, heat, seed_, place, k, p, least = there
+            assert x is not None and heat is not None and seed_ is not None and place is not None
+            fast = sampler.sample_triton(x, heat, seed_, place, k, p, least, moved)
+            left = logits if penalties is None else apply_penalties(logits, penalties)
+            row.compare(fast.cpu(), draw_slowly(left, temperature, seeds, positions, top_k, top_p, min_p))
+        yield row
+    row = Row("gather_logprobs_triton", "gather_logprobs", TOLERANCES[torch.float32])
+    generator = torch.Generator().manual_seed(seed)
+    for count in (0, 1, 5, 20):
+        logits, tokens = torch.randn(4, 700, generator=generator), torch.randint(700, (4,), generator=generator)
+        found = logprobs.gather_logprobs_triton(logits.to(device()), tokens.to(device()), count)
+        for ours, theirs in zip(found, gather_logprobs(logits, tokens, count)):
+            row.compare(ours.cpu(), theirs)
+    yield row
+
+
+def _some_penalties(vocab: int, generator: torch.Generator) -> Penalties:
+    return Penalties(
+        torch.tensor([1, 4]), torch.rand(2, vocab, generator=generator) < 0.3,
+        torch.randint(0, 3, (2, vocab), generator=generator).float(), torch.tensor([1.3, 0.8]), torch.tensor([0.2, 0.0]),
+        torch.tensor([0.0, 0.5]),
+    )  # fmt: skip
+
+
+def draw_slowly(
+    logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, top_k: Tensor | None, top_p: Tensor | None,
+    min_p: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """One row at a time: what the torch transforms leave, and the noise of sampler_reference.py."""
+    left = apply_temperature(logits, torch.where(temperature == 0.0, 1.0, temperature))
+    left = left if min_p is None else apply_min_p(left, min_p)
+    left = left if top_k is None else apply_top_k(left, top_k)
+    left = left if top_p is None else apply_top_p(left, top_p)
+    tokens = []
+    for row in range(len(logits)):
+        noise = torch.tensor(sampler_reference.gumbel(int(seeds[row]), int(positions[row]), logits.shape[1]))
+        tokens.append(logits[row].argmax() if temperature[row] == 0.0 else (left[row] + noise).argmax())
+    return torch.stack(tokens)
+
+
+CHECKS: list[Callable[[int], Iterator[Row]]] = [
+    check_attention_triton,
+    check_float8,
+    check_kv_triton,
+    check_layers_triton,
+    check_sampler_triton,
+]

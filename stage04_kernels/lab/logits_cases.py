@@ -1,0 +1,54 @@
+"""Random rules for the logits of a batch, as tensors and as plain values. vLLM has no counterpart file."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+
+from stage04_kernels.lab import logits_reference
+from stage04_kernels.logits_processors import LogitsRules, Pairs, Penalties
+
+
+def random_rules(seed: int, num_rows: int, vocab: int) -> tuple[LogitsRules, list[dict[str, Any]]]:
+    """Rules for random rows of a batch: as tensors, and as what each row's twins take."""
+    rng = random.Random(seed)
+
+    def some_tokens(count: int) -> list[int]:
+        return [rng.randrange(vocab) for _ in range(rng.randrange(1, count))]
+
+    plain: list[dict[str, Any]] = [
+        {
+            "allowed": set(some_tokens(vocab)) if rng.random() < 0.5 else None,
+            "forbidden": set(some_tokens(vocab)) if rng.random() < 0.5 else set(),
+            "bias": {token: rng.uniform(-5, 5) for token in some_tokens(8)} if rng.random() < 0.5 else {},
+            "penalties": (
+                some_tokens(20),
+                some_tokens(20),
+                rng.uniform(0.5, 2),
+                rng.uniform(-2, 2),
+                rng.uniform(-2, 2),
+            ),
+        }
+        for _ in range(num_rows)
+    ]
+
+    def pairs(name: str) -> Pairs:
+        both = [(row, token) for row, wishes in enumerate(plain) for token in wishes[name] or ()]
+        return Pairs(*torch.tensor(both, dtype=torch.int64).reshape(-1, 2).unbind(1))
+
+    prompts, outputs, *settings = zip(*(wishes["penalties"] for wishes in plain))
+    counts = torch.stack([torch.tensor(output).bincount(minlength=vocab) for output in outputs])
+    in_prompt = torch.stack([torch.tensor(prompt).bincount(minlength=vocab) > 0 for prompt in prompts])
+    penalties = Penalties(torch.arange(num_rows), in_prompt, counts.float(), *map(torch.tensor, settings))
+    bias = torch.tensor([x for wishes in plain for x in wishes["bias"].values()])
+    return LogitsRules(pairs("allowed"), pairs("forbidden"), (pairs("bias"), bias), penalties), plain
+
+
+def apply_rules_reference(logits: list[float], wishes: dict[str, Any]) -> list[float]:
+    """One row through the slow twins in the order of `apply_rules`."""
+    logits = logits_reference.allowed(logits, wishes["allowed"])
+    logits = logits_reference.forbidden(logits, wishes["forbidden"])
+    logits = logits_reference.bias(logits, wishes["bias"])
+    return logits_reference.penalties(logits, *wishes["penalties"])

@@ -1,0 +1,186 @@
+"""Is a recording consistent, and what is missing from it? `check(directory)` reads it once, in bounded memory.
+
+The rules are in `invariant_rules.py`. This module collects what they find, finds out which processes were killed, and says which
+findings that explains: a killed process loses its last events and leaves its requests unfinished.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from stagetrace.event import Event, decode_line
+from stagetrace.read.reader import Recording
+
+
+@dataclass
+class Finding:
+    """One thing that is not as it should be. `count` events show it; the first one is in the text."""
+
+    text: str
+    excuses: frozenset[int] | None  # processes whose death would explain it; None: the death of any process
+    count: int = 1
+    last: str = ""  # the event that shows it last
+    explained: str = ""  # by which death
+
+    def __str__(self) -> str:
+        more = f" (and {self.count - 1} more like it, up to {self.last})" if self.count > 1 else ""
+        return self.text + more + (f" [explained: {self.explained}]" if self.explained else "")
+
+
+@dataclass
+class Report:
+    """What `check` found out."""
+
+    findings: list[Finding] = field(default_factory=list)
+    deaths: list[str] = field(default_factory=list)
+    events: int = 0
+    processes: dict[int, str] = field(default_factory=dict)  # pid -> name
+    left_out: dict[str, object] = field(default_factory=dict)  # the filter it was recorded with
+    rotated: list[str] = field(default_factory=list)  # processes whose oldest files are gone
+
+    @property
+    def consistent(self) -> bool:
+        """Nothing is wrong, and nobody was killed."""
+        return not self.findings and not self.deaths
+
+
+class Notes:
+    """Findings while they are collected: those of one kind become one."""
+
+    def __init__(self) -> None:
+        self.findings: dict[tuple[str, object], Finding] = {}
+        self.processes: dict[int, str] = {}
+        self.last: dict[int, Event] = {}  # of each process
+
+    def add(
+        self, kind: str, about: object, text: str, event: Event | None = None, excuses: Collection[int] | None = ()
+    ) -> None:
+        """`kind` and `about` say which findings are the same one. `excuses` as in Finding; () is explained by nothing."""
+        place = "" if event is None else event.ref
+        finding = self.findings.get((kind, about))
+        if finding is not None:
+            finding.count, finding.last = finding.count + 1, place
+        else:
+            found = frozenset(excuses) if excuses is not None else None
+            self.findings[kind, about] = Finding(text, found, last=place)
+
+    def name(self, pid: int) -> str:
+        """`EngineCore_DP0 (pid 4346)`"""
+        return f"{self.processes.get(pid, 'a process without a file')} (pid {pid})"
+
+
+class Rule(Protocol):
+    """One thing that holds in every recording."""
+
+    def feed(self, event: Event, notes: Notes) -> None:
+        """Take in the next event, in causal order."""
+
+    def end(self, notes: Notes) -> None:
+        """The recording is over."""
+
+
+class Deaths:
+    """Which processes did not end as they should. Not a rule: what it finds explains what rules find."""
+
+    def __init__(self) -> None:
+        self._said: dict[int, str] = {}  # pid -> how it is known
+        self._children: dict[int, list[int]] = {}
+        self._serving: dict[int, bool] = {}  # API servers: have they said that they stopped?
+        self._open_steps: dict[int, int] = {}
+
+    def feed(self, event: Event) -> None:
+        """Take in the next event."""
+        pid = event.pid
+        if event.name == "engine.spawned":
+            self._children.setdefault(pid, []).append(event.args["pid"])
+        elif event.name == "server.socket_bound":
+            self._serving[pid] = False
+        elif event.name == "server.stopped":
+            self._serving[pid] = True
+        elif event.name == "engine.failed":
+            self._said[pid] = f"it failed: {event.args['message']}"
+        elif event.name == "engine.dead":
+            for child in self._children.get(pid, []):
+                self._said.setdefault(child, f"{event.proc} noticed at {event.ref} that it was gone")
+        elif event.name == "engine.step" and event.ph == "B":
+            self._open_steps[pid] = event.step or 0
+        elif event.name == "engine.step":
+            self._open_steps.pop(pid, None)
+
+    def end(self, torn: Collection[int], notes: Notes) -> dict[int, tuple[str, str]]:
+        """pid -> (what became of the process, how it is known). `torn`: those whose last line is torn."""
+        found = {pid: f"it ends in the middle of step {step}" for pid, step in self._open_steps.items()}
+        found |= dict.fromkeys(torn, "its last line is torn")
+        found |= {pid: "it never said that it stopped" for pid, stopped in self._serving.items() if not stopped}
+        dead = {pid: ("was killed or still runs", how) for pid, how in (found | self._said).items()}
+        for parent, children in self._children.items():
+            for child in children if parent in dead else []:
+                if child in self._open_steps:  # an engine ends at once when nobody is left to answer to
+                    dead[child] = (f"ended with its front end, {notes.name(parent)}", found[child])
+        return dead
+
+
+def check(directory: str | Path) -> Report:
+    """Read a recording and look at everything that must hold. Raises FileNotFoundError and TraceError as the reader does."""
+    from stagetrace.check.invariant_rules import Sequence, make_rules, well_formed
+
+    recording, notes, deaths, sequence = Recording(directory), Notes(), Deaths(), Sequence()
+    report = Report(processes=notes.processes, rotated=_rotated(Path(directory)))
+    rules: list[Rule] | None = None
+    for event in recording:
+        report.events += 1
+        notes.processes.setdefault(event.pid, event.proc)
+        notes.last[event.pid] = event
+        if event.name == "run.start":
+            report.left_out.update(event.args.get("filter") or {})
+        if rules is None:
+            rules = make_rules(whole=not report.left_out and not report.rotated)
+        sequence.feed(event, notes)
+        if well_formed(event, notes):
+            deaths.feed(event)
+            for rule in rules:
+                rule.feed(event, notes)
+    for rule in rules or []:
+        rule.end(notes)
+    dead = deaths.end(_torn(Path(directory)), notes)
+    for pid, (end, how) in dead.items():
+        last = notes.last.get(pid)
+        seen = "nothing of it was recorded" if last is None else f"its last recorded event is {last.ref} {last.name}"
+        report.deaths.append(f"{notes.name(pid)} {end}: {how}; {seen}")
+    report.findings = list(notes.findings.values())
+    for finding in report.findings:
+        reasons = dead if finding.excuses is None else [pid for pid in dead if pid in finding.excuses]
+        finding.explained = ", ".join(f"{notes.name(pid)} {dead[pid][0]}" for pid in reasons)
+    return report
+
+
+def _rotated(directory: Path) -> list[str]:
+    """The processes of whose files the first one (part 0) is gone: `--trace-max-bytes` keeps the newest."""
+    first: dict[str, int] = {}
+    for path in directory.glob("*.jsonl"):
+        name = path.name.partition(".")[0]
+        with open(path, "rb") as file:
+            try:
+                part = decode_line(file.readline()).args.get("part", 0)
+            except msgspec.DecodeError:  # reading it will say so
+                continue
+        first[name] = min(part, first.get(name, part))
+    return [name for name, part in sorted(first.items()) if part]
+
+
+def _torn(directory: Path) -> list[int]:
+    """The processes whose file does not end with a whole line."""
+    torn = []
+    for path in sorted(directory.glob("*.jsonl")):
+        pid = path.name.partition(".")[0].rpartition("-")[2]
+        with open(path, "rb") as file:
+            if file.seek(0, 2) and pid.isdigit():
+                file.seek(-1, 2)
+                if file.read() != b"\n":
+                    torn.append(int(pid))
+    return torn

@@ -1,0 +1,141 @@
+"""The words of `why`: a sentence for each kind of decision, and where its rule stands, here and in vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stagetrace.read.engine_state import EngineState, RequestState
+
+_SCHEDULER = "stage03_engine/core/scheduler.py Scheduler."
+_VLLM = "vllm/v1/core/sched/scheduler.py Scheduler."
+_MANAGER = "stage03_engine/core/kv_cache_manager.py KVCacheManager."
+_VLLM_MANAGER = "vllm/v1/core/kv_cache_manager.py KVCacheManager."
+_DRAFTS = "stage03_engine/core/features/spec_decode/draft_scheduler.py DraftScheduler."
+_WAITING = (_SCHEDULER + "_schedule_waiting", _VLLM + "schedule")
+_STOP = ("stage03_engine/core/request.py check_stop", "vllm/v1/core/sched/utils.py check_stop")
+
+CODE: dict[str, tuple[str, str]] = {
+    "budget": _WAITING,
+    "max_num_seqs": _WAITING,
+    "blocks": (_MANAGER + "allocate_slots", _VLLM_MANAGER + "allocate_slots"),
+    "no_chunking": _WAITING,
+    "preempted": (_SCHEDULER + "schedule", _VLLM + "schedule"),
+    "order": _WAITING,
+    "grammar": (_SCHEDULER + "_grammar_is_ready", _VLLM + "schedule (WAITING_FOR_FSM)"),
+    "budget of running": (_SCHEDULER + "_schedule_running", _VLLM + "schedule"),
+    "admit": (_SCHEDULER + "_admit", _VLLM + "schedule"),
+    "resume": (_SCHEDULER + "_admit", _VLLM + "schedule"),
+    "chunk": (_SCHEDULER + "_limited", _VLLM + "schedule"),
+    "drafts": (_DRAFTS + "schedule", _VLLM + "schedule"),
+    "verify": (_DRAFTS + "settle", _VLLM + "update_from_output"),
+    "preempt": (_SCHEDULER + "_allocate_or_preempt", _VLLM + "schedule"),
+    "prefix": (_MANAGER + "get_computed_blocks", _VLLM_MANAGER + "get_computed_blocks"),
+    "end eos": _STOP,
+    "end stop_token": _STOP,
+    "end length": _STOP,
+    "end grammar": (_SCHEDULER + "update_from_output", _VLLM + "update_from_output"),
+    "end outside": (_SCHEDULER + "finish_requests", _VLLM + "finish_requests"),
+}
+"""Rule -> (file and function here, file and function in vLLM)."""
+
+
+def _block_size(settings: dict[str, Any]) -> int:
+    size: int = settings.get("cache_config", {}).get("block_size", 16)
+    return size
+
+
+def _threshold(settings: dict[str, Any]) -> int:
+    threshold: int = settings.get("scheduler_config", {}).get("long_prefill_token_threshold", 0)
+    return threshold
+
+
+def count(number: int, word: str) -> str:
+    """`1 block`, `2 blocks`."""
+    return f"{number} {word}" + ("" if number == 1 else "s")
+
+
+def held_back(args: dict[str, Any], first: RequestState | None, settings: dict[str, Any], sent_away: list[str]) -> str:
+    """Why the first waiting request was not admitted: the rule of a `sched.held_back`."""
+    left, free, seats = args["budget_left"], args["free_blocks"], settings["max_num_seqs"]
+    missing = first.total - first.computed if first is not None else 0
+    match args["rule"]:
+        case "budget":
+            return f"no token of the budget ({settings['max_num_batched_tokens']}) was left."
+        case "max_num_seqs":
+            return f"{count(args['num_running'], 'request')} run already, and max_num_seqs is {seats}."
+        case "no_chunking":
+            whole = f"{count(missing, 'token')} must be computed at once (chunked prefill is off)"
+            return f"{whole}, and {left} of the budget were left."
+        case "blocks":
+            size = _block_size(settings)
+            chunk = min(missing, left, _threshold(settings) or missing)
+            computed = first.computed if first is not None else 0
+            needed = count(-(-(computed + chunk) // size), "block")
+            cached = "fewer where the prefix cache has them"
+            return f"its next {count(chunk, 'token')} take up to {needed} of {size} tokens ({cached}); free: {free}."
+        case "preempted":
+            victims = ", ".join(sent_away)
+            return f"{victims} had to go in this step, and whoever was sent away must not be overtaken by a newcomer."
+    return f"the rule {args['rule']!r}."
+
+
+def scheduled(args: dict[str, Any], settings: dict[str, Any], num_hits: int) -> str:
+    """Why so many tokens, and these blocks: a `sched.scheduled`. The first `num_hits` of its blocks were found in the
+    prefix cache."""
+    given, missing, computed, left = args["num_tokens"], args["missing"], args["num_computed"], args["budget_left"]
+    threshold, size = _threshold(settings), _block_size(settings)
+    of_budget = f"{left} of the budget of {settings['max_num_batched_tokens']} were left"
+    if given == missing == 1:
+        text = f"It got 1 token: all that it was missing, the newest one ({of_budget})."
+    elif given == missing:
+        text = f"It got {count(given, 'token')}: all that it was missing ({of_budget})."
+    elif given == left:
+        text = f"It got {given} of {missing} missing tokens: {of_budget}."
+    elif given == threshold:
+        limit = f"long_prefill_token_threshold is {threshold}, and others are there"
+        text = f"It got {given} of {missing} missing tokens: {limit} ({of_budget})."
+    else:
+        text = f"It got {given} of {missing} missing tokens ({of_budget})."
+    text += f" With them {computed + given} of {computed + missing} tokens are computed."
+    new = args["new_blocks"][num_hits:]
+    if new:
+        needed = -(-(computed + given) // size)
+        had = f"it had {needed - len(new)} of them" + (", found in the prefix cache" if num_hits else "")
+        text += f" They take {count(needed, 'block')} of {size} tokens: {had}, and took {new} from the free ones."
+    return text
+
+
+def preempted(args: dict[str, Any], state: EngineState, request_id: str) -> str:
+    """Who needed blocks, and why this one was the victim: a `sched.preempt`."""
+    policy = state.settings.get("scheduler_config", {}).get("scheduling_policy", "fcfs")
+    request = state.requests[request_id]
+    running = sum(other.status == "running" for other in state.requests.values())
+    order = f"it was number {request.arrival} to arrive"
+    if policy == "priority":
+        rule = "under the priority policy the one with the largest number goes first, then the one that arrived last"
+        order = f"its priority is {request.params.get('priority', 0)}, and {order}"
+    else:
+        rule = "under fcfs the one that arrived last goes first"
+    who = "it needed another block itself" if args["needed_by"] == request_id else f"{args['needed_by']} needed blocks"
+    lost = f"its {count(args['num_computed'], 'computed token')} will be computed again"
+    lost = "its keys and values went to CPU memory" if args["swapped"] else lost
+    return (
+        f"It was preempted: {who}, and {args['free_before']} were free. Of {count(running, 'running request')} it had to "
+        f"go: {rule} ({order}). It gave {count(args['freed_blocks'], 'block')} back; {lost}."
+    )
+
+
+def ended(args: dict[str, Any], request: RequestState, settings: dict[str, Any]) -> str:
+    """Why it is over: a `sched.finished`."""
+    limit = request.params.get("max_tokens")
+    full = f"it has its max_tokens = {limit}"
+    if limit is None or request.total - request.prompt < limit:
+        full = f"the context of {settings['max_model_len']} tokens is full"
+    why = {
+        "eos": "the newest token is the end-of-text token",
+        "stop_token": "the newest token is one of its stop_token_ids",
+        "length": full,
+        "grammar": "its grammar allows nothing more, or failed",
+        "outside": "between two steps the engine was told to (the client left, or a stop string or a repetition came), or its grammar was refused",
+    }.get(args["by"], args["by"])
+    return f"It ended ({args['reason']}): {why}. It gave {count(args['freed_blocks'], 'block')} back."

@@ -1,0 +1,199 @@
+"""Why a request got in a step what it got: the events of the scheduler, put into sentences with their numbers.
+
+`explain(directory, part)` follows one request through a recording and gives a `StepReasons` for each step of its life in the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from stagetrace.check.reason_words import CODE, count, ended, held_back, preempted, scheduled
+from stagetrace.errors import TraceError
+from stagetrace.event import Event
+from stagetrace.read.engine_state import EngineState, RequestState
+from stagetrace.read.reader import Recording
+
+MANY = 10  # ids that an error lists
+
+
+@dataclass
+class Reason:
+    """One sentence, and the rule behind it: a key of `reason_words.CODE`."""
+
+    rule: str
+    text: str
+    short: str  # for summaries: the same in all steps that are merged
+
+    @property
+    def places(self) -> str:
+        """Where the rule stands, here and in vLLM."""
+        here, vllm = CODE[self.rule]
+        return f"{here}; in vLLM: {vllm}"
+
+
+@dataclass
+class StepReasons:
+    """What happened to the request in one step."""
+
+    step: int
+    before: list[str]  # the state of the engine when the step began
+    reasons: list[Reason] = field(default_factory=list)
+
+
+def find_request(directory: str | Path, part: str) -> str:
+    """The request id of an engine that is, or else contains, `part`. Raises TraceError with the candidates."""
+    ids = dict.fromkeys(e.req for e in Recording(directory) if e.name == "sched.queued" and e.req is not None)
+    found = [part] if part in ids else [i for i in ids if part in i]
+    if len(found) == 1:
+        return found[0]
+    some = ", ".join((found or list(ids))[:MANY]) + (", ..." if len(found or ids) > MANY else "")
+    if not ids:
+        raise TraceError(f"no request was queued in an engine in {directory}")
+    if not found:
+        raise TraceError(f"no request id contains {part!r}; there are {some}")
+    raise TraceError(f"{part!r} is part of {len(found)} request ids: {some}; give more of it")
+
+
+def explain(directory: str | Path, request_id: str) -> Iterator[StepReasons]:
+    """One item for each step from the arrival of a request to its end, in order."""
+    engines: dict[int, _Engine] = {}
+    for event in Recording(directory):
+        if event.name == "scheduler.created":
+            engines[event.pid] = _Engine(request_id)
+        engine = engines.get(event.pid)
+        if engine is not None:
+            done = engine.feed(event)
+            if done is not None:
+                yield done
+    for engine in engines.values():
+        if engine.open is not None and engine.open.reasons:
+            yield engine.open  # the recording ends within this step
+
+
+class _Engine:
+    """Follows one request through one engine."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.state = EngineState()
+        self.open: StepReasons | None = None
+        self._cached_by: dict[int, tuple[str, int]] = {}  # block -> (who filled it, in which step)
+        self._before: RequestState | None = None  # the request when the step began
+        self._num_hits = 0  # blocks that it found in the prefix cache in this step
+        self._preempted: list[str] = []  # in this step
+
+    def feed(self, event: Event) -> StepReasons | None:
+        """Take in the next event; returns a step when it is over, if it concerned the request."""
+        done = None
+        if event.name == "engine.step" and event.ph == "B":
+            self._begin(event.step or 0)
+        elif event.name == "engine.step":
+            step, self.open = self.open, None
+            done = step if step is not None and step.reasons else None
+        elif event.name == "sched.finished" and event.req == self.request_id and self.open is None:  # between two steps
+            self.open = StepReasons(self.state.step, self.state.in_words())
+            self._mine(event.name, event.args)
+            done, self.open = self.open, None
+        else:
+            self._event(event)
+        self.state.feed(event)
+        return done
+
+    def _begin(self, step: int) -> None:
+        request = self.state.requests.get(self.request_id)
+        self._num_hits, self._preempted = 0, []
+        self._before = replace(request) if request is not None else None
+        if request is not None:
+            self.open = StepReasons(step, self.state.in_words())
+
+    def _event(self, event: Event) -> None:
+        if event.name == "kv.cached":
+            for block in event.args["blocks"]:
+                self._cached_by[block] = (event.req or "", self.state.step)
+        elif event.name == "sched.preempt":
+            self._preempted.append(event.req or "")
+        if self.open is None:
+            return
+        if event.name == "sched.held_back":
+            self._held_back(event.args)
+        elif event.name == "sched.output" and not self.open.reasons:
+            self._passed_over(event.args)
+        elif event.req == self.request_id:
+            self._mine(event.name, event.args)
+
+    def _say(self, rule: str, text: str, short: str) -> None:
+        assert self.open is not None
+        self.open.reasons.append(Reason(rule, text, short))
+
+    def _request(self) -> RequestState:
+        return self.state.requests[self.request_id]
+
+    def _held_back(self, args: dict[str, Any]) -> None:
+        mine = self.request_id
+        if mine in args["grammar"]:
+            self._say(
+                "grammar",
+                "It waits for its grammar, which is not compiled yet; those behind it do not.",
+                "waits: grammar",
+            )
+            return
+        if mine != args["first"] and mine not in args["behind"]:
+            return
+        first = self.state.requests.get(args["first"] or "")
+        text = held_back(args, first, self.state.settings, self._preempted)
+        if mine == args["first"]:
+            self._say(args["rule"], f"It waits, first in the queue: {text}", f"waits: {args['rule']}")
+            return
+        place = args["behind"].index(mine) + 2
+        text = f"It waits, number {place} in the queue, behind {args['first']}; nobody overtakes. Why {args['first']} waits: {text}"
+        self._say("order", text, f"waits behind {args['first']}: {args['rule']}")
+
+    def _passed_over(self, args: dict[str, Any]) -> None:
+        request = self._before
+        if request is not None and request.status == "running":
+            text = f"It runs, but those before it took all {args['budget']} tokens of the budget."
+            self._say("budget of running", text, "runs, gets nothing: budget")
+
+    def _mine(self, name: str, args: dict[str, Any]) -> None:
+        settings = self.state.settings
+        match name:
+            case "grammar.ready":
+                self._say("grammar", "Its grammar is compiled: it may be admitted.", "grammar ready")
+            case "sched.prefix_hit":
+                self._prefix_hit(args)
+            case "sched.admit":
+                self._say("admit", "It was admitted: budget, batch and blocks were enough.", "admitted")
+            case "sched.resume":
+                self._say("resume", self._resumed(), "resumed")
+            case "sched.scheduled":
+                newest = args["missing"] == 1 and args["num_computed"] >= self._request().prompt
+                kind = "decode" if newest else "prefill"
+                self._say("chunk", scheduled(args, settings, self._num_hits), f"{kind} of {args['num_tokens']}")
+            case "spec.scheduled":
+                text = f"{args['num_tokens']} drafts are verified beside it, from what budget and free blocks had left."
+                self._say("drafts", text, "drafts")
+            case "spec.verified":
+                text = f"The model accepted {args['accepted']} of {args['drafted']} drafts."
+                self._say("verify", text, "verified")
+            case "sched.preempt":
+                self._say("preempt", preempted(args, self.state, self.request_id), "preempted")
+            case "sched.finished":
+                self._say("end " + args["by"], ended(args, self._request(), settings), f"ended: {args['by']}")
+
+    def _resumed(self) -> str:
+        request = self._request()
+        if request.computed:
+            return f"It came back: {request.computed} of its tokens lie in CPU memory and are copied back."
+        return f"It came back: its {request.total} tokens are computed again, but for those in the prefix cache."
+
+    def _prefix_hit(self, args: dict[str, Any]) -> None:
+        self._num_hits = len(args["blocks"])
+        by: dict[tuple[str, int], list[int]] = {}
+        for block in args["blocks"]:
+            by.setdefault(self._cached_by.get(block, ("an unknown request", 0)), []).append(block)
+        whose = "; ".join(f"{blocks}, cached by {who} in step {step}" for (who, step), blocks in by.items())
+        found = f"{count(args['num_tokens'], 'token')} of it ({count(self._num_hits, 'full block')})"
+        self._say("prefix", f"The first {found} were found in the prefix cache: {whose}.", "prefix hit")

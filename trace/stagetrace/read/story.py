@@ -1,0 +1,321 @@
+"""What a recording tells: its requests, its engine steps, its messages. Whatever counts or draws builds on this.
+
+`tell(events)` makes a `Story` of a whole recording; `Story.feed` takes one event after another. Times are nanoseconds of
+`time.monotonic_ns()`; step numbers are the scheduler's and begin at 1.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from stagetrace.event import Event
+from stagetrace.read.deliveries import Deliveries, Delivery
+
+
+@dataclass
+class Span:
+    """A stretch of a request's life in the engine.
+
+    wait       queued, not admitted yet
+    prefill    computing tokens that it already has: its prompt, or after a preemption what was lost
+    decode     caught up: every step gives a token
+    preempted  sent away, waiting to come back
+    """
+
+    kind: str
+    start_ns: int
+    end_ns: int
+    first_step: int
+    last_step: int
+    num_tokens: int = 0  # computed in it
+
+
+@dataclass
+class RequestStory:
+    """One request of the engine. `first` and `last` hold the time of the first and last event of each name."""
+
+    request_id: str
+    first: dict[str, int] = field(default_factory=dict)
+    last: dict[str, int] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0  # found in the prefix cache, at every admission
+    num_preemptions: int = 0
+    reason: str | None = None  # of the end in the engine: stop, length, abort, error
+    token_ns: list[int] = field(default_factory=list)  # when the engine had each output token
+    chunk_ns: list[int] = field(default_factory=list)  # when each server-sent event left
+    delivery: Delivery = field(default_factory=Delivery)  # the way of each token to the client
+
+    @property
+    def in_engine_ns(self) -> int:
+        """When the scheduler first had it, for a request with spans; the first span's start if that was not recorded."""
+        return self.first.get("sched.queued", self.spans[0].start_ns)
+
+
+@dataclass
+class Scheduled:
+    """What one request gets in one step: `num_tokens` of the `missing` ones, after `num_computed` others."""
+
+    num_tokens: int
+    num_computed: int
+    missing: int
+    budget_left: int
+    new_blocks: list[int]
+    num_drafts: int = 0  # on top of num_tokens, to be verified
+
+
+@dataclass
+class StepStory:
+    """One step of the engine: the decision, and what came of it."""
+
+    step: int
+    start_ns: int
+    end_ns: int = 0  # 0: the recording ends within the step
+    running: int = 0  # requests, when it began
+    waiting: int = 0
+    budget: int = 0
+    total_tokens: int = 0
+    free_blocks: int = 0  # after the decision
+    decided_ns: int = 0  # when the scheduler was done
+    num_changes: int = 0  # of Story.blocks, how many belong to the time before that
+    forward_ns: tuple[int, int] = (0, 0)  # begin and end of the model's forward pass
+    sampled_ns: int = 0  # when the next tokens were drawn
+    scheduled: dict[str, Scheduled] = field(default_factory=dict)
+    admitted: list[str] = field(default_factory=list)
+    resumed: list[str] = field(default_factory=list)
+    preempted: dict[str, dict[str, Any]] = field(default_factory=dict)  # request -> arguments of sched.preempt
+    prefix_hits: dict[str, int] = field(default_factory=dict)  # request -> tokens found
+    held_back: dict[str, Any] = field(default_factory=dict)  # arguments of sched.held_back; empty: nobody waits
+    tokens: dict[str, int] = field(default_factory=dict)  # request -> tokens that it received
+    finished: dict[str, str] = field(default_factory=dict)  # request -> reason
+
+
+@dataclass
+class Message:
+    """One message over ZMQ, when both ends were recorded. `req` is set for requests, `step` for outputs."""
+
+    name: str  # zmq.request_sent or zmq.outputs_sent
+    sent_ns: int
+    received_ns: int
+    sender: int  # pid
+    receiver: int
+    req: str | None
+    step: int | None
+
+
+@dataclass
+class BlockChange:
+    """A KV-cache event: kv.allocated, kv.freed, kv.cached, kv.evicted, kv.reset (one that was done), or sched.prefix_hit."""
+
+    name: str
+    ts: int
+    step: int  # 0 before the first one
+    req: str | None
+    blocks: list[int]
+
+
+class Story:
+    """Everything that views need, taken from events in causal order.
+
+    With `on_step` each complete step is handed over and not kept, and `blocks` and `messages` stay empty: so the memory
+    grows with the requests only. `stagetrace.read.bounded` hands over these too.
+    """
+
+    def __init__(self, on_step: Callable[[StepStory], None] | None = None) -> None:
+        self.processes: dict[int, str] = {}  # pid -> name
+        self.headers: dict[int, dict[str, Any]] = {}  # pid -> arguments of run.start
+        self.settings: dict[str, Any] = {}  # arguments of scheduler.created
+        self.requests: dict[str, RequestStory] = {}
+        self.steps: list[StepStory] = []
+        self.messages: list[Message] = []
+        self.blocks: list[BlockChange] = []
+        self.start_ns = 0
+        self.end_ns = 0
+        self.deliveries = Deliveries()
+        self._on_step = on_step
+        self._open: StepStory | None = None
+        self._sent: dict[str, Event] = {}
+
+    def feed(self, event: Event) -> None:
+        """Take in the next event."""
+        self.processes.setdefault(event.pid, event.proc)
+        self.start_ns = min(self.start_ns or event.ts, event.ts)
+        self.end_ns = max(self.end_ns, event.ts)
+        self.deliveries.feed(event)
+        if event.req is not None:
+            request = self._request(event.req)
+            name = sys.intern(event.name)
+            request.first.setdefault(name, event.ts)
+            request.last[name] = event.ts
+        if event.name == "engine.step":
+            self._step(event)
+        elif (handle := _HANDLERS.get(event.name)) is not None:
+            handle(self, event)
+
+    def _request(self, request_id: str) -> RequestStory:
+        if request_id not in self.requests:
+            self.requests[request_id] = RequestStory(request_id, delivery=self.deliveries.delivery(request_id))
+        return self.requests[request_id]
+
+    def _step(self, event: Event) -> None:
+        if event.ph == "B":
+            step = event.step or 0
+            self._open = StepStory(step, event.ts, running=event.args["running"], waiting=event.args["waiting"])
+            if self._on_step is None:
+                self.steps.append(self._open)
+        elif self._open is not None:
+            self._open.end_ns = event.ts
+            for request_id in self._open.tokens:
+                for span in self._request(request_id).spans[-1:]:
+                    span.end_ns = event.ts
+            if self._on_step is not None:
+                self._on_step(self._open)
+            self._open = None
+
+    def _span(self, event: Event, kind: str) -> None:
+        """Begin a span of the event's request; the one before it ends."""
+        spans = self.requests[event.req or ""].spans
+        step = event.step or (self._open.step if self._open is not None else 0)
+        if spans:
+            spans[-1].end_ns = event.ts
+        spans.append(Span(kind, event.ts, event.ts, step, step))
+
+    # One method per event that changes what is known
+
+    def _header(self, event: Event) -> None:
+        self.headers[event.pid] = event.args
+
+    def _created(self, event: Event) -> None:
+        self.settings = event.args
+
+    def _queued(self, event: Event) -> None:
+        self.requests[event.req or ""].num_prompt_tokens = event.args["num_prompt_tokens"]
+        self._span(event, "wait")
+
+    def _admitted(self, event: Event) -> None:
+        if self._open is not None:
+            (self._open.admitted if event.name == "sched.admit" else self._open.resumed).append(event.req or "")
+        self._span(event, "prefill")
+
+    def _prefix_hit(self, event: Event) -> None:
+        self.requests[event.req or ""].num_cached_tokens += event.args["num_tokens"]
+        if self._open is not None:
+            self._open.prefix_hits[event.req or ""] = event.args["num_tokens"]
+        self._blocks(event)
+
+    def _scheduled(self, event: Event) -> None:
+        scheduled = Scheduled(**event.args)
+        if self._open is not None:
+            self._open.scheduled[event.req or ""] = scheduled
+        request = self.requests[event.req or ""]
+        spans = request.spans
+        if spans and spans[-1].kind == "prefill" and request.token_ns and request.token_ns[-1] > spans[-1].start_ns:
+            self._span(event, "decode")  # what it lacks is the token that it was given last
+        if spans:
+            span = spans[-1]
+            span.num_tokens += scheduled.num_tokens
+            span.last_step, span.end_ns = event.step or 0, event.ts
+
+    def _drafts(self, event: Event) -> None:
+        if self._open is not None and event.req in self._open.scheduled:
+            self._open.scheduled[event.req].num_drafts = event.args["num_tokens"]
+
+    def _preempted(self, event: Event) -> None:
+        self.requests[event.req or ""].num_preemptions += 1
+        if self._open is not None:
+            self._open.preempted[event.req or ""] = event.args
+        self._span(event, "preempted")
+
+    def _held_back(self, event: Event) -> None:
+        if self._open is not None:
+            self._open.held_back = event.args
+
+    def _decided(self, event: Event) -> None:
+        if self._open is not None:
+            self._open.budget, self._open.total_tokens = event.args["budget"], event.args["total_tokens"]
+            self._open.free_blocks, self._open.decided_ns = event.args["free_blocks"], event.ts
+            self._open.num_changes = len(self.blocks)
+
+    def _forward(self, event: Event) -> None:
+        if self._open is not None:
+            begin = self._open.forward_ns[0]
+            self._open.forward_ns = (event.ts, event.ts) if event.ph == "B" else (begin, event.ts)
+
+    def _sampled(self, event: Event) -> None:
+        if self._open is not None:
+            self._open.sampled_ns = event.ts
+
+    def _token(self, event: Event) -> None:
+        request = self.requests[event.req or ""]
+        request.num_output_tokens = event.args["num_output_tokens"]
+        request.token_ns += [event.ts] * event.args["num_tokens"]
+        if self._open is not None:
+            self._open.tokens[event.req or ""] = event.args["num_tokens"]
+
+    def _finished(self, event: Event) -> None:
+        request = self.requests[event.req or ""]
+        request.reason = event.args["reason"]
+        if request.spans:
+            request.spans[-1].end_ns = event.ts
+        if self._open is not None:
+            self._open.finished[event.req or ""] = event.args["reason"]
+
+    def _chunk(self, event: Event) -> None:
+        self.requests[event.req or ""].chunk_ns.append(event.ts)
+
+    def _blocks(self, event: Event) -> None:
+        if self._on_step is None and event.args.get("done", True):  # a reset that was refused changes nothing
+            blocks = event.args.get("blocks", [])
+            blocks = [event.args["block"]] if event.name == "kv.evicted" else blocks
+            step = self._open.step if self._open is not None else (self.steps[-1].step if self.steps else 0)
+            self.blocks.append(BlockChange(event.name, event.ts, step, event.req, blocks))
+
+    def _message_sent(self, event: Event) -> None:
+        if self._on_step is None:
+            self._sent[event.ref] = event
+
+    def _message_received(self, event: Event) -> None:
+        sent = self._sent.pop(event.cause or "", None)
+        if sent is not None:
+            self.messages.append(Message(sent.name, sent.ts, event.ts, sent.pid, event.pid, sent.req, sent.step))
+
+
+_HANDLERS: dict[str, Callable[[Story, Event], None]] = {
+    "run.start": Story._header,
+    "scheduler.created": Story._created,
+    "sched.queued": Story._queued,
+    "sched.admit": Story._admitted,
+    "sched.resume": Story._admitted,
+    "sched.prefix_hit": Story._prefix_hit,
+    "sched.scheduled": Story._scheduled,
+    "spec.scheduled": Story._drafts,
+    "sched.preempt": Story._preempted,
+    "sched.held_back": Story._held_back,
+    "sched.output": Story._decided,
+    "model.forward": Story._forward,
+    "sampler.sampled": Story._sampled,
+    "sched.token": Story._token,
+    "sched.finished": Story._finished,
+    "sse.chunk": Story._chunk,
+    "kv.allocated": Story._blocks,
+    "kv.freed": Story._blocks,
+    "kv.cached": Story._blocks,
+    "kv.evicted": Story._blocks,
+    "kv.reset": Story._blocks,
+    "zmq.request_sent": Story._message_sent,
+    "zmq.outputs_sent": Story._message_sent,
+    "zmq.request_received": Story._message_received,
+    "zmq.outputs_received": Story._message_received,
+}
+
+
+def tell(events: Iterable[Event]) -> Story:
+    """The story of a whole recording, kept in memory."""
+    story = Story()
+    for event in events:
+        story.feed(event)
+    return story
