@@ -1,0 +1,75 @@
+"""How features add fields to the walk's types without the walk importing a feature.
+
+A feature declares its flags and request fields as mixins, in a `flags.py` or `fields.py` of its own folder, which hold
+declarations and nothing else. The walk's types name them in a table, once:
+
+    class VllmConfig(*mixins("stage03_engine.core.features.spec_decode.flags:SpecDecodeFlags")): ...
+
+A mixin whose folder was taken out is left out. vLLM writes all fields into one class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, get_type_hints
+
+import msgspec
+
+
+def is_there(module: str) -> bool:
+    """Can `module` be imported? False when it, or a folder above it, was taken out."""
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def load(name: str) -> Any:
+    """What `module:attribute` names. Raises ImportError or AttributeError if it is not there."""
+    module, _, attribute = name.partition(":")
+    return getattr(import_module(module), attribute)
+
+
+def mixins(*names: str) -> tuple[type, ...]:
+    """The classes that `names` (module:Class) stand for, without those whose module was taken out."""
+    return tuple(load(name) for name in names if is_there(name.partition(":")[0]))
+
+
+def struct_of(base: type[msgspec.Struct], parts: Sequence[type]) -> Any:
+    """`base` with the fields and methods of `parts`, for msgspec, which cannot inherit from two Structs.
+
+    A part is a plain class with `__slots__ = ()`, annotated fields and a default for each, and perhaps methods. Its method
+    `check(self)`, if it has one, runs after `base.__post_init__`; for what is wrong it raises as that does.
+    """
+    fields = []
+    for part in parts:
+        own = get_type_hints(part, include_extras=True)
+        fields += [(name, kind, _default(getattr(part, name))) for name, kind in own.items()]
+    checks = [part.check for part in parts if hasattr(part, "check")]
+
+    def post_init(self: Any) -> None:
+        for check in (getattr(base, "__post_init__", None), *checks):
+            if check is not None:
+                check(self)
+
+    methods = {
+        name: value
+        for part in parts
+        for name, value in vars(part).items()
+        if not name.startswith("__") and _is_method(value)
+    }
+    config = base.__struct_config__
+    return msgspec.defstruct(
+        base.__name__, fields, bases=(base,), namespace={**methods, "__post_init__": post_init}, module=base.__module__,
+        frozen=config.frozen, kw_only=True, omit_defaults=config.omit_defaults,
+    )  # fmt: skip
+
+
+def _default(value: Any) -> Any:
+    return msgspec.field(default_factory=type(value)) if isinstance(value, (list, dict, set)) else value
+
+
+def _is_method(value: Any) -> bool:
+    return callable(value) or isinstance(value, (property, classmethod, staticmethod))
