@@ -52,7 +52,7 @@ class ModelConfig:
     )
     logits_processors: tuple[str, ...] | None = option(
         None,
-        "module:Class of one or several logits processors of your own; see stage03_engine/core/features/logits_processor.py",
+        "module:Class of one or several logits processors of your own; see stage03_engine/core/features/logits_processor/logits_processor.py",
     )
     generation_config: str = option(
         "auto",

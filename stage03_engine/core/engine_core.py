@@ -12,7 +12,7 @@ from stage03_engine.args.import_class import construct
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.block_pool import BlockPool
 from stage03_engine.core.executor import UniProcExecutor
-from stage03_engine.core.features.profiler import TorchProfiler
+from stage03_engine.core.features.profiler.profiler import TorchProfiler
 from stage03_engine.core.features.scheduler_watch import SchedulerWatch
 from stage03_engine.core.features.structured_output.manager import StructuredOutputManager
 from stage03_engine.core.kv_cache_size import decide_num_blocks, decide_num_swap_blocks

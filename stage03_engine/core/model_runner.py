@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from stage03_engine.config import VllmConfig
-from stage03_engine.core.features.batch_invariant import make_batch_invariant
-from stage03_engine.core.features.cuda_graphs import DecodeGraphs
+from stage03_engine.core.features.batch_invariant.batch_invariant import make_batch_invariant
+from stage03_engine.core.features.cuda_graphs.cuda_graphs import DecodeGraphs
 from stage03_engine.core.features.debug.layer_trace import LayerTrace
 from stage03_engine.core.features.debug.sampler_trace import trace_sampling
-from stage03_engine.core.features.logits_processor import LogitsRow, load_logits_processors, transforms
+from stage03_engine.core.features.logits_processor.logits_processor import LogitsRow, load_logits_processors, transforms
 from stage03_engine.core.features.pooling.pooler import Pooler
 from stage03_engine.core.features.prompt_logprobs import prompt_logprobs
 from stage03_engine.core.features.spec_decode.ngram_proposer import NgramProposer

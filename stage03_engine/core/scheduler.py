@@ -18,7 +18,7 @@ from stage03_engine.core.features.debug.scheduler_trace import ended_by, trace_a
 from stage03_engine.core.features.pooling.pooling_requests import end_pooled
 from stage03_engine.core.features.spec_decode.draft_scheduler import DraftScheduler
 from stage03_engine.core.features.structured_output.manager import StructuredOutputManager
-from stage03_engine.core.features.swap_space import SwapSpace
+from stage03_engine.core.features.swap_space.swap_space import SwapSpace
 from stage03_engine.core.kv_cache_manager import KVCacheManager
 from stage03_engine.core.request import Request, RequestStatus, take_sampled
 from stage03_engine.core.request_queue import RequestQueue

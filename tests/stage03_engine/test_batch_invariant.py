@@ -11,7 +11,11 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
 from stage03_engine.arg_utils import EngineArgs
-from stage03_engine.core.features.batch_invariant import BatchInvariantModel, make_batch_invariant, rows_are_independent
+from stage03_engine.core.features.batch_invariant.batch_invariant import (
+    BatchInvariantModel,
+    make_batch_invariant,
+    rows_are_independent,
+)
 from stage03_engine.core.models.loader import get_model
 from stage03_engine.core.worker import Worker
 from stage03_engine.errors import ConfigError

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stage03_engine.arg_utils import EngineArgs
-from stage03_engine.core.features.cuda_graphs import DecodeGraphs, graph_sizes
+from stage03_engine.core.features.cuda_graphs.cuda_graphs import DecodeGraphs, graph_sizes
 from stage03_engine.core.models.loader import get_model
 from stage04_kernels.attention import AttentionMetadata
 from stage04_kernels.lab.cases import make_metadata

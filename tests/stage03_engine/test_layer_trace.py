@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from stage03_engine.core.features.logits_processor import LogitsProcessor
+from stage03_engine.core.features.logits_processor.logits_processor import LogitsProcessor
 from stage03_engine.llm import LLM
 from stage03_engine.params.structured_outputs import StructuredOutputsParams
 from stage03_engine.sampling_params import SamplingParams

@@ -15,7 +15,7 @@ from stagetrace import read_run
 SMALL = {"kv_cache_memory_bytes": 50_000_000}
 MODULE = '''
 import torch
-from stage03_engine.core.features.logits_processor import LogitsProcessor
+from stage03_engine.core.features.logits_processor.logits_processor import LogitsProcessor
 
 class Always(LogitsProcessor):
     """Only the token that the request names in its extra arguments."""

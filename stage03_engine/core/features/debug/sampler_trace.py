@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stage03_engine.core.features.logits_processor import LogitsProcessor
+from stage03_engine.core.features.logits_processor.logits_processor import LogitsProcessor
 from stage03_engine.core.input_batch import InputBatch
 from stage03_engine.core.logits_rules import trace_rules
 from stage03_engine.core.sched_output import SchedulerOutput

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from stage03_engine.config import VllmConfig
-from stage03_engine.core.features.profiler import TorchProfiler
+from stage03_engine.core.features.profiler.profiler import TorchProfiler
 from stage03_engine.core.features.whisper.whisper_timestamps import apply_timestamp_rules, token_ends
 from stage03_engine.core.logits_rules import RowRules, make_rules
 from stage03_engine.core.request import Request, append_tokens
