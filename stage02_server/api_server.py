@@ -226,14 +226,13 @@ def init_app_state(engine: AsyncLLM, state: State, args: FrontendArgs, registry:
     from stage02_server.chat_template import ChatTemplate
     from stage02_server.features.audio.serving import ServingTranscription
     from stage02_server.features.pooling.score import ServingScores
-    from stage02_server.features.pooling.serving import ServingPooling
+    from stage02_server.features.pooling.serving import ServingClassification, ServingPooling
     from stage02_server.features.responses.serving import OpenAIServingResponses
     from stage02_server.features.tokenize import OpenAIServingTokenization
     from stage02_server.lifecycle import Lifecycle
     from stage02_server.request_logger import RequestLogger
     from stage02_server.server_load import ServerLoad
     from stage02_server.serving_chat import OpenAIServingChat
-    from stage02_server.serving_classify import ServingClassification
     from stage02_server.serving_completion import OpenAIServingCompletion
     from stage02_server.serving_models import OpenAIServingModels
 

@@ -7,11 +7,43 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stage02_server.batch import Batch
-from stage02_server.protocol_response import CompletionLogProbs
-from stage02_server.serving_engine import finite, token_name
+from stage02_server.protocol_response import ChatLogProb, CompletionLogProbs, PromptLogprob, TokenLogProb
+from stage02_server.serving_engine import EngineRequests
 from stage03_engine.frontend.tokenizer import Tokenizer
 from stage03_engine.messages import TokenLogprobs
+
+LOWEST_LOGPROB = -9999.0  # JSON has no -Infinity; vLLM's number
+
+
+def finite(logprob: float) -> float:
+    """A log-probability that JSON can hold."""
+    return max(logprob, LOWEST_LOGPROB)
+
+
+def token_name(tokenizer: Tokenizer, token_id: int, as_id: bool) -> str:
+    """How logprobs call a token: its text, or with `return_tokens_as_token_ids` "token_id:5"."""
+    return f"token_id:{token_id}" if as_id else tokenizer.token_text(token_id)
+
+
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+
+
+def prompt_logprobs_json(entries: list[TokenLogprobs | None] | None, tokenizer: Tokenizer) -> PromptLogprobs | None:
+    """vLLM's shape: for each prompt token the tokens that could have stood there, by id; None for the first."""
+    if entries is None:
+        return None
+    result: PromptLogprobs = []
+    for entry in entries:
+        if entry is None:
+            result.append(None)
+            continue
+        ranks = [entry.sampled_rank, *range(1, len(entry.token_ids))]
+        position: dict[int, PromptLogprob] = {}
+        for token_id, logprob, rank in zip(entry.token_ids, entry.logprobs, ranks, strict=True):
+            text = tokenizer.token_text(token_id)
+            position.setdefault(token_id, PromptLogprob(logprob=finite(logprob), rank=rank, decoded_token=text))
+        result.append(position)
+    return result
 
 
 @dataclass(frozen=True)
@@ -35,7 +67,7 @@ class LogprobsWriter:
     """The logprobs of one answer, piece by piece. Remembers how many characters the tokens so far amount to; a token that
     begins inside a character has the offset of that character, and one that the text does not show takes no room."""
 
-    def __init__(self, tokenizer: Tokenizer, batch: Batch, index: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, batch: EngineRequests, index: int) -> None:
         request = batch.requests[index // batch.n]
         self._tokenizer, self._as_ids = tokenizer, batch.tokens_as_ids
         self._num_likely = request.sampling_params.logprobs or 0  # of a prompt
@@ -85,3 +117,17 @@ class LogprobsWriter:
             name = token_name(self._tokenizer, likely, self._as_ids)
             top.setdefault(name, finite(logprob))  # two halves of characters may look alike
         result.top_logprobs.append(top)
+
+
+def chat_logprobs(positions: list[TokenLogprobs], tokenizer: Tokenizer, as_ids: bool = False) -> list[ChatLogProb]:
+    """An entry per position, which holds the sampled token first, then the others. `as_ids`: tokens read "token_id:5"."""
+
+    def shown(token_id: int, logprob: float) -> TokenLogProb:
+        text, raw = token_name(tokenizer, token_id, as_ids), tokenizer.token_bytes(token_id)
+        return TokenLogProb(token=text, logprob=finite(logprob), bytes=list(raw))
+
+    content = []
+    for position in positions:
+        sampled, *top = [shown(*pair) for pair in zip(position.token_ids, position.logprobs, strict=True)]
+        content.append(ChatLogProb(**sampled.model_dump(), top_logprobs=top))
+    return content

@@ -13,9 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
 from stage02_server.features.hardening.request_limits import check_number_of_items
 from stage02_server.features.structured_outputs import to_structured_outputs
+from stage02_server.features.tools.fields import MAX_TOOLS, ToolChoice, ToolParam
 from stage02_server.features.tools.tool_choice import with_forced_tool
 from stage02_server.middleware import ACCEPTED_ID
-from stage02_server.protocol_chat import ChatMessageParam, ChatTemplateFields, ToolChoice
 from stage02_server.protocol_types import Int32, Int64, Several, Text, TokenIds
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.features.beam_search import BeamSearchParams
@@ -235,6 +235,56 @@ class CompletionRequest(SamplingRequest):
         if not self.echo or self.logprobs is None or isinstance(params, BeamSearchParams):
             return params
         return replace(params, prompt_logprobs=max(self.logprobs, self.prompt_logprobs or 0))
+
+
+class ContentPart(BaseModel):
+    """One part of a message's content; only text can be served."""
+
+    type: Text
+    text: Text | None = None
+    refusal: Text | None = None
+    thinking: Text | None = None
+
+
+class MessageFunctionCall(BaseModel):
+    """What an earlier answer called: `arguments` is JSON in a text."""
+
+    name: Text
+    arguments: Text | None = None
+
+
+class MessageToolCall(BaseModel):
+    """A tool call of an earlier answer."""
+
+    id: Text | None = None
+    type: Literal["function"] = "function"
+    function: MessageFunctionCall
+
+
+class ChatMessageParam(BaseModel):
+    """One message of a chat."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: Text
+    content: Text | list[ContentPart | Text] | None = None
+    name: Text | None = None
+    tool_calls: list[MessageToolCall] | None = None  # of role assistant
+    tool_call_id: Text | None = None  # of role tool: which call this is the result of
+    reasoning: Text | None = None  # of role assistant
+    reasoning_content: Text | None = None  # its older name
+
+
+class ChatTemplateFields(BaseModel):
+    """What the chat template is told besides the messages."""
+
+    add_generation_prompt: bool | None = True
+    continue_final_message: bool | None = False
+    chat_template: Text | None = None  # instead of the server's; off unless --trust-request-chat-template
+    chat_template_kwargs: dict[Text, Any] | None = None  # further variables for the template
+    documents: list[dict[Text, Any]] | None = None
+    reasoning_effort: Text | None = None
+    tools: list[ToolParam] | None = Field(default=None, max_length=MAX_TOOLS)
 
 
 class ChatCompletionRequest(SamplingRequest, ChatTemplateFields):

@@ -9,14 +9,12 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
-from stage02_server.batch import Batch
-from stage02_server.chat_logprobs import chat_logprobs
-from stage02_server.chat_messages import plain_message
-from stage02_server.chat_template import ChatTemplate
+from stage02_server.chat_template import ChatTemplate, plain_message
 from stage02_server.cli_args import FrontendArgs
 from stage02_server.disconnects import run_until_disconnect
 from stage02_server.features.tools.answer_parser import AnswerDelta, AnswerParser
 from stage02_server.features.tools.chat_answers import ChatAnswers, delta_fields, finish_reason, message_fields
+from stage02_server.logprobs import chat_logprobs, prompt_logprobs_json
 from stage02_server.protocol import ChatCompletionRequest
 from stage02_server.protocol_response import (
     ChatChoice,
@@ -27,7 +25,7 @@ from stage02_server.protocol_response import (
     ChatStreamResponse,
     UsageInfo,
 )
-from stage02_server.serving_engine import OpenAIServing, prompt_logprobs_json
+from stage02_server.serving_engine import EngineRequests, OpenAIServing
 from stage02_server.serving_models import OpenAIServingModels
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.async_llm import AsyncLLM
@@ -38,7 +36,7 @@ from stage03_engine.sampling_params import SamplingParams
 from stagetrace import trace
 
 
-def _logprobs(output: CompletionOutput, tokenizer: Tokenizer, batch: Batch) -> ChatLogProbs | None:
+def _logprobs(output: CompletionOutput, tokenizer: Tokenizer, batch: EngineRequests) -> ChatLogProbs | None:
     """Of a choice; None when nobody asked."""
     if output.logprobs is None:
         return None
@@ -74,7 +72,7 @@ class ChatAnswer:
 class ChatChunks:
     """Engine outputs as chunks of a chat stream. The first chunk of each answer says who speaks."""
 
-    def __init__(self, batch: Batch, tokenizer: Tokenizer, answer: ChatAnswer) -> None:
+    def __init__(self, batch: EngineRequests, tokenizer: Tokenizer, answer: ChatAnswer) -> None:
         self._batch, self._tokenizer, self._answer = batch, tokenizer, answer
         self._created = int(time.time())
         self._parsers: dict[int, AnswerParser | None] = {}
@@ -170,7 +168,7 @@ class OpenAIServingChat(OpenAIServing):
         structured = isinstance(params, SamplingParams) and params.structured_outputs is not None
         return ChatAnswer(request, role, echoed, lambda: self.answers.parser(request, prompt, structured))
 
-    async def _whole(self, batch: Batch, answer: ChatAnswer) -> ChatCompletionResponse:
+    async def _whole(self, batch: EngineRequests, answer: ChatAnswer) -> ChatCompletionResponse:
         created = int(time.time())
         (output,) = await self.full(batch)
         return ChatCompletionResponse(
@@ -185,7 +183,7 @@ class OpenAIServingChat(OpenAIServing):
             metrics=batch.metrics(),
         )
 
-    def _choice(self, output: CompletionOutput, answer: ChatAnswer, batch: Batch) -> ChatChoice:
+    def _choice(self, output: CompletionOutput, answer: ChatAnswer, batch: EngineRequests) -> ChatChoice:
         parser = answer.new_parser()
         fields = message_fields(answer.parsed(parser, output, batch.ids.engine_id(0)))
         if answer.echoed:

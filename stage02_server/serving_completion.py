@@ -8,12 +8,11 @@ from functools import partial
 
 from starlette.requests import Request
 
-from stage02_server.batch import Batch
 from stage02_server.disconnects import in_thread_if_long, run_until_disconnect
-from stage02_server.logprobs import Echo, LogprobsWriter, most_likely
+from stage02_server.logprobs import Echo, LogprobsWriter, most_likely, prompt_logprobs_json
 from stage02_server.protocol import CompletionRequest
 from stage02_server.protocol_response import CompletionChoice, CompletionResponse, UsageInfo
-from stage02_server.serving_engine import OpenAIServing, prompt_logprobs_json
+from stage02_server.serving_engine import EngineRequests, OpenAIServing
 from stage03_engine.frontend.tokenizer import Tokenizer
 from stage03_engine.outputs import CompletionOutput
 from stagetrace import trace
@@ -22,7 +21,7 @@ from stagetrace import trace
 class CompletionChoices:
     """Engine outputs as choices of the answer, or as what a chunk adds to them."""
 
-    def __init__(self, batch: Batch, tokenizer: Tokenizer, echoed: list[str] | None) -> None:
+    def __init__(self, batch: EngineRequests, tokenizer: Tokenizer, echoed: list[str] | None) -> None:
         self._batch, self._tokenizer, self._echoed = batch, tokenizer, echoed
         self._writers: dict[int, LogprobsWriter] = {}
 
@@ -52,7 +51,7 @@ class CompletionChoices:
 class CompletionChunks:
     """Engine outputs as chunks of a completion stream."""
 
-    def __init__(self, batch: Batch, choices: CompletionChoices) -> None:
+    def __init__(self, batch: EngineRequests, choices: CompletionChoices) -> None:
         self._batch, self._choices = batch, choices
         self._created = int(time.time())
 
@@ -100,7 +99,9 @@ class OpenAIServingCompletion(OpenAIServing):
             return await self.begin_stream(request, batch, CompletionChunks(batch, choices), raw_request.receive)
         return await run_until_disconnect(raw_request.receive, self._whole(batch, choices, request.prompt_logprobs))
 
-    def _echoed(self, request: CompletionRequest, prompts: list[str | list[int]], batch: Batch) -> list[str] | None:
+    def _echoed(
+        self, request: CompletionRequest, prompts: list[str | list[int]], batch: EngineRequests
+    ) -> list[str] | None:
         """With `echo` each prompt as text: as it was sent, or what its token ids stand for."""
         if not request.echo:
             return None
@@ -112,7 +113,7 @@ class OpenAIServingCompletion(OpenAIServing):
         ]
 
     async def _whole(
-        self, batch: Batch, choices: CompletionChoices, num_prompt_logprobs: int | None
+        self, batch: EngineRequests, choices: CompletionChoices, num_prompt_logprobs: int | None
     ) -> CompletionResponse:
         created, tokenizer = int(time.time()), self.engine_client.tokenizer
         outputs = await self.full(batch)

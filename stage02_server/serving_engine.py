@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -14,26 +15,26 @@ import msgspec
 from starlette.requests import Request
 from starlette.types import Receive
 
-from stage02_server.batch import Batch
 from stage02_server.cli_args import FrontendArgs
 from stage02_server.disconnects import in_thread_if_long, run_until_disconnect
-from stage02_server.errors import as_reported, error_json
+from stage02_server.errors import APIError, as_reported, error_json, not_found, unavailable
+from stage02_server.features.per_request_metrics import PerRequestMetrics, metrics_of
 from stage02_server.keep_alive import kept_alive
 from stage02_server.middleware import RequestIds
 from stage02_server.protocol import SamplingRequest
 from stage02_server.protocol_response import (
     ChatStreamResponse,
     CompletionResponse,
-    PromptLogprob,
+    PromptTokensDetails,
     UsageInfo,
 )
 from stage02_server.request_logger import RequestLogger
 from stage02_server.serving_models import OpenAIServingModels
-from stage02_server.tasks import require_task
+from stage03_engine.config import VllmConfig
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.async_llm import AsyncLLM
 from stage03_engine.frontend.features.beam_search import BeamSearchParams
-from stage03_engine.frontend.tokenizer import Tokenizer
+from stage03_engine.frontend.stats import RequestStats
 from stage03_engine.messages import EngineCoreRequest, TokenLogprobs
 from stage03_engine.outputs import CompletionOutput, RequestOutput
 from stage03_engine.sampling_params import SamplingParams
@@ -43,38 +44,92 @@ T = TypeVar("T")
 Outputs = AsyncGenerator[tuple[int, RequestOutput], None]  # (number of the prompt, what came)
 MAX_ANSWERS = 4096  # of one HTTP request with n or best_of above 1
 DEFAULTS = FrontendArgs()
-LOWEST_LOGPROB = -9999.0  # JSON has no -Infinity; vLLM's number
 
 
-def finite(logprob: float) -> float:
-    """A log-probability that JSON can hold."""
-    return max(logprob, LOWEST_LOGPROB)
+@dataclass
+class EngineRequests:
+    """The engine requests that one HTTP request became, one per prompt; answer k of prompt p is number p * n + k."""
+
+    ids: RequestIds
+    model: str
+    n: int
+    requests: list[EngineCoreRequest]
+    beam: BeamSearchParams | None = None  # search instead of sampling
+    tokens_as_ids: bool = False  # tokens in logprobs read "token_id:5", which no two tokens share
+    return_token_ids: bool = False  # beside every text the ids of its tokens
+    prompt_text: str | None = None  # of a chat, if it is to be told
+    tells_metrics: bool = False  # --enable-per-request-metrics
+    ended: list[RequestStats] = field(default_factory=list)  # the histories of the answers that have ended
+    prompt_only: bool = False  # the engine draws a token because it must; nobody is to see it
+    cached_tokens: dict[int, int] = field(default_factory=dict)  # prompt -> its tokens from the prefix cache
+    prompt_logprobs: dict[int, list[TokenLogprobs | None]] = field(
+        default_factory=dict
+    )  # prompt -> as in RequestOutput
+
+    def take_note(self, prompt: int, output: RequestOutput) -> None:
+        """Remember what an output says about its prompt, and with `prompt_only` take the answer out of it."""
+        self.cached_tokens[prompt] = output.num_cached_tokens
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs[prompt] = output.prompt_logprobs
+        self.ended += [answer.stats for answer in output.outputs if answer.stats is not None]
+        if self.prompt_only:
+            for answer in output.outputs:
+                answer.text, answer.token_ids = "", []
+                answer.logprobs = None if answer.logprobs is None else []
+                answer.finish_reason, answer.stop_reason = "length", None
+
+    def shown_prompt_ids(self, index: int) -> list[int] | None:
+        """The token ids of the prompt of answer `index`, if they were asked for."""
+        return self.requests[index // self.n].prompt_token_ids if self.return_token_ids else None
+
+    def metrics(self) -> PerRequestMetrics | None:
+        """How long it took, if that is to be told and there is a token to tell of."""
+        return metrics_of([stats for stats in self.ended if stats.num_output_tokens]) if self.tells_metrics else None
+
+    def usage(self, completion_tokens: list[int]) -> UsageInfo:
+        """Totals, from the output tokens of each answer."""
+        prompt = sum(len(request.prompt_token_ids) for request in self.requests)
+        return make_usage(prompt, sum(completion_tokens), sum(self.cached_tokens.values()))
+
+    def usage_of(self, index: int, completion_tokens: int) -> UsageInfo:
+        """The usage of one answer alone."""
+        prompt = index // self.n
+        num_tokens = len(self.requests[prompt].prompt_token_ids)
+        return make_usage(num_tokens, completion_tokens, self.cached_tokens.get(prompt, 0))
 
 
-def token_name(tokenizer: Tokenizer, token_id: int, as_id: bool) -> str:
-    """How logprobs call a token: its text, or with `return_tokens_as_token_ids` "token_id:5"."""
-    return f"token_id:{token_id}" if as_id else tokenizer.token_text(token_id)
+def make_usage(prompt: int, completion: int, cached: int = 0) -> UsageInfo:
+    """From the tokens of the prompt, those of the answer, and those of the prompt that cost nothing."""
+    return UsageInfo(
+        prompt_tokens=prompt,
+        total_tokens=prompt + completion,
+        completion_tokens=completion,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
+    )
 
 
-PromptLogprobs = list[dict[int, PromptLogprob] | None]
+_HOW = {
+    "generate": "serve a model that writes text, without --runner pooling and --convert",
+    "embed": "serve a model with --runner pooling, or one with a classification head with --convert embed",
+    "token_embed": "serve a model with --runner pooling, or one with a classification head with --convert embed",
+    "score": "serve a model with --runner pooling, or one whose classification head has one class",
+    "classify": "serve one with a classification head",
+    "token_classify": "serve one with a classification head",
+    "transcription": "serve a Whisper model",
+    "translation": "serve a Whisper model",
+}
+"""Task -> what would have it."""
 
 
-def prompt_logprobs_json(entries: list[TokenLogprobs | None] | None, tokenizer: Tokenizer) -> PromptLogprobs | None:
-    """vLLM's shape: for each prompt token the tokens that could have stood there, by id; None for the first."""
-    if entries is None:
-        return None
-    result: PromptLogprobs = []
-    for entry in entries:
-        if entry is None:
-            result.append(None)
-            continue
-        ranks = [entry.sampled_rank, *range(1, len(entry.token_ids))]
-        position: dict[int, PromptLogprob] = {}
-        for token_id, logprob, rank in zip(entry.token_ids, entry.logprobs, ranks, strict=True):
-            text = tokenizer.token_text(token_id)
-            position.setdefault(token_id, PromptLogprob(logprob=finite(logprob), rank=rank, decoded_token=text))
-        result.append(position)
-    return result
+def no_task(task: str) -> APIError:
+    """404: the served model cannot do this, whatever the request says."""
+    return not_found(f"This server's model has no {task} task: {_HOW[task]}.", "model")
+
+
+def require_task(config: VllmConfig, task: str) -> None:
+    """Raises APIError 404 when the served model does not have the task."""
+    if task not in config.supported_tasks:
+        raise no_task(task)
 
 
 async def merge_async_iterators(
@@ -104,6 +159,19 @@ async def merge_async_iterators(
         await asyncio.gather(*waiting, return_exceptions=True)
         for iterator in iterators:
             await iterator.aclose()
+
+
+async def collect(engine_client: AsyncLLM, requests: list[EngineCoreRequest]) -> list[RequestOutput]:
+    """The last output of each request, in their order. Raises EngineDeadError, and APIError 503 when one was aborted from
+    outside: half a vector is none, and these answers have no place to say where they were cut off."""
+    found: dict[int, RequestOutput] = {}
+    flows = [engine_client.generate(request) for request in requests]
+    async with aclosing(merge_async_iterators(flows)) as merged:
+        async for index, output in merged:
+            if output.outputs[0].finish_reason == "abort":
+                raise unavailable("The request was aborted before it was finished.")
+            found[index] = output
+    return [found[index] for index in range(len(requests))]
 
 
 class ChunkMaker(Protocol):
@@ -155,7 +223,7 @@ class OpenAIServing:
         model: str,
         receive: Receive,
         add_special_tokens: bool = True,
-    ) -> Batch:
+    ) -> EngineRequests:
         """Tokenize and check every prompt, before a single byte of the answer is sent. Raises InvalidRequestError, and
         ClientGoneError when the client left while its prompts were too long to do that at once."""
         wishes = self._within_limit(wishes)
@@ -178,7 +246,7 @@ class OpenAIServing:
             for engine_request, prompt in zip(requests, prompts, strict=True):
                 self.request_logger.log_inputs(engine_request, prompt)
         as_ids = request.return_tokens_as_token_ids
-        return Batch(
+        return EngineRequests(
             ids,
             model,
             params.n if beam is None else beam.beam_width,
@@ -216,7 +284,7 @@ class OpenAIServing:
             return wishes
         return msgspec.structs.replace(wishes, max_tokens=limit)
 
-    async def outputs(self, batch: Batch) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    async def outputs(self, batch: EngineRequests) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """(number of the prompt, what came) until every answer is finished. Raises EngineDeadError."""
         engine, beam = self.engine_client, batch.beam
         flows = [engine.generate(r) if beam is None else engine.beam_search(r, beam) for r in batch.requests]
@@ -225,7 +293,7 @@ class OpenAIServing:
                 batch.take_note(index, output)
                 yield index, output
 
-    async def full(self, batch: Batch) -> list[RequestOutput]:
+    async def full(self, batch: EngineRequests) -> list[RequestOutput]:
         """The last output of every prompt, with all its answers."""
         finished: dict[int, RequestOutput] = {}
         async with aclosing(self.outputs(batch)) as outputs:
@@ -234,13 +302,13 @@ class OpenAIServing:
         return [finished[index] for index in range(len(batch.requests))]
 
     async def begin_stream(
-        self, request: SamplingRequest, batch: Batch, maker: ChunkMaker, receive: Receive
+        self, request: SamplingRequest, batch: EngineRequests, maker: ChunkMaker, receive: Receive
     ) -> AsyncGenerator[bytes, None]:
         """The stream of `stream`, which has not begun yet, so that a refusal is still an HTTP status of its own."""
         events = self.stream(request, batch, maker, await self.begin_outputs(batch, receive))
         return kept_alive(events, self.args.sse_keep_alive_interval)
 
-    async def begin_outputs(self, batch: Batch, receive: Receive) -> Outputs:
+    async def begin_outputs(self, batch: EngineRequests, receive: Receive) -> Outputs:
         """`outputs`; with structured output when the first one is there: only the engine can tell whether a grammar compiles."""
         outputs = self.outputs(batch)
         if batch.requests[0].sampling_params.structured_outputs is not None:
@@ -250,7 +318,7 @@ class OpenAIServing:
     async def stream(
         self,
         request: SamplingRequest,
-        batch: Batch,
+        batch: EngineRequests,
         maker: ChunkMaker,
         source: AsyncGenerator[tuple[int, RequestOutput], None],
     ) -> AsyncGenerator[bytes, None]:

@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field
 
 from stage02_server.errors import APIError, not_found
-from stage02_server.protocol import Text
+from stage02_server.protocol_types import Text
 
 router = APIRouter()
 MAX_ABORTS = 1000

@@ -11,8 +11,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from stage02_server.errors import APIError
-from stage02_server.protocol import Int32, Int64, RequestModel, Text
+from stage02_server.protocol import RequestModel
 from stage02_server.protocol_response import UsageInfo
+from stage02_server.protocol_types import Int32, Int64, Text
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.sampling_params import RequestOutputKind, SamplingParams
 

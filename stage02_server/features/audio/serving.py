@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import math
 import re
+import time
 import weakref
 from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
 
+import msgspec
 from starlette.requests import Request
 
 from stage02_server.cli_args import FrontendArgs
-from stage02_server.collect import collect
 from stage02_server.disconnects import DECODERS, in_thread, run_until_disconnect
-from stage02_server.errors import APIError
+from stage02_server.errors import APIError, as_reported, error_json
 from stage02_server.features.audio.protocol import (
     AudioUsage,
+    TranscriptionChoice,
+    TranscriptionChunk,
+    TranscriptionDelta,
     TranscriptionRequest,
     TranscriptionResponse,
     TranscriptionVerbose,
@@ -32,12 +37,12 @@ from stage02_server.keep_alive import kept_alive
 from stage02_server.middleware import RequestIds
 from stage02_server.request_logger import RequestLogger
 from stage02_server.server_load import RETRY_AFTER_SECONDS
+from stage02_server.serving_engine import collect, make_usage, require_task
 from stage02_server.serving_models import OpenAIServingModels
-from stage02_server.tasks import require_task
-from stage02_server.transcription_stream import SoundRequest, TranscriptionStream, with_sound
 from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.frontend.async_llm import AsyncLLM
-from stage03_engine.messages import AudioInput
+from stage03_engine.messages import AudioInput, EngineCoreRequest
+from stage03_engine.outputs import CompletionOutput
 from stage03_engine.sampling_params import RequestOutputKind, SamplingParams
 from stagetrace import trace
 
@@ -243,3 +248,72 @@ def _decode(data: bytes) -> tuple[np.ndarray, list[np.ndarray]]:
 
 def _audio_usage(seconds: float) -> AudioUsage:
     return AudioUsage(seconds=math.ceil(seconds))
+
+
+FRAMES_PER_SECOND = 100  # of sound; each counts as a token of the prompt, as in vLLM
+SoundRequest = tuple[EngineCoreRequest, "np.ndarray"]  # what is asked, and the piece of sound that it is about
+
+
+def with_sound(request: EngineCoreRequest, piece: np.ndarray) -> EngineCoreRequest:
+    """The request as it goes to the engine: with a copy of the sound, so it is made when its turn comes."""
+    return msgspec.structs.replace(request, audio=AudioInput(piece.tobytes()))
+
+
+class TranscriptionStream:
+    """The chunks of one answer. `include_usage` ends them with one that holds the usage, `continuous_usage` puts the usage so
+    far into each."""
+
+    def __init__(
+        self,
+        engine_client: AsyncLLM,
+        requests: list[SoundRequest],
+        seconds: float,
+        ids: RequestIds,
+        model: str,
+        kind: Literal["transcription.chunk", "translation.chunk"],
+        include_usage: bool,
+        continuous_usage: bool,
+    ) -> None:
+        self._engine_client, self._requests = engine_client, requests
+        self._ids, self._model, self._kind, self._created = ids, model, kind, int(time.time())
+        self._include_usage, self._continuous_usage = include_usage, continuous_usage
+        prompts = sum(len(request.prompt_token_ids) for request, _ in requests)
+        self._num_prompt, self._num_tokens = prompts + math.ceil(seconds * FRAMES_PER_SECOND), 0
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """A chunk per piece of text; the pieces of sound one after the other, so that the text is in order. Ends behind a
+        piece that was aborted: what follows would hide that something is missing."""
+        aborted = False
+        try:
+            for number, request in enumerate(self._requests, start=1):
+                async with aclosing(self._engine_client.generate(with_sound(*request))) as outputs:
+                    async for output in outputs:
+                        aborted = output.outputs[0].finish_reason == "abort"
+                        is_last = aborted or number == len(self._requests)
+                        yield self._chunk([self._choice(output.outputs[0], is_last)], self._continuous_usage)
+                if aborted:
+                    break
+            if self._include_usage:
+                yield self._chunk([], True)
+        except Exception as error:
+            yield self._event(error_json(as_reported(error, self._ids.response)))
+        yield self._event("[DONE]")
+
+    def _choice(self, answer: CompletionOutput, is_last: bool) -> TranscriptionChoice:
+        self._num_tokens += len(answer.token_ids)
+        reason = answer.finish_reason if is_last else None
+        return TranscriptionChoice(delta=TranscriptionDelta(content=answer.text), finish_reason=reason)
+
+    def _chunk(self, choices: list[TranscriptionChoice], with_usage: bool) -> bytes:
+        chunk = TranscriptionChunk(
+            id=self._ids.response, object=self._kind, created=self._created, model=self._model, choices=choices
+        )
+        if with_usage:
+            chunk.usage = make_usage(self._num_prompt, self._num_tokens)
+        return self._event(chunk.model_dump_json(exclude=None if self._include_usage else {"usage"}))
+
+    def _event(self, data: str) -> bytes:
+        event = f"data: {data}\n\n".encode()
+        if trace.on:
+            trace.emit("sse.chunk", req=self._ids.engine_id(0), cause=self._ids.cause, bytes=len(event))
+        return event

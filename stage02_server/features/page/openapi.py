@@ -10,10 +10,15 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from stage02_server.features.pooling.protocol import EmbeddingResponse, PoolingResponse, RerankResponse, ScoreResponse
+from stage02_server.features.pooling.protocol import (
+    ClassificationResponse,
+    EmbeddingResponse,
+    PoolingResponse,
+    RerankResponse,
+    ScoreResponse,
+)
 from stage02_server.features.responses.protocol_output import ResponsesResponse
 from stage02_server.field_descriptions import describe_fields
-from stage02_server.protocol_classify import ClassificationResponse
 from stage02_server.protocol_response import (
     ChatCompletionResponse,
     CompletionResponse,

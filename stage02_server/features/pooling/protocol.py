@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from stage02_server.protocol import Int32, Int64, RequestModel, Text, TokenIds
-from stage02_server.protocol_chat import ChatMessageParam, ChatTemplateFields
+from stage02_server.protocol import ChatMessageParam, ChatTemplateFields, RequestModel
 from stage02_server.protocol_response import UsageInfo
+from stage02_server.protocol_types import Int32, Int64, Text, TokenIds
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.params.pooling_params import PoolingParams
 
@@ -220,3 +220,31 @@ class RerankResponse(BaseModel):
     model: str
     usage: RerankUsage
     results: list[RerankResult]
+
+
+class ClassificationRequest(InputRequest):
+    """POST /classify."""
+
+    def to_pooling_params(self) -> PoolingParams:
+        """One number per class, as probabilities unless `use_activation` is false."""
+        return PoolingParams(task="classify", normalize=self.use_activation)
+
+
+class ClassificationData(BaseModel):
+    """What one input is: the label of the largest of `probs`, which holds one number for each of `num_classes` classes."""
+
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class ClassificationResponse(BaseModel):
+    """The answer of /classify."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[ClassificationData]
+    usage: UsageInfo

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from stage02_server.features.pooling.protocol import EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
-from stage02_server.protocol_classify import ClassificationRequest
+from stage02_server.features.pooling.protocol import (
+    ClassificationRequest,
+    EmbeddingRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from stage02_server.streaming import answer_of
 
 router = APIRouter()

@@ -26,7 +26,7 @@ from stage02_server.features.pooling.protocol import (
     ScoreResponse,
 )
 from stage02_server.features.pooling.serving import PoolingBatches, Prompt, numbers, usage_of
-from stage02_server.protocol_chat import ChatMessageParam, ChatTemplateFields
+from stage02_server.protocol import ChatMessageParam, ChatTemplateFields
 from stage02_server.protocol_response import UsageInfo
 from stage02_server.serving_models import OpenAIServingModels
 from stage03_engine.errors import InvalidRequestError

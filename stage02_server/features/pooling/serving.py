@@ -12,10 +12,12 @@ from functools import partial
 from starlette.requests import Request
 
 from stage02_server.chat_template import ChatTemplate
-from stage02_server.collect import collect
 from stage02_server.disconnects import in_thread_if_long, run_until_disconnect
 from stage02_server.features.pooling.protocol import (
     MAX_INPUTS,
+    ClassificationData,
+    ClassificationRequest,
+    ClassificationResponse,
     EmbeddingData,
     EmbeddingRequest,
     EmbeddingResponse,
@@ -28,8 +30,8 @@ from stage02_server.features.pooling.protocol import (
 from stage02_server.middleware import RequestIds
 from stage02_server.protocol_response import PromptTokensDetails, UsageInfo
 from stage02_server.request_logger import RequestLogger
+from stage02_server.serving_engine import collect, require_task
 from stage02_server.serving_models import OpenAIServingModels
-from stage02_server.tasks import require_task
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.async_llm import AsyncLLM
 from stage03_engine.messages import EngineCoreRequest
@@ -205,3 +207,20 @@ def _pooled(vectors: list[bytes], task: str, encoding_format: str) -> list[float
     if encoding_format == "base64":
         return _base64(vectors)
     return [numbers(vector) for vector in vectors] if task in TOKEN_TASKS else numbers(vectors[0])
+
+
+class ServingClassification(PoolingBatches):
+    """Labels for texts."""
+
+    async def create_classify(self, request: ClassificationRequest, raw_request: Request) -> ClassificationResponse:
+        """One label per input, and a probability per class. Of equal ones the first class wins."""
+        created, model = int(time.time()), self.check(request, "classify")
+        outputs = await self.run_inputs(request, request.to_pooling_params(), raw_request, model)
+        labels, data = self.engine_client.vllm_config.shape.labels, []
+        for index, output in enumerate(outputs):
+            (vector,) = output.pooled or []
+            probs = numbers(vector)
+            label = labels[probs.index(max(probs))]
+            data.append(ClassificationData(index=index, label=label, probs=probs, num_classes=len(probs)))
+        response_id, usage = raw_request.state.ids.response, usage_of(outputs)
+        return ClassificationResponse(id=response_id, created=created, model=model, data=data, usage=usage)

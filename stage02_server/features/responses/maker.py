@@ -13,10 +13,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from stage02_server.chat_logprobs import chat_logprobs
 from stage02_server.errors import as_api_error
 from stage02_server.features.responses.items import Event, OutputItems, Piece, pieces
-from stage02_server.features.responses.protocol import ResponsesRequest
+from stage02_server.features.responses.protocol import InputItem, ResponsesRequest
 from stage02_server.features.responses.protocol_output import (
     IncompleteDetails,
     InputTokensDetails,
@@ -26,15 +25,15 @@ from stage02_server.features.responses.protocol_output import (
     ResponseUsage,
 )
 from stage02_server.features.tools.answer_parser import AnswerParser
+from stage02_server.logprobs import chat_logprobs
 from stage02_server.protocol_response import ChatLogProb
-from stage02_server.protocol_responses_input import InputItem
-from stage02_server.serving_engine import Batch
+from stage02_server.serving_engine import EngineRequests
 from stage03_engine.frontend.tokenizer import Tokenizer
 from stage03_engine.outputs import CompletionOutput
 from stagetrace import trace
 
 
-def _new_response(request: ResponsesRequest, batch: Batch, store: bool) -> ResponsesResponse:
+def _new_response(request: ResponsesRequest, batch: EngineRequests, store: bool) -> ResponsesResponse:
     params = batch.requests[0].sampling_params
     asked, choice = request.text and request.text.format, request.tool_choice or "auto"
     return ResponsesResponse(
@@ -66,7 +65,12 @@ class ResponseMaker:
     """`response` is always what a client may be told about the response at this moment."""
 
     def __init__(
-        self, request: ResponsesRequest, batch: Batch, tokenizer: Tokenizer, store: bool, parser: AnswerParser | None
+        self,
+        request: ResponsesRequest,
+        batch: EngineRequests,
+        tokenizer: Tokenizer,
+        store: bool,
+        parser: AnswerParser | None,
     ) -> None:
         self.response = _new_response(request, batch, store)
         self._batch, self._tokenizer, self._parser = batch, tokenizer, parser

@@ -17,17 +17,21 @@ from stage02_server.cli_args import FrontendArgs
 from stage02_server.disconnects import run_until_disconnect
 from stage02_server.errors import as_reported
 from stage02_server.features.responses.maker import ResponseMaker
-from stage02_server.features.responses.protocol import LOGPROBS, ResponsesRequest, in_words_of_responses
+from stage02_server.features.responses.protocol import (
+    LOGPROBS,
+    InputItem,
+    ResponsesRequest,
+    in_words_of_responses,
+    to_messages,
+)
 from stage02_server.features.responses.protocol_output import ResponsesResponse
 from stage02_server.features.responses.store import EventLog, ResponseStore, StoredResponse
 from stage02_server.features.tools.chat_answers import ChatAnswers
 from stage02_server.features.tools.tool_choice import with_forced_tool
 from stage02_server.keep_alive import kept_alive
 from stage02_server.middleware import RequestIds
-from stage02_server.protocol import ChatCompletionRequest
-from stage02_server.protocol_chat import ChatMessageParam
-from stage02_server.protocol_responses_input import InputItem, to_messages
-from stage02_server.serving_engine import Batch, OpenAIServing, Outputs
+from stage02_server.protocol import ChatCompletionRequest, ChatMessageParam
+from stage02_server.serving_engine import EngineRequests, OpenAIServing, Outputs
 from stage02_server.serving_models import OpenAIServingModels
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.async_llm import AsyncLLM
@@ -153,7 +157,9 @@ class OpenAIServingResponses(OpenAIServing):
                     trace.emit("sse.chunk", req=ids.engine_id(0), cause=ids.cause, bytes=len(event))
                 yield event
 
-    def _in_background(self, entry: StoredResponse, maker: ResponseMaker, batch: Batch, stream: bool) -> Answer:
+    def _in_background(
+        self, entry: StoredResponse, maker: ResponseMaker, batch: EngineRequests, stream: bool
+    ) -> Answer:
         entry.log = EventLog() if stream else None
         self._store.add(entry)
         created = maker.response.model_copy()  # queued; the task changes the other one
@@ -163,7 +169,7 @@ class OpenAIServingResponses(OpenAIServing):
             return created
         return kept_alive(self._sent(entry.log.read(0), batch.ids), self.args.sse_keep_alive_interval)
 
-    async def _work(self, entry: StoredResponse, maker: ResponseMaker, batch: Batch) -> None:
+    async def _work(self, entry: StoredResponse, maker: ResponseMaker, batch: EngineRequests) -> None:
         async with aclosing(
             _until_failure(self._events(maker, self.outputs(batch), entry, keep=True), maker)
         ) as events:

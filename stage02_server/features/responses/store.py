@@ -8,8 +8,8 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
 from stage02_server.errors import APIError, not_found
+from stage02_server.features.responses.protocol import InputItem
 from stage02_server.features.responses.protocol_output import ResponsesResponse
-from stage02_server.protocol_responses_input import InputItem
 from stage02_server.server_load import RETRY_AFTER_SECONDS
 from stagetrace import trace
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from stage02_server.cli_args import FrontendArgs
 from stage02_server.features.tools.answer_parser import AnswerDelta, AnswerParser
+from stage02_server.features.tools.fields import NamedToolChoice
 from stage02_server.features.tools.reasoning_parsers import REASONING_PARSERS
 from stage02_server.features.tools.tool_parsers import TOOL_PARSERS, NamedToolParser, RequiredToolParser
 from stage02_server.protocol import ChatCompletionRequest
-from stage02_server.protocol_chat import NamedToolChoice
 from stage02_server.protocol_response import FunctionCall, ToolCall
 from stage03_engine.errors import ConfigError, InvalidRequestError
 

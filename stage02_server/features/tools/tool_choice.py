@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from stage02_server.protocol_chat import NamedToolChoice, ToolChoice, ToolParam
+from stage02_server.features.tools.fields import NamedToolChoice, ToolChoice, ToolParam
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.features.beam_search import BeamSearchParams
 from stage03_engine.params.structured_outputs import StructuredOutputsParams
