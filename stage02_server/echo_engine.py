@@ -72,8 +72,8 @@ class EchoCoreClient(AsyncEngineCoreClient):
 
     def _next(self, running: _Running) -> EngineCoreOutput:
         request, params = running.request, running.request.sampling_params
-        if request.pooling_params is not None:
-            return self._pooled(request, request.pooling_params)
+        if isinstance(request.task, PoolingParams):
+            return self._pooled(request, request.task)
         token = request.prompt_token_ids[running.num_output_tokens % len(request.prompt_token_ids)]
         running.num_output_tokens += 1
         output = EngineCoreOutput(request.request_id, [token])
@@ -81,7 +81,8 @@ class EchoCoreClient(AsyncEngineCoreClient):
             output.queued_seconds = 0.0
             if params.prompt_logprobs is not None:
                 rest = request.prompt_token_ids[1:]
-                output.prompt_logprobs = [self._logprobs(i, self._likely(i, params.prompt_logprobs)) for i in rest]
+                entries = [self._logprobs(i, self._likely(i, params.prompt_logprobs)) for i in rest]
+                output.result = {"prompt_logprobs": entries}
         if params.num_logprobs is not None:
             named = params.logprob_token_ids
             output.new_logprobs = [
@@ -107,7 +108,7 @@ class EchoCoreClient(AsyncEngineCoreClient):
             lengths = [math.hypot(*vector) or 1.0 for vector in vectors]
             vectors = [[x / length for x in vector] for vector, length in zip(vectors, lengths)]
         pooled = [array("f", vector).tobytes() for vector in vectors]
-        return EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.STOP, pooled=pooled)
+        return EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.STOP, result={"pooled": pooled})
 
     def _likely(self, token: int, k: int) -> list[int]:
         """The echo's own token, and the k - 1 ids that follow it."""

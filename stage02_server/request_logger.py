@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from stage03_engine.messages import EngineCoreRequest
+from stage03_engine.params.pooling_params import PoolingParams
 
 logger = logging.getLogger(__name__)
 
@@ -22,5 +23,5 @@ class RequestLogger:
         ids = request.prompt_token_ids[: self._max_log_len]
         logger.info(
             "Received request %s: prompt: %r, prompt_token_ids: %s, params: %s",
-            request.request_id, text, ids, request.pooling_params or request.sampling_params,
+            request.request_id, text, ids, request.task if isinstance(request.task, PoolingParams) else request.sampling_params,
         )  # fmt: skip

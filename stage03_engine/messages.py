@@ -3,21 +3,33 @@
 Input  (front end ROUTER -> engine DEALER): [request type, payload]
 Output (engine PUSH -> front end PULL):     [payload], or [ENGINE_CORE_DEAD, reason]
 
-A `cause` field carries the trace reference ("pid:seq") of the event that sent the message.
+What a feature sends along travels as plain msgpack in `EngineCoreRequest.task` and `EngineCoreOutput.result`; the feature
+itself gives it a type again (`payload`), so that this file need not know any. A `cause` field carries the trace reference ("pid:seq") of the event that sent the message.
 Source: vllm/v1/engine/__init__.py and vllm/v1/serial_utils.py.
 """
 
 from __future__ import annotations
 
 import enum
+from typing import Any, TypeVar
 
 import msgspec
 
 from stage03_engine.config import VllmConfig
-from stage03_engine.params.pooling_params import PoolingParams
 from stage03_engine.sampling_params import SamplingParams
 
 ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
+
+
+T = TypeVar("T")
+
+
+def payload(value: Any, kind: type[T]) -> T:
+    """A `task` or a part of a `result` as what it was before it travelled. Raises msgspec.ValidationError if it is not that.
+
+    Between two halves in one process nothing is encoded, and the object itself arrives.
+    """
+    return msgspec.convert(value, kind)
 
 
 class EngineCoreRequestType(enum.Enum):
@@ -42,14 +54,6 @@ class FinishReason(enum.IntEnum):
         return self.name.lower()
 
 
-class AudioInput(msgspec.Struct, array_like=True, gc=False):
-    """What a model that listens is to hear, and whether it is to say when."""
-
-    samples: bytes  # float32, 16,000 numbers per second, at most 30 seconds
-    timestamps_from: int | None = None  # the id of the token for 0.00 seconds; None: text without timestamps
-    word_timestamps: bool = False  # only with timestamps_from: also the time of each token
-
-
 class EngineCoreRequest(msgspec.Struct, array_like=True, gc=False):
     """One request, as the engine core receives it: token ids only, no text."""
 
@@ -61,8 +65,9 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, gc=False):
     priority: int = 0  # a smaller number goes first, under --scheduling-policy priority
     cache_salt: str | None = None  # only requests with the same salt share cached prefixes
     cause: str | None = None
-    pooling_params: PoolingParams | None = None  # a pooling request: it ends with its prompt, in vectors
-    audio: AudioInput | None = None  # for a model that listens
+    task: Any = (
+        None  # what it asks for instead of text, or besides the prompt: PoolingParams, AudioInput (see `payload`)
+    )
 
 
 class AbortRequests(msgspec.Struct, array_like=True, gc=False):
@@ -96,13 +101,6 @@ class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
     sampled_rank: int
 
 
-class SpeechDetails(msgspec.Struct, array_like=True, gc=False):
-    """What a model that listens says besides the text, at the end of a request with timestamps."""
-
-    no_speech_prob: float  # how likely it is that nobody speaks, in [0, 1]
-    token_ends: list[float] | None = None  # with word_timestamps: when each output token ends, in seconds
-
-
 class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False, omit_defaults=True):
     """What one step added to one request."""
 
@@ -116,13 +114,9 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False, omit_defaults=
     )
     error: str | None = None  # with FinishReason.ERROR
     num_cached_tokens: int = 0  # prompt tokens that were found in the prefix cache
-    prompt_logprobs: list[TokenLogprobs] | None = (
-        None  # with the first token only: one entry per prompt token but the first
-    )
     error_param: str | None = None  # the field of the request to blame for the error; None: nobody's fault
     ended_by_grammar: bool = False  # with FinishReason.STOP: the newest token is text, unlike a stop token
-    pooled: list[bytes] | None = None  # of a pooling request: vectors of float32, each as its bytes
-    speech: SpeechDetails | None = None  # with the last token
+    result: dict[str, Any] | None = None  # what features add, by name: "pooled", "speech", "prompt_logprobs"
 
 
 class SpecDecodingStats(msgspec.Struct, array_like=True, gc=False):

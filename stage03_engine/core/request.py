@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from stage03_engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, TokenLogprobs
+from stage03_engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, TokenLogprobs, payload
+from stage03_engine.params.pooling_params import PoolingParams
 from stagetrace import trace
 
 
@@ -38,7 +39,7 @@ class Request:
         self.num_cached_tokens = 0  # found in the prefix cache when it was first admitted
         self.request_id = message.request_id
         self.sampling_params = message.sampling_params
-        self.pooling_params = message.pooling_params
+        self.task = message.task
         self.seed = seed  # the client's, or one of the engine's own
         self.eos_token_id = message.eos_token_id
         self.num_prompt_tokens = len(message.prompt_token_ids)
@@ -74,7 +75,7 @@ class Request:
             "priority": self.priority,
             "prompt_logprobs": params.prompt_logprobs is not None,
             "grammar": params.structured_outputs is not None,
-            "pooling": None if self.pooling_params is None else msgspec.structs.asdict(self.pooling_params),
+            "pooling": None if self.task is None else msgspec.structs.asdict(payload(self.task, PoolingParams)),
         }
 
     @property
@@ -86,7 +87,7 @@ class Request:
     @property
     def skip_reading_prefix_cache(self) -> bool:
         """True while the request needs what the prefix cache does not have: logits, or hidden states, of its prompt."""
-        pools_all = self.pooling_params is not None and self.pooling_params.needs_all_tokens
+        pools_all = self.task is not None and payload(self.task, PoolingParams).needs_all_tokens
         return self.misses_prompt_logprobs or pools_all
 
     def add_prompt_logprobs(self, start: int, entries: list[TokenLogprobs]) -> None:
@@ -128,7 +129,9 @@ def take_sampled(
     reason, stop_reason = stop or (None, None)
     output = EngineCoreOutput(request.request_id, taken, finish_reason=reason, stop_reason=stop_reason)
     output.new_logprobs = None if logprobs is None else logprobs[: len(taken)]
-    output.num_cached_tokens, output.prompt_logprobs = request.num_cached_tokens, request.take_prompt_logprobs()
+    output.num_cached_tokens = request.num_cached_tokens
+    if (entries := request.take_prompt_logprobs()) is not None:
+        output.result = {"prompt_logprobs": entries}
     return output
 
 

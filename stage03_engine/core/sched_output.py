@@ -5,10 +5,11 @@ Source: vllm/v1/core/sched/output.py (SchedulerOutput), vllm/v1/outputs.py (Mode
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from stage03_engine.messages import TokenLogprobs
-from stage03_engine.params.pooling_params import PoolingParams
 from stage03_engine.sampling_params import SamplingParams
 
 
@@ -22,7 +23,7 @@ class NewRequestData(msgspec.Struct, array_like=True, gc=False):
     seed: int
     block_ids: list[int]
     num_computed_tokens: int
-    pooling_params: PoolingParams | None = None
+    task: Any = None  # of the request
 
 
 class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):

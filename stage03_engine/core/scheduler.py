@@ -264,7 +264,7 @@ class Scheduler:
         output.scheduled_new_reqs.append(
             NewRequestData(
                 request_id, request.all_token_ids, request.num_prompt_tokens, request.sampling_params, request.seed,
-                new_blocks, computed, request.pooling_params,
+                new_blocks, computed, request.task,
             )
         )  # fmt: skip
 

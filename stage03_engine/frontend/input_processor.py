@@ -131,7 +131,7 @@ class InputProcessor:
             arrival_time=time.monotonic(),
             priority=priority,
             cache_salt=cache_salt,
-            pooling_params=msgspec.structs.replace(params, needs_all_tokens=kind != "LAST"),
+            task=msgspec.structs.replace(params, needs_all_tokens=kind != "LAST"),
         )
 
     def _check_task(self, params: PoolingParams) -> None:

@@ -12,8 +12,9 @@ from stage03_engine.frontend.detokenizer import IncrementalDetokenizer
 from stage03_engine.frontend.features.parallel_sampling import ParentRequest
 from stage03_engine.frontend.stats import CompletedStats, IterationStats, RequestStats
 from stage03_engine.frontend.tokenizer import Tokenizer
-from stage03_engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, SpeechDetails, TokenLogprobs
+from stage03_engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, TokenLogprobs, payload
 from stage03_engine.outputs import CompletionOutput, RequestOutput
+from stage03_engine.params.audio import SpeechDetails
 from stage03_engine.params.repetition_detection import REPETITION_DETECTED, find_repetition
 from stage03_engine.sampling_params import RequestOutputKind
 from stagetrace import trace
@@ -202,12 +203,14 @@ class OutputProcessor:
             count = state.detokenizer.num_tokens - len(state.token_ids)
         state.token_ids.extend(output.new_token_ids[:count])
         state.num_cached_tokens = output.num_cached_tokens
-        state.pooled, state.speech = output.pooled, output.speech
+        result = output.result or {}
+        state.pooled = result.get("pooled")
+        state.speech = payload(result["speech"], SpeechDetails) if "speech" in result else None
         if state.logprobs is not None and output.new_logprobs:
             state.logprobs.extend(output.new_logprobs[:count])
             state.cumulative_logprob += sum(entry.logprobs[0] for entry in output.new_logprobs[:count])
-        if output.prompt_logprobs is not None:
-            state.prompt_logprobs = [None, *output.prompt_logprobs]
+        if "prompt_logprobs" in result:
+            state.prompt_logprobs = [None, *payload(result["prompt_logprobs"], list[TokenLogprobs])]
         if trace.on:
             new = max(0, state.detokenizer.safe - before)
             trace.emit(

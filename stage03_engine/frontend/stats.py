@@ -77,7 +77,9 @@ class IterationStats:
         if num_new_tokens:
             request.last_token = self.now
             request.num_output_tokens += num_new_tokens
-        if output.pooled is not None:  # no token came, so nothing above has counted the prompt
+        if (
+            output.result is not None and "pooled" in output.result
+        ):  # no token came, so nothing above has counted the prompt
             self.num_prompt_tokens += request.num_prompt_tokens
             self.queue_seconds += [] if output.queued_seconds is None else [output.queued_seconds]
         if reason is not None:

@@ -48,7 +48,7 @@ def made_up_request(queued: Event, block_size: int) -> Request:
     pooling = params.pop("pooling", None)  # recordings from before there was pooling lack it
     tokens = made_up_tokens(0, length, queued.args["block_hashes"], block_size)
     message = EngineCoreRequest(queued.req or "", tokens, SamplingParams(**params), eos, priority=priority)
-    message.pooling_params = None if pooling is None else PoolingParams(**pooling)
+    message.task = None if pooling is None else PoolingParams(**pooling)
     return Request(message, seed=0)
 
 

@@ -21,7 +21,8 @@ from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.core.features.whisper.whisper_core import WhisperCore
 from stage03_engine.core.features.whisper.whisper_timestamps import align, apply_timestamp_rules, median_filter
 from stage03_engine.errors import InvalidRequestError
-from stage03_engine.messages import AudioInput, EngineCoreRequest
+from stage03_engine.messages import EngineCoreRequest
+from stage03_engine.params.audio import AudioInput
 from stage03_engine.sampling_params import SamplingParams
 
 EOS, FIRST_TIME, VOCAB = 10, 14, 30
@@ -71,12 +72,12 @@ def test_words_need_a_model_that_says_which_heads_follow_the_sound(tmp_path: Pat
     start = settings["decoder_start_token_id"]
     audio = AudioInput(np.zeros(1600, np.float32).tobytes(), settings["no_timestamps_token_id"] + 1, True)
     with pytest.raises(InvalidRequestError, match="alignment_heads"):
-        core.add_request(EngineCoreRequest("a", [start], SamplingParams(), audio=audio))
+        core.add_request(EngineCoreRequest("a", [start], SamplingParams(), task=audio))
     audio.word_timestamps = False
-    core.add_request(EngineCoreRequest("a", [start], SamplingParams(max_tokens=1), audio=audio))
+    core.add_request(EngineCoreRequest("a", [start], SamplingParams(max_tokens=1), task=audio))
     (output,) = core.step().outputs
-    assert output.speech is not None and output.speech.token_ends is None
+    assert output.result is not None and output.result["speech"].token_ends is None
     # A prompt without the start token that the model's config names is answered all the same.
-    core.add_request(EngineCoreRequest("b", [start + 1], SamplingParams(max_tokens=1), audio=audio))
+    core.add_request(EngineCoreRequest("b", [start + 1], SamplingParams(max_tokens=1), task=audio))
     (output,) = core.step().outputs
-    assert output.speech is not None and 0 <= output.speech.no_speech_prob <= 1
+    assert output.result is not None and 0 <= output.result["speech"].no_speech_prob <= 1

@@ -41,8 +41,9 @@ from stage02_server.serving_engine import collect, make_usage, require_task
 from stage02_server.serving_models import OpenAIServingModels
 from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.frontend.async_llm import AsyncLLM
-from stage03_engine.messages import AudioInput, EngineCoreRequest
+from stage03_engine.messages import EngineCoreRequest
 from stage03_engine.outputs import CompletionOutput
+from stage03_engine.params.audio import AudioInput
 from stage03_engine.sampling_params import RequestOutputKind, SamplingParams
 from stagetrace import trace
 
@@ -150,7 +151,7 @@ class ServingTranscription:
         )
         start = [self._token("startoftranscript")]
         request = self.engine_client.input_processor.process_inputs(request_id, start, params)
-        request.audio = AudioInput(piece.tobytes())
+        request.task = AudioInput(piece.tobytes())
         (output,) = await collect(self.engine_client, [request])
         language = next(name for name, token in self._languages.items() if token == output.outputs[0].token_ids[0])
         if trace.on:
@@ -219,8 +220,7 @@ class ServingTranscription:
         while start < len(samples):
             piece = samples[start : start + LONGEST]
             made = with_sound(*ask(index, piece))
-            assert made.audio is not None
-            made.audio.timestamps_from, made.audio.word_timestamps = timestamps_from, request.wants_words
+            made.task.timestamps_from, made.task.word_timestamps = timestamps_from, request.wants_words
             (output,) = await collect(self.engine_client, [made])
             heard = transcript.add(output, Piece(start / SAMPLE_RATE, len(piece) / SAMPLE_RATE))
             start, index = start + max(1, round(heard * SAMPLE_RATE)), index + 1
@@ -256,7 +256,7 @@ SoundRequest = tuple[EngineCoreRequest, "np.ndarray"]  # what is asked, and the 
 
 def with_sound(request: EngineCoreRequest, piece: np.ndarray) -> EngineCoreRequest:
     """The request as it goes to the engine: with a copy of the sound, so it is made when its turn comes."""
-    return msgspec.structs.replace(request, audio=AudioInput(piece.tobytes()))
+    return msgspec.structs.replace(request, task=AudioInput(piece.tobytes()))
 
 
 class TranscriptionStream:

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.input_batch import InputBatch
 from stage03_engine.core.sched_output import SchedulerOutput
+from stage03_engine.messages import payload
 from stage03_engine.params.pooling_params import TOKEN_TASKS, PoolingParams, PoolingRule
 from stagetrace import trace
 
@@ -88,7 +89,7 @@ class Pooler:
             self._states.pop(request_id, None)
         for new in scheduler_output.scheduled_new_reqs:
             if new.request_id not in self._states:
-                rule = make_rule(new.pooling_params or PoolingParams(), self._config)
+                rule = make_rule(payload(new.task or PoolingParams(), PoolingParams), self._config)
                 self._states[new.request_id] = PoolingState(rule, new.num_prompt_tokens)
 
     def pool(

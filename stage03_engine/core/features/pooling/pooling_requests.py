@@ -23,7 +23,7 @@ def end_pooled(
             numbers = len(vectors[0]) // 4
             trace.emit("sched.pooled", req=request_id, step=output.step, vectors=len(vectors), dimensions=numbers)
         ended = EngineCoreOutput(request_id, [], finish_reason=FinishReason.STOP)
-        ended.num_cached_tokens, ended.pooled = request.num_cached_tokens, vectors
+        ended.num_cached_tokens, ended.result = request.num_cached_tokens, {"pooled": vectors}
         outputs.append(ended)
         scheduler._finish(request, FinishReason.STOP, "pooled")
     return outputs

@@ -22,14 +22,14 @@ from stage03_engine.core.logits_rules import RowRules, make_rules
 from stage03_engine.core.request import Request, append_tokens
 from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.messages import (
-    AudioInput,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
     SchedulerStats,
-    SpeechDetails,
     TokenLogprobs,
+    payload,
 )
+from stage03_engine.params.audio import AudioInput, SpeechDetails
 from stage04_kernels.sampler import SamplingMetadata, gather_logprobs, sample
 from stagetrace import trace
 
@@ -106,9 +106,10 @@ class WhisperCore:
     def add_request(self, message: EngineCoreRequest) -> None:
         """Queue a request. Raises ValueError when its id is in use, InvalidRequestError when it brings no audio, or wants the
         times of words from a model that cannot tell them."""
-        if message.audio is None:
+        if message.task is None:
             raise InvalidRequestError("This model listens: a request needs audio.", "file")
-        if message.audio.word_timestamps and not getattr(self.model.generation_config, "alignment_heads", None):
+        audio = payload(message.task, AudioInput)
+        if audio.word_timestamps and not getattr(self.model.generation_config, "alignment_heads", None):
             raise InvalidRequestError(
                 "This model cannot tell when a word was said: its generation_config.json names no alignment_heads. "
                 "Ask for the timestamps of segments.",
@@ -119,7 +120,7 @@ class WhisperCore:
         seed = message.sampling_params.seed
         request = Request(message, self._seeds.getrandbits(63) if seed is None else seed)
         rules = RowRules.of(message.sampling_params, self.config.shape.vocab_size)
-        self._listening[message.request_id] = Listening(request, message.audio, rules)
+        self._listening[message.request_id] = Listening(request, audio, rules)
 
     def abort_requests(self, request_ids: list[str]) -> None:
         """End requests at once; unknown ids are ignored."""
@@ -183,7 +184,7 @@ class WhisperCore:
         output = EngineCoreOutput(request.request_id, tokens, logprobs, finish_reason=reason, stop_reason=stop_reason)
         output.queued_seconds = 0.0 if request.num_output_tokens == 1 else None
         if stop is not None and listening.audio.timestamps_from is not None:
-            output.speech = self._speech(listening)
+            output.result = {"speech": self._speech(listening)}
         return output
 
     def _encode(self, listening: Listening) -> Any:
