@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import os
 
+import httpx
+from patience import PATIENCE
+
 # Before any library is imported: tests never reach a hub, and compute threads do not spin on a shared machine.
 # Triton kernels are interpreted: they run on any machine, and slowly.
 os.environ["TRITON_INTERPRET"] = "1"
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="0")
 for _name in [name for name in os.environ if name.startswith("STAGES_")]:
     del os.environ[_name]  # settings of whoever runs the tests must not decide them
+for _part in ("connect", "read", "write", "pool"):  # httpx gives up after 5 seconds, which a busy machine may take
+    setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, _part, PATIENCE)
 os.environ["STAGES_CHECK_INVARIANTS"] = "1"  # in every engine that a test starts, also in its own process

@@ -12,6 +12,7 @@ import threading
 from typing import Any
 
 import httpx
+from patience import PATIENCE
 from prometheus_client import CollectorRegistry
 
 from stage02_server.api_server import build_app, init_app_state
@@ -72,7 +73,7 @@ class InProcessServer:
         await self.engine.start()
 
     def run(self, work: Any) -> Any:
-        return self.loop.run_until_complete(asyncio.wait_for(work, 20))
+        return self.loop.run_until_complete(asyncio.wait_for(work, PATIENCE))
 
     async def send(self, method: str, path: str, **how: Any) -> httpx.Response:
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
@@ -153,7 +154,7 @@ class ServerProcess:
 
     def wait_for(self, pattern: str) -> re.Match[str]:
         """The first line of the log, from here on, that matches."""
-        while (line := self._queue.get(timeout=30)) is not None:
+        while (line := self._queue.get(timeout=PATIENCE)) is not None:
             if match := re.search(pattern, line):
                 return match
         raise AssertionError(f"ended without a line like {pattern!r}: {self.lines}")
@@ -164,8 +165,8 @@ class ServerProcess:
 
     def wait(self) -> int:
         """The exit code."""
-        code = self.process.wait(timeout=30)
-        self._reader.join(timeout=30)
+        code = self.process.wait(timeout=PATIENCE)
+        self._reader.join(timeout=PATIENCE)
         return code
 
     def close(self) -> None:

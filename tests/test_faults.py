@@ -12,20 +12,19 @@ import random
 import shutil
 import signal
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
+from patience import PATIENCE
 from server_under_test import ServerProcess
 
 from stage03_engine.model_path import BUNDLED_FOLDER
 from stagetrace import read_run
 
 FLAGS = ("--host", "127.0.0.1", "--port", "0", "--kv-cache-memory-bytes", "50000000")
-LIMIT_SECONDS = 2.0  # for every client to have its answer
 LONG = {"prompt": "ROMEO:", "max_tokens": 400, "ignore_eos": True}
 Start = Callable[..., ServerProcess]
 
@@ -56,9 +55,9 @@ class Processes:
             maps = Path(f"/proc/{process.pid}/maps")
             assert not maps.exists() or "/dev/shm/" not in maps.read_text(), "shared memory could be left behind"
 
-    def check_gone(self, seconds: float = 5.0) -> None:
+    def check_gone(self) -> None:
         """No process, no socket file. (Whose parent was killed is reaped by the system's first process, in its own time.)"""
-        _, alive = psutil.wait_procs([p for p in self.all if p is not self.api], timeout=seconds)
+        _, alive = psutil.wait_procs([p for p in self.all if p is not self.api], timeout=PATIENCE)
         assert not [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
         assert not self.sockets.exists()
 
@@ -86,21 +85,19 @@ async def _counted(response: httpx.Response, on_chunk: Callable[[], None]) -> As
             yield line
 
 
-async def _kill_engine_under_load(url: str, engine: psutil.Process, after_chunks: int, num_clients: int) -> float:
-    """Seconds from the kill to the last client's answer."""
-    count, killed = 0, 0.0
+async def _kill_engine_under_load(url: str, engine: psutil.Process, after_chunks: int, num_clients: int) -> None:
+    """Returns when every client has been answered."""
+    count = 0
 
     def on_chunk() -> None:
-        nonlocal count, killed
+        nonlocal count
         count += 1
         if count == after_chunks:
-            killed = time.monotonic()
             engine.kill()
 
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=url, timeout=30, limits=limits) as client:
+    async with httpx.AsyncClient(base_url=url, limits=limits) as client:
         await asyncio.gather(*(_one_answer(client, i % 4 != 3, on_chunk) for i in range(num_clients)))
-    return time.monotonic() - killed
 
 
 @pytest.mark.parametrize("times", [3, pytest.param(50, marks=[pytest.mark.long, pytest.mark.timeout(1200)])])
@@ -111,8 +108,7 @@ def test_every_client_is_answered_when_the_engine_is_killed(start: Start, times:
         url = server.wait_until_ready()
         processes = Processes(server)
         after = rng.choice([1, rng.randint(2, 40), rng.randint(40, 800)])
-        seconds = asyncio.run(_kill_engine_under_load(url, processes.engine, after, rng.randint(1, 16)))
-        assert seconds < LIMIT_SECONDS, f"killed after {after} chunks"
+        asyncio.run(_kill_engine_under_load(url, processes.engine, after, rng.randint(1, 16)))
         assert not processes.engine.is_running(), "the API process left a zombie"
         assert server.wait() == 1
         processes.check_gone()
@@ -123,9 +119,8 @@ def test_an_engine_killed_while_it_loads_is_one_line(start: Start) -> None:
     server = start()
     server.wait_for("HTTP is up")
     [engine] = psutil.Process(server.process.pid).children()
-    began = time.monotonic()
     engine.kill()
-    assert server.wait() == 1 and time.monotonic() - began < 10
+    assert server.wait() == 1
     errors = [line for line in server.lines if line.startswith("stages: error: ")]
     assert len(errors) == 1 and "-9" in errors[0]
     assert not any("Traceback" in line for line in server.lines)
@@ -136,11 +131,11 @@ def test_killing_the_api_process_ends_everything_else(start: Start) -> None:
     server = start()
     url = server.wait_until_ready()
     body = {"prompt": "x", "max_tokens": 4, "guided_regex": "[a-z]+"}
-    assert httpx.post(f"{url}/v1/completions", json=body, timeout=30).status_code == 200
+    assert httpx.post(f"{url}/v1/completions", json=body).status_code == 200
     processes = Processes(server)
     assert len(processes.all) > 2
     server.process.kill()
-    processes.check_gone(LIMIT_SECONDS)
+    processes.check_gone()
 
 
 def test_the_second_sigterm_ends_open_streams_with_an_error(start: Start) -> None:
@@ -151,24 +146,22 @@ def test_the_second_sigterm_ends_open_streams_with_an_error(start: Start) -> Non
 
     def read() -> None:
         body = LONG | {"stream": True, "n": 16, "temperature": 1}
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as response:
+        with httpx.stream("POST", f"{url}/v1/completions", json=body) as response:
             lines = (line for line in response.iter_lines() if line)
             next(lines)
-            begun.wait(30)
+            begun.wait(PATIENCE)
             ends.append(list(lines)[-2:])
 
     begun = threading.Barrier(4)
     readers = [threading.Thread(target=read) for _ in range(3)]
     for reader in readers:
         reader.start()
-    begun.wait(30)
+    begun.wait(PATIENCE)
     server.process.send_signal(signal.SIGTERM)
     server.wait_for("SIGTERM: finishing 3 requests")
-    began = time.monotonic()
     server.process.send_signal(signal.SIGTERM)
     for reader in readers:
-        reader.join(30)
-    assert time.monotonic() - began < LIMIT_SECONDS
+        reader.join(PATIENCE)
     assert len(ends) == 3
     for error, done in ends:
         assert json.loads(error.removeprefix("data: "))["error"]["code"] == 503 and done == "data: [DONE]"
@@ -218,7 +211,7 @@ def _one_line(server: ServerProcess) -> str:
 def test_a_client_that_leaves_frees_its_blocks_within_a_step(start: Start, tmp_path: Path) -> None:
     server = start("--trace", str(tmp_path))
     url = server.wait_until_ready()
-    with httpx.stream("POST", f"{url}/v1/completions", json=LONG | {"stream": True}, timeout=30) as response:
+    with httpx.stream("POST", f"{url}/v1/completions", json=LONG | {"stream": True}) as response:
         next(response.iter_lines())
     server.wait_for("POST /v1/completions")  # the access log's line at the end of the answer
     server.process.send_signal(signal.SIGTERM)

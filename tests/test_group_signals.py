@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import httpx
 import psutil
 import pytest
+from patience import PATIENCE
 from server_under_test import ServerProcess
 
 FLAGS = ("gpt2-tiny", "--host", "127.0.0.1", "--port", "0", "--kv-cache-memory-bytes", "50000000")
@@ -28,10 +29,10 @@ def test_running_requests_finish_all_the_same(server: ServerProcess) -> None:
     """With everything that they need: the engine, and the process of the grammar under which the answer stands."""
     url = server.wait_until_ready()
     body = {
-        "messages": [{"role": "user", "content": "ROMEO:"}], "max_tokens": 120, "ignore_eos": True, "stream": True,
+        "messages": [{"role": "user", "content": "ROMEO:"}], "max_tokens": 450, "ignore_eos": True, "stream": True,
         "structured_outputs": {"regex": "[a-z ]{2000}"},
     }  # fmt: skip
-    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=30) as response:
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body) as response:
         lines = (line for line in response.iter_lines() if line)
         next(lines)
         children = psutil.Process(server.process.pid).children(recursive=True)
@@ -42,7 +43,7 @@ def test_running_requests_finish_all_the_same(server: ServerProcess) -> None:
     assert done == "data: [DONE]"
     assert json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
     assert server.wait() == 0
-    assert psutil.wait_procs(children, timeout=5)[1] == []
+    assert psutil.wait_procs(children, timeout=PATIENCE)[1] == []
 
 
 def test_ctrl_c_while_the_engine_starts(server: ServerProcess) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 from server_under_test import ServerProcess
 
 import stage03_engine.__main__
@@ -86,7 +87,7 @@ def test_command(command: str, request: pytest.FixtureRequest, tmp_path: Path) -
         env=os.environ | {"PATH": path},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
     )
     assert result.returncode == 0, result.stderr
 

@@ -142,7 +142,7 @@ def test_a_server_that_refuses_the_first_request_is_not_measured(
     assert main(["bench", "serve", "--port", str(server.server_port), "--input-len", "5"]) == 2
     assert capsys.readouterr().err.endswith("length is 9. See --input-len and --output-len.\n")
     server.faults = ["refuse", "refuse"]
-    assert bench(server, tmp_path, "--ready-check-timeout-sec", "20")[0] == 0  # and this one waits
+    assert bench(server, tmp_path, "--ready-check-timeout-sec", "300")[0] == 0  # and this one waits
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "nonsense", "http://[::1"])

@@ -14,6 +14,7 @@ from http.server import ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from patience import PATIENCE
 from stub_server import StubHandler, running
 
 from stage01_cli.main import main
@@ -178,7 +179,7 @@ def test_ctrl_c_ends_a_long_answer_and_the_chat_goes_on(server: StubServer) -> N
             assert process.stdout.read(len("> You said: hang!")) == "> You said: hang!"
             process.send_signal(signal.SIGINT)
             assert process.stdout.read(len("\n> ")) == "\n> "
-            output, error = process.communicate("again\n", timeout=30)
+            output, error = process.communicate("again\n", timeout=PATIENCE)
         finally:
             process.kill()
     assert (process.returncode, output, error) == (0, "You said: again!\n> \n", "")
@@ -254,7 +255,7 @@ def test_ctrl_c_in_a_long_answer_ends_quietly(server: StubServer) -> None:
         try:
             assert process.stdout.read(len("You said: hang!")) == "You said: hang!"
             process.send_signal(signal.SIGINT)
-            _, error = process.communicate(timeout=30)
+            _, error = process.communicate(timeout=PATIENCE)
         finally:
             process.kill()
     assert (process.returncode, error) == (130, "")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 
 from stage01_cli.main import COMMANDS
 
@@ -25,7 +25,11 @@ def environment(**changes: str) -> dict[str, str]:
 def stages(*words: str, module: str = "stage01_cli", **changes: str) -> subprocess.CompletedProcess[str]:
     """Run `python -m stage01_cli ...` to its end."""
     return subprocess.run(
-        [sys.executable, "-m", module, *words], env=environment(**changes), capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", module, *words],
+        env=environment(**changes),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
     )
 
 
@@ -82,16 +86,6 @@ def test_only_the_chosen_command_is_imported() -> None:
         done.stderr.strip()
         == "['stage01_cli', 'stage01_cli.types', 'stage01_cli.main', 'stage01_cli.tools.collect_env']"
     )
-
-
-def test_help_takes_less_than_a_third_of_a_second_of_cpu_time() -> None:
-    def cpu_seconds() -> float:
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        stages("--help")
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-    assert min(cpu_seconds() for _ in range(3)) < 0.3
 
 
 @pytest.mark.parametrize(

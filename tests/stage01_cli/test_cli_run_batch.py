@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from patience import PATIENCE
 from server_under_test import ServerProcess
 
 BODIES = [
@@ -35,7 +36,7 @@ def command(*words: str | Path) -> list[str]:
 
 
 def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*words), capture_output=True, text=True, timeout=60)
+    return subprocess.run(command(*words), capture_output=True, text=True, timeout=PATIENCE)
 
 
 def without_names(body: dict[str, Any]) -> dict[str, Any]:
@@ -59,7 +60,7 @@ def test_a_batch_is_answered_as_over_http(tmp_path: Path, monkeypatch: pytest.Mo
     try:
         url = server.wait_until_ready()
         for index, (path, body) in enumerate(BODIES):
-            expected = httpx.post(url + path, json=body, timeout=30)
+            expected = httpx.post(url + path, json=body)
             answer = answers[index]
             assert answer["custom_id"] == f"r{index}"
             assert answer["response"]["status_code"] == expected.status_code
@@ -90,7 +91,7 @@ def test_an_interrupted_batch_goes_on_where_it_was(engine: str, interruption: st
             else:
                 for child in psutil.Process(process.pid).children():
                     child.kill()
-            _, error = process.communicate(timeout=30)
+            _, error = process.communicate(timeout=PATIENCE)
         finally:
             process.kill()
     assert process.returncode == 1

@@ -147,7 +147,7 @@ def test_what_only_the_compiler_finds_is_a_400_before_the_first_byte(server: Ser
     """Streamed or not, among neighbours that do not notice."""
     plain = {"prompt": "ROMEO:", "max_tokens": 60, "temperature": 0}
     bad = [{"guided_grammar": "root ::= nothing"}, {"guided_json": {"$ref": "#"}}, {"guided_regex": "(?=a)b"}]
-    with httpx.Client(base_url=server.url, timeout=60) as client, ThreadPoolExecutor(8) as pool:
+    with httpx.Client(base_url=server.url) as client, ThreadPoolExecutor(8) as pool:
         alone = client.post(COMPLETIONS, json=plain).json()["choices"][0]["text"]
         neighbours = [pool.submit(client.post, COMPLETIONS, json=plain) for _ in range(2)]
         for fields in bad:
@@ -160,7 +160,7 @@ def test_what_only_the_compiler_finds_is_a_400_before_the_first_byte(server: Ser
 
 
 def test_openai_client_gets_an_object_of_the_schema(server: ServerProcess) -> None:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         ask: Any = {
             "model": "gpt2-tiny",
             "messages": [{"role": "user", "content": "What?"}],

@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from patience import PATIENCE
 
 pytest.importorskip("soundfile")
 
@@ -102,7 +103,7 @@ def test_long_sound_is_heard_in_pieces_and_streamed_in_order(url: str, client: O
     wanted = "".join(reference.text(piece, TRANSCRIBE) for piece in pieces)
     assert listen(client, data).text == wanted.strip()
     answer = httpx.post(
-        url + "/v1/audio/transcriptions", files={"file": data}, data={"stream": "true", "language": "en"}, timeout=30
+        url + "/v1/audio/transcriptions", files={"file": data}, data={"stream": "true", "language": "en"}
     )
     chunks = events(answer.text)
     assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks) == wanted
@@ -236,9 +237,7 @@ def test_times_go_on_from_window_to_window_and_become_subtitles(client: OpenAI, 
 def test_a_stream_counts_its_tokens(url: str) -> None:
     def chunks(**fields: str) -> list[dict[str, Any]]:
         body = {"stream": "true", "language": "en"} | fields
-        return events(
-            httpx.post(url + "/v1/audio/transcriptions", files={"file": sound(1.5)}, data=body, timeout=30).text
-        )
+        return events(httpx.post(url + "/v1/audio/transcriptions", files={"file": sound(1.5)}, data=body).text)
 
     assert all("usage" not in chunk for chunk in chunks())
     *pieces, last = chunks(stream_include_usage="true")
@@ -289,9 +288,9 @@ def test_two_files_are_decoded_at_a_time(make_server: Any, folder: Path, monkeyp
 
     def decode(data: bytes) -> Any:
         busy.append(data)
-        meet.wait(10)
+        meet.wait(PATIENCE)
         most.append(len(busy))
-        meet.wait(10)
+        meet.wait(PATIENCE)
         busy.remove(data)
         return _decode(data)
 
@@ -375,7 +374,7 @@ def test_refusals_name_the_field(url: str, client: OpenAI) -> None:
     refused("file", json={"file": "text"})
     refused("model", 404, files={"file": sound(0.1)}, data={"model": "other"})
     refused("body", content=b"--x\r\nno form", headers={"Content-Type": "multipart/form-data; boundary=x"})
-    refused("file", 413, files={"file": bytes(25 * 1024**2 + 1)}, timeout=30)
+    refused("file", 413, files={"file": bytes(25 * 1024**2 + 1)})
     with pytest.raises(BadRequestError):
         listen(client, b"noise")
     assert listen(client, sound(0.3)).text

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from patience import PATIENCE
 from server_under_test import InProcessServer, ServerProcess, events
 
 from stage03_engine.errors import ConfigError
@@ -258,7 +259,7 @@ def test_a_renderer_that_was_killed_in_between_is_not_the_next_requests_fault(tr
     ]
     for child in children:
         child.kill()
-        child.wait(10)
+        child.wait(PATIENCE)
     assert trusting.post(CHAT, body).json()["choices"][0]["message"]["content"] == "<sy"
 
 
@@ -275,6 +276,6 @@ def test_the_process_that_renders_ends_with_the_server() -> None:
         (child,) = psutil.Process(server.process.pid).children()
         assert "stage02_server.features.hardening.template_process" in child.cmdline()
         server.process.kill()
-        assert psutil.wait_procs([child], timeout=20)[1] == []
+        assert psutil.wait_procs([child], timeout=PATIENCE)[1] == []
     finally:
         server.close()

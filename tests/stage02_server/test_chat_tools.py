@@ -269,9 +269,7 @@ def test_openai_client_with_a_real_model() -> None:
         "gpt2-tiny", "--port", "0", "--kv-cache-memory-bytes", "50000000", "--disable-any-whitespace"
     )
     try:
-        with openai.OpenAI(
-            base_url=f"{process.wait_until_ready()}/v1", api_key="none", max_retries=0, timeout=60
-        ) as client:
+        with openai.OpenAI(base_url=f"{process.wait_until_ready()}/v1", api_key="none", max_retries=0) as client:
             fields: Any = {
                 "model": "gpt2-tiny",
                 "messages": [{"role": "user", "content": "Look!"}],

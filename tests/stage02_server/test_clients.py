@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from patience import PATIENCE
 from server_under_test import ServerProcess
 
 PROMPT = "To be, or not to be"
@@ -29,13 +30,13 @@ def url() -> Iterator[str]:
 def greedy(url: str) -> str:
     """What every client must bring back: eight greedy tokens."""
     body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0}
-    return str(httpx.post(url + "/completions", json=body, timeout=30).json()["choices"][0]["text"])
+    return str(httpx.post(url + "/completions", json=body).json()["choices"][0]["text"])
 
 
 @pytest.fixture(scope="module")
 def greedy_chat(url: str) -> str:
     body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 8, "temperature": 0}
-    return str(httpx.post(url + "/chat/completions", json=body, timeout=30).json()["choices"][0]["message"]["content"])
+    return str(httpx.post(url + "/chat/completions", json=body).json()["choices"][0]["message"]["content"])
 
 
 def test_langchain(url: str, greedy: str, greedy_chat: str) -> None:
@@ -93,7 +94,9 @@ def test_llm(url: str, greedy_chat: str, tmp_path: Path) -> None:
     environment = os.environ | {"LLM_USER_PATH": str(tmp_path), "OPENAI_API_KEY": "none"}
     command = [sys.executable, "-m", "llm", "-m", "tiny", "-o", "temperature", "0", "-o", "max_tokens", "8"]
     for more in ([], ["--no-stream"]):
-        result = subprocess.run([*command, *more, PROMPT], env=environment, capture_output=True, text=True, timeout=60)
+        result = subprocess.run(
+            [*command, *more, PROMPT], env=environment, capture_output=True, text=True, timeout=PATIENCE
+        )
         assert result.returncode == 0, result.stderr
         assert result.stdout.rstrip("\n") == greedy_chat.rstrip("\n")
 
@@ -135,13 +138,13 @@ def test_node(url: str, greedy: str, greedy_chat: str, tmp_path: Path) -> None:
         "openai",
     ]
     try:
-        subprocess.run(install, cwd=tmp_path, check=True, capture_output=True, timeout=60)
+        subprocess.run(install, cwd=tmp_path, check=True, capture_output=True, timeout=PATIENCE)
     except subprocess.SubprocessError:
         pytest.skip("npm's registry is not to be reached")
     script = tmp_path / "session.mjs"
     script.write_text(NODE_SESSION, encoding="utf-8")
     result = subprocess.run(
-        ["node", str(script), url, PROMPT], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        ["node", str(script), url, PROMPT], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE
     )
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout) == {

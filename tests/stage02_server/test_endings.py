@@ -9,6 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from patience import PATIENCE
 from server_under_test import SLOW_LOADING, ServerProcess
 
 ECHO = ("gpt2-tiny", "--engine", "echo", "--host", "127.0.0.1", "--port", "0")
@@ -72,7 +73,7 @@ def test_a_watcher_who_does_not_read_does_not_hold_up_the_end(start_server: Star
         server.process.terminate()
         for _ in pieces:  # to its proper end
             pass
-        assert server.process.wait(timeout=8) == 0
+        assert server.process.wait(timeout=PATIENCE) == 0
 
 
 def test_a_disk_that_is_full_ends_the_trace_and_not_the_server(start_server: StartServer, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from patience import PATIENCE
 from server_under_test import InProcessServer, ServerProcess
 
 from stage03_engine.core.features.scheduler_watch import SHOWN
@@ -34,7 +35,7 @@ class Watcher:
 
     def _read(self, url: str) -> None:
         try:
-            with httpx.stream("GET", url, timeout=30) as response:
+            with httpx.stream("GET", url) as response:
                 assert response.headers["content-type"].startswith("text/event-stream")
                 for line in response.iter_lines():
                     with self._grew:
@@ -49,7 +50,9 @@ class Watcher:
 
     def wait_for(self, name: str, count: int = 1) -> None:
         with self._grew:
-            assert self._grew.wait_for(lambda: sum(e["name"] == name for e in self.events) >= count, timeout=20), name
+            assert self._grew.wait_for(
+                lambda: sum(e["name"] == name for e in self.events) >= count, timeout=PATIENCE
+            ), name
 
 
 @pytest.fixture
@@ -68,7 +71,7 @@ def start() -> Iterator[Callable[..., ServerProcess]]:
 
 def check_one_request(watcher: Watcher, url: str) -> None:
     watcher.wait_for("sched.state")
-    answer = httpx.post(url + "/v1/completions", json=ASK, timeout=30).json()
+    answer = httpx.post(url + "/v1/completions", json=ASK).json()
     watcher.wait_for("sched.finished")
     names = [event["name"] for event in watcher.events]
     assert names[0] == "sched.state" and set(names) <= set(SHOWN)
@@ -82,11 +85,11 @@ def check_one_request(watcher: Watcher, url: str) -> None:
 
 def test_one_request_without_a_trace_and_the_end_of_the_server(start: Callable[..., ServerProcess]) -> None:
     """A stream without an end of its own does not keep the server from stopping."""
-    server = start("--shutdown-timeout", "25")
+    server = start("--shutdown-timeout", "1000")
     watcher = Watcher(server.url)
     check_one_request(watcher, server.url)
     server.process.send_signal(signal.SIGTERM)
-    assert watcher.ended.wait(5)
+    assert watcher.ended.wait(PATIENCE)
     assert server.wait() == 0
 
 
@@ -113,13 +116,13 @@ def test_the_stream_ends_with_the_engine(start: Callable[..., ServerProcess], tm
     watcher = Watcher(server.url)
     watcher.wait_for("sched.state")
     os.kill(watcher.events[0]["pid"], signal.SIGKILL)
-    assert watcher.ended.wait(5)
+    assert watcher.ended.wait(PATIENCE)
     assert server.wait() == 1
 
 
 def test_an_idle_engine_tells_a_newcomer_and_a_reset(start: Callable[..., ServerProcess]) -> None:
     server = start()
-    httpx.post(server.url + "/v1/completions", json=ASK | {"prompt": "word " * 40}, timeout=30)
+    httpx.post(server.url + "/v1/completions", json=ASK | {"prompt": "word " * 40})
     first = Watcher(server.url)
     first.wait_for("sched.state")
     assert first.events[0]["args"]["cached"] and first.events[0]["step"] == 6

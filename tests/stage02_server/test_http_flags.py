@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from hypothesis import given, settings, strategies as st
+from patience import PATIENCE
 from server_under_test import InProcessServer, ServerProcess
 
 from stage02_server.cli_args import FrontendArgs
@@ -70,7 +71,7 @@ def tls_server(certificate: tuple[Path, Path], tmp_path_factory: pytest.TempPath
 @pytest.fixture(scope="module")
 def tls(tls_server: ServerProcess, certificate: tuple[Path, Path]) -> Iterator[httpx.Client]:
     context = ssl.create_default_context(cafile=str(certificate[0]))
-    with httpx.Client(base_url=tls_server.url, verify=context, timeout=20) as client:
+    with httpx.Client(base_url=tls_server.url, verify=context) as client:
         yield client
 
 
@@ -78,7 +79,7 @@ def on_the_wire(url: str, data: bytes, cert: Path) -> bytes:
     """What comes back for these bytes, until the server closes the connection."""
     host, port = url.removeprefix("https://").split(":")
     context = ssl.create_default_context(cafile=str(cert))
-    raw = socket.create_connection((host, int(port)), timeout=20)
+    raw = socket.create_connection((host, int(port)), timeout=PATIENCE)
     with context.wrap_socket(raw, server_hostname=host) as secured:
         secured.sendall(data)
         answer = b""

@@ -6,7 +6,6 @@ import asyncio
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from patience import PATIENCE, wait_until
 from server_under_test import ServerProcess, byte_config
 
 from stage03_engine.errors import EngineDeadError
@@ -50,7 +50,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 def post(url: str, **body: object) -> httpx.Response:
-    return httpx.post(url + "/v1/completions", json=body, timeout=30)
+    return httpx.post(url + "/v1/completions", json=body)
 
 
 def test_the_same_tokens_as_with_an_engine_process(server: ServerProcess) -> None:
@@ -72,17 +72,16 @@ def test_the_same_tokens_as_with_an_engine_process(server: ServerProcess) -> Non
 def test_it_is_one_process_and_answers_between_two_steps(server: ServerProcess) -> None:
     assert not psutil.Process(server.process.pid).children()
     body = {"prompt": "ROMEO:", "max_tokens": 400, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=30) as response:
+    with httpx.stream("POST", server.url + "/v1/completions", json=body) as response:
         lines = response.iter_lines()
         next(lines)
-        assert httpx.get(server.url + "/health", timeout=5).status_code == 200
-        running = httpx.get(server.url + "/metrics", timeout=5).text
+        assert httpx.get(server.url + "/health").status_code == 200
+        running = httpx.get(server.url + "/metrics").text
         assert 'vllm:num_requests_running{engine="0",model_name="gpt2-tiny"} 1.0' in running
-    deadline = time.monotonic() + 10  # it left in the middle: its blocks come back
-    while (
-        'vllm:kv_cache_usage_perc{engine="0",model_name="gpt2-tiny"} 0.0' not in httpx.get(server.url + "/metrics").text
-    ):
-        assert time.monotonic() < deadline, "the abandoned request still runs"
+    free = (
+        'vllm:kv_cache_usage_perc{engine="0",model_name="gpt2-tiny"} 0.0'  # it left in the middle: its blocks come back
+    )
+    wait_until(lambda: free in httpx.get(server.url + "/metrics").text, "the abandoned request still runs")
 
 
 def test_prefix_cache_and_refusals(server: ServerProcess) -> None:
@@ -181,7 +180,7 @@ def test_a_breakpoint_in_the_scheduler_is_at_the_terminal() -> None:
             assert post(url, prompt="ROMEO:", max_tokens=3).json()["usage"]["completion_tokens"] == 3
             process.send_signal(signal.SIGTERM)
             assert "('waiting', 1)" in process.stdout.read()
-            assert process.wait(20) == 0
+            assert process.wait(PATIENCE) == 0
         finally:
             process.kill()
 

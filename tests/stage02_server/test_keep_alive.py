@@ -16,11 +16,13 @@ from stage02_server.__main__ import main
 from stage02_server.keep_alive import COMMENT, with_keep_alive
 
 
-async def slowly(gaps: list[bool], closed: list[bool]) -> AsyncGenerator[bytes, None]:
-    """A numbered event per entry, at once or after a wait that is longer than the interval."""
+async def slowly(gaps: list[bool], commented: asyncio.Event, closed: list[bool]) -> AsyncGenerator[bytes, None]:
+    """A numbered event per entry, at once or when the reader has been sent a comment instead."""
     try:
         for number, is_slow in enumerate(gaps):
-            await asyncio.sleep(0.03 if is_slow else 0)
+            if is_slow:
+                commented.clear()
+                await commented.wait()
             yield b"%d" % number
     finally:
         closed.append(True)
@@ -31,11 +33,15 @@ async def slowly(gaps: list[bool], closed: list[bool]) -> AsyncGenerator[bytes, 
 def test_events_stay_and_comments_fill_the_gaps(gaps: list[bool], taken: int) -> None:
     """A reader who leaves early closes the source too."""
     closed: list[bool] = []
+    interval = 0.001 if any(gaps) else 3600.0
 
     async def read() -> list[bytes]:
-        flow, found = with_keep_alive(slowly(gaps, closed), 0.01), []
+        commented, found = asyncio.Event(), []
+        flow = with_keep_alive(slowly(gaps, commented, closed), interval)
         async for item in flow:
             found.append(item)
+            if item == COMMENT:
+                commented.set()
             if len(found) > taken:
                 break
         await flow.aclose()
@@ -51,7 +57,7 @@ def test_events_stay_and_comments_fill_the_gaps(gaps: list[bool], taken: int) ->
 
 @pytest.mark.parametrize("seconds", [0.0, 0.01])
 def test_streams_over_http(make_server: Callable[..., InProcessServer], seconds: float) -> None:
-    server = make_server(RecordingEcho(tick_seconds=0.05), sse_keep_alive_interval=seconds)
+    server = make_server(RecordingEcho(tick_seconds=0.2), sse_keep_alive_interval=seconds)
     chat = {"messages": [{"role": "user", "content": "ab"}]}
     for path, body in (("/v1/completions", {"prompt": "ab"}), ("/v1/chat/completions", chat)):
         text = server.post(path, body | {"max_tokens": 2, "stream": True}).text
@@ -62,7 +68,7 @@ def test_streams_over_http(make_server: Callable[..., InProcessServer], seconds:
 
 def test_streams_of_responses(make_server: Callable[..., InProcessServer]) -> None:
     """Of one that is made while its client listens, and of one in the background, whoever follows it."""
-    engine = RecordingEcho(tick_seconds=0.05)
+    engine = RecordingEcho(tick_seconds=0.2)
     server = make_server(engine, sse_keep_alive_interval=0.01)
 
     def heard(text: str) -> list[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from patience import PATIENCE
 from server_under_test import DYING_ENGINE, SLOW_LOADING, InProcessServer, RecordingEcho, ServerProcess
 
 from stagetrace import read_run
@@ -35,7 +36,7 @@ def state_of(url: str) -> str:
 
 def stream(url: str, max_tokens: int) -> Iterator[str]:
     body = {"prompt": "a b c d", "max_tokens": max_tokens, "stream": True}
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=20) as response:
+    with httpx.stream("POST", f"{url}/v1/completions", json=body) as response:
         assert response.status_code == 200
         yield from (line for line in response.iter_lines() if line)
 
@@ -79,7 +80,7 @@ def test_a_client_that_never_reads_cannot_keep_the_server(start_server: StartSer
         server.process.send_signal(signal.SIGTERM)
         server.wait_for("SIGTERM: finishing 1 requests")
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(timeout=8) == 0
+        assert server.process.wait(timeout=PATIENCE) == 0
 
 
 def test_a_failed_engine_is_the_state_failed(start_server: StartServer) -> None:

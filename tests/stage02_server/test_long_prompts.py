@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
+from patience import PATIENCE
 from server_under_test import InProcessServer, byte_config
 
 from stage02_server.disconnects import LONG, ClientGoneError, in_thread, in_thread_if_long
 from stage03_engine.config import PoolingConfig
 
 LONG_TEXT = "a" * LONG
-LIMIT = 10  # seconds; only a broken server waits so long
 
 
 class SlowTokenizer:
@@ -33,7 +33,7 @@ class SlowTokenizer:
                 self.threads.add(threading.get_ident())
             elif len(text) >= LONG:
                 self.begun.set()
-                assert self.go.wait(LIMIT)
+                assert self.go.wait(PATIENCE)
 
         def slow(text: str, special: bool = True) -> list[int]:
             wait(text)
@@ -60,7 +60,7 @@ def pooling() -> Iterator[InProcessServer]:
 
 
 async def begun(event: threading.Event) -> None:
-    assert await asyncio.get_running_loop().run_in_executor(None, event.wait, LIMIT)
+    assert await asyncio.get_running_loop().run_in_executor(None, event.wait, PATIENCE)
 
 
 def answers_meanwhile(server: InProcessServer, path: str, long: dict[str, Any], short: dict[str, Any]) -> None:
@@ -142,7 +142,7 @@ def test_so_many_at_once_and_what_nobody_waits_for_is_not_done() -> None:
 
     def work(number: int) -> int:
         ran.append(number)
-        assert go.wait(LIMIT)
+        assert go.wait(PATIENCE)
         return number
 
     async def leave() -> dict[str, str]:

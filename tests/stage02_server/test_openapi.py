@@ -33,12 +33,12 @@ def url() -> Iterator[str]:
 def run_schemathesis(url: str, examples: int, cwd: Path, *selection: str) -> None:
     command = [
         sys.executable, "-m", "schemathesis.cli", "run", url + "/openapi.json", "--max-examples", str(examples), *selection,
-        "--phases", "examples,coverage,fuzzing", "--checks", "all", "--exclude-checks", LENIENCE, "--request-timeout", "20",
+        "--phases", "examples,coverage,fuzzing", "--checks", "all", "--exclude-checks", LENIENCE, "--request-timeout", "300",
         "--no-color", "--generation-database", "none",
     ]  # fmt: skip
     result = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=3500)
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
-    assert httpx.post(url + "/v1/completions", json={"prompt": "To be", "max_tokens": 2}, timeout=30).status_code == 200
+    assert httpx.post(url + "/v1/completions", json={"prompt": "To be", "max_tokens": 2}).status_code == 200
 
 
 @pytest.mark.parametrize("examples", [5, pytest.param(2000, marks=[pytest.mark.long, pytest.mark.timeout(3600)])])

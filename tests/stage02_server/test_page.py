@@ -6,11 +6,13 @@ import json
 import random
 import shlex
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
+from patience import PATIENCE
 from server_under_test import ServerProcess
 from toy_engine import ToyEngine
 
@@ -49,6 +51,7 @@ class Opened:
 
     def __init__(self, browser: Any, url: str, **context: Any) -> None:
         self.context = browser.new_context(**{"viewport": {"width": 1400, "height": 900}} | context)
+        self.context.set_default_timeout(1000 * PATIENCE)
         self.page = self.context.new_page()
         self.requests: list[Any] = []
         self.errors: list[str] = []
@@ -60,11 +63,10 @@ class Opened:
 
     def until(self, expression: str) -> None:
         """Wait until this is true on the page (which forbids to evaluate strings itself)."""
-        for _ in range(500):
-            if self.page.evaluate(expression):
-                return
+        deadline = time.monotonic() + PATIENCE
+        while not self.page.evaluate(expression):
+            assert time.monotonic() < deadline, f"never: {expression}"
             self.page.wait_for_timeout(20)
-        raise AssertionError(f"never: {expression}")
 
     def send(self, prompt: str, **fields: str) -> None:
         self.page.fill("[name=prompt]", prompt)
@@ -202,9 +204,7 @@ def test_the_pictures_show_who_holds_what(opened: Any, server: ServerProcess) ->
     page.until("live.known")
     body = {"prompt": "To be, or not to be, that is the question. " * 3, "max_tokens": 90, "ignore_eos": True}
     others = [
-        threading.Thread(
-            target=httpx.post, args=(server.url + "/v1/completions",), kwargs={"json": body, "timeout": 60}
-        )
+        threading.Thread(target=httpx.post, args=(server.url + "/v1/completions",), kwargs={"json": body})
         for _ in range(20)
     ]
     for other in others:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from patience import PATIENCE
 from server_under_test import InProcessServer, ServerProcess
 
 from stage02_server.features.page.routes import build_page
@@ -22,7 +23,7 @@ def page(browser: Any) -> Iterator[Any]:
 
 
 def wait_for(page: Any, place: str, words: str) -> None:
-    page.locator(place).filter(has_text=words).first.wait_for(timeout=10_000)
+    page.locator(place).filter(has_text=words).first.wait_for(timeout=1000 * PATIENCE)
 
 
 def test_it_says_what_the_model_does() -> None:

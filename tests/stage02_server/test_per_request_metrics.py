@@ -33,10 +33,11 @@ def test_times_add_up(server: InProcessServer, path: str, body: dict[str, Any]) 
         chunks = events(response.text) if "stream" in more else [response.json()]
         assert not any("metrics" in chunk for chunk in chunks[:-1])
         metrics = chunks[-1]["metrics"]
-        assert 1000 * TICK <= metrics["time_to_first_token_ms"] < passed
+        assert 0 < metrics["time_to_first_token_ms"] < passed
         assert metrics["queue_time_ms"] >= 0 and metrics["speculative_decoding"] is None
-        assert 3000 * TICK <= metrics["generation_time_ms"] < passed - metrics["time_to_first_token_ms"]
-        assert metrics["mean_itl_ms"] == pytest.approx(metrics["generation_time_ms"] / 3, rel=0.2)
+        assert 0 < metrics["generation_time_ms"] < passed - metrics["time_to_first_token_ms"]
+        if "n" not in more:  # of several answers these are the slowest one's and the longest span
+            assert metrics["mean_itl_ms"] == pytest.approx(metrics["generation_time_ms"] / 3)
         later_tokens = 3 * more.get("n", 1)
         assert metrics["tokens_per_second"] == pytest.approx(1000 * later_tokens / metrics["generation_time_ms"])
 
@@ -57,12 +58,12 @@ def test_responses_tell_it_when_they_have_ended(server: InProcessServer, make_se
     began = time.perf_counter()
     metrics = server.post("/v1/responses", body).json()["metrics"]
     passed = 1000 * (time.perf_counter() - began)
-    assert 1000 * TICK <= metrics["time_to_first_token_ms"] < passed - 3000 * TICK
-    assert metrics["mean_itl_ms"] == pytest.approx(metrics["generation_time_ms"] / 3, rel=0.2)
+    assert 0 < metrics["time_to_first_token_ms"] < passed - metrics["generation_time_ms"]
+    assert metrics["mean_itl_ms"] == pytest.approx(metrics["generation_time_ms"] / 3)
     lines = server.post("/v1/responses", body | {"stream": True}).text.splitlines()
     told = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
     *early, last = [event["response"]["metrics"] for event in told if "response" in event]
-    assert early and not any(early) and last["generation_time_ms"] >= 3000 * TICK
+    assert early and not any(early) and last["generation_time_ms"] > 0
     assert make_server().post("/v1/responses", body).json()["metrics"] is None
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from hypothesis import given, settings, strategies as st
+from patience import PATIENCE
 from server_under_test import ServerProcess
 
 KEY = b"Authorization: Bearer the-key\r\n"
@@ -25,7 +26,7 @@ HIDDEN = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"  # a second request, insi
 def server() -> Iterator[ServerProcess]:
     server = ServerProcess(
         "gpt2-tiny", "--engine", "echo", "--host", "127.0.0.1", "--port", "0", "--api-key", "the-key",
-        "--request-header-timeout", "0.3", "--request-body-timeout", "0.3",
+        "--request-header-timeout", "1", "--request-body-timeout", "1",
     )  # fmt: skip
     server.wait_until_ready()
     yield server
@@ -109,7 +110,7 @@ REQUESTS: dict[str, tuple[bytes, str]] = {
 def talk(server: ServerProcess, data: bytes) -> bytes:
     """What comes back until the server closes the connection, which it does for all of these."""
     url, answer = httpx.URL(server.url), b""
-    with socket.create_connection((url.host, url.port), timeout=20) as client, contextlib.suppress(OSError):
+    with socket.create_connection((url.host, url.port), timeout=PATIENCE) as client, contextlib.suppress(OSError):
         client.sendall(data)
         while piece := client.recv(65536):
             answer += piece

@@ -20,7 +20,7 @@ def client() -> Iterator[openai.OpenAI]:
     )
     try:
         url = server.wait_until_ready()
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
             yield client
     finally:
         server.close()

@@ -212,7 +212,7 @@ def test_a_failure_in_the_background_is_kept(make_server: MakeServer) -> None:
 
 
 def test_a_background_response_does_not_keep_the_server(start_server: Callable[..., ServerProcess]) -> None:
-    server = start_server("gpt2-tiny", "--engine", "echo", "--port", "0", "--shutdown-timeout", "20")
+    server = start_server("gpt2-tiny", "--engine", "echo", "--port", "0", "--shutdown-timeout", "1000")
     url = server.wait_until_ready()
     answer = httpx.post(url + RESPONSES, json={"input": "Hello", "background": True})  # 2 s of work
     assert answer.json()["status"] == "queued"

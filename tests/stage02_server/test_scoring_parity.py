@@ -34,7 +34,7 @@ def model() -> Any:
 
 
 def post(url: str, **body: Any) -> httpx.Response:
-    return httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+    return httpx.post(f"{url}/v1/completions", json=body)
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])

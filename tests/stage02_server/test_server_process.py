@@ -30,7 +30,7 @@ def echo() -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="module")
 def client(echo: ServerProcess) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{echo.url}/v1", api_key="none", max_retries=0, timeout=20) as client:
+    with openai.OpenAI(base_url=f"{echo.url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
@@ -85,7 +85,7 @@ def test_the_api_process_is_small_and_has_no_torch(echo: ServerProcess, client: 
 
 def stream_lines(url: str, max_tokens: int) -> Iterator[str]:
     body = {"prompt": "a b c d", "max_tokens": max_tokens, "stream": True}
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=20) as response:
+    with httpx.stream("POST", f"{url}/v1/completions", json=body) as response:
         assert response.status_code == 200
         yield from (line for line in response.iter_lines() if line)
 

@@ -126,10 +126,10 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServerP
 def test_a_profile_holds_the_operators_of_the_steps(profiled: tuple[ServerProcess, Path]) -> None:
     server, folder = profiled
     assert httpx.post(server.url + "/stop_profile").status_code == 409
-    assert httpx.post(server.url + "/start_profile", timeout=30).status_code == 200
+    assert httpx.post(server.url + "/start_profile").status_code == 200
     assert httpx.post(server.url + "/start_profile").status_code == 409
-    assert httpx.post(server.url + COMPLETIONS, json={"prompt": "x", "max_tokens": 3}, timeout=30).status_code == 200
-    stopped = httpx.post(server.url + "/stop_profile", timeout=30)
+    assert httpx.post(server.url + COMPLETIONS, json={"prompt": "x", "max_tokens": 3}).status_code == 200
+    stopped = httpx.post(server.url + "/stop_profile")
     assert stopped.status_code == 200 and stopped.content == b""
     (file,) = folder.iterdir()
     names = {event.get("name") for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]}
@@ -138,12 +138,12 @@ def test_a_profile_holds_the_operators_of_the_steps(profiled: tuple[ServerProces
 
 def test_a_profile_that_cannot_be_written_costs_nobody_anything(profiled: tuple[ServerProcess, Path]) -> None:
     server, folder = profiled
-    assert httpx.post(server.url + "/start_profile", timeout=30).status_code == 200
+    assert httpx.post(server.url + "/start_profile").status_code == 200
     for file in folder.iterdir():
         file.unlink()
     folder.rmdir()
-    assert httpx.post(server.url + "/stop_profile", timeout=30).status_code == 409
-    assert httpx.post(server.url + COMPLETIONS, json={"prompt": "x", "max_tokens": 3}, timeout=30).status_code == 200
+    assert httpx.post(server.url + "/stop_profile").status_code == 409
+    assert httpx.post(server.url + COMPLETIONS, json={"prompt": "x", "max_tokens": 3}).status_code == 200
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(start_server: Callable[..., ServerProcess]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+from patience import PATIENCE
 from prometheus_client import CollectorRegistry
 
 from stage03_engine.arg_utils import EngineArgs
@@ -19,8 +20,6 @@ from stage03_engine.frontend.async_llm import AsyncLLM
 from stage03_engine.frontend.metrics import PrometheusStatLogger
 from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import RequestOutputKind, SamplingParams
-
-TIMEOUT = 60
 
 
 @asynccontextmanager
@@ -37,7 +36,7 @@ async def engine(**settings: Any) -> AsyncIterator[tuple[AsyncLLM, CollectorRegi
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), TIMEOUT))
+    asyncio.run(asyncio.wait_for(test(), PATIENCE))
 
 
 async def collect(llm: AsyncLLM, name: str, prompt: str, params: SamplingParams) -> tuple[str, list[int]]:
@@ -178,7 +177,7 @@ def test_every_waiting_reader_hears_of_a_killed_engine_at_once() -> None:
             readers = [asyncio.create_task(collect(llm, f"r{i}", "ROMEO:", endless)) for i in range(4)]
             await until(lambda: gauge(registry, "vllm:num_requests_running") == 4)
             os.kill(llm.engine_core._process.pid, signal.SIGKILL)
-            results = await asyncio.wait_for(asyncio.gather(*readers, return_exceptions=True), 5)
+            results = await asyncio.wait_for(asyncio.gather(*readers, return_exceptions=True), PATIENCE)
             assert [type(result) for result in results] == [EngineDeadError] * 4
             assert llm.errored and isinstance(await llm.wait_dead(), EngineDeadError)
             with pytest.raises(EngineDeadError):

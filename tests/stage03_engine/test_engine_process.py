@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from patience import PATIENCE
 
 from stage03_engine import messages
 from stage03_engine.arg_utils import EngineArgs
@@ -171,8 +172,8 @@ def test_the_engine_ends_when_its_parent_is_killed() -> None:
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    gone, _ = psutil.wait_procs([engine], timeout=2.0)
-    assert gone, "the engine outlived its parent by 2 s"
+    gone, _ = psutil.wait_procs([engine], timeout=PATIENCE)
+    assert gone, "the engine outlived its parent"
     assert not os.path.exists(directory)
 
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 
 from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.llm import LLM
@@ -189,7 +190,7 @@ def test_the_trace_shows_hits_evictions_preemption_and_swapping(tmp_path: Path) 
 
 def command(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "stage03_engine", "generate", *args], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "stage03_engine", "generate", *args], capture_output=True, text=True, timeout=PATIENCE
     )
 
 

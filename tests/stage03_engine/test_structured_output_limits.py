@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
+from patience import PATIENCE
 
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.core.engine_core import EngineCore
@@ -187,7 +188,7 @@ def test_a_stopped_engine_leaves_no_grammar_process_behind() -> None:
         helpers = engine.children(recursive=True)
         assert len(helpers) == 2
         engine.kill()
-        _, alive = psutil.wait_procs(helpers, timeout=20)
+        _, alive = psutil.wait_procs(helpers, timeout=PATIENCE)
         assert not alive, "the helpers outlived the engine"
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from patience import PATIENCE
 
 from stage04_kernels import __main__ as command
 from stage04_kernels.attention import BACKENDS
@@ -20,7 +21,7 @@ from stagetrace import read_run
 
 def stage04(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "stage04_kernels", *arguments], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "stage04_kernels", *arguments], capture_output=True, text=True, timeout=PATIENCE
     )
 
 

@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+from patience import PATIENCE
 
 from stage04_kernels.lab.compile import CHIPS, Resources, Variant, attention_variants, hold_to_budget, other_variants
 
@@ -19,7 +20,7 @@ def test_all_kernels_keep_their_budgets_on_a_chip() -> None:
     """In a process of its own: here the kernels are interpreted. One chip in the tests; the others by hand."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "stage04_kernels", "compile", "--chip", "sm_90"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     header, *rows, summary = done.stdout.splitlines()
     assert "registers" in header and summary == "0 over budget"

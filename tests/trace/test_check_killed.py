@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from patience import PATIENCE
 from server_under_test import ServerProcess
 
 from stagetrace import read_run
@@ -29,7 +30,7 @@ def stream(url: str, then: Callable[[], None] | None = None) -> None:
     """A long streamed answer; `then` happens after 120 lines of it."""
     body = {"prompt": "ROMEO:", "max_tokens": 300, "ignore_eos": True, "stream": True, "temperature": 0}
     try:
-        with httpx.stream("POST", url + "/v1/completions", json=body, timeout=60) as response:
+        with httpx.stream("POST", url + "/v1/completions", json=body) as response:
             for number, _ in enumerate(response.iter_lines()):
                 if then is not None and number == 120:
                     then()
@@ -52,7 +53,7 @@ def test_after_kill_9_it_is_said_what_is_missing_and_why(server: ServerProcess, 
     victim = engine.pid if who == "engine" else server.process.pid
     stream(server.url, then=lambda: os.kill(victim, signal.SIGKILL))
     server.wait()
-    psutil.wait_procs([engine], timeout=30)
+    psutil.wait_procs([engine], timeout=PATIENCE)
     report = check(tmp_path / "run")
     killed = [death for death in report.deaths if f"(pid {victim}) was killed" in death]
     assert len(killed) == 1 and "its last recorded event is" in killed[0], report.deaths

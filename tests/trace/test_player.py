@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from naive_replay import state_after
+from patience import PATIENCE
 
 from stagetrace import Event, Recording, Run, read_run
 from stagetrace.check.difference import StepFacts, compare
@@ -51,6 +52,7 @@ class Opened:
 
     def __init__(self, browser: Any, path: Path, text: str, **context: Any) -> None:
         self.context = browser.new_context(viewport={"width": 1400, "height": 1000}, **context)
+        self.context.set_default_timeout(1000 * PATIENCE)
         self.page = self.context.new_page()
         self.requests: list[str] = []
         self.errors: list[str] = []

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 from server_under_test import InProcessServer
 
 from stage03_engine.llm import LLM
@@ -58,7 +59,7 @@ def test_with_leave_the_whole_conversation(tmp_path: Path) -> None:
 def test_the_prompt_on_a_command_line_is_a_prompt(flags: list[str], tmp_path: Path) -> None:
     words = ["generate", "gpt2-tiny", PROMPT, "--stop", STOP, "--max-tokens", "3", "--kv-cache-memory-bytes", "20M"]
     command = [sys.executable, "-m", "stage03_engine", *words, "--trace", str(tmp_path), *flags]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    subprocess.run(command, check=True, capture_output=True, timeout=PATIENCE)
     [start] = [e for e in read_run(tmp_path).events if e.name == "run.start"]
     assert (PROMPT in start.args["argv"], STOP in start.args["argv"]) == (bool(flags), bool(flags))
     assert "--max-tokens" in start.args["argv"]
