@@ -13,18 +13,15 @@ from stage03_engine.args.fields import Setting, add_flags, settings_of
 from stage03_engine.args.generation import default_sampling_params
 from stage03_engine.args.not_built import ENGINE_FLAGS, add_not_built
 from stage03_engine.args.parser import did_you_mean
-from stage03_engine.args.pooler import parse_pooling
 from stage03_engine.args.resolve import Resolved, resolve_cli, resolve_settings, with_detected
-from stage03_engine.args.speculative import parse_speculative_config
 from stage03_engine.config import SECTIONS, VllmConfig
 from stage03_engine.errors import ConfigError
-from stage03_engine.hf_config import classifier_shape
+from stage03_engine.mixins import each
 from stage03_engine.model_path import ModelFiles, resolve_model
 from stage03_engine.tracing import event_filter
 from stage04_kernels.backend_names import resolve_backend
 from stagetrace import trace
 from stagetrace.redact import redact_values
-from stagetrace.writer import MIN_MAX_BYTES
 
 _DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
@@ -92,8 +89,8 @@ class EngineArgs:
             alias = Resolved(_DTYPE_ALIASES[dtype.value], dtype.source, f"{dtype.detail}, alias {dtype.value}")
             settings = settings | {"dtype": alias}
         settings = with_detected(settings, _detect(files, settings["device"].value))
-        if settings["batch_invariant"].value:
-            settings = with_detected(settings, {"attention_backend": ("batch_invariant", "--batch-invariant")})
+        for detect in each(VllmConfig, "detect"):
+            settings = with_detected(settings, detect(_values(settings)))
         device = settings["device"].value
         settings = with_detected(
             settings, {"attention_backend": (resolve_backend("auto", device), f"device is {device}")}
@@ -128,27 +125,26 @@ def _detect(files: ModelFiles, device: str) -> dict[str, tuple[Any, str]]:
     }
 
 
+def _values(settings: Mapping[str, Resolved]) -> dict[str, Any]:
+    return {name: each.value for name, each in settings.items()}
+
+
 def _build(settings: Mapping[str, Resolved], files: ModelFiles) -> VllmConfig:
-    computed: dict[str, Any] = {
-        "model_path": files.model_path,
-        "tokenizer_path": files.tokenizer_path,
-        "shape": files.shape,
-    }
-    computed |= parse_speculative_config(settings["speculative_config"].value)
-    runner, convert, pooler = (settings[name].value for name in ("runner", "convert", "pooler_config"))
-    computed |= parse_pooling(runner, convert, pooler, has_head=bool(files.shape.labels))
-    if computed["convert_type"] == "classify":
-        computed["shape"] = classifier_shape(files.shape, files.model_path)
-    source, override = settings["generation_config"].value, settings["override_generation_config"].value
-    sampling = default_sampling_params(source, files.model_path, override)
+    values = _values(settings)
+    values |= {"model_path": files.model_path, "tokenizer_path": files.tokenizer_path, "shape": files.shape}
+    for resolve in each(VllmConfig, "resolve"):
+        values |= resolve(values, files)
+    sampling = default_sampling_params(
+        values["generation_config"], files.model_path, values["override_generation_config"]
+    )
     limit = sampling.get("max_tokens")
-    if limit is not None and limit >= settings["max_model_len"].value:  # the context is the limit already
+    if limit is not None and limit >= values["max_model_len"]:  # the context is the limit already
         del sampling["max_tokens"]
-    computed["default_sampling_params"] = sampling
+    values["default_sampling_params"] = sampling
     sections = {}
     for name, section in SECTIONS.items():
-        values = {f.name: settings[f.name].value if f.name in settings else computed[f.name] for f in fields(section)}
-        sections[name] = section(**values)
+        own = {field.name for field in fields(section)}
+        sections[name] = section(**{name: value for name, value in values.items() if name in own})
     return VllmConfig(**sections)
 
 
@@ -157,38 +153,21 @@ def check_config(config: VllmConfig) -> None:
     _check_ranges(config)
     _check_parallel(config)
     _check_attention_backend(config)
-    _check_batch_invariant(config)
     _check_lengths(config)
-    _check_pooling(config)
+    for check in each(VllmConfig, "check"):
+        check(config)
     event_filter(config.observability_config)
 
 
 def _check_ranges(config: VllmConfig) -> None:
-    cache, scheduler, grammar = config.cache_config, config.scheduler_config, config.structured_outputs_config
-    at_least: list[tuple[str, int | None, int]] = [
-        ("max_model_len", config.max_model_len, 1),
-        ("block_size", cache.block_size, 1),
-        ("kv_cache_memory_bytes", cache.kv_cache_memory_bytes, 1),
-        ("num_gpu_blocks_override", cache.num_gpu_blocks_override, 2),
-        ("max_num_seqs", scheduler.max_num_seqs, 1),
-        ("stream_interval", scheduler.stream_interval, 1),
-        ("max_num_batched_tokens", scheduler.max_num_batched_tokens, 1),
-        ("long_prefill_token_threshold", scheduler.long_prefill_token_threshold, 0),
-        ("num_threads", config.device_config.num_threads, 1),
-        ("grammar_cache_size", grammar.grammar_cache_size, 1),
-        ("grammar_memory_bytes", grammar.grammar_memory_bytes, 1),
-        ("trace_max_bytes", config.observability_config.trace_max_bytes, MIN_MAX_BYTES),
-    ]
-    for name, value, least in at_least:
-        if value is not None and value < least:
-            raise ConfigError(f"{name} must be at least {least}, not {value}")
-    if cache.swap_space < 0.0:
-        raise ConfigError(f"swap_space must be at least 0, not {cache.swap_space}")
-    if not 0.0 < cache.gpu_memory_utilization <= 1.0:
-        raise ConfigError(f"gpu_memory_utilization must be in (0, 1], not {cache.gpu_memory_utilization}")
-    for name in ("grammar_compile_seconds", "grammar_step_seconds"):
-        if not 0.01 <= getattr(grammar, name) <= 3600.0:
-            raise ConfigError(f"{name} must be in [0.01, 3600], not {getattr(grammar, name)}")
+    for name, section in SECTIONS.items():
+        for setting in settings_of(section):
+            value = getattr(getattr(config, name), setting.name)
+            if setting.at_least is not None and value is not None and value < setting.at_least:
+                raise ConfigError(f"{setting.name} must be at least {setting.at_least}, not {value}")
+    share = config.cache_config.gpu_memory_utilization
+    if not 0.0 < share <= 1.0:
+        raise ConfigError(f"gpu_memory_utilization must be in (0, 1], not {share}")
 
 
 def _check_attention_backend(config: VllmConfig) -> None:
@@ -203,38 +182,11 @@ def _check_attention_backend(config: VllmConfig) -> None:
         raise ConfigError(f"attention_backend {resolved} needs --device cpu, not {device}")
 
 
-def _check_batch_invariant(config: VllmConfig) -> None:
-    device = config.device_config
-    if device.batch_invariant and device.attention_backend != "batch_invariant":
-        raise ConfigError(
-            f"batch_invariant needs attention_backend auto or batch_invariant, not {device.attention_backend}: the "
-            "arithmetic of the others depends on the batch"
-        )
-
-
 def _check_parallel(config: VllmConfig) -> None:
     for field in fields(config.parallel_config):
         size = getattr(config.parallel_config, field.name)
-        if size < 1:
-            raise ConfigError(f"{field.name} must be at least 1, not {size}")
         if size > 1:
             raise ConfigError(f"{field.name} = {size} is not built yet; only 1 is")
-
-
-def _check_pooling(config: VllmConfig) -> None:
-    size, hidden_size = config.pooling_config.dimensions, config.shape.hidden_size
-    if size is not None and size > hidden_size:
-        raise ConfigError(f"pooler_config: dimensions {size} is more than the model's hidden size, {hidden_size}")
-    if size is not None and config.is_classifier:
-        raise ConfigError("pooler_config: dimensions cuts embeddings; a classifier answers with one number per class")
-    if config.is_whisper and (config.is_pooling or config.speculative_config.method is not None):
-        raise ConfigError(
-            "a Whisper model only writes down what it hears: leave out runner, convert and speculative_config"
-        )
-    if config.is_pooling and config.speculative_config.method is not None:
-        raise ConfigError(
-            "runner pooling generates nothing, so there is nothing to speculate; leave out one of the two"
-        )
 
 
 def _check_lengths(config: VllmConfig) -> None:

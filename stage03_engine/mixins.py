@@ -10,7 +10,7 @@ A mixin whose folder was taken out is left out. vLLM writes all fields into one 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, get_type_hints
@@ -35,6 +35,11 @@ def load(name: str) -> Any:
 def mixins(*names: str) -> tuple[type, ...]:
     """The classes that `names` (module:Class) stand for, without those whose module was taken out."""
     return tuple(load(name) for name in names if is_there(name.partition(":")[0]))
+
+
+def each(kind: type, method: str) -> list[Callable[..., Any]]:
+    """`method` of each mixin of `kind` that defines it; `kind.method` alone would be that of the first."""
+    return [getattr(part, method) for part in kind.__mro__[1:] if method in vars(part)]
 
 
 def struct_of(base: type[msgspec.Struct], parts: Sequence[type]) -> Any:

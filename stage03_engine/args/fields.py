@@ -87,6 +87,23 @@ _NAMES = {
 }  # fmt: skip
 
 
+def option(
+    default: Any,
+    help: str,
+    choices: tuple[str, ...] | None = None,
+    aliases: tuple[str, ...] = (),
+    at_least: float | None = None,
+) -> Any:
+    """A dataclass field that is also a command line flag; `aliases` are further names of the flag."""
+    metadata = {"help": help, "choices": choices, "aliases": aliases, "at_least": at_least}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def internal(default: Any) -> Any:
+    """A dataclass field that is computed, not a flag."""
+    return dataclasses.field(default=default, metadata={"internal": True})
+
+
 @dataclass(frozen=True)
 class Setting:
     """One setting: what its flag, its environment variable and its config file key may hold."""
@@ -99,6 +116,7 @@ class Setting:
     choices: tuple[str, ...] | None = None
     secret: bool = False  # the value is never shown; the field says repr=False
     aliases: tuple[str, ...] = ()  # further names of the flag
+    at_least: float | None = None  # checked when the value is final: it may be detected
 
     @property
     def flag(self) -> str:
@@ -146,11 +164,17 @@ class Setting:
         return value
 
 
+def own_first(section: type) -> list[dataclasses.Field[Any]]:
+    """The fields of a dataclass: its own before those that its mixins add."""
+    own = vars(section).get("__annotations__", {})
+    return sorted(dataclasses.fields(section), key=lambda field: field.name not in own)
+
+
 def settings_of(section: type) -> list[Setting]:
     """The settings of a config dataclass, in order. Fields marked internal are computed, not set."""
     hints = typing.get_type_hints(section)
     settings = []
-    for field in dataclasses.fields(section):
+    for field in own_first(section):
         if field.metadata.get("internal"):
             continue
         kind, optional = _kind_of(hints[field.name])
@@ -158,7 +182,7 @@ def settings_of(section: type) -> list[Setting]:
         settings.append(
             Setting(
                 field.name, kind, optional, field.default, meta["help"], meta.get("choices"), not field.repr,
-                meta.get("aliases", ()),
+                meta.get("aliases", ()), meta.get("at_least"),
             )
         )  # fmt: skip
     return settings

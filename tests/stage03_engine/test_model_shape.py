@@ -162,7 +162,7 @@ def test_any_config_gives_a_sound_shape_or_a_refusal(
         return
     assert shape.num_heads % shape.num_kv_heads == 0 and shape.head_dim % 2 == 0
     assert (shape.sliding_window is None) == (shape.sliding_layers == ())
-    config = VllmConfig(ModelConfig(shape=shape))
+    config = VllmConfig(model_config=ModelConfig(shape=shape))
     assert (
         msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=VllmConfig) == config
     )  # it survives the handshake

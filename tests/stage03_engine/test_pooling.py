@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from transformers import GPT2Model
 
-from stage03_engine.args.pooler import parse_pooling
+from stage03_engine.core.features.pooling.flags import parse_pooling
 from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.llm import LLM
 from stage03_engine.outputs import RequestOutput

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from stage03_engine.config import SpeculativeConfig
+from stage03_engine.core.features.spec_decode.flags import SpeculativeConfig
 from stage03_engine.core.input_batch import InputBatch
 from stage03_engine.sampling_params import SamplingParams
 from stagetrace import trace

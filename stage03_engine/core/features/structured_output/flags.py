@@ -1,0 +1,42 @@
+"""The flags of structured output (vllm/config, StructuredOutputsConfig)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from stage03_engine.args.fields import option
+from stage03_engine.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class StructuredOutputsConfig:
+    """What a grammar that a request brings may cost. Each grammar runs in a process of its own."""
+
+    grammar_cache_size: int = option(
+        32,
+        "most grammars at once; those that no request uses any more stay compiled until their place is needed",
+        at_least=1,
+    )
+    grammar_compile_seconds: float = option(5.0, "CPU seconds that compiling one grammar may take")
+    grammar_step_seconds: float = option(
+        0.5, "CPU seconds that one grammar may take to find the tokens that may follow"
+    )
+    disable_any_whitespace: bool = option(
+        False, "write JSON in one line: a small model may else fill its answer with spaces"
+    )
+    grammar_memory_bytes: int = option(512 * 1024**2, "bytes that one grammar may take (enforced on Linux)", at_least=1)
+
+
+@dataclass(frozen=True)
+class StructuredOutputsFlags:
+    """Part of VllmConfig."""
+
+    structured_outputs_config: StructuredOutputsConfig = StructuredOutputsConfig()
+
+    def check(self: Any) -> None:
+        """Raises ConfigError for a time limit that is too short to do anything, or longer than an hour."""
+        for name in ("grammar_compile_seconds", "grammar_step_seconds"):
+            seconds = getattr(self.structured_outputs_config, name)
+            if not 0.01 <= seconds <= 3600.0:
+                raise ConfigError(f"{name} must be in [0.01, 3600], not {seconds}")
