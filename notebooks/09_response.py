@@ -12,7 +12,7 @@
 # | the output handler | [`AsyncLLM`](../stage03_engine/frontend/async_llm.py) `_run_output_handler` | `v1/engine/async_llm.py` output_handler |
 # | outputs to texts | [`OutputProcessor.process_outputs`](../stage03_engine/frontend/output_processor.py) | `v1/engine/output_processor.py` OutputProcessor |
 # | tokens to safe text | [`IncrementalDetokenizer`](../stage03_engine/frontend/detokenizer.py) | `v1/engine/detokenizer.py` IncrementalDetokenizer |
-# | bytes to characters | [`ByteLevelStream`](../stage03_engine/frontend/features/token_text.py) | `tokenizers` DecodeStream |
+# | bytes to characters | [`ByteLevelStream`](../stage03_engine/frontend/tokenizer.py) | `tokenizers` DecodeStream |
 # | chunks and JSON | [`OpenAIServing.stream`](../stage02_server/serving_engine.py), [`OpenAIServingCompletion`](../stage02_server/serving_completion.py) | `entrypoints/openai/serving_completion.py` |
 
 # %%
@@ -28,8 +28,7 @@ import matplotlib.pyplot as plt
 
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.frontend.detokenizer import IncrementalDetokenizer, held_back
-from stage03_engine.frontend.features.token_text import ByteLevelStream
-from stage03_engine.frontend.tokenizer import init_tokenizer_from_configs
+from stage03_engine.frontend.tokenizer import ByteLevelStream, init_tokenizer_from_configs
 from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import SamplingParams
 from stagetrace import read_run, tell

@@ -34,7 +34,7 @@ from stage03_engine.config import VllmConfig
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.async_llm import AsyncLLM
 from stage03_engine.frontend.features.beam_search import BeamSearchParams
-from stage03_engine.frontend.stats import RequestStats
+from stage03_engine.frontend.metrics import RequestStats
 from stage03_engine.messages import EngineCoreRequest, TokenLogprobs
 from stage03_engine.outputs import CompletionOutput, RequestOutput
 from stage03_engine.sampling_params import SamplingParams

@@ -15,8 +15,8 @@ from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.core_client import EngineCoreClient, InprocClient, SyncMPClient
 from stage03_engine.frontend.features.beam_search import BeamSearch, BeamSearchParams, candidates_of
 from stage03_engine.frontend.input_processor import InputProcessor
+from stage03_engine.frontend.metrics import IterationStats
 from stage03_engine.frontend.output_processor import OutputProcessor
-from stage03_engine.frontend.stats import IterationStats
 from stage03_engine.frontend.tokenizer import init_tokenizer_from_configs
 from stage03_engine.messages import EngineCoreRequest
 from stage03_engine.outputs import RequestOutput

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from stage03_engine.frontend.stats import RequestStats
+from stage03_engine.frontend.metrics import RequestStats
 from stage03_engine.messages import TokenLogprobs
 from stage03_engine.params.audio import SpeechDetails
 

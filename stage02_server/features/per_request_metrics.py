@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel
 
-from stage03_engine.frontend.stats import RequestStats
+from stage03_engine.frontend.metrics import RequestStats
 
 
 class PerRequestMetrics(BaseModel):

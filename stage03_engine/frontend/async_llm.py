@@ -14,9 +14,8 @@ from stage03_engine.frontend.core_client import AsyncEngineCoreClient, AsyncMPCl
 from stage03_engine.frontend.features.beam_search import BeamSearch, BeamSearchParams, run_search
 from stage03_engine.frontend.features.engine_watch import EngineWatch
 from stage03_engine.frontend.input_processor import InputProcessor
-from stage03_engine.frontend.metrics import LoggingStatLogger, StatLogger
+from stage03_engine.frontend.metrics import IterationStats, LoggingStatLogger, StatLogger
 from stage03_engine.frontend.output_processor import OutputProcessor, RequestOutputCollector
-from stage03_engine.frontend.stats import IterationStats
 from stage03_engine.frontend.tokenizer import init_tokenizer_from_configs
 from stage03_engine.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady
 from stage03_engine.outputs import RequestOutput

@@ -1,6 +1,6 @@
 """Start the engine process, shake hands with it, notice its death, and leave nothing behind.
 
-The engine is a plain subprocess (`python -m stage03_engine.core`), not a multiprocessing child: its configuration comes
+The engine is a plain subprocess (`python -m stage03_engine.core`), not a multiprocessing child: it receives its configuration
 over the handshake socket as msgpack, so nothing is ever pickled, and a user's main module is not imported again.
 Source: vllm/v1/engine/utils.py (CoreEngineProcManager, launch_core_engines, wait_for_engine_startup).
 """
@@ -8,21 +8,26 @@ Source: vllm/v1/engine/utils.py (CoreEngineProcManager, launch_core_engines, wai
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import math
 import os
+import re
+import shutil
 import signal
+import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import zmq
 
 from stage03_engine import messages
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import EngineStartError
-from stage03_engine.frontend.socket_folder import SocketFolder, remove_dead_folders
 from stage03_engine.helper_process import signals_are_ours
 from stage03_engine.messages import EngineFailed, EngineHello, EngineInit, EngineReady
 from stagetrace import trace
@@ -30,6 +35,74 @@ from stagetrace import trace
 POLL_MS = 50
 TERMINATE_SECONDS = 5.0
 HELLO_SECONDS = 60.0  # an engine process that only has to import its modules and say hello; loading may take any time
+PREFIX = "stages-"
+OUR_NAME = re.compile(PREFIX + r"[a-z0-9_]{8}")  # as mkdtemp makes it
+MAX_IPC_PATH = 80  # a Unix socket path has room for 107 bytes; leave some for the file name
+
+
+def _base() -> str:
+    base = tempfile.gettempdir()
+    return "/tmp" if len(base) > MAX_IPC_PATH - 20 else base
+
+
+class SocketFolder:
+    """A folder that only this user may enter: whoever can reach a socket can command the engine.
+
+    Invariant: while its owner lives, it holds a lock on the folder. The system releases the lock however the owner ends, and
+    the lock works between containers that share the folder, where process ids would mean nothing. (vLLM puts its sockets
+    into the temporary folder itself, get_open_zmq_ipc_path; what kill -9 leaves there stays.)
+    """
+
+    def __init__(self) -> None:
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_base()))  # mkdtemp makes it with mode 0700
+            try:
+                self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+            except FileNotFoundError:
+                continue  # another server has removed it already, as one without owner
+            with contextlib.suppress(OSError):  # a file system without locks: there nothing is ever removed
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
+            if self.path.exists():  # not removed in between
+                return
+            os.close(self._lock)
+
+    def remove(self) -> None:
+        """Call it once the sockets are closed. May be called twice."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def remove_dead_folders() -> None:
+    """Remove the folders that this user's killed servers left behind.
+
+    Never raises, and never removes anything but a folder of sockets.
+    """
+    names: list[str] = []
+    with contextlib.suppress(OSError), os.scandir(_base()) as entries:  # some systems do not let users list /tmp
+        names = [entry.path for entry in entries if OUR_NAME.fullmatch(entry.name)]
+    for name in names:
+        try:
+            _remove_if_dead(name)
+        except OSError:
+            continue  # locked: its owner lives; or another server was faster
+
+
+def _remove_if_dead(path: str) -> None:
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        status = os.fstat(folder)
+        if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) != 0o700:
+            return
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        names = os.listdir(folder)
+        if all(stat.S_ISSOCK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode) for name in names):
+            for name in names:
+                os.unlink(name, dir_fd=folder)
+            os.rmdir(path)
+    finally:
+        os.close(folder)
 
 
 def engine_environment(num_threads: int, attention_backend: str = "auto") -> dict[str, str]:

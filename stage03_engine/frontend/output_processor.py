@@ -10,7 +10,7 @@ import asyncio
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.detokenizer import IncrementalDetokenizer
 from stage03_engine.frontend.features.parallel_sampling import ParentRequest
-from stage03_engine.frontend.stats import CompletedStats, IterationStats, RequestStats
+from stage03_engine.frontend.metrics import CompletedStats, IterationStats, RequestStats
 from stage03_engine.frontend.tokenizer import Tokenizer
 from stage03_engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, TokenLogprobs, payload
 from stage03_engine.outputs import CompletionOutput, RequestOutput
@@ -176,7 +176,7 @@ class OutputProcessor:
             if end is not None and output.finish_reason is None:
                 reqs_to_abort.append(output.request_id)
             finish_reason, stop_reason = end or (output.finish_reason, output.stop_reason)
-            stats.update(state.stats, output, len(output.new_token_ids), finish_reason)
+            stats.update(state.stats, output, finish_reason)
             if finish_reason is not None:
                 self._finish(state, finish_reason)
             made = state.make_output(finish_reason, stop_reason)

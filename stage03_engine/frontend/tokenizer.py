@@ -1,34 +1,95 @@
 """The tokenizer of the front end: text <-> token ids, and the bytes of each token.
 
-Built on `tokenizers` alone: importing transformers would bring torch into the API process (hundreds of megabytes, seconds).
+A byte-level vocabulary (GPT-2, Llama 3, Qwen) is built in; another decoder is reached by its lazy name. This builds on
+`tokenizers` alone: importing transformers would bring torch into the API process (hundreds of megabytes, seconds).
 Source: vllm/transformers_utils/tokenizer.py.
 """
 
 from __future__ import annotations
 
+import codecs
 import json
+import sys
+from functools import lru_cache
 from pathlib import Path
+from typing import Any, Protocol
 
 from tokenizers import AddedToken, Tokenizer as Backend, decoders, models, pre_tokenizers
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import ConfigError
-from stage03_engine.frontend.features.token_text import (
-    SPACE,
-    ByteLevelStream,
-    SentencePieceStream,
-    TokenStream,
-    read_decoder,
-)
-from stage03_engine.frontend.token_length import byte_of_symbol, max_token_bytes
+from stage03_engine.mixins import load
 from stage03_engine.model_path import find_tokenizer
 from stagetrace import trace
 
 END_OF_TEXT = "<|endoftext|>"
+OTHER_DECODERS = "stage03_engine.frontend.features.sentencepiece:read_decoder"
+TOKEN_LENGTH = "stage03_engine.frontend.features.token_length:max_token_bytes"
+
+
+@lru_cache(maxsize=1)
+def byte_of_symbol() -> dict[str, int]:
+    """Byte-level BPE writes each byte as one printable character; this is the way back (GPT-2's bytes_to_unicode).
+
+    Printable Latin-1 bytes stand for themselves; the other 68 are shifted to code points from 256 upwards.
+    """
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    shifted = [byte for byte in range(256) if byte not in printable]
+    table = {chr(byte): byte for byte in printable}
+    table.update({chr(256 + n): byte for n, byte in enumerate(shifted)})
+    return table
+
+
+class TokenStream(Protocol):
+    """Tokens in, text out, as soon as it is certain."""
+
+    def push(self, token: str, raw: bytes) -> str:
+        """The text that `token` adds; `raw` are its bytes. An empty token is an id outside the vocabulary."""
+
+
+class ByteLevelStream:
+    """Bytes wait until they form whole characters.
+
+    Python's incremental decoder keeps at most three bytes of an unfinished character, and turns bytes that can never become
+    valid into U+FFFD at once, as decoding the whole would. vLLM uses `DecodeStream` of the tokenizers library, which gives the
+    same text as long as the bytes are valid; it holds back every text that ends in U+FFFD until a valid character follows.
+    """
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token: str, raw: bytes) -> str:
+        """See TokenStream."""
+        return self._decoder.decode(raw)
+
+
+def _other_decoder(backend: Backend) -> Any:
+    """What turns tokens into text, read from tokenizer.json; None for a byte-level vocabulary, which needs nothing else."""
+    state = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {"type": None}
+    steps = state["decoders"] if state["type"] == "Sequence" else [state]
+    if [step["type"] for step in steps] == ["ByteLevel"]:
+        return None
+    try:
+        decoder = load(OTHER_DECODERS)(steps)
+    except ModuleNotFoundError:
+        decoder = None
+    if decoder is None:
+        raise ConfigError(
+            "this kind of tokenizer is not supported: its decoder is neither byte-level nor SentencePiece's"
+        )
+    return decoder
+
+
+def _max_token_bytes(backend: Backend, decoder: Any) -> int:
+    """Without the feature a token may be of any length."""
+    try:
+        return load(TOKEN_LENGTH)(backend, decoder)
+    except ModuleNotFoundError:
+        return sys.maxsize
 
 
 class Tokenizer:
-    """A tokenizer of one of the kinds in token_text.py.
+    """Text <-> token ids.
 
     vocab_size: number of token ids; max_token_bytes: no token stands for more bytes, or for more characters of a prompt;
     eos_token_id: the id that ends a text, or None; more_eos_token_ids: further ones; chat_template: Jinja text, or None;
@@ -36,17 +97,13 @@ class Tokenizer:
     """
 
     def __init__(self, backend: Backend, eos_token_id: int | None, chat_template: str | None = None) -> None:
-        decoder = read_decoder(json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else None)
-        if decoder is None:
-            raise ConfigError(
-                "this kind of tokenizer is not supported: its decoder is neither byte-level nor SentencePiece's"
-            )
-        self._backend, self._decoder = backend, decoder
+        self.backend = backend
+        self._decoder = _other_decoder(backend)
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         self.eos_token_id = eos_token_id
         self.more_eos_token_ids: tuple[int, ...] = ()
         self.chat_template = chat_template
-        self.max_token_bytes = max_token_bytes(backend, decoder)
+        self.max_token_bytes = _max_token_bytes(backend, self._decoder)
         self._special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
         self._added = {i: token.content for i, token in backend.get_added_tokens_decoder().items()}
         self.eos_token = self.bos_token = "" if eos_token_id is None else self.token_text(eos_token_id)
@@ -55,35 +112,35 @@ class Tokenizer:
         """Token ids of a text. Text that spells a special token becomes that token, as in vLLM. `add_special_tokens` puts
         the beginning-of-text token and the like around it, if the model's tokenizer.json says so."""
         # As a batch of one: `encode` keeps the interpreter lock, so that a long text would stop every other thread for seconds.
-        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def encode_pair(self, one: str, other: str, keep: int | None = None) -> list[int]:
         """Token ids of two texts, neither empty, as one input: joined, and with special tokens around, as the model's tokenizer.json says
         (transformers: `tokenizer(one, other)`). `keep` cuts the longer text at its end, both if need be, until they are at
         most so many tokens (there: truncation "longest_first")."""
-        first, second = self._backend.encode_batch_fast([one, other], add_special_tokens=False)  # as in `encode`
+        first, second = self.backend.encode_batch_fast([one, other], add_special_tokens=False)  # as in `encode`
         if keep is not None:
-            room = max(0, keep - self._backend.num_special_tokens_to_add(True))
+            room = max(0, keep - self.backend.num_special_tokens_to_add(True))
             short, long = sorted((first, second), key=len)
             if len(short) + len(long) > room:
                 kept = min(len(short), room // 2)
                 short.truncate(kept)
                 long.truncate(room - kept)
-        return self._backend.post_process(first, second, add_special_tokens=True).ids
+        return self.backend.post_process(first, second, add_special_tokens=True).ids
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         """The text of a whole sequence; bytes that are not UTF-8 become U+FFFD."""
-        if not self._decoder.byte_level:
-            return self._backend.decode(token_ids, skip_special_tokens)
+        if self._decoder is not None:
+            return self.backend.decode(token_ids, skip_special_tokens)
         wanted = [i for i in token_ids if not (skip_special_tokens and i in self._special)]
         return b"".join(self.token_bytes(i) for i in wanted).decode("utf-8", errors="replace")
 
     def stream(self, after: list[int], skip_special_tokens: bool = True) -> TokenStream:
         """For the text of tokens that follow the tokens `after` (the prompt)."""
-        if self._decoder.byte_level:
+        if self._decoder is None:
             return ByteLevelStream()
         after_text = any(self.token_bytes(i) and not (skip_special_tokens and i in self._special) for i in after)
-        return SentencePieceStream(self._decoder, after_text)
+        return self._decoder.stream(after_text)
 
     def is_special(self, token_id: int) -> bool:
         """True for tokens such as <|endoftext|> that are markers, not text."""
@@ -94,19 +151,18 @@ class Tokenizer:
         return {self.token(token_id): token_id for token_id in sorted(self._special)}
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for; empty for an id that the vocabulary does not hold (padding rows of a
-        model whose embedding is larger than its vocabulary)."""
+        """The bytes that a token stands for; empty for an id outside the vocabulary (the padding rows of a model whose
+        embedding is larger than its vocabulary)."""
         token = self.token(token_id)
-        if not self._decoder.byte_level:
-            byte = self._decoder.byte_of(token)
-            return token.replace(SPACE, " ").encode() if byte is None else bytes([byte])
+        if self._decoder is not None:
+            return self._decoder.token_bytes(token)
         if token_id in self._added:
             return token.encode()
         return bytes(byte_of_symbol()[symbol] for symbol in token)
 
     def token(self, token_id: int) -> str:
-        """A token as the vocabulary spells it; empty for an id that it does not hold."""
-        return self._backend.id_to_token(token_id) or ""
+        """A token as the vocabulary spells it; empty for an id outside it."""
+        return self.backend.id_to_token(token_id) or ""
 
     def token_text(self, token_id: int) -> str:
         """A token as text for display, e.g. in logprobs; incomplete UTF-8 is shown as U+FFFD."""
@@ -199,5 +255,5 @@ def init_tokenizer_from_configs(config: VllmConfig) -> Tokenizer:
 
 
 def get_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer of a model, or of a folder, for who needs nothing else of it. Raises ModelNotFoundError, ConfigError."""
+    """The tokenizer of a model or a folder, without its model. Raises ModelNotFoundError, ConfigError."""
     return _load(Path(find_tokenizer(name, offline=False)), ())

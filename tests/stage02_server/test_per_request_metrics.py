@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 from server_under_test import InProcessServer, RecordingEcho, events
 
 from stage02_server.features.per_request_metrics import metrics_of
-from stage03_engine.frontend.stats import RequestStats
+from stage03_engine.frontend.metrics import RequestStats
 
 CHAT = {"messages": [{"role": "user", "content": "ab"}]}
 PATHS: list[tuple[str, dict[str, Any]]] = [("/v1/completions", {"prompt": "ab"}), ("/v1/chat/completions", CHAT)]

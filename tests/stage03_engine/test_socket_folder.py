@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from stage03_engine.frontend.socket_folder import SocketFolder, remove_dead_folders
+from stage03_engine.frontend.engine_process import SocketFolder, remove_dead_folders
 
 OWNER = """
 import socket, tempfile
-from stage03_engine.frontend.socket_folder import SocketFolder
+from stage03_engine.frontend.engine_process import SocketFolder
 folder = SocketFolder()
 socket.socket(socket.AF_UNIX).bind(str(folder.path / "input"))
 print(folder.path, flush=True)

@@ -9,8 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from stage03_engine.frontend.detokenizer import IncrementalDetokenizer
-from stage03_engine.frontend.metrics import PrometheusStatLogger
-from stage03_engine.frontend.stats import IterationStats
+from stage03_engine.frontend.metrics import IterationStats, PrometheusStatLogger
 from stage03_engine.llm import LLM
 from stage03_engine.outputs import CompletionOutput
 from stage03_engine.sampling_params import SamplingParams

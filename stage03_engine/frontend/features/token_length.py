@@ -9,29 +9,18 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer as Backend
 
-from stage03_engine.frontend.features.token_text import SPACE, Decoder
+from stage03_engine.frontend.tokenizer import byte_of_symbol
+
+if TYPE_CHECKING:
+    from stage03_engine.frontend.features.sentencepiece import Decoder
 
 _KEEPING_NORMALIZERS = {"Prepend": 1, "Replace": 1, "ByteLevel": 1, "NFD": 1, "NFKD": 1, "NFC": 4, "NFKC": 4}
 """Normalizer -> how many characters may become one (NFC puts a letter and its accents together, four at most)."""
 _KEEPING_SPLITTERS = {"ByteLevel", "Metaspace", "Digits", "Punctuation", "Split"}
-
-
-@lru_cache(maxsize=1)
-def byte_of_symbol() -> dict[str, int]:
-    """Byte-level BPE writes each byte as one printable character; this is the way back (GPT-2's bytes_to_unicode).
-
-    Printable Latin-1 bytes stand for themselves; the other 68 are shifted to code points from 256 upwards.
-    """
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    shifted = [byte for byte in range(256) if byte not in printable]
-    table = {chr(byte): byte for byte in printable}
-    table.update({chr(256 + n): byte for n, byte in enumerate(shifted)})
-    return table
 
 
 def _steps(state: dict[str, Any] | None, key: str) -> Iterator[dict[str, Any]]:
@@ -59,23 +48,23 @@ def _shrinking(backend: Backend) -> int | None:
     return factor
 
 
-def _knows_every_byte(vocabulary: dict[str, int], decoder: Decoder) -> bool:
+def _knows_every_byte(vocabulary: dict[str, int], decoder: Decoder | None) -> bool:
     """Without that, characters outside the vocabulary vanish, or many of them become one unknown token."""
-    if decoder.byte_level:
+    if decoder is None:
         return all(symbol in vocabulary for symbol in byte_of_symbol())
     return decoder.byte_fallback and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
 
 
-def max_token_bytes(backend: Backend, decoder: Decoder) -> int:
-    """The most bytes that one token stands for, and the most characters of a text that can become one token; sys.maxsize
+def max_token_bytes(backend: Backend, decoder: Decoder | None) -> int:
+    """`decoder` is None for a byte-level vocabulary. The most bytes that one token stands for, and the most characters of a text that can become one token; sys.maxsize
     when there is no such number."""
     vocabulary, added = backend.get_vocab(), backend.get_added_tokens_decoder().values()
     shrinking = _shrinking(backend)
     swallows = any(token.lstrip or token.rstrip for token in added)  # the spaces beside it, however many
     if shrinking is None or swallows or not _knows_every_byte(vocabulary, decoder):
         return sys.maxsize
-    if decoder.byte_level:
+    if decoder is None:
         longest = max(map(len, vocabulary))  # each symbol stands for one byte
     else:
-        longest = max(len(token.replace(SPACE, " ").encode()) for token in vocabulary)
+        longest = max(len(decoder.token_bytes(token)) for token in vocabulary)
     return shrinking * max(longest, *(len(token.content.encode()) for token in added), 1)

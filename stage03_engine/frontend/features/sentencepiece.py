@@ -1,17 +1,15 @@
-"""From token ids to text, one at a time, exactly as the tokenizer's own decoder does it for the whole (vLLM uses
-`DecodeStream` of the tokenizers library; transformers: LlamaTokenizer, GPT2Tokenizer).
+"""SentencePiece vocabularies (Llama 2, Mistral, Gemma): from token ids to text, one at a time, as the tokenizer's own decoder
+does it for the whole.
 
-Two kinds of vocabulary are built. A byte-level one (GPT-2, Llama 3, Qwen) writes each byte as one printable character. A
-SentencePiece one (Llama 2, Mistral) holds text in which "▁" is a space; characters outside the vocabulary are spelled in
-bytes, one token <0xNN> each, and the first space of the whole text is not part of it.
+Such a vocabulary holds text in which "▁" is a space; it spells characters outside the vocabulary in bytes, one token <0xNN>
+each, and the first space of the whole text is not part of it. (vLLM: `DecodeStream`; transformers: LlamaTokenizer.)
 """
 
 from __future__ import annotations
 
-import codecs
 import re
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 SPACE = "▁"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -21,7 +19,6 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class Decoder:
     """What a tokenizer.json says about the way from tokens to text."""
 
-    byte_level: bool
     byte_fallback: bool = False  # <0xNN> is a byte
     strips_space: bool = False  # the first space of the whole text
     strips_token: bool = False  # every space of the first token
@@ -31,17 +28,21 @@ class Decoder:
         match = _BYTE_TOKEN.fullmatch(token) if self.byte_fallback else None
         return int(match[1], 16) if match else None
 
+    def token_bytes(self, token: str) -> bytes:
+        """The bytes that a token stands for."""
+        byte = self.byte_of(token)
+        return token.replace(SPACE, " ").encode() if byte is None else bytes([byte])
 
-def read_decoder(state: dict[str, Any] | None) -> Decoder | None:
-    """The decoder that `state` (the part "decoder" of a tokenizer.json) describes; None for one that is not built."""
-    if state is None:
-        return None
-    steps = state["decoders"] if state["type"] == "Sequence" else [state]
+    def stream(self, after_text: bool) -> SentencePieceStream:
+        """For the text of tokens that follow a prompt; `after_text` says that the prompt has any text."""
+        return SentencePieceStream(self, after_text)
+
+
+def read_decoder(steps: list[dict[str, Any]]) -> Decoder | None:
+    """The decoder that `steps` (the part "decoder" of a tokenizer.json) describe; None for one that is not supported."""
     kinds = [step["type"] for step in steps]
-    if kinds == ["ByteLevel"]:
-        return Decoder(byte_level=True)
     if kinds == ["Metaspace"] and steps[0]["replacement"] == SPACE:
-        return Decoder(byte_level=False, strips_token=steps[0].get("prepend_scheme", "always") != "never")
+        return Decoder(strips_token=steps[0].get("prepend_scheme", "always") != "never")
     if kinds[:1] != ["Replace"] or steps[0]["pattern"] != {"String": SPACE} or steps[0]["content"] != " ":
         return None
     if kinds[1:] not in (["Fuse"], ["ByteFallback", "Fuse"], ["ByteFallback", "Fuse", "Strip"], ["Fuse", "Strip"]):
@@ -49,33 +50,13 @@ def read_decoder(state: dict[str, Any] | None) -> Decoder | None:
     strip = steps[-1] if kinds[-1] == "Strip" else None
     if strip is not None and (strip["content"], strip["start"], strip["stop"]) != (" ", 1, 0):
         return None
-    return Decoder(byte_level=False, byte_fallback="ByteFallback" in kinds, strips_space=strip is not None)
-
-
-class TokenStream(Protocol):
-    """Tokens in, text out, as soon as it is certain."""
-
-    def push(self, token: str, raw: bytes) -> str:
-        """The text that `token` adds; `raw` are the bytes that it stands for. An empty token is one that nobody knows."""
-
-
-class ByteLevelStream:
-    """Bytes wait until they form whole characters."""
-
-    def __init__(self) -> None:
-        # Python's incremental decoder keeps at most three bytes of an unfinished character, and turns bytes that can
-        # never become valid into U+FFFD at once, exactly as decoding the whole would.
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def push(self, token: str, raw: bytes) -> str:
-        """See TokenStream."""
-        return self._decoder.decode(raw)
+    return Decoder(byte_fallback="ByteFallback" in kinds, strips_space=strip is not None)
 
 
 class SentencePieceStream:
-    """Only bytes in a row of <0xNN> tokens wait.
+    """Tokens in, text out; only the bytes of an unfinished character wait.
 
-    The tokenizers library turns a whole row of such tokens into U+FFFD, one for each byte, when the row is not valid UTF-8.
+    The tokenizers library turns a whole row of <0xNN> tokens into U+FFFD, one for each byte, when the row is not valid UTF-8.
     Here characters that were whole before the row went wrong stay: they are shown at once, because a line break is such a
     token in these vocabularies, and a stop string must not wait for what follows it. That is the one difference.
     """
@@ -87,7 +68,7 @@ class SentencePieceStream:
         self._broken = False  # this row of bytes is not valid: all the rest of it becomes U+FFFD
 
     def push(self, token: str, raw: bytes) -> str:
-        """See TokenStream."""
+        """The text that `token` adds; `raw` are its bytes. An empty token is an id outside the vocabulary."""
         if not token:
             return ""
         if self._decoder.byte_of(token) is not None:
