@@ -11,9 +11,9 @@
 #
 # | part | here | in vLLM (V1) |
 # |---|---|---|
-# | a token's place: the slot | [`write_kv`](../stage04_kernels/kv_cache.py) | `csrc/cache_kernels.cu` reshape_and_cache_flash |
-# | paged attention, slow and fast | [`paged_attention_reference`, `paged_attention_torch`](../stage04_kernels/paged_attention.py) | `flash_attn_varlen_func` with a block table |
-# | what attention must know about a step | [`AttentionMetadata`](../stage04_kernels/attention_metadata.py) | `v1/attention/backends/flash_attn.py` FlashAttentionMetadata |
+# | a token's place: the slot | [`write_kv`](../stage04_kernels/paged_attention.py) | `csrc/cache_kernels.cu` reshape_and_cache_flash |
+# | paged attention, slow and fast | [`paged_attention_reference`](../stage04_kernels/backends/reference.py), [`paged_attention_torch`](../stage04_kernels/paged_attention.py) | `flash_attn_varlen_func` with a block table |
+# | what attention must know about a step | [`AttentionMetadata`](../stage04_kernels/attention.py) | `v1/attention/backends/flash_attn.py` FlashAttentionMetadata |
 # | who owns which block | [`BlockPool`](../stage03_engine/core/block_pool.py), [`KVCacheManager`](../stage03_engine/core/kv_cache_manager.py) | `v1/core/block_pool.py`, `v1/core/kv_cache_manager.py` |
 
 # %%
@@ -28,11 +28,11 @@ import torch.nn.functional as F
 
 from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import SamplingParams
-from stage04_kernels.attention import attention, write_then_attend
-from stage04_kernels.kv_cache import write_kv
+from stage04_kernels.attention import get_backend
+from stage04_kernels.backends.reference import gather_context, paged_attention_reference
 from stage04_kernels.lab.cases import make_attention_case, make_metadata
 from stage04_kernels.lab.tolerances import TOLERANCES
-from stage04_kernels.paged_attention import gather_context, paged_attention_reference, paged_attention_torch
+from stage04_kernels.paged_attention import paged_attention_torch, write_kv, write_then_attend
 
 torch.manual_seed(0)
 torch.set_grad_enabled(False)
@@ -159,7 +159,7 @@ print("largest difference to contiguous:", (online - contiguous).abs().max().ite
 # %%
 names = ["a prompt of 7", "a chunk of 5 after 16", "a decode after 37", "a decode after 4"]
 case = make_attention_case([7, 5, 1, 1], [0, 16, 37, 4], block_size=4, num_heads=4, num_kv_heads=2)
-paged = attention(case.query, case.key, case.value, case.kv_cache, case.metadata, case.scale)
+paged = get_backend("torch")(case.query, case.key, case.value, case.kv_cache, case.metadata, case.scale)
 
 start = case.metadata.query_start_loc_cpu
 for r, name in enumerate(names):

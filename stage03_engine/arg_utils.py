@@ -19,7 +19,7 @@ from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import each
 from stage03_engine.model_path import ModelFiles, resolve_model
 from stage03_engine.tracing import event_filter
-from stage04_kernels.backend_names import resolve_backend
+from stage04_kernels.attention import resolve_backend
 from stagetrace import trace
 from stagetrace.redact import redact_values
 

@@ -1,119 +1,125 @@
-"""The one attention entry point that model files call (vLLM: Attention in attention/layer.py and its backend selector).
+"""The way to attention: backends by name, and what they must know about a batch (vLLM: the backend selector in
+attention/selector.py; FlashAttentionMetadata in v1/attention/backends/flash_attn.py).
 
-A model names no backend. A new implementation becomes one more row of BACKENDS, or a user's own function of the same arguments.
+A model names no backend. It asks `get_backend` once and calls what it gets in every layer. A new implementation is one more
+row of BACKENDS, or a user's own `module:function`. This file imports no torch, so that a command line can check names.
 """
 
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-from stage04_kernels.attention_metadata import AttentionMetadata
-from stage04_kernels.backend_names import resolve_backend
-from stage04_kernels.rope import apply_rope
-
-__all__ = ["BACKENDS", "AttentionMetadata", "attention", "check_backend", "get_backend", "resolve_backend"]
-
-Rotation = tuple[Tensor, Tensor]
-"""cos and sin of every token's angles, each float32 [num_tokens, 1, head_dim / 2] (rope_cos_sin)."""
-
-Backend = Callable[[Tensor, Tensor, Tensor, Tensor, AttentionMetadata, float, int | None, Rotation | None], Tensor]
-"""query, key, value, kv_cache, metadata, scale, window, rotation -> output, as in `attention`."""
-
-
-def write_then_attend(write: Callable[..., None], attend: Callable[..., Tensor]) -> Backend:
-    """A backend of two parts: keys and values go into the cache before any query reads it."""
-
-    def backend(
-        query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, scale: float,
-        window: int | None, rotation: Rotation | None,
-    ) -> Tensor:  # fmt: skip
-        if rotation is not None:
-            query, key = apply_rope(query, *rotation), apply_rope(key, *rotation)
-        write(key, value, kv_cache, metadata.slot_mapping)
-        return attend(query, kv_cache, metadata, scale, window)
-
-    return backend
-
-
-def _torch() -> Backend:
-    from stage04_kernels.kv_cache import write_kv
-    from stage04_kernels.paged_attention import paged_attention_torch
-
-    return write_then_attend(write_kv, paged_attention_torch)
-
-
-def _cpu() -> Backend:
-    from stage04_kernels.backends.cpu_attention import paged_attention_cpu
-    from stage04_kernels.kv_cache import write_kv
-
-    return write_then_attend(write_kv, paged_attention_cpu)
-
-
-def _batch_invariant() -> Backend:
-    from stage04_kernels.backends.batch_invariant import paged_attention_batch_invariant
-    from stage04_kernels.kv_cache import write_kv
-
-    return write_then_attend(write_kv, paged_attention_batch_invariant)
-
-
-def _reference() -> Backend:
-    from stage04_kernels.kv_cache import write_kv_reference
-    from stage04_kernels.paged_attention import paged_attention_reference
-
-    return write_then_attend(write_kv_reference, paged_attention_reference)
-
-
-def _triton() -> Backend:
-    from stage04_kernels.triton_kernels.backend import triton_attention
-
-    return triton_attention
-
-
-def _triton_interpret() -> Backend:
-    # Triton asks the environment when it is imported: its own library consists of kernels too.
-    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError("triton-interpret must be chosen before triton is imported: set TRITON_INTERPRET=1")
-    os.environ["TRITON_INTERPRET"] = "1"
-    return _triton()
-
-
-BACKENDS: dict[str, Callable[[], Backend]] = {
-    "torch": _torch,
-    "cpu": _cpu,
-    "triton": _triton,
-    "triton-interpret": _triton_interpret,
-    "batch_invariant": _batch_invariant,
-    "reference": _reference,
+BACKENDS = {
+    # plain torch operations, on every device that torch knows
+    "torch": "stage04_kernels.paged_attention:torch_attention",
+    # compiled for the processor at hand: reads each block once, in place
+    "cpu": "stage04_kernels.backends.cpu_attention:cpu_attention",
+    # the Triton kernels, on a GPU
+    "triton": "stage04_kernels.triton_kernels.backend:triton_attention",
+    # the same kernels, number by number, on any machine: slow, for learning and testing
+    "triton-interpret": "stage04_kernels.triton_kernels.interpreted:triton_attention",
+    # a fixed order of arithmetic for each token, whatever else is in the batch
+    "batch_invariant": "stage04_kernels.backends.batch_invariant:batch_invariant_attention",
+    # the oracle: slow, for tests and for doubt
+    "reference": "stage04_kernels.backends.reference:reference_attention",
 }
-"""Backend name (see ATTENTION_BACKENDS for what each is) -> what loads it. A loaded backend writes the new keys and values and
-computes the attention."""
+"""Name -> where the function is. Nothing is imported before it is chosen."""
 
 
-@cache
-def _load(name: str) -> Backend:
-    return BACKENDS[name]()
+@dataclass
+class AttentionMetadata:
+    """The batch of one step: which query rows belong to which request, and where its keys and values lie.
+
+    Query rows `query_start_loc[r]` to `query_start_loc[r + 1] - 1` are the tokens of request r in this step. Its context
+    is `seq_lens[r]` tokens long, these included. Position p of the context lies in block `block_table[r, p // block_size]`
+    at offset `p % block_size`; entries behind the last needed block are never read. Rows behind the last request are padding.
+
+    The two `_cpu` lists repeat the tensors on the host, so that host code never waits for a device to answer. All layers of
+    a step share the metadata; what a backend derives from it alone is computed once and kept in `plans`.
+    """
+
+    query_start_loc: Tensor  # [num_reqs + 1] int32
+    seq_lens: Tensor  # [num_reqs] int32
+    block_table: Tensor  # [num_reqs, max_blocks] int32
+    slot_mapping: Tensor  # [num_tokens] int64: where each row's key and value go; -1 = padding
+    query_start_loc_cpu: list[int]
+    seq_lens_cpu: list[int]
+    max_query_len: int
+    max_seq_len: int
+    plans: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
 
-def get_backend(name: str) -> Backend:
-    """A backend by its resolved name. Raises ValueError, ImportError or AttributeError when it cannot be loaded."""
-    if name in BACKENDS:
-        return _load(name)
-    module, _, function = name.partition(":")
-    backend: Backend = getattr(import_module(module), function)
+class AttentionBackend(Protocol):
+    """Stores this step's keys and values in the cache, then lets every query token attend to its context."""
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, scale: float,
+        window: int | None = None, rotation: tuple[Tensor, Tensor] | None = None, /,
+    ) -> Tensor:  # fmt: skip
+        """
+        query       [num_tokens, num_heads, head_dim]
+        key, value  [num_tokens, num_kv_heads, head_dim]; num_heads is a multiple of num_kv_heads
+        kv_cache    [2, num_blocks, block_size, num_kv_heads, head_dim], contiguous; changed in place
+        scale       factor on the scores, usually head_dim ** -0.5
+        window      sliding window: how many positions a token sees at most, its own included; None = all
+        rotation    cos and sin of the rotary embedding (rope_cos_sin) for queries and keys; None = the model has none
+        Returns     [num_tokens, num_heads, head_dim]; causal: token i of q, with a context of s, sees positions 0..s-q+i,
+                    and of these the last `window`. Padding rows come out as zeros.
+        """
+
+
+def resolve_backend(name: str, device: str = "cpu") -> str:
+    """One of the names, or a user's `module:function`; "auto" becomes the fastest for the device (cpu or cuda).
+
+    Raises ValueError for an unknown name, and for a backend whose files were taken out.
+    """
+    if name == "auto":
+        name = "triton" if device == "cuda" else "torch"
+    if name not in BACKENDS:
+        if ":" not in name:
+            known = ", ".join(BACKENDS)
+            raise ValueError(
+                f"unknown attention backend {name!r}; known: auto, {known}, or module:function of your own"
+            )
+    elif not _is_there(module := BACKENDS[name].partition(":")[0]):
+        raise ValueError(f"the attention backend {name} is not installed: {module} is missing")
+    return name
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # not even its folder is there
+        return False
+
+
+def load(name: str) -> Any:
+    """What `module:attribute` names. Raises ImportError or AttributeError if it is not there."""
+    module, _, attribute = name.partition(":")
+    return getattr(import_module(module), attribute)
+
+
+def get_backend(name: str) -> AttentionBackend:
+    """The attention function of a backend. Raises ValueError, ImportError or AttributeError if it cannot be loaded."""
+    name = resolve_backend(name)
+    backend: AttentionBackend = load(BACKENDS.get(name, name))
     if not callable(backend):
         raise ValueError(f"{name} is not a function")
     return backend
 
 
 def check_backend(name: str, device: str) -> None:
-    """Load the backend and see that it can run on the device. Raises ValueError in one line."""
+    """Load the backend and check that it can run on the device. Raises ValueError in one line."""
+    import torch
+
     resolved = resolve_backend(name, device)
     if resolved == "triton" and not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError("the attention backend triton needs a GPU; triton-interpret runs the same kernels without one")
@@ -121,31 +127,3 @@ def check_backend(name: str, device: str) -> None:
         get_backend(resolved)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"the attention backend {resolved} cannot be loaded: {error}") from error
-
-
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    kv_cache: Tensor,
-    metadata: AttentionMetadata,
-    scale: float,
-    backend: str = "auto",
-    window: int | None = None,
-    rotation: Rotation | None = None,
-) -> Tensor:
-    """Store this step's keys and values in the cache, then let every query token attend to its context.
-
-    query       [num_tokens, num_heads, head_dim]
-    key, value  [num_tokens, num_kv_heads, head_dim]; num_heads is a multiple of num_kv_heads
-    kv_cache    [2, num_blocks, block_size, num_kv_heads, head_dim], contiguous; changed in place
-    scale       factor on the scores, usually head_dim ** -0.5
-    window      sliding window: how many positions a token sees at most, its own included; None = all
-    rotation    rotary embedding of queries and keys; None = the model has none. A backend may do it while it writes the keys
-    Returns     [num_tokens, num_heads, head_dim]; causal: token i of q, with a context of s, sees positions 0..s-q+i, and of
-                these the last `window`
-
-    Raises ValueError for an unknown backend.
-    """
-    name = resolve_backend(backend, query.device.type)
-    return get_backend(name)(query, key, value, kv_cache, metadata, scale, window, rotation)

@@ -1,4 +1,4 @@
-"""Rotary position embedding, fast and slow (vLLM: RotaryEmbedding in model_executor/layers/rotary_embedding).
+"""Rotary position embedding (vLLM: RotaryEmbedding in model_executor/layers/rotary_embedding).
 
 A head of d numbers is taken as d/2 pairs, number i with number i + d/2. Pair i is turned by the angle position * f_i, so the
 product of a query and a key depends on the distance of their positions only. Low i turn fast, high i slowly.
@@ -11,6 +11,9 @@ import math
 
 import torch
 from torch import Tensor
+
+Rotation = tuple[Tensor, Tensor]
+"""cos and sin of every token's angles, each float32 [num_tokens, 1, head_dim / 2]."""
 
 
 def rope_frequencies(head_dim: int, theta: float) -> Tensor:
@@ -31,8 +34,8 @@ def scale_llama3(frequencies: Tensor, factor: float, low: float, high: float, or
     return frequencies * (kept + (1.0 - kept) / factor)
 
 
-def rope_cos_sin(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of every angle: two float32 [num_tokens, 1, head_dim / 2]. All layers of a step share them.
+def rope_cos_sin(positions: Tensor, frequencies: Tensor) -> Rotation:
+    """cos and sin of every angle. All layers of a step share them.
 
     positions   [num_tokens] int64
     frequencies [head_dim / 2] float32
@@ -45,19 +48,3 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn the pairs of x [num_tokens, num_heads, head_dim]; computed in float32, returned in x's dtype."""
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
-
-
-def apply_rope_reference(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
-    """One token, one head, one pair at a time: a pair is a complex number, and turning it is one product."""
-    output = torch.empty_like(x)
-    half = x.shape[-1] // 2
-    for token, position in enumerate(positions.tolist()):
-        for pair, frequency in enumerate(frequencies.tolist()):
-            angle = torch.tensor(
-                position * frequency, dtype=torch.float32
-            ).item()  # rounded once, as the fast path does
-            turn = complex(math.cos(angle), math.sin(angle))
-            for head in range(x.shape[1]):
-                turned = complex(float(x[token, head, pair]), float(x[token, head, pair + half])) * turn
-                output[token, head, pair], output[token, head, pair + half] = turned.real, turned.imag
-    return output

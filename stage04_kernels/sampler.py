@@ -1,7 +1,8 @@
 """From logits to the next token (vLLM: Sampler in v1/sample/sampler.py, with v1/sample/ops).
 
-The order is vLLM's: rules (logits_processors.py), temperature, min-p, top-k, top-p, then one draw. Each transform takes logits [num_rows, vocab] and
-returns new ones, in which what may not be drawn is -inf. The slow twin of each stands in sampler_reference.py.
+The order is vLLM's: rules (logits_processors.py), temperature, min-p, top-k, top-p, then one draw. Each transform takes logits
+[num_rows, vocab] and returns new ones, in which what may not be drawn is -inf. The slow twin of each is in
+lab/sampler_reference.py.
 """
 
 from __future__ import annotations
@@ -12,12 +13,17 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from stage04_kernels.backend_names import is_triton
+from stage04_kernels.attention import load
 from stage04_kernels.logits_processors import LogitsRules, Penalties, apply_rules
 
 RowsTransform = Callable[[Tensor, list[int]], Tensor]
 """Logits [n, vocab] of these n rows of the batch -> new ones."""
 
+FUSED = {
+    "triton": "stage04_kernels.triton_kernels.backend:SAMPLER_KERNELS",
+    "triton-interpret": "stage04_kernels.triton_kernels.interpreted:SAMPLER_KERNELS",
+}
+"""Attention backends that bring a sampler; with every other one torch samples."""
 GREEDY_BELOW = 1e-5  # temperatures below this mean greedy, as in vLLM
 _MASK64 = (1 << 64) - 1
 
@@ -208,14 +214,16 @@ def _draw(logits: Tensor, rows: Tensor, metadata: SamplingMetadata) -> Tensor:
     return sample_random(logits, seeds, [metadata.positions[row] for row in metadata.random_rows])
 
 
-def _fused(logits: Tensor, metadata: SamplingMetadata, penalties: Penalties | None) -> Tensor:
-    """Penalties, transforms and draws of all rows in one kernel: logits [num_rows, vocab] -> [num_rows] int64."""
-    from stage04_kernels.triton_kernels.sampler import sample_triton
+@dataclass(frozen=True)
+class SamplerKernels:
+    """What a backend may do in fewer passes over the logits.
 
-    seeds, positions = (torch.tensor(x, dtype=torch.int64).to(logits.device) for x in (
-        [seed - (1 << 64) if seed >= 1 << 63 else seed for seed in metadata.seeds], metadata.positions))  # fmt: skip
-    transforms = (metadata.top_k, metadata.top_p, metadata.min_p)
-    return sample_triton(logits, metadata.temperature, seeds, positions, *transforms, penalties=penalties)
+    draw             (logits, metadata, penalties or None): penalties, transforms and draws of all rows -> [num_rows] int64
+    gather_logprobs  as the function of this name
+    """
+
+    draw: Callable[[Tensor, SamplingMetadata, Penalties | None], Tensor]
+    gather_logprobs: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]
 
 
 def sample(logits: Tensor, metadata: SamplingMetadata, backend: str = "torch") -> SamplerOutput:
@@ -224,15 +232,17 @@ def sample(logits: Tensor, metadata: SamplingMetadata, backend: str = "torch") -
     Greedy rows take the argmax after the rules, the lowest index among equals. The draw of a random row is a function of
     its seed, its position and its own logits: neither the rest of the batch nor any earlier step changes it.
     """
-    raw, rules, triton = logits, metadata.rules, is_triton(backend, logits.device.type)
-    fuse = triton and not metadata.before and not metadata.after_temperature  # a user's own transforms stand in between
+    raw, rules = logits, metadata.rules
+    kernels: SamplerKernels | None = load(FUSED[backend]) if backend in FUSED else None
+    custom = metadata.before or metadata.after_temperature  # a user's own transforms come between those of a fused draw
+    fuse = kernels is not None and not custom
     penalties = rules.penalties if fuse and rules is not None else None
     if rules is not None:
         logits = apply_rules(logits, replace(rules, penalties=None) if penalties is not None else rules)
     for transform in metadata.before:
         logits = transform(logits, list(range(len(logits))))
-    if fuse:
-        token_ids = _fused(logits, metadata, penalties)
+    if kernels is not None and fuse:
+        token_ids = kernels.draw(logits, metadata, penalties)
     else:
         token_ids = logits.argmax(dim=-1)
         if metadata.random_rows:
@@ -240,10 +250,7 @@ def sample(logits: Tensor, metadata: SamplingMetadata, backend: str = "torch") -
             token_ids[rows] = _draw(logits[rows], rows, metadata)
     if metadata.max_num_logprobs is None:
         return SamplerOutput(token_ids)
-    if triton:
-        from stage04_kernels.triton_kernels.logprobs import gather_logprobs_triton as gather
-    else:
-        gather = gather_logprobs
+    gather = gather_logprobs if kernels is None else kernels.gather_logprobs
     likely, logprobs, ranks = gather(raw, token_ids, metadata.max_num_logprobs)
     if metadata.named:
         likely, logprobs = report_named(raw, likely, logprobs, metadata.named)

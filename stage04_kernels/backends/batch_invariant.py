@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stage04_kernels.attention_metadata import AttentionMetadata
+from stage04_kernels.attention import AttentionMetadata
+from stage04_kernels.paged_attention import write_kv, write_then_attend
 
 ROWS = 16  # even row widths then fill whole vectors of 32 numbers: no element is left over for a slower loop with other rounding
 SPLIT = 64
@@ -63,16 +64,17 @@ def plan_tiles(metadata: AttentionMetadata, block_size: int, window: int | None)
 def paged_attention_batch_invariant(
     query: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, scale: float, window: int | None = None
 ) -> Tensor:
-    """Paged attention in which a row's result is a function of its query and its context alone. Arguments as in `attention`.
+    """Paged attention in which a row's result is a function of its query and its context alone. Arguments as in
+    `AttentionBackend`.
 
     Padding rows of the query come out as zeros.
     """
     keys, values = kv_cache.view(2, -1, *kv_cache.shape[3:]).unbind()  # [num_slots, num_kv_heads, head_dim]
-    plan = metadata.cached_plan(
-        ("batch_invariant", kv_cache.shape[2], window), lambda: list(plan_tiles(metadata, kv_cache.shape[2], window))
-    )
+    key = ("batch_invariant", kv_cache.shape[2], window)
+    if key not in metadata.plans:
+        metadata.plans[key] = list(plan_tiles(metadata, kv_cache.shape[2], window))
     output = torch.zeros_like(query)
-    for tile in plan:
+    for tile in metadata.plans[key]:
         result = _attend(query[tile.rows], keys, values, tile.splits, scale)
         output[tile.start : tile.end] = result[: tile.end - tile.start]
     return output
@@ -99,3 +101,6 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, splits: list[tuple[Tens
         mixed = mixed * rescale + weights @ v
         largest = new_largest
     return (mixed / total).flatten(1, 2).to(query.dtype)
+
+
+batch_invariant_attention = write_then_attend(write_kv, paged_attention_batch_invariant)

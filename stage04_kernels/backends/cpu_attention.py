@@ -17,8 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stage04_kernels.attention_metadata import AttentionMetadata, PrefillGather
-from stage04_kernels.paged_attention import attend_prefill, paged_attention_torch
+from stage04_kernels.attention import AttentionMetadata
+from stage04_kernels.paged_attention import (
+    PrefillGather,
+    attend_prefill,
+    paged_attention_torch,
+    plan_prefill,
+    write_kv,
+    write_then_attend,
+)
 
 os.environ.setdefault("NUMBA_THREADING_LAYER", "workqueue")  # its threads sleep while they wait; OpenMP's may spin
 import numba as nb
@@ -179,7 +186,7 @@ def plan(metadata: AttentionMetadata, block_size: int, window: int | None) -> CP
     requests, prefills = [], []
     for request, (start, end) in enumerate(pairwise(metadata.query_start_loc_cpu)):
         if end - start > MAX_TOKENS:
-            prefills.append(metadata.plan_prefill(request, window, block_size))
+            prefills.append(plan_prefill(metadata, request, window, block_size))
         elif end > start:
             requests.append(request)
     return CPUPlan(np.array(requests, dtype=np.int32), prefills)
@@ -188,13 +195,16 @@ def plan(metadata: AttentionMetadata, block_size: int, window: int | None) -> CP
 def paged_attention_cpu(
     query: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, scale: float, window: int | None = None
 ) -> Tensor:
-    """Attention over the paged cache, compiled. Arguments as in `attention`; float32 on a CPU, anything else goes to the torch
+    """Attention over the paged cache, compiled. Arguments as in `AttentionBackend`; float32 on a CPU, anything else goes to the torch
     path. Padding rows of the query come out as zeros."""
     if query.dtype != torch.float32 or query.device.type != "cpu":
         return paged_attention_torch(query, kv_cache, metadata, scale, window)
     nb.set_num_threads(min(torch.get_num_threads(), nb.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
     block_size, num_kv_heads = kv_cache.shape[2:4]
-    planned = metadata.cached_plan(("cpu", block_size, window), lambda: plan(metadata, block_size, window))
+    key = ("cpu", block_size, window)
+    if key not in metadata.plans:
+        metadata.plans[key] = plan(metadata, block_size, window)
+    planned: CPUPlan = metadata.plans[key]
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
     if len(planned.requests):
         # Few requests: cut by heads too, so that every thread has work.
@@ -210,3 +220,6 @@ def paged_attention_cpu(
             query[prefill.start : prefill.end], keys, values, prefill, scale
         )
     return out
+
+
+cpu_attention = write_then_attend(write_kv, paged_attention_cpu)

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stage04_kernels.kv_cache import write_kv
 from stage04_kernels.lab.cases import AttentionCase, make_attention_case
 from stage04_kernels.lab.roofline import attention_work
+from stage04_kernels.paged_attention import paged_attention_torch, write_kv
 
 Call = Callable[[], object]
 
@@ -89,7 +89,6 @@ def gathered_attention(case: AttentionCase) -> Tensor:
 def bench_cpu() -> Iterator[Measured]:
     """Decodes and a chunk of a prompt, GPT-2's heads, float32."""
     from stage04_kernels.backends.cpu_attention import paged_attention_cpu
-    from stage04_kernels.paged_attention import paged_attention_torch
 
     heads: dict[str, Any] = {"num_heads": 12, "num_kv_heads": 12, "head_dim": 64}
     for name, query_lens, computed in (

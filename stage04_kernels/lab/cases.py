@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stage04_kernels.attention_metadata import AttentionMetadata
+from stage04_kernels.attention import AttentionMetadata
 
 
 @dataclass

@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 
-from stage04_kernels import layernorm, rope
-from stage04_kernels.attention import BACKENDS, attention
-from stage04_kernels.kv_cache import write_kv, write_kv_reference
-from stage04_kernels.lab import check_sampling, check_triton
+from stage04_kernels import layers, rope
+from stage04_kernels.attention import BACKENDS, get_backend
+from stage04_kernels.backends.reference import write_kv_reference
+from stage04_kernels.lab import check_sampling, check_triton, layers_reference
 from stage04_kernels.lab.cases import make_attention_case
 from stage04_kernels.lab.check_row import NUM_SEEDS, Row
 from stage04_kernels.lab.tolerances import EXACT, TOLERANCES
+from stage04_kernels.paged_attention import write_kv
 from stagetrace import trace
 
 ATTENTION_GRID: dict[str, list[dict[str, Any]]] = {
@@ -74,8 +75,8 @@ def check_attention(seed: int) -> Iterator[Row]:
                     case = make_attention_case(**arguments, dtype=dtype, seed=case_seed)
                     tensors = (case.query, case.key, case.value)
                     common = (case.metadata, case.scale)
-                    slow = attention(*tensors, case.kv_cache.clone(), *common, "reference", case.window)
-                    row.compare(attention(*tensors, case.kv_cache, *common, backend, case.window), slow)
+                    slow = get_backend("reference")(*tensors, case.kv_cache.clone(), *common, case.window)
+                    row.compare(get_backend(backend)(*tensors, case.kv_cache, *common, case.window), slow)
                 yield row
 
 
@@ -83,16 +84,16 @@ def check_layers(seed: int) -> Iterator[Row]:
     """Rotary embedding and RMSNorm, for several sizes of a head or row, and positions near and far."""
     generator = torch.Generator().manual_seed(seed)
     for dtype, tolerance in TOLERANCES.items():
-        turned = Row("apply_rope", "apply_rope_reference", tolerance, str(dtype).removeprefix("torch."))
-        normed = Row("rms_norm", "rms_norm_reference", tolerance, turned.dtype)
+        turned = Row("apply_rope", "layers_reference.apply_rope", tolerance, str(dtype).removeprefix("torch."))
+        normed = Row("rms_norm", "layers_reference.rms_norm", tolerance, turned.dtype)
         for size in (2, 16, 64):
             positions = torch.randint(100_000, (5,), generator=generator)
             frequencies = rope.scale_llama3(rope.rope_frequencies(size, 500_000.0), 8.0, 1.0, 4.0, 8192)
             x = torch.randn(5, 2, size, generator=generator).to(dtype)
             weight = torch.rand(size, generator=generator).to(dtype)
-            slow = rope.apply_rope_reference(x, positions, frequencies)
+            slow = layers_reference.apply_rope(x, positions, frequencies)
             turned.compare(rope.apply_rope(x, *rope.rope_cos_sin(positions, frequencies)), slow)
-            normed.compare(layernorm.rms_norm(x, weight, 1e-5), layernorm.rms_norm_reference(x, weight, 1e-5))
+            normed.compare(layers.rms_norm(x, None, weight, 1e-5)[0], layers_reference.rms_norm(x, weight, 1e-5))
         yield from (turned, normed)
 
 

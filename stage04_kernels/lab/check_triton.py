@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stage04_kernels import activation, layernorm, rope
-from stage04_kernels.kv_cache import write_kv_reference
-from stage04_kernels.lab import sampler_reference
+from stage04_kernels import rope
+from stage04_kernels.backends.reference import paged_attention_reference, write_kv_reference
+from stage04_kernels.lab import layers_reference, sampler_reference
 from stage04_kernels.lab.cases import AttentionCase, make_attention_case
 from stage04_kernels.lab.check_row import Row
 from stage04_kernels.lab.tolerances import EXACT, TOLERANCES
 from stage04_kernels.logits_processors import Penalties, apply_penalties
-from stage04_kernels.paged_attention import attention_reference
 from stage04_kernels.sampler import apply_min_p, apply_temperature, apply_top_k, apply_top_p, gather_logprobs
 from stage04_kernels.triton_kernels import kv_write, layers, logprobs, paged_attention, sampler
 from stage04_kernels.triton_kernels.tiles import ATTENTION_TILES, INTERPRETED, AttentionTiles
@@ -41,14 +40,6 @@ SHAPES: dict[str, list[dict[str, Any]]] = {
     "shared blocks, padding": [{"query_lens": [1, 9, 1], "computed": [64, 48, 33], "num_shared": 3, "num_padding": 3}],
     "sliding window": [{**MIXED, "window": n} for n in (1, 16, 30)],
 }  # fmt: skip
-FEATURES: dict[str, dict[str, Any]] = {
-    "soft cap": {"soft_cap": 2.0},
-    "ALiBi": {"alibi_slopes": True},
-    "split in 4": {"num_splits": 4},
-    "split in 4, window": {"num_splits": 4, "window": 21},
-    "log-sum-exp": {"return_lse": True},
-    "log-sum-exp, split in 8": {"return_lse": True, "num_splits": 8},
-}
 
 
 def device() -> torch.device:
@@ -76,72 +67,39 @@ def tile_choices() -> list[AttentionTiles]:
     ]
 
 
-def _attend(case: AttentionCase, tiles: AttentionTiles, row: Row, row_lse: Row | None = None, **features: Any) -> None:
-    """Write, attend, compare: output, and log-sum-exp where it is asked for."""
-    kernel = {"num_splits", "return_lse"}
+def _attend(case: AttentionCase, tiles: AttentionTiles, row: Row, num_splits: int | None = None) -> None:
+    """Write, attend, compare."""
     slow_cache = case.kv_cache.clone()
     write_kv_reference(case.key, case.value, slow_cache, case.metadata.slot_mapping)
-    oracle = {name: value for name, value in features.items() if name not in kernel}
-    slow, slow_lse = attention_reference(case.query, slow_cache, case.metadata, case.scale, case.window, **oracle)
+    slow = paged_attention_reference(case.query, slow_cache, case.metadata, case.scale, case.window)
     there = on_device(case)
-    moved: dict[str, Any] = {
-        name: value.to(device()) if isinstance(value, Tensor) else value for name, value in features.items()
-    }
     kv_write.write_kv_triton(there.key, there.value, there.kv_cache, there.metadata.slot_mapping)
     out = paged_attention.paged_attention_triton(
-        there.query, there.kv_cache, there.metadata, case.scale, case.window, tiles=tiles, **moved
+        there.query, there.kv_cache, there.metadata, case.scale, case.window, num_splits=num_splits, tiles=tiles
     )
-    output, lse = out if isinstance(out, tuple) else (out, None)
-    row.compare(output.cpu(), slow)
-    if lse is not None:
-        (row_lse or row).compare(lse.cpu(), slow_lse)
+    row.compare(out.cpu(), slow)
 
 
 def check_attention_triton(seed: int) -> Iterator[Row]:
-    """Every shape in every number format with both tile configurations, then every feature."""
+    """Every shape in every number format with both tile configurations, and with the keys split among programs."""
     for tiles in tile_choices():
         for name, grid in SHAPES.items():
             for dtype, tolerance in TOLERANCES.items():
                 row = Row(
-                    f"paged_attention_triton[{tiles.name}]: {name}", "attention_reference", tolerance, _name(dtype)
+                    f"paged_attention_triton[{tiles.name}]: {name}",
+                    "paged_attention_reference",
+                    tolerance,
+                    _name(dtype),
                 )
                 for arguments in grid:
                     _attend(make_attention_case(**arguments, dtype=dtype, seed=seed), tiles, row)
                 yield row
-        for name, features in FEATURES.items():
-            row = Row(f"paged_attention_triton[{tiles.name}]: {name}", "attention_reference", TOLERANCES[torch.float32])
-            features = dict(features)
-            case = make_attention_case(**MIXED, seed=seed, window=features.pop("window", None))
-            if "alibi_slopes" in features:
-                features["alibi_slopes"] = torch.tensor([0.5, 0.25, 0.125, 0.0625])
-            _attend(case, tiles, row, **features)
+        for num_splits, window in ((4, None), (4, 21), (8, None)):
+            name = f"split in {num_splits}" + (", window" if window else "")
+            what = f"paged_attention_triton[{tiles.name}]: {name}"
+            row = Row(what, "paged_attention_reference", TOLERANCES[torch.float32])
+            _attend(make_attention_case(**MIXED, seed=seed, window=window), tiles, row, num_splits)
             yield row
-
-
-def check_float8(seed: int) -> Iterator[Row]:
-    """A float8 cache with scales: what is stored, and attention over it. Keys and values are such that float8 holds them exactly: where
-    rounding up reaches the next power of two, the interpreter (3.7) forgets the carry."""
-    stored = Row("write_kv_triton: float8", "division", EXACT, "float8")
-    row = Row("paged_attention_triton: float8 cache", "attention_reference", TOLERANCES[torch.float32], "float8")
-    case = make_attention_case(**MIXED, seed=seed)
-    exact: dict[str, Any] = {
-        name: (getattr(case, name) / 0.5).to(torch.float8_e4m3fn).float() * 0.5 for name in ("key", "value")
-    }
-    case = replace(case, **exact)
-    cache = (case.kv_cache / 0.5).to(torch.float8_e4m3fn)
-    there = on_device(replace(case, kv_cache=cache.clone()))
-    kv_write.write_kv_triton(there.key, there.value, there.kv_cache, there.metadata.slot_mapping, 0.5, 0.25)
-    write_kv_reference(
-        (case.key / 0.5).to(cache.dtype), (case.value / 0.25).to(cache.dtype), cache, case.metadata.slot_mapping
-    )
-    stored.compare(there.kv_cache.cpu().float().nan_to_num(nan=7.0), cache.float().nan_to_num(nan=7.0))
-    slow, _ = attention_reference(case.query, cache, case.metadata, case.scale, k_scale=0.5, v_scale=0.25)
-    fast = paged_attention.paged_attention_triton(
-        there.query, there.kv_cache, there.metadata, case.scale, k_scale=0.5, v_scale=0.25
-    )
-    assert isinstance(fast, Tensor)
-    row.compare(fast.cpu(), slow)
-    yield from (stored, row)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -152,15 +110,15 @@ def check_kv_triton(seed: int) -> Iterator[Row]:
     """The write alone, and with the rotary embedding; odd head counts and sizes, padding rows."""
     for dtype, tolerance in TOLERANCES.items():
         written = Row("write_kv_triton", "write_kv_reference", EXACT, _name(dtype))
-        turned = Row("rope_and_write_kv_triton: queries", "apply_rope_reference", tolerance, _name(dtype))
-        cached = Row("rope_and_write_kv_triton: cache", "apply_rope_reference", tolerance, _name(dtype))
+        turned = Row("rope_and_write_kv_triton: queries", "layers_reference.apply_rope", tolerance, _name(dtype))
+        cached = Row("rope_and_write_kv_triton: cache", "layers_reference.apply_rope", tolerance, _name(dtype))
         for heads, kv_heads, dim in ((4, 4, 16), (6, 3, 24)):
             shape: dict[str, Any] = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim}
             case = make_attention_case([3, 1, 17], [5, 9, 0], num_padding=2, dtype=dtype, seed=seed, **shape)
             start = case.kv_cache.nan_to_num(nan=7.0)
             frequencies = rope.rope_frequencies(dim, 10_000.0)
             positions = torch.randint(1000, (len(case.query),), generator=torch.Generator().manual_seed(seed))
-            query, key = (rope.apply_rope_reference(x, positions, frequencies) for x in (case.query, case.key))
+            query, key = (layers_reference.apply_rope(x, positions, frequencies) for x in (case.query, case.key))
             slots, there = case.metadata.slot_mapping, on_device(case)
             slow, fast = start.clone(), start.to(device())
             write_kv_reference(case.key, case.value, slow, slots)
@@ -187,20 +145,20 @@ def check_layers_triton(seed: int) -> Iterator[Row]:
             "gelu_triton",
             "silu_and_mul_triton",
         )
-        rows = {name: Row(name, "its reference", tolerance, _name(dtype)) for name in names}
+        rows = {name: Row(name, "its twin in layers_reference", tolerance, _name(dtype)) for name in names}
         for size in (2, 16, 100, 768):
             x, residual = torch.randn(2, 5, size, generator=generator).to(dtype)
             weight, bias = torch.randn(2, size, generator=generator).to(dtype)
             total = x + residual
             there = [t.to(device()) for t in (x, weight, bias, x, residual)]
-            rms, left = layers.rms_norm_triton(there[0], there[1], 1e-5, r := residual.clone().to(device())), r
-            rows["rms_norm_triton"].compare(rms.cpu(), layernorm.rms_norm_reference(total, weight, 1e-5))
+            rms, left = layers.rms_norm_triton(there[0], residual.clone().to(device()), there[1], 1e-5)
+            rows["rms_norm_triton"].compare(rms.cpu(), layers_reference.rms_norm(total, weight, 1e-5))
             rows["norm + residual: the sum"].compare(left.cpu(), total)
-            slow = layernorm.layer_norm_reference(x, weight, bias, 1e-5)
-            rows["layer_norm_triton"].compare(layers.layer_norm_triton(there[0], there[1], there[2], 1e-5).cpu(), slow)
-            rows["gelu_triton"].compare(layers.gelu_triton(there[0]).cpu(), activation.gelu_reference(x))
+            normed, _ = layers.layer_norm_triton(there[0], None, there[1], there[2], 1e-5)
+            rows["layer_norm_triton"].compare(normed.cpu(), layers_reference.layer_norm(x, weight, bias, 1e-5))
+            rows["gelu_triton"].compare(layers.gelu_triton(there[0]).cpu(), layers_reference.gelu(x))
             gated = layers.silu_and_mul_triton(there[0], there[4]).cpu()
-            rows["silu_and_mul_triton"].compare(gated, activation.silu_and_mul_reference(x, residual))
+            rows["silu_and_mul_triton"].compare(gated, layers_reference.silu_and_mul(x, residual))
         yield from rows.values()
 
 
@@ -268,7 +226,6 @@ def draw_slowly(
 
 CHECKS: list[Callable[[int], Iterator[Row]]] = [
     check_attention_triton,
-    check_float8,
     check_kv_triton,
     check_layers_triton,
     check_sampler_triton,

@@ -22,7 +22,7 @@ from triton.compiler import ASTSource
 from stage04_kernels.triton_kernels import kv_write, layers, logprobs, paged_attention, sampler
 from stage04_kernels.triton_kernels.tiles import NARROW
 
-POINTERS = {"f32": "*fp32", "bf16": "*bf16", "i32": "*i32", "i64": "*i64", "i8": "*i8", "fp8": "*fp8e4nv"}
+POINTERS = {"f32": "*fp32", "bf16": "*bf16", "i32": "*i32", "i64": "*i64", "i8": "*i8"}
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,12 @@ class Chip:
     name: str
     target: GPUTarget
     shared_bytes: int
-    has_float8: bool
 
 
 CHIPS = {
-    "sm_80": Chip("sm_80", GPUTarget("cuda", 80, 32), 163 * 1024, False),  # A100
-    "sm_90": Chip("sm_90", GPUTarget("cuda", 90, 32), 227 * 1024, True),  # H100, H200
-    "gfx942": Chip("gfx942", GPUTarget("hip", "gfx942", 64), 64 * 1024, True),  # MI300
+    "sm_80": Chip("sm_80", GPUTarget("cuda", 80, 32), 163 * 1024),  # A100
+    "sm_90": Chip("sm_90", GPUTarget("cuda", 90, 32), 227 * 1024),  # H100, H200
+    "gfx942": Chip("gfx942", GPUTarget("hip", "gfx942", 64), 64 * 1024),  # MI300
 }
 """Shared memory: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; AMD CDNA 3 ISA, local data share."""
 
@@ -55,7 +54,6 @@ class Variant:
     floats: tuple[str, ...] = ()
     num_warps: int = 4
     num_stages: int = 3
-    uses_float8: bool = False
 
 
 @dataclass
@@ -74,22 +72,21 @@ class Resources:
 
 
 def _attention_variant(
-    name: str, head_dim: int, group: int, max_query_len: int, num_splits: int = 1, cache: str = "bf16", **flags: bool
+    name: str, head_dim: int, group: int, max_query_len: int, num_splits: int = 1, has_window: bool = False
 ) -> Variant:
     block_m = NARROW.rows(group, max_query_len)
     constants = {
         "HEAD_DIM": head_dim, "PADDED_DIM": max(16, head_dim), "BLOCK_SIZE": 16, "GROUP": group, "BLOCK_M": block_m,
-        "BLOCK_N": NARROW.keys(head_dim), "NUM_SPLITS": num_splits, "HAS_WINDOW": False, "HAS_SOFT_CAP": False,
-        "HAS_ALIBI": False, "WRITE_LSE": num_splits > 1, "UPCAST": False,
-    } | flags  # fmt: skip
+        "BLOCK_N": NARROW.keys(head_dim), "NUM_SPLITS": num_splits, "HAS_WINDOW": has_window, "UPCAST": False,
+    }  # fmt: skip
     types = dict.fromkeys(
         ("block_table_ptr", "seq_lens_ptr", "query_start_loc_ptr", "tile_request_ptr", "tile_first_ptr"), "i32"
     )
-    types |= {"lse_ptr": "f32", "alibi_slopes_ptr": "f32", "query_ptr": "bf16", "key_ptr": cache, "value_ptr": cache}
+    types |= {"lse_ptr": "f32", "query_ptr": "bf16", "key_ptr": "bf16", "value_ptr": "bf16"}
     types["out_ptr"] = "f32" if num_splits > 1 else "bf16"
     return Variant(
         f"paged_attention {name}", paged_attention._paged_attention, constants, types,
-        ("scale", "k_scale", "v_scale", "soft_cap"), NARROW.warps(block_m, head_dim), NARROW.num_stages, cache == "fp8",
+        ("scale",), NARROW.warps(block_m, head_dim), NARROW.num_stages,
     )  # fmt: skip
 
 
@@ -100,11 +97,9 @@ def attention_variants() -> Iterator[Variant]:
         yield _attention_variant(f"prefill {head_dim}", head_dim, 1, 512)
     yield _attention_variant("decode 128, 4 heads share", 128, 4, 1)
     yield _attention_variant("split decode 128, 4 heads share", 128, 4, 1, num_splits=16)
-    yield _attention_variant("prefill 128, window, soft cap", 128, 4, 512, HAS_WINDOW=True, HAS_SOFT_CAP=True)
-    yield _attention_variant("prefill 64, ALiBi", 64, 1, 512, HAS_ALIBI=True)
-    yield _attention_variant("decode 128, float8 cache", 128, 4, 1, cache="fp8")
-    constants = {"HEAD_DIM": 128, "PADDED_DIM": 128, "NUM_SPLITS": 16, "WRITE_LSE": False}
-    types = {"out_ptr": "bf16", "lse_ptr": "f32", "part_ptr": "f32", "part_lse_ptr": "f32"}
+    yield _attention_variant("prefill 128, window", 128, 4, 512, has_window=True)
+    constants = {"HEAD_DIM": 128, "PADDED_DIM": 128, "NUM_SPLITS": 16}
+    types = {"out_ptr": "bf16", "part_ptr": "f32", "part_lse_ptr": "f32"}
     yield Variant("reduce_splits", paged_attention._reduce_splits, constants, types, num_warps=1)
 
 
@@ -113,8 +108,7 @@ def other_variants() -> Iterator[Variant]:
     bf16 = dict.fromkeys(("key_ptr", "value_ptr", "key_cache_ptr", "value_cache_ptr"), "bf16") | {
         "slot_mapping_ptr": "i64"
     }
-    scales = ("k_scale", "v_scale")
-    yield Variant("write_kv", kv_write._write_kv, {"ROW": 1024, "PADDED_ROW": 1024}, bf16, scales)
+    yield Variant("write_kv", kv_write._write_kv, {"ROW": 1024, "PADDED_ROW": 1024}, bf16)
     heads = {
         "NUM_HEADS": 32,
         "NUM_KV_HEADS": 8,
@@ -124,7 +118,7 @@ def other_variants() -> Iterator[Variant]:
         "PADDED_DIM": 128,
     }
     rope = bf16 | {"query_ptr": "bf16", "turned_query_ptr": "bf16", "cos_ptr": "f32", "sin_ptr": "f32"}
-    yield Variant("rope_and_write_kv", kv_write._rope_and_write_kv, heads, rope, scales, num_warps=8)
+    yield Variant("rope_and_write_kv", kv_write._rope_and_write_kv, heads, rope, num_warps=8)
     for name, centre, size in (("rms_norm + residual", False, 4096), ("layer_norm + residual", True, 768)):
         constants = {"SIZE": size, "PADDED_SIZE": 1 << (size - 1).bit_length(), "HAS_RESIDUAL": True, "CENTRE": centre}
         types = dict.fromkeys(("x_ptr", "residual_ptr", "weight_ptr", "bias_ptr", "out_ptr"), "bf16")
@@ -227,6 +221,4 @@ def run_compile(chips: list[str]) -> Iterator[Resources]:
     for name in chips:
         chip = CHIPS[name]
         for variant in (*attention_variants(), *other_variants()):
-            if variant.uses_float8 and not chip.has_float8:
-                continue
             yield hold_to_budget(compile_variant(variant, chip), variant, chip)

@@ -1,23 +1,26 @@
-"""The Triton kernels as an attention backend: one launch writes keys and values (turned on the way), one or two attend."""
+"""The Triton kernels as a backend: attention in two or three launches, norms, activations and the sampler."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from stage04_kernels.attention_metadata import AttentionMetadata
+from stage04_kernels.attention import AttentionMetadata
+from stage04_kernels.rope import Rotation
 from stage04_kernels.triton_kernels.kv_write import rope_and_write_kv_triton, write_kv_triton
+from stage04_kernels.triton_kernels.layers import LAYER_KERNELS
+from stage04_kernels.triton_kernels.logprobs import SAMPLER_KERNELS
 from stage04_kernels.triton_kernels.paged_attention import paged_attention_triton
+
+__all__ = ["LAYER_KERNELS", "SAMPLER_KERNELS", "triton_attention"]
 
 
 def triton_attention(
     query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, scale: float,
-    window: int | None, rotation: tuple[Tensor, Tensor] | None,
+    window: int | None = None, rotation: Rotation | None = None, /,
 ) -> Tensor:  # fmt: skip
-    """As `attention`."""
+    """As `AttentionBackend`: one launch writes keys and values, and rotates them on the way; one or two attend."""
     if rotation is None:
         write_kv_triton(key, value, kv_cache, metadata.slot_mapping)
     else:
         query = rope_and_write_kv_triton(query, key, value, kv_cache, metadata.slot_mapping, *rotation)
-    out = paged_attention_triton(query, kv_cache, metadata, scale, window)
-    assert isinstance(out, Tensor)
-    return out
+    return paged_attention_triton(query, kv_cache, metadata, scale, window)

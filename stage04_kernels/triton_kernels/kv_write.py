@@ -22,8 +22,6 @@ def _write_kv(
     slot_mapping_ptr,  # [num_tokens] int64; -1 = padding
     stride_key,
     stride_value,
-    k_scale,
-    v_scale,
     ROW: tl.constexpr,  # numbers per token: num_kv_heads * HEAD_DIM
     PADDED_ROW: tl.constexpr,
 ):
@@ -35,22 +33,18 @@ def _write_kv(
     real = at < ROW
     key = tl.load(key_ptr + token * stride_key + at, mask=real)
     value = tl.load(value_ptr + token * stride_value + at, mask=real)
-    key, value = key.to(tl.float32) / k_scale, value.to(tl.float32) / v_scale
-    tl.store(key_cache_ptr + slot * ROW + at, key.to(key_cache_ptr.dtype.element_ty), mask=real)
-    tl.store(value_cache_ptr + slot * ROW + at, value.to(value_cache_ptr.dtype.element_ty), mask=real)
+    tl.store(key_cache_ptr + slot * ROW + at, key, mask=real)
+    tl.store(value_cache_ptr + slot * ROW + at, value, mask=real)
 
 
 @triton.jit
-def _turn(x_ptr, out_ptr, stride_in, stride_out, cos, sin, head, pair, real, scale, HALF: tl.constexpr):
-    """Turn one head's pairs, number i with number i + HALF; `scale` divides what is stored."""
+def _turn(x_ptr, out_ptr, stride_in, stride_out, cos, sin, head, pair, real, HALF: tl.constexpr):
+    """Turn one head's pairs, number i with number i + HALF."""
     first = tl.load(x_ptr + head * stride_in + pair, mask=real, other=0.0).to(tl.float32)
     second = tl.load(x_ptr + head * stride_in + HALF + pair, mask=real, other=0.0).to(tl.float32)
     dtype = out_ptr.dtype.element_ty
-    # Rounded to the model's own format first, as the unfused path does, and only then to the cache's.
-    left = (first * cos - second * sin).to(x_ptr.dtype.element_ty).to(tl.float32) / scale
-    right = (second * cos + first * sin).to(x_ptr.dtype.element_ty).to(tl.float32) / scale
-    tl.store(out_ptr + head * stride_out + pair, left.to(dtype), mask=real)
-    tl.store(out_ptr + head * stride_out + HALF + pair, right.to(dtype), mask=real)
+    tl.store(out_ptr + head * stride_out + pair, (first * cos - second * sin).to(dtype), mask=real)
+    tl.store(out_ptr + head * stride_out + HALF + pair, (second * cos + first * sin).to(dtype), mask=real)
 
 
 @triton.jit
@@ -70,8 +64,6 @@ def _rope_and_write_kv(
     stride_key_head,
     stride_value_token,
     stride_value_head,
-    k_scale,
-    v_scale,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -92,47 +84,35 @@ def _rope_and_write_kv(
     head = tl.arange(0, PADDED_HEADS)[:, None]
     real = (head < NUM_HEADS) & real_pair
     out = turned_query_ptr + token * (NUM_HEADS * HEAD_DIM)
-    _turn(
-        query_ptr + token * stride_query_token, out, stride_query_head, HEAD_DIM, cos, sin, head, pair, real, 1.0, HALF
-    )
+    source = query_ptr + token * stride_query_token
+    _turn(source, out, stride_query_head, HEAD_DIM, cos, sin, head, pair, real, HALF)
 
     kv_head = tl.arange(0, PADDED_KV_HEADS)[:, None]
     row = slot * (NUM_KV_HEADS * HEAD_DIM)
     real = (kv_head < NUM_KV_HEADS) & real_pair
     source = key_ptr + token * stride_key_token
-    _turn(source, key_cache_ptr + row, stride_key_head, HEAD_DIM, cos, sin, kv_head, pair, real, k_scale, HALF)
+    _turn(source, key_cache_ptr + row, stride_key_head, HEAD_DIM, cos, sin, kv_head, pair, real, HALF)
 
     dim = tl.arange(0, PADDED_DIM)[None, :]
     real = (kv_head < NUM_KV_HEADS) & (dim < HEAD_DIM)
     value = tl.load(value_ptr + token * stride_value_token + kv_head * stride_value_head + dim, mask=real, other=0.0)
-    value = (value.to(tl.float32) / v_scale).to(value_cache_ptr.dtype.element_ty)
     tl.store(value_cache_ptr + row + kv_head * HEAD_DIM + dim, value, mask=real)
 
 
-def write_kv_triton(
-    key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, k_scale: float = 1.0, v_scale: float = 1.0
-) -> None:
-    """As `write_kv`. A float8 cache holds key / k_scale and value / v_scale."""
+def write_kv_triton(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    """As `write_kv`."""
     if len(key) == 0:
         return
     row = key.shape[1] * key.shape[2]
     key, value = (x if x[0].is_contiguous() else x.contiguous() for x in (key, value))
     _write_kv[(len(key),)](
-        key, value, kv_cache[0], kv_cache[1], slot_mapping, key.stride(0), value.stride(0), k_scale, v_scale,
+        key, value, kv_cache[0], kv_cache[1], slot_mapping, key.stride(0), value.stride(0),
         ROW=row, PADDED_ROW=next_power_of_2(row), num_warps=4,
     )  # fmt: skip
 
 
 def rope_and_write_kv_triton(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    kv_cache: Tensor,
-    slot_mapping: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
+    query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, cos: Tensor, sin: Tensor
 ) -> Tensor:
     """`apply_rope` to queries and keys, and `write_kv`, in one pass over the tokens: returns the turned queries.
 
@@ -147,7 +127,7 @@ def rope_and_write_kv_triton(
     num_kv_heads = key.shape[1]
     _rope_and_write_kv[(num_tokens,)](
         query, key, value, turned, kv_cache[0], kv_cache[1], slot_mapping, cos, sin,
-        query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1), k_scale, v_scale,
+        query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, PADDED_HEADS=next_power_of_2(num_heads),
         PADDED_KV_HEADS=next_power_of_2(num_kv_heads), PADDED_DIM=next_power_of_2(head_dim),
         num_warps=8 if num_heads * head_dim >= 4096 else 4,

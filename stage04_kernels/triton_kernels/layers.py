@@ -1,5 +1,5 @@
-"""What stands between the matrices: norms with the residual added, and activations (vLLM: csrc/layernorm_kernels.cu,
-fused_add_rms_norm; csrc/activation_kernels.cu).
+"""The Triton twins of stage04_kernels/layers.py: norms with the residual added, and activations (vLLM:
+csrc/layernorm_kernels.cu, fused_add_rms_norm; csrc/activation_kernels.cu).
 
 All of it is bound by memory: a kernel reads each number once and writes each result once, where separate operations would
 write and read in between. Norms take one program per row, activations a tile of the flat tensor.
@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stage04_kernels.layers import LayerKernels
 from stage04_kernels.triton_kernels.tiles import INTERPRETED, next_power_of_2
 
 ACTIVATION_TILE = 65536 if INTERPRETED else 1024
@@ -52,8 +53,8 @@ def _norm(
 
 
 def _launch_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centre: bool
-) -> Tensor:
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
     x = x.contiguous()
     out = torch.empty_like(x)
     size = x.shape[-1]
@@ -61,19 +62,21 @@ def _launch_norm(
         padded = next_power_of_2(size)
         _norm[(x.numel() // size,)](
             x, residual, weight, bias, out, eps, SIZE=size, PADDED_SIZE=padded, HAS_RESIDUAL=residual is not None,
-            CENTRE=centre, num_warps=min(16, max(1, padded // 512)),
+            CENTRE=bias is not None, num_warps=min(16, max(1, padded // 512)),
         )  # fmt: skip
-    return out
+    return out, x if residual is None else residual
 
 
-def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
-    """RMSNorm of x [..., size]; with `residual`, of x + residual, which is also stored there (contiguous, in place)."""
-    return _launch_norm(x, residual, weight, None, eps, centre=False)
+def rms_norm_triton(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(RMSNorm of x + residual, the sum). The sum is stored in the residual (contiguous)."""
+    return _launch_norm(x, residual, weight, None, eps)
 
 
-def layer_norm_triton(x: Tensor, weight: Tensor, bias: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
-    """LayerNorm of x [..., size] (Ba et al. 2016); with `residual`, of x + residual, which is also stored there."""
-    return _launch_norm(x, residual, weight, bias, eps, centre=True)
+def layer_norm_triton(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(LayerNorm of x + residual, the sum). The sum is stored in the residual (contiguous)."""
+    return _launch_norm(x, residual, weight, bias, eps)
 
 
 @triton.jit
@@ -101,7 +104,7 @@ def _silu_and_mul(gate_ptr, up_ptr, out_ptr, num_elements, TILE: tl.constexpr):
 
 
 def gelu_triton(x: Tensor) -> Tensor:
-    """GELU in the tanh approximation (Hendrycks and Gimpel 2016), any shape."""
+    """GELU in the tanh approximation, any shape."""
     x = x.contiguous()
     out = torch.empty_like(x)
     if x.numel():
@@ -110,10 +113,13 @@ def gelu_triton(x: Tensor) -> Tensor:
 
 
 def silu_and_mul_triton(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, the middle of SwiGLU (Shazeer 2020), any shape."""
+    """silu(gate) * up, any shape."""
     gate, up = gate.contiguous(), up.contiguous()
     out = torch.empty_like(gate)
     if gate.numel():
         grid = (triton.cdiv(gate.numel(), ACTIVATION_TILE),)
         _silu_and_mul[grid](gate, up, out, gate.numel(), TILE=ACTIVATION_TILE, num_warps=4)
     return out
+
+
+LAYER_KERNELS = LayerKernels(layer_norm_triton, rms_norm_triton, gelu_triton, silu_and_mul_triton)

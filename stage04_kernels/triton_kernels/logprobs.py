@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stage04_kernels.triton_kernels.sampler import SEARCH_TILE, TILE, _find_threshold, _ordered
+from stage04_kernels.sampler import SamplerKernels
+from stage04_kernels.triton_kernels.sampler import SEARCH_TILE, TILE, _find_threshold, _ordered, draw
 from stage04_kernels.triton_kernels.tiles import next_power_of_2
 
 
@@ -47,22 +48,9 @@ def _logprobs(
         zero = tl.full([], 0, tl.uint32)
         target = num_best.to(tl.float32)
         floor, above = _find_threshold(
-            logits_ptr,
-            logits_ptr,
-            logits_ptr,
-            1.0,
-            1.0,
-            0.0,
-            0.0,
-            vocab,
-            largest,
-            zero,
-            1.0,
-            target,
-            False,
-            False,
-            SEARCH_TILE,
-        )
+            logits_ptr, logits_ptr, logits_ptr, 1.0, 1.0, 0.0, 0.0, vocab,
+            largest, zero, 1.0, target, False, False, SEARCH_TILE,
+        )  # fmt: skip
         places = (target - above).to(tl.int32)
         num_equal = tl.full([], 0, tl.int32)
         num_kept = tl.full([], 0, tl.int32)
@@ -99,3 +87,6 @@ def gather_logprobs_triton(logits: Tensor, token_ids: Tensor, num_logprobs: int)
     best, order = best[:, :count].sort(dim=-1, descending=True, stable=True)
     ids = best_tokens[:, :count].gather(1, order)
     return torch.cat([token_ids[:, None], ids], 1), torch.cat([chosen, best], 1), ranks
+
+
+SAMPLER_KERNELS = SamplerKernels(draw, gather_logprobs_triton)

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stage04_kernels.attention_metadata import AttentionMetadata
+from stage04_kernels.attention import AttentionMetadata
 from stage04_kernels.triton_kernels.tiles import DEFAULT_TILES, AttentionTiles, next_power_of_2, num_programs
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -65,16 +65,9 @@ def _load_keys_and_values(
 
 
 @triton.jit
-def _scores(
-    query, key, key_position, real_key, position, real_row, slope, scale, soft_cap, window,
-    HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
-):  # fmt: skip
+def _scores(query, key, key_position, real_key, position, real_row, scale, window, HAS_WINDOW: tl.constexpr):
     """Scores [BLOCK_M, BLOCK_N] in units of log 2, -inf where a row does not see a key."""
     scores = tl.dot(query, tl.trans(key), input_precision="ieee").to(tl.float32) * scale
-    if HAS_SOFT_CAP:
-        scores = soft_cap * (2.0 / (1.0 + tl.exp(-2.0 * scores / soft_cap)) - 1.0)  # tanh
-    if HAS_ALIBI:
-        scores += slope[:, None] * (key_position[None, :] - position[:, None])
     visible = real_row[:, None] & real_key[None, :] & (key_position[None, :] <= position[:, None])
     if HAS_WINDOW:
         visible = visible & (key_position[None, :] > position[:, None] - window)
@@ -82,7 +75,7 @@ def _scores(
 
 
 @triton.jit
-def _take_in(scores, value, largest, total, mixed):
+def _softmax_step(scores, value, largest, total, mixed):
     """One turn of the online softmax: `largest`, `total` and `mixed` after these keys."""
     new_largest = tl.maximum(largest, tl.max(scores, 1))
     shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # a row that has seen nothing yet
@@ -95,16 +88,17 @@ def _take_in(scores, value, largest, total, mixed):
 
 @triton.jit
 def _store_rows(
-    out_ptr, lse_ptr, out_row, real_row, dim, real_dim, largest, total, mixed, v_scale,
-    HEAD_DIM: tl.constexpr, WRITE_LSE: tl.constexpr,
+    out_ptr, lse_ptr, out_row, real_row, dim, real_dim, largest, total, mixed,
+    HEAD_DIM: tl.constexpr, NUM_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """What the softmax came to. A split that saw no key leaves zeros, with the weight exp(-inf)."""
+    """The result of the softmax, and of a split the logarithm of its sum. A split that saw no key leaves zeros, with the
+    weight exp(-inf)."""
     saw_none = total == 0.0
     total = tl.where(saw_none, 1.0, total)
-    result = mixed * (v_scale / total)[:, None]
     at = out_row[:, None] * HEAD_DIM + dim[None, :]
-    tl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=real_row[:, None] & real_dim[None, :])
-    if WRITE_LSE:
+    result = (mixed / total[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + at, result, mask=real_row[:, None] & real_dim[None, :])
+    if NUM_SPLITS > 1:
         lse = tl.where(saw_none, float("-inf"), largest + tl.log2(total))
         tl.store(lse_ptr + out_row, lse / LOG2E, mask=real_row)
 
@@ -112,19 +106,19 @@ def _store_rows(
 @triton.jit
 def _paged_attention(
     out_ptr, lse_ptr, query_ptr, key_ptr, value_ptr, block_table_ptr, seq_lens_ptr, query_start_loc_ptr,
-    tile_request_ptr, tile_first_ptr, alibi_slopes_ptr, scale, k_scale, v_scale, window, soft_cap,
+    tile_request_ptr, tile_first_ptr, scale, window,
     stride_query_token, stride_query_head, stride_table, num_kv_heads,
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_SPLITS: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SOFT_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr, WRITE_LSE: tl.constexpr, UPCAST: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
     """One tile of query rows, one key/value head, one split of the keys.
 
-    out [num_tokens, num_heads, NUM_SPLITS, HEAD_DIM], lse [num_tokens, num_heads, NUM_SPLITS] float32; query [num_tokens, num_heads,
-    HEAD_DIM]; key and value [num_slots, num_kv_heads, HEAD_DIM]; int32: block_table [num_reqs, max_blocks], seq_lens [num_reqs],
-    query_start_loc [num_reqs + 1], each tile's request and first query token within it, tile_request and tile_first [num_tiles];
-    alibi_slopes [num_heads] float32. PADDED_DIM is HEAD_DIM as a power of two, GROUP the query heads per key/value head,
-    BLOCK_M the rows of a tile, BLOCK_N the keys of a turn.
+    out [num_tokens, num_heads, NUM_SPLITS, HEAD_DIM]; lse [num_tokens, num_heads, NUM_SPLITS] float32, written if there are
+    splits; query [num_tokens, num_heads, HEAD_DIM]; key and value [num_slots, num_kv_heads, HEAD_DIM]; int32: block_table
+    [num_reqs, max_blocks], seq_lens [num_reqs], query_start_loc [num_reqs + 1], each tile's request and first query token
+    within it, tile_request and tile_first [num_tiles]. PADDED_DIM is HEAD_DIM as a power of two, GROUP the query heads per
+    key/value head, BLOCK_M the rows of a tile, BLOCK_N the keys of a turn.
     """
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     request, first_token = tl.load(tile_request_ptr + tile), tl.load(tile_first_ptr + tile)
@@ -142,7 +136,6 @@ def _paged_attention(
     query = tl.load(query_ptr + query_at, mask=real_row[:, None] & real_dim[None, :], other=0.0)
     if UPCAST:  # multiply in float32: the interpreter's bfloat16 is wrong
         query = query.to(tl.float32)
-    slope = tl.load(alibi_slopes_ptr + head, mask=real_row, other=0.0) if HAS_ALIBI else 0.0
 
     begin, end = _keys_of_program(
         first_token, query_len, context, window, split, BLOCK_M // GROUP, BLOCK_N, NUM_SPLITS, HAS_WINDOW
@@ -157,25 +150,20 @@ def _paged_attention(
             key_ptr, value_ptr, table_ptr, key_position, real_key, dim, real_dim, kv_head, num_kv_heads,
             HEAD_DIM, BLOCK_SIZE, query.dtype,
         )  # fmt: skip
-        scores = _scores(
-            query, key, key_position, real_key, position, real_row, slope, scale * k_scale, soft_cap, window,
-            HAS_WINDOW, HAS_SOFT_CAP, HAS_ALIBI,
-        )  # fmt: skip
-        largest, total, mixed = _take_in(scores, value, largest, total, mixed)
+        scores = _scores(query, key, key_position, real_key, position, real_row, scale, window, HAS_WINDOW)
+        largest, total, mixed = _softmax_step(scores, value, largest, total, mixed)
     out_row = (query_row * (num_kv_heads * GROUP) + head) * NUM_SPLITS + split
-    _store_rows(out_ptr, lse_ptr, out_row, real_row, dim, real_dim, largest, total, mixed, v_scale, HEAD_DIM, WRITE_LSE)
+    _store_rows(out_ptr, lse_ptr, out_row, real_row, dim, real_dim, largest, total, mixed, HEAD_DIM, NUM_SPLITS)
 
 
 @triton.jit
 def _reduce_splits(
     out_ptr,  # [num_rows, HEAD_DIM]
-    lse_ptr,  # [num_rows] float32
     part_ptr,  # [num_rows, NUM_SPLITS, HEAD_DIM] float32
     part_lse_ptr,  # [num_rows, NUM_SPLITS] float32; -inf: the split saw nothing
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     NUM_SPLITS: tl.constexpr,  # a power of two
-    WRITE_LSE: tl.constexpr,
 ):
     """Each part is a softmax over its own keys; exp(lse) is what it weighs among all of them."""
     row = tl.program_id(0).to(tl.int64)
@@ -189,8 +177,6 @@ def _reduce_splits(
     parts = tl.load(part_ptr + at, mask=real_dim[None, :], other=0.0)
     result = tl.sum(parts * weights[:, None], 0) / total
     tl.store(out_ptr + row * HEAD_DIM + dim, result.to(out_ptr.dtype.element_ty), mask=real_dim)
-    if WRITE_LSE:
-        tl.store(lse_ptr + row, largest + tl.log(total))
 
 
 def plan_tiles(metadata: AttentionMetadata, tokens_per_tile: int) -> tuple[Tensor, Tensor]:
@@ -220,62 +206,54 @@ def paged_attention_triton(
     scale: float,
     window: int | None = None,
     *,
-    soft_cap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
     num_splits: int | None = None,
-    return_lse: bool = False,
     tiles: AttentionTiles = DEFAULT_TILES,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of a step's query tokens over the paged cache. Arguments as in `attention`; also
+) -> Tensor:
+    """Attention of a step's query tokens over the paged cache. Arguments as in `AttentionBackend`; also
 
-    soft_cap      scores become soft_cap * tanh(score / soft_cap) (Gemma 2); 0 = off
-    alibi_slopes  [num_heads] float32: what each position of distance costs (Press et al. 2021); None = off
-    k_scale, v_scale  what the numbers of a float8 cache are to be multiplied by
-    num_splits    programs that share one row's keys, a power of two; None = chosen by batch and chip
-    return_lse    also return the log-sum-exp of each row's scores, float32 [num_tokens, num_heads]
+    num_splits  programs that share one row's keys, a power of two; None = chosen by batch and chip
+    tiles       how the batch is cut
 
-    Padding rows of the query come out as zeros (their log-sum-exp as -inf).
+    Padding rows of the query come out as zeros.
     """
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = kv_cache.shape[3]
     block_m = tiles.rows(num_heads // num_kv_heads, metadata.max_query_len)
     tokens = block_m * num_kv_heads // num_heads  # per tile
-    plan = metadata.cached_plan(("triton", tokens), lambda: plan_tiles(metadata, tokens))
+    if ("triton", tokens) not in metadata.plans:
+        metadata.plans["triton", tokens] = plan_tiles(metadata, tokens)
+    plan: tuple[Tensor, Tensor] = metadata.plans["triton", tokens]
     if num_splits is None:
         num_splits = choose_num_splits(len(plan[0]), num_kv_heads, metadata, tiles)
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
-    lse = torch.full((num_tokens, num_heads), -torch.inf, device=query.device) if return_lse else out
     if len(plan[0]) == 0:
-        return (out, lse) if return_lse else out
-    part, part_lse = out, lse
-    if num_splits > 1:
-        part = torch.zeros(num_tokens, num_heads, num_splits, head_dim, device=query.device)
-        part_lse = torch.zeros(num_tokens, num_heads, num_splits, device=query.device)
-    arguments = (scale, k_scale, v_scale, window, soft_cap, alibi_slopes, return_lse or num_splits > 1)
-    _launch(part, part_lse, query, kv_cache, metadata, plan, *arguments, num_splits, block_m, tiles)
-    if num_splits > 1:
-        sizes = {"HEAD_DIM": head_dim, "PADDED_DIM": max(16, next_power_of_2(head_dim)), "NUM_SPLITS": num_splits}
-        _reduce_splits[(num_tokens * num_heads,)](out, lse, part, part_lse, **sizes, WRITE_LSE=return_lse, num_warps=1)
-    return (out, lse) if return_lse else out
+        return out
+    if num_splits == 1:
+        _launch(out, out, query, kv_cache, metadata, plan, scale, window, 1, block_m, tiles)
+        return out
+    part = torch.zeros(num_tokens, num_heads, num_splits, head_dim, device=query.device)
+    part_lse = torch.zeros(num_tokens, num_heads, num_splits, device=query.device)
+    _launch(part, part_lse, query, kv_cache, metadata, plan, scale, window, num_splits, block_m, tiles)
+    _reduce_splits[(num_tokens * num_heads,)](
+        out, part, part_lse, HEAD_DIM=head_dim, PADDED_DIM=max(16, next_power_of_2(head_dim)), NUM_SPLITS=num_splits,
+        num_warps=1,
+    )  # fmt: skip
+    return out
 
 
 def _launch(
     out: Tensor, lse: Tensor, query: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, plan: tuple[Tensor, Tensor],
-    scale: float, k_scale: float, v_scale: float, window: int | None, soft_cap: float, alibi_slopes: Tensor | None,
-    write_lse: bool, num_splits: int, block_m: int, tiles: AttentionTiles,
+    scale: float, window: int | None, num_splits: int, block_m: int, tiles: AttentionTiles,
 ) -> None:  # fmt: skip
-    """Launch `_paged_attention`: what is on or off, and every size of a tile, is a constant of the compiled kernel."""
+    """Launch `_paged_attention`: the window's presence, and every size of a tile, is a constant of the compiled kernel."""
     query = query if query.stride(2) == 1 else query.contiguous()
     head_dim, block_size, num_kv_heads = query.shape[2], *kv_cache.shape[2:4]
     padded_dim = max(16, next_power_of_2(head_dim))
     _paged_attention[(len(plan[0]), num_kv_heads, num_splits)](
         out, lse, query, kv_cache[0], kv_cache[1], metadata.block_table, metadata.seq_lens, metadata.query_start_loc,
-        *plan, alibi_slopes, scale, k_scale, v_scale, window or 0, soft_cap,
+        *plan, scale, window or 0,
         query.stride(0), query.stride(1), metadata.block_table.stride(0), num_kv_heads,
         HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SIZE=block_size, GROUP=query.shape[1] // num_kv_heads,
         BLOCK_M=block_m, BLOCK_N=tiles.keys(padded_dim), NUM_SPLITS=num_splits, HAS_WINDOW=window is not None,
-        HAS_SOFT_CAP=soft_cap > 0.0, HAS_ALIBI=alibi_slopes is not None, WRITE_LSE=write_lse, UPCAST=tiles.upcast,
-        num_warps=tiles.warps(block_m, padded_dim), num_stages=tiles.num_stages,
+        UPCAST=tiles.upcast, num_warps=tiles.warps(block_m, padded_dim), num_stages=tiles.num_stages,
     )  # fmt: skip

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stage04_kernels.logits_processors import Penalties
+from stage04_kernels.sampler import SamplingMetadata
 from stage04_kernels.triton_kernels.tiles import INTERPRETED
 
 TILE = 8192 if INTERPRETED else 2048
@@ -286,3 +287,11 @@ def sample_triton(
             HAS_PENALTIES=penalties is not None, TILE=TILE, SEARCH_TILE=SEARCH_TILE, num_warps=8,
         )  # fmt: skip
     return tokens
+
+
+def draw(logits: Tensor, metadata: SamplingMetadata, penalties: Penalties | None) -> Tensor:
+    """Penalties, transforms and draws of all rows in one kernel: logits [num_rows, vocab] -> [num_rows] int64."""
+    signed = [seed - (1 << 64) if seed >= 1 << 63 else seed for seed in metadata.seeds]
+    seeds, positions = (torch.tensor(x, dtype=torch.int64).to(logits.device) for x in (signed, metadata.positions))
+    transforms = (metadata.top_k, metadata.top_p, metadata.min_p)
+    return sample_triton(logits, metadata.temperature, seeds, positions, *transforms, penalties=penalties)

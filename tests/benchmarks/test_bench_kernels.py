@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from stage04_kernels.attention import attention
+from stage04_kernels.attention import get_backend
 from stage04_kernels.lab.bench import bench_cpu
 from stage04_kernels.lab.cases import AttentionCase, make_attention_case
 from stage04_kernels.sampler import SamplingMetadata, sample
 
 
 def run(case: AttentionCase, backend: str) -> torch.Tensor:
-    return attention(case.query, case.key, case.value, case.kv_cache, case.metadata, case.scale, backend)
+    return get_backend(backend)(case.query, case.key, case.value, case.kv_cache, case.metadata, case.scale)
 
 
 def test_bench_decode_torch_against_reference(benchmark: Any) -> None:

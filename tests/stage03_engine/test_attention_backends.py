@@ -12,8 +12,7 @@ from stage03_engine.core.sched_output import NewRequestData
 from stage03_engine.errors import ConfigError
 from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import SamplingParams
-from stage04_kernels.attention import get_backend
-from stage04_kernels.backend_names import ATTENTION_BACKENDS
+from stage04_kernels.attention import BACKENDS, get_backend
 
 PROMPTS = ["To be, or", "ROMEO:\nWhat", "K"]
 SMALL = {"device": "cpu", "num_gpu_blocks_override": 64}
@@ -38,7 +37,7 @@ def counted(*arguments: object) -> torch.Tensor:
     return get_backend("torch")(*arguments)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("backend", [name for name in ATTENTION_BACKENDS if name not in ("triton", "reference")])
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name not in ("triton", "reference")])
 def test_every_backend_gives_the_same_tokens(backend: str) -> None:
     """Prompts in chunks of at most 8 tokens beside decodes; under triton-interpret also norms, activation and sampler are Triton's."""
     assert greedy(backend) == greedy("reference")

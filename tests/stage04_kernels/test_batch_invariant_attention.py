@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from stage04_kernels.attention import AttentionMetadata, attention
+from stage04_kernels.attention import AttentionMetadata, get_backend
 from stage04_kernels.backends.batch_invariant import ROWS, SPLIT, paged_attention_batch_invariant, rows_of
 from stage04_kernels.lab.cases import AttentionCase, make_attention_case, make_metadata
 from stage04_kernels.lab.tolerances import TOLERANCES
@@ -44,7 +44,7 @@ def test_the_bits_of_a_row_are_the_same_in_any_company(batch, heads, dtype, wind
         [q for q, _ in batch], [c for _, c in batch], num_heads=heads[0], num_kv_heads=heads[1], dtype=dtype, seed=seed
     )
     arguments = (case.query, case.key, case.value, case.kv_cache, case.metadata, case.scale)
-    together = attention(*arguments, "batch_invariant", window)
+    together = get_backend("batch_invariant")(*arguments, window)
     for request, (start, end) in enumerate(pairwise(case.metadata.query_start_loc_cpu)):
         alone = paged_attention_batch_invariant(
             case.query[start:end], case.kv_cache, one_token_each(case, request), case.scale, window
@@ -65,7 +65,7 @@ def test_the_bits_of_a_row_are_the_same_in_any_company(batch, heads, dtype, wind
 @pytest.mark.parametrize("window", [1, 5, SPLIT, 100])
 def test_a_window_hides_what_is_before_it(window: int) -> None:
     case = make_attention_case([1, 20, 3], [150, 0, 90])
-    attention(case.query, case.key, case.value, case.kv_cache, case.metadata, case.scale)
+    get_backend("torch")(case.query, case.key, case.value, case.kv_cache, case.metadata, case.scale)
     got = paged_attention_batch_invariant(case.query, case.kv_cache, case.metadata, case.scale, window)
     keys, values = case.kv_cache.view(2, -1, *case.kv_cache.shape[3:])
     requests, visible = rows_of(case.metadata)

@@ -9,10 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
-from stage04_kernels.kv_cache import write_kv
+from stage04_kernels.backends.reference import paged_attention_reference
 from stage04_kernels.lab.cases import make_attention_case
 from stage04_kernels.lab.guard import BlockOwners, guard
-from stage04_kernels.paged_attention import paged_attention_reference
+from stage04_kernels.paged_attention import write_kv
 from stage04_kernels.triton_kernels.backend import triton_attention
 from stage04_kernels.triton_kernels.layers import gelu_triton, rms_norm_triton
 from stage04_kernels.triton_kernels.logprobs import gather_logprobs_triton
@@ -97,7 +97,7 @@ def test_real_attention_is_clean_also_with_shared_blocks_and_padding() -> None:
 def test_the_other_real_kernels_are_clean() -> None:
     with guard() as report:
         gelu_triton(torch.randn(3, 100))
-        rms_norm_triton(torch.randn(3, 100), torch.rand(100), 1e-5, torch.randn(3, 100))
+        rms_norm_triton(torch.randn(3, 100), torch.randn(3, 100), torch.rand(100), 1e-5)
         logits, numbers = torch.randn(3, 301), torch.arange(3)
         top_k, top_p = torch.tensor([0, 5, 50]), torch.tensor([0.5, 1.0, 0.9])
         sample_triton(logits, torch.ones(3), numbers, numbers, top_k, top_p)

@@ -9,13 +9,11 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 
-from stage04_kernels.attention import BACKENDS, attention
-from stage04_kernels.attention_metadata import group_by_length
-from stage04_kernels.backend_names import ATTENTION_BACKENDS, resolve_backend
-from stage04_kernels.kv_cache import write_kv, write_kv_reference
+from stage04_kernels.attention import BACKENDS, get_backend, resolve_backend
+from stage04_kernels.backends.reference import paged_attention_reference, write_kv_reference
 from stage04_kernels.lab.cases import AttentionCase, make_attention_case, make_metadata
 from stage04_kernels.lab.tolerances import TOLERANCES
-from stage04_kernels.paged_attention import paged_attention_reference, paged_attention_torch
+from stage04_kernels.paged_attention import gather_plan, group_by_length, paged_attention_torch, write_kv
 
 RUNNABLE = [name for name in BACKENDS if name != "triton"]  # that one is triton-interpret on a GPU
 FAST_BACKENDS = [name for name in RUNNABLE if name != "reference"]
@@ -47,10 +45,9 @@ def attention_cases(draw: st.DrawFn) -> AttentionCase:
 
 
 def run(case: AttentionCase, backend: str) -> torch.Tensor:
-    """Call the entry point on a copy of the cache."""
-    return attention(
-        case.query, case.key, case.value, case.kv_cache.clone(), case.metadata, case.scale, backend, case.window
-    )
+    """Call the backend on a copy of the cache."""
+    arguments = (case.query, case.key, case.value, case.kv_cache.clone(), case.metadata, case.scale)
+    return get_backend(backend)(*arguments, case.window)
 
 
 def assert_close(fast: torch.Tensor, slow: torch.Tensor) -> None:
@@ -101,8 +98,8 @@ def test_a_prompt_in_chunks_equals_the_prompt_at_once(backend: str, chunk: int) 
     for start in range(0, 37, chunk):
         end = min(start + chunk, 37)
         metadata = make_metadata([end - start], [end], table, block_size=8)
-        rows = (t[start:end] for t in (whole.query, whole.key, whole.value))
-        outputs.append(attention(*rows, cache, metadata, whole.scale, backend))
+        rows = [t[start:end] for t in (whole.query, whole.key, whole.value)]
+        outputs.append(get_backend(backend)(*rows, cache, metadata, whole.scale))
     assert_close(torch.cat(outputs), expected)
 
 
@@ -162,8 +159,8 @@ def test_one_metadata_serves_caches_of_different_block_size() -> None:
     case = make_attention_case([1, 4], [10, 9], block_size=4)
     finer = make_attention_case([1, 4], [10, 9], block_size=2)
     run(case, "torch")
-    plan = case.metadata.gather_plan(4)
-    assert case.metadata.gather_plan(4) is plan
+    plan = gather_plan(case.metadata, 4)
+    assert gather_plan(case.metadata, 4) is plan
     case.metadata.block_table = finer.metadata.block_table
     slow = paged_attention_reference(case.query, finer.kv_cache.nan_to_num(1.0), case.metadata, 1.0)
     assert_close(paged_attention_torch(case.query, finer.kv_cache.nan_to_num(1.0), case.metadata, 1.0), slow)
@@ -177,7 +174,6 @@ def test_unknown_backend_names_the_known_ones() -> None:
 
 def test_auto_depends_on_the_device_and_a_function_of_ones_own_is_a_backend() -> None:
     assert (resolve_backend("auto"), resolve_backend("auto", "cuda")) == ("torch", "triton")
-    assert BACKENDS.keys() == ATTENTION_BACKENDS.keys()
     case = make_attention_case([2], [0])
     assert torch.equal(run(case, f"{__name__}:constant"), torch.full_like(case.query, case.scale))
     with pytest.raises(AttributeError):

@@ -12,8 +12,7 @@ import torch
 from patience import PATIENCE
 
 from stage04_kernels import __main__ as command
-from stage04_kernels.attention import BACKENDS
-from stage04_kernels.backend_names import ATTENTION_BACKENDS
+from stage04_kernels.attention import BACKENDS, get_backend
 from stage04_kernels.lab import check
 from stage04_kernels.lab.tolerances import EXACT, Tolerance
 from stagetrace import read_run
@@ -58,17 +57,15 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(arguments: list[str]) 
     assert len(done.stderr.splitlines()) == 1 and "--help" in done.stderr
 
 
+def wrong_attention(*arguments: Any) -> torch.Tensor:
+    return get_backend("torch")(*arguments) * 1.01
+
+
 def test_a_wrong_backend_makes_the_check_fail(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A backend whose output is one per cent too large."""
-    right = BACKENDS["torch"]()
-
-    def wrong(*arguments: Any) -> torch.Tensor:
-        return right(*arguments) * 1.01
-
-    monkeypatch.setitem(BACKENDS, "wrong", lambda: wrong)
-    monkeypatch.setitem(ATTENTION_BACKENDS, "wrong", "one per cent too large")
+    monkeypatch.setitem(BACKENDS, "wrong", f"{__name__}:wrong_attention")
     threads = torch.get_num_threads()
     try:
         assert command.main(["check", "--only", "attention"]) == 1

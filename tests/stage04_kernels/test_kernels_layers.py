@@ -11,18 +11,13 @@ from hypothesis import given, settings, strategies as st
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from stage04_kernels.attention import BACKENDS, attention
+from stage04_kernels.attention import BACKENDS, get_backend
+from stage04_kernels.lab import layers_reference
 from stage04_kernels.lab.cases import make_attention_case
 from stage04_kernels.lab.tolerances import TOLERANCES
-from stage04_kernels.layernorm import rms_norm, rms_norm_reference
-from stage04_kernels.rope import (
-    apply_rope,
-    apply_rope_reference,
-    rope_cos_sin,
-    rope_frequencies,
-    scale_linear,
-    scale_llama3,
-)
+from stage04_kernels.layers import rms_norm
+from stage04_kernels.paged_attention import gather_plan
+from stage04_kernels.rope import apply_rope, rope_cos_sin, rope_frequencies, scale_linear, scale_llama3
 
 DTYPES = list(TOLERANCES)
 
@@ -44,7 +39,7 @@ def test_rms_norm_equals_its_twin(
     generator = torch.Generator().manual_seed(seed)
     x = (torch.randn(shape, generator=generator) * scale).to(dtype)
     weight = torch.rand(shape[-1], generator=generator).to(dtype)
-    assert_close(rms_norm(x, weight, eps), rms_norm_reference(x, weight, eps))
+    assert_close(rms_norm(x, None, weight, eps)[0], layers_reference.rms_norm(x, weight, eps))
 
 
 @settings(max_examples=60, deadline=None)
@@ -57,7 +52,7 @@ def test_rope_equals_its_twin(
 ) -> None:
     x = torch.randn(len(positions), heads, 2 * half, generator=torch.Generator().manual_seed(seed)).to(dtype)
     where, frequencies = torch.tensor(positions, dtype=torch.int64), rope_frequencies(2 * half, theta)
-    assert_close(apply_rope(x, *rope_cos_sin(where, frequencies)), apply_rope_reference(x, where, frequencies))
+    assert_close(apply_rope(x, *rope_cos_sin(where, frequencies)), layers_reference.apply_rope(x, where, frequencies))
 
 
 @given(position=st.integers(0, 500), distance=st.integers(0, 500), shift=st.integers(0, 500))
@@ -112,7 +107,7 @@ def test_rms_norm_is_that_of_transformers(dtype: torch.dtype) -> None:
     theirs = LlamaRMSNorm(24, eps=1e-5).to(dtype)
     theirs.weight.data.uniform_(0.5, 2.0)
     x = (3 * torch.randn(7, 24)).to(dtype)
-    assert torch.equal(rms_norm(x, theirs.weight, 1e-5), theirs(x))
+    assert torch.equal(rms_norm(x, None, theirs.weight, 1e-5)[0], theirs(x))
 
 
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "triton"])
@@ -131,13 +126,13 @@ def test_sliding_window_equals_dense_attention_under_a_band(
     mask = (distance >= 0) & (distance < window)
     q, k, v = (t.transpose(0, 1) for t in (case.query, key, value))
     dense = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=case.scale).transpose(0, 1)
-    ours = attention(case.query, case.key, case.value, case.kv_cache, case.metadata, case.scale, backend, window)
+    ours = get_backend(backend)(case.query, case.key, case.value, case.kv_cache, case.metadata, case.scale, window)
     assert_close(ours, dense)
 
 
 def test_each_window_of_a_batch_has_a_plan_of_its_own() -> None:
     """Layers with and without a window share one metadata."""
     case = make_attention_case([5, 1], [20, 30])
-    plans = [case.metadata.gather_plan(16, window) for window in (None, 8, None, 8)]
+    plans = [gather_plan(case.metadata, 16, window) for window in (None, 8, None, 8)]
     assert plans[0] is plans[2] and plans[1] is plans[3] and plans[0] is not plans[1]
     assert len(plans[1].decodes[0].slots) == 8 and len(plans[1].prefills[0].slots) == 12

@@ -54,7 +54,7 @@ def test_every_kernel_of_the_package_is_compiled() -> None:
         if type(value).__name__ in ("InterpretedFunction", "JITFunction") and value.fn.__module__ == module.__name__
     }
     helpers = {
-        *("_keys_of_program", "_load_keys_and_values", "_scores", "_take_in", "_store_rows", "_turn", "_tanh"),
+        *("_keys_of_program", "_load_keys_and_values", "_scores", "_softmax_step", "_store_rows", "_turn", "_tanh"),
         *("_ordered", "_unordered", "_load_logits", "_find_threshold", "_after_top_p", "_gumbel", "_keep", "_draw"),
     }
     variants: list[Variant] = [*attention_variants(), *other_variants()]

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from stage03_engine.core.models.layers import LayerNorm, assign_weights, embedding
+from stage03_engine.core.models.layers import assign_weights, embedding
 from stage03_engine.model_shape import ModelShape
-from stage04_kernels.activation import gelu
-from stage04_kernels.attention import AttentionMetadata, attention
+from stage04_kernels.attention import AttentionMetadata, get_backend
+from stage04_kernels.layers import layer_kernels
 
 _CAUSAL_MASKS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)$")
 
@@ -35,20 +35,32 @@ class Conv1D(nn.Module):
         return torch.addmm(self.bias, x, self.weight)
 
 
+class LayerNorm(nn.Module):
+    """LayerNorm over the last dimension, of x plus the residual if there is one. Returns (normed, the sum)."""
+
+    def __init__(self, size: int, eps: float, backend: str) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.empty(size)), nn.Parameter(torch.empty(size))
+        self.eps, self.layer_norm = eps, layer_kernels(backend).layer_norm
+
+    def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        return self.layer_norm(x, residual, self.weight, self.bias, self.eps)
+
+
 class GPT2Attention(nn.Module):
     """Queries, keys and values from one matrix; paged attention; output projection."""
 
     def __init__(self, shape: ModelShape, backend: str) -> None:
         super().__init__()
-        self.num_heads, self.head_dim, self.backend = shape.num_heads, shape.head_dim, backend
-        self.scale = shape.head_dim**-0.5
+        self.num_heads, self.head_dim, self.scale = shape.num_heads, shape.head_dim, shape.head_dim**-0.5
+        self.attention = get_backend(backend)
         self.c_attn = Conv1D(shape.hidden_size, 3 * shape.hidden_size)
         self.c_proj = Conv1D(shape.hidden_size, shape.hidden_size)
 
     def forward(self, x: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         qkv = self.c_attn(x).view(-1, 3, self.num_heads, self.head_dim)  # [num_tokens, 3, num_heads, head_dim]
         query, key, value = qkv.unbind(1)  # each [num_tokens, num_heads, head_dim]
-        out = attention(query, key, value, kv_cache, metadata, self.scale, self.backend)
+        out = self.attention(query, key, value, kv_cache, metadata, self.scale, None, None)  # no window, no rotation
         return self.c_proj(out.reshape(x.shape))
 
 
@@ -57,12 +69,12 @@ class GPT2MLP(nn.Module):
 
     def __init__(self, shape: ModelShape, backend: str) -> None:
         super().__init__()
-        self.backend = backend
+        self.gelu = layer_kernels(backend).gelu
         self.c_fc = Conv1D(shape.hidden_size, shape.intermediate_size)
         self.c_proj = Conv1D(shape.intermediate_size, shape.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.c_proj(gelu(self.c_fc(x), self.backend))
+        return self.c_proj(self.gelu(self.c_fc(x)))
 
 
 class GPT2Block(nn.Module):
@@ -89,7 +101,7 @@ class GPT2Block(nn.Module):
 class GPT2LMHeadModel(nn.Module):
     """Token and position embedding, blocks, final norm; the logits reuse the token embedding (tied weights)."""
 
-    def __init__(self, shape: ModelShape, backend: str = "auto") -> None:
+    def __init__(self, shape: ModelShape, backend: str = "torch") -> None:
         super().__init__()
         self.wte = embedding(shape.vocab_size, shape.hidden_size)
         self.wpe = embedding(shape.max_position_embeddings, shape.hidden_size)

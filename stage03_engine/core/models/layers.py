@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stage03_engine.errors import ConfigError
-from stage04_kernels.layernorm import add_layer_norm, add_rms_norm
 
 
 def embedding(num_rows: int, hidden_size: int) -> nn.Embedding:
@@ -31,29 +30,6 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
-
-
-class LayerNorm(nn.Module):
-    """LayerNorm over the last dimension, of x plus the residual if there is one. Returns (normed, the sum)."""
-
-    def __init__(self, size: int, eps: float, backend: str) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.empty(size)), nn.Parameter(torch.empty(size))
-        self.eps, self.backend = eps, backend
-
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return add_layer_norm(x, residual, self.weight, self.bias, self.eps, self.backend)
-
-
-class RMSNorm(nn.Module):
-    """The same with RMSNorm."""
-
-    def __init__(self, size: int, eps: float, backend: str) -> None:
-        super().__init__()
-        self.weight, self.eps, self.backend = nn.Parameter(torch.empty(size)), eps, backend
-
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return add_rms_norm(x, residual, self.weight, self.eps, self.backend)
 
 
 def assign_weights(

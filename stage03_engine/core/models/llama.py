@@ -16,14 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from stage03_engine.core.models.layers import Linear, RMSNorm, assign_weights, embedding
+from stage03_engine.core.models.layers import Linear, assign_weights, embedding
 from stage03_engine.model_shape import ModelShape
-from stage04_kernels.activation import silu_and_mul
-from stage04_kernels.attention import AttentionMetadata, Rotation, attention
-from stage04_kernels.rope import rope_cos_sin, rope_frequencies, scale_linear, scale_llama3
+from stage04_kernels.attention import AttentionMetadata, get_backend
+from stage04_kernels.layers import layer_kernels
+from stage04_kernels.rope import Rotation, rope_cos_sin, rope_frequencies, scale_linear, scale_llama3
 
 
 def frequencies_of(shape: ModelShape) -> Tensor:
@@ -37,12 +38,24 @@ def frequencies_of(shape: ModelShape) -> Tensor:
     return scale_llama3(frequencies, scaling.factor, low, high, scaling.original_max_position_embeddings)
 
 
+class RMSNorm(nn.Module):
+    """RMSNorm over the last dimension, of x plus the residual if there is one. Returns (normed, the sum)."""
+
+    def __init__(self, size: int, eps: float, backend: str) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.empty(size)), eps
+        self.rms_norm = layer_kernels(backend).rms_norm
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self.rms_norm(x, residual, self.weight, self.eps)
+
+
 class LlamaAttention(nn.Module):
     """Queries, keys and values, turned by their positions; paged attention; output projection."""
 
     def __init__(self, shape: ModelShape, layer: int, backend: str) -> None:
         super().__init__()
-        self.head_dim, self.backend, self.scale = shape.head_dim, backend, shape.head_dim**-0.5
+        self.head_dim, self.scale, self.attention = shape.head_dim, shape.head_dim**-0.5, get_backend(backend)
         self.window = shape.sliding_window if layer in shape.sliding_layers else None
         query_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         self.q_proj = Linear(shape.hidden_size, query_size, shape.attention_bias)
@@ -60,7 +73,7 @@ class LlamaAttention(nn.Module):
         )
         if self.qk_norm:
             query, key = self.q_norm(query)[0], self.k_norm(key)[0]
-        out = attention(query, key, value, kv_cache, metadata, self.scale, self.backend, self.window, rotation)
+        out = self.attention(query, key, value, kv_cache, metadata, self.scale, self.window, rotation)
         return self.o_proj(out.flatten(1))
 
 
@@ -69,13 +82,13 @@ class LlamaMLP(nn.Module):
 
     def __init__(self, shape: ModelShape, backend: str) -> None:
         super().__init__()
-        self.backend = backend
+        self.silu_and_mul = layer_kernels(backend).silu_and_mul
         self.gate_proj = Linear(shape.hidden_size, shape.intermediate_size)
         self.up_proj = Linear(shape.hidden_size, shape.intermediate_size)
         self.down_proj = Linear(shape.intermediate_size, shape.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(silu_and_mul(self.gate_proj(x), self.up_proj(x), self.backend))
+        return self.down_proj(self.silu_and_mul(self.gate_proj(x), self.up_proj(x)))
 
 
 class LlamaDecoderLayer(nn.Module):
@@ -101,7 +114,7 @@ class LlamaForCausalLM(nn.Module):
 
     frequencies: Tensor
 
-    def __init__(self, shape: ModelShape, backend: str = "auto") -> None:
+    def __init__(self, shape: ModelShape, backend: str = "torch") -> None:
         super().__init__()
         self.tied = shape.tie_word_embeddings
         self.embed_tokens = embedding(shape.vocab_size, shape.hidden_size)

@@ -1,0 +1,18 @@
+"""The Triton kernels under Triton's interpreter, which this module switches on.
+
+Triton reads TRITON_INTERPRET when it is imported: its own library consists of kernels too. So importing this module must come
+first. Raises ValueError if triton is there already without it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
+    raise ValueError("triton-interpret must be chosen before triton is imported: set TRITON_INTERPRET=1")
+os.environ["TRITON_INTERPRET"] = "1"
+
+from stage04_kernels.triton_kernels.backend import LAYER_KERNELS, SAMPLER_KERNELS, triton_attention
+
+__all__ = ["LAYER_KERNELS", "SAMPLER_KERNELS", "triton_attention"]
