@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, get_type_hints
+from typing import Any, ClassVar, get_origin, get_type_hints
 
 import msgspec
 
@@ -46,12 +46,17 @@ def struct_of(base: type[msgspec.Struct], parts: Sequence[type]) -> Any:
     """`base` with the fields and methods of `parts`, for msgspec, which cannot inherit from two Structs.
 
     A part is a plain class with `__slots__ = ()`, annotated fields and a default for each, and perhaps methods. Its method
-    `check(self)`, if it has one, runs after `base.__post_init__`; for what is wrong it raises as that does.
+    `check(self)`, if it has one, runs after `base.__post_init__`; for what is wrong it raises as that does. The `HOOKS` of the
+    parts become one table.
     """
     fields = []
     for part in parts:
         own = get_type_hints(part, include_extras=True)
-        fields += [(name, kind, _default(getattr(part, name))) for name, kind in own.items()]
+        fields += [
+            (name, kind, _default(getattr(part, name)))
+            for name, kind in own.items()
+            if get_origin(kind) is not ClassVar
+        ]
     checks = [part.check for part in parts if hasattr(part, "check")]
 
     def post_init(self: Any) -> None:
@@ -63,11 +68,13 @@ def struct_of(base: type[msgspec.Struct], parts: Sequence[type]) -> Any:
         name: value
         for part in parts
         for name, value in vars(part).items()
-        if not name.startswith("__") and _is_method(value)
+        if not name.startswith("__") and name != "check" and _is_method(value)
     }
+    hooks = {field: seams for part in (base, *parts) for field, seams in getattr(part, "HOOKS", {}).items()}
+    namespace = {**methods, "HOOKS": hooks, "__post_init__": post_init, "__doc__": base.__doc__}
     config = base.__struct_config__
     return msgspec.defstruct(
-        base.__name__, fields, bases=(base,), namespace={**methods, "__post_init__": post_init}, module=base.__module__,
+        base.__name__, fields, bases=(base,), namespace=namespace, module=base.__module__,
         frozen=config.frozen, kw_only=True, omit_defaults=config.omit_defaults,
     )  # fmt: skip
 

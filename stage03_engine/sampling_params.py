@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from enum import IntEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
 from stage03_engine.errors import InvalidRequestError
-from stage03_engine.params.repetition_detection import RepetitionDetectionParams
-from stage03_engine.params.structured_outputs import StructuredOutputsParams
+from stage03_engine.mixins import mixins, struct_of
 
 MAX_STOP_STRINGS, MAX_STOP_LENGTH = 4, 1024  # strings, characters of each
 MAX_STOP_TOKEN_IDS = 1024
@@ -30,13 +29,14 @@ class RequestOutputKind(IntEnum):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """Per-request settings. `top_k` 0 and -1 mean off, `top_p` 1 and `min_p` 0 mean off, `temperature` 0 means greedy.
+    """Per-request settings; features add theirs (stage03_engine/params).
 
-    Raises InvalidRequestError, naming the field and its range, when a value is impossible.
+    `top_k` 0 and -1 mean off, `top_p` 1 and `min_p` 0 mean off, `temperature` 0 means greedy.
+
+    Raises InvalidRequestError, naming the field and its range, if a value is impossible.
     """
 
     n: int = 1  # answers to return
-    best_of: int | None = None  # answers to generate, of which the n most likely are returned
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -54,12 +54,10 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     stop_token_ids: list[int] = []
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    repetition_detection: RepetitionDetectionParams | None = None  # ends an output that goes round in circles
     logprobs: int | None = None  # k: the k most likely tokens and the sampled one; 0: the sampled one only
     logprob_token_ids: list[int] | None = (
         None  # with logprobs: these tokens are reported instead of the most likely ones
     )
-    prompt_logprobs: int | None = None  # as `logprobs`, for the tokens of the prompt
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True  # byte-level tokenizers write none either way
     truncate_prompt_tokens: int | None = None  # keep the last k tokens of the prompt; -1: as many as leave room for one
@@ -67,13 +65,18 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     stream_interval: int | None = (
         None  # tokens from one output of a stream to the next; None: as --stream-interval says
     )
-    extra_args: dict[str, Any] = {}  # for logits processors of the user's own
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    structured_outputs: StructuredOutputsParams | None = None  # what every output must match
     # Set by the front end, not by callers:
     stop_or_eos_ids: list[int] = []  # what min_tokens holds back
     bad_words_token_ids: list[list[int]] = []
-    num_candidates: int = 0  # of beam search: how many likely tokens a step reports, beyond the limit of `logprobs`
+
+    HOOKS: ClassVar[dict[str, dict[str, str]]] = {}
+    """Field of a feature -> seam ("scheduler", "runner", "output") -> the hook ("module:Class") that handles it there."""
+
+    if TYPE_CHECKING:  # the fields of features are added below
+
+        def __init__(self, **settings: Any) -> None: ...
+        def __getattr__(self, name: str) -> Any: ...
 
     def __post_init__(self) -> None:
         # `not (a <= x <= b)` instead of `x < a or x > b`: NaN fails every comparison and must be refused, not let through.
@@ -88,14 +91,13 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
         self._check(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "in [-2, 2]")
         self._check(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "in [-2, 2]")
         self._check(low <= self.repetition_penalty <= high, "repetition_penalty", f"in [{low:g}, {high:g}]")
-        self._check(
-            self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_LOGPROBS,
-            "prompt_logprobs",
-            f"in [0, {MAX_LOGPROBS}]",
-        )
         self._check(self.stream_interval is None or self.stream_interval >= 1, "stream_interval", "at least 1")
         self._check_tokens()
-        self._check_answers()
+        self._check(1 <= self.n <= MAX_N, "n", f"in [1, {MAX_N}]")
+        if self.num_answers == self.n:
+            self._check(self.n == 1 or not self.greedy, "n", "1 when the temperature is 0 (all would be equal)")
+        if self.seed is not None:
+            self._check(self.seed + self.num_answers - 1 < 2**63, "seed", "a 64-bit integer also for the last answer")
         self._check(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} strings")
         self._check(all(self.stop), "stop", "without empty strings")
         short = all(len(stop) <= MAX_STOP_LENGTH for stop in self.stop)
@@ -131,20 +133,6 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
         )
         self._check(self.truncation_side in (None, "left", "right"), "truncation_side", "left or right")
 
-    def _check_answers(self) -> None:
-        self._check(1 <= self.n <= MAX_N, "n", f"in [1, {MAX_N}]")
-        if self.best_of is not None:
-            self._check(self.n <= self.best_of <= MAX_N, "best_of", f"in [n, {MAX_N}] = [{self.n}, {MAX_N}]")
-            self._check(
-                self.best_of == self.n or self.output_kind == RequestOutputKind.FINAL_ONLY,
-                "best_of",
-                "equal to n in a stream: which answers are the best is known at the end",
-            )
-        field = "n" if self.best_of in (None, self.n) else "best_of"
-        self._check(self.num_answers == 1 or not self.greedy, field, "1 when the temperature is 0 (all would be equal)")
-        if self.seed is not None:
-            self._check(self.seed + self.num_answers - 1 < 2**63, "seed", "a 64-bit integer also for the last answer")
-
     def _check(self, ok: bool, field: str, allowed: str) -> None:
         if not ok:
             shown = str(getattr(self, field))
@@ -154,12 +142,12 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     @property
     def num_answers(self) -> int:
         """How many sequences are generated for the prompt."""
-        return self.n if self.best_of is None else self.best_of
+        return self.n
 
     @property
     def num_likely_tokens(self) -> int | None:
         """How many of the likeliest tokens each step reports; None: no logprobs at all."""
-        return 0 if self.logprob_token_ids is not None else self.num_candidates or self.logprobs
+        return 0 if self.logprob_token_ids is not None else self.logprobs
 
     @property
     def num_logprobs(self) -> int | None:
@@ -170,3 +158,23 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     def greedy(self) -> bool:
         """True when the next token is the exact argmax (temperatures below 1e-5 count as 0, as in vLLM)."""
         return self.temperature < 1e-5
+
+    def hooks(self, seam: str) -> dict[str, str]:
+        """Field -> hook, of the fields of features that this request uses and that need one at `seam`."""
+        used = {field: seams for field, seams in self.HOOKS.items() if getattr(self, field) is not None}
+        return {field: seams[seam] for field, seams in used.items() if seam in seams}
+
+
+if not TYPE_CHECKING:
+    _PARAMS = "stage03_engine.params."
+    SamplingParams = struct_of(
+        SamplingParams,
+        mixins(
+            _PARAMS + "best_of:BestOf",
+            _PARAMS + "beam_search:Candidates",
+            _PARAMS + "logits_processors:ExtraArgs",
+            _PARAMS + "prompt_logprobs:PromptLogprobs",
+            _PARAMS + "repetition_detection:RepetitionDetection",
+            _PARAMS + "structured_outputs:StructuredOutputs",
+        ),
+    )

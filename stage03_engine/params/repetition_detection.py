@@ -7,6 +7,8 @@ but the ends of text, and a recorded run can be decided again without its tokens
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import msgspec
 
 from stage03_engine.errors import InvalidRequestError
@@ -62,3 +64,13 @@ def find_repetition(
         if size is not None:
             return count, size
     return None
+
+
+class RepetitionDetection:
+    """Part of SamplingParams."""
+
+    __slots__ = ()
+    HOOKS: ClassVar[dict[str, dict[str, str]]] = {
+        FIELD: {"output": "stage03_engine.frontend.features.repetition_detection:RepetitionDetectionHook"}
+    }
+    repetition_detection: RepetitionDetectionParams | None = None  # ends an output that repeats itself

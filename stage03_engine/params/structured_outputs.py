@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import msgspec
 
@@ -95,3 +95,16 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, omit_defaults=True, k
             if (text := getattr(self, kind)) is not None:
                 return kind, text
         return "json_object", ""
+
+
+class StructuredOutputs:
+    """Part of SamplingParams."""
+
+    __slots__ = ()
+    HOOKS: ClassVar[dict[str, dict[str, str]]] = {
+        "structured_outputs": {
+            "scheduler": "stage03_engine.core.features.structured_output.scheduler_hook:GrammarSchedulerHook",
+            "runner": "stage03_engine.core.features.structured_output.runner_hook:GrammarRunnerHook",
+        }
+    }
+    structured_outputs: StructuredOutputsParams | None = None  # what every output must match

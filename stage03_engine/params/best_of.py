@@ -1,0 +1,31 @@
+"""`best_of`: more answers are generated than returned (vLLM V0)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class BestOf:
+    """Part of SamplingParams."""
+
+    __slots__ = ()
+    best_of: int | None = None  # answers to generate, of which the n most likely are returned
+
+    def check(self: Any) -> None:
+        """Raises InvalidRequestError."""
+        if self.best_of is None:
+            return
+        from stage03_engine.sampling_params import MAX_N  # that module loads this one
+
+        self._check(self.n <= self.best_of <= MAX_N, "best_of", f"in [n, {MAX_N}] = [{self.n}, {MAX_N}]")
+        self._check(
+            self.best_of == self.n or self.output_kind.name == "FINAL_ONLY",
+            "best_of",
+            "equal to n in a stream: which answers are the best is known at the end",
+        )
+        self._check(self.best_of == 1 or not self.greedy, "best_of", "1 when the temperature is 0 (all would be equal)")
+
+    @property
+    def num_answers(self: Any) -> int:
+        """How many sequences are generated for the prompt."""
+        return self.n if self.best_of is None else self.best_of
