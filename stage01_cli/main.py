@@ -4,51 +4,39 @@ from __future__ import annotations
 
 import argparse
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
-from stage01_cli.types import CLISubcommand
 from stage03_engine.args import FlexibleArgumentParser, cli_env_setup, did_you_mean, run_command
 from stage03_engine.errors import ConfigError
+from stage03_engine.mixins import is_there, load
 from stagetrace import trace
 from stagetrace.redact import redact_argv, redact_values
 
 
-@dataclass(frozen=True)
-class LazyCommand:
-    """A subcommand that is imported only when it is used: `stages --help` must not wait for the imports of all."""
+class CLISubcommand(ABC):
+    """One subcommand of `stages`. It imports what it needs in `cmd`, so that its `--help` stays quick."""
 
-    module: str
-    class_name: str
-    help: str
+    @abstractmethod
+    def add_arguments(self, parser: FlexibleArgumentParser) -> None:
+        """Add the command's own flags."""
 
-    def load(self) -> CLISubcommand:
-        """Import the module and make the subcommand."""
-        return getattr(import_module(self.module), self.class_name)()
+    @abstractmethod
+    def cmd(self, args: argparse.Namespace) -> int:
+        """Do the work and return the exit code. Raises StagesError for what the user can mend."""
 
 
 COMMANDS = {
-    "serve": LazyCommand("stage01_cli.serve", "ServeSubcommand", "serve a model over an OpenAI-compatible HTTP API"),
-    "chat": LazyCommand(
-        "stage01_cli.tools.openai_client",
-        "ChatCommand",
-        "chat with a running server",
-    ),
-    "complete": LazyCommand(
-        "stage01_cli.tools.openai_client", "CompleteCommand", "let a running server complete a text"
-    ),
-    "bench": LazyCommand("stage01_cli.bench.command", "BenchSubcommand", "measure a server, the engine, or its start"),
-    "run-batch": LazyCommand(
-        "stage01_cli.tools.run_batch", "RunBatchSubcommand", "answer a file of requests (OpenAI's batches)"
-    ),
-    "trace": LazyCommand("stage01_cli.tools.trace", "TraceSubcommand", "look at recordings made with --trace"),
-    "collect-env": LazyCommand(
-        "stage01_cli.tools.collect_env", "CollectEnvSubcommand", "describe this machine, for a report"
-    ),
+    "serve": ("stage01_cli.serve:ServeSubcommand", "serve a model over an OpenAI-compatible HTTP API"),
+    "chat": ("stage01_cli.tools.openai_client:ChatCommand", "chat with a running server"),
+    "complete": ("stage01_cli.tools.openai_client:CompleteCommand", "let a running server complete a text"),
+    "bench": ("stage01_cli.bench.command:BenchSubcommand", "measure a server, the engine, or its start"),
+    "run-batch": ("stage01_cli.tools.run_batch:RunBatchSubcommand", "answer a file of requests (OpenAI's batches)"),
+    "trace": ("stage01_cli.tools.trace:TraceSubcommand", "look at recordings made with --trace"),
+    "collect-env": ("stage01_cli.tools.collect_env:CollectEnvSubcommand", "describe this machine, for a report"),
 }
-"""Subcommand name -> where it is."""
+"""Subcommand -> (its class, its line in `stages --help`). Only the chosen one is imported."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -91,13 +79,20 @@ def make_parser(chosen: str | None) -> FlexibleArgumentParser:
     )
     parser.add_argument("-v", "--version", action=_Version, nargs=0, help="print the version and exit")
     subparsers = parser.add_subparsers(dest="subparser", metavar="COMMAND")
-    for name, lazy in COMMANDS.items():
-        subparser = subparsers.add_parser(name, help=lazy.help, description=lazy.help)
+    for name, (where, help) in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=help, description=help)
         if name == chosen:
-            command = lazy.load()
+            command = load_command(name, where)
             command.add_arguments(subparser)
             subparser.set_defaults(dispatch_function=command.cmd)
     return parser
+
+
+def load_command(name: str, where: str) -> CLISubcommand:
+    """The subcommand that `where` (module:Class) names. Raises ConfigError if its module was taken out."""
+    if not is_there(where.partition(":")[0]):
+        raise ConfigError(f"the command {name} is not installed")
+    return load(where)()
 
 
 class _Version(argparse.Action):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from stage01_cli.types import CLISubcommand
+from stage01_cli.main import CLISubcommand
 from stage02_server.serve_args import add_serve_args, resolve_serve_args
-from stage03_engine.args import add_flags
+from stage03_engine.args import FlexibleArgumentParser, add_flags
 from stage03_engine.config import option
 from stage03_engine.errors import ConfigError
 from stage03_engine.tracing import open_trace
@@ -25,7 +25,7 @@ class LaunchArgs:
 class ServeSubcommand(CLISubcommand):
     """Resolve the arguments, walk the decision tree, start the server."""
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+    def add_arguments(self, parser: FlexibleArgumentParser) -> None:
         """The flags of `serve`."""
         parser.add_argument(
             "--dry-run", action="store_true", help="print every setting and where it comes from, then exit"

@@ -12,34 +12,8 @@ from dataclasses import dataclass, fields
 from stage02_server.cli_args import FrontendArgs
 from stage02_server.features.hardening.flags import check_http_flags
 from stage03_engine.arg_utils import AsyncEngineArgs, engine_settings
-from stage03_engine.args import Resolved, add_flags, add_not_built, resolve_cli, settings_of
-from stage03_engine.args.not_built import ENGINE_FLAGS
+from stage03_engine.args import FlexibleArgumentParser, Resolved, add_flags, resolve_cli, settings_of
 from stage03_engine.errors import ConfigError
-
-SERVER_FLAGS: dict[str, str] = {
-    "only HTTP is spoken": "--grpc --grpc-port=",
-    "LoRA adapters are not built": "--lora-modules=",
-    "there is one engine, and one API server for it": """
-        --data-parallel-supervisor-port=9256 --dp-supervisor-probe-interval-s=5 --dp-supervisor-probe-timeout-s=5
-        --dp-supervisor-probe-failure-threshold=3 --tokens-only --enable-scale-out""",
-    "the models take no images and videos": "--trust-request-mm-kwargs*",
-    "tools run at the client, and answers are written as --tool-call-parser and tool_choice say": """
-        --tool-server= --tool-strict-level=none""",
-    "reasoning_effort goes to the chat template as it is": """
-        --reasoning-effort-map= --anthropic-disabled-thinking-effort=auto --cohere-is-reasoning-model*
-        --cohere-format=cmd4""",
-    "the usage always has them": "+--enable-prompt-tokens-details",
-    "the model's folder has the tokenizer's files": "--enable-tokenizer-info-endpoint",
-    "--enable-log-requests logs what came in; what went out stands in no log": """
-        --enable-log-outputs --enable-log-deltas*""",
-    "the log has the traceback of what nobody expected, and the trace the rest": "--log-error-stack",
-    "answers have no system_fingerprint": "--fingerprint-mode=none --fingerprint-value=",
-    "certificates are read once, when the server starts": "--enable-ssl-refresh",
-    "/docs needs no network": "--enable-offline-docs*",
-    "there are no models with late interaction": "--enable-flash-late-interaction*",
-}
-"""Flags of vLLM's server that are not built, in the form of stage03_engine/args/not_built.py."""
-
 
 EPILOG = (
     "--help=listgroup names the groups, --help=SchedulerConfig shows one, --help=cache all flags with that word in "
@@ -58,14 +32,14 @@ class ServeArgs:
     settings: dict[str, Resolved]  # every setting of both, and of the sections that the command added
 
 
-def add_serve_args(parser: argparse.ArgumentParser) -> None:
+def add_serve_args(parser: FlexibleArgumentParser) -> None:
     """Add the positional model, `--config`, and the flags of the HTTP server and of the engine."""
     parser.usage = "%(prog)s [MODEL] [FLAGS]"  # argparse would list all flags twice
     parser.epilog = EPILOG
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="model to serve, the same as --model")
     AsyncEngineArgs.add_cli_args(parser)
     add_flags(parser, FrontendArgs)
-    add_not_built(parser, SERVER_FLAGS)
+    parser.refuse("server")
 
 
 def resolve_serve_args(args: argparse.Namespace, *more_sections: type) -> ServeArgs:
@@ -76,7 +50,7 @@ def resolve_serve_args(args: argparse.Namespace, *more_sections: type) -> ServeA
     frontend_settings = settings_of(FrontendArgs)
     more = [setting for section in more_sections for setting in settings_of(section)]
     known = [*engine_settings(), *frontend_settings, *more]
-    settings = resolve_cli(known, args, not_built=[ENGINE_FLAGS, SERVER_FLAGS])
+    settings = resolve_cli(known, args, refused_tables=["engine", "server"])
     frontend_args = FrontendArgs(**{field.name: settings[field.name].value for field in fields(FrontendArgs)})
     _check_frontend(frontend_args)
     return ServeArgs(AsyncEngineArgs(settings), frontend_args, settings)

@@ -8,12 +8,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from stage03_engine.args.detect import available_cores, detect_device
 from stage03_engine.args.fields import Setting, add_flags, settings_of
 from stage03_engine.args.generation import default_sampling_params
-from stage03_engine.args.not_built import ENGINE_FLAGS, add_not_built
-from stage03_engine.args.parser import did_you_mean
-from stage03_engine.args.resolve import Resolved, resolve_cli, resolve_settings, with_detected
+from stage03_engine.args.parser import FlexibleArgumentParser, did_you_mean, refuse_absent
+from stage03_engine.args.resolve import (
+    Resolved,
+    available_cores,
+    detect_device,
+    resolve_cli,
+    resolve_settings,
+    with_detected,
+)
 from stage03_engine.config import SECTIONS, VllmConfig
 from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import each
@@ -42,12 +47,12 @@ class EngineArgs:
     settings: dict[str, Resolved]
 
     @staticmethod
-    def add_cli_args(parser: argparse.ArgumentParser) -> None:
+    def add_cli_args(parser: FlexibleArgumentParser) -> None:
         """Add `--config` and one flag per engine setting."""
         parser.add_argument("--config", metavar="FILE", help="YAML file with settings, one `name: value` per line")
         for section in SECTIONS.values():
             add_flags(parser, section)
-        add_not_built(parser, ENGINE_FLAGS)
+        parser.refuse("engine")
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> EngineArgs:
@@ -55,7 +60,7 @@ class EngineArgs:
 
         Raises ConfigError.
         """
-        return cls(resolve_cli(engine_settings(), args, environ, [ENGINE_FLAGS]))
+        return cls(resolve_cli(engine_settings(), args, environ, ["engine"]))
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> VllmConfig:
@@ -68,6 +73,7 @@ class EngineArgs:
         known = [setting.name for setting in settings]
         for name in kwargs:
             if name not in known:
+                refuse_absent("--" + name.replace("_", "-"))
                 raise ConfigError(f"unknown setting {name!r}{did_you_mean(name, known)}")
         config, _ = cls(resolve_settings(settings, kwargs)).create_engine_config()
         return config

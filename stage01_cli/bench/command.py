@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from importlib import import_module
 
-from stage01_cli.types import CLISubcommand
+from stage01_cli.main import CLISubcommand
+from stage03_engine.args import FlexibleArgumentParser
 from stage03_engine.errors import ConfigError
 
 BENCHMARKS = {
@@ -20,7 +21,7 @@ BENCHMARKS = {
 class BenchSubcommand(CLISubcommand):
     """One subcommand per benchmark."""
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+    def add_arguments(self, parser: FlexibleArgumentParser) -> None:
         """The flags of all benchmarks: reading them imports nothing heavy."""
         subparsers = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK")
         for name, (class_name, text) in BENCHMARKS.items():

@@ -10,12 +10,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from stage01_cli.bench.not_built import OFFLINE_FLAGS
 from stage01_cli.bench.result import write_json
-from stage01_cli.types import CLISubcommand
+from stage01_cli.main import CLISubcommand
 from stage03_engine.arg_utils import AsyncEngineArgs, engine_settings
-from stage03_engine.args import Resolved, add_flags, add_not_built, resolve_cli, settings_of
-from stage03_engine.args.not_built import ENGINE_FLAGS
+from stage03_engine.args import FlexibleArgumentParser, Resolved, add_flags, resolve_cli, settings_of
 from stage03_engine.config import VllmConfig, option
 from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.tracing import open_trace
@@ -38,16 +36,16 @@ class OfflineBenchmark(CLISubcommand):
 
     sections: ClassVar[tuple[type, ...]]
     defaults: ClassVar[dict[str, Any]] = {}  # other defaults for settings of the engine
-    not_built: ClassVar[dict[str, str]] = {}  # vLLM's flags of this benchmark that are not here, beside OFFLINE_FLAGS
+    refused: ClassVar[tuple[str, ...]] = ("bench-engine",)  # tables of refused.toml, beside the engine's
 
     @abstractmethod
     def measure(self, config: VllmConfig, sections: list[Any]) -> dict[str, Any]:
         """Check the settings, measure, print; the result with vLLM's keys. Raises StagesError."""
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+    def add_arguments(self, parser: FlexibleArgumentParser) -> None:
         """The flags of the benchmark."""
         add_offline_args(parser, *self.sections, ResultArgs)
-        add_not_built(parser, OFFLINE_FLAGS | self.not_built)
+        parser.refuse(*self.refused)
 
     def cmd(self, args: argparse.Namespace) -> int:
         """Raises StagesError."""
@@ -60,7 +58,7 @@ class OfflineBenchmark(CLISubcommand):
         return 0
 
 
-def add_offline_args(parser: argparse.ArgumentParser, *sections: type) -> None:
+def add_offline_args(parser: FlexibleArgumentParser, *sections: type) -> None:
     """Add the positional model, the flags of `sections` and those of the engine."""
     parser.usage = "%(prog)s [MODEL] [FLAGS]"
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="model to measure, the same as --model")
@@ -72,7 +70,7 @@ def add_offline_args(parser: argparse.ArgumentParser, *sections: type) -> None:
 def resolve_offline(args: argparse.Namespace, *sections: type, **defaults: Any) -> tuple[VllmConfig, list[Any]]:
     """(engine configuration, one object per section). `defaults` replace defaults of the engine. Raises StagesError."""
     known = [*engine_settings(), *(s for section in sections for s in settings_of(section))]
-    settings = resolve_cli(known, args, not_built=[ENGINE_FLAGS])
+    settings = resolve_cli(known, args, refused_tables=["engine"])
     for name, value in defaults.items():
         if settings[name].source == "default":
             settings[name] = Resolved(value, "default", "of this benchmark")

@@ -15,7 +15,8 @@ from stage01_cli.bench.endpoint import RequestResult, request_body, send_request
 from stage01_cli.bench.metrics import calculate_metrics
 from stage01_cli.bench.result import check_result_file, print_serve_result, save_serve_result
 from stage01_cli.bench.serve_args import ServeBenchArgs, add_serve_bench_args, resolve_serve_bench_args
-from stage01_cli.types import CLISubcommand
+from stage01_cli.main import CLISubcommand
+from stage03_engine.args import FlexibleArgumentParser
 from stage03_engine.errors import StagesError
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class BenchmarkError(StagesError):
 class ServeBenchmark(CLISubcommand):
     """Measure a running server from outside, over HTTP."""
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+    def add_arguments(self, parser: FlexibleArgumentParser) -> None:
         """The flags of `bench serve`."""
         parser.usage = "%(prog)s [FLAGS]"
         add_serve_bench_args(parser)

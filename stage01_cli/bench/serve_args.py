@@ -9,8 +9,7 @@ from typing import Any
 
 from stage01_cli.bench.datasets import DatasetArgs, check_dataset
 from stage01_cli.bench.metrics import parse_goodput, parse_percentile_metrics, parse_percentiles
-from stage01_cli.bench.not_built import DATASET_FLAGS, SERVE_FLAGS
-from stage03_engine.args import add_flags, add_not_built, resolve_cli, settings_of
+from stage03_engine.args import FlexibleArgumentParser, add_flags, resolve_cli, settings_of
 from stage03_engine.config import option
 from stage03_engine.errors import ConfigError
 
@@ -120,11 +119,11 @@ class ServeBenchArgs:
         return body | (self.server.extra_body or {})
 
 
-def add_serve_bench_args(parser: argparse.ArgumentParser) -> None:
+def add_serve_bench_args(parser: FlexibleArgumentParser) -> None:
     """Add the flags of all sections."""
     for section in SECTIONS:
         add_flags(parser, section)
-    add_not_built(parser, DATASET_FLAGS | SERVE_FLAGS)
+    parser.refuse("bench-datasets", "bench-serve")
 
 
 def resolve_serve_bench_args(args: argparse.Namespace) -> ServeBenchArgs:

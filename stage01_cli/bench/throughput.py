@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from stage01_cli.bench.datasets import DatasetArgs, SampleRequest, check_dataset, get_samples
-from stage01_cli.bench.not_built import DATASET_FLAGS, THROUGHPUT_FLAGS
 from stage01_cli.bench.offline import OfflineBenchmark, at_least, engine
 from stage03_engine.config import VllmConfig, option
 
@@ -24,7 +23,7 @@ class ThroughputBenchmark(OfflineBenchmark):
     """All prompts at once."""
 
     sections = (ThroughputArgs, DatasetArgs)
-    not_built = DATASET_FLAGS | THROUGHPUT_FLAGS
+    refused = ("bench-engine", "bench-datasets", "bench-throughput")
 
     def measure(self, config: VllmConfig, sections: list[Any]) -> dict[str, Any]:
         """Raises StagesError."""

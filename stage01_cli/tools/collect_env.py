@@ -11,8 +11,9 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from stage01_cli.types import CLISubcommand
-from stage03_engine.args.detect import available_cores, detect_device
+from stage01_cli.main import CLISubcommand
+from stage03_engine.args import FlexibleArgumentParser
+from stage03_engine.args.resolve import available_cores, detect_device
 
 PACKAGES = (
     "vllm-in-stages", "torch", "triton", "numpy", "safetensors", "tokenizers", "huggingface-hub", "fastapi",
@@ -25,7 +26,7 @@ SECRET_WORDS = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 class CollectEnvSubcommand(CLISubcommand):
     """Print what is installed and what the machine has."""
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+    def add_arguments(self, parser: FlexibleArgumentParser) -> None:
         """No flags."""
 
     def cmd(self, args: argparse.Namespace) -> int:

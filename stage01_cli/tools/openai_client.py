@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from stage01_cli.types import CLISubcommand
+from stage01_cli.main import CLISubcommand
+from stage03_engine.args import FlexibleArgumentParser
 from stage03_engine.args.fields import parse_int
 from stage03_engine.errors import StagesError
 
@@ -32,7 +33,7 @@ class RefusedError(ServerError):
     """The server refused this request; the next one may go well."""
 
 
-def _add_client_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_client_arguments(parser: FlexibleArgumentParser) -> None:
     parser.add_argument(
         "--url", default="http://localhost:8000/v1", help="address of the server's API (default: %(default)s)"
     )
@@ -150,7 +151,7 @@ def _repeat(ask: Callable[[str], None]) -> int:
 class ChatCommand(CLISubcommand):
     """A chat with a running server; it remembers what was said, until the user types /reset."""
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+    def add_arguments(self, parser: FlexibleArgumentParser) -> None:
         """The flags of `chat`."""
         parser.epilog = "/reset makes the chat forget what was said; Ctrl-C ends an answer, and at the prompt the chat."
         _add_client_arguments(parser)
@@ -202,7 +203,7 @@ def _chat_chunks(
 class CompleteCommand(CLISubcommand):
     """Continue each text that the user types."""
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+    def add_arguments(self, parser: FlexibleArgumentParser) -> None:
         """The flags of `complete`."""
         _add_client_arguments(parser)
         parser.add_argument("-q", "--quick", metavar="TEXT", help="continue one text, print the result, exit")

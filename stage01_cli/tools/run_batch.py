@@ -7,10 +7,10 @@ from collections import Counter
 from dataclasses import fields, replace
 from pathlib import Path
 
-from stage01_cli.types import CLISubcommand
+from stage01_cli.main import CLISubcommand
 from stage02_server.cli_args import FrontendArgs
 from stage02_server.serve_args import add_serve_args, resolve_serve_args
-from stage03_engine.args import add_not_built
+from stage03_engine.args import FlexibleArgumentParser
 from stage03_engine.args.fields import parse_int
 from stage03_engine.errors import ConfigError
 from stage03_engine.tracing import open_trace
@@ -19,16 +19,13 @@ GUARDS = ("api_key", "max_queue_len")
 """What `serve` guards itself with against strangers. A batch has none, and asks for no more than `--max-inflight` at a time."""
 
 
-_FLAGS = "--url=0.0.0.0 --output-tmp-dir="  # of vLLM's run-batch; see stage03_engine/args/not_built.py
-
-
 class RunBatchSubcommand(CLISubcommand):
     """Answer every request of a file in OpenAI's batch format."""
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+    def add_arguments(self, parser: FlexibleArgumentParser) -> None:
         """The flags of `run-batch`, and those of `serve`: the model and all that decides its answers."""
         add_serve_args(parser)
-        add_not_built(parser, {"metrics are answered on --host and --port, and files are local": _FLAGS})
+        parser.refuse("run-batch")
         parser.add_argument(
             "-i", "--input-file", required=True, metavar="FILE", help="requests, one JSON object a line"
         )

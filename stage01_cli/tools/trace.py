@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from stage01_cli.types import CLISubcommand
+from stage01_cli.main import CLISubcommand
+from stage03_engine.args import FlexibleArgumentParser
 from stage03_engine.errors import ConfigError
 from stagetrace.commands import add_commands, run_chosen
 from stagetrace.errors import TraceError
@@ -15,7 +16,7 @@ REPLAY = {"replay": ("stage03_engine.replay.replay", "decide every step again, w
 class TraceSubcommand(CLISubcommand):
     """The commands of `python -m stagetrace`, and `replay`, which needs the engine's scheduler."""
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+    def add_arguments(self, parser: FlexibleArgumentParser) -> None:
         """One subcommand per way to look."""
         add_commands(parser, REPLAY)
 

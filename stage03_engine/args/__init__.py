@@ -6,7 +6,6 @@ because stages 1, 2 and 3 each have a command of their own, and nothing may impo
 
 from stage03_engine.args.command import cli_env_setup, run_command
 from stage03_engine.args.fields import Setting, add_flags, settings_of
-from stage03_engine.args.not_built import add_not_built
 from stage03_engine.args.parser import FlexibleArgumentParser, did_you_mean
 from stage03_engine.args.resolve import Resolved, resolve_cli, resolve_settings, with_detected
 
@@ -15,7 +14,6 @@ __all__ = [
     "Resolved",
     "Setting",
     "add_flags",
-    "add_not_built",
     "cli_env_setup",
     "did_you_mean",
     "resolve_cli",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from typing import Any, NoReturn
 
 from stage03_engine.errors import ConfigError
@@ -18,6 +19,15 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
+def refuse_absent(flag: str) -> None:
+    """Raises ConfigError if `flag` belongs to a feature that was taken out."""
+    from stage03_engine.args.refused import absent_feature  # only needed on the way to an error
+
+    feature = absent_feature(flag)
+    if feature is not None:
+        raise ConfigError(f"{flag} belongs to the feature {feature}, which is not installed")
+
+
 class FlexibleArgumentParser(argparse.ArgumentParser):
     """An ArgumentParser that reads `--max_num_seqs` as `--max-num-seqs`, puts `--pooler-config.dimensions 8` into
     `--pooler-config '{"dimensions": 8}'`, and says in one line what is wrong.
@@ -29,6 +39,11 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("allow_abbrev", False)
         super().__init__(*args, **kwargs)
+        self._refused: list[str] = []  # tables of refused.toml that are not read yet
+
+    def refuse(self, *tables: str) -> None:
+        """Know the flags of these tables of refused.toml too. The file is read only when an unknown flag is met."""
+        self._refused.extend(tables)
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -41,17 +56,25 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
             args = sys.argv[1:]
         if self._subparsers is None:
             self._help_with(args)
-        parsed, unknown = super().parse_known_args(_joined(_with_dashes(args)), namespace)
+        words = _joined(_with_dashes(args))
+        if self._refused and self._has_unknown_flags(words):
+            from stage03_engine.args.refused import add_refused, refused
+
+            add_refused(self, refused(*self._refused))
+            self._refused = []
+        parsed, unknown = super().parse_known_args(words, namespace)
         if unknown:
             self._refuse(unknown)
         return parsed, []
+
+    def _has_unknown_flags(self, words: Sequence[str]) -> bool:
+        flags = (word.partition("=")[0] for word in takewhile(lambda word: word != "--", words) if word.startswith("-"))
+        return any(flag not in self._option_string_actions for flag in flags)
 
     def _help_with(self, args: Sequence[str]) -> None:
         """`--help=WORD` prints a part of the help and exits."""
         word = next((word for word in args if word.startswith("--help=")), None)
         if word is not None:
-            from stage03_engine.args.help import part_of_help
-
             print(part_of_help(self, word.partition("=")[2]), end="")
             self.exit()
 
@@ -64,6 +87,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         if not flags:
             self.error(f"unexpected argument {unknown[0]!r}; see {self.prog} --help")
         flag = flags[0].partition("=")[0]
+        refuse_absent(flag)
         suggestion = did_you_mean(flag, self._option_string_actions)
         self.error(f"unknown flag {flag}" + (suggestion or f"; see {self.prog} --help"))
 
@@ -122,3 +146,36 @@ def _put(place: dict[str, Any], keys: list[str], text: str) -> bool:
     except (ValueError, RecursionError):
         place[last] = text
     return True
+
+
+def part_of_help(parser: argparse.ArgumentParser, word: str) -> str:
+    """What `--help=WORD` prints: the groups (`listgroup`), one group by its name, or all flags with `word` in their names. Raises ConfigError."""
+    groups = {
+        group: [action for action in group._group_actions if action.help != argparse.SUPPRESS]
+        for group in parser._action_groups
+    }
+    shown = {group: actions for group, actions in groups.items() if actions}
+    formatter = parser._get_formatter()
+    if word == "listgroup":
+        chosen: dict[argparse._ArgumentGroup, list[argparse.Action]] = {group: [] for group in shown}
+    else:
+        chosen = {group: actions for group, actions in shown.items() if (group.title or "").lower() == word.lower()}
+        chosen = chosen or _with_flags_like(shown, word.lstrip("-").replace("_", "-").lower())
+    if not chosen:
+        raise ConfigError(f"no group and no flag has {word!r} in its name; see {parser.prog} --help=listgroup")
+    for group, actions in chosen.items():
+        formatter.start_section(group.title)
+        formatter.add_text(group.description)
+        formatter.add_arguments(actions)
+        formatter.end_section()
+    return formatter.format_help()
+
+
+def _with_flags_like(
+    groups: dict[argparse._ArgumentGroup, list[argparse.Action]], word: str
+) -> dict[argparse._ArgumentGroup, list[argparse.Action]]:
+    found = {
+        group: [action for action in actions if word and any(word in flag for flag in action.option_strings)]
+        for group, actions in groups.items()
+    }
+    return {group: actions for group, actions in found.items() if actions}

@@ -10,12 +10,16 @@ import argparse
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from stage03_engine.args.fields import Setting
-from stage03_engine.args.not_built import accepts_key
-from stage03_engine.args.parser import did_you_mean
+from stage03_engine.args.parser import did_you_mean, refuse_absent
 from stage03_engine.errors import ConfigError
+
+_NVIDIA_DRIVER = Path("/dev/nvidiactl")
+_CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 @dataclass(frozen=True)
@@ -38,15 +42,15 @@ def resolve_settings(
     *,
     config_file: str | None = None,
     environ: Mapping[str, str] = os.environ,
-    not_built: Sequence[Mapping[str, str]] = (),
+    refused_tables: Sequence[str] = (),
 ) -> dict[str, Resolved]:
     """One Resolved per setting, from all sources but detection.
 
     `given` maps names to what the command line (or the caller) gave. An empty environment variable counts as not set.
-    `not_built` are tables of flags (not_built.py) that the config file may hold at their harmless values.
+    `refused_tables` name tables of refused.toml, whose flags the config file may hold at their harmless values.
     Raises ConfigError that names the flag, the variable, or the file and its key.
     """
-    from_file = _read_config_file(config_file, settings, not_built) if config_file is not None else {}
+    from_file = _read_config_file(config_file, settings, refused_tables) if config_file is not None else {}
     resolved = {}
     for setting in settings:
         name, text = setting.name, environ.get(setting.variable, "")
@@ -68,7 +72,7 @@ def resolve_cli(
     settings: Sequence[Setting],
     args: argparse.Namespace,
     environ: Mapping[str, str] = os.environ,
-    not_built: Sequence[Mapping[str, str]] = (),
+    refused_tables: Sequence[str] = (),
 ) -> dict[str, Resolved]:
     """`resolve_settings` for a parsed command line, with its `--config` and its positional `model_tag`.
 
@@ -80,7 +84,9 @@ def resolve_cli(
     if tag is not None and given.setdefault("model", tag) != tag:
         raise ConfigError(f"two models: {tag!r} and --model {given['model']!r}; give one of them")
     config_file = getattr(args, "config", None)
-    resolved = resolve_settings(settings, given, config_file=config_file, environ=environ, not_built=not_built)
+    resolved = resolve_settings(
+        settings, given, config_file=config_file, environ=environ, refused_tables=refused_tables
+    )
     if tag is not None:
         resolved["model"] = Resolved(resolved["model"].value, "command line", "model tag")
     return resolved
@@ -103,7 +109,7 @@ def _accept(setting: Setting, value: Any, where: str) -> Any:
         raise ConfigError(f"{where}: {problem}") from None
 
 
-def _read_config_file(path: str, settings: Sequence[Setting], not_built: Sequence[Mapping[str, str]]) -> dict[str, Any]:
+def _read_config_file(path: str, settings: Sequence[Setting], refused_tables: Sequence[str]) -> dict[str, Any]:
     """The mapping in a YAML file, its keys written with underscores. Raises ConfigError."""
     import yaml  # only when there is a config file
 
@@ -128,13 +134,45 @@ def _read_config_file(path: str, settings: Sequence[Setting], not_built: Sequenc
             raise ConfigError(f"config file {path}: {name} is given twice")
         if name in known:
             values[name] = value
-        elif not _asks_for_nothing(path, name, value, not_built):
+        elif not _asks_for_nothing(path, name, value, refused_tables):
+            refuse_absent("--" + name.replace("_", "-"))
             raise ConfigError(f"config file {path}: unknown key {key!r}{did_you_mean(name, known)}")
     return values
 
 
-def _asks_for_nothing(path: str, name: str, value: Any, not_built: Sequence[Mapping[str, str]]) -> bool:
+def _asks_for_nothing(path: str, name: str, value: Any, refused_tables: Sequence[str]) -> bool:
+    from stage03_engine.args.refused import accepts_key, refused
+
     try:
-        return any(accepts_key(table, name, value) for table in not_built)
+        return accepts_key(refused(*refused_tables), name, value)
     except ConfigError as error:
         raise ConfigError(f"config file {path}: {error}") from None
+
+
+def detect_device() -> tuple[str, str]:
+    """(`cuda` or `cpu`, what decided)."""
+    if not _NVIDIA_DRIVER.exists():
+        return "cpu", "no NVIDIA driver"
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return "cpu", "CUDA_VISIBLE_DEVICES hides every GPU"
+    try:
+        if version("torch").endswith("+cpu"):
+            return "cpu", "torch is built without CUDA"
+    except PackageNotFoundError:
+        pass  # a torch that was not installed as a package tells nothing about how it was built
+    return "cuda", str(_NVIDIA_DRIVER)
+
+
+def available_cores() -> int:
+    """CPU cores that this process may use: its affinity mask, cut by the container's quota, at least 1."""
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    try:
+        quota, period = _CGROUP_QUOTA.read_text().split()
+        if quota != "max":
+            cores = min(cores, int(quota) // int(period))
+    except (OSError, ValueError):
+        pass  # no cgroup v2 here
+    return max(1, cores)

@@ -14,7 +14,7 @@ from hypothesis import given, strategies as st
 
 from stage03_engine.arg_utils import AsyncEngineArgs, EngineArgs
 from stage03_engine.args import FlexibleArgumentParser, cli_env_setup, run_command
-from stage03_engine.args.detect import available_cores
+from stage03_engine.args.resolve import available_cores
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import ConfigError, EngineStartError
 
@@ -125,7 +125,7 @@ def test_a_config_survives_the_handshake() -> None:
 
 
 def test_a_hidden_gpu_is_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from stage03_engine.args import detect
+    from stage03_engine.args import resolve as detect
 
     driver = tmp_path / "nvidiactl"
     driver.touch()
@@ -145,7 +145,7 @@ def test_a_hidden_gpu_is_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 def test_a_container_quota_limits_the_cores(
     quota: str, cores: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from stage03_engine.args import detect
+    from stage03_engine.args import resolve as detect
 
     monkeypatch.setattr(detect, "_CGROUP_QUOTA", tmp_path / "missing")
     unlimited = available_cores()

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 from hypothesis import assume, given, strategies as st
 
 from stage01_cli.main import main, make_parser
-from stage03_engine.args import FlexibleArgumentParser, add_not_built
-from stage03_engine.args.not_built import accepts_key
+from stage03_engine.args import FlexibleArgumentParser
+from stage03_engine.args.refused import accepts_key, add_refused, refused_toml
 from stage03_engine.errors import ConfigError
 
+ROOT = Path(__file__).parent.parent.parent
 ENGINE = (["serve"], ["run-batch", "-i", "a", "-o", "b"], ["bench", "throughput"], ["bench", "latency"])
 BENCH_SERVE = (["bench", "serve"],)
 CASES = [
@@ -52,7 +55,7 @@ def number(text: str) -> float | str:
 @given(st.sampled_from(["", "1", "auto", "0.5"]), st.text(max_size=5))
 def test_one_value_is_harmless(harmless: str, value: str) -> None:
     parser = FlexibleArgumentParser(prog="test")
-    add_not_built(parser, {"the reason": f"--some-flag={harmless}"})
+    add_refused(parser, {"the reason": f"--some-flag={harmless}"})
     assert vars(parser.parse_args([f"--some-flag={harmless}"])) == {}
     assume(number(value) != number(harmless))
     with pytest.raises(ConfigError, match=r"--some-flag is not supported.*: the reason"):
@@ -62,7 +65,7 @@ def test_one_value_is_harmless(harmless: str, value: str) -> None:
 @given(st.sampled_from(["enable-x", "disable-x", "x"]), st.sampled_from(["", "+", "*"]))
 def test_switches_and_their_opposites(name: str, mark: str) -> None:
     parser = FlexibleArgumentParser(prog="test")
-    add_not_built(parser, {"the reason": f"--{name}*" if mark == "*" else f"{mark}--{name}"})
+    add_refused(parser, {"the reason": f"--{name}*" if mark == "*" else f"{mark}--{name}"})
     opposite = {"enable-x": "--disable-x", "disable-x": "--enable-x", "x": "--no-x"}[name]
     for flag, harmless in ((f"--{name}", mark != ""), (opposite, mark != "+")):
         if harmless:
@@ -80,7 +83,7 @@ def test_a_config_file_says_a_switch_as_the_command_line_does(name: str, mark: s
     """`x: true` is `--x`, `x: false` is what turns it off again, and a key without a value is nothing."""
     table = {"the reason": f"--{name}*" if mark == "*" else f"{mark}--{name}"}
     parser = FlexibleArgumentParser(prog="test")
-    add_not_built(parser, table)
+    add_refused(parser, table)
     opposite = {"enable-x": "--disable-x", "disable-x": "--enable-x", "x": "--no-x"}[name]
     words = {True: [f"--{name}"], False: [opposite], None: []}[value]
 
@@ -124,3 +127,39 @@ def test_keys_of_a_config_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
     for line, said in refused.items():
         assert dry_run(line) == 2
         assert capsys.readouterr().err.startswith(f"stages: error: config file {file}: {said}")
+
+
+def declared(path: Path) -> set[str]:
+    """The flags of the dataclasses in a feature's flags.py."""
+    module = import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    sections = [each for each in vars(module).values() if is_dataclass(each) and each.__module__ == module.__name__]
+    options = [field for section in sections for field in fields(section) if "help" in field.metadata]
+    return {
+        flag for each in options for flag in ("--" + each.name.replace("_", "-"), *each.metadata.get("aliases", ()))
+    }
+
+
+def test_every_flag_of_a_feature_is_listed() -> None:
+    listed = {module: set(flags.split()) for module, flags in refused_toml()["features"].items()}
+    modules = {
+        path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in ROOT.glob("stage0?_*/**/flags.py")
+    }
+    found = {module: declared(path) for path, module in modules.items() if declared(path)}
+    assert listed == found
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        (["--preemption-mode", "swap"], "--preemption-mode"),
+        (["--preemption_mode=swap"], "--preemption-mode"),
+        (["--no-disable-any-whitespace"], "--no-disable-any-whitespace"),
+        (["-sc", "{}"], "-sc"),
+    ],
+)
+def test_flags_of_a_feature_that_was_taken_out(words: list[str], flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here nothing was: the parser does not know these flags, and no module is said to be there."""
+    monkeypatch.setattr("stage03_engine.args.refused.is_there", lambda module: False)
+    parser = FlexibleArgumentParser(prog="test")
+    with pytest.raises(ConfigError, match=rf"^{flag} belongs to the feature \w+, which is not installed$"):
+        parser.parse_args(words)
