@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass
 
 from stage01_cli.main import CLISubcommand
-from stage02_server.serve_args import add_serve_args, resolve_serve_args
+from stage02_server.cli_args import add_serve_args, resolve_serve_args
 from stage03_engine.args import FlexibleArgumentParser, add_flags
 from stage03_engine.config import option
 from stage03_engine.errors import ConfigError

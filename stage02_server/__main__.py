@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from stage02_server.serve_args import add_serve_args, resolve_serve_args
+from stage02_server.cli_args import add_serve_args, resolve_serve_args
 from stage03_engine.args import FlexibleArgumentParser, cli_env_setup, run_command
 from stage03_engine.tracing import open_trace
 from stagetrace import trace

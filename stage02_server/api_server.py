@@ -1,5 +1,6 @@
 """Start the API server: socket, engine, application, HTTP, in this order (vllm/entrypoints/openai/api_server.py).
 
+The tables here name everything that plugs into the application; a feature is imported only if it is on.
 The web framework is imported inside functions: while this process imports it, the engine process loads the model.
 """
 
@@ -11,39 +12,117 @@ import logging
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from stage02_server.cli_args import FrontendArgs
-from stage02_server.features.hardening.flags import load_log_config
-from stage02_server.logger import configure_logging, hide_access_log_of
-from stage02_server.open_files import set_ulimit
+from stage02_server.cli_args import FrontendArgs, configure_logging
 from stage02_server.stop_signals import StopRequested, StopSignals
-from stage02_server.unix_socket import create_server_unix_socket, remove_unix_socket
 from stage03_engine.config import VllmConfig
-from stage03_engine.errors import StagesError
+from stage03_engine.errors import ConfigError, StagesError
+from stage03_engine.mixins import is_there, load
 from stagetrace import trace
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
     from prometheus_client import CollectorRegistry
-    from starlette.datastructures import State
 
+    from stage02_server.chat_template import ChatTemplate
+    from stage02_server.lifecycle import Lifecycle
+    from stage02_server.middleware import RequestGate
+    from stage02_server.routes import OpenAIServingModels
     from stage03_engine.frontend.async_llm import AsyncLLM
     from stage03_engine.frontend.core_client import AsyncEngineCoreClient
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Feature:
+    """Something that plugs in, by its lazy name `module:attribute`.
+
+    On if its module exists, the model has one of `tasks`, and one of the settings in `flags` is set; an empty tuple asks
+    for nothing.
+    """
+
+    name: str
+    flags: tuple[str, ...] = ()
+    tasks: tuple[str, ...] = ()
+
+    @property
+    def module(self) -> str:
+        """Where it is."""
+        return self.name.partition(":")[0]
+
+    @property
+    def is_there(self) -> bool:
+        """False if its folder was taken out."""
+        return is_there(self.module)
+
+    def is_on(self, args: FrontendArgs, tasks: tuple[str, ...] = ()) -> bool:
+        """Is it on for these settings and a model with these tasks?"""
+        asked = not self.flags or any(getattr(args, flag, None) for flag in self.flags)
+        has_task = not self.tasks or not set(tasks).isdisjoint(self.tasks)
+        return asked and has_task and self.is_there
+
+    def load(self) -> Any:
+        """The function or class itself."""
+        return load(self.name)
+
+
+MIDDLEWARE = (  # outermost first; each is called with (app, args)
+    Feature("stage02_server.features.hardening.middleware:RootPathMiddleware", flags=("root_path",)),
+    Feature(
+        "stage02_server.features.hardening.middleware:RequestIdHeaderMiddleware", flags=("enable_request_id_headers",)
+    ),
+    Feature("stage02_server.middleware:RequestMiddleware"),
+    Feature(
+        "stage02_server.features.admin.server_load:ServerLoadMiddleware",
+        flags=("max_queue_len", "enable_server_load_tracking"),
+    ),
+    Feature("stage02_server.features.hardening.middleware:OwnMiddleware", flags=("middleware",)),
+    Feature("stage02_server.features.hardening.middleware:AllowedOriginsMiddleware", flags=("allowed_origins",)),
+    Feature("stage02_server.features.hardening.authentication:AuthenticationMiddleware", flags=("api_key",)),
+    Feature("stage02_server.features.hardening.request_limits:BodyLimitMiddleware"),
+    Feature("stage02_server.features.hardening.keep_alive:KeepAliveMiddleware", flags=("sse_keep_alive_interval",)),
+)
+
+HTTP_FEATURES = (  # each is called with (app, services); of two routes for one path the first answers
+    Feature("stage02_server.features.tokenize:install"),
+    Feature("stage02_server.features.pooling.routes:install", tasks=("embed", "classify")),
+    Feature("stage02_server.features.audio.routes:install", tasks=("transcription",)),
+    Feature("stage02_server.features.admin.routes:install"),
+    Feature("stage02_server.features.page.routes:install"),
+    Feature("stage02_server.features.page.docs:install"),
+    Feature("stage02_server.features.responses.routes:install", tasks=("generate",)),
+    Feature("stage02_server.features.admin.request_logger:install", flags=("enable_log_requests",)),
+    Feature("stage02_server.features.refusals:install"),
+)
+
+PROCESS = Feature("stage02_server.features.hardening.process:prepare")
+UNIX_SOCKET = Feature("stage02_server.features.hardening.unix_socket:create_server_unix_socket", flags=("uds",))
+CONNECTION = Feature("stage02_server.features.hardening.connection:uvicorn_settings")
+
+
+@dataclass
+class Services:
+    """What the routes work with, in `app.state.services`."""
+
+    engine: AsyncLLM
+    args: FrontendArgs
+    registry: CollectorRegistry  # of the metrics
+    models: OpenAIServingModels
+    template: ChatTemplate
+    gate: RequestGate
+    lifecycle: Lifecycle
+
+
 def serve(vllm_config: VllmConfig, args: FrontendArgs) -> int:
-    """Run the server until it is told to stop; returns the exit code. Raises StagesError when it cannot start."""
+    """Run the server until a signal ends it; returns the exit code. Raises StagesError if it cannot start."""
     import uvloop
 
-    if args.log_config_file is not None:
-        load_log_config(args.log_config_file)
+    if PROCESS.is_on(args):
+        PROCESS.load()(args)
     configure_logging()
-    set_ulimit()
-    if args.disable_access_log_for_endpoints is not None:
-        hide_access_log_of(args.disable_access_log_for_endpoints.split(","))
     try:
         return uvloop.run(run_server(vllm_config, args))
     except KeyboardInterrupt:  # Ctrl-C in the moment before the event loop listens to signals
@@ -51,18 +130,17 @@ def serve(vllm_config: VllmConfig, args: FrontendArgs) -> int:
 
 
 async def run_server(vllm_config: VllmConfig, args: FrontendArgs) -> int:
-    """Bind the port, then run one API server on it. Raises StagesError when the port or the engine is not to be had."""
+    """Bind the port, then run one API server on it. Raises StagesError if the port is taken or the engine cannot start."""
     stop = StopSignals()
     with stop.installed():
-        address, sock = setup_server(args)
+        connection = CONNECTION.load()(args) if CONNECTION.is_on(args) else {}
+        address, sock = setup_server(args, "https" if connection.get("ssl_certfile") else "http")
         with sock:
             try:
-                exit_code = await run_server_worker(address, sock, vllm_config, args, stop)
+                exit_code = await run_server_worker(address, sock, vllm_config, args, stop, connection)
             except StopRequested:
                 logger.info("%s during start-up.", stop.name)
                 exit_code = 0
-            finally:
-                remove_unix_socket(args.uds)
     if trace.on:
         trace.emit("server.stopped", exit_code=exit_code)
         trace.flush()
@@ -70,14 +148,13 @@ async def run_server(vllm_config: VllmConfig, args: FrontendArgs) -> int:
     return exit_code
 
 
-def setup_server(args: FrontendArgs) -> tuple[str, socket.socket]:
+def setup_server(args: FrontendArgs, scheme: str = "http") -> tuple[str, socket.socket]:
     """The address for people and the bound socket, before the engine spends seconds on loading."""
-    if args.uds is not None:
-        sock, address = create_server_unix_socket(args.uds), f"unix:{args.uds}"
+    if UNIX_SOCKET.is_on(args):
+        address, sock = UNIX_SOCKET.load()(args)
     else:
         sock = create_server_socket(args.host or "", args.port)
         host, port = args.host or "0.0.0.0", sock.getsockname()[1]
-        scheme = "http" if args.ssl_certfile is None else "https"
         address = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
     if trace.on:
         trace.emit("server.socket_bound", address=address)
@@ -85,7 +162,7 @@ def setup_server(args: FrontendArgs) -> tuple[str, socket.socket]:
 
 
 def create_server_socket(host: str, port: int) -> socket.socket:
-    """A bound TCP socket that does not listen yet. Raises StagesError when the address is not to be had."""
+    """A bound TCP socket that does not listen yet. Raises StagesError if the port is taken or the address is not ours."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # A port on which our last connections have just ended needs SO_REUSEADDR. But two sockets with that flag may share a
     # port until one of them listens, and the loser would learn it after loading a model: so the first try goes without.
@@ -111,19 +188,20 @@ def _socket_error(host: str, port: int, error: Exception) -> StagesError:
 
 
 async def run_server_worker(
-    address: str, sock: socket.socket, vllm_config: VllmConfig, args: FrontendArgs, stop: StopSignals
-) -> int:
-    """Everything between the bound port and the exit code."""
+    address: str, sock: socket.socket, vllm_config: VllmConfig, args: FrontendArgs, stop: StopSignals,
+    connection: dict[str, Any],
+) -> int:  # fmt: skip
+    """Everything between the bound port and the exit code. `connection` holds further settings of uvicorn."""
     from prometheus_client import CollectorRegistry
 
     registry = CollectorRegistry()
     async with build_async_engine_client(vllm_config, args, registry) as engine:
         app = build_app(args)  # the engine process loads meanwhile
-        init_app_state(engine, app.state, args, registry)
+        init_app_state(engine, app, args, registry)
         from stage02_server.launcher import serve_http
 
         try:
-            return await serve_http(app, sock, address, engine, args, stop)
+            return await serve_http(app, sock, address, stop, connection)
         except OSError as error:
             raise _socket_error(args.host or "", args.port, error) from error
 
@@ -132,8 +210,7 @@ async def run_server_worker(
 async def build_async_engine_client(
     vllm_config: VllmConfig, args: FrontendArgs, registry: CollectorRegistry
 ) -> AsyncIterator[AsyncLLM]:
-    """The engine's front end, whose engine process starts to load; it is ended and reaped on leaving."""
-    from stage02_server.echo_engine import EchoCoreClient
+    """The engine's front end, whose engine process starts to load; both end when the `with` block is left."""
     from stage03_engine.frontend.async_llm import AsyncLLM
     from stage03_engine.frontend.metrics import LoggingStatLogger, PrometheusStatLogger, StatLogger
 
@@ -148,19 +225,25 @@ async def build_async_engine_client(
     ]
     if not vllm_config.observability_config.disable_log_stats:
         stat_loggers.append(LoggingStatLogger(vllm_config))
-    client: AsyncEngineCoreClient | None = None  # None: an engine process
-    if args.engine == "echo":
-        client = EchoCoreClient(vllm_config)
-    elif args.in_process:
-        from stage03_engine.core.make_core import make_core  # the only way for torch into this process
-        from stage03_engine.frontend.features.async_inproc_client import AsyncInprocClient
-
-        client = AsyncInprocClient(vllm_config, make_core)
+    client = make_core_client(vllm_config, args)
     engine = AsyncLLM.from_vllm_config(vllm_config, client=client, stat_loggers=stat_loggers)
     try:
         yield engine
     finally:
         engine.shutdown()
+
+
+def make_core_client(vllm_config: VllmConfig, args: FrontendArgs) -> AsyncEngineCoreClient | None:
+    """The client that `--engine` and `--in-process` ask for; None for the usual one, of an engine process."""
+    if args.engine == "echo":
+        return load("stage02_server.echo_engine:EchoCoreClient")(vllm_config)
+    if args.in_process:
+        module = "stage03_engine.frontend.features.async_inproc_client"
+        if not is_there(module):
+            raise ConfigError("in_process belongs to a feature that is not installed")
+        make_core = load("stage03_engine.core.make_core:make_core")  # the only way for torch into this process
+        return load(f"{module}:AsyncInprocClient")(vllm_config, make_core)
+    return None
 
 
 def served_model_names(vllm_config: VllmConfig, args: FrontendArgs) -> tuple[str, ...]:
@@ -177,93 +260,45 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 def build_app(args: FrontendArgs) -> FastAPI:
-    """The application with all its routes, without any state."""
+    """The application with its middleware and the routes of the walk, without any state. Raises ConfigError."""
     from fastapi import FastAPI
+    from starlette.middleware import Middleware
 
-    from stage02_server import metrics, routes as api_router
     from stage02_server.errors import add_exception_handlers
-    from stage02_server.features import admin as utility_router
-    from stage02_server.features.audio import routes as audio_router
-    from stage02_server.features.hardening.middleware import RequestIdHeaderMiddleware, add_inner_middleware
-    from stage02_server.features.page import docs as docs_router, routes as page_router
-    from stage02_server.features.page.openapi import describe_answers
-    from stage02_server.features.pooling import routes as pooling_router
-    from stage02_server.features.refusals import router as absent_routes
-    from stage02_server.features.responses.routes import router as responses_router
-    from stage02_server.middleware import RequestGate, RequestMiddleware
+    from stage02_server.middleware import RequestGate
+    from stage02_server.routes import router
 
-    app = FastAPI(
-        title="vLLM in stages",
-        lifespan=lifespan,
-        openapi_url=None if args.disable_fastapi_docs else "/openapi.json",  # /redoc goes with it
-        docs_url=None,  # its scripts come from elsewhere; docs_router has one that needs no network
-    )
-    app.root_path = (args.root_path or "").rstrip("/")
-    app.include_router(api_router.router)
-    app.include_router(metrics.router)
-    app.include_router(pooling_router.router)
-    app.include_router(audio_router.router)
-    app.include_router(utility_router.router)
-    app.include_router(page_router.router)
-    if not args.disable_fastapi_docs:
-        app.include_router(docs_router.router)
+    layers = [Middleware(layer.load(), args) for layer in MIDDLEWARE if layer.is_on(args)]
+    app = FastAPI(title="vLLM in stages", lifespan=lifespan, openapi_url=None, middleware=layers)
     app.state.gate = RequestGate()
-    add_inner_middleware(app, args)
-    app.add_middleware(RequestMiddleware, gate=app.state.gate)
-    if args.enable_request_id_headers:
-        app.add_middleware(RequestIdHeaderMiddleware)
     add_exception_handlers(app)
-    for router in (responses_router, absent_routes):
-        app.include_router(router)
-    describe_answers(app)
+    app.middleware_stack = app.build_middleware_stack()  # now, for a layer of the user's may be impossible
+    app.include_router(router)
     if trace.on:
         trace.emit("server.app_built", routes=len(app.routes))
     return app
 
 
-def init_app_state(engine: AsyncLLM, state: State, args: FrontendArgs, registry: CollectorRegistry) -> None:
-    """Put the handlers where the routes find them. Raises ConfigError for an impossible chat template."""
+def init_app_state(engine: AsyncLLM, app: FastAPI, args: FrontendArgs, registry: CollectorRegistry) -> None:
+    """Make the services and the handlers, and install the features that are on. Raises ConfigError."""
     from stage02_server.chat_template import ChatTemplate
-    from stage02_server.features.audio.serving import ServingTranscription
-    from stage02_server.features.pooling.score import ServingScores
-    from stage02_server.features.pooling.serving import ServingClassification, ServingPooling
-    from stage02_server.features.responses.serving import OpenAIServingResponses
-    from stage02_server.features.tokenize import OpenAIServingTokenization
     from stage02_server.lifecycle import Lifecycle
-    from stage02_server.request_logger import RequestLogger
-    from stage02_server.server_load import ServerLoad
+    from stage02_server.routes import OpenAIServingModels
     from stage02_server.serving_chat import OpenAIServingChat
     from stage02_server.serving_completion import OpenAIServingCompletion
-    from stage02_server.serving_models import OpenAIServingModels
 
     config, names = engine.vllm_config, served_model_names(engine.vllm_config, args)
-    models = OpenAIServingModels(config, names)
-    template = ChatTemplate(args, engine.tokenizer)
-    state.engine_client = engine
-    state.registry = registry
-    state.args = args
-    state.lifecycle = Lifecycle(engine, state.gate)
-    state.lifecycle.register(registry)
-    state.server_load = ServerLoad(engine, args.max_queue_len)
-    state.openai_serving_models = models
-    state.openai_serving_completion = OpenAIServingCompletion(engine, models, args)
-    state.openai_serving_chat = OpenAIServingChat(engine, models, template, args)
-    state.openai_serving_tokenization = OpenAIServingTokenization(
-        engine.tokenizer, models, template, config.max_model_len
-    )
-    state.serving_pooling = ServingPooling(engine, models, template)
-    state.serving_classification = ServingClassification(engine, models, template)
-    state.serving_scores = ServingScores(engine, models, template, joins=args.chat_template is not None)
-    state.serving_transcription = ServingTranscription(engine, models, args)
-    answers = state.openai_serving_chat.answers
-    state.openai_serving_responses = OpenAIServingResponses(engine, models, template, args, answers)
-    if args.enable_log_requests:
-        handlers = (
-            state.openai_serving_completion, state.openai_serving_chat, state.openai_serving_responses,
-            state.serving_pooling, state.serving_classification, state.serving_scores, state.serving_transcription,
-        )  # fmt: skip
-        for handler in handlers:
-            handler.request_logger = RequestLogger(args.max_log_len)
+    models, template = OpenAIServingModels(config, names), ChatTemplate(args, engine.tokenizer)
+    gate = app.state.gate
+    lifecycle = Lifecycle(engine, gate)
+    lifecycle.register(registry)
+    services = Services(engine, args, registry, models, template, gate, lifecycle)
+    app.state.services = services
+    app.state.openai_serving_completion = OpenAIServingCompletion(engine, models, args)
+    app.state.openai_serving_chat = OpenAIServingChat(engine, models, template, args)
+    for feature in HTTP_FEATURES:
+        if feature.is_on(args, config.supported_tasks):
+            feature.load()(app, services)
     if config.model_config.default_sampling_params:
         logger.info("Sampling defaults of this model: %s.", config.model_config.default_sampling_params)
     if trace.on:

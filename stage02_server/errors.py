@@ -25,6 +25,7 @@ from stage03_engine.errors import EngineDeadError, InvalidRequestError
 from stagetrace import trace
 
 logger = logging.getLogger(__name__)
+RETRY_AFTER_SECONDS = 1  # a step takes milliseconds: a client that comes back in a second finds another queue
 
 
 class APIError(Exception):

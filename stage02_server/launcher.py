@@ -20,11 +20,8 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from stage02_server.cli_args import FrontendArgs
-from stage02_server.features.hardening.slow_clients import timed_protocol
-from stage02_server.middleware import RequestGate
+from stage02_server.api_server import Services
 from stage02_server.stop_signals import StopRequested, StopSignals
-from stage03_engine.frontend.async_llm import AsyncLLM
 from stagetrace import trace
 
 logger = logging.getLogger(__name__)
@@ -33,8 +30,8 @@ LAST_WORDS_SECONDS = 1.0  # for the errors of requests that were cut to reach th
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handling: `StopSignals` has the say. uvicorn would also raise every caught signal again
-    when it is done, which under the default handlers ends the process with that signal instead of exit code 0."""
+    """uvicorn without its signal handling, which is that of `StopSignals`. uvicorn would also raise every caught signal again
+    when it is done, and so end the process with that signal instead of exit code 0."""
 
     def __init__(self, config: uvicorn.Config, on_listening: Callable[[], None]) -> None:
         super().__init__(config)
@@ -49,33 +46,16 @@ class _Server(uvicorn.Server):
         self._on_listening()
 
 
-def _config(app: FastAPI, args: FrontendArgs) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        http=timed_protocol(args),
-        ssl_certfile=args.ssl_certfile,
-        ssl_keyfile=args.ssl_keyfile,
-        ssl_ca_certs=args.ssl_ca_certs,
-        ssl_cert_reqs=args.ssl_cert_reqs,
-        ssl_ciphers=args.ssl_ciphers or "TLSv1",  # uvicorn's default: OpenSSL's name for a set, not a version of TLS
-        server_header=False,
-        ws="none",
-        log_config=None,  # uvicorn's records go where all others go
-        log_level=args.uvicorn_log_level,
-        access_log=not args.disable_uvicorn_access_log,
-        timeout_keep_alive=args.timeout_keep_alive,
-    )
-
-
 async def serve_http(
-    app: FastAPI, sock: socket.socket, address: str, engine: AsyncLLM, args: FrontendArgs, stop: StopSignals
+    app: FastAPI, sock: socket.socket, address: str, stop: StopSignals, connection: dict[str, Any]
 ) -> int:
-    """Accept connections on `sock`, start the engine, and serve until it is time to end; returns the exit code.
+    """Accept connections on `sock`, start the engine, and serve until a signal or the engine's death; returns the exit code.
 
-    Raises OSError if it cannot listen, StagesError if the engine cannot start, StopRequested if a signal came first.
+    `connection` holds further settings of uvicorn. Raises OSError if it cannot listen, StagesError if the engine cannot
+    start, StopRequested if a signal came first.
     """
-    lifecycle = app.state.lifecycle
-
+    services: Services = app.state.services
+    engine, lifecycle = services.engine, services.lifecycle
     listening = asyncio.Event()
 
     def on_listening() -> None:
@@ -83,7 +63,9 @@ async def serve_http(
         lifecycle.announce()
         logger.info("HTTP is up at %s while the model loads.", address)
 
-    server = _Server(_config(app, args), on_listening)
+    # log_config None: uvicorn's records go where all others go
+    config = uvicorn.Config(app, server_header=False, ws="none", log_config=None, **connection)
+    server = _Server(config, on_listening)
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     try:
         await _unless_http_fails(serving, listening.wait())
@@ -95,8 +77,8 @@ async def serve_http(
     if trace.on:
         trace.emit("server.listening", address=address)
     lifecycle.announce()
-    logger.info("Serving %s on %s", app.state.openai_serving_models.names[0], address)
-    await _until_the_end(app, server, serving, engine, args, stop)
+    logger.info("Serving %s on %s", services.models.names[0], address)
+    await _until_the_end(services, server, serving, stop)
     lifecycle.end(failed=engine.errored)
     return 1 if engine.errored else 0
 
@@ -115,35 +97,32 @@ async def _unless_http_fails(serving: asyncio.Task[None], work: Coroutine[Any, A
 
 
 async def _until_the_end(
-    app: FastAPI, server: uvicorn.Server, serving: asyncio.Task[None], engine: AsyncLLM, args: FrontendArgs,
-    stop: StopSignals,
-) -> None:  # fmt: skip
+    services: Services, server: uvicorn.Server, serving: asyncio.Task[None], stop: StopSignals
+) -> None:
     """Until a signal comes, the engine dies or HTTP fails; returns when everybody has an answer and HTTP has ended."""
-    died = asyncio.create_task(engine.wait_dead())
+    died = asyncio.create_task(services.engine.wait_dead())
     stopped = asyncio.create_task(stop.first.wait())
     try:
         await asyncio.wait({serving, died, stopped}, return_when=asyncio.FIRST_COMPLETED)
         if died.done():
             logger.error("%s The server stops in %.0f s.", died.result(), DEATH_LINGER_SECONDS)
-            app.state.lifecycle.announce()
+            services.lifecycle.announce()
             await asyncio.wait({stopped}, timeout=DEATH_LINGER_SECONDS)
-        await _drain(app, server, serving, args.shutdown_timeout, stop)
+        await _drain(services, server, serving, stop)
         await _close(server, serving)
     finally:
         died.cancel()
         stopped.cancel()
 
 
-async def _drain(
-    app: FastAPI, server: uvicorn.Server, serving: asyncio.Task[None], timeout: float, stop: StopSignals
-) -> None:
+async def _drain(services: Services, server: uvicorn.Server, serving: asyncio.Task[None], stop: StopSignals) -> None:
     """Let running requests finish, then cut what is left. The port stays open meanwhile: /health says `draining`."""
-    gate: RequestGate = app.state.gate
+    gate, timeout = services.gate, services.args.shutdown_timeout
     gate.draining = True
     if stop.name and not serving.done():
         if trace.on:
             trace.emit("server.draining", signal=stop.name)
-        app.state.lifecycle.announce()
+        services.lifecycle.announce()
         logger.info("%s: finishing %d requests, for at most %d s.", stop.name, len(gate.running), timeout)
     asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, gate.end_endless)
     again, idle = asyncio.create_task(stop.second.wait()), asyncio.create_task(gate.idle.wait())

@@ -9,16 +9,14 @@ from __future__ import annotations
 import asyncio
 import re
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from stage02_server.cli_args import FrontendArgs
 from stage02_server.errors import error_json, error_response, unavailable
-from stage02_server.features.hardening.authentication import route_path
-from stage02_server.server_load import WORKING_PATHS
-from stage02_server.traceparent import parse_traceparent
 from stagetrace import trace
 
 PREFIX = {
@@ -27,6 +25,18 @@ PREFIX = {
     "/classify": "classify-", "/v1/score": "score-", "/rerank": "rerank-", "/v1/rerank": "rerank-", "/v2/rerank": "rerank-",
 }  # fmt: skip
 ACCEPTED_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+CONNECTION = "stages.connection"  # in a scope's extensions: `abort` ends the connection without waiting for its client
+_VERSION_00 = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}")
+_LATER = re.compile(_VERSION_00.pattern + r"(-.*)?")  # a later version may add fields behind these
+
+
+def route_path(scope: Scope) -> str:
+    """The path that the router will look at: decoded, and without `--root-path` if it begins with that.
+
+    From the request line alone. A URL put together with the header Host could be led astray by that header.
+    """
+    path, root = scope["path"], scope.get("root_path", "")
+    return path[len(root) :] if root and (path == root or path.startswith(root + "/")) else path
 
 
 @dataclass(frozen=True)
@@ -118,8 +128,8 @@ class _Answer:
 class RequestMiddleware:
     """Outermost of our own code around every request."""
 
-    def __init__(self, app: ASGIApp, gate: RequestGate) -> None:
-        self._app, self._gate = app, gate
+    def __init__(self, app: ASGIApp, args: FrontendArgs) -> None:
+        self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -138,33 +148,42 @@ class RequestMiddleware:
             if "ids" in state:
                 state["ids"] = replace(state["ids"], cause=cause)
         answer = _Answer(send, req, cause)
-        refusal = scope["app"].state.lifecycle.refusal(path)
-        load = scope["app"].state.server_load
-        works = scope["method"] == "POST" and path in WORKING_PATHS
-        if refusal is None and works:
-            refusal = load.refusal()
+        refusal = scope["app"].state.services.lifecycle.refusal(path)
         if refusal is not None:
             await error_response(scope, refusal)(scope, receive, answer.send)
             return
-        load.in_progress += works
-        try:
-            await self._run(scope, receive, answer)
-        finally:
-            load.in_progress -= works
+        await self._run(scope, receive, answer, scope["app"].state.gate)
 
-    async def _run(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
+    async def _run(self, scope: Scope, receive: Receive, answer: _Answer, gate: RequestGate) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._gate.enter(task)
+        gate.enter(task)
         try:
             await self._app(scope, receive, answer.send)
         except asyncio.CancelledError:
-            if not self._gate.expired:
+            if not gate.expired:
                 raise
             task.uncancel()
             await _cut(scope, receive, answer)
         finally:
-            self._gate.leave(task)
+            gate.leave(task)
+
+
+def parse_traceparent(values: Sequence[str]) -> tuple[str | None, str | None]:
+    """(trace id, parent id) of the request's `traceparent` headers; (None, None) unless there is exactly one valid one.
+
+    As the standard demands: lower-case hex, neither id all zero, no version ff, and nothing behind the flags in version 00.
+    """
+    if len(values) != 1:
+        return None, None
+    match = _VERSION_00.fullmatch(values[0]) or _LATER.fullmatch(values[0])
+    if match is None:
+        return None, None
+    version, trace_id, parent_id = match.group(1, 2, 3)
+    longer = len(values[0]) > 55
+    if version == "ff" or (version == "00" and longer) or not trace_id.strip("0") or not parent_id.strip("0"):
+        return None, None
+    return trace_id, parent_id
 
 
 def _trace_arrival(scope: Scope, req: str | None) -> str | None:

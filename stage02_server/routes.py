@@ -2,18 +2,48 @@
 
 from __future__ import annotations
 
-import asyncio
+import time
 from importlib.metadata import version
 
 from fastapi import APIRouter, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import JSONResponse
 
-from stage02_server.errors import APIError, error_object, not_found
+from stage02_server.errors import error_object, not_found
 from stage02_server.lifecycle import ServerState
-from stage02_server.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from stage02_server.protocol import ChatCompletionRequest, CompletionRequest
+from stage02_server.protocol_response import ModelCard, ModelList
 from stage02_server.streaming import answer, answer_of
+from stage03_engine.config import VllmConfig
 
 router = APIRouter()
+
+
+class OpenAIServingModels:
+    """One model, which may have several names; the first one is what answers say."""
+
+    def __init__(self, config: VllmConfig, names: tuple[str, ...]) -> None:
+        self.names = names
+        self._config = config
+        self._created = int(time.time())
+
+    def check(self, name: str | None) -> str:
+        """The name to answer with. No name is fine: there is only one model. Raises APIError 404 for a foreign name."""
+        if name is None:
+            return self.names[0]
+        # The model that everyone calls GPT-2 is "gpt2" on the hub.
+        if name not in self.names and name.replace("gpt-2", "gpt2") not in self.names:
+            raise not_found(f"The model `{name}` does not exist; this server has {', '.join(self.names)}.", "model")
+        return name
+
+    def card(self, name: str) -> ModelCard:
+        """What is public about one model."""
+        model = self._config.model_config.model
+        return ModelCard(id=name, created=self._created, root=model, max_model_len=self._config.max_model_len)
+
+    def list(self) -> ModelList:
+        """GET /v1/models."""
+        return ModelList(data=[self.card(name) for name in self.names])
 
 
 @router.post("/v1/completions")
@@ -28,45 +58,21 @@ async def create_chat_completion(request: ChatCompletionRequest, raw_request: Re
     return await answer_of(raw_request.app.state.openai_serving_chat.create_chat_completion(request, raw_request))
 
 
-@router.post("/reset_prefix_cache")
-async def reset_prefix_cache(raw_request: Request) -> Response:
-    """Forget all cached prefixes; 409 while requests run, because their blocks are in use."""
-    if await raw_request.app.state.engine_client.reset_prefix_cache():
-        return Response(status_code=200)
-    raise APIError(
-        409, "ConflictError", "The prefix cache is in use by running requests; try again when they are done."
-    )
-
-
 @router.get("/v1/models")
 async def show_available_models(raw_request: Request) -> Response:
     """The names that requests may use."""
-    return answer(raw_request.app.state.openai_serving_models.list())
+    return answer(raw_request.app.state.services.models.list())
 
 
 @router.get("/v1/models/{name:path}")
 async def show_model(name: str, raw_request: Request) -> Response:
     """One model; with no name after the slash all of them."""
-    models = raw_request.app.state.openai_serving_models
+    models = raw_request.app.state.services.models
     if not name:
         return answer(models.list())
     if name not in models.names:
         raise not_found(f"The model `{name}` does not exist; this server has {', '.join(models.names)}.", "model")
     return answer(models.card(name))
-
-
-@router.post("/tokenize")
-async def tokenize(request: TokenizeRequest, raw_request: Request) -> Response:
-    """Text to token ids."""
-    handler = raw_request.app.state.openai_serving_tokenization
-    # The text may be of any length, and tokenizing it must not hold up the streams: in a thread, without the GIL.
-    return answer(await asyncio.to_thread(handler.create_tokenize, request))
-
-
-@router.post("/detokenize")
-async def detokenize(request: DetokenizeRequest, raw_request: Request) -> Response:
-    """Token ids to text."""
-    return answer(raw_request.app.state.openai_serving_tokenization.create_detokenize(request))
 
 
 @router.get("/health")
@@ -75,7 +81,7 @@ async def detokenize(request: DetokenizeRequest, raw_request: Request) -> Respon
 @router.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)  # is asked first: its 405 allows both
 async def health(raw_request: Request) -> Response:
     """200 and nothing else when requests are served; else 503 with the state of the server."""
-    lifecycle = raw_request.app.state.lifecycle
+    lifecycle = raw_request.app.state.services.lifecycle
     if lifecycle.state == ServerState.READY:
         return Response()
     return JSONResponse({"state": lifecycle.state.value, **error_object(lifecycle.unavailable())}, 503)
@@ -85,3 +91,10 @@ async def health(raw_request: Request) -> Response:
 async def show_version() -> dict[str, str]:
     """The version of this project."""
     return {"version": version("vllm-in-stages")}
+
+
+@router.get("/metrics")
+async def metrics(raw_request: Request) -> Response:
+    """The engine's numbers in Prometheus' text format, from the registry that the stat logger writes to."""
+    registry = raw_request.app.state.services.registry
+    return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)

@@ -11,7 +11,6 @@ from starlette.requests import Request
 
 from stage02_server.chat_template import ChatTemplate, plain_message
 from stage02_server.cli_args import FrontendArgs
-from stage02_server.disconnects import run_until_disconnect
 from stage02_server.features.tools.answer_parser import AnswerDelta, AnswerParser
 from stage02_server.features.tools.chat_answers import ChatAnswers, delta_fields, finish_reason, message_fields
 from stage02_server.logprobs import chat_logprobs, prompt_logprobs_json
@@ -25,8 +24,8 @@ from stage02_server.protocol_response import (
     ChatStreamResponse,
     UsageInfo,
 )
+from stage02_server.routes import OpenAIServingModels
 from stage02_server.serving_engine import EngineRequests, OpenAIServing
-from stage02_server.serving_models import OpenAIServingModels
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.async_llm import AsyncLLM
 from stage03_engine.frontend.features.beam_search import BeamSearchParams

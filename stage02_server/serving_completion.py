@@ -8,11 +8,11 @@ from functools import partial
 
 from starlette.requests import Request
 
-from stage02_server.disconnects import in_thread_if_long, run_until_disconnect
 from stage02_server.logprobs import Echo, LogprobsWriter, most_likely, prompt_logprobs_json
 from stage02_server.protocol import CompletionRequest
 from stage02_server.protocol_response import CompletionChoice, CompletionResponse, UsageInfo
 from stage02_server.serving_engine import EngineRequests, OpenAIServing
+from stage02_server.streaming import in_thread_if_long, run_until_disconnect
 from stage03_engine.frontend.tokenizer import Tokenizer
 from stage03_engine.outputs import CompletionOutput
 from stagetrace import trace

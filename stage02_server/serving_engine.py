@@ -9,17 +9,15 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.types import Receive
 
 from stage02_server.cli_args import FrontendArgs
-from stage02_server.disconnects import in_thread_if_long, run_until_disconnect
 from stage02_server.errors import APIError, as_reported, error_json, not_found, unavailable
 from stage02_server.features.per_request_metrics import PerRequestMetrics, metrics_of
-from stage02_server.keep_alive import kept_alive
 from stage02_server.middleware import RequestIds
 from stage02_server.protocol import SamplingRequest
 from stage02_server.protocol_response import (
@@ -28,8 +26,8 @@ from stage02_server.protocol_response import (
     PromptTokensDetails,
     UsageInfo,
 )
-from stage02_server.request_logger import RequestLogger
-from stage02_server.serving_models import OpenAIServingModels
+from stage02_server.routes import OpenAIServingModels
+from stage02_server.streaming import in_thread_if_long, run_until_disconnect
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.async_llm import AsyncLLM
@@ -187,7 +185,7 @@ class ChunkMaker(Protocol):
 class OpenAIServing:
     """Base of the handlers that use the engine."""
 
-    request_logger: RequestLogger | None = None  # with --enable-log-requests
+    request_logger: Any = None  # with --enable-log-requests
 
     def __init__(self, engine_client: AsyncLLM, models: OpenAIServingModels, args: FrontendArgs = DEFAULTS) -> None:
         self.engine_client = engine_client
@@ -305,8 +303,7 @@ class OpenAIServing:
         self, request: SamplingRequest, batch: EngineRequests, maker: ChunkMaker, receive: Receive
     ) -> AsyncGenerator[bytes, None]:
         """The stream of `stream`, which has not begun yet, so that a refusal is still an HTTP status of its own."""
-        events = self.stream(request, batch, maker, await self.begin_outputs(batch, receive))
-        return kept_alive(events, self.args.sse_keep_alive_interval)
+        return self.stream(request, batch, maker, await self.begin_outputs(batch, receive))
 
     async def begin_outputs(self, batch: EngineRequests, receive: Receive) -> Outputs:
         """`outputs`; with structured output when the first one is there: only the engine can tell whether a grammar compiles."""

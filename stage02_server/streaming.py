@@ -1,16 +1,75 @@
-"""What the handlers return, as HTTP: JSON, or server-sent events until the client leaves."""
+"""Work for a client while it is there, and its answer: JSON, or server-sent events (vllm/entrypoints/utils.py, with_cancellation).
+
+What would hold up the event loop, and with it the streams of all others, runs in threads: a fixed number at once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Coroutine
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sized
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from stage02_server.disconnects import ClientGoneError, run_until_disconnect
+T = TypeVar("T")
+LONG = 8192
+"""Characters, or token ids, of the prompts of one request. So many take 1 to 3 ms to tokenize, 400,000 take 100 to 200; the
+way to a thread and back takes 0.04 (2 cores, the vocabularies of gpt2-tiny and of GPT-2)."""
+PER_PROMPT = 32  # characters take as long as what is done once per prompt, 10 µs
+TOKENIZERS = ThreadPoolExecutor(2, "tokenize")
+DECODERS = ThreadPoolExecutor(2, "decode")  # of sound: a file of some megabytes can need a gigabyte for a moment
+
+
+class ClientGoneError(Exception):
+    """The client closed its connection before the answer was ready; nobody will read one."""
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client leaves; returns when it has cleaned up behind itself.
+
+    `receive` gives the client's messages. Raises ClientGoneError when the client left.
+    """
+    working = asyncio.create_task(work)
+    watching = asyncio.create_task(_wait_for_disconnect(receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGoneError
+        return working.result()
+    finally:
+        working.cancel()
+        watching.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def in_thread(threads: ThreadPoolExecutor, receive: Receive, work: Callable[[], T]) -> T:
+    """The result of `work` from one of the threads, of which the first who asks gets the next one that is free.
+
+    Raises what `work` raises, and ClientGoneError when the client left; then work that has not begun is not done.
+    """
+
+    async def wait() -> T:
+        return await asyncio.get_running_loop().run_in_executor(threads, work)
+
+    return await run_until_disconnect(receive, wait())
+
+
+async def in_thread_if_long(prompts: Iterable[Sized], receive: Receive, work: Callable[[], T]) -> T:
+    """The result of `work` on these texts and lists of token ids, here and now when they are short together. Raises as
+    `in_thread` does."""
+    if sum(len(prompt) + PER_PROMPT for prompt in prompts) <= LONG:
+        return work()
+    return await in_thread(TOKENIZERS, receive, work)
+
 
 Answer = BaseModel | AsyncGenerator[bytes, None]  # whole, or its events
 

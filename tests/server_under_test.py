@@ -69,7 +69,7 @@ class InProcessServer:
         stat_loggers = [PrometheusStatLogger(self.config, registry, "byte-model")]
         self.engine = AsyncLLM.from_vllm_config(self.config, client=self.client, stat_loggers=stat_loggers)
         self.app = build_app(self.args)
-        init_app_state(self.engine, self.app.state, self.args, registry)
+        init_app_state(self.engine, self.app, self.args, registry)
         await self.engine.start()
 
     def run(self, work: Any) -> Any:

@@ -4,11 +4,11 @@ the address was mistyped (vLLM does not register the routes of tasks that its mo
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request, Response
+from fastapi import FastAPI, Request, Response
 
+from stage02_server.api_server import Services
 from stage02_server.errors import not_found
-
-router = APIRouter()
+from stage02_server.serving_engine import no_task
 
 _NO_DECISIONS = "its model writes text and has no {} task"
 _NO_WEIGHT_UPDATES = "weights are loaded once, when the server starts"
@@ -46,11 +46,39 @@ ABSENT: dict[str, tuple[str, str]] = {
 """Path -> its method, and why it is not here."""
 
 
+TASKS: dict[str, tuple[str, str]] = {
+    "/v1/responses": ("POST", "generate"),
+    "/v1/responses/{response_id}": ("GET", "generate"),
+    "/v1/responses/{response_id}/cancel": ("POST", "generate"),
+    "/v1/embeddings": ("POST", "embed"),
+    "/pooling": ("POST", "token_embed"),
+    "/classify": ("POST", "classify"),
+    **dict.fromkeys(["/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"], ("POST", "score")),
+    "/v1/audio/transcriptions": ("POST", "transcription"),
+    "/v1/audio/translations": ("POST", "translation"),
+}
+"""Path -> its method, and the task that it needs. The feature behind it is not installed if the model lacks the task."""
+
+
 async def refuse(raw_request: Request) -> Response:
     """Raises APIError 404, whatever the body says."""
     path = raw_request.scope["route"].path
     raise not_found(f"This server has no {path}: {ABSENT[path][1]}.")
 
 
-for _path, (_method, _) in ABSENT.items():
-    router.add_api_route(_path, refuse, methods=[_method], include_in_schema=False)
+async def refuse_task(raw_request: Request) -> Response:
+    """Raises APIError 404, whatever the body says."""
+    services: Services = raw_request.app.state.services
+    services.engine.check_health()
+    path = raw_request.scope["route"].path
+    task = TASKS[path][1]
+    if task in services.engine.vllm_config.supported_tasks:
+        raise not_found(f"This server has no {path}: the feature behind it is not installed.")
+    raise no_task(task)
+
+
+def install(app: FastAPI, services: Services) -> None:
+    """Add the refusals behind all other routes."""
+    for handler, routes in ((refuse, ABSENT), (refuse_task, TASKS)):
+        for path, (method, _) in routes.items():
+            app.add_api_route(path, handler, methods=[method], include_in_schema=False)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+
+from fastapi import APIRouter, FastAPI, Request, Response
+
+from stage02_server.api_server import Services
 from stage02_server.chat_template import ChatTemplate
 from stage02_server.protocol import DetokenizeRequest, TokenizeRequest
 from stage02_server.protocol_response import DetokenizeResponse, TokenizeResponse
-from stage02_server.serving_models import OpenAIServingModels
+from stage02_server.routes import OpenAIServingModels
+from stage02_server.streaming import answer
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.tokenizer import Tokenizer
+
+router = APIRouter()
 
 
 class OpenAIServingTokenization:
@@ -41,3 +49,25 @@ class OpenAIServingTokenization:
                 limit = self._tokenizer.vocab_size - 1
                 raise InvalidRequestError(f"Token id {token} is out of the vocabulary: ids are 0 to {limit}.", "tokens")
         return DetokenizeResponse(prompt=self._tokenizer.decode(request.tokens, skip_special_tokens=False))
+
+
+@router.post("/tokenize")
+async def tokenize(request: TokenizeRequest, raw_request: Request) -> Response:
+    """Text to token ids."""
+    handler = raw_request.app.state.openai_serving_tokenization
+    # The text may be of any length, and tokenizing it must not hold up the streams: in a thread, without the GIL.
+    return answer(await asyncio.to_thread(handler.create_tokenize, request))
+
+
+@router.post("/detokenize")
+async def detokenize(request: DetokenizeRequest, raw_request: Request) -> Response:
+    """Token ids to text."""
+    return answer(raw_request.app.state.openai_serving_tokenization.create_detokenize(request))
+
+
+def install(app: FastAPI, services: Services) -> None:
+    """Add the two routes and their handler."""
+    max_model_len = services.engine.vllm_config.max_model_len
+    handler = OpenAIServingTokenization(services.engine.tokenizer, services.models, services.template, max_model_len)
+    app.state.openai_serving_tokenization = handler
+    app.include_router(router)

@@ -167,7 +167,7 @@ def test_collect_env_names_versions_but_no_secrets() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["stage01_cli.main", "msgspec", "stage02_server.serve_args", "stage02_server.api_server"]
+    "module", ["stage01_cli.main", "msgspec", "stage02_server.cli_args", "stage02_server.api_server"]
 )
 def test_ctrl_c_while_modules_are_imported_is_no_traceback(module: str) -> None:
     """From the first module of the project to the last one that `serve` imports."""

@@ -245,7 +245,7 @@ def test_a_defect_tells_nothing_of_the_inside(make_server: MakeServer, stream: b
     handler.outputs = fails
     response = server.post(COMPLETIONS, {"prompt": "x", "stream": stream})
     assert "InternalServerError" in response.text
-    server.app.state.engine_client = Broken()
+    server.app.state.services.engine = Broken()
     more = server.request("POST", "/reset_prefix_cache")
     assert more.status_code == 500
     for text in (response.text, more.text):

@@ -17,10 +17,8 @@ from hypothesis import given, settings, strategies as st
 from patience import PATIENCE
 from server_under_test import InProcessServer, ServerProcess
 
-from stage02_server.cli_args import FrontendArgs
-from stage02_server.features.hardening.flags import check_http_flags
-from stage02_server.serve_args import add_serve_args, resolve_serve_args
-from stage02_server.unix_socket import create_server_unix_socket
+from stage02_server.cli_args import FrontendArgs, add_serve_args, resolve_serve_args
+from stage02_server.features.hardening.unix_socket import create_server_unix_socket
 from stage03_engine.args import FlexibleArgumentParser
 from stage03_engine.errors import ConfigError, StagesError
 
@@ -314,13 +312,13 @@ def test_keys_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_impossible_flags(wrong: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says) as refused:
-        check_http_flags(FrontendArgs(**wrong))
+        FrontendArgs(**wrong).check()
     assert not any(key in str(refused.value) for key in wrong.get("api_key", ()))
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"version": 1, "root": {"handlers": ["none"]}}', None])
 def test_a_log_config_that_cannot_be_used(tmp_path: Path, content: str | None) -> None:
-    from stage02_server.features.hardening.flags import load_log_config
+    from stage02_server.features.hardening.process import load_log_config
 
     if content is not None:
         (tmp_path / "log.json").write_text(content)

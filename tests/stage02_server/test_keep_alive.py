@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -13,42 +14,53 @@ from hypothesis import given, settings, strategies as st
 from server_under_test import InProcessServer, RecordingEcho, events
 
 from stage02_server.__main__ import main
-from stage02_server.keep_alive import COMMENT, with_keep_alive
+from stage02_server.cli_args import FrontendArgs
+from stage02_server.features.hardening.keep_alive import COMMENT, KeepAliveMiddleware
 
 
-async def slowly(gaps: list[bool], commented: asyncio.Event, closed: list[bool]) -> AsyncGenerator[bytes, None]:
-    """A numbered event per entry, at once or when the reader has been sent a comment instead."""
-    try:
+def stream_of(gaps: list[bool], commented: asyncio.Event) -> Any:
+    """An application that streams a numbered event per entry, at once or when the client has been sent a comment instead."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         for number, is_slow in enumerate(gaps):
             if is_slow:
                 commented.clear()
                 await commented.wait()
-            yield b"%d" % number
-    finally:
-        closed.append(True)
+            await send({"type": "http.response.body", "body": b"%d" % number, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    return app
 
 
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.booleans(), max_size=6), st.integers(0, 8))
 def test_events_stay_and_comments_fill_the_gaps(gaps: list[bool], taken: int) -> None:
-    """A reader who leaves early closes the source too."""
-    closed: list[bool] = []
+    """A client that leaves early ends the comments too."""
+    found: list[bytes] = []
     interval = 0.001 if any(gaps) else 3600.0
 
-    async def read() -> list[bytes]:
-        commented, found = asyncio.Event(), []
-        flow = with_keep_alive(slowly(gaps, commented, closed), interval)
-        async for item in flow:
-            found.append(item)
-            if item == COMMENT:
-                commented.set()
-            if len(found) > taken:
-                break
-        await flow.aclose()
-        assert closed == [True]  # now, and not when the event loop ends
-        return found
+    class Gone(Exception):
+        pass
 
-    found = asyncio.run(read())
+    async def read() -> None:
+        commented = asyncio.Event()
+
+        async def send(message: Any) -> None:
+            if body := message.get("body"):
+                found.append(body)
+                if body == COMMENT:
+                    commented.set()
+                elif len(found) > taken:
+                    raise Gone
+
+        app = KeepAliveMiddleware(stream_of(gaps, commented), FrontendArgs(sse_keep_alive_interval=interval))
+        with suppress(Gone):
+            await app({"type": "http", "path": "/v1/completions"}, None, send)  # type: ignore[arg-type]
+        assert len(asyncio.all_tasks()) == 1  # now, and not when the event loop ends
+
+    asyncio.run(read())
     numbers = [item for item in found if item != COMMENT]
     assert numbers == [b"%d" % number for number in range(len(numbers))]
     if len(found) <= taken:  # read to its end

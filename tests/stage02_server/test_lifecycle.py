@@ -95,7 +95,7 @@ def test_a_failed_engine_is_the_state_failed(start_server: StartServer) -> None:
 def test_health_says_the_state_in_json(make_server: Callable[..., InProcessServer], path: str) -> None:
     server = make_server(RecordingEcho())
     assert server.request("GET", path).content == b""
-    server.app.state.gate.draining = True
+    server.app.state.services.gate.draining = True
     answer = server.request("GET", path)
     assert answer.status_code == 503 and answer.json()["state"] == "draining"
     assert answer.json()["error"]["type"] == "ServiceUnavailableError"

@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 from patience import PATIENCE
 from server_under_test import InProcessServer, byte_config
 
-from stage02_server.disconnects import LONG, ClientGoneError, in_thread, in_thread_if_long
+from stage02_server.streaming import LONG, ClientGoneError, in_thread, in_thread_if_long
 from stage03_engine.core.features.pooling.flags import PoolingConfig
 
 LONG_TEXT = "a" * LONG

@@ -74,6 +74,6 @@ def test_a_prefix_of_the_path_changes_nothing(make_server: Callable[..., InProce
     server = make_server(max_queue_len=2, root_path="/llm")
     server.engine.num_waiting_requests = 2
     assert [server.post(root + COMPLETIONS, BODY).status_code for root in ("", "/llm")] == [429, 429]
-    server.app.state.gate.draining = True
+    server.app.state.services.gate.draining = True
     states = [server.request("GET", root + "/health").json().get("state") for root in ("", "/llm")]
     assert states == ["draining", "draining"]

@@ -179,7 +179,7 @@ def test_a_dead_engine_ends_a_stream_with_an_error_event(make_server: MakeServer
 
 def test_a_draining_server_refuses_new_requests(make_server: MakeServer) -> None:
     server = make_server()
-    server.app.state.gate.draining = True
+    server.app.state.services.gate.draining = True
     for stream in (False, True):
         response = server.post(COMPLETIONS, {"prompt": "x", "stream": stream})
         assert (response.status_code, response.json()["error"]["code"]) == (503, 503)
@@ -196,7 +196,7 @@ def test_requests_that_miss_the_deadline_are_told(make_server: MakeServer, strea
         await client.hangs.wait()
         for _ in range(20):  # what was given reaches the stream
             await asyncio.sleep(0)
-        server.app.state.gate.expire()
+        server.app.state.services.gate.expire()
         return await request
 
     response = server.run(cut())

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.responses import PlainTextResponse
 
-from stage02_server.disconnects import ClientGoneError
+from stage02_server.api_server import Services
 from stage02_server.features.audio.protocol import TranscriptionRequest, in_words_of_audio
-from stage02_server.features.audio.serving import Task
-from stage02_server.streaming import answer
+from stage02_server.features.audio.serving import ServingTranscription, Task
+from stage02_server.streaming import ClientGoneError, answer
 from stage03_engine.errors import InvalidRequestError
 
 router = APIRouter()
@@ -40,3 +40,9 @@ async def create_transcriptions(raw_request: Request) -> Response:
 async def create_translations(raw_request: Request) -> Response:
     """Write down in English what is said in a sound file."""
     return await _create(raw_request, "translation")
+
+
+def install(app: FastAPI, services: Services) -> None:
+    """Add the routes and their handler. Raises ConfigError if what decodes audio is not installed."""
+    app.state.serving_transcription = ServingTranscription(services.engine, services.models, services.args)
+    app.include_router(router)

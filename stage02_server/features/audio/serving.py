@@ -14,14 +14,13 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 from starlette.requests import Request
 
 from stage02_server.cli_args import FrontendArgs
-from stage02_server.disconnects import DECODERS, in_thread, run_until_disconnect
-from stage02_server.errors import APIError, as_reported, error_json
+from stage02_server.errors import RETRY_AFTER_SECONDS, APIError, as_reported, error_json
 from stage02_server.features.audio.protocol import (
     AudioUsage,
     TranscriptionChoice,
@@ -33,12 +32,10 @@ from stage02_server.features.audio.protocol import (
     read_form,
 )
 from stage02_server.features.audio.transcript import Piece, Transcript, to_srt, to_vtt
-from stage02_server.keep_alive import kept_alive
 from stage02_server.middleware import RequestIds
-from stage02_server.request_logger import RequestLogger
-from stage02_server.server_load import RETRY_AFTER_SECONDS
+from stage02_server.routes import OpenAIServingModels
 from stage02_server.serving_engine import collect, make_usage, require_task
-from stage02_server.serving_models import OpenAIServingModels
+from stage02_server.streaming import DECODERS, in_thread, run_until_disconnect
 from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.frontend.async_llm import AsyncLLM
 from stage03_engine.messages import EngineCoreRequest
@@ -63,7 +60,7 @@ _LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
 class ServingTranscription:
     """Speech to text. Raises ConfigError when the server's model listens and what decodes audio is not installed."""
 
-    request_logger: RequestLogger | None = None  # with --enable-log-requests
+    request_logger: Any = None  # with --enable-log-requests
 
     def __init__(self, engine_client: AsyncLLM, models: OpenAIServingModels, args: FrontendArgs) -> None:
         self.engine_client = engine_client
@@ -109,7 +106,7 @@ class ServingTranscription:
                 "transcription.chunk" if task == "transcription" else "translation.chunk",
                 usage, usage and request.stream_continuous_usage_stats,
             )  # fmt: skip
-            return kept_alive(stream.events(), self.args.sse_keep_alive_interval)
+            return stream.events()
         text = await run_until_disconnect(raw_request.receive, self._text(requests))
         if request.response_format == "text":
             return text

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stage02_server.api_server import build_app, build_async_engine_client, init_app_state
-from stage02_server.cli_args import FrontendArgs
+from stage02_server.cli_args import FrontendArgs, configure_logging
 from stage02_server.features.batch.batch_file import BatchOutput, BatchRequest
-from stage02_server.logger import configure_logging
 from stage02_server.stop_signals import StopRequested, StopSignals
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import StagesError
@@ -68,7 +67,7 @@ async def _run(vllm_config: VllmConfig, args: FrontendArgs, job: BatchJob) -> No
         try:
             async with build_async_engine_client(vllm_config, args, registry) as engine:
                 app = build_app(args)
-                init_app_state(engine, app.state, args, registry)
+                init_app_state(engine, app, args, registry)
                 await stop.unless_stopped(engine.start())
                 with _metrics_server(registry, job.metrics_at):
                     await stop.unless_stopped(_answer_all(app, job))

@@ -8,32 +8,24 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Sequence
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from stage02_server.errors import APIError, error_response
+from stage02_server.features.hardening.flags import HardeningFlags
+from stage02_server.middleware import route_path
 
 OPEN_PATHS = frozenset(["/", "/health", "/ping", "/metrics", "/version", "/load", "/docs", "/redoc", "/openapi.json"])
 """What needs no key: what tells how the server is, and pages that hold nothing but themselves."""
 
 
-def route_path(scope: Scope) -> str:
-    """The path that the router will look at: decoded, and without `--root-path` if it begins with that.
-
-    From the request line alone. A URL put together with the header Host could be led astray by that header.
-    """
-    path, root = scope["path"], scope.get("root_path", "")
-    return path[len(root) :] if root and (path == root or path.startswith(root + "/")) else path
-
-
 class AuthenticationMiddleware:
     """Refuses with a 401 what is not on the open list and has no `Authorization: Bearer KEY` with one of the keys."""
 
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, args: HardeningFlags) -> None:
         self._app = app
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in args.api_key or ()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan" or route_path(scope) in OPEN_PATHS or self._has_key(scope):

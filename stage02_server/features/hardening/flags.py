@@ -1,41 +1,107 @@
-"""Checks of the HTTP server's flags that need no web framework, before anything is started."""
+"""The flags that bound what a client can do, and say how the server listens and logs."""
 
 from __future__ import annotations
 
-import json
-import logging.config
 import ssl
-from typing import Any
+from dataclasses import dataclass, field
 
-from stage02_server.cli_args import FrontendArgs
+from stage03_engine.config import option
 from stage03_engine.errors import ConfigError
 
 AT_LEAST = {
-    "h11_max_incomplete_event_size": 1024, "h11_max_header_count": 16, "max_request_bytes": 1024, "max_log_len": 0,
+    "h11_max_incomplete_event_size": 1024, "h11_max_header_count": 16, "max_request_bytes": 1024,
 }  # fmt: skip
+SECONDS = (
+    "timeout_keep_alive", "sse_keep_alive_interval", "request_header_timeout", "request_body_timeout",
+    "response_stall_timeout",
+)  # fmt: skip
 
 
-def check_http_flags(args: FrontendArgs) -> None:
-    """Raises ConfigError that names the flag; never with a key in its message."""
-    for name, least in AT_LEAST.items():
-        value = getattr(args, name)
-        if value is not None and value < least:
-            raise ConfigError(f"{name} must be at least {least}, not {value}")
-    for key in args.api_key or ():
-        if not key.isascii() or not key.isprintable() or key != key.strip():
-            raise ConfigError("api_key must be printable ASCII without spaces around it, to fit into a header")
-    if args.root_path is not None and not args.root_path.startswith("/"):
-        raise ConfigError(f"root_path must begin with a slash, not {args.root_path!r}")
-    if args.allow_credentials and "*" in (args.allowed_origins or ()):
-        raise ConfigError("allow_credentials needs allowed_origins by name: with '*' every site could use the login")
-    if not 0 <= args.ssl_cert_reqs <= 2:
-        raise ConfigError(f"ssl_cert_reqs must be 0 (none), 1 (optional) or 2 (required), not {args.ssl_cert_reqs}")
-    if args.ssl_cert_reqs and args.ssl_ca_certs is None:
-        raise ConfigError("ssl_cert_reqs needs ssl_ca_certs: who signs the certificates of clients")
-    _check_tls(args)
+@dataclass(frozen=True)
+class HardeningFlags:
+    """Limits, keys, TLS, CORS, proxies and logs."""
+
+    uds: str | None = option(None, "path of a Unix socket to listen on, instead of host and port")
+    timeout_keep_alive: int = option(5, "seconds that an idle HTTP connection stays open")
+    sse_keep_alive_interval: float = option(
+        0.0,
+        "seconds of silence after which a stream of text (completions, chats, responses, sound) sends a comment; 0 = never",
+    )
+    request_header_timeout: float = option(
+        30, "seconds that a client has to send the header of a request (408 beyond); 0 = no limit"
+    )
+    request_body_timeout: float = option(
+        60, "seconds that a client has to send the body, and one more per 8 KiB of it (408 beyond); 0 = no limit"
+    )
+    response_stall_timeout: float = option(
+        120, "seconds after which a client that reads nothing of an answer that waits for it is cut off; 0 = no limit"
+    )
+    h11_max_incomplete_event_size: int = option(4194304, "most bytes of a request's header (431 beyond)")
+    h11_max_header_count: int = option(256, "most fields of a request's header (431 beyond)")
+    max_request_bytes: int = option(
+        8388608, "most bytes of a request's body (413 beyond); of uploaded files 32 MiB, or this if it is more"
+    )
+    # repr=False marks a secret: no message, table or trace shows its value
+    api_key: tuple[str, ...] | None = field(
+        default=None,
+        repr=False,
+        metadata={
+            "help": "keys, of which a client must send one as `Authorization: Bearer KEY`; other users of this machine can "
+            "read command lines, so better the variable STAGES_API_KEY"
+        },
+    )
+    ssl_certfile: str | None = option(None, "certificate file (PEM); the server then speaks HTTPS")
+    ssl_keyfile: str | None = option(None, "file with the certificate's private key, if it is not in the same file")
+    ssl_ca_certs: str | None = option(None, "file with the authorities that may sign certificates of clients")
+    ssl_cert_reqs: int = option(0, "certificate of clients: 0 = not asked for, 1 = optional, 2 = required")
+    ssl_ciphers: str | None = option(None, "ciphers for TLS 1.2 and below, in OpenSSL's notation")
+    allowed_origins: tuple[str, ...] = option(
+        (), "web sites whose pages may call this server (CORS), such as https://example.org, or '*'; none if not given"
+    )
+    allowed_methods: tuple[str, ...] = option(("*",), "HTTP methods that pages of allowed origins may use")
+    allowed_headers: tuple[str, ...] = option(("*",), "headers that pages of allowed origins may send")
+    allow_credentials: bool = option(False, "pages of allowed origins may send cookies and logins")
+    root_path: str | None = option(None, "path under which a reverse proxy shows this server, such as /llm")
+    middleware: tuple[str, ...] = option(
+        (), "module.name of ASGI middleware of your own, a class or a coroutine function; may be given several times"
+    )
+    enable_request_id_headers: bool = option(False, "answer with the header X-Request-Id")
+    log_config_file: str | None = option(
+        None, "JSON file that sets up logging, in the form of Python's logging.config.dictConfig"
+    )
+    uvicorn_log_level: str = option(
+        "info", "log level of the HTTP server", ("trace", "debug", "info", "warning", "error", "critical")
+    )
+    disable_uvicorn_access_log: bool = option(False, "no log line per HTTP request")
+    disable_access_log_for_endpoints: str | None = option(
+        None, "paths, with commas between them, whose requests get no such line, such as /health,/metrics"
+    )
+
+    def check(self) -> None:
+        """Raises ConfigError that names the flag; never with a key in its message."""
+        for name, least in AT_LEAST.items():
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} must be at least {least}, not {getattr(self, name)}")
+        for name in SECONDS:
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must be at least 0 seconds, not {getattr(self, name)}")
+        for key in self.api_key or ():
+            if not key.isascii() or not key.isprintable() or key != key.strip():
+                raise ConfigError("api_key must be printable ASCII without spaces around it, to fit into a header")
+        if self.root_path is not None and not self.root_path.startswith("/"):
+            raise ConfigError(f"root_path must begin with a slash, not {self.root_path!r}")
+        if self.allow_credentials and "*" in (self.allowed_origins or ()):
+            raise ConfigError(
+                "allow_credentials needs allowed_origins by name: with '*' every site could use the login"
+            )
+        if not 0 <= self.ssl_cert_reqs <= 2:
+            raise ConfigError(f"ssl_cert_reqs must be 0 (none), 1 (optional) or 2 (required), not {self.ssl_cert_reqs}")
+        if self.ssl_cert_reqs and self.ssl_ca_certs is None:
+            raise ConfigError("ssl_cert_reqs needs ssl_ca_certs: who signs the certificates of clients")
+        _check_tls(self)
 
 
-def _check_tls(args: FrontendArgs) -> None:
+def _check_tls(args: HardeningFlags) -> None:
     if args.ssl_certfile is None:
         for name in ("ssl_keyfile", "ssl_ca_certs", "ssl_ciphers"):
             if getattr(args, name) is not None:
@@ -53,20 +119,3 @@ def _check_tls(args: FrontendArgs) -> None:
         files = ", ".join(name for name in (args.ssl_certfile, args.ssl_keyfile, args.ssl_ca_certs) if name)
         reason = error.strerror if not isinstance(error, ssl.SSLError) else error.reason or error
         raise ConfigError(f"cannot use {files} for TLS: {reason}; see --ssl-certfile") from error
-
-
-def load_log_config(path: str) -> None:
-    """Set logging up as the JSON file says, in the form of Python's logging.config.dictConfig. Raises ConfigError.
-
-    Loggers that exist already stay, unless the file says otherwise: Python's default would silence the server's own.
-    """
-    try:
-        with open(path, encoding="utf-8") as file:
-            config: Any = json.load(file)
-        if not isinstance(config, dict):
-            raise ValueError("it must hold a JSON object")
-        logging.config.dictConfig({"disable_existing_loggers": False} | config)
-    except OSError as error:
-        raise ConfigError(f"cannot read log_config_file {path}: {error.strerror or error}") from error
-    except (ValueError, TypeError, AttributeError, ImportError) as error:
-        raise ConfigError(f"log_config_file {path} cannot be used: {error}") from error

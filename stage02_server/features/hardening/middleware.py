@@ -1,7 +1,6 @@
 """Layers around every request that flags ask for (vllm/entrypoints/openai/api_server.py, build_app).
 
-From the outside in: ids in the header, the gate and trace of every request (middleware.py), `--middleware`, CORS, the key, the
-limit of the body. A layer that is added later lies further out.
+api_server.py lists all layers in their order.
 """
 
 from __future__ import annotations
@@ -9,24 +8,34 @@ from __future__ import annotations
 import importlib
 import inspect
 import uuid
-from typing import Any, cast
+from typing import Any
 
-from fastapi import FastAPI
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from stage02_server.cli_args import FrontendArgs
-from stage02_server.features.hardening.authentication import AuthenticationMiddleware
-from stage02_server.features.hardening.request_limits import BodyLimitMiddleware
+from stage02_server.features.hardening.flags import HardeningFlags
 from stage02_server.middleware import ACCEPTED_ID
 from stage03_engine.errors import ConfigError
+
+
+class RootPathMiddleware:
+    """`--root-path`: routes also match behind this prefix, which a reverse proxy may leave in the path."""
+
+    def __init__(self, app: ASGIApp, args: HardeningFlags) -> None:
+        self._app, self._root_path = app, (args.root_path or "").rstrip("/")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._root_path:
+            scope["root_path"] = self._root_path
+        await self._app(scope, receive, send)
 
 
 class RequestIdHeaderMiddleware:
     """Every answer says in X-Request-Id what the request said there, or a random id if it said nothing usable."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, args: HardeningFlags) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -46,25 +55,27 @@ class RequestIdHeaderMiddleware:
         await self._app(scope, receive, send_with_id)
 
 
-def add_inner_middleware(app: FastAPI, args: FrontendArgs) -> None:
-    """What lies inside of the gate. Raises ConfigError for a middleware that cannot be had."""
-    app.add_middleware(BodyLimitMiddleware, max_bytes=args.max_request_bytes)
-    if args.api_key:
-        app.add_middleware(AuthenticationMiddleware, api_keys=args.api_key)
-    if args.allowed_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=args.allowed_origins,
-            allow_credentials=args.allow_credentials,
-            allow_methods=args.allowed_methods,
-            allow_headers=args.allowed_headers,
-        )
-    for path in args.middleware or ():
-        found = _import(path)
-        if isinstance(found, type):
-            app.add_middleware(cast(Any, found))
-        else:
-            app.middleware("http")(found)
+class OwnMiddleware:
+    """`--middleware`: the user's own layers; the last one lies outermost. Raises ConfigError for one that cannot be imported."""
+
+    def __init__(self, app: ASGIApp, args: HardeningFlags) -> None:
+        for path in args.middleware:
+            found = _import(path)
+            app = found(app) if isinstance(found, type) else BaseHTTPMiddleware(app, dispatch=found)
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+
+class AllowedOriginsMiddleware(CORSMiddleware):
+    """`--allowed-origins` and its like: which web sites may call this server."""
+
+    def __init__(self, app: ASGIApp, args: HardeningFlags) -> None:
+        super().__init__(
+            app, allow_origins=args.allowed_origins, allow_credentials=args.allow_credentials,
+            allow_methods=args.allowed_methods, allow_headers=args.allowed_headers,
+        )  # fmt: skip
 
 
 def _import(path: str) -> Any:

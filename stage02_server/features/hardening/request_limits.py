@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from stage02_server.errors import APIError, error_json, error_response
+from stage02_server.features.hardening.flags import HardeningFlags
 
 MAX_ITEMS = 65536  # each wrong one costs microseconds and a complaint, while everybody else waits
 MAX_BRACKETS = 2**19  # opening ones, in text too; parsing so many lists takes up to a second, in which all wait
@@ -43,8 +44,8 @@ def check_number_of_items(body: dict[str, Any]) -> None:
 class BodyLimitMiddleware:
     """413 for a body that is longer than `max_bytes`: at once if its header says so, else when the limit is passed."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self._app, self._max_bytes = app, max_bytes
+    def __init__(self, app: ASGIApp, args: HardeningFlags) -> None:
+        self._app, self._max_bytes = app, args.max_request_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -15,15 +15,15 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from stage02_server.cli_args import FrontendArgs
 from stage02_server.errors import APIError
+from stage02_server.features.hardening.flags import HardeningFlags
 from stage02_server.features.hardening.request_limits import LimitedHttpProtocol
+from stage02_server.middleware import CONNECTION
 from stagetrace import trace
 
 BODY_BYTES_PER_SECOND = 8192  # a body that comes faster than this may take any time
 MAX_UNFINISHED = 4096  # connections with a request that has not arrived in full
 MAX_UNFINISHED_BYTES = 1024**3  # of all those requests together
-CONNECTION = "stages.connection"  # in a scope's extensions: `abort` ends the connection without waiting for its client
 
 
 @dataclass
@@ -202,7 +202,7 @@ class TimedHttpProtocol(LimitedHttpProtocol):
         self._stop_stall()
 
 
-def timed_protocol(args: FrontendArgs) -> type[TimedHttpProtocol]:
+def timed_protocol(args: HardeningFlags) -> type[TimedHttpProtocol]:
     """The protocol class of one server; uvicorn makes an object of it per connection."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     room = MAX_UNFINISHED if files == resource.RLIM_INFINITY else files // 2  # the other half is for those who behave

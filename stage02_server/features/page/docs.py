@@ -7,11 +7,16 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.openapi.docs import get_redoc_html
+from starlette.responses import JSONResponse
 
+from stage02_server.api_server import Services
 from stage02_server.features.page.routes import content_policy, page_answer
+from stage03_engine.mixins import load
 
 router = APIRouter()
+OPENAPI = "stage02_server.features.page.openapi:describe"  # imports all HTTP features, so it waits until somebody asks
 
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -39,10 +44,26 @@ _LIMITS = {
 }  # fmt: skip
 
 
+@router.get("/openapi.json", include_in_schema=False)
+async def show_openapi(raw_request: Request) -> Response:
+    """The description of all routes; behind a proxy with the path that `--root-path` names."""
+    root_path = raw_request.scope.get("root_path", "")
+    servers = {"servers": [{"url": root_path}]} if root_path else {}
+    return JSONResponse(load(OPENAPI)() | servers)
+
+
+@router.get("/redoc", include_in_schema=False)
+async def show_redoc(raw_request: Request) -> Response:
+    """The same as a page whose script comes from the network."""
+    return get_redoc_html(
+        openapi_url=raw_request.scope.get("root_path", "") + "/openapi.json", title="vLLM in stages - ReDoc"
+    )
+
+
 @router.get("/docs", include_in_schema=False)
 async def show_docs(raw_request: Request) -> Response:
     """Every route with its fields, and every shape that they refer to."""
-    description = raw_request.app.openapi()
+    description = load(OPENAPI)()
     style = files("stage02_server.features.page").joinpath("static/page.css").read_text(encoding="utf-8")
     shapes = description["components"]["schemas"]
     routes = (
@@ -127,3 +148,9 @@ def _kind(schema: dict[str, Any]) -> str:
     limits = [(words, schema[limit]) for limit, words in _LIMITS.items() if limit in schema]
     # The bounds of 32 and 64 bits are for programs.
     return ", ".join([kind, *(words.format(round(limit, 6)) for words, limit in limits if abs(limit) < 2**31)])
+
+
+def install(app: FastAPI, services: Services) -> None:
+    """Add the routes, unless `--disable-fastapi-docs` is given."""
+    if not services.args.disable_fastapi_docs:
+        app.include_router(router)

@@ -5,28 +5,18 @@ vLLM declares the same at each route; here it is one rule for all of them.
 
 from __future__ import annotations
 
+from functools import cache
+from importlib import import_module
 from typing import Any
 
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from stage02_server.features.pooling.protocol import (
-    ClassificationResponse,
-    EmbeddingResponse,
-    PoolingResponse,
-    RerankResponse,
-    ScoreResponse,
-)
-from stage02_server.features.responses.protocol_output import ResponsesResponse
+from stage02_server.api_server import HTTP_FEATURES
 from stage02_server.field_descriptions import describe_fields
-from stage02_server.protocol_response import (
-    ChatCompletionResponse,
-    CompletionResponse,
-    DetokenizeResponse,
-    ErrorResponse,
-    ModelList,
-    TokenizeResponse,
-)
+from stage02_server.protocol_response import ErrorResponse
+from stage02_server.routes import router
+from stage03_engine.mixins import mixins
 
 EMPTY = {"/health", "/ping", "/reset_prefix_cache"}
 """Routes whose 200 has no body."""
@@ -34,20 +24,23 @@ EMPTY = {"/health", "/ping", "/reset_prefix_cache"}
 STREAMED = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/responses/{response_id}"}
 """Routes that answer with server-sent events where the request asks for them."""
 
-ANSWERS: dict[str, type[BaseModel]] = {
-    "/v1/completions": CompletionResponse,
-    "/v1/chat/completions": ChatCompletionResponse,
-    "/v1/responses": ResponsesResponse,
-    "/v1/responses/{response_id}": ResponsesResponse,
-    "/v1/responses/{response_id}/cancel": ResponsesResponse,
-    "/v1/models": ModelList,
-    "/tokenize": TokenizeResponse,
-    "/detokenize": DetokenizeResponse,
-    "/v1/embeddings": EmbeddingResponse,
-    "/pooling": PoolingResponse,
-    "/classify": ClassificationResponse,
-    **dict.fromkeys(["/score", "/v1/score"], ScoreResponse),
-    **dict.fromkeys(["/rerank", "/v1/rerank", "/v2/rerank"], RerankResponse),
+_WALK = "stage02_server.protocol_response"
+_RESPONSES = "stage02_server.features.responses.protocol_output"
+_POOLING = "stage02_server.features.pooling.protocol"
+ANSWERS = {
+    "/v1/completions": f"{_WALK}:CompletionResponse",
+    "/v1/chat/completions": f"{_WALK}:ChatCompletionResponse",
+    "/v1/responses": f"{_RESPONSES}:ResponsesResponse",
+    "/v1/responses/{response_id}": f"{_RESPONSES}:ResponsesResponse",
+    "/v1/responses/{response_id}/cancel": f"{_RESPONSES}:ResponsesResponse",
+    "/v1/models": f"{_WALK}:ModelList",
+    "/tokenize": f"{_WALK}:TokenizeResponse",
+    "/detokenize": f"{_WALK}:DetokenizeResponse",
+    "/v1/embeddings": f"{_POOLING}:EmbeddingResponse",
+    "/pooling": f"{_POOLING}:PoolingResponse",
+    "/classify": f"{_POOLING}:ClassificationResponse",
+    **dict.fromkeys(["/score", "/v1/score"], f"{_POOLING}:ScoreResponse"),
+    **dict.fromkeys(["/rerank", "/v1/rerank", "/v2/rerank"], f"{_POOLING}:RerankResponse"),
 }
 """What the JSON of a 200 looks like. The handlers encode it themselves, so FastAPI does not know it."""
 
@@ -55,16 +48,14 @@ OTHER_TYPE = {"/metrics": "text/plain", "/v1/engine/events": "text/event-stream"
 """Routes whose 200 is not JSON at all."""
 
 
-def describe_answers(app: FastAPI) -> None:
-    """Make the application describe its answers as they are. To be called when all routes are in place."""
-    make = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            app.openapi_schema = _described(make())
-        return app.openapi_schema
-
-    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's own way to change the description
+@cache
+def describe() -> dict[str, Any]:
+    """The description of all routes, also of those that the served model has no use for. Imports all HTTP features."""
+    app = FastAPI(title="vLLM in stages")
+    modules = [import_module(feature.module) for feature in HTTP_FEATURES if feature.is_there]
+    for each in (router, *(module.router for module in modules if hasattr(module, "router"))):
+        app.include_router(each)
+    return _described(app.openapi())
 
 
 def _described(description: dict[str, Any]) -> dict[str, Any]:
@@ -85,10 +76,9 @@ def _described(description: dict[str, Any]) -> dict[str, Any]:
             }
             if path in EMPTY:
                 responses["200"].pop("content", None)
-            if path in ANSWERS:
-                responses["200"]["content"]["application/json"]["schema"] = {
-                    "$ref": f"#/components/schemas/{ANSWERS[path].__name__}"
-                }
+            answer = ANSWERS.get(path, "").partition(":")[2]
+            if answer in answers:
+                responses["200"]["content"]["application/json"]["schema"] = {"$ref": f"#/components/schemas/{answer}"}
             if path in STREAMED:
                 responses["200"]["content"]["text/event-stream"] = {}
             if path in OTHER_TYPE:
@@ -99,7 +89,7 @@ def _described(description: dict[str, Any]) -> dict[str, Any]:
 def _shapes_of_answers() -> dict[str, Any]:
     """The JSON schemas of all answers and of what they hold, by name."""
     shapes: dict[str, Any] = {}
-    models: list[type[BaseModel]] = [ErrorResponse, *ANSWERS.values()]
+    models: tuple[type[BaseModel], ...] = (ErrorResponse, *mixins(*ANSWERS.values()))
     for model in models:
         own = model.model_json_schema(ref_template="#/components/schemas/{model}")
         shapes.update(own.pop("$defs", {}))

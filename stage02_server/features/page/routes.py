@@ -12,11 +12,11 @@ from collections.abc import AsyncGenerator, Callable
 from functools import cache
 from importlib.resources import files
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 
+from stage02_server.api_server import Services
 from stage02_server.errors import APIError
-from stage02_server.features.hardening.slow_clients import CONNECTION
-from stage02_server.middleware import RequestGate
+from stage02_server.middleware import CONNECTION, RequestGate
 from stage02_server.streaming import EventStreamResponse
 from stage03_engine.frontend.features.engine_watch import EngineWatch, WatchError, WatchQueue
 
@@ -60,7 +60,7 @@ def page_answer(page: str, policy: str) -> Response:
 async def show_page(raw_request: Request) -> Response:
     """The page itself; it holds nothing secret, so it is open as /health is. It offers what the served model can do."""
     page, policy = build_page()
-    page = page.replace("@@TASKS@@", " ".join(raw_request.app.state.engine_client.vllm_config.supported_tasks))
+    page = page.replace("@@TASKS@@", " ".join(raw_request.app.state.services.engine.vllm_config.supported_tasks))
     return page_answer(page, policy)
 
 
@@ -68,16 +68,16 @@ async def show_page(raw_request: Request) -> Response:
 async def stream_engine_events(raw_request: Request) -> Response:
     """What the scheduler decides, as server-sent events, one trace event each, its present state first. No prompts, no
     tokens. The engine tells nothing while nobody listens."""
-    state = raw_request.app.state
-    state.engine_client.check_health()
-    watch: EngineWatch = state.engine_client.watch
+    services: Services = raw_request.app.state.services
+    services.engine.check_health()
+    watch: EngineWatch = services.engine.watch
     try:
         queue = await watch.start()
     except WatchError as error:
         raise APIError(409, "ConflictError", str(error)) from error
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
     connection = raw_request.scope.get("extensions", {}).get(CONNECTION, {})
-    return EventStreamResponse(_events(watch, queue, state.gate, connection.get("abort")), headers=headers)
+    return EventStreamResponse(_events(watch, queue, services.gate, connection.get("abort")), headers=headers)
 
 
 async def _events(
@@ -105,3 +105,8 @@ async def _events(
         if abort is not None:
             gate.endless.discard(abort)
         await watch.stop(queue)
+
+
+def install(app: FastAPI, services: Services) -> None:
+    """Add the page and its events."""
+    app.include_router(router)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 
+from stage02_server.api_server import Services
 from stage02_server.features.pooling.protocol import (
     ClassificationRequest,
     EmbeddingRequest,
@@ -11,6 +12,8 @@ from stage02_server.features.pooling.protocol import (
     RerankRequest,
     ScoreRequest,
 )
+from stage02_server.features.pooling.score import ServingScores
+from stage02_server.features.pooling.serving import ServingClassification, ServingPooling
 from stage02_server.streaming import answer_of
 
 router = APIRouter()
@@ -47,3 +50,13 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
 async def do_rerank(request: RerankRequest, raw_request: Request) -> Response:
     """Documents in the order of how well they fit a query."""
     return await answer_of(raw_request.app.state.serving_scores.do_rerank(request, raw_request))
+
+
+def install(app: FastAPI, services: Services) -> None:
+    """Add the routes and their handlers."""
+    engine, models, template = services.engine, services.models, services.template
+    app.state.serving_pooling = ServingPooling(engine, models, template)
+    app.state.serving_classification = ServingClassification(engine, models, template)
+    joins = services.args.chat_template is not None
+    app.state.serving_scores = ServingScores(engine, models, template, joins=joins)
+    app.include_router(router)

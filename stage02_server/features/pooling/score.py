@@ -28,7 +28,7 @@ from stage02_server.features.pooling.protocol import (
 from stage02_server.features.pooling.serving import PoolingBatches, Prompt, numbers, usage_of
 from stage02_server.protocol import ChatMessageParam, ChatTemplateFields
 from stage02_server.protocol_response import UsageInfo
-from stage02_server.serving_models import OpenAIServingModels
+from stage02_server.routes import OpenAIServingModels
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.async_llm import AsyncLLM
 from stage03_engine.params.pooling_params import PoolingParams

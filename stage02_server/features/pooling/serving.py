@@ -8,11 +8,11 @@ import time
 from array import array
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from starlette.requests import Request
 
 from stage02_server.chat_template import ChatTemplate
-from stage02_server.disconnects import in_thread_if_long, run_until_disconnect
 from stage02_server.features.pooling.protocol import (
     MAX_INPUTS,
     ClassificationData,
@@ -29,9 +29,9 @@ from stage02_server.features.pooling.protocol import (
 )
 from stage02_server.middleware import RequestIds
 from stage02_server.protocol_response import PromptTokensDetails, UsageInfo
-from stage02_server.request_logger import RequestLogger
+from stage02_server.routes import OpenAIServingModels
 from stage02_server.serving_engine import collect, require_task
-from stage02_server.serving_models import OpenAIServingModels
+from stage02_server.streaming import in_thread_if_long, run_until_disconnect
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.async_llm import AsyncLLM
 from stage03_engine.messages import EngineCoreRequest
@@ -62,7 +62,7 @@ class PoolingBatches:
     `template` turns a chat into a prompt, or a query and a document.
     """
 
-    request_logger: RequestLogger | None = None  # with --enable-log-requests
+    request_logger: Any = None  # with --enable-log-requests
 
     def __init__(self, engine_client: AsyncLLM, models: OpenAIServingModels, template: ChatTemplate) -> None:
         self.engine_client = engine_client

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, FastAPI, Query, Request, Response
 
+from stage02_server.api_server import Services
 from stage02_server.features.responses.protocol import ResponsesRequest
+from stage02_server.features.responses.serving import OpenAIServingResponses
 from stage02_server.streaming import answer, answer_of
 
 router = APIRouter()
@@ -33,3 +35,11 @@ async def retrieve_responses(
 async def cancel_responses(response_id: str, raw_request: Request) -> Response:
     """End a response that is made in the background."""
     return answer(await raw_request.app.state.openai_serving_responses.cancel(response_id))
+
+
+def install(app: FastAPI, services: Services) -> None:
+    """Add the routes and their handler, which takes answers apart as chats do."""
+    app.state.openai_serving_responses = OpenAIServingResponses(
+        services.engine, services.models, services.template, services.args, app.state.openai_serving_chat.answers
+    )
+    app.include_router(router)

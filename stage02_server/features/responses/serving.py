@@ -14,7 +14,6 @@ from starlette.requests import Request
 
 from stage02_server.chat_template import ChatTemplate
 from stage02_server.cli_args import FrontendArgs
-from stage02_server.disconnects import run_until_disconnect
 from stage02_server.errors import as_reported
 from stage02_server.features.responses.maker import ResponseMaker
 from stage02_server.features.responses.protocol import (
@@ -28,11 +27,10 @@ from stage02_server.features.responses.protocol_output import ResponsesResponse
 from stage02_server.features.responses.store import EventLog, ResponseStore, StoredResponse
 from stage02_server.features.tools.chat_answers import ChatAnswers
 from stage02_server.features.tools.tool_choice import with_forced_tool
-from stage02_server.keep_alive import kept_alive
 from stage02_server.middleware import RequestIds
 from stage02_server.protocol import ChatCompletionRequest, ChatMessageParam
+from stage02_server.routes import OpenAIServingModels
 from stage02_server.serving_engine import EngineRequests, OpenAIServing, Outputs
-from stage02_server.serving_models import OpenAIServingModels
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.async_llm import AsyncLLM
 from stagetrace import trace
@@ -83,7 +81,7 @@ class OpenAIServingResponses(OpenAIServing):
         source = await self.begin_outputs(batch, raw_request.receive)
         events = self._events(maker, source, entry, keep)
         if request.stream:
-            return kept_alive(self._sent(_until_failure(events, maker), ids), self.args.sse_keep_alive_interval)
+            return self._sent(_until_failure(events, maker), ids)
         await run_until_disconnect(raw_request.receive, _drain(events))
         return maker.response
 
@@ -167,7 +165,7 @@ class OpenAIServingResponses(OpenAIServing):
         entry.task.add_done_callback(lambda _: self._ended(entry))  # even if it is cancelled before it begins
         if entry.log is None:
             return created
-        return kept_alive(self._sent(entry.log.read(0), batch.ids), self.args.sse_keep_alive_interval)
+        return self._sent(entry.log.read(0), batch.ids)
 
     async def _work(self, entry: StoredResponse, maker: ResponseMaker, batch: EngineRequests) -> None:
         async with aclosing(
@@ -195,7 +193,7 @@ class OpenAIServingResponses(OpenAIServing):
                 "Only a response created with background=true and stream=true can be streamed.", "stream"
             )
         events = entry.log.read(0 if starting_after is None else starting_after + 1)
-        return kept_alive(events, self.args.sse_keep_alive_interval)
+        return events
 
     async def cancel(self, response_id: str) -> ResponsesResponse:
         """End a background response, unless it has ended already, and tell how it stands. Raises APIError and

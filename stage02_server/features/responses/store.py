@@ -7,10 +7,9 @@ import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
-from stage02_server.errors import APIError, not_found
+from stage02_server.errors import RETRY_AFTER_SECONDS, APIError, not_found
 from stage02_server.features.responses.protocol import InputItem
 from stage02_server.features.responses.protocol_output import ResponsesResponse
-from stage02_server.server_load import RETRY_AFTER_SECONDS
 from stagetrace import trace
 
 MAX_STORED_CHARACTERS = 64 * 2**20  # of all responses together, beside the bound on their number

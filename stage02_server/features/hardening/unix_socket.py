@@ -5,14 +5,34 @@ from __future__ import annotations
 import os
 import socket
 import stat
+from contextlib import suppress
 
+from stage02_server.features.hardening.flags import HardeningFlags
 from stage03_engine.errors import StagesError
 
 
-def create_server_unix_socket(path: str) -> socket.socket:
-    """A bound Unix socket that does not listen yet; who may connect is what the umask says. A socket file that a dead server
-    left behind is replaced. Raises StagesError when somebody listens there, or the path is not to be had."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+class _UnixSocket(socket.socket):
+    """A socket that takes its file with it when it closes."""
+
+    path = ""
+
+    def close(self) -> None:
+        """Close the socket and remove its file, if it is still there."""
+        super().close()
+        if self.path:
+            with suppress(FileNotFoundError):
+                os.unlink(self.path)
+            self.path = ""
+
+
+def create_server_unix_socket(args: HardeningFlags) -> tuple[str, socket.socket]:
+    """The address for people, and a bound Unix socket that does not listen yet.
+
+    The umask decides who may connect. A socket file that a dead server left behind is replaced. Raises StagesError if a
+    server listens there, or the path cannot be used.
+    """
+    path = args.uds or ""
+    sock = _UnixSocket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         _remove_if_dead(path)
         sock.bind(path)
@@ -22,7 +42,8 @@ def create_server_unix_socket(path: str) -> socket.socket:
     except ValueError as error:  # a NUL in the path
         sock.close()
         raise StagesError(f"cannot listen on {path!r}: {error}; see --uds") from error
-    return sock
+    sock.path = path
+    return f"unix:{path}", sock
 
 
 def _remove_if_dead(path: str) -> None:
@@ -37,12 +58,3 @@ def _remove_if_dead(path: str) -> None:
             probe.connect(path)
         except ConnectionRefusedError:
             os.unlink(path)
-
-
-def remove_unix_socket(path: str | None) -> None:
-    """At the end; nobody minds when it is gone already."""
-    if path is not None:
-        try:
-            os.unlink(path)
-        except FileNotFoundError:
-            pass

@@ -10,10 +10,12 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import msgspec
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from pydantic import BaseModel, Field
 
+from stage02_server.api_server import Services
 from stage02_server.errors import APIError, not_found
+from stage02_server.features.admin.server_load import ServerLoad
 from stage02_server.protocol_types import Text
 
 router = APIRouter()
@@ -30,11 +32,12 @@ class AbortRequest(BaseModel):
 async def get_server_load(raw_request: Request) -> dict[str, int]:
     """Requests that a model works on or that wait for it; 0 without --enable-server-load-tracking, as in vLLM."""
     state = raw_request.app.state
-    return {"server_load": state.server_load.in_progress if state.args.enable_server_load_tracking else 0}
+    tracks = state.services.args.enable_server_load_tracking
+    return {"server_load": state.server_load.in_progress if tracks else 0}
 
 
 def _for_developers(raw_request: Request) -> None:
-    if not raw_request.app.state.args.server_dev_mode:
+    if not raw_request.app.state.services.args.server_dev_mode:
         raise not_found("This route is for developers: start the server with --server-dev-mode.")
 
 
@@ -42,7 +45,7 @@ def _for_developers(raw_request: Request) -> None:
 async def show_server_info(raw_request: Request, config_format: Literal["text", "json"] = "text") -> dict[str, Any]:
     """All settings of the engine, as Python writes them or as JSON."""
     _for_developers(raw_request)
-    config = raw_request.app.state.engine_client.vllm_config
+    config = raw_request.app.state.services.engine.vllm_config
     config = replace(config, cache_config=replace(config.cache_config, prefix_caching_hash_seed=None))  # a secret
     return {"vllm_config": msgspec.to_builtins(config) if config_format == "json" else str(config)}
 
@@ -52,7 +55,7 @@ async def abort_requests(body: AbortRequest, raw_request: Request) -> Response:
     """End requests by the ids of their answers; each gets what there is, with the finish reason "abort". Ids that do not
     run are ignored: they may just have ended."""
     _for_developers(raw_request)
-    engine = raw_request.app.state.engine_client
+    engine = raw_request.app.state.services.engine
     for response_id in body.request_ids:
         # The engine's ids end in the number of the prompt, after a random part if the client chose the id.
         name = re.compile(rf"{re.escape(response_id)}(-[0-9a-f]{{8}})?-\d+")
@@ -62,7 +65,7 @@ async def abort_requests(body: AbortRequest, raw_request: Request) -> Response:
 
 
 async def _profile(raw_request: Request, start: bool) -> Response:
-    engine = raw_request.app.state.engine_client
+    engine = raw_request.app.state.services.engine
     if engine.vllm_config.observability_config.profiler_dir is None:
         raise not_found("There is no folder for profiles: start the server with --profiler-dir.")
     if await engine.profile(start):
@@ -81,3 +84,19 @@ async def start_profile(raw_request: Request) -> Response:
 async def stop_profile(raw_request: Request) -> Response:
     """End the recording and write it to --profiler-dir, while all requests wait; 409 if there is none."""
     return await _profile(raw_request, start=False)
+
+
+@router.post("/reset_prefix_cache")
+async def reset_prefix_cache(raw_request: Request) -> Response:
+    """Forget all cached prefixes; 409 while requests run, because their blocks are in use."""
+    if await raw_request.app.state.services.engine.reset_prefix_cache():
+        return Response(status_code=200)
+    raise APIError(
+        409, "ConflictError", "The prefix cache is in use by running requests; try again when they are done."
+    )
+
+
+def install(app: FastAPI, services: Services) -> None:
+    """Add the routes, and the count behind `/load` and `--max-queue-len`."""
+    app.state.server_load = ServerLoad(services.engine, services.args.max_queue_len)
+    app.include_router(router)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 
+from fastapi import FastAPI
+
+from stage02_server.api_server import Services
 from stage03_engine.messages import EngineCoreRequest
 from stage03_engine.params.pooling_params import PoolingParams
 
@@ -25,3 +28,11 @@ class RequestLogger:
             "Received request %s: prompt: %r, prompt_token_ids: %s, params: %s",
             request.request_id, text, ids, request.task if isinstance(request.task, PoolingParams) else request.sampling_params,
         )  # fmt: skip
+
+
+def install(app: FastAPI, services: Services) -> None:
+    """Give every handler that sends prompts to the engine a logger."""
+    request_logger = RequestLogger(services.args.max_log_len)
+    for handler in app.state._state.values():
+        if hasattr(handler, "request_logger"):
+            handler.request_logger = request_logger

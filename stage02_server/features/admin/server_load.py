@@ -5,7 +5,11 @@ Source: vllm/entrypoints/utils.py, load_aware_call. vLLM's queue has no bound un
 
 from __future__ import annotations
 
-from stage02_server.errors import APIError
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from stage02_server.errors import RETRY_AFTER_SECONDS, APIError, error_response
+from stage02_server.features.admin.flags import AdminFlags
+from stage02_server.middleware import route_path
 from stage03_engine.frontend.async_llm import AsyncLLM
 
 WORKING_PATHS = frozenset(
@@ -16,7 +20,6 @@ WORKING_PATHS = frozenset(
     }
 )  # fmt: skip
 """The routes behind which there is work for a model."""
-RETRY_AFTER_SECONDS = 1  # a step takes milliseconds: who comes back in a second finds another queue
 
 
 class ServerLoad:
@@ -43,3 +46,25 @@ class ServerLoad:
         message = f"The server is overloaded: its queue is full (waiting: {self.queue_len}). Try again later."
         headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
         return APIError(429, "RateLimitError", message, headers=headers)
+
+
+class ServerLoadMiddleware:
+    """Counts requests for the model while they run, and refuses those beyond `--max-queue-len`."""
+
+    def __init__(self, app: ASGIApp, args: AdminFlags) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST" or route_path(scope) not in WORKING_PATHS:
+            await self._app(scope, receive, send)
+            return
+        load: ServerLoad = scope["app"].state.server_load
+        refusal = load.refusal()
+        if refusal is not None:
+            await error_response(scope, refusal)(scope, receive, send)
+            return
+        load.in_progress += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            load.in_progress -= 1

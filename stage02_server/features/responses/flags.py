@@ -1,0 +1,22 @@
+"""The flag of the Responses API."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stage03_engine.config import option
+from stage03_engine.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ResponsesFlags:
+    """What the server remembers of /v1/responses."""
+
+    max_stored_responses: int = option(
+        1000, "responses of /v1/responses that stay in memory, for previous_response_id, GET and cancel; 0 stores none"
+    )
+
+    def check(self) -> None:
+        """Raises ConfigError for a negative number."""
+        if self.max_stored_responses < 0:
+            raise ConfigError(f"max_stored_responses must be at least 0, not {self.max_stored_responses}")
