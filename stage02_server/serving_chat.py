@@ -26,6 +26,7 @@ from stage02_server.protocol_response import (
 )
 from stage02_server.routes import OpenAIServingModels
 from stage02_server.serving_engine import EngineRequests, OpenAIServing
+from stage02_server.streaming import run_until_disconnect
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.async_llm import AsyncLLM
 from stage03_engine.frontend.features.beam_search import BeamSearchParams

@@ -328,11 +328,12 @@ def test_a_log_config_that_cannot_be_used(tmp_path: Path, content: str | None) -
 
 def test_uds(tmp_path: Path, start_server: Callable[..., ServerProcess]) -> None:
     path = tmp_path / "s.sock"
-    create_server_unix_socket(str(path)).close()  # as a server leaves it that was killed
+    with socket.socket(socket.AF_UNIX) as left:  # as a server leaves it that was killed
+        left.bind(str(path))
     server = start_server(*ECHO, "--uds", str(path))
     server.wait_for(rf"Serving \S+ on unix:{path}")
     with pytest.raises(StagesError, match="uds"):
-        create_server_unix_socket(str(path)).close()
+        create_server_unix_socket(FrontendArgs(uds=str(path)))
     with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://x") as client:
         assert client.get("/health").status_code == 200
         assert client.post(COMPLETIONS, json={"prompt": "To be", "max_tokens": 1}).status_code == 200
@@ -344,5 +345,5 @@ def test_uds_takes_no_file_that_is_something_else(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("data")
     for path in (tmp_path / "precious", tmp_path, tmp_path / ("x" * 200), "a\0b"):
         with pytest.raises(StagesError, match="uds"):
-            create_server_unix_socket(str(path))
+            create_server_unix_socket(FrontendArgs(uds=str(path)))
     assert (tmp_path / "precious").read_text() == "data"

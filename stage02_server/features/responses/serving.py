@@ -31,6 +31,7 @@ from stage02_server.middleware import RequestIds
 from stage02_server.protocol import ChatCompletionRequest, ChatMessageParam
 from stage02_server.routes import OpenAIServingModels
 from stage02_server.serving_engine import EngineRequests, OpenAIServing, Outputs
+from stage02_server.streaming import run_until_disconnect
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.async_llm import AsyncLLM
 from stagetrace import trace
