@@ -58,7 +58,8 @@ class _KeptAlive:
         while True:
             self._spoke.clear()
             try:
-                await asyncio.wait_for(self._spoke.wait(), self._seconds)
+                async with asyncio.timeout(self._seconds):  # wait_for may swallow the cancellation in Python 3.11
+                    await self._spoke.wait()
             except TimeoutError:
                 if not self._sending.locked():  # else the client reads slowly, and is not bored
                     async with self._sending:
