@@ -38,10 +38,6 @@ class EngineCore:
         self.structured_output_manager = StructuredOutputManager(config)
         self.scheduler = self._make_scheduler(num_swap_blocks)
         self._execute: Callable[[SchedulerOutput], ModelRunnerOutput] = self.executor.execute_model
-        if config.scheduler_config.check_invariants and config.device_config.attention_backend == "triton-interpret":
-            from stage03_engine.core.features.debug.kv_sanitizer import sanitized  # needs Triton
-
-            self._execute = sanitized(self._execute, self.scheduler.kv_cache_manager)
         self.watch = SchedulerWatch(self.scheduler)
         # Seeds for requests that bring none: the same engine seed and order of arrival give the same outputs.
         self._seeds = random.Random(config.model_config.seed)

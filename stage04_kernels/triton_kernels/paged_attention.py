@@ -96,7 +96,7 @@ def _store_rows(
     saw_none = total == 0.0
     total = tl.where(saw_none, 1.0, total)
     at = out_row[:, None] * HEAD_DIM + dim[None, :]
-    result = (mixed / total[:, None]).to(out_ptr.dtype.element_ty)
+    result = (mixed * (1.0 / total)[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + at, result, mask=real_row[:, None] & real_dim[None, :])
     if NUM_SPLITS > 1:
         lse = tl.where(saw_none, float("-inf"), largest + tl.log2(total))

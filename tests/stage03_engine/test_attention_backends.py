@@ -5,10 +5,13 @@ from __future__ import annotations
 import httpx
 import pytest
 import torch
+from kernel_guard import BlockOwners, guard
 from server_under_test import ServerProcess
 
 from stage03_engine.core.input_batch import InputBatch
-from stage03_engine.core.sched_output import NewRequestData
+from stage03_engine.core.model_runner import ModelRunner
+from stage03_engine.core.sched_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from stage03_engine.core.scheduler import Scheduler
 from stage03_engine.errors import ConfigError
 from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import SamplingParams
@@ -27,6 +30,27 @@ def greedy(backend: str, max_tokens: int = 6) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
+def hold_reads_against_the_books(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on a step fails in which a kernel reads a foreign block, out of bounds or fresh memory. The scheduler keeps the
+    books of who owns which block; the kernel reads through the worker's copy of them."""
+    schedule, execute_model = Scheduler.schedule, ModelRunner.execute_model
+    books: list[set[int]] = []
+
+    def noted(scheduler: Scheduler) -> SchedulerOutput:
+        output = schedule(scheduler)
+        books[:] = [set(scheduler.kv_cache_manager.block_table(r)) for r in output.num_scheduled_tokens]
+        return output
+
+    def guarded(runner: ModelRunner, output: SchedulerOutput) -> ModelRunnerOutput:
+        with guard(BlockOwners(books, list(output.num_scheduled_tokens), output.step)) as report:
+            result = execute_model(runner, output)
+        assert not report.findings, f"step {output.step}: {report}"
+        return result
+
+    monkeypatch.setattr(Scheduler, "schedule", noted)
+    monkeypatch.setattr(ModelRunner, "execute_model", guarded)
+
+
 calls = 0
 
 
@@ -38,8 +62,11 @@ def counted(*arguments: object) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name not in ("triton", "reference")])
-def test_every_backend_gives_the_same_tokens(backend: str) -> None:
-    """Prompts in chunks of at most 8 tokens beside decodes; under triton-interpret also norms, activation and sampler are Triton's."""
+def test_every_backend_gives_the_same_tokens(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts in chunks of at most 8 tokens beside decodes; under triton-interpret also norms, activation and sampler are
+    Triton's, and no kernel reads a block that its request does not own."""
+    if backend == "triton-interpret":
+        hold_reads_against_the_books(monkeypatch)
     assert greedy(backend) == greedy("reference")
 
 
@@ -71,8 +98,8 @@ def test_a_server_answers_through_the_interpreter() -> None:
 
 
 def test_a_block_table_that_points_to_a_foreign_block_ends_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker notes the wrong block for the second request; the books of the scheduler are right. (Under --check-invariants, as
-    all tests run.)"""
+    """The worker notes the wrong block for the second request; the books of the scheduler are right."""
+    hold_reads_against_the_books(monkeypatch)
     right = InputBatch.add
 
     def wrong(batch: InputBatch, new: NewRequestData) -> None:

@@ -8,10 +8,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from kernel_guard import BlockOwners, guard
 
 from stage04_kernels.backends.reference import paged_attention_reference
 from stage04_kernels.lab.cases import make_attention_case
-from stage04_kernels.lab.guard import BlockOwners, guard
 from stage04_kernels.paged_attention import write_kv
 from stage04_kernels.triton_kernels.backend import triton_attention
 from stage04_kernels.triton_kernels.layers import gelu_triton, rms_norm_triton

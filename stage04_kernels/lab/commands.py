@@ -1,0 +1,161 @@
+"""The commands of `python -m stage04_kernels`: their flags, and what each prints.
+
+Nothing here imports torch or Triton before a command runs: whether Triton compiles or interprets is decided by then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from stagetrace import trace
+
+if TYPE_CHECKING:
+    from stage04_kernels.lab.check_row import Row
+
+CHIP_NAMES = ("sm_80", "sm_90", "gfx942")
+
+
+class Check:
+    """Every fast path against its slow twin."""
+
+    help = "compare every fast path with its slow twin and print a table"
+    header = ("what", "checked against", "cases", "dtype", "max abs error", "tolerance", "ok")
+    line = "{:<60} {:<28} {:>5}  {:<9} {:>13}  {:<20} {}"
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        """Its flags."""
+        parser.add_argument("--seed", type=seed_number, default=0, help="seed of the random cases (default 0)")
+        parser.add_argument("--only", action="append", choices=("attention", "layers", "sampling", "triton"),
+                            help="a part of the table; may be repeated")  # fmt: skip
+        parser.add_argument("--trace", metavar="DIR", help="folder to write a trace file to")
+        parser.add_argument(
+            "--device", choices=("cpu", "cuda"), default="cpu", help="cpu interprets the Triton kernels (default)"
+        )
+
+    @classmethod
+    def run(cls, args: argparse.Namespace) -> int:
+        """Print the table, and record it if asked to. Returns 0 if every row is ok, else 1."""
+        if args.trace is None:
+            return cls.print_table(args.seed, args.device, args.only)
+        trace.hold("Kernels")
+        try:
+            trace.open(args.trace, seed=args.seed)
+        except OSError as error:
+            trace.drop()
+            reason = f"cannot write traces to {args.trace!r}: {error.strerror or error}"
+            raise argparse.ArgumentTypeError(reason) from error
+        try:
+            return cls.print_table(args.seed, args.device, args.only)
+        finally:
+            trace.close()
+
+    @classmethod
+    def print_table(cls, seed: int, device: str = "cpu", parts: list[str] | None = None) -> int:
+        """Print each row as soon as it is computed. Returns 0 if every row is ok, else 1."""
+        if device == "cpu":
+            os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+        import torch
+
+        from stage04_kernels.lab.check import run_checks
+
+        torch.set_num_threads(1)  # the cases are small: a second thread would only wait, and disturb what else runs
+        print(cls.line.format(*cls.header))
+        total = wrong = 0
+        for row in run_checks(seed, parts):
+            print(cls.render(row), flush=True)
+            total += 1
+            wrong += not row.ok
+        print(f"{total} rows, {wrong} wrong")
+        return 1 if wrong else 0
+
+    @classmethod
+    def render(cls, row: Row) -> str:
+        """One line of the table."""
+        error, ok = f"{row.max_error:.1e}", "ok" if row.ok else "WRONG"
+        return cls.line.format(row.what, row.against, row.cases, row.dtype, error, str(row.tolerance), ok)
+
+
+class Compile:
+    """Every Triton kernel for chips that need not be there."""
+
+    help = "compile the Triton kernels for chips that need not be there, and print the resources that they use"
+    line = "{:8} {:50} {:>9} {:>7} {:>9} {:>10} {:>10}  {}"
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        """Its flags."""
+        parser.add_argument("--chip", action="append", choices=CHIP_NAMES, help="may be repeated; all if not given")
+
+    @classmethod
+    def run(cls, args: argparse.Namespace) -> int:
+        """Print the resources of every kernel on every chip. Returns 1 if one breaks its budget; gfx942 never does."""
+        os.environ.pop("TRITON_INTERPRET", None)  # before Triton is imported: an interpreted kernel cannot be compiled
+        from stage04_kernels.lab.compile import run_compile
+
+        print(cls.line.format("chip", "kernel", "registers", "spills", "shared", "wide loads", "matrix ops", "budget"))
+        broken = 0
+        for found in run_compile(args.chip or list(CHIP_NAMES)):
+            best_effort = found.chip == "gfx942"
+            broken += bool(found.problems) and not best_effort
+            numbers = (found.registers, found.spilled_bytes, found.shared_bytes, found.wide_loads, found.matrix_ops)
+            print(cls.line.format(found.chip, found.variant, *numbers, "; ".join(found.problems) or "ok"), flush=True)
+        print(f"{broken} over budget")
+        return 1 if broken else 0
+
+
+class Bench:
+    """Kernels against the alternatives."""
+
+    help = "measure kernels against the alternatives; on a GPU check them first"
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        """Its flags."""
+        parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to measure (default cpu)")
+
+    @staticmethod
+    def run(args: argparse.Namespace) -> int:
+        """Print one line per measurement. On a GPU the checks come first, and nothing is measured that is wrong."""
+        import torch
+
+        if args.device == "cuda":
+            if not torch.cuda.is_available():
+                print("python -m stage04_kernels: --device cuda: torch finds no usable GPU", file=sys.stderr)
+                return 2
+            if Check.print_table(0, "cuda"):
+                return 1
+        from stage04_kernels.lab import bench
+
+        for measured in bench.bench_cuda() if args.device == "cuda" else bench.bench_cpu():
+            print(measured, flush=True)
+        return 0
+
+
+class Roofline:
+    """Least times."""
+
+    help = "bytes and operations of each kernel, and its least time on a chip"
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        """Its flags."""
+        parser.add_argument("--chip", choices=("h200", "h100", "a100", "mi300x"), default="h200", help="default h200")
+
+    @staticmethod
+    def run(args: argparse.Namespace) -> int:
+        """Print the page."""
+        from stage04_kernels.lab.roofline import RATES, table
+
+        print("\n".join(table(RATES[args.chip])))
+        return 0
+
+
+def seed_number(text: str) -> int:
+    """A seed that still fits into 64 bits when the checks count up from it."""
+    if not text.isdecimal() or int(text) >= 2**63:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number in [0, 2^63)")
+    return int(text)
