@@ -1,50 +1,58 @@
-# Every target makes or refreshes .venv when it is missing, or older than what it is made from.
+# Every target makes or refreshes .venv when it is missing, or older than what it is made from; `serve` installs what serving
+# needs, the others add the rest.
 PYTHON ?= python3
 MODEL  ?= gpt2-tiny
 HOST   ?= 127.0.0.1
 PORT   ?= 8000
 ARGS   ?=
 BIN    := .venv/bin
-STAMP  := .venv/.complete
+SERVE  := .venv/.serve
+DEV    := .venv/.dev
+# Nothing is byte-compiled here: Python does that with what it imports, when it imports it first.
+INSTALL := PIP_NO_COMPILE=1 $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
 .PHONY: serve test venv lint bench recordings notebooks notebooks-build clean
 
-serve: $(STAMP)  ## serve MODEL on HOST:PORT; ARGS are further flags of `serve`
+serve: $(SERVE)  ## serve MODEL on HOST:PORT; ARGS are further flags of `serve`
 	exec $(BIN)/python -m stage02_server serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
-test: $(STAMP)  ## all tests, in a process per core and four at most; ARGS goes to pytest, e.g. "-n 0 --pdb tests/trace"
+test: $(DEV)  ## all tests, in a process per core and four at most; ARGS goes to pytest, e.g. "-n 0 --pdb tests/trace"
 	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile $(ARGS)
 
-venv: $(STAMP)  ## the virtual environment alone
+venv: $(DEV)  ## the whole virtual environment, and nothing else
 
-lint: $(STAMP)  ## style and types, repairing what can be repaired
+lint: $(DEV)  ## style and types, repairing what can be repaired
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/mypy
 
-bench: $(STAMP)  ## measurements, as ratios within one run
+bench: $(DEV)  ## measurements, as ratios within one run
 	$(BIN)/python -m pytest tests/benchmarks --benchmark-only --benchmark-columns=median,iqr,rounds $(ARGS)
 
 notebooks: .venv/.notebooks  ## JupyterLab on the first notebook; ARGS goes to it
 	$(BIN)/jupyter trust notebooks/*.ipynb >/dev/null  # else Jupyter hides the stored players until their cells run
 	exec $(BIN)/jupyter lab notebooks/00_the_whole_walk.ipynb $(ARGS)
 
-notebooks-build: $(STAMP)  ## execute the notebooks' sources and write the .ipynb files; ARGS names some of them, e.g. 00
+notebooks-build: $(DEV)  ## execute the notebooks' sources and write the .ipynb files; ARGS names some of them, e.g. 00
 	$(BIN)/python notebooks/build.py $(ARGS)
 
-recordings: $(STAMP)  ## make trace/recorded/ again; ARGS are names of runs
+recordings: $(DEV)  ## make trace/recorded/ again; ARGS are names of runs
 	$(BIN)/python trace/record.py $(ARGS)
 
 clean:  ## remove the virtual environment and everything that was generated
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(STAMP): pyproject.toml constraints.txt
+$(SERVE): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; try make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv --clear .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(INSTALL) .
 	touch $@
 
-.venv/.notebooks: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[notebooks]'
+$(DEV): $(SERVE)
+	$(INSTALL) '.[dev]'
+	touch $@
+
+.venv/.notebooks: $(SERVE)
+	$(INSTALL) '.[notebooks]'
 	touch $@

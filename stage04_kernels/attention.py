@@ -126,4 +126,6 @@ def check_backend(name: str, device: str) -> None:
     try:
         get_backend(resolved)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"the attention backend {resolved} cannot be loaded: {error}") from error
+        missing = isinstance(error, ModuleNotFoundError) and error.name in ("numba", "triton")
+        hint = "; pip install --editable '.[kernels]' adds it" if missing else ""
+        raise ValueError(f"the attention backend {resolved} cannot be loaded: {error}{hint}") from error

@@ -28,13 +28,23 @@ def cli_env_setup() -> dict[str, str]:
     return missing
 
 
+EXTRAS = {"openai": "client", "numba": "kernels", "triton": "kernels", "matplotlib": "trace", "transformers": "audio"}
+"""Package that serving does not need -> the extra of pyproject.toml that brings it."""
+
+
 def run_command(command: Callable[[], int]) -> int:
     """Call `command` and return its exit code. A StagesError becomes one line on stderr and its own exit code;
-    Ctrl-C ends with 130 and no word."""
+    so does a package that `make serve` leaves out. Ctrl-C ends with 130 and no word."""
     try:
         return command()
     except StagesError as error:
         print(f"stages: error: {' '.join(str(error).split())}", file=sys.stderr)
         return error.exit_code
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRAS:
+            raise
+        hint = f"pip install --editable '.[{EXTRAS[error.name]}]' adds it, make venv everything"
+        print(f"stages: error: this needs {error.name}, which is not installed; {hint}", file=sys.stderr)
+        return StagesError.exit_code
     except KeyboardInterrupt:
         return 130
