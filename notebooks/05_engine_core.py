@@ -143,7 +143,7 @@ print(f"an engine step of this small model: median {steps:.3f} ms")
 from dataclasses import replace
 
 from stage03_engine.arg_utils import EngineArgs
-from stage03_engine.model_shape import KNOWN_SHAPES
+from stage03_engine.model_path import known_shapes
 
 (weights,) = run.named("weights.loaded")
 (profiled,) = run.named("kv_cache.profiled")
@@ -154,7 +154,7 @@ print(
 config = EngineArgs.from_kwargs(model="gpt2-tiny")
 shapes = {
     "gpt2-tiny": config.shape,
-    **{name: KNOWN_SHAPES[name] for name in ("gpt2", "gpt2-xl", "Qwen/Qwen3-0.6B", "mistralai/Mistral-7B-v0.1")},
+    **{name: known_shapes()[name] for name in ("gpt2", "gpt2-xl", "Qwen/Qwen3-0.6B", "mistralai/Mistral-7B-v0.1")},
 }
 rows = []
 for name, s in shapes.items():

@@ -14,6 +14,7 @@ from pathlib import Path
 from stage03_engine.args.parser import did_you_mean
 from stage03_engine.errors import ConfigError, ModelNotFoundError
 from stage03_engine.hf_config import read_json, read_shape
+from stage03_engine.mixins import is_there, load
 from stage03_engine.model_shape import KNOWN_SHAPES, ModelShape
 
 BUNDLED_FOLDER = Path(__file__).parent / "bundled"
@@ -55,6 +56,12 @@ def bundled_models() -> list[str]:
     return sorted(path.parent.name for path in BUNDLED_FOLDER.glob("*/config.json"))
 
 
+def known_shapes() -> dict[str, ModelShape]:
+    """The shapes that `--load-format dummy` knows without any file."""
+    others = "stage03_engine.model_formats.llama"
+    return KNOWN_SHAPES | (load(f"{others}:KNOWN_SHAPES") if is_there(others) else {})
+
+
 def resolve_model(name: str, load_format: str = "auto", tokenizer: str | None = None) -> ModelFiles:
     """Find the model `name`, its tokenizer and its shape.
 
@@ -64,8 +71,8 @@ def resolve_model(name: str, load_format: str = "auto", tokenizer: str | None = 
     """
     name, dummy = canonical_name(name), load_format == "dummy"
     tokenizer_path = find_tokenizer(tokenizer, dummy) if tokenizer is not None else None
-    if dummy and name in KNOWN_SHAPES and not Path(name).is_dir():
-        return ModelFiles(name, None, tokenizer_path, KNOWN_SHAPES[name], "known shape")
+    if dummy and not Path(name).is_dir() and (known := known_shapes().get(name)) is not None:
+        return ModelFiles(name, None, tokenizer_path, known, "known shape")
     folder, where = _find(name, "model", _MODEL_FILES, _has_config if dummy else _has_model, offline=dummy)
     if not _has_config(folder):
         raise ModelNotFoundError(f"{folder} is not a model: it has no config.json")
@@ -134,11 +141,12 @@ def _from_hub(name: str, what: str, patterns: list[str]) -> Path:
 
 
 def _not_found(name: str, what: str, reason: str) -> ModelNotFoundError:
-    suggestion = "" if name in KNOWN_SHAPES else did_you_mean(name, [*bundled_models(), *KNOWN_SHAPES])
+    known = known_shapes()
+    suggestion = "" if name in known else did_you_mean(name, [*bundled_models(), *known])
     return ModelNotFoundError(
         f"{what} {name!r} is neither a folder, nor bundled, nor in the Hugging Face cache, and {reason}{suggestion}; "
         "what works without a download: gpt2-tiny (bundled), or random weights with --load-format dummy for "
-        + ", ".join(KNOWN_SHAPES)
+        + ", ".join(known)
     )
 
 

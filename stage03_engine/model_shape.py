@@ -1,4 +1,4 @@
-"""The size and the kind of a model: what its config.json says (`hf_config.py` reads it), and the shapes of well-known models.
+"""The size and the kind of a model: what its config.json says (hf_config.py reads it), and the shapes of the GPT-2 family.
 
 With a known shape `--load-format dummy` needs no files at all.
 """
@@ -59,30 +59,10 @@ def _gpt2(num_layers: int, num_heads: int, hidden_size: int) -> ModelShape:
     )  # fmt: skip
 
 
-_LLAMA_3_2_1B = ModelShape(
-    "LlamaForCausalLM", 128256, 16, 32, 8, 64, 2048, 8192, 131072, torch_dtype="bfloat16", eos_token_id=128001,
-    rms_norm_eps=1e-5, rope_theta=500000.0, rope_scaling=RopeScaling("llama3", 32.0, 1.0, 4.0, 8192),
-)  # fmt: skip
-_QWEN3_0_6B = ModelShape(
-    "Qwen3ForCausalLM", 151936, 28, 16, 8, 128, 1024, 3072, 40960, torch_dtype="bfloat16", eos_token_id=151645,
-    more_eos_token_ids=(151643,), rope_theta=1000000.0, qk_norm=True,
-)  # fmt: skip
-
 KNOWN_SHAPES = {
     "gpt2": _gpt2(12, 12, 768),
     "gpt2-medium": _gpt2(24, 16, 1024),
     "gpt2-large": _gpt2(36, 20, 1280),
     "gpt2-xl": _gpt2(48, 25, 1600),
-    "meta-llama/Llama-3.2-1B": _LLAMA_3_2_1B,
-    "Qwen/Qwen3-0.6B": _QWEN3_0_6B,
-    "Qwen/Qwen2.5-0.5B": ModelShape(
-        "Qwen2ForCausalLM", 151936, 24, 14, 2, 64, 896, 4864, 32768, torch_dtype="bfloat16", eos_token_id=151643,
-        rope_theta=1000000.0, attention_bias=True,
-    ),
-    "mistralai/Mistral-7B-v0.1": ModelShape(
-        "MistralForCausalLM", 32000, 32, 32, 8, 128, 4096, 14336, 32768, torch_dtype="bfloat16", eos_token_id=2,
-        rms_norm_eps=1e-5, sliding_window=4096, sliding_layers=tuple(range(32)), tie_word_embeddings=False,
-    ),
-}  # fmt: skip
-"""Shapes that `--load-format dummy` knows without any file. Sources: table 2 of the GPT-2 paper (Radford et al. 2019), and
-the published config.json of the others."""
+}
+"""Shapes that `--load-format dummy` knows without any file: table 2 of the GPT-2 paper (Radford et al. 2019)."""

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from patience import PATIENCE
 
 from stage03_engine.errors import ConfigError, ModelNotFoundError, StagesError
-from stage03_engine.model_path import KNOWN_SHAPES, bundled_models, read_shape, resolve_model
+from stage03_engine.model_path import bundled_models, known_shapes, read_shape, resolve_model
 from stage03_engine.model_shape import ModelShape
 
 CONFIG: dict[str, Any] = {
@@ -65,11 +65,11 @@ def test_a_folder_goes_before_a_bundled_model(tmp_path: Path, monkeypatch: pytes
     assert resolve_model("gpt2-tiny").where == "folder"
 
 
-@pytest.mark.parametrize("name", [*KNOWN_SHAPES, "gpt-2"])
+@pytest.mark.parametrize("name", [*known_shapes(), "gpt-2"])
 def test_dummy_weights_of_a_known_shape_need_no_file(name: str) -> None:
     found = resolve_model(name, "dummy")
     assert (found.model_path, found.tokenizer_path) == (None, None)
-    assert found.shape == KNOWN_SHAPES[found.name]
+    assert found.shape == known_shapes()[found.name]
     assert found.name == name.replace("gpt-2", "gpt2")
 
 
@@ -79,7 +79,7 @@ def test_dummy_weights_of_a_known_shape_need_no_file(name: str) -> None:
     [("gpt2", 124_439_808), ("gpt2-medium", 354_823_168), ("gpt2-large", 774_030_080), ("gpt2-xl", 1_557_611_200)],
 )
 def test_known_shapes_have_the_published_number_of_parameters(name: str, count: int) -> None:
-    shape = KNOWN_SHAPES[name]
+    shape = known_shapes()[name]
     d, inner = shape.hidden_size, shape.intermediate_size
     block = 4 * d + (3 * d * d + 3 * d) + (d * d + d) + (d * inner + inner) + (inner * d + d)
     total = shape.vocab_size * d + shape.max_position_embeddings * d + shape.num_layers * block + 2 * d

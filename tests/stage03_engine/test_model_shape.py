@@ -12,11 +12,12 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from stage03_engine.config import ModelConfig, VllmConfig
+from stage03_engine.core.features.pooling.labels import CLASSIFIER, classifier_name
 from stage03_engine.core.models.registry import MODELS, model_class
 from stage03_engine.errors import ConfigError
-from stage03_engine.hf_config import SUPPORTED_ARCHITECTURES, read_shape
-from stage03_engine.model_labels import CLASSIFIER, classifier_name
-from stage03_engine.model_shape import KNOWN_SHAPES, ModelShape, RopeScaling
+from stage03_engine.hf_config import READERS, read_shape
+from stage03_engine.model_path import known_shapes
+from stage03_engine.model_shape import ModelShape, RopeScaling
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 48, "num_hidden_layers": 4,
@@ -180,15 +181,15 @@ def test_any_config_gives_a_sound_shape_or_a_refusal(
     ],
 )
 def test_known_shapes_build_models_of_the_published_size(name: str, count: int) -> None:
-    shape = KNOWN_SHAPES[name]
+    shape = known_shapes()[name]
     with torch.device("meta"):
         model = model_class(shape.architecture)(shape, "auto")
     assert sum(parameter.numel() for parameter in model.parameters()) == count
 
 
 def test_every_architecture_that_is_read_has_a_class() -> None:
-    assert (*MODELS, "WhisperForConditionalGeneration") == SUPPORTED_ARCHITECTURES, "Whisper has a core of its own"
+    assert (*MODELS, "WhisperForConditionalGeneration") == tuple(READERS), "Whisper has a core of its own"
     writers = {name for name in MODELS if not name.endswith(CLASSIFIER)}
-    assert {shape.architecture for shape in KNOWN_SHAPES.values()} == writers
+    assert {shape.architecture for shape in known_shapes().values()} == writers
     assert {classifier_name(name) for name in writers} == MODELS.keys() - writers
     assert all(callable(model_class(name)) for name in MODELS)

@@ -76,7 +76,7 @@ class PoolingFlags:
         runner, convert, pooler = (values[name] for name in ("runner", "convert", "pooler_config"))
         computed = parse_pooling(runner, convert, pooler, has_head=bool(files.shape.labels))
         if computed["convert_type"] == "classify":
-            from stage03_engine.hf_config import classifier_shape
+            from stage03_engine.core.features.pooling.labels import classifier_shape
 
             computed["shape"] = classifier_shape(files.shape, files.model_path)
         return computed

@@ -5,12 +5,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeGuard
+from pathlib import Path
+from typing import TypeGuard
 
+from stage03_engine.hf_config import READERS, Config, read_architecture
 from stage03_engine.model_shape import ModelShape
-
-if TYPE_CHECKING:
-    from stage03_engine.hf_config import Config
 
 CLASSIFIER = "ForSequenceClassification"
 MAX_LABELS = 65_536
@@ -33,6 +32,18 @@ def generator_name(architecture: str) -> str:
     """The other way round: the model with an output matrix."""
     body = architecture.removesuffix(CLASSIFIER)
     return architecture if body == architecture else body + ("LMHeadModel" if body == "GPT2" else "ForCausalLM")
+
+
+def read_classifier(config: Config, architecture: str) -> ModelShape:
+    """The generating model's shape, with the classes. Raises ConfigError."""
+    return with_labels(read_architecture(config, generator_name(architecture)), config)
+
+
+def classifier_shape(shape: ModelShape, folder: str | None) -> ModelShape:
+    """The shape of any model that can have a classification head as that of a classifier. Raises ConfigError."""
+    if shape.labels or classifier_name(shape.architecture) not in READERS:
+        return shape
+    return with_labels(shape, None if folder is None else Config(Path(folder) / "config.json"))
 
 
 def with_labels(shape: ModelShape, config: Config | None) -> ModelShape:
