@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +20,27 @@ _NAMES["max_new_tokens"] = "max_tokens"
 """Key of the file -> field of SamplingParams. The end-of-text ids in it are read with the model's shape."""
 
 
-def default_sampling_params(source: str, model_path: str | None, override: dict[str, Any] | None) -> dict[str, Any]:
-    """Fields of SamplingParams that requests have when they leave them out; `max_tokens` is the most they may have.
+def default_sampling_params(values: Mapping[str, Any], model_path: str | None) -> dict[str, Any]:
+    """Fields of SamplingParams for requests that leave them out; `max_tokens` is the most that a request may have.
 
-    `source`: "auto" = the file beside the model if there is one, "vllm" = no file, else the folder of the file.
-    `override` goes before the file. Raises ConfigError that names the file or the setting.
+    `values` holds all settings. `generation_config` is "auto" = the file beside the model if there is one, "vllm" = no file,
+    or the folder of the file; `override_generation_config` goes before the file. Raises ConfigError that names the file or the
+    setting.
     """
+    source, override = values["generation_config"], values["override_generation_config"] or {}
     path = None if source == "vllm" else Path(source, FILE)
     if source == "auto":
         path = Path(model_path, FILE) if model_path else None
         path = path if path is not None and path.is_file() else None
     found = {} if path is None else _checked(read_json(path), str(path))
-    for key in override or {}:
+    for key in override:
         if key not in _NAMES:
             raise ConfigError(f"override_generation_config: unknown key {key!r}{did_you_mean(key, _NAMES)}")
-    return found | _checked(override or {}, "override_generation_config")
+    defaults = found | _checked(override, "override_generation_config")
+    limit = defaults.get("max_tokens")
+    if limit is not None and limit >= values["max_model_len"]:  # the context is the limit already
+        del defaults["max_tokens"]
+    return defaults
 
 
 def _checked(values: dict[str, Any], where: str) -> dict[str, Any]:

@@ -1,0 +1,77 @@
+"""Which settings are impossible, alone or together (vllm/config, VllmConfig.__post_init__). A feature checks its own in flags.py."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from stage03_engine.args.fields import settings_of
+from stage03_engine.config import SECTIONS, VllmConfig
+from stage03_engine.errors import ConfigError
+from stage03_engine.mixins import each
+from stage03_engine.tracing import event_filter
+from stage04_kernels.attention import resolve_backend
+
+
+def check_config(config: VllmConfig) -> None:
+    """Raises ConfigError for the first setting that is impossible, alone or together with another."""
+    _check_ranges(config)
+    _check_parallel(config)
+    _check_attention_backend(config)
+    _check_lengths(config)
+    for check in each(VllmConfig, "check"):
+        check(config)
+    event_filter(config.observability_config)
+
+
+def _check_ranges(config: VllmConfig) -> None:
+    for name, section in SECTIONS.items():
+        for setting in settings_of(section):
+            value = getattr(getattr(config, name), setting.name)
+            if setting.at_least is not None and value is not None and value < setting.at_least:
+                raise ConfigError(f"{setting.name} must be at least {setting.at_least}, not {value}")
+    share = config.cache_config.gpu_memory_utilization
+    if not 0.0 < share <= 1.0:
+        raise ConfigError(f"gpu_memory_utilization must be in (0, 1], not {share}")
+
+
+def _check_attention_backend(config: VllmConfig) -> None:
+    name, device = config.device_config.attention_backend, config.device_config.device
+    try:
+        resolved = resolve_backend(name, device)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if resolved == "triton" and device != "cuda":
+        raise ConfigError("attention_backend triton needs a GPU; triton-interpret runs the same kernels without one")
+    if resolved in ("cpu", "triton-interpret") and device != "cpu":
+        raise ConfigError(f"attention_backend {resolved} needs --device cpu, not {device}")
+
+
+def _check_parallel(config: VllmConfig) -> None:
+    for field in fields(config.parallel_config):
+        size = getattr(config.parallel_config, field.name)
+        if size > 1:
+            raise ConfigError(f"{field.name} = {size} is not built yet; only 1 is")
+
+
+def _check_lengths(config: VllmConfig) -> None:
+    scheduler, positions = config.scheduler_config, config.shape.max_position_embeddings
+    if config.max_model_len > positions:
+        raise ConfigError(
+            f"max_model_len {config.max_model_len} is more than the model's {positions} positions; "
+            f"give at most {positions}"
+        )
+    budget = scheduler.max_num_batched_tokens
+    if budget < scheduler.max_num_seqs:
+        raise ConfigError(
+            f"max_num_batched_tokens {budget} is less than max_num_seqs {scheduler.max_num_seqs}: a step could not give "
+            "each request one token; raise the first or lower the second"
+        )
+    if not scheduler.enable_chunked_prefill and scheduler.long_prefill_token_threshold:
+        raise ConfigError(
+            "long_prefill_token_threshold splits prompts, but chunked prefill is off; give one of the two"
+        )
+    if not scheduler.enable_chunked_prefill and budget < config.max_model_len:
+        raise ConfigError(
+            f"max_num_batched_tokens {budget} is less than max_model_len {config.max_model_len} and chunked prefill is "
+            "off: a long prompt could never run; raise the first, lower the second, or enable chunked prefill"
+        )
