@@ -114,8 +114,9 @@ print(
 # %% [markdown]
 # ## Application, routes, state
 #
-# `build_app` makes an application that knows no model; `init_app_state` puts the handlers where the routes look for them. That they are two steps is
-# what lets the application be built while the engine loads.
+# `build_app` makes an application that knows no model: its middleware and the routes below. `init_app_state` puts the services and the handlers where
+# the routes look for them, and installs the features that the model and the flags ask for. That they are two steps is what lets the application be built
+# while the engine loads.
 
 # %%
 from stage02_server.cli_args import FrontendArgs
@@ -137,7 +138,7 @@ from stage03_engine.frontend.async_llm import AsyncLLM
 config = EngineArgs.from_kwargs(model="gpt2-tiny")
 engine = AsyncLLM.from_vllm_config(config, client=EchoCoreClient(config), stat_loggers=[])
 before = set(app.state._state)
-api_server.init_app_state(engine, app.state, FrontendArgs(), CollectorRegistry())
+api_server.init_app_state(engine, app, FrontendArgs(), CollectorRegistry())
 lab.table(
     [(name, type(value).__name__) for name, value in app.state._state.items() if name not in before],
     "app.state",

@@ -20,8 +20,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from stage02_server.api_server import Services
-from stage02_server.stop_signals import StopRequested, StopSignals
+from stage02_server.api_server import Services, StopRequested, StopSignals
 from stagetrace import trace
 
 logger = logging.getLogger(__name__)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import re
 import subprocess
 import sys
@@ -82,22 +81,15 @@ def test_every_field_and_parameter_is_explained(url: str) -> None:
     assert [path for path, operation in routes(description) if not operation.get("description")] == []
 
 
-def test_the_page_of_routes_says_the_same_and_asks_nobody_else(url: str) -> None:
-    description, answer = httpx.get(url + "/openapi.json").json(), httpx.get(url + "/docs")
-    assert answer.status_code == 200 and "default-src 'none'" in answer.headers["Content-Security-Policy"]
-    elements = re.findall(r"<(?:script|link|img|iframe)[^>]*>", answer.text)
-    assert elements == ['<link rel="icon" href="data:,">'] and "http" not in "".join(
-        re.findall('href="([^"]*)"', answer.text)
-    )
-    for path, operation in routes(description):
-        assert f"<code>{path}</code>" in answer.text and html.escape(operation["description"]) in answer.text, path
-    targets = set(re.findall('id="([^"]*)"', answer.text))
-    assert {link[1:] for link in re.findall('href="(#[^"]*)"', answer.text)} <= targets
-    for shape in ("CompletionRequest", "ChatCompletionResponse"):
-        assert f'<a href="#{shape}">{shape}</a>' in answer.text
-    for sentence in ("Keep so many of a vector&#x27;s first numbers.", "The language that is spoken, such as en; "):
-        assert sentence in answer.text
-    assert "9.22" not in answer.text and "2147483648" not in answer.text
+def test_the_pages_of_routes_ask_nobody_else(url: str) -> None:
+    for page in ("/docs", "/redoc"):
+        answer = httpx.get(url + page)
+        assert answer.status_code == 200 and "default-src 'none'" in answer.headers["Content-Security-Policy"]
+        loaded = re.findall(r'(?:src|href)="([^"]*)"', answer.text)
+        assert "/openapi.json" in answer.text and len(loaded) >= 2
+        for target in loaded:
+            assert target == "data:," or httpx.get(url + target).status_code == 200
+    assert httpx.get(url + "/docs/favicon.png").status_code == 404
 
 
 def routes(description: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:

@@ -12,10 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stage02_server.api_server import build_app, build_async_engine_client, init_app_state
+from stage02_server.api_server import (
+    StopRequested,
+    StopSignals,
+    build_app,
+    build_async_engine_client,
+    init_app_state,
+)
 from stage02_server.cli_args import FrontendArgs, configure_logging
 from stage02_server.features.batch.batch_file import BatchOutput, BatchRequest
-from stage02_server.stop_signals import StopRequested, StopSignals
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import StagesError
 from stagetrace import trace

@@ -16,8 +16,13 @@ from stage02_server.errors import APIError, error_response
 from stage02_server.features.hardening.flags import HardeningFlags
 from stage02_server.middleware import route_path
 
-OPEN_PATHS = frozenset(["/", "/health", "/ping", "/metrics", "/version", "/load", "/docs", "/redoc", "/openapi.json"])
-"""What needs no key: what tells how the server is, and pages that hold nothing but themselves."""
+OPEN_PATHS = frozenset(
+    [
+        "/", "/health", "/ping", "/metrics", "/version", "/load", "/openapi.json", "/docs", "/redoc",
+        "/docs/swagger-ui-bundle.js", "/docs/swagger-ui.css", "/docs/redoc.standalone.js",
+    ]
+)  # fmt: skip
+"""What needs no key: the state of the server, and pages that hold nothing secret."""
 
 
 class AuthenticationMiddleware:

@@ -35,25 +35,15 @@ def build_page() -> tuple[str, str]:
     style = folder.joinpath("page.css").read_text(encoding="utf-8")
     text = folder.joinpath("page.html").read_text(encoding="utf-8")
     page = text.replace("@@STYLE@@", style).replace("@@SCRIPT@@", script)
-    return page, content_policy(style, f"script-src '{_hash(script)}'; connect-src 'self'; ")
-
-
-def content_policy(style: str, more: str = "") -> str:
-    """The Content-Security-Policy of a page with this style; `more` is what it may do besides."""
-    return (
-        f"default-src 'none'; {more}style-src '{_hash(style)}'; "
+    policy = (
+        f"default-src 'none'; script-src '{_hash(script)}'; connect-src 'self'; style-src '{_hash(style)}'; "
         "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
+    return page, policy
 
 
 def _hash(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
-def page_answer(page: str, policy: str) -> Response:
-    """A page for a browser, under its policy."""
-    headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff", "Cache-Control": "no-cache"}
-    return Response(page, media_type="text/html; charset=utf-8", headers=headers)
 
 
 @router.get("/", include_in_schema=False)
@@ -61,7 +51,8 @@ async def show_page(raw_request: Request) -> Response:
     """The page itself; it holds nothing secret, so it is open as /health is. It offers what the served model can do."""
     page, policy = build_page()
     page = page.replace("@@TASKS@@", " ".join(raw_request.app.state.services.engine.vllm_config.supported_tasks))
-    return page_answer(page, policy)
+    headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff", "Cache-Control": "no-cache"}
+    return Response(page, media_type="text/html; charset=utf-8", headers=headers)
 
 
 @router.get("/v1/engine/events")
