@@ -50,6 +50,7 @@ class Feature:
     name: str
     flags: tuple[str, ...] = ()
     tasks: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()  # packages of other features
 
     @property
     def module(self) -> str:
@@ -58,8 +59,8 @@ class Feature:
 
     @property
     def is_there(self) -> bool:
-        """False if its folder was taken out."""
-        return is_there(self.module)
+        """False if its folder, or that of a feature that it needs, was taken out."""
+        return all(is_there(module) for module in (self.module, *self.needs))
 
     def is_on(self, args: FrontendArgs, tasks: tuple[str, ...] = ()) -> bool:
         """Is it on for these settings and a model with these tasks?"""
@@ -89,6 +90,9 @@ MIDDLEWARE = (  # outermost first; each is called with (app, args)
     Feature("stage02_server.features.hardening.keep_alive:KeepAliveMiddleware", flags=("sse_keep_alive_interval",)),
 )
 
+TOOL_FLAGS = (
+    "enable_auto_tool_choice", "tool_call_parser", "tool_parser_plugin", "reasoning_parser", "reasoning_parser_plugin"
+)  # fmt: skip
 HTTP_FEATURES = (  # each is called with (app, services); of two routes for one path the first answers
     Feature("stage02_server.features.tokenize:install"),
     Feature("stage02_server.features.pooling.routes:install", tasks=("embed", "classify")),
@@ -96,7 +100,13 @@ HTTP_FEATURES = (  # each is called with (app, services); of two routes for one 
     Feature("stage02_server.features.admin.routes:install"),
     Feature("stage02_server.features.page.routes:install"),
     Feature("stage02_server.features.page.docs:install"),
-    Feature("stage02_server.features.responses.routes:install", tasks=("generate",)),
+    Feature(
+        "stage02_server.features.responses.routes:install",
+        tasks=("generate",),
+        needs=("stage02_server.features.tools", "stage02_server.features.structured_outputs"),
+    ),
+    Feature("stage02_server.features.tools.install:install", flags=TOOL_FLAGS),
+    Feature("stage02_server.features.per_request_metrics.install:install", flags=("enable_per_request_metrics",)),
     Feature("stage02_server.features.admin.request_logger:install", flags=("enable_log_requests",)),
     Feature("stage02_server.features.refusals:install"),
 )

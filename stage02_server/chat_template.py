@@ -1,126 +1,23 @@
 """Messages in, one prompt out (vllm/entrypoints/chat_utils.py).
 
-A template comes from `--chat-template`, else from the model. GPT-2 has none: its prompt is the contents of the messages,
-one after the other, as if they were one text. (vLLM refuses to chat with such a model.)
+GPT-2 has no chat template: its prompt is the contents of the messages, one after the other, as if they were one text. (vLLM
+refuses to chat with such a model.) A template, from `--chat-template`, the model or the request, is rendered by a feature.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from pathlib import Path
 from typing import Any
 
 from stage02_server.cli_args import FrontendArgs
-from stage02_server.features.hardening.template_renderer import TemplateRenderer
 from stage02_server.protocol import ChatMessageParam, ChatTemplateFields, ContentPart, MessageToolCall
 from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.frontend.tokenizer import Tokenizer
+from stage03_engine.mixins import is_there, load
 
 logger = logging.getLogger(__name__)
-MAX_TEMPLATE_CHARACTERS = 65_536  # of a template that comes with a request
-_OURS = frozenset(
-    ("messages", "tools", "documents", "bos_token", "eos_token", "add_generation_prompt", "continue_final_message",
-     "chat_template", "tokenize", "return_tensors", "return_dict", "raise_exception", "strftime_now")
-)  # fmt: skip
-"""Variables of a template that chat_template_kwargs cannot replace, and words that mean something to transformers."""
-
-
-def load_chat_template(given: str | None) -> str | None:
-    """The text of `--chat-template`, which is a file or the template itself. Raises ConfigError for an unreadable file."""
-    if given is None or "{" in given or "\n" in given:  # no file has a name like this
-        return given
-    try:
-        return Path(given).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not a text file"
-        raise ConfigError(f"cannot read the chat template {given!r} ({reason}); see --chat-template") from error
-
-
-class ChatTemplate:
-    """Renders messages, in a sandbox and with limits: template_process.py says why."""
-
-    def __init__(self, args: FrontendArgs, tokenizer: Tokenizer) -> None:
-        source = load_chat_template(args.chat_template) or tokenizer.chat_template
-        self._tokens = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
-        self._has_template, self._trusting = source is not None, args.trust_request_chat_template
-        self._defaults = args.default_chat_template_kwargs or {}
-        if wrong := _OURS & self._defaults.keys():
-            raise ConfigError(f"--default-chat-template-kwargs must not hold {min(wrong)}: the server sets it")
-        self._renderer = TemplateRenderer(source)
-        asked = args.chat_template_content_format
-        self._format = self._renderer.content_format if asked == "auto" else asked
-        if source is None:
-            logger.info("The model has no chat template: chats become the plain concatenation of their messages.")
-
-    def apply(self, messages: list[ChatMessageParam], fields: ChatTemplateFields | None = None) -> str:
-        """The prompt. Waits for the process that renders: call it in a thread. Raises InvalidRequestError when the messages
-        or the template do not allow one."""
-        fields = fields or ChatTemplateFields()
-        self._check(messages, fields)
-        templated = self._has_template or fields.chat_template is not None
-        plain = [plain_message(message, self._format if templated else "string") for message in messages]
-        if not templated:
-            return "".join(message["content"] for message in plain)
-        try:
-            prompt = self._renderer.render(fields.chat_template, self._variables(plain, fields))
-        except InvalidRequestError as error:
-            raise InvalidRequestError(f"The chat template does not take these messages: {error}", "messages") from None
-        return _cut_after(prompt, messages[-1], plain[-1]) if fields.continue_final_message else prompt
-
-    def _check(self, messages: list[ChatMessageParam], fields: ChatTemplateFields) -> None:
-        if not messages:
-            raise InvalidRequestError("messages must hold at least one message.", "messages")
-        if fields.chat_template is not None:
-            if not self._trusting:
-                raise InvalidRequestError(
-                    "This server takes no chat template from requests; --trust-request-chat-template lets it.",
-                    "chat_template",
-                )
-            if not 0 < len(fields.chat_template) <= MAX_TEMPLATE_CHARACTERS:
-                raise InvalidRequestError(
-                    f"chat_template must have 1 to {MAX_TEMPLATE_CHARACTERS} characters.", "chat_template"
-                )
-        if wrong := _OURS & (fields.chat_template_kwargs or {}).keys():
-            raise InvalidRequestError(f"chat_template_kwargs must not hold {min(wrong)}.", "chat_template_kwargs")
-        if fields.continue_final_message and fields.add_generation_prompt is not False:
-            raise InvalidRequestError(
-                "continue_final_message needs add_generation_prompt=false: the answer goes on with the last message, or "
-                "begins a new one.",
-                "continue_final_message",
-            )
-
-    def _variables(self, plain: list[dict[str, Any]], fields: ChatTemplateFields) -> dict[str, Any]:
-        """What the template sees. `tools` and `documents` are always there: templates ask `tools is not none`."""
-        effort = {} if fields.reasoning_effort is None else {"reasoning_effort": fields.reasoning_effort}
-        variables = self._defaults | effort | (fields.chat_template_kwargs or {}) | self._tokens
-        variables |= {"messages": plain, "documents": fields.documents, "tools": None}
-        variables["add_generation_prompt"] = fields.add_generation_prompt is not False
-        variables["continue_final_message"] = bool(fields.continue_final_message)
-        if fields.tools:
-            variables["tools"] = [
-                {"type": tool.type, "function": tool.function.model_dump(exclude_unset=True)} for tool in fields.tools
-            ]
-        return variables
-
-    def adds_special_tokens(self, asked: bool | None) -> bool:
-        """Should the tokenizer begin the prompt with the model's beginning-of-text token? What the request asks for, else
-        only where there is no template: templates write that token themselves."""
-        return not self._has_template if asked is None else asked
-
-
-def _cut_after(prompt: str, message: ChatMessageParam, plain: dict[str, Any]) -> str:
-    """The prompt up to the end of the last message's text, so that the model goes on with it. A template may strip it."""
-    content = plain["content"]
-    text = content if isinstance(content, str) else content[-1]["text"]
-    for wanted in (text, text.rstrip(), text.strip()):
-        if wanted.strip() and (place := prompt.rfind(wanted)) >= 0:
-            return prompt[: place + len(wanted)]
-    raise InvalidRequestError(
-        f"continue_final_message: the prompt does not hold the last message's text (role {message.role[:50]!r}).",
-        "messages",
-    )
-
+JINJA = "stage02_server.features.chat_template.jinja"
 
 _TEXT_FIELDS = {
     "text": "text",
@@ -132,6 +29,49 @@ _TEXT_FIELDS = {
 """Type of a part -> the field that holds its text."""
 _NOT_BUILT = ("audio", "function_call", "task", "tools")
 """Fields of a message that no template here would see."""
+
+
+class ChatTemplate:
+    """Makes prompts. Raises ConfigError for a template that cannot be read or rendered."""
+
+    def __init__(self, args: FrontendArgs, tokenizer: Tokenizer) -> None:
+        self._args, self._tokenizer = args, tokenizer
+        self._jinja: Any = None  # the feature, once there is a template or a request has fields for one
+        self._has_template = bool(args.chat_template or tokenizer.chat_template)
+        if self._has_template:
+            self._load()
+        else:
+            logger.info("The model has no chat template: chats become the plain concatenation of their messages.")
+
+    def _load(self) -> None:
+        if self._jinja is None:
+            if not is_there(JINJA):
+                raise ConfigError("chat templates belong to the feature chat_template, which is not installed")
+            self._jinja = load(f"{JINJA}:JinjaChatTemplate")(self._args, self._tokenizer)
+
+    def apply(self, messages: list[ChatMessageParam], fields: ChatTemplateFields | None = None) -> str:
+        """The prompt. A template is rendered in another process, which takes a while: call this in a thread. Raises
+        InvalidRequestError if the messages or the template do not allow a prompt."""
+        fields = fields or ChatTemplateFields()
+        if not messages:
+            raise InvalidRequestError("messages must hold at least one message.", "messages")
+        if fields.continue_final_message and fields.add_generation_prompt is not False:
+            raise InvalidRequestError(
+                "continue_final_message needs add_generation_prompt=false: the answer goes on with the last message, or "
+                "begins a new one.",
+                "continue_final_message",
+            )
+        if any(feature.for_templates for feature in fields.used_features()):
+            self._load()
+        prompt: str | None = None if self._jinja is None else self._jinja.render(messages, fields)
+        if prompt is None:
+            prompt = "".join(plain_message(message, "string")["content"] for message in messages)
+        return prompt
+
+    def adds_special_tokens(self, asked: bool | None) -> bool:
+        """Should the tokenizer begin the prompt with the model's beginning-of-text token? What the request asks for, else
+        only where there is no template: templates write that token themselves."""
+        return not self._has_template if asked is None else asked
 
 
 def plain_message(message: ChatMessageParam, content_format: str) -> dict[str, Any]:

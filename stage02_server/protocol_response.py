@@ -6,7 +6,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
 
-from stage02_server.features.per_request_metrics import PerRequestMetrics
+from stage03_engine.mixins import mixins
+
+METRICS = mixins("stage02_server.features.per_request_metrics.fields:MetricsField")
+WITH_THE_USAGE = {"usage", *(name for part in METRICS for name in part.model_fields)}
+"""What a stream tells once, at its end."""
 
 
 class TokenizeResponse(BaseModel):
@@ -70,8 +74,8 @@ class CompletionChoice(BaseModel):
     prompt_token_ids: list[int] | None = None  # in a stream with the first chunk of each answer
 
 
-class CompletionResponse(BaseModel):
-    """The answer of /v1/completions, and each chunk of its stream."""
+class PlainCompletionResponse(BaseModel):
+    """`CompletionResponse` without what features add."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -79,7 +83,10 @@ class CompletionResponse(BaseModel):
     model: str
     choices: list[CompletionChoice]
     usage: UsageInfo | None = None
-    metrics: PerRequestMetrics | None = None  # in a stream with the usage
+
+
+class CompletionResponse(*METRICS, PlainCompletionResponse):  # type: ignore[misc]
+    """The answer of /v1/completions, and each chunk of its stream."""
 
 
 class TokenLogProb(BaseModel):
@@ -102,32 +109,19 @@ class ChatLogProbs(BaseModel):
     content: list[ChatLogProb]
 
 
-class FunctionCall(BaseModel):
-    """The function that the model calls; `arguments` is JSON as the model wrote it, valid or not."""
-
-    name: str
-    arguments: str
-
-
-class ToolCall(BaseModel):
-    """A tool call of the answer."""
-
-    id: str
-    type: Literal["function"] = "function"
-    function: FunctionCall
-
-
-class ChatMessage(BaseModel):
-    """The answering message. What it has none of (reasoning, tool calls) is left out of the JSON."""
+class PlainMessage(BaseModel):
+    """What every answering message holds."""
 
     role: str
     content: str | None
-    reasoning: str | None = None
-    tool_calls: list[ToolCall] | None = None
 
     @model_serializer(mode="wrap")
     def _without_nothing(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         return {k: v for k, v in serialize(self).items() if v is not None or k == "content"}
+
+
+class ChatMessage(*mixins("stage02_server.features.tools.fields:MessageFields"), PlainMessage):  # type: ignore[misc]
+    """The answering message. What it has none of (reasoning, tool calls) is left out of the JSON."""
 
 
 class ChatChoice(BaseModel):
@@ -141,8 +135,8 @@ class ChatChoice(BaseModel):
     token_ids: list[int] | None = None
 
 
-class ChatCompletionResponse(BaseModel):
-    """The answer of /v1/chat/completions."""
+class PlainChatCompletionResponse(BaseModel):
+    """`ChatCompletionResponse` without what features add."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"
@@ -153,7 +147,10 @@ class ChatCompletionResponse(BaseModel):
     prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
     prompt_token_ids: list[int] | None = None
     prompt_text: str | None = None
-    metrics: PerRequestMetrics | None = None
+
+
+class ChatCompletionResponse(*METRICS, PlainChatCompletionResponse):  # type: ignore[misc]
+    """The answer of /v1/chat/completions."""
 
 
 class ChatStreamChoice(BaseModel):
@@ -167,8 +164,8 @@ class ChatStreamChoice(BaseModel):
     token_ids: list[int] | None = None
 
 
-class ChatStreamResponse(BaseModel):
-    """One chunk of the stream of /v1/chat/completions."""
+class PlainChatStreamResponse(BaseModel):
+    """`ChatStreamResponse` without what features add."""
 
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
@@ -178,7 +175,10 @@ class ChatStreamResponse(BaseModel):
     usage: UsageInfo | None = None
     prompt_token_ids: list[int] | None = None  # with the first chunk of each answer
     prompt_text: str | None = None  # likewise
-    metrics: PerRequestMetrics | None = None  # with the usage
+
+
+class ChatStreamResponse(*METRICS, PlainChatStreamResponse):  # type: ignore[misc]
+    """One chunk of the stream of /v1/chat/completions."""
 
 
 class ModelCard(BaseModel):

@@ -1,12 +1,25 @@
-"""Types of single fields of requests."""
+"""What protocol.py and the `fields.py` of the features share: the types of single fields, and what a feature may do with its own.
+
+A module of its own, because protocol.py composes the requests out of the features' fields.
+"""
 
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, TypeVar
+from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
-from pydantic import AfterValidator, Field, StrictInt
+from pydantic import AfterValidator, BaseModel, Field, StrictInt
 from pydantic_core import PydanticCustomError
+
+if TYPE_CHECKING:
+    from starlette.types import Receive
+
+    from stage02_server.serving_engine import EngineRequests, OpenAIServing
+    from stage03_engine.frontend.async_llm import AsyncLLM
+    from stage03_engine.messages import EngineCoreRequest
+    from stage03_engine.outputs import RequestOutput
+    from stage03_engine.sampling_params import SamplingParams
 
 
 def _encodable(text: str) -> str:
@@ -41,3 +54,38 @@ TokenIds = Annotated[list[StrictInt], Field(fail_fast=True)]
 T = TypeVar("T")
 MAX_PROMPTS = 4096
 Several = Annotated[list[T], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+
+
+class RequestFields(BaseModel):
+    """Base of what a feature adds to request bodies. A request asks a feature only if it names one of the feature's fields."""
+
+    for_templates: ClassVar[bool] = False  # the fields are read by chat templates
+    parser_class: ClassVar[str] = ""  # module:Class that takes the answers to it apart
+
+    def apply(self, params: dict[str, Any]) -> None:
+        """Change the arguments of SamplingParams. Raises InvalidRequestError."""
+
+    def compiles(self, params: SamplingParams) -> bool:
+        """True if the engine compiles something that the client wrote, and may refuse the request after that."""
+        return False
+
+    def generate(self, engine: AsyncLLM, request: EngineCoreRequest) -> AsyncGenerator[RequestOutput, None] | None:
+        """The answers to one prompt, if the feature makes them itself with the help of the engine."""
+
+    async def hook(
+        self, serving: OpenAIServing, requests: EngineRequests, prompts: list[str | list[int]], receive: Receive
+    ) -> AnswerHook | None:
+        """What the feature adds to the answers. Raises ClientGoneError."""
+
+
+class AnswerHook:
+    """What a feature adds to the answers to one HTTP request."""
+
+    def output(self, prompt: int, output: RequestOutput) -> None:
+        """The engine's next output for a prompt; it may be changed."""
+
+    def choice(self, index: int, choice: Any, first: bool) -> None:
+        """The next piece of answer `index`, or all of it, as a part of the response; `first` if nothing came before."""
+
+    def response(self, response: Any) -> None:
+        """The whole response, or the chunk of a stream that holds the usage."""

@@ -4,69 +4,67 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Iterator
-from functools import partial
 
 from starlette.requests import Request
 
-from stage02_server.logprobs import Echo, LogprobsWriter, most_likely, prompt_logprobs_json
+from stage02_server.logprobs import LogprobsWriter
 from stage02_server.protocol import CompletionRequest
 from stage02_server.protocol_response import CompletionChoice, CompletionResponse, UsageInfo
 from stage02_server.serving_engine import EngineRequests, OpenAIServing
-from stage02_server.streaming import in_thread_if_long, run_until_disconnect
+from stage02_server.streaming import run_until_disconnect
 from stage03_engine.frontend.tokenizer import Tokenizer
 from stage03_engine.outputs import CompletionOutput
 from stagetrace import trace
 
 
-class CompletionChoices:
-    """Engine outputs as choices of the answer, or as what a chunk adds to them."""
+class CompletionChunks:
+    """Engine outputs as chunks of a completion stream, and as choices of a whole answer."""
 
-    def __init__(self, batch: EngineRequests, tokenizer: Tokenizer, echoed: list[str] | None) -> None:
-        self._batch, self._tokenizer, self._echoed = batch, tokenizer, echoed
+    def __init__(self, requests: EngineRequests, tokenizer: Tokenizer) -> None:
+        self._requests, self._tokenizer = requests, tokenizer
+        self._created = int(time.time())
+        self._begun: set[int] = set()  # answers
         self._writers: dict[int, LogprobsWriter] = {}
 
     def choice(self, index: int, output: CompletionOutput) -> CompletionChoice:
-        """What `output` adds to answer `index`; the first time with what is to be said of the prompt."""
-        batch, first = self._batch, index not in self._writers
-        if first:
-            self._writers[index] = LogprobsWriter(self._tokenizer, batch, index)
-        echo = self._echo(index // batch.n) if first else None
-        return CompletionChoice(
+        """What `output` adds to answer `index`."""
+        requests, first = self._requests, index not in self._begun
+        self._begun.add(index)
+        choice = CompletionChoice(
             index=index,
-            text=output.text if echo is None else echo.text + output.text,
-            logprobs=self._writers[index].write(output.logprobs, echo),
+            text=output.text,
+            logprobs=None if output.logprobs is None else self._writer(index).write(output.logprobs),
             finish_reason=output.finish_reason,
             stop_reason=output.stop_reason,
-            token_ids=output.token_ids if batch.return_token_ids else None,
-            prompt_token_ids=batch.shown_prompt_ids(index) if first else None,
+            token_ids=output.token_ids if requests.return_token_ids else None,
+            prompt_token_ids=requests.shown_prompt_ids(index) if first else None,
         )
+        for hook in requests.hooks:
+            hook.choice(index, choice, first)
+        return choice
 
-    def _echo(self, prompt: int) -> Echo | None:
-        if self._echoed is None:
-            return None
-        token_ids = self._batch.requests[prompt].prompt_token_ids
-        return Echo(self._echoed[prompt], token_ids, self._batch.prompt_logprobs.get(prompt, []))
+    def _writer(self, index: int) -> LogprobsWriter:
+        if index not in self._writers:
+            self._writers[index] = LogprobsWriter(self._tokenizer, self._requests, index)
+        return self._writers[index]
 
-
-class CompletionChunks:
-    """Engine outputs as chunks of a completion stream."""
-
-    def __init__(self, batch: EngineRequests, choices: CompletionChoices) -> None:
-        self._batch, self._choices = batch, choices
-        self._created = int(time.time())
-
-    def _chunk(self, choices: list[CompletionChoice], usage: UsageInfo | None = None) -> CompletionResponse:
+    def response(self, choices: list[CompletionChoice], usage: UsageInfo | None = None) -> CompletionResponse:
+        """A chunk, or the whole answer."""
         return CompletionResponse(
-            id=self._batch.ids.response, created=self._created, model=self._batch.model, choices=choices, usage=usage
+            id=self._requests.ids.response,
+            created=self._created,
+            model=self._requests.model,
+            choices=choices,
+            usage=usage,
         )
 
     def chunks(self, index: int, output: CompletionOutput) -> Iterator[CompletionResponse]:
         """One chunk."""
-        yield self._chunk([self._choices.choice(index, output)])
+        yield self.response([self.choice(index, output)])
 
     def usage_chunk(self, usage: UsageInfo) -> CompletionResponse:
         """The last one."""
-        return self._chunk([], usage)
+        return self.response([], usage)
 
 
 class OpenAIServingCompletion(OpenAIServing):
@@ -86,49 +84,24 @@ class OpenAIServingCompletion(OpenAIServing):
                 stream=bool(request.stream),
                 prompts=len(prompts),
             )
-        batch = await self.make_batch(
-            request, prompts, request.to_sampling_params(), ids, model, raw_request.receive, request.add_special_tokens
+        params = request.to_sampling_params(self.defaults)
+        requests = await self.make_requests(
+            request, prompts, params, ids, model, raw_request.receive, request.add_special_tokens
         )
-        batch.prompt_only = request.prompt_only
-        if trace.on and request.echo:
-            trace.emit("request.echoed", req=ids.engine_id(0), logprobs=request.logprobs, prompt_only=batch.prompt_only)
-        echo = partial(self._echoed, request, prompts, batch)
-        echoed = await in_thread_if_long(prompts, raw_request.receive, echo)
-        choices = CompletionChoices(batch, self.engine_client.tokenizer, echoed)
+        maker = CompletionChunks(requests, self.engine_client.tokenizer)
         if request.stream:
-            return await self.begin_stream(request, batch, CompletionChunks(batch, choices), raw_request.receive)
-        return await run_until_disconnect(raw_request.receive, self._whole(batch, choices, request.prompt_logprobs))
+            return await self.begin_stream(request, requests, maker, raw_request.receive)
+        return await run_until_disconnect(raw_request.receive, self._whole(requests, maker))
 
-    def _echoed(
-        self, request: CompletionRequest, prompts: list[str | list[int]], batch: EngineRequests
-    ) -> list[str] | None:
-        """With `echo` each prompt as text: as it was sent, or what its token ids stand for."""
-        if not request.echo:
-            return None
-        sent_whole = request.truncate_prompt_tokens is None
-        decode, skip = self.engine_client.tokenizer.decode, request.skip_special_tokens is not False
-        return [
-            prompt if isinstance(prompt, str) and sent_whole else decode(made.prompt_token_ids, skip)
-            for prompt, made in zip(prompts, batch.requests, strict=True)
+    async def _whole(self, requests: EngineRequests, maker: CompletionChunks) -> CompletionResponse:
+        outputs = await self.full(requests)
+        choices = [
+            maker.choice(prompt * requests.n + answer.index, answer)
+            for prompt, output in enumerate(outputs)
+            for answer in output.outputs
         ]
-
-    async def _whole(
-        self, batch: EngineRequests, choices: CompletionChoices, num_prompt_logprobs: int | None
-    ) -> CompletionResponse:
-        created, tokenizer = int(time.time()), self.engine_client.tokenizer
-        outputs = await self.full(batch)
-        made = []
-        for prompt, output in enumerate(outputs):
-            of_prompt = prompt_logprobs_json(most_likely(output.prompt_logprobs, num_prompt_logprobs), tokenizer)
-            for answer in output.outputs:
-                choice = choices.choice(prompt * batch.n + answer.index, answer)
-                choice.prompt_logprobs = of_prompt
-                made.append(choice)
-        return CompletionResponse(
-            id=batch.ids.response,
-            created=created,
-            model=batch.model,
-            choices=made,
-            usage=batch.usage([len(answer.token_ids) for output in outputs for answer in output.outputs]),
-            metrics=batch.metrics(),
-        )
+        num_tokens = [len(answer.token_ids) for output in outputs for answer in output.outputs]
+        response = maker.response(choices, requests.usage(num_tokens))
+        for hook in requests.hooks:
+            hook.response(response)
+        return response

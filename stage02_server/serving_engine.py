@@ -5,41 +5,32 @@ listens (vllm/entrypoints/openai/serving_engine.py OpenAIServing).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
-import msgspec
 from starlette.requests import Request
 from starlette.types import Receive
 
 from stage02_server.cli_args import FrontendArgs
-from stage02_server.errors import APIError, as_reported, error_json, not_found, unavailable
-from stage02_server.features.per_request_metrics import PerRequestMetrics, metrics_of
+from stage02_server.errors import as_reported, error_json, not_found, unavailable
 from stage02_server.middleware import RequestIds
 from stage02_server.protocol import SamplingRequest
-from stage02_server.protocol_response import (
-    ChatStreamResponse,
-    CompletionResponse,
-    PromptTokensDetails,
-    UsageInfo,
-)
+from stage02_server.protocol_response import ChatStreamResponse, CompletionResponse, PromptTokensDetails, UsageInfo
+from stage02_server.protocol_types import AnswerHook
 from stage02_server.routes import OpenAIServingModels
 from stage02_server.streaming import in_thread_if_long, run_until_disconnect
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.async_llm import AsyncLLM
-from stage03_engine.frontend.features.beam_search import BeamSearchParams
-from stage03_engine.frontend.metrics import RequestStats
-from stage03_engine.messages import EngineCoreRequest, TokenLogprobs
+from stage03_engine.messages import EngineCoreRequest
 from stage03_engine.outputs import CompletionOutput, RequestOutput
 from stage03_engine.sampling_params import SamplingParams
 from stagetrace import trace
 
-T = TypeVar("T")
-Outputs = AsyncGenerator[tuple[int, RequestOutput], None]  # (number of the prompt, what came)
+Outputs = AsyncGenerator[tuple[int, RequestOutput], None]  # (number of the prompt, output)
 MAX_ANSWERS = 4096  # of one HTTP request with n or best_of above 1
 DEFAULTS = FrontendArgs()
 
@@ -51,53 +42,32 @@ class EngineRequests:
     ids: RequestIds
     model: str
     n: int
-    requests: list[EngineCoreRequest]
-    beam: BeamSearchParams | None = None  # search instead of sampling
+    engine_requests: list[EngineCoreRequest]
+    flows: list[AsyncGenerator[RequestOutput, None]]  # their answers
+    compiles: bool = False  # the engine may still refuse, after it has compiled what the client wrote
     tokens_as_ids: bool = False  # tokens in logprobs read "token_id:5", which no two tokens share
     return_token_ids: bool = False  # beside every text the ids of its tokens
-    prompt_text: str | None = None  # of a chat, if it is to be told
-    tells_metrics: bool = False  # --enable-per-request-metrics
-    ended: list[RequestStats] = field(default_factory=list)  # the histories of the answers that have ended
-    prompt_only: bool = False  # the engine draws a token because it must; nobody is to see it
+    hooks: list[AnswerHook] = field(default_factory=list)
     cached_tokens: dict[int, int] = field(default_factory=dict)  # prompt -> its tokens from the prefix cache
-    prompt_logprobs: dict[int, list[TokenLogprobs | None]] = field(
-        default_factory=dict
-    )  # prompt -> as in RequestOutput
-
-    def take_note(self, prompt: int, output: RequestOutput) -> None:
-        """Remember what an output says about its prompt, and with `prompt_only` take the answer out of it."""
-        self.cached_tokens[prompt] = output.num_cached_tokens
-        if output.prompt_logprobs is not None:
-            self.prompt_logprobs[prompt] = output.prompt_logprobs
-        self.ended += [answer.stats for answer in output.outputs if answer.stats is not None]
-        if self.prompt_only:
-            for answer in output.outputs:
-                answer.text, answer.token_ids = "", []
-                answer.logprobs = None if answer.logprobs is None else []
-                answer.finish_reason, answer.stop_reason = "length", None
 
     def shown_prompt_ids(self, index: int) -> list[int] | None:
-        """The token ids of the prompt of answer `index`, if they were asked for."""
-        return self.requests[index // self.n].prompt_token_ids if self.return_token_ids else None
-
-    def metrics(self) -> PerRequestMetrics | None:
-        """How long it took, if that is to be told and there is a token to tell of."""
-        return metrics_of([stats for stats in self.ended if stats.num_output_tokens]) if self.tells_metrics else None
+        """The token ids of the prompt of answer `index`, if the client asked for them."""
+        return self.engine_requests[index // self.n].prompt_token_ids if self.return_token_ids else None
 
     def usage(self, completion_tokens: list[int]) -> UsageInfo:
         """Totals, from the output tokens of each answer."""
-        prompt = sum(len(request.prompt_token_ids) for request in self.requests)
+        prompt = sum(len(request.prompt_token_ids) for request in self.engine_requests)
         return make_usage(prompt, sum(completion_tokens), sum(self.cached_tokens.values()))
 
     def usage_of(self, index: int, completion_tokens: int) -> UsageInfo:
         """The usage of one answer alone."""
         prompt = index // self.n
-        num_tokens = len(self.requests[prompt].prompt_token_ids)
+        num_tokens = len(self.engine_requests[prompt].prompt_token_ids)
         return make_usage(num_tokens, completion_tokens, self.cached_tokens.get(prompt, 0))
 
 
 def make_usage(prompt: int, completion: int, cached: int = 0) -> UsageInfo:
-    """From the tokens of the prompt, those of the answer, and those of the prompt that cost nothing."""
+    """From the tokens of the prompt, those of the answer, and those of the prompt from the prefix cache."""
     return UsageInfo(
         prompt_tokens=prompt,
         total_tokens=prompt + completion,
@@ -106,33 +76,13 @@ def make_usage(prompt: int, completion: int, cached: int = 0) -> UsageInfo:
     )
 
 
-_HOW = {
-    "generate": "serve a model that writes text, without --runner pooling and --convert",
-    "embed": "serve a model with --runner pooling, or one with a classification head with --convert embed",
-    "token_embed": "serve a model with --runner pooling, or one with a classification head with --convert embed",
-    "score": "serve a model with --runner pooling, or one whose classification head has one class",
-    "classify": "serve one with a classification head",
-    "token_classify": "serve one with a classification head",
-    "transcription": "serve a Whisper model",
-    "translation": "serve a Whisper model",
-}
-"""Task -> what would have it."""
-
-
-def no_task(task: str) -> APIError:
-    """404: the served model cannot do this, whatever the request says."""
-    return not_found(f"This server's model has no {task} task: {_HOW[task]}.", "model")
-
-
-def require_task(config: VllmConfig, task: str) -> None:
-    """Raises APIError 404 when the served model does not have the task."""
+def require_task(config: VllmConfig, task: str, how: str) -> None:
+    """Raises APIError 404 if the served model does not have the task; `how` says what to serve instead."""
     if task not in config.supported_tasks:
-        raise no_task(task)
+        raise not_found(f"This server's model has no {task} task: {how}.", "model")
 
 
-async def merge_async_iterators(
-    iterators: list[AsyncGenerator[RequestOutput, None]],
-) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+async def merge_async_iterators(iterators: list[AsyncGenerator[RequestOutput, None]]) -> Outputs:
     """(index of the iterator, its next output), from whichever iterator has one. Closes all of them at the end.
 
     Only one output per iterator is taken ahead: a slow client slows this down, and the collectors merge meanwhile.
@@ -160,8 +110,8 @@ async def merge_async_iterators(
 
 
 async def collect(engine_client: AsyncLLM, requests: list[EngineCoreRequest]) -> list[RequestOutput]:
-    """The last output of each request, in their order. Raises EngineDeadError, and APIError 503 when one was aborted from
-    outside: half a vector is none, and these answers have no place to say where they were cut off."""
+    """The last output of each request, in their order. Raises EngineDeadError, and APIError 503 if one was aborted from
+    outside: half a vector is none, and such an answer cannot say that it was cut off."""
     found: dict[int, RequestOutput] = {}
     flows = [engine_client.generate(request) for request in requests]
     async with aclosing(merge_async_iterators(flows)) as merged:
@@ -192,41 +142,36 @@ class OpenAIServing:
         self.models = models
         self.args = args
         self.defaults = engine_client.vllm_config.model_config.default_sampling_params or {}
+        self.hook_factories: list[Callable[[], AnswerHook]] = []  # of features that every answer passes
 
     def check(self, request: SamplingRequest) -> str:
-        """The model name to answer with. Raises what makes the request impossible whatever its prompt says.
-
-        What the request leaves open is filled in from the model's generation_config.json.
-        """
+        """The model name to answer with. Raises what makes the request impossible whatever its prompt says."""
         self.engine_client.check_health()
-        require_task(self.engine_client.vllm_config, "generate")
+        how = "serve a model that writes text, without --runner pooling and --convert"
+        require_task(self.engine_client.vllm_config, "generate", how)
         model = self.models.check(request.model)
         request.check_built()
-        request.fill_in(self.defaults)
         return model
 
     def ids(self, request: SamplingRequest, raw_request: Request) -> RequestIds:
-        """Under which ids the request runs and is answered."""
+        """The ids of the request and of its answer."""
         ids: RequestIds = raw_request.state.ids.named(request.request_id)
         if trace.on and ids.response != raw_request.state.ids.response:
             trace.emit("request.named", req=ids.engine_id(0), response=ids.response)
         return ids
 
-    async def make_batch(
+    async def make_requests(
         self,
         request: SamplingRequest,
         prompts: list[str | list[int]],
-        wishes: SamplingParams | BeamSearchParams,
+        params: SamplingParams,
         ids: RequestIds,
         model: str,
         receive: Receive,
         add_special_tokens: bool = True,
     ) -> EngineRequests:
         """Tokenize and check every prompt, before a single byte of the answer is sent. Raises InvalidRequestError, and
-        ClientGoneError when the client left while its prompts were too long to do that at once."""
-        wishes = self._within_limit(wishes)
-        beam = wishes if isinstance(wishes, BeamSearchParams) else None
-        params = wishes if isinstance(wishes, SamplingParams) else wishes.prompt_params()
+        ClientGoneError if the client leaves while long prompts are tokenized."""
         if trace.on:
             bound = self.engine_client.vllm_config.max_model_len if params.max_tokens is None else params.max_tokens
             trace.emit(
@@ -238,24 +183,30 @@ class OpenAIServing:
                 f"{params.num_answers} times {len(prompts)}.",
                 "n",
             )
-        make = partial(self._requests, request, prompts, params, ids, add_special_tokens)
-        requests = await in_thread_if_long(prompts, receive, make)
+        process = partial(self._process, request, prompts, params, ids, add_special_tokens)
+        engine_requests = await in_thread_if_long(prompts, receive, process)
         if self.request_logger is not None:
-            for engine_request, prompt in zip(requests, prompts, strict=True):
+            for engine_request, prompt in zip(engine_requests, prompts, strict=True):
                 self.request_logger.log_inputs(engine_request, prompt)
         as_ids = request.return_tokens_as_token_ids
-        return EngineRequests(
+        features = request.used_features()
+        requests = EngineRequests(
             ids,
             model,
-            params.n if beam is None else beam.beam_width,
-            requests,
-            beam,
+            1 if request.n is None else request.n,
+            engine_requests,
+            [self._generate(request, engine_request) for engine_request in engine_requests],
+            compiles=any(feature.compiles(request, params) for feature in features),
             tokens_as_ids=self.args.return_tokens_as_token_ids if as_ids is None else as_ids,
             return_token_ids=bool(request.return_token_ids),
-            tells_metrics=self.args.enable_per_request_metrics,
+            hooks=[factory() for factory in self.hook_factories],
         )
+        for feature in features:
+            if (hook := await feature.hook(request, self, requests, prompts, receive)) is not None:
+                requests.hooks.append(hook)
+        return requests
 
-    def _requests(
+    def _process(
         self,
         request: SamplingRequest,
         prompts: list[str | list[int]],
@@ -275,86 +226,83 @@ class OpenAIServing:
             for index, prompt in enumerate(prompts)
         ]
 
-    def _within_limit(self, wishes: SamplingParams | BeamSearchParams) -> SamplingParams | BeamSearchParams:
-        """`max_new_tokens` of the model's generation_config.json is the most that a request may have."""
-        limit = self.defaults.get("max_tokens")
-        if limit is None or (wishes.max_tokens is not None and wishes.max_tokens <= limit):
-            return wishes
-        return msgspec.structs.replace(wishes, max_tokens=limit)
+    def _generate(self, request: SamplingRequest, made: EngineCoreRequest) -> AsyncGenerator[RequestOutput, None]:
+        """The flow of answers to one prompt, which begins when somebody reads it."""
+        for feature in request.used_features():
+            if (flow := feature.generate(request, self.engine_client, made)) is not None:
+                return flow
+        return self.engine_client.generate(made)
 
-    async def outputs(self, batch: EngineRequests) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """(number of the prompt, what came) until every answer is finished. Raises EngineDeadError."""
-        engine, beam = self.engine_client, batch.beam
-        flows = [engine.generate(r) if beam is None else engine.beam_search(r, beam) for r in batch.requests]
-        async with aclosing(merge_async_iterators(flows)) as merged:
-            async for index, output in merged:
-                batch.take_note(index, output)
-                yield index, output
+    async def outputs(self, requests: EngineRequests) -> Outputs:
+        """(number of the prompt, output) until every answer is finished. Raises EngineDeadError."""
+        async with aclosing(merge_async_iterators(requests.flows)) as merged:
+            async for prompt, output in merged:
+                requests.cached_tokens[prompt] = output.num_cached_tokens
+                for hook in requests.hooks:
+                    hook.output(prompt, output)
+                yield prompt, output
 
-    async def full(self, batch: EngineRequests) -> list[RequestOutput]:
+    async def full(self, requests: EngineRequests) -> list[RequestOutput]:
         """The last output of every prompt, with all its answers."""
         finished: dict[int, RequestOutput] = {}
-        async with aclosing(self.outputs(batch)) as outputs:
-            async for index, output in outputs:
-                finished[index] = output
-        return [finished[index] for index in range(len(batch.requests))]
+        async with aclosing(self.outputs(requests)) as outputs:
+            async for prompt, output in outputs:
+                finished[prompt] = output
+        return [finished[prompt] for prompt in range(len(requests.engine_requests))]
 
     async def begin_stream(
-        self, request: SamplingRequest, batch: EngineRequests, maker: ChunkMaker, receive: Receive
+        self, request: SamplingRequest, requests: EngineRequests, maker: ChunkMaker, receive: Receive
     ) -> AsyncGenerator[bytes, None]:
         """The stream of `stream`, which has not begun yet, so that a refusal is still an HTTP status of its own."""
-        return self.stream(request, batch, maker, await self.begin_outputs(batch, receive))
+        return self.stream(request, requests, maker, await self.begin_outputs(requests, receive))
 
-    async def begin_outputs(self, batch: EngineRequests, receive: Receive) -> Outputs:
-        """`outputs`; with structured output when the first one is there: only the engine can tell whether a grammar compiles."""
-        outputs = self.outputs(batch)
-        if batch.requests[0].sampling_params.structured_outputs is not None:
+    async def begin_outputs(self, requests: EngineRequests, receive: Receive) -> Outputs:
+        """`outputs`; if the engine may still refuse the request, only when the first one is there."""
+        outputs = self.outputs(requests)
+        if requests.compiles:
             outputs = await run_until_disconnect(receive, _after_first(outputs))
         return outputs
 
     async def stream(
-        self,
-        request: SamplingRequest,
-        batch: EngineRequests,
-        maker: ChunkMaker,
-        source: AsyncGenerator[tuple[int, RequestOutput], None],
+        self, request: SamplingRequest, requests: EngineRequests, maker: ChunkMaker, source: Outputs
     ) -> AsyncGenerator[bytes, None]:
         """Server-sent events: a chunk per output of `source`, the usage if asked for, then [DONE].
 
         An error after the first byte can no longer change the HTTP status: it becomes an event.
         """
-        counts = [0] * (len(batch.requests) * batch.n)
+        counts = [0] * (len(requests.engine_requests) * requests.n)
         include_usage = request.include_usage or self.args.enable_force_include_usage
-        continuous_usage = include_usage and request.wants_continuous_usage
+        continuous_usage = include_usage and request.continuous_usage
         hidden = {"metrics"} if include_usage else {"metrics", "usage"}
         try:
             async with aclosing(source) as outputs:
                 async for prompt, output in outputs:
                     for completion in output.outputs:
-                        index = prompt * batch.n + completion.index
+                        index = prompt * requests.n + completion.index
                         counts[index] += len(completion.token_ids)
                         for chunk in maker.chunks(index, completion):
                             if continuous_usage:
-                                chunk.usage = batch.usage_of(index, counts[index])
-                            yield _event(chunk.model_dump_json(exclude=hidden), batch.ids, prompt)
+                                chunk.usage = requests.usage_of(index, counts[index])
+                            yield _event(chunk.model_dump_json(exclude=hidden), requests.ids, prompt)
             if include_usage:
-                last = maker.usage_chunk(batch.usage(counts))
-                last.metrics = batch.metrics()
-                yield _event(last.model_dump_json(), batch.ids)
+                last = maker.usage_chunk(requests.usage(counts))
+                for hook in requests.hooks:
+                    hook.response(last)
+                yield _event(last.model_dump_json(), requests.ids)
         except Exception as error:
-            yield _event(error_json(as_reported(error, batch.ids.response)), batch.ids)
-        yield _event("[DONE]", batch.ids)
+            yield _event(error_json(as_reported(error, requests.ids.response)), requests.ids)
+        yield _event("[DONE]", requests.ids)
 
 
-async def _after_first(flow: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
-    """The same flow, when its first item is there. Raises what the flow raises instead of one."""
+async def _after_first(flow: Outputs) -> Outputs:
+    """The same flow, once its first item is there. Raises what the flow raises instead of one."""
     try:
         first = await anext(flow)
     except BaseException:
         await flow.aclose()
         raise
 
-    async def go_on() -> AsyncGenerator[T, None]:
+    async def go_on() -> Outputs:
         async with aclosing(flow):
             yield first
             async for item in flow:

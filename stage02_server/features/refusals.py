@@ -8,7 +8,7 @@ from fastapi import FastAPI, Request, Response
 
 from stage02_server.api_server import Services
 from stage02_server.errors import not_found
-from stage02_server.serving_engine import no_task
+from stage02_server.serving_engine import require_task
 
 _NO_DECISIONS = "its model writes text and has no {} task"
 _NO_WEIGHT_UPDATES = "weights are loaded once, when the server starts"
@@ -60,6 +60,19 @@ TASKS: dict[str, tuple[str, str]] = {
 """Path -> its method, and the task that it needs. The feature behind it is not installed if the model lacks the task."""
 
 
+_POOLING = "serve a model with --runner pooling, or one with a classification head with --convert embed"
+HOW = {
+    "generate": "serve a model that writes text, without --runner pooling and --convert",
+    "embed": _POOLING,
+    "token_embed": _POOLING,
+    "score": "serve a model with --runner pooling, or one whose classification head has one class",
+    "classify": "serve one with a classification head",
+    "transcription": "serve a Whisper model",
+    "translation": "serve a Whisper model",
+}
+"""Task -> what would have it."""
+
+
 async def refuse(raw_request: Request) -> Response:
     """Raises APIError 404, whatever the body says."""
     path = raw_request.scope["route"].path
@@ -72,9 +85,8 @@ async def refuse_task(raw_request: Request) -> Response:
     services.engine.check_health()
     path = raw_request.scope["route"].path
     task = TASKS[path][1]
-    if task in services.engine.vllm_config.supported_tasks:
-        raise not_found(f"This server has no {path}: the feature behind it is not installed.")
-    raise no_task(task)
+    require_task(services.engine.vllm_config, task, HOW[task])
+    raise not_found(f"This server has no {path}: the feature behind it is not installed.")
 
 
 def install(app: FastAPI, services: Services) -> None:

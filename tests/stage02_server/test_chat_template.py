@@ -255,7 +255,7 @@ def test_a_renderer_that_was_killed_in_between_is_not_the_next_requests_fault(tr
     body = {"messages": MESSAGES, "max_tokens": 3}
     assert trusting.post(CHAT, body).status_code == 200
     children = [
-        p for p in psutil.Process().children() if "stage02_server.features.hardening.template_process" in p.cmdline()
+        p for p in psutil.Process().children() if "stage02_server.features.chat_template.process" in p.cmdline()
     ]
     for child in children:
         child.kill()
@@ -274,7 +274,7 @@ def test_the_process_that_renders_ends_with_the_server() -> None:
     try:
         server.wait_until_ready()
         (child,) = psutil.Process(server.process.pid).children()
-        assert "stage02_server.features.hardening.template_process" in child.cmdline()
+        assert "stage02_server.features.chat_template.process" in child.cmdline()
         server.process.kill()
         assert psutil.wait_procs([child], timeout=PATIENCE)[1] == []
     finally:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, strategies as st
 from server_under_test import InProcessServer, RecordingEcho, events
 
-from stage02_server.features.per_request_metrics import metrics_of
+from stage02_server.features.per_request_metrics.hook import metrics_of
 from stage03_engine.frontend.metrics import RequestStats
 
 CHAT = {"messages": [{"role": "user", "content": "ab"}]}

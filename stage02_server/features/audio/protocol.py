@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, Field, FiniteFloat, ValidationError
@@ -18,24 +18,12 @@ from stage03_engine.errors import InvalidRequestError
 from stage03_engine.sampling_params import RequestOutputKind, SamplingParams
 
 MAX_FILE_BYTES = 25 * 1024**2  # OpenAI's number, and vLLM's default
-_NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    "chunking_strategy": ("auto", ""),
-    "hotwords": ("",),
-    "include[]": ("",),
-    "include_stop_str_in_output": ("false", "False", ""),
-    "known_speaker_names[]": ("",),
-    "known_speaker_references[]": ("",),
-    "n": ("1", ""),
-    "to_language": ("",),
-    "use_beam_search": ("false", "False", ""),
-    "vad_config.enabled": ("false", "False", ""),
-    "vllm_xargs": ("{}", ""),
-}
-"""Field that is not built here -> the values that change nothing and are accepted."""
 
 
 class TranscriptionRequest(RequestModel):
     """POST /v1/audio/transcriptions and /v1/audio/translations, beside the file."""
+
+    refused: ClassVar[str] = "audio"
 
     language: Text | None = None
     prompt: Text = ""
@@ -83,9 +71,7 @@ class TranscriptionRequest(RequestModel):
         for name in ("stream_include_usage", "stream_continuous_usage_stats"):
             if getattr(self, name) and not self.stream:
                 raise InvalidRequestError(f"{name} can only be given together with stream=true.", name)
-        for name, value in (self.model_extra or {}).items():
-            if value not in _NOT_BUILT.get(name, (value,)):
-                raise InvalidRequestError(f"{name} is not supported by this server; leave it out.", name)
+        self.check_built()
 
     def to_sampling_params(self) -> SamplingParams:
         """Raises InvalidRequestError."""

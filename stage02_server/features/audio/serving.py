@@ -77,7 +77,7 @@ class ServingTranscription:
     async def create(self, raw_request: Request, task: Task) -> Answer:
         """The text, the JSON around it, or its stream. Raises every refusal before a stream begins."""
         self.engine_client.check_health()
-        require_task(self.engine_client.vllm_config, task)
+        require_task(self.engine_client.vllm_config, task, "serve a Whisper model")
         request, data = await read_form(raw_request)
         model = self.models.check(request.model)
         request.check()

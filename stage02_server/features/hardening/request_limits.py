@@ -1,12 +1,10 @@
 """How much of a request is taken in, before anything looks at it (vLLM: only the limits of the header).
 
-The body: `BodyLimitMiddleware`, and once it is parsed `check_number_of_items`. The header: `LimitedHttpProtocol`, as the parser that uvicorn uses has no limit of its own.
+The body: `BodyLimitMiddleware`, and once it is parsed `BoundedBody` in fields.py. The header: `LimitedHttpProtocol`, as the
+parser that uvicorn uses has no limit of its own.
 """
 
 from __future__ import annotations
-
-import math
-from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -16,29 +14,10 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from stage02_server.errors import APIError, error_json, error_response
 from stage02_server.features.hardening.flags import HardeningFlags
 
-MAX_ITEMS = 65536  # each wrong one costs microseconds and a complaint, while everybody else waits
 MAX_BRACKETS = 2**19  # opening ones, in text too; parsing so many lists takes up to a second, in which all wait
 MULTIPART_BYTES = 32 * 1024**2  # an uploaded file is not parsed as JSON, which is what makes a large body expensive
 
 COMPRESSIONS = {"gzip", "x-gzip", "deflate", "compress", "br", "zstd"}  # a small body that becomes a large one
-
-
-def check_number_of_items(body: dict[str, Any]) -> None:
-    """Raises APIError for a field that holds more than MAX_ITEMS items, at all depths together (token ids may be more), or
-    somewhere within it a number that is none (NaN, Infinity): those pass many a comparison."""
-    for name, value in body.items():
-        count, waiting = 0, [] if name in ("prompt", "tokens") else [value]
-        while waiting:
-            inner = waiting.pop()
-            if isinstance(inner, dict):
-                inner = list(inner.values())
-            if isinstance(inner, list):
-                count += len(inner)
-                if count > MAX_ITEMS:
-                    raise APIError(400, "BadRequestError", f"{name} must have at most {MAX_ITEMS} items.", name)
-                waiting.extend(inner)
-            elif isinstance(inner, float) and inner is not value and not math.isfinite(inner):
-                raise APIError(400, "BadRequestError", f"{name} must hold finite numbers only.", name)
 
 
 class BodyLimitMiddleware:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import ClassVar, Literal
 
 from pydantic import BaseModel
 
@@ -14,36 +14,17 @@ from stage03_engine.params.pooling_params import PoolingParams
 
 MAX_INPUTS = 2048  # texts of one request, OpenAI's number
 
-_NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    "activation": (None,),
-    "chat_template": (None,),
-    "chat_template_kwargs": (None,),
-    "embed_dtype": ("float32", None),
-    "endianness": ("native", "little", None),
-    "instruction": (None, ""),
-    "max_tokens_per_doc": (0, None),
-    "max_tokens_per_query": (0, None),
-    "messages": (None,),
-    "mm_processor_kwargs": (None,),
-    "softmax": (None,),
-}
-"""Field of vLLM's interface that is not built here -> the values that change nothing and are accepted."""
-
 
 class PoolingBase(RequestModel):
     """What all of them have in common."""
+
+    refused: ClassVar[str] = "pooling"
 
     truncate_prompt_tokens: Int64 | None = None
     truncation_side: Literal["left", "right"] | None = None
     user: Text | None = None
     priority: Int32 = 0
     cache_salt: Text | None = None
-
-    def check_built(self) -> None:
-        """Raises InvalidRequestError for a field that asks for what is not built here."""
-        for name, value in (self.model_extra or {}).items():
-            if value not in _NOT_BUILT.get(name, (value,)):
-                raise InvalidRequestError(f"{name} is not supported by this server; leave it out.", name)
 
 
 class InputRequest(PoolingBase, ChatTemplateFields):

@@ -39,6 +39,14 @@ from stage03_engine.outputs import RequestOutput
 from stage03_engine.params.pooling_params import TOKEN_TASKS, PoolingParams
 from stagetrace import trace
 
+_HOW = {
+    "embed": "serve a model with --runner pooling, or one with a classification head with --convert embed",
+    "token_embed": "serve a model with --runner pooling, or one with a classification head with --convert embed",
+    "score": "serve a model with --runner pooling, or one whose classification head has one class",
+    "classify": "serve one with a classification head",
+    "token_classify": "serve one with a classification head",
+}
+"""Task -> what would have it."""
 Prompt = str | list[int] | tuple[str, str]  # two texts: one prompt for a cross-encoder
 MAX_NUMBERS = 2**22  # of one answer with a vector per token; as JSON they are about 80 MB
 
@@ -72,7 +80,7 @@ class PoolingBatches:
     def check(self, request: PoolingBase, task: str) -> str:
         """The model name to answer with. Raises what makes the request impossible whatever its texts say."""
         self.engine_client.check_health()
-        require_task(self.engine_client.vllm_config, task)
+        require_task(self.engine_client.vllm_config, task, _HOW[task])
         model = self.models.check(request.model)
         request.check_built()
         return model

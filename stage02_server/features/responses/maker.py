@@ -33,11 +33,11 @@ from stage03_engine.outputs import CompletionOutput
 from stagetrace import trace
 
 
-def _new_response(request: ResponsesRequest, batch: EngineRequests, store: bool) -> ResponsesResponse:
-    params = batch.requests[0].sampling_params
+def _new_response(request: ResponsesRequest, requests: EngineRequests, store: bool) -> ResponsesResponse:
+    params = requests.engine_requests[0].sampling_params
     asked, choice = request.text and request.text.format, request.tool_choice or "auto"
     return ResponsesResponse(
-        id=batch.ids.response,
+        id=requests.ids.response,
         created_at=int(time.time()),
         status="queued" if request.background else "in_progress",
         background=bool(request.background),
@@ -45,7 +45,7 @@ def _new_response(request: ResponsesRequest, batch: EngineRequests, store: bool)
         max_output_tokens=request.max_output_tokens,
         max_tool_calls=request.max_tool_calls,
         metadata=request.metadata or {},
-        model=batch.model,
+        model=requests.model,
         parallel_tool_calls=request.parallel_tool_calls is not False,
         previous_response_id=request.previous_response_id,
         reasoning=request.reasoning.model_dump(exclude={"generate_summary"}) if request.reasoning else None,
@@ -67,13 +67,13 @@ class ResponseMaker:
     def __init__(
         self,
         request: ResponsesRequest,
-        batch: EngineRequests,
+        requests: EngineRequests,
         tokenizer: Tokenizer,
         store: bool,
         parser: AnswerParser | None,
     ) -> None:
-        self.response = _new_response(request, batch, store)
-        self._batch, self._tokenizer, self._parser = batch, tokenizer, parser
+        self.response = _new_response(request, requests, store)
+        self._requests, self._tokenizer, self._parser = requests, tokenizer, parser
         self._include_reasoning = request.include_reasoning
         self._output = OutputItems()
         self._reasoning = ""
@@ -137,7 +137,7 @@ class ResponseMaker:
     def _trace_end(self, output: CompletionOutput) -> None:
         if trace.on and output.finish_reason is not None and self._parser is not None:
             trace.emit(
-                "answer.parsed", req=self._batch.ids.engine_id(0), index=0, tool_calls=self._parser.num_calls,
+                "answer.parsed", req=self._requests.ids.engine_id(0), index=0, tool_calls=self._parser.num_calls,
                 reasoning_characters=self._parser.num_characters,
             )  # fmt: skip
 
@@ -157,7 +157,8 @@ class ResponseMaker:
             self.response.incomplete_details = IncompleteDetails(reason="max_output_tokens")
         self.response.output = self._output.items
         self.response.usage = self._usage()
-        self.response.metrics = self._batch.metrics()
+        for hook in self._requests.hooks:
+            hook.response(self.response)
         yield self._event(self.response.status, response=self.response)
 
     def fail(self, error: Exception) -> bytes:
@@ -169,7 +170,7 @@ class ResponseMaker:
         return self._event("failed", response=self.response)
 
     def _usage(self) -> ResponseUsage:
-        usage = self._batch.usage([self._num_tokens])
+        usage = self._requests.usage([self._num_tokens])
         reasoning = len(self._tokenizer.encode(self._reasoning, add_special_tokens=False)) if self._reasoning else 0
         return ResponseUsage(
             input_tokens=usage.prompt_tokens,

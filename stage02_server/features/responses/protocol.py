@@ -14,7 +14,9 @@ from stage02_server.features.tools.fields import (
     ToolChoice,
     ToolParam,
 )
+from stage02_server.features.tools.tool_choice import force_tool
 from stage02_server.protocol import (
+    BEAM_SEARCH,
     ChatCompletionRequest,
     ChatMessageParam,
     ContentPart,
@@ -24,7 +26,7 @@ from stage02_server.protocol import (
 )
 from stage02_server.protocol_types import Int32, Int64, RepeatedJson, Text
 from stage03_engine.errors import InvalidRequestError
-from stage03_engine.frontend.features.beam_search import BeamSearchParams
+from stage03_engine.mixins import mixins
 from stage03_engine.sampling_params import MAX_LOGPROBS, SamplingParams
 
 OBJECT_CHARACTERS = 600  # what an item or a part takes in memory besides its text, as so many bytes
@@ -286,7 +288,7 @@ class ReasoningConfig(BaseModel):
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class ResponsesRequest(SamplingRequest):
+class ResponsesRequest(*mixins(BEAM_SEARCH), SamplingRequest):  # type: ignore[misc]
     """POST /v1/responses."""
 
     input: Text | list[InputItem]
@@ -346,17 +348,19 @@ class ResponsesRequest(SamplingRequest):
         """What the chat template, the grammar of a forced call and the parsers of answers are to know, in the words of a
         chat. Raises InvalidRequestError for tools that are no functions."""
         tools, choice = tools_of_chat(self.tools or [], self.tool_choice)
+        fields: dict[str, Any] = {
+            "tools": tools or None,
+            "tool_choice": None if choice == "auto" else choice,
+            "parallel_tool_calls": self.parallel_tool_calls if tools else None,
+            "reasoning_effort": self.reasoning.effort if self.reasoning else None,
+            "chat_template_kwargs": self.chat_template_kwargs,
+        }
         return ChatCompletionRequest(
-            messages=messages,
-            tools=tools or None,
-            tool_choice=choice,
-            parallel_tool_calls=self.parallel_tool_calls,
-            reasoning_effort=self.reasoning.effort if self.reasoning else None,
-            chat_template_kwargs=self.chat_template_kwargs,
+            messages=messages, **{name: value for name, value in fields.items() if value is not None}
         )
 
-    def to_sampling_params(self) -> SamplingParams | BeamSearchParams:
-        """Raises InvalidRequestError."""
+    def to_sampling_params(self, defaults: dict[str, Any], chat: ChatCompletionRequest) -> SamplingParams:
+        """`chat` is the request in the words of a chat. Raises InvalidRequestError."""
         top = self.top_logprobs or 0
         if not 0 <= top <= MAX_LOGPROBS:
             raise InvalidRequestError(f"top_logprobs must be in [0, {MAX_LOGPROBS}], got {top}.", "top_logprobs")
@@ -366,7 +370,10 @@ class ResponsesRequest(SamplingRequest):
         changed: dict[str, Any] = {"response_format": self._response_format()}
         if self.truncation == "auto":
             changed["truncate_prompt_tokens"] = -1
-        return self.model_copy(update=changed)._sampling_params(self.max_output_tokens, top if wanted else None)
+        copy = self.model_copy(update=changed)
+        params = copy._arguments(defaults, self.max_output_tokens, top if wanted else None)
+        force_tool(params, chat.tools or [], chat.tool_choice, chat.parallel_tool_calls is not False)
+        return SamplingParams(**params)
 
     def _response_format(self) -> dict[str, Any] | None:
         """`text.format` in the words of a chat."""

@@ -6,8 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from stage02_server.features.per_request_metrics import PerRequestMetrics
-from stage02_server.protocol_response import ChatLogProb
+from stage02_server.protocol_response import METRICS, ChatLogProb
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
@@ -100,8 +99,8 @@ class IncompleteDetails(BaseModel):
     reason: str
 
 
-class ResponsesResponse(BaseModel):
-    """The answer of /v1/responses: what was asked for, how far it has come, and the output when it is there."""
+class PlainResponsesResponse(BaseModel):
+    """`ResponsesResponse` without what features add."""
 
     id: str
     object: Literal["response"] = "response"
@@ -131,4 +130,7 @@ class ResponsesResponse(BaseModel):
     truncation: str
     usage: ResponseUsage | None = None
     user: str | None = None
-    metrics: PerRequestMetrics | None = None  # with --enable-per-request-metrics
+
+
+class ResponsesResponse(*METRICS, PlainResponsesResponse):  # type: ignore[misc]
+    """The answer of /v1/responses: what was asked for, how far it has come, and the output when it is there."""

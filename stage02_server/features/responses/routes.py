@@ -40,6 +40,6 @@ async def cancel_responses(response_id: str, raw_request: Request) -> Response:
 def install(app: FastAPI, services: Services) -> None:
     """Add the routes and their handler, which takes answers apart as chats do."""
     app.state.openai_serving_responses = OpenAIServingResponses(
-        services.engine, services.models, services.template, services.args, app.state.openai_serving_chat.answers
+        services.engine, services.models, services.template, services.args, app.state.openai_serving_chat
     )
     app.include_router(router)

@@ -25,11 +25,10 @@ from stage02_server.features.responses.protocol import (
 )
 from stage02_server.features.responses.protocol_output import ResponsesResponse
 from stage02_server.features.responses.store import EventLog, ResponseStore, StoredResponse
-from stage02_server.features.tools.chat_answers import ChatAnswers
-from stage02_server.features.tools.tool_choice import with_forced_tool
 from stage02_server.middleware import RequestIds
 from stage02_server.protocol import ChatCompletionRequest, ChatMessageParam
 from stage02_server.routes import OpenAIServingModels
+from stage02_server.serving_chat import OpenAIServingChat
 from stage02_server.serving_engine import EngineRequests, OpenAIServing, Outputs
 from stage02_server.streaming import run_until_disconnect
 from stage03_engine.errors import InvalidRequestError
@@ -48,10 +47,10 @@ class OpenAIServingResponses(OpenAIServing):
         models: OpenAIServingModels,
         template: ChatTemplate,
         args: FrontendArgs,
-        answers: ChatAnswers,
+        chat: OpenAIServingChat,
     ) -> None:
         super().__init__(engine_client, models, args)
-        self._template, self._store, self._answers = template, ResponseStore(args.max_stored_responses), answers
+        self._template, self._store, self._chat = template, ResponseStore(args.max_stored_responses), chat
 
     async def create_responses(self, request: ResponsesRequest, raw_request: Request) -> Answer:
         """The response, or its events. Raises every refusal before a stream begins."""
@@ -67,19 +66,18 @@ class OpenAIServingResponses(OpenAIServing):
             trace.emit("request.validated", req=ids.engine_id(0), model=model, stream=bool(request.stream), prompts=1)
         items = [*self._earlier(request), *request.items()]
         chat = self._as_chat(request, items)
-        params = with_forced_tool(
-            request.to_sampling_params(), chat.tools or [], chat.tool_choice, chat.parallel_tool_calls is not False
-        )
+        params = request.to_sampling_params(self.defaults, chat)
         prompt = await self._prompt(chat, ids)
         special = self._template.adds_special_tokens(None)
-        batch = await self.make_batch(request, [prompt], params, ids, model, raw_request.receive, special)
-        structured = batch.requests[0].sampling_params.structured_outputs is not None
-        parser = self._answers.parser(chat, prompt, structured)
-        maker = ResponseMaker(request, batch, self.engine_client.tokenizer, keep, parser)
+        requests = await self.make_requests(request, [prompt], params, ids, model, raw_request.receive, special)
+        requests.compiles = params.structured_outputs is not None
+        parsers = self._chat.parsers
+        parser = None if parsers is None else parsers.parser(chat, prompt, requests.compiles)
+        maker = ResponseMaker(request, requests, self.engine_client.tokenizer, keep, parser)
         entry = StoredResponse(maker.response, items)
         if request.background:
-            return self._in_background(entry, maker, batch, bool(request.stream))
-        source = await self.begin_outputs(batch, raw_request.receive)
+            return self._in_background(entry, maker, requests, bool(request.stream))
+        source = await self.begin_outputs(requests, raw_request.receive)
         events = self._events(maker, source, entry, keep)
         if request.stream:
             return self._sent(_until_failure(events, maker), ids)
@@ -117,7 +115,7 @@ class OpenAIServingResponses(OpenAIServing):
         if request.instructions:
             messages = [ChatMessageParam(role="system", content=request.instructions), *messages]
         chat = request.as_chat(messages)
-        self._answers.check(chat)
+        self._chat.parsers_for(chat)
         if LOGPROBS in (request.include or []) and chat.tools and chat.tool_choice != "none":
             raise InvalidRequestError(
                 f"{LOGPROBS} cannot be told of an answer that may call tools; leave one of both out.", "include"
@@ -125,8 +123,9 @@ class OpenAIServingResponses(OpenAIServing):
         return chat
 
     async def _prompt(self, chat: ChatCompletionRequest, ids: RequestIds) -> str:
-        shown = self._answers.shown_to_template(chat)
-        prompt = await asyncio.to_thread(self._template.apply, chat.messages, shown)  # a template may take its time
+        parsers = self._chat.parsers
+        shown = chat if parsers is None else parsers.shown_to_template(chat)
+        prompt = await asyncio.to_thread(self._template.apply, chat.messages, shown)
         if trace.on:
             count = len(chat.messages)
             trace.emit("request.templated", req=ids.engine_id(0), messages=count, characters=len(prompt))
@@ -157,20 +156,20 @@ class OpenAIServingResponses(OpenAIServing):
                 yield event
 
     def _in_background(
-        self, entry: StoredResponse, maker: ResponseMaker, batch: EngineRequests, stream: bool
+        self, entry: StoredResponse, maker: ResponseMaker, requests: EngineRequests, stream: bool
     ) -> Answer:
         entry.log = EventLog() if stream else None
         self._store.add(entry)
         created = maker.response.model_copy()  # queued; the task changes the other one
-        entry.task = asyncio.create_task(self._work(entry, maker, batch))
+        entry.task = asyncio.create_task(self._work(entry, maker, requests))
         entry.task.add_done_callback(lambda _: self._ended(entry))  # even if it is cancelled before it begins
         if entry.log is None:
             return created
-        return self._sent(entry.log.read(0), batch.ids)
+        return self._sent(entry.log.read(0), requests.ids)
 
-    async def _work(self, entry: StoredResponse, maker: ResponseMaker, batch: EngineRequests) -> None:
+    async def _work(self, entry: StoredResponse, maker: ResponseMaker, requests: EngineRequests) -> None:
         async with aclosing(
-            _until_failure(self._events(maker, self.outputs(batch), entry, keep=True), maker)
+            _until_failure(self._events(maker, self.outputs(requests), entry, keep=True), maker)
         ) as events:
             async for event in events:
                 if entry.log is not None:

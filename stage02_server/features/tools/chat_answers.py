@@ -1,21 +1,24 @@
-"""How the answers to chats are taken apart, by the server's flags and the request's wishes, and their JSON."""
+"""How the answers to chats are taken apart, as the server's flags and the request say, and their JSON."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from stage02_server.cli_args import FrontendArgs
 from stage02_server.features.tools.answer_parser import AnswerDelta, AnswerParser
-from stage02_server.features.tools.fields import NamedToolChoice
+from stage02_server.features.tools.fields import FunctionCall, NamedToolChoice, ToolCall
 from stage02_server.features.tools.reasoning_parsers import REASONING_PARSERS
 from stage02_server.features.tools.tool_parsers import TOOL_PARSERS, NamedToolParser, RequiredToolParser
 from stage02_server.protocol import ChatCompletionRequest
-from stage02_server.protocol_response import FunctionCall, ToolCall
+from stage02_server.serving_engine import EngineRequests
 from stage03_engine.errors import ConfigError, InvalidRequestError
+from stage03_engine.outputs import CompletionOutput
+from stagetrace import trace
 
 
 def _load_plugin(path: str, flag: str) -> None:
@@ -53,7 +56,7 @@ class ChatAnswers:
         self._args = args
 
     def check(self, request: ChatCompletionRequest) -> None:
-        """Raises InvalidRequestError when the model may choose a tool by the request, but not by the flags."""
+        """Raises InvalidRequestError if the request lets the model choose a tool, and the flags do not."""
         if self._chooses(request) and not self._args.enable_auto_tool_choice:
             raise InvalidRequestError(
                 'tool_choice "auto" needs a server with --enable-auto-tool-choice and --tool-call-parser.',
@@ -82,14 +85,52 @@ class ChatAnswers:
             return None
         return AnswerParser(reasoning, tools, request.include_reasoning, request.parallel_tool_calls is not False)
 
+    def for_request(
+        self, request: ChatCompletionRequest, prompt: str, requests: EngineRequests
+    ) -> Callable[[], ParsedAnswer] | None:
+        """Makes each answer to the request; None if their text is their content."""
+        if self.parser(request, prompt, requests.compiles) is None:
+            return None
+        named = isinstance(request.tool_choice, NamedToolChoice)
+
+        def new_answer() -> ParsedAnswer:
+            parser = self.parser(request, prompt, requests.compiles)
+            assert parser is not None
+            return ParsedAnswer(parser, requests.ids.engine_id(0), named)
+
+        return new_answer
+
     def _chooses(self, request: ChatCompletionRequest) -> bool:
         return bool(request.tools) and request.tool_choice in (None, "auto")
 
 
-def finish_reason(reason: str | None, request: ChatCompletionRequest, num_calls: int) -> str | None:
-    """ "tool_calls" instead of "stop" when the model decided which tools to call; as at OpenAI, not for one forced by name."""
-    called = num_calls and not isinstance(request.tool_choice, NamedToolChoice)
-    return "tool_calls" if called and reason == "stop" else reason
+class ParsedAnswer:
+    """One answer as reasoning, content and tool calls. `named`: the request named the function to call."""
+
+    def __init__(self, parser: AnswerParser, req: str, named: bool) -> None:
+        self._parser, self._req, self._named = parser, req, named
+
+    def delta(self, output: CompletionOutput) -> dict[str, Any]:
+        """What a piece of output adds, as the `delta` of a chunk; empty if it is held back."""
+        return delta_fields(self._feed(output))
+
+    def message(self, output: CompletionOutput) -> dict[str, Any]:
+        """A whole answer as fields of `ChatMessage`."""
+        return message_fields(self._feed(output))
+
+    def _feed(self, output: CompletionOutput) -> AnswerDelta:
+        delta = self._parser.feed(output.text, output.finish_reason is not None)
+        if trace.on and output.finish_reason is not None:
+            trace.emit(
+                "answer.parsed", req=self._req, index=output.index, reasoning_characters=self._parser.num_characters,
+                tool_calls=self._parser.num_calls,
+            )  # fmt: skip
+        return delta
+
+    def finish_reason(self, output: CompletionOutput) -> str | None:
+        """ "tool_calls" instead of "stop" if the model decided which tools to call; as at OpenAI, not if the request did."""
+        called = self._parser.num_calls and not self._named
+        return "tool_calls" if called and output.finish_reason == "stop" else output.finish_reason
 
 
 def _call_id() -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from stage02_server.protocol_types import Text
+from stage02_server.protocol_types import RequestFields, Text
+
+if TYPE_CHECKING:
+    from stage03_engine.sampling_params import SamplingParams
 
 MAX_TOOLS = 128
 
@@ -16,29 +19,88 @@ class FunctionDefinition(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    name: Text = Field(min_length=1, max_length=128)
-    description: Text | None = None
-    parameters: dict[str, Any] | None = None
+    name: Text = Field(min_length=1, max_length=128, description="Its name.")
+    description: Text | None = Field(None, description="What it is for; the chat template may show it to the model.")
+    parameters: dict[str, Any] | None = Field(None, description="A JSON schema of the function's arguments.")
 
 
 class ToolParam(BaseModel):
     """A tool; only functions exist."""
 
-    type: Literal["function"] = "function"
-    function: FunctionDefinition
+    type: Literal["function"] = Field("function", description="What it is.")
+    function: FunctionDefinition = Field(description="The function.")
 
 
 class FunctionName(BaseModel):
     """The name of a function."""
 
-    name: Text
+    name: Text = Field(description="Its name.")
 
 
 class NamedToolChoice(BaseModel):
     """The tool that must be called."""
 
-    type: Literal["function"] = "function"
-    function: FunctionName
+    type: Literal["function"] = Field("function", description="What it is.")
+    function: FunctionName = Field(description="The function.")
 
 
 ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
+
+
+class ToolList(RequestFields):
+    """The tools, which the chat template shows to the model."""
+
+    parser_class: ClassVar[str] = "stage02_server.features.tools.chat_answers:ChatAnswers"
+
+    tools: list[ToolParam] | None = Field(None, max_length=MAX_TOOLS, description="Functions that the model may call.")
+
+
+class ToolFields(RequestFields):
+    """Which of the tools the model must call, and what the answer tells."""
+
+    parser_class: ClassVar[str] = "stage02_server.features.tools.chat_answers:ChatAnswers"
+
+    tool_choice: ToolChoice | None = Field(  # None: "auto" if there are tools
+        None, description="none, auto, required, or one function by its name."
+    )
+    parallel_tool_calls: bool | None = Field(True, description="Whether an answer may have more than one call.")
+    include_reasoning: bool = Field(True, description="Tell what --reasoning-parser takes for reasoning.")
+
+    @property
+    def forces_call(self) -> bool:
+        """True if the answer is a call whatever the model thinks."""
+        return self.tool_choice not in (None, "none", "auto")
+
+    def apply(self, params: dict[str, Any]) -> None:
+        """A call that is forced is structured output. Raises InvalidRequestError for a choice that the tools do not offer."""
+        if self.forces_call:
+            from stage02_server.features.tools.tool_choice import force_tool
+
+            tools = getattr(self, "tools", None) or []
+            force_tool(params, tools, self.tool_choice, self.parallel_tool_calls is not False)
+
+    def compiles(self, params: SamplingParams) -> bool:
+        """The engine compiles the grammar of the tools' schemas."""
+        return self.forces_call
+
+
+class FunctionCall(BaseModel):
+    """The function that the model calls; `arguments` is JSON as the model wrote it, valid or not."""
+
+    name: str = Field(description="Its name.")
+    arguments: str = Field(description="The arguments of the call, as JSON in a text.")
+
+
+class ToolCall(BaseModel):
+    """A tool call of the answer."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class MessageFields(BaseModel):
+    """What the answering message may hold beside its content."""
+
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] | None = None

@@ -8,33 +8,26 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
 from stage02_server.features.tools.fields import NamedToolChoice, ToolChoice, ToolParam
 from stage03_engine.errors import InvalidRequestError
-from stage03_engine.frontend.features.beam_search import BeamSearchParams
 from stage03_engine.params.structured_outputs import StructuredOutputsParams
-from stage03_engine.sampling_params import SamplingParams
 
 _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}}
 
 
-def with_forced_tool(
-    params: SamplingParams | BeamSearchParams, tools: list[ToolParam], choice: ToolChoice | None, parallel: bool
-) -> SamplingParams | BeamSearchParams:
-    """The same parameters, and with tool_choice "required" or a name: the answer matches the tools' schemas. Raises
-    InvalidRequestError for a choice that the tools do not offer, or that something else in the request contradicts."""
+def force_tool(params: dict[str, Any], tools: list[ToolParam], choice: ToolChoice | None, parallel: bool) -> None:
+    """With tool_choice "required" or a name: the answer must match the tools' schemas. `params` are the arguments of
+    SamplingParams. Raises InvalidRequestError for a choice that the tools do not offer, or that something else in the request
+    contradicts."""
     if choice in (None, "none", "auto"):
-        return params
+        return
     if not tools:
         raise InvalidRequestError("tool_choice needs tools.", "tool_choice")
-    if isinstance(params, BeamSearchParams):
-        raise InvalidRequestError("tool_choice cannot be combined with use_beam_search.", "tool_choice")
-    if params.structured_outputs is not None:
-        source = params.structured_outputs.source
+    if (structured := params.get("structured_outputs")) is not None:
+        source = structured.source
         raise InvalidRequestError(f"Give only one of {source} and a tool_choice that forces a call.", "tool_choice")
     schema = _named(tools, choice.function.name) if isinstance(choice, NamedToolChoice) else _any_of(tools, parallel)
-    return msgspec.structs.replace(params, structured_outputs=StructuredOutputsParams(json=schema, source="tools"))
+    params["structured_outputs"] = StructuredOutputsParams(json=schema, source="tools")
 
 
 def _named(tools: list[ToolParam], name: str) -> dict[str, Any]:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel
+from typing import Any
 
+from stage02_server.features.per_request_metrics.fields import PerRequestMetrics
+from stage02_server.protocol_types import AnswerHook
 from stage03_engine.frontend.metrics import RequestStats
+from stage03_engine.outputs import RequestOutput
 
 
-class PerRequestMetrics(BaseModel):
-    """Times in milliseconds, over all answers of the request; None where there is nothing to measure."""
+class MetricsHook(AnswerHook):
+    """Measures one HTTP request."""
 
-    time_to_first_token_ms: float  # from the request's arrival
-    generation_time_ms: float  # from the first token of all to the last
-    queue_time_ms: float  # until the scheduler took the request in
-    mean_itl_ms: float | None  # from one token of an answer to its next
-    tokens_per_second: float | None  # behind the first ones
-    speculative_decoding: None = None
+    def __init__(self) -> None:
+        self._ended: list[RequestStats] = []  # the histories of the answers that have ended
+
+    def output(self, prompt: int, output: RequestOutput) -> None:
+        """Keeps the histories."""
+        self._ended += [answer.stats for answer in output.outputs if answer.stats is not None]
+
+    def response(self, response: Any) -> None:
+        """None if no answer has a token, as with beam search."""
+        response.metrics = metrics_of([stats for stats in self._ended if stats.num_output_tokens])
 
 
 def metrics_of(answers: list[RequestStats]) -> PerRequestMetrics | None:

@@ -1,4 +1,4 @@
-"""The server's end of the process that renders chat templates (template_process.py has the other end)."""
+"""The server's end of the process that renders chat templates (process.py has the other end)."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class TemplateRenderer:
     def _start(self) -> None:
         if self._process is not None:
             self._finalizer()
-        command = [sys.executable, "-m", "stage02_server.features.hardening.template_process"]
+        command = [sys.executable, "-m", "stage02_server.features.chat_template.process"]
         pipe = subprocess.PIPE
         with signals_are_ours():
             self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)

@@ -1,26 +1,14 @@
-"""The fields by which a request asks for structured output: OpenAI's `response_format`, vLLM's `structured_outputs` and its
-older `guided_*` (vllm/entrypoints/openai/protocol.py).
-"""
+"""From the request fields of structured output to what the engine is told."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
+from stage02_server.features.structured_outputs.fields import StructuredOutputsFields
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.params.structured_outputs import KINDS, StructuredOutputsParams
-
-
-class StructuredOutputsFields(Protocol):
-    """The part of a request body that counts here."""
-
-    response_format: dict[str, Any] | None
-    structured_outputs: dict[str, Any] | None
-    guided_json: str | dict[str, Any] | bool | None
-    guided_regex: str | None
-    guided_choice: list[str] | None
-    guided_grammar: str | None
 
 
 def to_structured_outputs(request: StructuredOutputsFields) -> StructuredOutputsParams | None:

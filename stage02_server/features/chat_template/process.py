@@ -1,4 +1,4 @@
-"""The process that renders chat templates: `python -m stage02_server.features.hardening.template_process`.
+"""The process that renders chat templates: `python -m stage02_server.features.chat_template.process`.
 
 A template comes with a model, or even with a request: it is a program from elsewhere. Jinja's sandbox keeps it from reaching
 Python's inside, but not from looping for ever or from building a text of a terabyte. Here it does so alone: the operating

@@ -1,0 +1,40 @@
+"""The field `echo` of a completion: its answers begin with the prompt. Evaluation harnesses score texts so, with max_tokens 0."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+from stage02_server.protocol_types import AnswerHook, RequestFields
+
+if TYPE_CHECKING:
+    from starlette.types import Receive
+
+    from stage02_server.serving_engine import EngineRequests, OpenAIServing
+
+
+class EchoFields(RequestFields):
+    """Repeat the prompt."""
+
+    echo: bool | None = Field(False, description="The answer begins with the prompt.")
+
+    def apply(self, params: dict[str, Any]) -> None:
+        """Ask for the prompt's logprobs too. The engine cannot generate no token at all, so with max_tokens 0 it generates one,
+        which nobody sees."""
+        if not self.echo:
+            return
+        if params["max_tokens"] == 0:
+            params["max_tokens"] = 1
+        if params["logprobs"] is not None:
+            params["prompt_logprobs"] = max(params["logprobs"], params.get("prompt_logprobs") or 0)
+
+    async def hook(
+        self, serving: OpenAIServing, requests: EngineRequests, prompts: list[str | list[int]], receive: Receive
+    ) -> AnswerHook | None:
+        """Puts the prompts into the answers."""
+        if not self.echo:
+            return None
+        from stage02_server.features.echo.answer import make_echo_hook
+
+        return await make_echo_hook(self, serving, requests, prompts, receive)

@@ -1,0 +1,42 @@
+"""How many items a request body may have, asked before pydantic looks at each of them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from pydantic import BaseModel, model_validator
+
+from stage02_server.errors import APIError
+
+MAX_ITEMS = 65536  # each wrong one costs microseconds and a complaint, while everybody else waits
+
+
+def check_number_of_items(body: dict[str, Any]) -> None:
+    """Raises APIError for a field that holds more than MAX_ITEMS items, at all depths together (token ids may be more), or
+    somewhere within it a number that is none (NaN, Infinity): those pass many a comparison."""
+    for name, value in body.items():
+        count, waiting = 0, [] if name in ("prompt", "tokens") else [value]
+        while waiting:
+            inner = waiting.pop()
+            if isinstance(inner, dict):
+                inner = list(inner.values())
+            if isinstance(inner, list):
+                count += len(inner)
+                if count > MAX_ITEMS:
+                    raise APIError(400, "BadRequestError", f"{name} must have at most {MAX_ITEMS} items.", name)
+                waiting.extend(inner)
+            elif isinstance(inner, float) and inner is not value and not math.isfinite(inner):
+                raise APIError(400, "BadRequestError", f"{name} must hold finite numbers only.", name)
+
+
+class BoundedBody(BaseModel):
+    """Base of all request bodies."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bounded(cls, body: Any) -> Any:
+        """Raises APIError."""
+        if isinstance(body, dict):
+            check_number_of_items(body)
+        return body

@@ -1,0 +1,45 @@
+"""The log-probabilities of the prompt in vLLM's shape (vllm/entrypoints/openai/protocol.py, prompt_logprobs)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stage02_server.logprobs import finite
+from stage02_server.protocol_response import PromptLogprob
+from stage02_server.protocol_types import AnswerHook
+from stage02_server.serving_engine import EngineRequests
+from stage03_engine.frontend.tokenizer import Tokenizer
+from stage03_engine.messages import TokenLogprobs
+from stage03_engine.outputs import RequestOutput
+
+
+class PromptLogprobsHook(AnswerHook):
+    """Of each position the token itself and the `k` most likely ones: `echo` may have asked the engine for more."""
+
+    def __init__(self, requests: EngineRequests, tokenizer: Tokenizer, k: int) -> None:
+        self._requests, self._tokenizer, self._k = requests, tokenizer, k
+        self._found: dict[int, list[dict[int, PromptLogprob] | None]] = {}  # prompt -> as in the response
+
+    def output(self, prompt: int, output: RequestOutput) -> None:
+        """Keeps what comes with the first output."""
+        if output.prompt_logprobs is not None:
+            self._found[prompt] = [entry and self._position(entry) for entry in output.prompt_logprobs]
+
+    def _position(self, entry: TokenLogprobs) -> dict[int, PromptLogprob]:
+        """The tokens that could have stood there, by id."""
+        position: dict[int, PromptLogprob] = {}
+        ranks = [entry.sampled_rank, *range(1, self._k + 1)]
+        for token_id, logprob, rank in zip(entry.token_ids, entry.logprobs, ranks):
+            text = self._tokenizer.token_text(token_id)
+            position.setdefault(token_id, PromptLogprob(logprob=finite(logprob), rank=rank, decoded_token=text))
+        return position
+
+    def choice(self, index: int, choice: Any, first: bool) -> None:
+        """Completions have them in each choice."""
+        if "prompt_logprobs" in type(choice).model_fields:
+            choice.prompt_logprobs = self._found.get(index // self._requests.n)
+
+    def response(self, response: Any) -> None:
+        """Chats have them beside the choices."""
+        if "prompt_logprobs" in type(response).model_fields:
+            response.prompt_logprobs = self._found.get(0)

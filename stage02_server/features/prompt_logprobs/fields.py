@@ -1,0 +1,39 @@
+"""The request field `prompt_logprobs`: the log-probabilities of the prompt's tokens, in vLLM's shape."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+from stage02_server.protocol_types import AnswerHook, Int32, RequestFields
+from stage03_engine.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from starlette.types import Receive
+
+    from stage02_server.serving_engine import EngineRequests, OpenAIServing
+
+
+class PromptLogprobsFields(RequestFields):
+    """Not in a stream."""
+
+    prompt_logprobs: Int32 | None = Field(None, description="The same for the tokens of the prompt.")
+
+    def apply(self, params: dict[str, Any]) -> None:
+        """Raises InvalidRequestError in a stream."""
+        if self.prompt_logprobs is None:
+            return
+        if getattr(self, "stream", False):
+            raise InvalidRequestError("prompt_logprobs cannot be given in a stream.", "prompt_logprobs")
+        params["prompt_logprobs"] = self.prompt_logprobs
+
+    async def hook(
+        self, serving: OpenAIServing, requests: EngineRequests, prompts: list[str | list[int]], receive: Receive
+    ) -> AnswerHook | None:
+        """Puts them into the response."""
+        if self.prompt_logprobs is None:
+            return None
+        from stage02_server.features.prompt_logprobs.answer import PromptLogprobsHook
+
+        return PromptLogprobsHook(requests, serving.engine_client.tokenizer, self.prompt_logprobs)

@@ -1,0 +1,42 @@
+"""The request fields of structured output: OpenAI's `response_format`, vLLM's `structured_outputs` and its older `guided_*`
+(vllm/entrypoints/openai/protocol.py).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+from stage02_server.protocol_types import RequestFields, Text
+
+if TYPE_CHECKING:
+    from stage03_engine.sampling_params import SamplingParams
+
+
+class StructuredOutputsFields(RequestFields):
+    """What the answer must match. At most one of them may be given."""
+
+    response_format: dict[str, Any] | None = Field(
+        None, description="Text, a JSON object, or JSON that follows a schema."
+    )
+    structured_outputs: dict[str, Any] | None = Field(
+        None, description="One of json, regex, choice, grammar and json_object, which the answer must follow."
+    )
+    guided_json: Text | dict[str, Any] | bool | None = Field(
+        None, description="A JSON schema that the answer must follow."
+    )
+    guided_regex: Text | None = Field(None, description="A regular expression that the answer must match.")
+    guided_choice: list[Text] | None = Field(None, description="Texts, of which the answer must be one.")
+    guided_grammar: Text | None = Field(None, description="Rules in GBNF that the answer must follow.")
+
+    def apply(self, params: dict[str, Any]) -> None:
+        """Raises InvalidRequestError for a schema or an expression that is not valid, and for two fields at once."""
+        from stage02_server.features.structured_outputs.convert import to_structured_outputs
+
+        if (structured := to_structured_outputs(self)) is not None:
+            params["structured_outputs"] = structured
+
+    def compiles(self, params: SamplingParams) -> bool:
+        """The engine compiles the grammar."""
+        return params.structured_outputs is not None
