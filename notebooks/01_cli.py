@@ -6,7 +6,7 @@
 #
 # | part | here | vLLM |
 # |---|---|---|
-# | entry, lazy subcommands | [`main`](../stage01_cli/main.py), [`load_command`](../stage01_cli/main.py) | `entrypoints/cli/main.py` main, CMD_MODULES |
+# | entry, lazy subcommands | [`main`](../stage01_cli/main.py), [`COMMANDS`](../stage01_cli/main.py) | `entrypoints/cli/main.py` main, CMD_MODULES |
 # | environment set-up | [`cli_env_setup`](../stage03_engine/args/command.py) | `entrypoints/utils.py` cli_env_setup |
 # | parser | [`FlexibleArgumentParser`](../stage03_engine/args/parser.py) | `utils` FlexibleArgumentParser |
 # | flags from dataclasses | [`settings_of`](../stage03_engine/args/fields.py), [`add_flags`](../stage03_engine/args/fields.py) | `engine/arg_utils.py` get_kwargs |
@@ -25,9 +25,9 @@ import lab
 #
 # A subcommand is a name and where its class is, as `module:Class`. The module is imported when the name was typed, not before.
 # %%
-from stage01_cli.main import COMMANDS, load_command
+from stage01_cli.main import COMMANDS, make_parser
 
-lab.source(load_command)
+lab.source(make_parser)
 lab.table([(name, *where.split(":")) for name, (where, _) in COMMANDS.items()], "command", "module", "class")
 
 # %% [markdown] tags=["predict"]

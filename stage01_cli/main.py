@@ -10,7 +10,7 @@ from typing import Any
 
 from stage03_engine.args import FlexibleArgumentParser, cli_env_setup, did_you_mean, run_command
 from stage03_engine.errors import ConfigError
-from stage03_engine.mixins import is_there, load
+from stage03_engine.mixins import load_feature
 from stagetrace import trace
 from stagetrace.redact import redact_argv, redact_values
 
@@ -82,17 +82,10 @@ def make_parser(chosen: str | None) -> FlexibleArgumentParser:
     for name, (where, help) in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=help, description=help)
         if name == chosen:
-            command = load_command(name, where)
+            command: CLISubcommand = load_feature(where, f"the command {name}")()
             command.add_arguments(subparser)
             subparser.set_defaults(dispatch_function=command.cmd)
     return parser
-
-
-def load_command(name: str, where: str) -> CLISubcommand:
-    """The subcommand that `where` (module:Class) names. Raises ConfigError if its module was taken out."""
-    if not is_there(where.partition(":")[0]):
-        raise ConfigError(f"the command {name} is not installed")
-    return load(where)()
 
 
 class _Version(argparse.Action):

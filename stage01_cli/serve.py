@@ -10,6 +10,7 @@ from stage02_server.cli_args import add_serve_args, resolve_serve_args
 from stage03_engine.args import FlexibleArgumentParser, add_flags
 from stage03_engine.config import option
 from stage03_engine.errors import ConfigError
+from stage03_engine.mixins import load_feature
 from stage03_engine.tracing import open_trace
 from stagetrace import trace
 
@@ -43,8 +44,7 @@ class ServeSubcommand(CLISubcommand):
         vllm_config, settings = serve_args.engine_args.create_engine_config()
         open_trace(vllm_config)
         if args.dry_run:
-            from stage01_cli.tools.dry_run import table
-
+            table = load_feature("stage01_cli.tools.dry_run:table", "--dry-run")
             print(table(vllm_config, settings, LaunchArgs))
             return 0
         from stage02_server.api_server import serve  # late: `serve --help` needs no web framework

@@ -17,6 +17,8 @@ from typing import Any, ClassVar, get_origin, get_type_hints
 
 import msgspec
 
+from stage03_engine.errors import ConfigError
+
 
 def is_there(module: str) -> bool:
     """Can `module` be imported? False when it, or a folder above it, was taken out."""
@@ -30,6 +32,13 @@ def load(name: str) -> Any:
     """What `module:attribute` names. Raises ImportError or AttributeError if it is not there."""
     module, _, attribute = name.partition(":")
     return getattr(import_module(module), attribute)
+
+
+def load_feature(name: str, wanted: str) -> Any:
+    """As `load`, but raises ConfigError if the module was taken out; `wanted` is what the user asked for."""
+    if not is_there(name.partition(":")[0]):
+        raise ConfigError(f"{wanted} is not installed")
+    return load(name)
 
 
 def mixins(*names: str) -> tuple[type, ...]:
