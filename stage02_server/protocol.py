@@ -286,13 +286,17 @@ class ChatCompletionRequest(*CHAT_FEATURES, ChatTemplateFields, SamplingRequest)
 class TokenizeRequest(ChatTemplateFields):
     """POST /tokenize: a text, or messages that the chat template turns into one."""
 
-    prompt: Text | None = None
-    messages: list[ChatMessageParam] | None = None
-    add_special_tokens: bool | None = None  # None: with a prompt yes, with messages as in a chat
-    return_token_strs: bool | None = False
+    prompt: Text | None = Field(
+        None, description="A text, a list of token ids, or a list of either: each is a prompt of its own."
+    )
+    messages: list[ChatMessageParam] | None = Field(None, description="The chat so far, the oldest message first.")
+    add_special_tokens: bool | None = Field(
+        None, description="Add the tokens that the tokenizer puts around a text."
+    )  # None: with a prompt yes, with messages as in a chat
+    return_token_strs: bool | None = Field(False, description="Tell the text of each token.")
 
 
 class DetokenizeRequest(RequestModel):
     """POST /detokenize."""
 
-    tokens: TokenIds
+    tokens: TokenIds = Field(description="Token ids.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
+from pydantic import BaseModel, Field, SerializerFunctionWrapHandler, model_serializer
 
 from stage03_engine.mixins import mixins
 
@@ -16,73 +16,81 @@ WITH_THE_USAGE = {"usage", *(name for part in METRICS for name in part.model_fie
 class TokenizeResponse(BaseModel):
     """The token ids of a text."""
 
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None = None
+    count: int = Field(description="How many tokens.")
+    max_model_len: int = Field(description="Most tokens of a prompt and its answer together.")
+    tokens: list[int] = Field(description="The token ids.")
+    token_strs: list[str] | None = Field(None, description="The text of each token.")
 
 
 class DetokenizeResponse(BaseModel):
     """The text of token ids."""
 
-    prompt: str
+    prompt: str = Field(description="The text of the tokens.")
 
 
 class PromptTokensDetails(BaseModel):
     """How many of the prompt's tokens were found in the prefix cache, and so cost nothing."""
 
-    cached_tokens: int
+    cached_tokens: int = Field(description="Tokens that were found in the prefix cache.")
 
 
 class UsageInfo(BaseModel):
     """Tokens that a request took. With n > 1 the prompt counts once."""
 
-    prompt_tokens: int
-    total_tokens: int
-    completion_tokens: int
-    prompt_tokens_details: PromptTokensDetails
+    prompt_tokens: int = Field(description="Tokens of the prompt.")
+    total_tokens: int = Field(description="Both.")
+    completion_tokens: int = Field(description="Tokens of the answers.")
+    prompt_tokens_details: PromptTokensDetails = Field(description="How many of them were in the prefix cache.")
 
 
 class CompletionLogProbs(BaseModel):
     """Four lists of equal length, one entry per token. `text_offset` counts characters of the answer's text. Nothing
     predicts the first token of an echoed prompt: its logprobs are None."""
 
-    text_offset: list[int] = []
-    token_logprobs: list[float | None] = []
-    tokens: list[str] = []
-    top_logprobs: list[dict[str, float] | None] = []
+    text_offset: list[int] = Field([], description="Where in the answer each token begins, in characters.")
+    token_logprobs: list[float | None] = Field([], description="The log-probability of each token.")
+    tokens: list[str] = Field([], description="The tokens, as texts.")
+    top_logprobs: list[dict[str, float] | None] = Field(
+        [], description="For each token the likeliest ones in its place, with theirs."
+    )
 
 
 class PromptLogprob(BaseModel):
     """A token that stands at a place of the prompt, or could have: `rank` 1 is the most likely one there."""
 
-    logprob: float
-    rank: int
-    decoded_token: str
+    logprob: float = Field(description="Its log-probability.")
+    rank: int = Field(description="Its place among all tokens; 1 is the likeliest.")
+    decoded_token: str = Field(description="The text of the token.")
 
 
 class CompletionChoice(BaseModel):
     """One answer, or what a chunk adds to it."""
 
-    index: int
-    text: str
-    logprobs: CompletionLogProbs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    token_ids: list[int] | None = None  # of the answer, without an echoed prompt
-    prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
-    prompt_token_ids: list[int] | None = None  # in a stream with the first chunk of each answer
+    index: int = Field(description="Its place, from 0.")
+    text: str = Field(description="The text.")
+    logprobs: CompletionLogProbs | None = Field(None, description="The log-probabilities that were asked for.")
+    finish_reason: str | None = Field(None, description="Why it ended: stop, length, tool_calls, repetition, abort.")
+    stop_reason: int | str | None = Field(None, description="The stop string or the token that ended it.")
+    token_ids: list[int] | None = Field(
+        None, description="The tokens of the answer."
+    )  # of the answer, without an echoed prompt
+    prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = Field(
+        None, description="The log-probabilities of the prompt's tokens, by token id; null for the first."
+    )
+    prompt_token_ids: list[int] | None = Field(
+        None, description="The tokens of the prompt."
+    )  # in a stream with the first chunk of each answer
 
 
 class PlainCompletionResponse(BaseModel):
     """`CompletionResponse` without what features add."""
 
-    id: str
-    object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: UsageInfo | None = None
+    id: str = Field(description="The id of the answer.")
+    object: Literal["text_completion"] = Field("text_completion", description="What kind of object this is.")
+    created: int = Field(description="When the request came, in seconds since 1970.")
+    model: str = Field(description="The name under which the model is served.")
+    choices: list[CompletionChoice] = Field(description="The answers.")
+    usage: UsageInfo | None = Field(None, description="How many tokens the request took.")
 
 
 class CompletionResponse(*METRICS, PlainCompletionResponse):  # type: ignore[misc]
@@ -92,28 +100,28 @@ class CompletionResponse(*METRICS, PlainCompletionResponse):  # type: ignore[mis
 class TokenLogProb(BaseModel):
     """A token with its log-probability. `bytes` are there because a token may be a part of a character."""
 
-    token: str
-    logprob: float
-    bytes: list[int]
+    token: str = Field(description="The text of the token.")
+    logprob: float = Field(description="Its log-probability.")
+    bytes: list[int] = Field(description="Its bytes in UTF-8.")
 
 
 class ChatLogProb(TokenLogProb):
     """The token at one position, and the most likely ones there."""
 
-    top_logprobs: list[TokenLogProb] = []
+    top_logprobs: list[TokenLogProb] = Field([], description="The likeliest tokens in this place, with theirs.")
 
 
 class ChatLogProbs(BaseModel):
     """One entry per output token."""
 
-    content: list[ChatLogProb]
+    content: list[ChatLogProb] = Field(description="One entry per token of the content.")
 
 
 class PlainMessage(BaseModel):
     """What every answering message holds."""
 
-    role: str
-    content: str | None
+    role: str = Field(description="Who speaks.")
+    content: str | None = Field(description="The text; null if there is none.")
 
     @model_serializer(mode="wrap")
     def _without_nothing(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -127,26 +135,28 @@ class ChatMessage(*mixins("stage02_server.features.tools.fields:MessageFields"),
 class ChatChoice(BaseModel):
     """One answer."""
 
-    index: int
-    message: ChatMessage
-    logprobs: ChatLogProbs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    token_ids: list[int] | None = None
+    index: int = Field(description="Its place, from 0.")
+    message: ChatMessage = Field(description="The answer, as a message of the chat.")
+    logprobs: ChatLogProbs | None = Field(None, description="The log-probabilities that were asked for.")
+    finish_reason: str | None = Field(None, description="Why it ended: stop, length, tool_calls, repetition, abort.")
+    stop_reason: int | str | None = Field(None, description="The stop string or the token that ended it.")
+    token_ids: list[int] | None = Field(None, description="The tokens of the answer.")
 
 
 class PlainChatCompletionResponse(BaseModel):
     """`ChatCompletionResponse` without what features add."""
 
-    id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: UsageInfo
-    prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
-    prompt_token_ids: list[int] | None = None
-    prompt_text: str | None = None
+    id: str = Field(description="The id of the answer.")
+    object: Literal["chat.completion"] = Field("chat.completion", description="What kind of object this is.")
+    created: int = Field(description="When the request came, in seconds since 1970.")
+    model: str = Field(description="The name under which the model is served.")
+    choices: list[ChatChoice] = Field(description="The answers.")
+    usage: UsageInfo = Field(description="How many tokens the request took.")
+    prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = Field(
+        None, description="The log-probabilities of the prompt's tokens, by token id; null for the first."
+    )
+    prompt_token_ids: list[int] | None = Field(None, description="The tokens of the prompt.")
+    prompt_text: str | None = Field(None, description="What the chat template made of the messages.")
 
 
 class ChatCompletionResponse(*METRICS, PlainChatCompletionResponse):  # type: ignore[misc]
@@ -184,32 +194,32 @@ class ChatStreamResponse(*METRICS, PlainChatStreamResponse):  # type: ignore[mis
 class ModelCard(BaseModel):
     """A model that requests may name."""
 
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str = "vllm-in-stages"
-    root: str
-    parent: str | None = None
-    max_model_len: int
+    id: str = Field(description="The name that requests use.")
+    object: Literal["model"] = Field("model", description="What kind of object this is.")
+    created: int = Field(description="When the request came, in seconds since 1970.")
+    owned_by: str = Field("vllm-in-stages", description="Who made it known to the server.")
+    root: str = Field(description="The model that was loaded.")
+    parent: str | None = Field(None, description="The model that it was made of; null here.")
+    max_model_len: int = Field(description="Most tokens of a prompt and its answer together.")
 
 
 class ModelList(BaseModel):
     """GET /v1/models."""
 
-    object: Literal["list"] = "list"
-    data: list[ModelCard]
+    object: Literal["list"] = Field("list", description="What kind of object this is.")
+    data: list[ModelCard] = Field(description="What was asked for, in its order.")
 
 
 class ErrorInfo(BaseModel):
     """What went wrong: `code` is the HTTP status, `param` the field to blame."""
 
-    message: str
-    type: str
-    param: str | None = None
-    code: int
+    message: str = Field(description="The answer, as a message of the chat.")
+    type: str = Field(description="The kind of error.")
+    param: str | None = Field(None, description="The field that is to blame, if it is one.")
+    code: int = Field(description="The HTTP status.")
 
 
 class ErrorResponse(BaseModel):
     """The body of every refusal."""
 
-    error: ErrorInfo
+    error: ErrorInfo = Field(description="What is wrong.")

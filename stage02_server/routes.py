@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from importlib.metadata import version
+from typing import Annotated
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Path, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import JSONResponse
 
@@ -65,7 +66,7 @@ async def show_available_models(raw_request: Request) -> Response:
 
 
 @router.get("/v1/models/{name:path}")
-async def show_model(name: str, raw_request: Request) -> Response:
+async def show_model(name: Annotated[str, Path(description="Its name.")], raw_request: Request) -> Response:
     """One model; with no name after the slash all of them."""
     models = raw_request.app.state.services.models
     if not name:

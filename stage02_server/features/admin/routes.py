@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import msgspec
-from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Query, Request, Response
 from pydantic import BaseModel, Field
 
 from stage02_server.api_server import Services
@@ -25,7 +25,9 @@ MAX_ABORTS = 1000
 class AbortRequest(BaseModel):
     """Answer ids, as the clients got them."""
 
-    request_ids: Annotated[list[Text], Field(max_length=MAX_ABORTS)]
+    request_ids: Annotated[list[Text], Field(max_length=MAX_ABORTS)] = Field(
+        description="Ids of answers whose requests shall end."
+    )
 
 
 @router.get("/load")
@@ -42,7 +44,9 @@ def _for_developers(raw_request: Request) -> None:
 
 
 @router.get("/server_info")
-async def show_server_info(raw_request: Request, config_format: Literal["text", "json"] = "text") -> dict[str, Any]:
+async def show_server_info(
+    raw_request: Request, config_format: Annotated[Literal["text", "json"], Query(description="text or json.")] = "text"
+) -> dict[str, Any]:
     """All settings of the engine, as Python writes them or as JSON."""
     _for_developers(raw_request)
     config = raw_request.app.state.services.engine.vllm_config

@@ -14,7 +14,9 @@ from stage03_engine.errors import InvalidRequestError
 router = APIRouter()
 
 _schema = TranscriptionRequest.model_json_schema()
-_schema["properties"] |= {"file": {"type": "string", "format": "binary"}}
+_schema["properties"] |= {
+    "file": {"type": "string", "format": "binary", "description": "The sound: WAV, FLAC, OGG or MP3."}
+}
 _schema["required"] = ["file"]
 # The handlers read the form themselves, after the check that the model listens: so it is described here.
 FORM = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _schema}}}}

@@ -13,7 +13,6 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 
 from stage02_server.api_server import HTTP_FEATURES
-from stage02_server.field_descriptions import describe_fields
 from stage02_server.protocol_response import ErrorResponse
 from stage02_server.routes import router
 from stage03_engine.mixins import mixins
@@ -64,7 +63,6 @@ def _described(description: dict[str, Any]) -> dict[str, Any]:
     schemas.update(answers)
     for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's own shape of an error, which no route sends
         schemas.pop(name, None)
-    describe_fields(description, answers)
     error = {"$ref": "#/components/schemas/ErrorResponse"}
     for path, operations in description["paths"].items():
         for operation in operations.values():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from stage02_server.protocol import ChatMessageParam, ChatTemplateFields, RequestModel
 from stage02_server.protocol_response import UsageInfo
@@ -20,21 +20,29 @@ class PoolingBase(RequestModel):
 
     refused: ClassVar[str] = "pooling"
 
-    truncate_prompt_tokens: Int64 | None = None
-    truncation_side: Literal["left", "right"] | None = None
-    user: Text | None = None
-    priority: Int32 = 0
-    cache_salt: Text | None = None
+    truncate_prompt_tokens: Int64 | None = Field(
+        None, description="Cut a longer prompt to so many tokens; -1: to what the context holds."
+    )
+    truncation_side: Literal["left", "right"] | None = Field(None, description="Which side of the prompt is cut off.")
+    user: Text | None = Field(None, description="Accepted, and not used.")
+    priority: Int32 = Field(0, description="With --scheduling-policy priority: smaller goes first.")
+    cache_salt: Text | None = Field(None, description="Only requests with the same salt share cached prefixes.")
 
 
 class InputRequest(PoolingBase, ChatTemplateFields):
     """What those have in common that take one kind of text: `input`, or a chat that the chat template turns into one."""
 
-    input: Text | TokenIds | list[Text] | list[TokenIds] | None = None
-    messages: list[ChatMessageParam] | None = None
-    add_generation_prompt: bool | None = False  # nobody answers
-    use_activation: bool | None = None
-    add_special_tokens: bool | None = None  # None: with an input yes, with messages as in a chat
+    input: Text | TokenIds | list[Text] | list[TokenIds] | None = Field(
+        None, description="A text, a list of token ids, or a list of either."
+    )
+    messages: list[ChatMessageParam] | None = Field(None, description="The chat so far, the oldest message first.")
+    add_generation_prompt: bool | None = Field(
+        False, description="Let the template end with the beginning of an answer."
+    )  # nobody answers
+    use_activation: bool | None = Field(None, description="Scale vectors to length 1; make probabilities of classes.")
+    add_special_tokens: bool | None = Field(
+        None, description="Add the tokens that the tokenizer puts around a text."
+    )  # None: with an input yes, with messages as in a chat
 
     def prompts(self) -> list[str | list[int]] | None:
         """One or more inputs, each as text or as token ids; None when there are messages instead. Raises
@@ -51,9 +59,13 @@ class InputRequest(PoolingBase, ChatTemplateFields):
 class EmbeddingRequest(InputRequest):
     """POST /v1/embeddings."""
 
-    encoding_format: Literal["float", "base64"] = "float"
-    dimensions: Int32 | None = None
-    normalize: bool | None = None  # use_activation under vLLM's older name
+    encoding_format: Literal["float", "base64"] = Field(
+        "float", description="Numbers as a list, or as bytes in base64."
+    )
+    dimensions: Int32 | None = Field(None, description="Keep so many of a vector's first numbers.")
+    normalize: bool | None = Field(
+        None, description="Scale the vector to length 1."
+    )  # use_activation under vLLM's older name
 
     def to_pooling_params(self, task: str) -> PoolingParams:
         """Raises InvalidRequestError."""
@@ -66,7 +78,9 @@ class EmbeddingRequest(InputRequest):
 class PoolingRequest(EmbeddingRequest):
     """POST /pooling: as vLLM does, one vector per token unless `task` says "embed" or "classify"."""
 
-    task: Literal["embed", "token_embed", "classify", "token_classify"] | None = None
+    task: Literal["embed", "token_embed", "classify", "token_classify"] | None = Field(
+        None, description="What to make of the hidden states."
+    )
 
     def task_of(self, tasks: tuple[str, ...]) -> str:
         """The request's own, or one vector per token."""
@@ -76,19 +90,23 @@ class PoolingRequest(EmbeddingRequest):
 class ScoreBase(PoolingBase):
     """What scores and rankings have in common."""
 
-    use_activation: bool | None = None  # of a cross-encoder: false gives its logits
+    use_activation: bool | None = Field(
+        None, description="Scale vectors to length 1; make probabilities of classes."
+    )  # of a cross-encoder: false gives its logits
 
 
 class ScoreRequest(ScoreBase):
     """POST /score: how well texts fit, in pairs. vLLM knows the two sides under four pairs of names."""
 
-    text_1: Text | list[Text] | None = None
-    text_2: Text | list[Text] | None = None
-    queries: Text | list[Text] | None = None
-    documents: Text | list[Text] | None = None
-    items: Text | list[Text] | None = None
-    data_1: Text | list[Text] | None = None
-    data_2: Text | list[Text] | None = None
+    text_1: Text | list[Text] | None = Field(None, description="One text or several.")
+    text_2: Text | list[Text] | None = Field(
+        None, description="What they are compared with: the same number, or any number with one."
+    )
+    queries: Text | list[Text] | None = Field(None, description="Another name of text_1.")
+    documents: Text | list[Text] | None = Field(None, description="Another name of text_2.")
+    items: Text | list[Text] | None = Field(None, description="Another name of text_2.")
+    data_1: Text | list[Text] | None = Field(None, description="Another name of text_1.")
+    data_2: Text | list[Text] | None = Field(None, description="Another name of text_2.")
 
     def sides(self) -> tuple[tuple[str, list[str]], tuple[str, list[str]]]:
         """(name of the field, its texts) of both sides: 1 and N texts, or N and N. Raises InvalidRequestError."""
@@ -110,97 +128,97 @@ class ScoreRequest(ScoreBase):
 class RerankRequest(ScoreBase):
     """POST /rerank, in the form that Jina and Cohere share."""
 
-    query: Text
-    documents: list[Text]
-    top_n: Int32 = 0  # 0: all
-    return_documents: bool | None = True
+    query: Text = Field(description="What the documents are compared with.")
+    documents: list[Text] = Field(description="The texts to put in order.")
+    top_n: Int32 = Field(0, description="Return so many of the best.")  # 0: all
+    return_documents: bool | None = Field(True, description="Repeat the documents in the answer.")
 
 
 class EmbeddingData(BaseModel):
     """The vector of one input, as numbers or as the base64 of little-endian float32."""
 
-    index: int
-    object: Literal["embedding"] = "embedding"
-    embedding: list[float] | str
+    index: int = Field(description="Its place, from 0.")
+    object: Literal["embedding"] = Field("embedding", description="What kind of object this is.")
+    embedding: list[float] | str = Field(description="The vector, as numbers or as base64.")
 
 
 class EmbeddingResponse(BaseModel):
     """The answer of /v1/embeddings."""
 
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
-    data: list[EmbeddingData]
-    usage: UsageInfo
+    id: str = Field(description="The id of the answer.")
+    object: Literal["list"] = Field("list", description="What kind of object this is.")
+    created: int = Field(description="When the request came, in seconds since 1970.")
+    model: str = Field(description="The name under which the model is served.")
+    data: list[EmbeddingData] = Field(description="What was asked for, in its order.")
+    usage: UsageInfo = Field(description="How many tokens the request took.")
 
 
 class PoolingData(BaseModel):
     """One vector, or one per token; base64 holds them one after the other."""
 
-    index: int
-    object: Literal["pooling"] = "pooling"
-    data: list[float] | list[list[float]] | str
+    index: int = Field(description="Its place, from 0.")
+    object: Literal["pooling"] = Field("pooling", description="What kind of object this is.")
+    data: list[float] | list[list[float]] | str = Field(description="A vector, or one for each token.")
 
 
 class PoolingResponse(BaseModel):
     """The answer of /pooling."""
 
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
-    data: list[PoolingData]
-    usage: UsageInfo
+    id: str = Field(description="The id of the answer.")
+    object: Literal["list"] = Field("list", description="What kind of object this is.")
+    created: int = Field(description="When the request came, in seconds since 1970.")
+    model: str = Field(description="The name under which the model is served.")
+    data: list[PoolingData] = Field(description="What was asked for, in its order.")
+    usage: UsageInfo = Field(description="How many tokens the request took.")
 
 
 class ScoreData(BaseModel):
     """What a cross-encoder says of two texts, or the cosine of the angle between their vectors: 1 is the same direction."""
 
-    index: int
-    object: Literal["score"] = "score"
-    score: float
+    index: int = Field(description="Its place, from 0.")
+    object: Literal["score"] = Field("score", description="What kind of object this is.")
+    score: float = Field(description="How alike the two texts are.")
 
 
 class ScoreResponse(BaseModel):
     """The answer of /score."""
 
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
-    data: list[ScoreData]
-    usage: UsageInfo
+    id: str = Field(description="The id of the answer.")
+    object: Literal["list"] = Field("list", description="What kind of object this is.")
+    created: int = Field(description="When the request came, in seconds since 1970.")
+    model: str = Field(description="The name under which the model is served.")
+    data: list[ScoreData] = Field(description="What was asked for, in its order.")
+    usage: UsageInfo = Field(description="How many tokens the request took.")
 
 
 class RerankDocument(BaseModel):
     """A document as it was sent."""
 
-    text: str
+    text: str = Field(description="The text.")
 
 
 class RerankResult(BaseModel):
     """`index` is the document's place in the request."""
 
-    index: int
-    document: RerankDocument | None
-    relevance_score: float
+    index: int = Field(description="Its place in the request, from 0.")
+    document: RerankDocument | None = Field(description="The text, if the request asked for it.")
+    relevance_score: float = Field(description="How well it fits the query.")
 
 
 class RerankUsage(BaseModel):
     """Tokens of query and documents."""
 
-    prompt_tokens: int
-    total_tokens: int
+    prompt_tokens: int = Field(description="Tokens of the prompt.")
+    total_tokens: int = Field(description="Both.")
 
 
 class RerankResponse(BaseModel):
     """The answer of /rerank, the most relevant document first."""
 
-    id: str
-    model: str
-    usage: RerankUsage
-    results: list[RerankResult]
+    id: str = Field(description="The id of the answer.")
+    model: str = Field(description="The name under which the model is served.")
+    usage: RerankUsage = Field(description="How many tokens the request took.")
+    results: list[RerankResult] = Field(description="The documents, the best first.")
 
 
 class ClassificationRequest(InputRequest):
@@ -214,18 +232,18 @@ class ClassificationRequest(InputRequest):
 class ClassificationData(BaseModel):
     """What one input is: the label of the largest of `probs`, which holds one number for each of `num_classes` classes."""
 
-    index: int
-    label: str
-    probs: list[float]
-    num_classes: int
+    index: int = Field(description="Its place, from 0.")
+    label: str = Field(description="The name of the likeliest class.")
+    probs: list[float] = Field(description="A number for each class.")
+    num_classes: int = Field(description="How many classes there are.")
 
 
 class ClassificationResponse(BaseModel):
     """The answer of /classify."""
 
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
-    data: list[ClassificationData]
-    usage: UsageInfo
+    id: str = Field(description="The id of the answer.")
+    object: Literal["list"] = Field("list", description="What kind of object this is.")
+    created: int = Field(description="When the request came, in seconds since 1970.")
+    model: str = Field(description="The name under which the model is served.")
+    data: list[ClassificationData] = Field(description="What was asked for, in its order.")
+    usage: UsageInfo = Field(description="How many tokens the request took.")

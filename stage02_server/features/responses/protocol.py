@@ -35,22 +35,26 @@ OBJECT_CHARACTERS = 600  # what an item or a part takes in memory besides its te
 class InputPart(BaseModel):
     """One part of an item's content; only text can be served."""
 
-    type: Text
-    text: Text | None = None
+    type: Text = Field(description="What it is.")
+    text: Text | None = Field(None, description="The text.")
 
 
 class InputItem(BaseModel):
     """One item of `input`, which may also be one of an earlier answer's `output`. What its type has no use for is None."""
 
-    type: Text | None = "message"
-    role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: Text | list[InputPart] | None = None  # of a message or of reasoning
-    call_id: Text | None = None  # of a function call and of its output
-    name: Text | None = None
-    arguments: Text | None = None
-    output: Text | list[InputPart] | None = None
-    summary: list[InputPart] | None = None  # of reasoning
-    encrypted_content: Text | None = None
+    type: Text | None = Field("message", description="What it is.")
+    role: Literal["user", "assistant", "system", "developer"] | None = Field(
+        None, description="Who speaks: system, developer, user, assistant or tool."
+    )
+    content: Text | list[InputPart] | None = Field(None, description="A text, or a list of parts.")
+    call_id: Text | None = Field(
+        None, description="Which call; its result has the same."
+    )  # of a function call and of its output
+    name: Text | None = Field(None, description="Its name.")
+    arguments: Text | None = Field(None, description="The arguments of the call, as JSON in a text.")
+    output: Text | list[InputPart] | None = Field(None, description="The result of a call.")
+    summary: list[InputPart] | None = Field(None, description="A summary of the reasoning.")
+    encrypted_content: Text | None = Field(None, description="Nothing is encrypted here.")
 
     @property
     def characters(self) -> int:
@@ -157,11 +161,13 @@ def _together(last: ChatMessageParam, message: ChatMessageParam) -> ChatMessageP
 class ResponsesTool(BaseModel):
     """One tool."""
 
-    type: Text
-    name: Annotated[Text, Field(min_length=1, max_length=128)] | None = None
-    description: Text | None = None
-    parameters: RepeatedJson | None = None
-    strict: bool | None = None
+    type: Text = Field(description="What it is.")
+    name: Annotated[Text, Field(min_length=1, max_length=128)] | None = Field(None, description="Its name.")
+    description: Text | None = Field(None, description="What it is for; the chat template may show it to the model.")
+    parameters: RepeatedJson | None = Field(None, description="A JSON schema of the function's arguments.")
+    strict: bool | None = Field(
+        None, description="Accepted; a grammar is used where tool_choice or the format asks for one."
+    )
 
     def as_chat(self) -> ToolParam:
         """Raises InvalidRequestError for a tool that is not a function."""
@@ -178,15 +184,15 @@ class ResponsesTool(BaseModel):
 class ToolName(BaseModel):
     """A tool, by its name."""
 
-    type: Text
-    name: Text | None = None
+    type: Text = Field(description="What it is.")
+    name: Text | None = Field(None, description="Its name.")
 
 
 class ChosenTool(ToolName):
     """{"type": "function", "name": ...}, or {"type": "allowed_tools", "mode": ..., "tools": [...]}: only some of the tools."""
 
-    mode: Literal["auto", "required"] | None = None
-    tools: list[ToolName] | None = None
+    mode: Literal["auto", "required"] | None = Field(None, description="auto or required.")
+    tools: list[ToolName] | None = Field(None, description="The tools that may be called.")
 
 
 ResponsesToolChoice = Literal["none", "auto", "required"] | ChosenTool
@@ -266,50 +272,68 @@ class TextFormat(BaseModel):
 
     model_config = ConfigDict(populate_by_name=True)
 
-    type: Literal["text", "json_object", "json_schema"] = "text"
-    name: Text | None = None
-    description: Text | None = None
-    json_schema: RepeatedJson | None = Field(None, alias="schema")
-    strict: bool | None = None
+    type: Literal["text", "json_object", "json_schema"] = Field("text", description="What it is.")
+    name: Text | None = Field(None, description="Its name.")
+    description: Text | None = Field(None, description="What it is for; the chat template may show it to the model.")
+    json_schema: RepeatedJson | None = Field(None, alias="schema", description="The JSON schema.")
+    strict: bool | None = Field(
+        None, description="Accepted; a grammar is used where tool_choice or the format asks for one."
+    )
 
 
 class TextConfig(BaseModel):
     """The field `text`."""
 
-    format: TextFormat | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None
+    format: TextFormat | None = Field(None, description="Text, a JSON object, or JSON that follows a schema.")
+    verbosity: Literal["low", "medium", "high"] | None = Field(None, description="Accepted at its neutral value.")
 
 
 class ReasoningConfig(BaseModel):
     """The field `reasoning`: how much thinking the chat template is to ask for. Nobody writes summaries of it."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    summary: Literal["auto", "concise", "detailed"] | None = None
-    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
+        None, description="How much the model shall think; the chat template sees it."
+    )
+    summary: Literal["auto", "concise", "detailed"] | None = Field(None, description="Summaries are not written.")
+    generate_summary: Literal["auto", "concise", "detailed"] | None = Field(
+        None, description="An older name of summary."
+    )
 
 
 class ResponsesRequest(*mixins(BEAM_SEARCH), SamplingRequest):  # type: ignore[misc]
     """POST /v1/responses."""
 
-    input: Text | list[InputItem]
-    instructions: Text | None = None
-    previous_response_id: Text | None = None
-    store: bool | None = True
-    background: bool | None = False
-    max_output_tokens: Int64 | None = None
-    include: list[Include] | None = None
-    top_logprobs: Int32 | None = 0
-    text: TextConfig | None = None
-    tools: Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    tool_choice: ResponsesToolChoice | None = "auto"
-    parallel_tool_calls: bool | None = True
-    max_tool_calls: Annotated[Int32, Field(ge=1)] | None = None  # OpenAI counts built-in tools here; there are none
-    reasoning: ReasoningConfig | None = None
-    include_reasoning: bool = True
-    chat_template_kwargs: dict[Text, Any] | None = None
-    truncation: Literal["auto", "disabled"] | None = "disabled"
-    metadata: dict[Text, Text] | None = None
-    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = "auto"
+    input: Text | list[InputItem] = Field(description="A text, or the items of a conversation.")
+    instructions: Text | None = Field(None, description="A system message for this response only.")
+    previous_response_id: Text | None = Field(None, description="The stored response whose conversation goes on.")
+    store: bool | None = Field(True, description="Keep the response for later requests.")
+    background: bool | None = Field(False, description="Answer at once, and work on; GET tells when it is done.")
+    max_output_tokens: Int64 | None = Field(None, description="Most tokens of the answer, its reasoning included.")
+    include: list[Include] | None = Field(None, description="What the answer shall hold besides.")
+    top_logprobs: Int32 | None = Field(
+        0, description="With logprobs: those of so many of the likeliest tokens as well."
+    )
+    text: TextConfig | None = Field(None, description="What form the text of the answer has.")
+    tools: Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
+        None, description="Functions that the model may call."
+    )
+    tool_choice: ResponsesToolChoice | None = Field(
+        "auto", description="none, auto, required, or one function by its name."
+    )
+    parallel_tool_calls: bool | None = Field(True, description="Whether an answer may have more than one call.")
+    max_tool_calls: Annotated[Int32, Field(ge=1)] | None = Field(
+        None, description="Most calls of tools that the server runs; it runs none."
+    )  # OpenAI counts built-in tools here; there are none
+    reasoning: ReasoningConfig | None = Field(None, description="How much the model shall think.")
+    include_reasoning: bool = Field(True, description="Tell what --reasoning-parser takes for reasoning.")
+    chat_template_kwargs: dict[Text, Any] | None = Field(None, description="Variables for the chat template.")
+    truncation: Literal["auto", "disabled"] | None = Field(
+        "disabled", description='With "auto", a prompt that is too long loses its beginning.'
+    )
+    metadata: dict[Text, Text] | None = Field(None, description="Up to 16 texts by name, which the answer repeats.")
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = Field(
+        "auto", description="Accepted; there is one kind of service."
+    )
 
     def check_built(self) -> None:
         """Raises InvalidRequestError for a field in NOT_BUILT that asks for something."""

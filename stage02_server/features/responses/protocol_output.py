@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from stage02_server.protocol_response import METRICS, ChatLogProb
 
@@ -15,49 +15,55 @@ Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "
 class OutputText(BaseModel):
     """The text of an answer."""
 
-    type: Literal["output_text"] = "output_text"
-    text: str = ""
-    annotations: list[Any] = []
-    logprobs: list[ChatLogProb] = []
+    type: Literal["output_text"] = Field("output_text", description="What it is.")
+    text: str = Field("", description="The text.")
+    annotations: list[Any] = Field([], description="None are made here.")
+    logprobs: list[ChatLogProb] = Field([], description="The log-probabilities that were asked for.")
 
 
 class OutputMessage(BaseModel):
     """What the model says."""
 
-    type: Literal["message"] = "message"
-    id: str
-    role: Literal["assistant"] = "assistant"
-    status: ItemStatus = "in_progress"
-    content: list[OutputText] = []
+    type: Literal["message"] = Field("message", description="What it is.")
+    id: str = Field(description="The id of the answer.")
+    role: Literal["assistant"] = Field("assistant", description="Who speaks.")
+    status: ItemStatus = Field(
+        "in_progress", description="queued, in_progress, completed, incomplete, failed or cancelled."
+    )
+    content: list[OutputText] = Field([], description="The parts of the message.")
 
 
 class ReasoningText(BaseModel):
     """The text of reasoning."""
 
-    type: Literal["reasoning_text"] = "reasoning_text"
-    text: str = ""
+    type: Literal["reasoning_text"] = Field("reasoning_text", description="What it is.")
+    text: str = Field("", description="The text.")
 
 
 class ReasoningItem(BaseModel):
     """What the model thinks before it says something. Nobody writes a summary of it."""
 
-    type: Literal["reasoning"] = "reasoning"
-    id: str
-    summary: list[Any] = []
-    content: list[ReasoningText] = []
-    encrypted_content: None = None
-    status: ItemStatus = "in_progress"
+    type: Literal["reasoning"] = Field("reasoning", description="What it is.")
+    id: str = Field(description="The id of the answer.")
+    summary: list[Any] = Field([], description="Summaries are not written.")
+    content: list[ReasoningText] = Field([], description="The parts of the reasoning.")
+    encrypted_content: None = Field(None, description="Nothing is encrypted here.")
+    status: ItemStatus = Field(
+        "in_progress", description="queued, in_progress, completed, incomplete, failed or cancelled."
+    )
 
 
 class FunctionCallItem(BaseModel):
     """The function that the model calls; `arguments` is JSON as the model wrote it, valid or not."""
 
-    type: Literal["function_call"] = "function_call"
-    id: str
-    call_id: str
-    name: str
-    arguments: str = ""
-    status: ItemStatus = "in_progress"
+    type: Literal["function_call"] = Field("function_call", description="What it is.")
+    id: str = Field(description="The id of the answer.")
+    call_id: str = Field(description="Which call; its result has the same.")
+    name: str = Field(description="Its name.")
+    arguments: str = Field("", description="The arguments of the call, as JSON in a text.")
+    status: ItemStatus = Field(
+        "in_progress", description="queued, in_progress, completed, incomplete, failed or cancelled."
+    )
 
 
 OutputItem = OutputMessage | ReasoningItem | FunctionCallItem
@@ -66,70 +72,70 @@ OutputItem = OutputMessage | ReasoningItem | FunctionCallItem
 class InputTokensDetails(BaseModel):
     """How many tokens of the input were found in the prefix cache. Writing into it is never counted."""
 
-    cached_tokens: int
-    cache_write_tokens: int = 0
+    cached_tokens: int = Field(description="Tokens that were found in the prefix cache.")
+    cache_write_tokens: int = Field(0, description="Not counted here.")
 
 
 class OutputTokensDetails(BaseModel):
     """How many tokens of the output were reasoning: as many as the tokenizer needs for its text."""
 
-    reasoning_tokens: int
+    reasoning_tokens: int = Field(description="Tokens of the reasoning.")
 
 
 class ResponseUsage(BaseModel):
     """Tokens that a response took."""
 
-    input_tokens: int
-    input_tokens_details: InputTokensDetails
-    output_tokens: int
-    output_tokens_details: OutputTokensDetails
-    total_tokens: int
+    input_tokens: int = Field(description="Tokens of the prompt.")
+    input_tokens_details: InputTokensDetails = Field(description="How many of them were in the prefix cache.")
+    output_tokens: int = Field(description="Tokens of the answer.")
+    output_tokens_details: OutputTokensDetails = Field(description="How many of them were reasoning.")
+    total_tokens: int = Field(description="Both.")
 
 
 class ResponseError(BaseModel):
     """Why a response failed."""
 
-    code: str
-    message: str
+    code: str = Field(description="The HTTP status.")
+    message: str = Field(description="What is wrong, in words.")
 
 
 class IncompleteDetails(BaseModel):
     """Why a response is incomplete."""
 
-    reason: str
+    reason: str = Field(description="max_output_tokens, or what else it was.")
 
 
 class PlainResponsesResponse(BaseModel):
     """`ResponsesResponse` without what features add."""
 
-    id: str
-    object: Literal["response"] = "response"
-    created_at: int
-    completed_at: int | None = None
-    status: Status
-    background: bool
-    error: ResponseError | None = None
-    incomplete_details: IncompleteDetails | None = None
-    instructions: str | None
-    max_output_tokens: int | None
-    max_tool_calls: int | None
-    metadata: dict[str, str]
-    model: str
-    output: list[OutputItem] = []
-    parallel_tool_calls: bool
-    previous_response_id: str | None
-    reasoning: dict[str, str | None] | None
-    service_tier: str = "default"
-    store: bool
-    temperature: float
-    text: dict[str, Any]
-    tool_choice: str | dict[str, Any]
-    tools: list[dict[str, Any]]
-    top_logprobs: int
-    top_p: float
-    truncation: str
-    usage: ResponseUsage | None = None
-    user: str | None = None
+    id: str = Field(description="The id of the answer.")
+    object: Literal["response"] = Field("response", description="What kind of object this is.")
+    created_at: int = Field(description="When it was asked for, in seconds since 1970.")
+    completed_at: int | None = Field(None, description="When it was complete, in seconds since 1970.")
+    status: Status = Field(description="queued, in_progress, completed, incomplete, failed or cancelled.")
+    background: bool = Field(description="Whether it was made in the background.")
+    error: ResponseError | None = Field(None, description="What is wrong.")
+    incomplete_details: IncompleteDetails | None = Field(None, description="Why it was cut short.")
+    instructions: str | None = Field(description="A system message for this response only.")
+    max_output_tokens: int | None = Field(description="Most tokens of the answer, its reasoning included.")
+    max_tool_calls: int | None = Field(description="Most calls of tools that the server runs; it runs none.")
+    metadata: dict[str, str] = Field(description="Up to 16 texts by name, which the answer repeats.")
+    model: str = Field(description="The name under which the model is served.")
+    output: list[OutputItem] = Field([], description="The items of the answer.")
+    parallel_tool_calls: bool = Field(description="Whether an answer may have more than one call.")
+    previous_response_id: str | None = Field(description="The stored response whose conversation goes on.")
+    reasoning: dict[str, str | None] | None = Field(description="How much the model was to think.")
+    service_tier: str = Field("default", description="Accepted; there is one kind of service.")
+    store: bool = Field(description="Keep the response for later requests.")
+    temperature: float = Field(description="0 takes the likeliest token each time; higher values draw more freely.")
+    text: dict[str, Any] = Field(description="What form the text has.")
+    tool_choice: str | dict[str, Any] = Field(description="none, auto, required, or one function by its name.")
+    tools: list[dict[str, Any]] = Field(description="Functions that the model may call.")
+    top_logprobs: int = Field(description="The likeliest tokens in this place, with theirs.")
+    top_p: float = Field(description="Draw only from the likeliest tokens that together have this probability.")
+    truncation: str = Field(description='With "auto", a prompt that is too long loses its beginning.')
+    usage: ResponseUsage | None = Field(None, description="How many tokens the request took.")
+    user: str | None = Field(None, description="Accepted, and not used.")
 
 
 class ResponsesResponse(*METRICS, PlainResponsesResponse):  # type: ignore[misc]

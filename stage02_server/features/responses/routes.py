@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, FastAPI, Query, Request, Response
+from fastapi import APIRouter, FastAPI, Path, Query, Request, Response
 
 from stage02_server.api_server import Services
 from stage02_server.features.responses.protocol import ResponsesRequest
@@ -12,6 +12,7 @@ from stage02_server.features.responses.serving import OpenAIServingResponses
 from stage02_server.streaming import answer, answer_of
 
 router = APIRouter()
+ResponseId = Annotated[str, Path(description="The id of a stored response.")]
 
 
 @router.post("/v1/responses")
@@ -22,17 +23,21 @@ async def create_responses(request: ResponsesRequest, raw_request: Request) -> R
 
 @router.get("/v1/responses/{response_id}")
 async def retrieve_responses(
-    response_id: str,
+    response_id: ResponseId,
     raw_request: Request,
-    stream: bool = False,
-    starting_after: Annotated[int | None, Query(ge=0)] = None,
+    stream: Annotated[
+        bool, Query(description="Send the answer piece by piece while it is made, as server-sent events.")
+    ] = False,
+    starting_after: Annotated[
+        int | None, Query(ge=0, description="The number of an event; those behind it are sent.")
+    ] = None,
 ) -> Response:
     """A stored response, or the events of one that is made in the background."""
     return answer(raw_request.app.state.openai_serving_responses.retrieve(response_id, stream, starting_after))
 
 
 @router.post("/v1/responses/{response_id}/cancel")
-async def cancel_responses(response_id: str, raw_request: Request) -> Response:
+async def cancel_responses(response_id: ResponseId, raw_request: Request) -> Response:
     """End a response that is made in the background."""
     return answer(await raw_request.app.state.openai_serving_responses.cancel(response_id))
 

@@ -94,13 +94,13 @@ class FunctionCall(BaseModel):
 class ToolCall(BaseModel):
     """A tool call of the answer."""
 
-    id: str
-    type: Literal["function"] = "function"
-    function: FunctionCall
+    id: str = Field(description="The id of the answer.")
+    type: Literal["function"] = Field("function", description="What it is.")
+    function: FunctionCall = Field(description="The function.")
 
 
 class MessageFields(BaseModel):
     """What the answering message may hold beside its content."""
 
-    reasoning: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    reasoning: str | None = Field(None, description="What the model thought before it answered.")
+    tool_calls: list[ToolCall] | None = Field(None, description="The calls that this answer made.")
