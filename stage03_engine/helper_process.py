@@ -1,4 +1,4 @@
-"""Signals and the processes that work for another one: the engine, and those that render templates and run grammars.
+"""Signals and the processes that work for another one: the engine, and those that render templates and check grammars.
 
 Ctrl-C in a terminal, and systemd at the end of a service, send their signal to all processes of a server. Only the API process
 may act on it: running requests are to finish first, for which it needs the others. (vLLM's engine ends on SIGTERM.)

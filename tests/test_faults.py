@@ -127,7 +127,7 @@ def test_an_engine_killed_while_it_loads_is_one_line(start: Start) -> None:
 
 
 def test_killing_the_api_process_ends_everything_else(start: Start) -> None:
-    """A grammar makes processes of its own, two generations below the API process."""
+    """A grammar makes a process of its own, below the engine's."""
     server = start()
     url = server.wait_until_ready()
     body = {"prompt": "x", "max_tokens": 4, "guided_regex": "[a-z]+"}

@@ -26,7 +26,7 @@ def server() -> Iterator[ServerProcess]:
 
 
 def test_running_requests_finish_all_the_same(server: ServerProcess) -> None:
-    """With everything that they need: the engine, and the process of the grammar under which the answer stands."""
+    """With everything that they need: the engine, and the process that checks grammars."""
     url = server.wait_until_ready()
     body = {
         "messages": [{"role": "user", "content": "ROMEO:"}], "max_tokens": 450, "ignore_eos": True, "stream": True,
@@ -36,7 +36,7 @@ def test_running_requests_finish_all_the_same(server: ServerProcess) -> None:
         lines = (line for line in response.iter_lines() if line)
         next(lines)
         children = psutil.Process(server.process.pid).children(recursive=True)
-        assert len(children) >= 4  # engine, templates, and a process that forks grammars with one that runs ours
+        assert len(children) >= 3  # engine, templates, and the process that checked our grammar
         os.killpg(server.process.pid, signal.SIGTERM)
         server.wait_for("SIGTERM: finishing 1 requests")
         *_, last, done = lines

@@ -59,7 +59,7 @@ def unix_sockets(server: ServerProcess) -> list[Path]:
 
 def test_only_the_http_port_listens(server: ServerProcess, client: httpx.Client) -> None:
     ask = {"prompt": "x", "max_tokens": 2, "guided_regex": "[ab]+"}
-    assert client.post(COMPLETIONS, json=ask).status_code == 200  # so that grammar processes exist too
+    assert client.post(COMPLETIONS, json=ask).status_code == 200  # so that the process that checks grammars exists too
     inet = [c for process in processes(server) for c in process.net_connections("inet")]
     listening = {tuple(c.laddr) for c in inet if c.status == psutil.CONN_LISTEN or c.type == socket.SOCK_DGRAM}
     assert listening == {("127.0.0.1", int(server.url.rpartition(":")[2]))}

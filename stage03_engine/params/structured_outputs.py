@@ -1,19 +1,17 @@
 """What structured output a request may ask for (vllm/sampling_params.py, StructuredOutputsParams).
 
-Everything that can be checked without a grammar compiler is checked here, before the engine hears of the request.
+Only what takes one walk over the text is checked here, in the API process; whether a grammar can be used is found out where it is
+compiled (core/features/structured_output).
 """
 
 from __future__ import annotations
 
 import json
-import re
 from typing import Any, ClassVar, NoReturn
 
 import msgspec
 
 from stage03_engine.errors import InvalidRequestError
-from stage03_engine.grammar.json_schema import check_json_schema
-from stage03_engine.grammar.regex import check_regex
 
 MAX_GRAMMAR_CHARACTERS = 65_536
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
@@ -54,17 +52,12 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, omit_defaults=True, k
             self._refuse(f"must have at most {MAX_GRAMMAR_CHARACTERS} characters, got {len(text)}")
         if "\0" in text or any("\ud800" <= c <= "\udfff" for c in text):
             self._refuse("must be Unicode text without NUL")
-        problem = None
-        if kind == "json":
-            problem = check_json_schema(json.loads(text))
-        elif kind == "regex":
-            problem = check_regex(text)
-        elif kind == "choice" and (not self.choice or not all(self.choice)):
-            problem = "must be a list of at least one text, none of them empty"
-        elif kind == "grammar" and not re.search(r"^\s*root\s*::=", text, re.MULTILINE):
-            problem = "needs a rule `root ::= ...`"
-        if problem is not None:
-            self._refuse(problem)
+        if kind == "choice" and (not self.choice or not all(self.choice)):
+            self._refuse("must be a list of at least one text, none of them empty")
+        if kind == "grammar" and not any(line.partition("::=")[0].strip() == "root" for line in text.splitlines()):
+            self._refuse("needs a rule `root ::= ...`")
+        if kind == "json" and not text.startswith("{") and text != "true":
+            self._refuse(f"must be a JSON object or true, got {text[:60]}")
 
     def _json_text(self) -> str:
         """The schema as compact text, with its properties in their order."""

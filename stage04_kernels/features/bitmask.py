@@ -1,4 +1,4 @@
-"""Token masks of grammars (vLLM: apply_grammar_bitmask in v1/structured_output/utils.py, with xgrammar's kernel)."""
+"""Token masks of grammars (vLLM: apply_grammar_bitmask in v1/structured_output/utils.py)."""
 
 from __future__ import annotations
 

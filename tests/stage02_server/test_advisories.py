@@ -111,8 +111,6 @@ def test_min_tokens_without_max_tokens(server: InProcessServer, path: str, min_t
         ("allowed_token_ids", [1] * 1000),
         ("bad_words", ["x"] * 257),
         ("bad_words", ["x" * 129]),
-        ("guided_regex", "(" * 5000 + ")" * 5000),
-        ("guided_regex", "a{" + "9" * 60_000 + "}"),
         ("guided_regex", "x" * 65_537),
         ("guided_choice", ["x" * 65_537]),
         ("guided_grammar", 'root ::= "a" ' * 10_000),
@@ -135,20 +133,21 @@ def test_bounds(server: InProcessServer, field: str, value: Any) -> None:
     untouched(server)
 
 
-@pytest.mark.parametrize(
-    "pattern",
-    ["(?i)", "(?i:x)", "a(?-i:b)", "(?x)(?i)", "[[](?i)", r"\\(?i)", "[]](?i)", "(?#[)(?i)", "(?aiLmsux)"],
-)
-def test_a_pattern_cannot_make_python_walk_through_all_characters(server: InProcessServer, pattern: str) -> None:
-    slow = pattern + "[\u0001-\ud7ff]" * 5000  # minutes under (?i)
+SLOW = [
+    {"guided_regex": "(?i)" + "[\u0001-\ud7ff]" * 5000},  # minutes in Python's `re`
+    {"guided_regex": "(a?){1000}" * 500},
+    {"guided_grammar": "\n" * 60_000 + "x ::= 3"},
+    {"guided_grammar": " " * 60_000 + 'root ::= "a"'},
+    {"guided_json": {"pattern": "(?i)" + "[\u0001-\ud7ff]" * 5000}},
+]
+
+
+@pytest.mark.parametrize("fields", SLOW, ids=lambda fields: ascii(fields)[:40])
+def test_no_grammar_is_worked_on_where_all_clients_wait(server: InProcessServer, fields: dict[str, Any]) -> None:
+    """The API process looks at its length and little more; the engine, which may refuse it, is an echo here."""
     begin = time.process_time()
-    error = server.post(COMPLETIONS, {"prompt": "x", "guided_regex": slow}).json()["error"]
-    assert error["code"] == 400 and time.process_time() - begin < 5
-
-
-@pytest.mark.parametrize("pattern", [r"\(?i", "[(?i]+", r"(?:a)", r"(a|b)?", r"\\\(?x"])
-def test_what_only_looks_like_a_flag_is_taken(server: InProcessServer, pattern: str) -> None:
-    assert server.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1, "guided_regex": pattern}).status_code == 200
+    server.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1} | fields)
+    assert time.process_time() - begin < 2
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, '{"prompt": ' + "[" * 100_000, "1" * 5000])
@@ -212,7 +211,7 @@ INSIDE = re.compile(
 )
 ODD = [
     b"", b"{", b"[]", b"\xff\xfe", b'{"prompt": 5}', b'{"prompt": "x", "max_tokens": {}}', b'{"prompt": "x", "stop": [{}]}',
-    b'{"prompt": "x", "guided_regex": "("}', b'{"prompt": "x", "guided_json": "{"}', b'{"messages": [{"role": []}]}',
+    b'{"prompt": "x", "guided_json": "{"}', b'{"messages": [{"role": []}]}',
     b'{"prompt": "x", "guided_grammar": "root"}', b'{"prompt": "x", "model": "/etc/passwd"}', b'{"tokens": [-1]}',
     b'{"prompt": "x", "vllm_xargs": {"a": []}}', b'{"prompt": "x", "logit_bias": {"a": 1}}', b'{"messages": 1}',
 ]  # fmt: skip

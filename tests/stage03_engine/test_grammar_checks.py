@@ -1,4 +1,4 @@
-"""What is refused before any grammar compiler sees it."""
+"""What is refused, by the API process or by the process that checks grammars, and what is enforced instead."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ import msgspec
 import pytest
 from hypothesis import given, strategies as st
 
+from stage03_engine.core.features.structured_output.backend_guidance import Guidance
+from stage03_engine.core.features.structured_output.grammar_checker import check
+from stage03_engine.core.features.structured_output.lark import to_lark
 from stage03_engine.errors import ConfigError, InvalidRequestError
+from stage03_engine.grammar.vocabulary import Vocabulary
 from stage03_engine.llm import LLM
 from stage03_engine.params.structured_outputs import MAX_GRAMMAR_CHARACTERS, StructuredOutputsParams
 
@@ -55,51 +59,142 @@ def deep(levels: int) -> str:
     return '{"type":"array","items":' * levels + "true" + "}" * levels
 
 
+BYTES = Guidance(Vocabulary([bytes([byte]) for byte in range(256)], None), 256)
 STRING = {"type": "string"}
+
+
+def error_of(**fields: Any) -> str:
+    """What the engine says of a grammar that the API process lets through; "" if it can be used."""
+    return check(BYTES, *StructuredOutputsParams(**fields).key, any_whitespace=True)[0]
+
+
+def follows(text: str, **fields: Any) -> bool:
+    """May this text be the whole answer?"""
+    matcher = BYTES.compile(to_lark(*StructuredOutputsParams(**fields).key))
+    return matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()
 
 
 @pytest.mark.parametrize(
     "schema",
-    [
-        "x", "[1", "NaN", '{"const": Infinity}', "null", "3", '"a"', "false", deep(70), deep(5000),
-        {"type": "nope"}, {"type": []}, {"minimum": 3}, {"type": "string", "minimum": 3}, {"type": "integer", "multipleOf": 2},
-        {"type": "object", "properties": {"a": STRING}, "required": ["b"]}, {"type": "object", "minProperties": 1},
-        {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": True},
-        {"type": "object", "patternProperties": {"a": STRING}}, {"type": "object", "properties": [1]}, {"type": "object", "required": "a"},
-        {"type": "array", "uniqueItems": True}, {"type": "array", "items": [STRING]}, {"type": "array", "minItems": 3, "maxItems": 2},
-        {"type": "array", "minItems": -1}, {"type": "array", "minItems": 1.5}, {"type": "string", "maxLength": "3"},
-        {"type": "string", "pattern": "a", "maxLength": 3}, {"type": "string", "pattern": "("}, {"type": "string", "pattern": '"'},
-        {"type": "string", "pattern": "\\n"}, {"type": "string", "pattern": "\\\\"}, {"type": "string", "pattern": "\n"},
-        {"enum": []}, {"enum": 3}, {"type": "string", "const": 3}, {"type": "integer", "enum": [1, True]}, {"const": 1, "minimum": 2},
-        {"anyOf": []}, {"anyOf": [STRING], "type": "string"}, {"oneOf": [STRING]}, {"allOf": [STRING, STRING]}, {"not": STRING},
-        {"$ref": "http://a/b"}, {"$ref": 3}, {"$ref": "#", "type": "string"}, {"$defs": {"a": {"not": {}}}}, {"$defs": 3},
-        {"type": "integer", "minimum": "1"}, {"type": "integer", "minimum": float("nan")}, {"type": "number", "maximum": True},
-        {"type": "string", "title": "\ud800"}, {"title": "x" * MAX_GRAMMAR_CHARACTERS},
-    ],
+    ["x", "[1", "NaN", '{"const": Infinity}', "null", "3", '"a"', "false", deep(5000), {"type": "integer", "minimum": float("nan")},
+     {"type": "string", "title": "\ud800"}, {"title": "x" * MAX_GRAMMAR_CHARACTERS}],
     ids=lambda schema: (schema if isinstance(schema, str) else repr(schema))[:60],
 )  # fmt: skip
-def test_schemas_that_would_not_be_enforced_are_refused(schema: Any) -> None:
+def test_what_is_no_schema_never_reaches_the_engine(schema: Any) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         StructuredOutputsParams(json=schema)
     assert caught.value.param == "structured_outputs" and len(str(caught.value)) < 200
 
 
 @pytest.mark.parametrize(
-    "pattern",
-    ["(", "a{3,1}", r"a\b", r"\Aa", r"a\Z", r"\p{L}", r"(a)\1", "a^b", "a$b", "(a$)", "x(^a)", "a{", "[[a]b]", "\0", "\ud800", "(" * 5000,
-     "a" * (MAX_GRAMMAR_CHARACTERS + 1)],
-    ids=lambda pattern: ascii(pattern)[:20],
+    "schema",
+    [
+        deep(200), {"type": "nope"}, {"type": []}, {"type": "object", "properties": {"a": STRING}, "required": ["b"]},
+        {"type": "object", "properties": [1]}, {"type": "object", "required": "a"}, {"type": "array", "uniqueItems": True},
+        {"type": "array", "minItems": 3, "maxItems": 2}, {"type": "array", "minItems": -1}, {"type": "array", "minItems": 1.5},
+        {"type": "string", "maxLength": "3"}, {"type": "string", "pattern": "("}, {"type": "string", "pattern": "[[a]b]"},
+        {"type": "string", "pattern": "a\\"}, {"type": "string", "pattern": "a\\b"}, {"type": "string", "format": "nope"},
+        {"enum": []}, {"enum": 3}, {"type": "string", "const": 3}, {"const": 1, "minimum": 2}, {"anyOf": []}, {"not": STRING},
+        {"oneOf": [STRING, {"minLength": 3}]}, {"$ref": "http://a/b"}, {"$ref": 3}, {"$ref": "#", "type": "string"}, {"$ref": "#"},
+        {"type": "integer", "minimum": "1"}, {"type": "number", "maximum": True}, {"if": STRING}, {"x-guidance": {"lenient": True}, "not": {}},
+    ],
+    ids=lambda schema: (schema if isinstance(schema, str) else repr(schema))[:60],
 )  # fmt: skip
-def test_patterns_that_would_mean_something_else_are_refused(pattern: str) -> None:
+def test_schemas_that_would_not_be_enforced_are_refused(schema: Any) -> None:
+    assert 0 < len(error_of(json=schema)) < 200
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"minimum": 3}, ["3", '"a"'], ["2"]),
+        ({"type": "string", "minimum": 3}, ['"a"'], ["3"]),
+        ({"type": "integer", "multipleOf": 2}, ["4"], ["3"]),
+        ({"type": "object", "minProperties": 1}, ['{"a":1}'], ["{}"]),
+        ({"type": "object", "properties": {"a": STRING}}, ['{"a":""}', "{}"], ['{"b":1}']),
+        (
+            {"properties": {"a": STRING}, "additionalProperties": True},
+            ['{"a":""}', '{"b":1}'],
+            ['{"a":1}', '{"\\u0061":1}'],
+        ),
+        ({"type": "object", "patternProperties": {"^a$": STRING}}, ['{"a":""}'], ['{"a":1}', '{"b":1}']),
+        ({"type": "array", "items": [STRING]}, ['[""]'], ["[1]"]),
+        ({"type": "string", "pattern": "a+", "maxLength": 3}, ['"aaa"'], ['"aaaa"', '"xa"', '"a "']),
+        ({"type": "string", "pattern": '"'}, ['"\\""'], ['"a"']),
+        ({"type": "string", "pattern": "^(\n|\\\\)$"}, ['"\\n"', '"\\\\"'], ['"n"']),
+        ({"type": "integer", "enum": [1, True]}, ["1"], ["true"]),
+        ({"anyOf": [STRING, {"type": "null"}], "type": "string"}, ['""'], ["null"]),
+        ({"allOf": [{"minimum": 3}, {"type": "integer", "maximum": 5}]}, ["4"], ["2", "6"]),
+        ({"const": {"properties": {}}}, ['{"properties":{}}'], ["{}"]),
+    ],
+    ids=str,
+)
+def test_keywords_side_by_side_are_enforced(schema: Any, right: list[str], wrong: list[str]) -> None:
+    assert error_of(json=schema) == ""
+    assert [text for text in right if not follows(text, json=schema)] == []
+    assert [text for text in wrong if follows(text, json=schema)] == []
+
+
+@pytest.mark.parametrize(
+    "pattern", ["\0", "\ud800", "a" * (MAX_GRAMMAR_CHARACTERS + 1)], ids=lambda pattern: ascii(pattern)[:20]
+)
+def test_what_is_no_pattern_never_reaches_the_engine(pattern: str) -> None:
     with pytest.raises(InvalidRequestError):
         StructuredOutputsParams(regex=pattern)
 
 
 @pytest.mark.parametrize(
-    "pattern", ["^a$|^b$", r"\d{2}-[^\]\n]{,3}", r"[\w.-]+@\w+\.com", "(?:ab)*", "[a$^]", r"\$\{", ""]
+    "pattern",
+    ["(", "a{3,1}", r"a\b", r"a\Z", r"(a)\1", "a^b", "a$b", "x(^a)", "a{", "[[a]b]", "[a&&b]", "[a", "a\\", "a)(", "(" * 5000, "(?#x)a"],
+    ids=lambda pattern: ascii(pattern)[:20],
+)  # fmt: skip
+def test_patterns_that_would_mean_something_else_are_refused(pattern: str) -> None:
+    assert "regular expression" in error_of(regex=pattern) and len(error_of(regex=pattern)) < 200
+
+
+@pytest.mark.parametrize(
+    ("pattern", "right", "wrong"),
+    [
+        ("^a$|^b$", ["a", "b"], ["ab"]),
+        (r"\d{2}-[^\]\n]{,3}", ["12-abc", "12-"], ["12-abcd", "12-\n"]),
+        (r"[\w.-]+@\w+\.com", ["a.b@c.com"], ["é@c.com"]),
+        ("(?:ab)*", ["abab"], ["aba"]),
+        ("[a$^]", ["$"], ["b"]),
+        (r"\$\{", ["${"], ["$"]),
+        (".", ["é", "\n"], [""]),
+        (r"a/b\/c", ["a/b/c"], ["a/b"]),
+        (r"\{,2}", ["{,2}"], ["{0,2}"]),
+        ("(a$)", ["a"], ["aa"]),
+        ("(?i)ab", ["aB"], ["a"]),
+    ],
 )
-def test_usual_patterns_are_taken(pattern: str) -> None:
-    assert StructuredOutputsParams(regex=pattern).key == ("regex", pattern)
+def test_usual_patterns_are_taken(pattern: str, right: list[str], wrong: list[str]) -> None:
+    assert error_of(regex=pattern) == ""
+    assert all(follows(text, regex=pattern) for text in right) and not any(
+        follows(text, regex=pattern) for text in wrong
+    )
+
+
+@pytest.mark.parametrize(
+    ("rules", "right", "wrong"),
+    [
+        ('root ::= "\\u00e9" [\\-\\u0041-C] ("a"{2}){3}', ["é-aaaaaa", "éBaaaaaa"], ["éa"]),
+        ('root ::= [a-z]+ "ab"', ["abab"], ["ab"]),
+        ('root ::= first-rule | "(" root ")"  # pairs\nfirst-rule ::= [^()]', ["((x))"], ["((x)"]),
+    ],
+)
+def test_grammars_in_gbnf(rules: str, right: list[str], wrong: list[str]) -> None:
+    assert error_of(grammar=rules) == ""
+    assert all(follows(text, grammar=rules) for text in right) and not any(
+        follows(text, grammar=rules) for text in wrong
+    )
+
+
+@pytest.mark.parametrize(
+    "rules", ["root ::= 'a'", 'root ::= "a', 'root ::= "\\ud800"', "root ::= nope", 'root ::= "a"\n%import x']
+)
+def test_grammars_that_cannot_be_read(rules: str) -> None:
+    assert "grammar" in error_of(grammar=rules)
 
 
 @pytest.mark.parametrize(

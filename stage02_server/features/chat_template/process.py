@@ -5,7 +5,7 @@ Python's inside, but not from looping for ever or from building a text of a tera
 system ends this process when a rendering takes too long, and refuses it memory. (vLLM renders in a thread of the API process,
 without limits.)
 
-Messages both ways: length, msgpack, as between engine and grammar process. First [template], answered by [error or "", content
+Messages both ways: length, msgpack (framing.py). First [template], answered by [error or "", content
 format]. Then any number of [template or None, variables as JSON], each answered by [error or "", prompt].
 """
 
@@ -23,7 +23,7 @@ from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from stage03_engine.grammar.protocol import read_message, write_message
+from stage02_server.features.hardening.framing import read_message, write_message
 
 SECONDS = 1.0  # of computing, for one rendering
 MEMORY_BYTES = 512 * 1024**2  # of the whole process

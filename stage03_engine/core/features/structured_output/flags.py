@@ -11,21 +11,25 @@ from stage03_engine.errors import ConfigError
 
 @dataclass(frozen=True)
 class StructuredOutputsConfig:
-    """What a grammar that a request brings may cost. Each grammar runs in a process of its own."""
+    """What a grammar that a request brings may cost."""
 
     grammar_cache_size: int = option(
         32,
         "most grammars at once; those that no request uses any more stay compiled until their place is needed",
         at_least=1,
     )
-    grammar_compile_seconds: float = option(5.0, "CPU seconds that compiling one grammar may take")
+    grammar_compile_seconds: float = option(
+        5.0, "CPU seconds that compiling one grammar may take; it is tried in a process that can be stopped"
+    )
     grammar_step_seconds: float = option(
-        0.5, "CPU seconds that one grammar may take to find the tokens that may follow"
+        0.5, "seconds that a step waits for one grammar to find the tokens that may follow; then its request ends"
     )
     disable_any_whitespace: bool = option(
         False, "write JSON in one line: a small model may else fill its answer with spaces"
     )
-    grammar_memory_bytes: int = option(512 * 1024**2, "bytes that one grammar may take (enforced on Linux)", at_least=1)
+    grammar_memory_bytes: int = option(
+        512 * 1024**2, "bytes that compiling one grammar may take (enforced on Linux)", at_least=1
+    )
 
 
 @dataclass(frozen=True)
