@@ -17,7 +17,7 @@ from stage03_engine.errors import InvalidRequestError
 from stage03_engine.mixins import load, mixins
 from stage03_engine.sampling_params import MAX_LOGPROBS, RequestOutputKind, SamplingParams
 
-CHECK_UNKNOWN_FIELDS = "stage02_server.features.refused_fields:check_unknown_fields"
+CHECK_UNKNOWN_FIELDS = "stage03_engine.args.refused:check_unknown_fields"
 
 _SAME_NAME = (
     "n", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty",

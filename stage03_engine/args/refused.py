@@ -1,7 +1,7 @@
-"""vLLM's flags that are not built here: each is refused with its reason, and accepted at the value that asks for nothing.
+"""vLLM's flags and request fields that are not built here: each is refused, and accepted at the value that asks for nothing.
 
-refused.toml lists them all, in a notation that it explains. Nothing imports this module before an unknown flag or config file
-key is met (vllm/engine/arg_utils.py, cli_args.py).
+refused.toml lists them all, in a notation that it explains. Nothing imports this module before an unknown flag, config file key
+or request field is met (vllm/engine/arg_utils.py, cli_args.py).
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from stage03_engine.errors import ConfigError
+from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.mixins import is_there
 
 _WORD = re.compile(r"(\+?)((?:-{1,2}[\w-]+,)*--[\w-]+)(\*|=(.*))?")
 
 
 @cache
-def refused_toml() -> dict[str, dict[str, str]]:
+def refused_toml() -> dict[str, dict[str, Any]]:
     """The tables of refused.toml by name."""
     return tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
@@ -43,6 +43,20 @@ def absent_feature(flag: str) -> str | None:
         if names & set(flags.split()) and not is_there(module):
             return module.split(".")[-2]
     return None
+
+
+def check_unknown_fields(fields: Mapping[str, Any], table: str) -> None:
+    """`fields` are those of a request that its model does not have. Raises InvalidRequestError for one that asks for something
+    and is in `table`, or belongs to a feature that was taken out; a field that nobody knows is ignored, as in vLLM."""
+    refused_here, features = refused_toml()["fields"][table], refused_toml()["fields"]["feature"]
+    for name, value in fields.items():
+        if value is None:
+            continue
+        if name in refused_here:
+            if value not in refused_here[name]:
+                raise InvalidRequestError(f"{name} is not supported by this server; leave it out.", name)
+        elif table == "request" and name in features and value not in (False, [], {}):
+            raise InvalidRequestError(f"{name} belongs to the feature {features[name]}, which is not installed.", name)
 
 
 class _Refused(argparse.Action):
