@@ -22,7 +22,7 @@ import stage04_kernels.__main__
 from stage01_cli.main import COMMANDS as SUBCOMMANDS, make_parser
 
 ROOT = Path(__file__).parent.parent
-READMES = sorted(path for path in [*ROOT.glob("*.md"), *ROOT.glob("stage0*/*.md"), *ROOT.glob("trace/*.md")])
+READMES = sorted(path for path in [*ROOT.glob("*.md"), *ROOT.glob("stage0*/**/*.md"), *ROOT.glob("trace/*.md")])
 
 
 def commands() -> Iterator[tuple[str, str]]:

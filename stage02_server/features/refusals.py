@@ -9,6 +9,7 @@ from fastapi import FastAPI, Request, Response
 from stage02_server.api_server import Services
 from stage02_server.errors import not_found
 from stage02_server.serving_engine import require_task
+from stage03_engine.mixins import is_there
 
 _NO_DECISIONS = "its model writes text and has no {} task"
 _NO_WEIGHT_UPDATES = "weights are loaded once, when the server starts"
@@ -73,6 +74,19 @@ HOW = {
 """Task -> what would have it."""
 
 
+FEATURES: dict[str, tuple[str, ...]] = {
+    "stage02_server.features.tokenize": ("POST /tokenize", "POST /detokenize"),
+    "stage02_server.features.admin.routes": (
+        "GET /load", "GET /server_info", "POST /abort_requests", "POST /start_profile", "POST /stop_profile",
+        "POST /reset_prefix_cache",
+    ),
+    "stage02_server.features.page.routes": (
+        "GET /", "GET /v1/engine/events", "GET /docs", "GET /redoc", "GET /openapi.json",
+    ),
+}  # fmt: skip
+"""Module of a feature -> its routes, which are refused if it was taken out."""
+
+
 async def refuse(raw_request: Request) -> Response:
     """Raises APIError 404, whatever the body says."""
     path = raw_request.scope["route"].path
@@ -80,7 +94,7 @@ async def refuse(raw_request: Request) -> Response:
 
 
 async def refuse_task(raw_request: Request) -> Response:
-    """Raises APIError 404, whatever the body says."""
+    """Raises APIError 404, whatever the body says; EngineDeadError if the engine died."""
     services: Services = raw_request.app.state.services
     services.engine.check_health()
     path = raw_request.scope["route"].path
@@ -89,8 +103,16 @@ async def refuse_task(raw_request: Request) -> Response:
     raise not_found(f"This server has no {path}: the feature behind it is not installed.")
 
 
+async def refuse_feature(raw_request: Request) -> Response:
+    """Raises APIError 404."""
+    raise not_found(f"This server has no {raw_request.scope['route'].path}: the feature behind it is not installed.")
+
+
 def install(app: FastAPI, services: Services) -> None:
     """Add the refusals behind all other routes."""
     for handler, routes in ((refuse, ABSENT), (refuse_task, TASKS)):
         for path, (method, _) in routes.items():
             app.add_api_route(path, handler, methods=[method], include_in_schema=False)
+    for module, routes_of_feature in FEATURES.items():
+        for method, path in (route.split() for route in routes_of_feature if not is_there(module)):
+            app.add_api_route(path, refuse_feature, methods=[method], include_in_schema=False)
