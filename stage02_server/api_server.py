@@ -90,13 +90,14 @@ MIDDLEWARE = (  # outermost first; each is called with (app, args)
     Feature("stage02_server.features.hardening.keep_alive:KeepAliveMiddleware", flags=("sse_keep_alive_interval",)),
 )
 
+COLLECT = ("stage02_server.features.collect",)
 TOOL_FLAGS = (
     "enable_auto_tool_choice", "tool_call_parser", "tool_parser_plugin", "reasoning_parser", "reasoning_parser_plugin"
 )  # fmt: skip
 HTTP_FEATURES = (  # each is called with (app, services); of two routes for one path the first answers
     Feature("stage02_server.features.tokenize:install"),
-    Feature("stage02_server.features.pooling.routes:install", tasks=("embed", "classify")),
-    Feature("stage02_server.features.audio.routes:install", tasks=("transcription",)),
+    Feature("stage02_server.features.pooling.routes:install", tasks=("embed", "classify"), needs=COLLECT),
+    Feature("stage02_server.features.audio.routes:install", tasks=("transcription",), needs=COLLECT),
     Feature("stage02_server.features.admin.routes:install"),
     Feature("stage02_server.features.page.routes:install"),
     Feature("stage02_server.features.page.docs:install"),
@@ -111,6 +112,7 @@ HTTP_FEATURES = (  # each is called with (app, services); of two routes for one 
     Feature("stage02_server.features.refusals:install"),
 )
 
+ECHO_ENGINE = "stage02_server.features.echo_engine"
 PROCESS = Feature("stage02_server.features.hardening.process:prepare")
 UNIX_SOCKET = Feature("stage02_server.features.hardening.unix_socket:create_server_unix_socket", flags=("uds",))
 CONNECTION = Feature("stage02_server.features.hardening.connection:uvicorn_settings")
@@ -297,7 +299,9 @@ async def build_async_engine_client(
 def make_core_client(vllm_config: VllmConfig, args: FrontendArgs) -> AsyncEngineCoreClient | None:
     """The client that `--engine` and `--in-process` ask for; None for the usual one, of an engine process."""
     if args.engine == "echo":
-        return load("stage02_server.echo_engine:EchoCoreClient")(vllm_config)
+        if not is_there(ECHO_ENGINE):
+            raise ConfigError("engine echo belongs to a feature that is not installed")
+        return load(f"{ECHO_ENGINE}:EchoCoreClient")(vllm_config)
     if args.in_process:
         module = "stage03_engine.frontend.features.async_inproc_client"
         if not is_there(module):

@@ -6,17 +6,17 @@ refuses to chat with such a model.) A template, from `--chat-template`, the mode
 
 from __future__ import annotations
 
-import json
 import logging
 from typing import Any
 
 from stage02_server.cli_args import FrontendArgs
-from stage02_server.protocol import ChatMessageParam, ChatTemplateFields, ContentPart, MessageToolCall
+from stage02_server.protocol import ChatMessageParam, ChatTemplateFields, ContentPart
 from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.frontend.tokenizer import Tokenizer
 from stage03_engine.mixins import is_there, load
 
 logger = logging.getLogger(__name__)
+_PLAIN_FIELDS = {"role", "content", "name"}  # of a message; the others mean something to templates only
 JINJA = "stage02_server.features.chat_template.jinja"
 
 _TEXT_FIELDS = {
@@ -27,8 +27,6 @@ _TEXT_FIELDS = {
     "thinking": "thinking",
 }
 """Type of a part -> the field that holds its text."""
-_NOT_BUILT = ("audio", "function_call", "task", "tools")
-"""Fields of a message that no template here would see."""
 
 
 class ChatTemplate:
@@ -38,15 +36,17 @@ class ChatTemplate:
         self._args, self._tokenizer = args, tokenizer
         self._jinja: Any = None  # the feature, once there is a template or a request has fields for one
         self._has_template = bool(args.chat_template or tokenizer.chat_template)
-        if self._has_template:
+        if self._has_template and is_there(JINJA):
             self._load()
+        elif self._has_template:
+            raise ConfigError("the chat template belongs to a feature that is not installed")
         else:
             logger.info("The model has no chat template: chats become the plain concatenation of their messages.")
 
     def _load(self) -> None:
         if self._jinja is None:
             if not is_there(JINJA):
-                raise ConfigError("chat templates belong to the feature chat_template, which is not installed")
+                raise InvalidRequestError("Chat templates belong to a feature that is not installed.", "messages")
             self._jinja = load(f"{JINJA}:JinjaChatTemplate")(self._args, self._tokenizer)
 
     def apply(self, messages: list[ChatMessageParam], fields: ChatTemplateFields | None = None) -> str:
@@ -61,12 +61,11 @@ class ChatTemplate:
                 "begins a new one.",
                 "continue_final_message",
             )
-        if any(feature.for_templates for feature in fields.used_features()):
+        more = any(message.model_fields_set - _PLAIN_FIELDS or message.model_extra for message in messages)
+        if more or any(feature.for_templates for feature in fields.used_features()):
             self._load()
         prompt: str | None = None if self._jinja is None else self._jinja.render(messages, fields)
-        if prompt is None:
-            prompt = "".join(plain_message(message, "string")["content"] for message in messages)
-        return prompt
+        return "".join(map(text_of, messages)) if prompt is None else prompt
 
     def adds_special_tokens(self, asked: bool | None) -> bool:
         """Should the tokenizer begin the prompt with the model's beginning-of-text token? What the request asks for, else
@@ -74,30 +73,15 @@ class ChatTemplate:
         return not self._has_template if asked is None else asked
 
 
-def plain_message(message: ChatMessageParam, content_format: str) -> dict[str, Any]:
-    """A message as a template sees it: fields that the client left out are not there, but `content` always is.
+def text_of(message: ChatMessageParam) -> str:
+    """The content of a message as one text: parts are joined by line breaks, as in vLLM."""
+    return "\n".join(text_parts(message))
 
-    With `content_format` "string" the content is one text (parts are joined by line breaks, as in vLLM), with "openai" a list
-    of {"type": "text", "text": ...}. Reasoning has both its names, as templates know one or the other. Raises
-    InvalidRequestError for a part that is no text, and a field that would be lost.
-    """
-    for name in _NOT_BUILT:
-        if (message.model_extra or {}).get(name):
-            raise InvalidRequestError(f"{name} in a message is not supported by this server; leave it out.", "messages")
+
+def text_parts(message: ChatMessageParam) -> list[str]:
+    """Raises InvalidRequestError for a part that is no text."""
     content = message.content or ""
-    parts = [_part_text(part) for part in content] if isinstance(content, list) else [content]
-    plain: dict[str, Any] = {"role": message.role, "content": "\n".join(parts)}
-    if content_format == "openai":
-        plain["content"] = [{"type": "text", "text": text} for text in parts]
-    for name in ("name", "tool_call_id"):
-        if (value := getattr(message, name)) is not None:
-            plain[name] = value
-    reasoning = message.reasoning_content if message.reasoning is None else message.reasoning
-    if reasoning is not None:
-        plain |= {"reasoning": reasoning, "reasoning_content": reasoning}
-    if message.tool_calls:
-        plain["tool_calls"] = [_plain_call(call) for call in message.tool_calls]
-    return plain
+    return [_part_text(part) for part in content] if isinstance(content, list) else [content]
 
 
 def _part_text(part: ContentPart | str) -> str:
@@ -109,15 +93,3 @@ def _part_text(part: ContentPart | str) -> str:
             f"Only text can be served, not a content part of type {part.type[:50]!r}.", "messages"
         )
     return text
-
-
-def _plain_call(call: MessageToolCall) -> dict[str, Any]:
-    """Clients send the arguments as JSON in a text; templates write them as JSON themselves, and need the value."""
-    try:
-        arguments = json.loads(call.function.arguments or "{}")
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise InvalidRequestError("The arguments of a tool call must be a JSON object in a text.", "messages")
-    function = {"name": call.function.name, "arguments": arguments}
-    return {"type": "function", "function": function} | ({} if call.id is None else {"id": call.id})

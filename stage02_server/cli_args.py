@@ -10,7 +10,6 @@ import argparse
 import logging
 import sys
 from dataclasses import dataclass, fields
-from typing import Any
 
 from stage03_engine.arg_utils import AsyncEngineArgs, engine_settings
 from stage03_engine.args import FlexibleArgumentParser, Resolved, add_flags, resolve_cli, settings_of
@@ -22,7 +21,9 @@ FEATURE_FLAGS = mixins(
     "stage02_server.features.hardening.flags:HardeningFlags",
     "stage02_server.features.admin.flags:AdminFlags",
     "stage02_server.features.page.flags:PageFlags",
+    "stage02_server.features.chat_template.flags:ChatTemplateFlags",
     "stage02_server.features.tools.flags:ToolFlags",
+    "stage02_server.features.per_request_metrics.flags:MetricsFlags",
     "stage02_server.features.responses.flags:ResponsesFlags",
 )
 
@@ -37,23 +38,11 @@ class BaseFrontendArgs:
         None, "names that requests may use for the model; its own if not given"
     )
     chat_template: str | None = option(None, "Jinja chat template, as a file or as text; replaces the model's own")
-    chat_template_content_format: str = option(
-        "auto",
-        "how templates see a message's content: as one text, or as OpenAI's list of parts; auto looks at the template",
-        ("auto", "string", "openai"),
-    )
-    trust_request_chat_template: bool = option(False, "take a chat template that comes with a request")
-    default_chat_template_kwargs: dict[str, Any] | None = option(
-        None, "variables for the chat template, where a request does not set them itself"
-    )
     response_role: str = option("assistant", "role of the answering message in chats")
     return_tokens_as_token_ids: bool = option(
         False, 'in logprobs call tokens "token_id:5" instead of by their text, unless a request says otherwise'
     )
     enable_force_include_usage: bool = option(False, "end every stream with the usage, asked for or not")
-    enable_per_request_metrics: bool = option(
-        False, "tell in `metrics` of each answer how long it waited and took; in a stream with the usage"
-    )
     engine: str = option(
         "core", "core = the real engine; echo = answers with the prompt itself, without torch", ("core", "echo")
     )

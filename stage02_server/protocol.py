@@ -281,22 +281,3 @@ class ChatCompletionRequest(*CHAT_FEATURES, ChatTemplateFields, SamplingRequest)
             raise InvalidRequestError("top_logprobs needs logprobs=true.", "top_logprobs")
         max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         return self._sampling_params(defaults, max_tokens, top if self.logprobs else None)
-
-
-class TokenizeRequest(ChatTemplateFields):
-    """POST /tokenize: a text, or messages that the chat template turns into one."""
-
-    prompt: Text | None = Field(
-        None, description="A text, a list of token ids, or a list of either: each is a prompt of its own."
-    )
-    messages: list[ChatMessageParam] | None = Field(None, description="The chat so far, the oldest message first.")
-    add_special_tokens: bool | None = Field(
-        None, description="Add the tokens that the tokenizer puts around a text."
-    )  # None: with a prompt yes, with messages as in a chat
-    return_token_strs: bool | None = Field(False, description="Tell the text of each token.")
-
-
-class DetokenizeRequest(RequestModel):
-    """POST /detokenize."""
-
-    tokens: TokenIds = Field(description="Token ids.")

@@ -13,21 +13,6 @@ WITH_THE_USAGE = {"usage", *(name for part in METRICS for name in part.model_fie
 """What a stream tells once, at its end."""
 
 
-class TokenizeResponse(BaseModel):
-    """The token ids of a text."""
-
-    count: int = Field(description="How many tokens.")
-    max_model_len: int = Field(description="Most tokens of a prompt and its answer together.")
-    tokens: list[int] = Field(description="The token ids.")
-    token_strs: list[str] | None = Field(None, description="The text of each token.")
-
-
-class DetokenizeResponse(BaseModel):
-    """The text of token ids."""
-
-    prompt: str = Field(description="The text of the tokens.")
-
-
 class PromptTokensDetails(BaseModel):
     """How many of the prompt's tokens were found in the prefix cache, and so cost nothing."""
 

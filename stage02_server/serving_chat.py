@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from starlette.requests import Request
 
-from stage02_server.chat_template import ChatTemplate, plain_message
+from stage02_server.chat_template import ChatTemplate, text_of
 from stage02_server.cli_args import FrontendArgs
 from stage02_server.logprobs import chat_logprobs
 from stage02_server.protocol import ChatCompletionRequest
@@ -194,7 +194,7 @@ class OpenAIServingChat(OpenAIServing):
             requests,
             self.engine_client.tokenizer,
             role,
-            plain_message(last, "string")["content"] if request.echo and last.role == role else "",
+            text_of(last) if request.echo and last.role == role else "",
             prompt if request.return_prompt_text else None,
             new_answer,
         )

@@ -15,10 +15,16 @@ from starlette.requests import Request
 from starlette.types import Receive
 
 from stage02_server.cli_args import FrontendArgs
-from stage02_server.errors import as_reported, error_json, not_found, unavailable
+from stage02_server.errors import as_reported, error_json, not_found
 from stage02_server.middleware import RequestIds
 from stage02_server.protocol import SamplingRequest
-from stage02_server.protocol_response import ChatStreamResponse, CompletionResponse, PromptTokensDetails, UsageInfo
+from stage02_server.protocol_response import (
+    WITH_THE_USAGE,
+    ChatStreamResponse,
+    CompletionResponse,
+    PromptTokensDetails,
+    UsageInfo,
+)
 from stage02_server.protocol_types import AnswerHook
 from stage02_server.routes import OpenAIServingModels
 from stage02_server.streaming import in_thread_if_long, run_until_disconnect
@@ -107,19 +113,6 @@ async def merge_async_iterators(iterators: list[AsyncGenerator[RequestOutput, No
         await asyncio.gather(*waiting, return_exceptions=True)
         for iterator in iterators:
             await iterator.aclose()
-
-
-async def collect(engine_client: AsyncLLM, requests: list[EngineCoreRequest]) -> list[RequestOutput]:
-    """The last output of each request, in their order. Raises EngineDeadError, and APIError 503 if one was aborted from
-    outside: half a vector is none, and such an answer cannot say that it was cut off."""
-    found: dict[int, RequestOutput] = {}
-    flows = [engine_client.generate(request) for request in requests]
-    async with aclosing(merge_async_iterators(flows)) as merged:
-        async for index, output in merged:
-            if output.outputs[0].finish_reason == "abort":
-                raise unavailable("The request was aborted before it was finished.")
-            found[index] = output
-    return [found[index] for index in range(len(requests))]
 
 
 class ChunkMaker(Protocol):
@@ -273,7 +266,7 @@ class OpenAIServing:
         counts = [0] * (len(requests.engine_requests) * requests.n)
         include_usage = request.include_usage or self.args.enable_force_include_usage
         continuous_usage = include_usage and request.continuous_usage
-        hidden = {"metrics"} if include_usage else {"metrics", "usage"}
+        hidden = WITH_THE_USAGE - {"usage"} if include_usage else WITH_THE_USAGE
         try:
             async with aclosing(source) as outputs:
                 async for prompt, output in outputs:

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from stage02_server.api_server import build_app, init_app_state
 from stage02_server.cli_args import FrontendArgs
-from stage02_server.echo_engine import EchoCoreClient
+from stage02_server.features.echo_engine import EchoCoreClient
 from stage03_engine.config import ModelConfig, VllmConfig
 from stage03_engine.frontend.async_llm import AsyncLLM
 from stage03_engine.frontend.metrics import PrometheusStatLogger
@@ -110,7 +110,7 @@ sys.exit(code)
 """
 
 SLOW_LOADING = """
-import asyncio, os, stage02_server.echo_engine as e
+import asyncio, os, stage02_server.features.echo_engine as e
 load = e.EchoCoreClient.start
 async def start(self):
     while not os.path.exists({flag!r}):
@@ -121,7 +121,7 @@ e.EchoCoreClient.start = start
 """Run before a server with the echo engine: it loads until the file {flag!r} is there."""
 
 DYING_ENGINE = """
-from stage02_server.echo_engine import EchoCoreClient
+from stage02_server.features.echo_engine import EchoCoreClient
 from stage03_engine.errors import EngineDeadError
 async def die(self):
     await self._work.wait()

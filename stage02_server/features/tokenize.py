@@ -5,17 +5,52 @@ from __future__ import annotations
 import asyncio
 
 from fastapi import APIRouter, FastAPI, Request, Response
+from pydantic import BaseModel, Field
 
 from stage02_server.api_server import Services
 from stage02_server.chat_template import ChatTemplate
-from stage02_server.protocol import DetokenizeRequest, TokenizeRequest
-from stage02_server.protocol_response import DetokenizeResponse, TokenizeResponse
+from stage02_server.protocol import ChatMessageParam, ChatTemplateFields, RequestModel
+from stage02_server.protocol_types import Text, TokenIds
 from stage02_server.routes import OpenAIServingModels
 from stage02_server.streaming import answer
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.tokenizer import Tokenizer
 
 router = APIRouter()
+
+
+class TokenizeRequest(ChatTemplateFields):
+    """POST /tokenize: a text, or messages that the chat template turns into one."""
+
+    prompt: Text | None = Field(
+        None, description="A text, a list of token ids, or a list of either: each is a prompt of its own."
+    )
+    messages: list[ChatMessageParam] | None = Field(None, description="The chat so far, the oldest message first.")
+    add_special_tokens: bool | None = Field(  # None: with a prompt yes, with messages as in a chat
+        None, description="Add the tokens that the tokenizer puts around a text."
+    )
+    return_token_strs: bool | None = Field(False, description="Tell the text of each token.")
+
+
+class DetokenizeRequest(RequestModel):
+    """POST /detokenize."""
+
+    tokens: TokenIds = Field(description="Token ids.")
+
+
+class TokenizeResponse(BaseModel):
+    """The token ids of a text."""
+
+    count: int = Field(description="How many tokens.")
+    max_model_len: int = Field(description="Most tokens of a prompt and its answer together.")
+    tokens: list[int] = Field(description="The token ids.")
+    token_strs: list[str] | None = Field(None, description="The text of each token.")
+
+
+class DetokenizeResponse(BaseModel):
+    """The text of token ids."""
+
+    prompt: str = Field(description="The text of the tokens.")
 
 
 class OpenAIServingTokenization:

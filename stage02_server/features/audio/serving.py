@@ -32,9 +32,10 @@ from stage02_server.features.audio.protocol import (
     read_form,
 )
 from stage02_server.features.audio.transcript import Piece, Transcript, to_srt, to_vtt
+from stage02_server.features.collect import collect
 from stage02_server.middleware import RequestIds
 from stage02_server.routes import OpenAIServingModels
-from stage02_server.serving_engine import collect, make_usage, require_task
+from stage02_server.serving_engine import make_usage, require_task
 from stage02_server.streaming import DECODERS, in_thread, run_until_disconnect
 from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.frontend.async_llm import AsyncLLM

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from stage02_server.chat_template import plain_message
 from stage02_server.cli_args import FrontendArgs
+from stage02_server.features.chat_template.messages import plain_message
 from stage02_server.features.chat_template.renderer import TemplateRenderer
 from stage02_server.protocol import ChatMessageParam, ChatTemplateFields
 from stage03_engine.errors import ConfigError, InvalidRequestError
@@ -48,9 +48,10 @@ class JinjaChatTemplate:
     def render(self, messages: list[ChatMessageParam], fields: ChatTemplateFields) -> str | None:
         """The prompt; None without a template. Raises InvalidRequestError if the messages or the template do not allow one."""
         self._check(fields)
-        if not self._has_template and fields.chat_template is None:
+        templated = self._has_template or fields.chat_template is not None
+        plain = [plain_message(message, self._format if templated else "string") for message in messages]
+        if not templated:
             return None
-        plain = [plain_message(message, self._format) for message in messages]
         try:
             prompt = self._renderer.render(fields.chat_template, self._variables(plain, fields))
         except InvalidRequestError as error:

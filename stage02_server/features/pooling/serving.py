@@ -13,6 +13,7 @@ from typing import Any
 from starlette.requests import Request
 
 from stage02_server.chat_template import ChatTemplate
+from stage02_server.features.collect import collect
 from stage02_server.features.pooling.protocol import (
     MAX_INPUTS,
     ClassificationData,
@@ -30,7 +31,7 @@ from stage02_server.features.pooling.protocol import (
 from stage02_server.middleware import RequestIds
 from stage02_server.protocol_response import PromptTokensDetails, UsageInfo
 from stage02_server.routes import OpenAIServingModels
-from stage02_server.serving_engine import collect, require_task
+from stage02_server.serving_engine import require_task
 from stage02_server.streaming import in_thread_if_long, run_until_disconnect
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.async_llm import AsyncLLM
