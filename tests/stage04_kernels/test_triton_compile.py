@@ -17,15 +17,15 @@ GOOD = Resources(DECODE.name, "sm_90", registers=80, spilled_bytes=0, shared_byt
 
 
 def test_all_kernels_keep_their_budgets_on_a_chip() -> None:
-    """In a process of its own: here the kernels are interpreted. One chip in the tests; the others by hand."""
+    """In a process of its own: here the kernels are interpreted. One chip in the tests, by the README's command; the others by hand."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "stage04_kernels", "compile", "--chip", "sm_90"]
+    command = [sys.executable, "-m", "stage04_kernels", "compile", "--chip", "sm_80"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     header, *rows, summary = done.stdout.splitlines()
     assert "registers" in header and summary == "0 over budget"
     assert len(rows) == len([*attention_variants(), *other_variants()])
-    assert all(row.startswith("sm_90") and row.endswith("ok") for row in rows)
+    assert all(row.startswith("sm_80") and row.endswith("ok") for row in rows)
 
 
 @pytest.mark.parametrize(
