@@ -4,7 +4,7 @@ import sys
 
 
 def run() -> int:
-    """The program `stages`: its exit code. Ctrl-C while it still imports its modules is no traceback either, but 130."""
+    """The program `stages`: its exit code. Ctrl-C during the imports gives 130, not a traceback."""
     try:
         from stage01_cli.main import main
 

@@ -24,7 +24,7 @@ class CLISubcommand(ABC):
 
     @abstractmethod
     def cmd(self, args: argparse.Namespace) -> int:
-        """Do the work and return the exit code. Raises StagesError for what the user can mend."""
+        """Do the work and return the exit code. Raises StagesError for what the user can fix."""
 
 
 COMMANDS = {
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(words: list[str]) -> int:
     chosen = words[0] if words and not words[0].startswith("-") else None
-    if chosen in ("serve", "run-batch"):  # the commands whose work is traced; their process becomes the API server
+    if chosen in ("serve", "run-batch"):  # commands whose work is traced: their process becomes the API server
         trace.hold("APIServer")
     if trace.on:
         trace.emit("cli.main", argv=redact_argv(words))
@@ -73,7 +73,7 @@ def _main(words: list[str]) -> int:
 
 
 def make_parser(chosen: str | None) -> FlexibleArgumentParser:
-    """The parser of `stages`. Only the chosen subcommand is imported and gets its flags; the others are names."""
+    """The parser of `stages`. Only the chosen subcommand is imported and adds its flags; the others are just names."""
     parser = FlexibleArgumentParser(
         prog="stages", description="vLLM in stages: a small inference server, part by part."
     )
@@ -89,7 +89,7 @@ def make_parser(chosen: str | None) -> FlexibleArgumentParser:
 
 
 class _Version(argparse.Action):
-    """Looks the version up only when it is asked for: that reads the installed package's files."""
+    """Looks the version up only when asked: that reads the installed package's files."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         from importlib.metadata import version

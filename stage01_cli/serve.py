@@ -1,4 +1,4 @@
-"""`stages serve`: which model, which form of server, then over to stage 2 (vllm/entrypoints/cli/serve.py)."""
+"""`stages serve`: choose the model and the form of the server, then hand over to stage 2 (vllm/entrypoints/cli/serve.py)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ServeSubcommand(CLISubcommand):
         add_flags(parser, LaunchArgs)
 
     def cmd(self, args: argparse.Namespace) -> int:
-        """Serve until a signal ends it. Raises StagesError when the configuration is impossible."""
+        """Serve until a signal ends it. Raises StagesError if the configuration is impossible."""
         serve_args = resolve_serve_args(args, LaunchArgs)
         settings = serve_args.settings
         if trace.on:
@@ -53,7 +53,7 @@ class ServeSubcommand(CLISubcommand):
 
 
 def decide(headless: bool, api_server_count: int) -> None:
-    """The decision tree of `serve`. Returns for one API server in this process; the other branches are not built yet.
+    """The decision tree of `serve`. Returns if one API server runs in this process; the other branches are not built yet.
 
     vLLM's branches: run_headless, run_multi_api_server, run_server. Raises ConfigError.
     """

@@ -82,7 +82,7 @@ class EngineArgs:
         """Find the model, fill in what can be detected, check the whole.
 
         Returns the configuration and the settings as they now stand, sources included. Raises ModelNotFoundError, or
-        ConfigError when a setting is impossible, alone or together with another.
+        ConfigError if a setting is impossible, alone or together with another.
         """
         model, dtype = self.settings["model"], self.settings["dtype"]
         files = resolve_model(model.value, self.settings["load_format"].value, self.settings["tokenizer"].value)
@@ -111,7 +111,7 @@ AsyncEngineArgs = EngineArgs
 
 
 def _detect(files: ModelFiles, device: str) -> dict[str, tuple[Any, str]]:
-    """Setting -> (value, what was looked at), for what may be left open."""
+    """Setting -> (value, what was looked at), for settings that may be left open."""
     shape, (found_device, why) = files.shape, detect_device()
     if device == "auto":
         device = found_device

@@ -82,8 +82,8 @@ class CacheConfig(*mixins(_FEATURES + "swap_space.flags:SwapSpaceSize")):  # typ
 
 
 @dataclass(frozen=True)
-class SchedulerConfig(  # type: ignore[misc]
-    *mixins(_FEATURES + "swap_space.flags:PreemptionMode", _FEATURES + "debug.flags:CheckInvariants")
+class SchedulerConfig(
+    *mixins(_FEATURES + "swap_space.flags:PreemptionMode", _FEATURES + "debug.flags:CheckInvariants")  # type: ignore[misc]
 ):
     """How much one engine step may do."""
 
@@ -107,8 +107,8 @@ class SchedulerConfig(  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
-class DeviceConfig(  # type: ignore[misc]
-    *mixins(_FEATURES + "batch_invariant.flags:BatchInvariant", _FEATURES + "cuda_graphs.flags:EnforceEager")
+class DeviceConfig(
+    *mixins(_FEATURES + "batch_invariant.flags:BatchInvariant", _FEATURES + "cuda_graphs.flags:EnforceEager")  # type: ignore[misc]
 ):
     """Where the model runs."""
 
@@ -135,8 +135,8 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True)
-class ObservabilityConfig(  # type: ignore[misc]
-    *mixins(_FEATURES + "profiler.flags:ProfilerDir", _FEATURES + "debug.flags:TraceLayers")
+class ObservabilityConfig(
+    *mixins(_FEATURES + "profiler.flags:ProfilerDir", _FEATURES + "debug.flags:TraceLayers")  # type: ignore[misc]
 ):
     """What can be seen from outside."""
 
@@ -163,8 +163,8 @@ class ObservabilityConfig(  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
-class VllmConfig(  # type: ignore[misc]
-    *mixins(
+class VllmConfig(
+    *mixins(  # type: ignore[misc]
         _FEATURES + "structured_output.flags:StructuredOutputsFlags",
         _FEATURES + "spec_decode.flags:SpecDecodeFlags",
         _FEATURES + "pooling.flags:PoolingFlags",

@@ -14,7 +14,7 @@ class ConfigError(StagesError):
 
 
 class ModelNotFoundError(StagesError):
-    """The model is neither bundled, nor a folder, nor cached, nor to be had from the hub."""
+    """The model is neither bundled, nor a folder, nor cached, and the hub does not provide it."""
 
 
 class EngineStartError(StagesError):
@@ -28,7 +28,7 @@ class EngineDeadError(Exception):
 
 
 class InvalidRequestError(ValueError):
-    """A request that cannot be served, with the field to blame (vLLM: VLLMValidationError)."""
+    """A request that cannot be served, with the field at fault (vLLM: VLLMValidationError)."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)

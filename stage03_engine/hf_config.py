@@ -21,7 +21,7 @@ MAX_LAYERS = 1024  # several times as many as any model has; each takes memory b
 
 
 class Config:
-    """The content of one config.json, read key by key. Every method raises ConfigError that names the file and the key."""
+    """One config.json, read key by key. Every method raises ConfigError that names the file and the key."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.values = path, read_json(path)

@@ -1,11 +1,11 @@
-"""How features add fields to the walk's types without the walk importing a feature.
+"""How features add fields to the walk's types, and parts to its work, without the walk importing a feature.
 
 A feature declares its flags and request fields as mixins, in a `flags.py` or `fields.py` of its own folder, which hold
 declarations and nothing else. The walk's types name them in a table, once:
 
     class VllmConfig(*mixins("stage03_engine.core.features.spec_decode.flags:SpecDecodeFlags")): ...
 
-A mixin whose folder was taken out is left out. vLLM writes all fields into one class.
+A mixin whose folder was taken out is skipped. vLLM writes all fields into one class.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def struct_of(base: type[msgspec.Struct], parts: Sequence[type]) -> Any:
     """`base` with the fields and methods of `parts`, for msgspec, which cannot inherit from two Structs.
 
     A part is a plain class with `__slots__ = ()`, annotated fields and a default for each, and perhaps methods. Its method
-    `check(self)`, if it has one, runs after `base.__post_init__`; for what is wrong it raises as that does. The `HOOKS` of the
+    `check(self)`, if it has one, runs after `base.__post_init__`; it raises what `base` would raise. The `HOOKS` of the
     parts become one table.
     """
     fields = []

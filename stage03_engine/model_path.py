@@ -67,7 +67,7 @@ def resolve_model(name: str, load_format: str = "auto", tokenizer: str | None = 
 
     With load_format "dummy" no weights are needed, a known shape will do, and the hub is not asked; a model without
     tokenizer files then has tokenizer_path None. `tokenizer` names another folder or model to take the tokenizer from.
-    Raises ModelNotFoundError when files are missing, ConfigError for a config.json that cannot be used.
+    Raises ModelNotFoundError if files are missing, ConfigError if config.json cannot be used.
     """
     name, dummy = canonical_name(name), load_format == "dummy"
     tokenizer_path = find_tokenizer(tokenizer, dummy) if tokenizer is not None else None
@@ -126,7 +126,7 @@ def _from_cache(name: str, patterns: list[str]) -> Path | None:
 
 
 def _from_hub(name: str, what: str, patterns: list[str]) -> Path:
-    """Download `name` into the Hugging Face cache. Honours HF_HUB_OFFLINE, HF_ENDPOINT and HF_HOME."""
+    """Download `name` into the Hugging Face cache. Respects HF_HUB_OFFLINE, HF_ENDPOINT and HF_HOME."""
     from huggingface_hub import HfApi, constants, snapshot_download
 
     if constants.HF_HUB_OFFLINE:

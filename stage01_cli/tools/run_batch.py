@@ -12,6 +12,7 @@ from stage02_server.cli_args import FrontendArgs, add_serve_args, resolve_serve_
 from stage03_engine.args import FlexibleArgumentParser
 from stage03_engine.args.fields import parse_int
 from stage03_engine.errors import ConfigError
+from stage03_engine.mixins import is_there
 from stage03_engine.tracing import open_trace
 
 GUARDS = ("api_key", "max_queue_len")
@@ -41,13 +42,15 @@ class RunBatchSubcommand(CLISubcommand):
         )
 
     def cmd(self, args: argparse.Namespace) -> int:
-        """Run the batch. Raises StagesError when it cannot begin, or cannot be finished."""
+        """Run the batch. Raises StagesError if it cannot start or finish."""
         serve_args = resolve_serve_args(args)
         guards = {field.name: None for field in fields(FrontendArgs) if field.name in GUARDS}
         frontend = replace(serve_args.frontend_args, **guards)  # type: ignore[arg-type]
         source, target = _local(args.input_file), _local(args.output_file)
         config, _ = serve_args.engine_args.create_engine_config()
         open_trace(config)
+        if not is_there("stage02_server.features.batch"):
+            raise ConfigError("run-batch needs the feature batch, which is not installed")
         from stage02_server.features.batch.batch_file import BatchOutput, read_requests
         from stage02_server.features.batch.run_batch import BatchJob, run_batch
 

@@ -9,7 +9,7 @@ from stage03_engine.errors import ConfigError
 
 
 def import_class(path: str, flag: str) -> Any:
-    """The class that `module:Name` names. Raises ConfigError, naming the flag, when it cannot be had or is no class."""
+    """The class that `module:Name` names. Raises ConfigError that names the flag if the import fails or finds no class."""
     module_name, colon, name = path.partition(":")
     if not (module_name and colon and name):
         raise ConfigError(f"{flag} must look like module:Class, not {path!r}")
@@ -18,12 +18,12 @@ def import_class(path: str, flag: str) -> Any:
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{flag} {path}: {error}") from error
     if not isinstance(found, type):
-        raise ConfigError(f"{flag} {path}: this is no class")
+        raise ConfigError(f"{flag} {path}: this is not a class")
     return found
 
 
 def construct(path: str, flag: str, *args: Any) -> Any:
-    """An object of the class that `module:Name` names. Raises ConfigError, naming the flag, whatever its code raises."""
+    """An object of the class that `module:Name` names. Raises ConfigError that names the flag, whatever its code raises."""
     found = import_class(path, flag)
     try:
         return found(*args)

@@ -76,7 +76,7 @@ def resolve_cli(
 ) -> dict[str, Resolved]:
     """`resolve_settings` for a parsed command line, with its `--config` and its positional `model_tag`.
 
-    The positional model is the same as `--model`; both, and different, is an error. Raises ConfigError.
+    The positional model is the same as `--model`. Raises ConfigError if both are given and differ.
     """
     names = {setting.name for setting in settings}
     given = {name: value for name, value in vars(args).items() if name in names}

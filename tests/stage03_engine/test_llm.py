@@ -142,7 +142,7 @@ def test_what_could_never_run_is_refused_at_arrival_with_the_numbers(multiproces
         ({"scheduler_cls": "just_a_word"}, "module:Class"),
         ({"block_pool_cls": "builtins:dict"}, "--block-pool-cls builtins:dict: TypeError"),
         ({"scheduler_cls": "builtins:dict"}, "--scheduler-cls builtins:dict: TypeError"),
-        ({"block_pool_cls": "os:path"}, "--block-pool-cls os:path: this is no class"),
+        ({"block_pool_cls": "os:path"}, "--block-pool-cls os:path: this is not a class"),
         ({"preemption_mode": "swap", "swap_space": 1e9}, "not enough memory for .* lower .*--swap-space"),
         ({"preemption_mode": "swap", "swap_space": 1e30}, "not enough memory"),
         ({"kv_cache_memory_bytes": 10**17}, "not enough memory for .* lower --kv-cache-memory-bytes"),
