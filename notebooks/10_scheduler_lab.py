@@ -67,7 +67,7 @@ def live(requests, **flags):
             while coming and coming[0][1] <= step:
                 name, _, prompt, count = coming.pop(0)
                 params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
-                llm._add(llm.input_processor.process_inputs(name, prompt, params), prompt)
+                llm.add_request(llm.input_processor.process_inputs(name, prompt, params), prompt)
             for output in llm.step():
                 tokens[output.request_id] = output.outputs[0].token_ids
             step += 1

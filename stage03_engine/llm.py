@@ -13,17 +13,19 @@ from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.core_client import EngineCoreClient, InprocClient, SyncMPClient
-from stage03_engine.frontend.features.beam_search import BeamSearch, BeamSearchParams, candidates_of
 from stage03_engine.frontend.input_processor import InputProcessor
 from stage03_engine.frontend.metrics import IterationStats
 from stage03_engine.frontend.output_processor import OutputProcessor
 from stage03_engine.frontend.tokenizer import init_tokenizer_from_configs
 from stage03_engine.messages import EngineCoreRequest
+from stage03_engine.mixins import load
 from stage03_engine.outputs import RequestOutput
-from stage03_engine.params.pooling_params import PoolingParams
 from stage03_engine.sampling_params import RequestOutputKind, SamplingParams
 
 Prompt = str | list[int]
+MAKE_CORE = "stage03_engine.core.make_core:make_core"
+BEAM_SEARCH = "stage03_engine.frontend.features.beam_search:search_all"
+ENCODE = "stage03_engine.frontend.features.pooling_inputs:encode"
 
 
 class LLM:
@@ -54,9 +56,7 @@ class LLM:
         if multiprocess:
             self.engine_core = SyncMPClient(config)
         else:
-            from stage03_engine.core.make_core import make_core  # imports torch: only for whoever runs it here
-
-            self.engine_core = InprocClient(make_core(config))
+            self.engine_core = InprocClient(load(MAKE_CORE)(config))  # imports torch, so only if the core runs here
         self._ids = itertools.count()
 
     def generate(
@@ -69,67 +69,34 @@ class LLM:
         them the model's generation_config.json decides.
         `use_tqdm` shows a progress bar when stderr is a terminal.
 
-        Raises InvalidRequestError before anything runs when a prompt or a setting is impossible.
+        Raises InvalidRequestError before anything runs if a prompt or a setting is impossible.
         """
         batch = self._batch(prompts)
         defaults = self.vllm_config.model_config.default_sampling_params or {}
         each = [params or SamplingParams(**defaults)] * len(batch) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(batch):
             raise InvalidRequestError(f"{len(batch)} prompts but {len(each)} sampling parameters.", "params")
-        whole = [
-            msgspec.structs.replace(p, output_kind=RequestOutputKind.FINAL_ONLY) for p in each
-        ]  # all n answers at once
+        # All n answers of a prompt come at once.
+        whole = [msgspec.structs.replace(own, output_kind=RequestOutputKind.FINAL_ONLY) for own in each]
         requests = [
-            self.input_processor.process_inputs(f"r{next(self._ids)}", prompt, p) for prompt, p in zip(batch, whole)
+            self.input_processor.process_inputs(self.next_id(), prompt, own) for prompt, own in zip(batch, whole)
         ]
-        for request, prompt in zip(requests, batch):
-            self._add(request, prompt)
-        order = {request.request_id: i for i, request in enumerate(requests)}
-        running: Iterable[RequestOutput] = (output for output in self._run() if output.finished)
-        if use_tqdm:
-            from tqdm import tqdm
+        return self.run_all(requests, batch, use_tqdm)
 
-            running = tqdm(running, total=len(requests), unit="request", disable=None)
-        finished = list(running)
-        return sorted(finished, key=lambda output: order[output.request_id])
-
-    def encode(
-        self, prompts: Prompt | Sequence[Prompt], params: PoolingParams | Sequence[PoolingParams] | None = None
-    ) -> list[RequestOutput]:
-        """Vectors of all prompts, in their order: `pooled` of each output holds them, as the bytes of float32 numbers.
+    def encode(self, prompts: Prompt | Sequence[Prompt], params: Any = None) -> list[RequestOutput]:
+        """Vectors of all prompts, in their order: `result["pooled"]` holds them, as the bytes of float32 numbers.
 
         The engine must run with `runner="pooling"`, or its model be a classifier, whose vectors have a number per class.
-        `params` is one for all or one for each. Raises InvalidRequestError.
+        `params` is one PoolingParams for all or one for each. Raises InvalidRequestError.
         """
-        batch, default = self._batch(prompts), PoolingParams(task=self.vllm_config.supported_tasks[0])
-        each = list(params) if isinstance(params, Sequence) else [params or default] * len(batch)
-        requests = [
-            self.input_processor.process_pooling_inputs(f"r{next(self._ids)}", prompt, p)
-            for prompt, p in zip(batch, each, strict=True)
-        ]
-        for request, prompt in zip(requests, batch):
-            self._add(request, prompt)
-        outputs = {output.request_id: output for output in self._run()}
-        return [outputs[request.request_id] for request in requests]
+        return load(ENCODE)(self, self._batch(prompts), params)
 
-    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[RequestOutput]:
-        """The `beam_width` best sequences for each prompt, the best first; all prompts advance together.
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: Any) -> list[RequestOutput]:
+        """The `beam_width` best sequences for each prompt (BeamSearchParams), the best first; all prompts advance together.
 
-        Raises InvalidRequestError before anything runs when a prompt or a setting is impossible.
+        Raises InvalidRequestError before anything runs if a prompt or a setting is impossible.
         """
-        batch = self._batch(prompts)
-        ids = [f"r{next(self._ids)}" for _ in batch]
-        requests = [self.input_processor.process_inputs(i, p, params.prompt_params()) for i, p in zip(ids, batch)]
-        searches = [BeamSearch(request, params, self.vllm_config.shape.vocab_size) for request in requests]
-        while open_searches := [search for search in searches if not search.done]:
-            steps = [search.step_requests() for search in open_searches]
-            for request in itertools.chain(*steps):
-                self._add(request, request.prompt_token_ids)
-            answers = {output.request_id: candidates_of(output) for output in self._run() if output.finished}
-            for search, step in zip(open_searches, steps):
-                search.advance([answers[request.request_id] for request in step])
-        texts = [prompt if isinstance(prompt, str) else None for prompt in batch]
-        return [search.output(text, self.tokenizer) for search, text in zip(searches, texts)]
+        return load(BEAM_SEARCH)(self, self._batch(prompts), params)
 
     @staticmethod
     def _batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -137,21 +104,40 @@ class LLM:
         single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
         return [prompts] if single else list(prompts)  # type: ignore[list-item, arg-type]
 
-    def _add(self, request: EngineCoreRequest, prompt: Prompt) -> None:
-        children = self.output_processor.add_request(request, prompt if isinstance(prompt, str) else None)
+    def next_id(self) -> str:
+        """A fresh request id."""
+        return f"r{next(self._ids)}"
+
+    def add_request(self, request: EngineCoreRequest, prompt: Prompt | None = None) -> None:
+        """Hand a request to the engine core, which runs it in the next steps. Raises ValueError if it refuses it."""
+        parts = self.output_processor.add_request(request, prompt if isinstance(prompt, str) else None)
         try:
-            for child in children:
-                self.engine_core.add_request(child)
-        except ValueError:  # the engine core refuses it: nobody will wait for those that came with it
+            for part in parts:
+                self.engine_core.add_request(part)
+        except ValueError:  # nobody will wait for those that came with it
             self._abort_all()
             raise
 
-    def _run(self) -> Iterator[RequestOutput]:
+    def run_all(
+        self, requests: Sequence[EngineCoreRequest], prompts: Sequence[Prompt], use_tqdm: bool = False
+    ) -> list[RequestOutput]:
+        """Add these requests and run them to their end; their last outputs, in their order."""
+        for request, prompt in zip(requests, prompts):
+            self.add_request(request, prompt)
+        finished: Iterable[RequestOutput] = (output for output in self.run() if output.finished)
+        if use_tqdm:
+            from tqdm import tqdm
+
+            finished = tqdm(finished, total=len(requests), unit="request", disable=None)
+        outputs = {output.request_id: output for output in finished}
+        return [outputs[request.request_id] for request in requests]
+
+    def run(self) -> Iterator[RequestOutput]:
         """Step until every request is finished, yielding outputs as they come."""
         try:
             while self.output_processor.request_states:
                 yield from self.step()
-        finally:  # interrupted: the engine must not go on with what nobody waits for
+        finally:  # interrupted: the engine must not go on with requests that nobody waits for
             self._abort_all()
 
     def _abort_all(self) -> None:
@@ -170,13 +156,17 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[RequestOutput]:
         """Complete one prompt, yielding outputs as they come (of the kind that `params.output_kind` says)."""
-        request = self.input_processor.process_inputs(f"r{next(self._ids)}", prompt, params)
-        self._add(request, prompt)
-        yield from self._run()
+        request = self.input_processor.process_inputs(self.next_id(), prompt, params)
+        self.add_request(request, prompt)
+        yield from self.run()
+
+    def call(self, method: str) -> bool:
+        """Call a method of the engine core that is not part of serving requests; False if it did nothing."""
+        return self.engine_core.call(method)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes."""
-        return self.engine_core.reset_prefix_cache()
+        """Forget all cached prefixes; False while a request runs."""
+        return self.call("reset_prefix_cache")
 
     def shutdown(self) -> None:
         """End the engine. May be called twice."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from stage03_engine.frontend.metrics import RequestStats
 from stage03_engine.messages import TokenLogprobs
-from stage03_engine.params.audio import SpeechDetails
 
 
 @dataclass
@@ -23,7 +23,7 @@ class CompletionOutput:
     stats: RequestStats | None = None  # its history, once it has ended; none with beam search
 
     def append(self, new: CompletionOutput) -> None:
-        """Take in the next delta of the same sequence."""
+        """Add the next delta of the same sequence."""
         self.text += new.text
         self.token_ids = self.token_ids + new.token_ids
         if new.logprobs:
@@ -35,7 +35,7 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """The state of one request, seen by whoever asked: one sequence, or with n > 1 those of which there is news."""
+    """The state of one request as its caller sees it: one sequence, or with n > 1 those that have something new."""
 
     request_id: str
     prompt: str | None
@@ -44,16 +44,18 @@ class RequestOutput:
     finished: bool = False
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # one entry per prompt token, None for the first
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
-    pooled: list[bytes] | None = None  # of a pooling request: vectors of float32, each as its bytes
-    speech: SpeechDetails | None = None  # of a request with timestamps, at its end
+    result: dict[str, Any] | None = (
+        None  # what features add, by name: "pooled", "speech" (see messages.EngineCoreOutput)
+    )
 
     def add(self, newer: RequestOutput, aggregate: bool) -> None:
-        """Take in a newer output of the same request that came before this one was read.
+        """Merge a newer output of the same request that came before this one was read.
 
-        aggregate True (DELTA): append; False (CUMULATIVE): the newer one replaces. Nothing is ever lost.
+        `aggregate` True (DELTA) appends it; False (CUMULATIVE) lets it replace this one. Nothing is ever lost.
         """
         self.finished = newer.finished
         self.prompt_logprobs = newer.prompt_logprobs or self.prompt_logprobs
+        self.result = newer.result or self.result
         mine = {output.index: output for output in self.outputs}
         for new in newer.outputs:
             if aggregate and new.index in mine:

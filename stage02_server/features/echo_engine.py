@@ -12,6 +12,7 @@ from array import array
 from dataclasses import dataclass
 
 from stage03_engine.config import VllmConfig
+from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.core_client import AsyncEngineCoreClient
 from stage03_engine.messages import (
     EngineCoreOutput,
@@ -56,8 +57,10 @@ class EchoCoreClient(AsyncEngineCoreClient):
         for request_id in request_ids:
             self._running.pop(request_id, None)
 
-    async def reset_prefix_cache_async(self) -> bool:
-        return not self._running
+    async def call(self, method: str) -> bool:
+        if method.endswith("_profile"):
+            raise InvalidRequestError("This engine computes nothing that could be profiled.")
+        return method == "reset_prefix_cache" and not self._running
 
     async def get_output_async(self) -> EngineCoreOutputs:
         while not self._running:

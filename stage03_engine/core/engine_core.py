@@ -127,6 +127,10 @@ class EngineCore:
         for output in outputs:
             output.queued_seconds = self._queued_seconds.pop(output.request_id, None)
 
+    def call(self, method: str) -> bool:
+        """Call a method that is not part of serving requests, by its name; False if it did nothing."""
+        return getattr(self, method)()
+
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, and nothing is done, while a request holds blocks."""
         return self.scheduler.reset_prefix_cache()

@@ -7,20 +7,28 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from typing import Any, Protocol
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import EngineDeadError
 from stage03_engine.frontend.core_client import AsyncEngineCoreClient, AsyncMPClient
-from stage03_engine.frontend.features.beam_search import BeamSearch, BeamSearchParams, run_search
-from stage03_engine.frontend.features.engine_watch import EngineWatch
 from stage03_engine.frontend.input_processor import InputProcessor
 from stage03_engine.frontend.metrics import IterationStats, LoggingStatLogger, StatLogger
-from stage03_engine.frontend.output_processor import OutputProcessor, RequestOutputCollector
+from stage03_engine.frontend.output_processor import OutputProcessor, RequestOutputCollector, load_feature
 from stage03_engine.frontend.tokenizer import init_tokenizer_from_configs
 from stage03_engine.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady
 from stage03_engine.outputs import RequestOutput
 from stage03_engine.tracing import tellable
 from stagetrace import trace
+
+BEAM_SEARCH = "stage03_engine.frontend.features.beam_search:search"
+
+
+class OutputListener(Protocol):
+    """A feature that sees what every engine step sends (the live view of the scheduler)."""
+
+    def received(self, outputs: EngineCoreOutputs) -> None: ...
+    def close(self) -> None: ...
 
 
 class AsyncLLM:
@@ -40,7 +48,7 @@ class AsyncLLM:
         self.input_processor = InputProcessor(config, self.tokenizer)
         self.output_processor = OutputProcessor(self.tokenizer)
         self.stat_loggers = stat_loggers
-        self.watch = EngineWatch(client)
+        self.listeners: list[OutputListener] = []
         self.dead_error: EngineDeadError | None = None
         self.ready: EngineReady | None = None  # what the engine core said when it could serve
         self.num_waiting_requests = 0  # in the scheduler, after its last step
@@ -56,7 +64,7 @@ class AsyncLLM:
     ) -> AsyncLLM:
         """Begin to start an engine; returns at once, `start()` waits for it.
 
-        `client` replaces the engine process. Raises ConfigError when the tokenizer is unusable.
+        `client` replaces the engine process. Raises ConfigError if the tokenizer is unusable.
         """
         if stat_loggers is None:
             stat_loggers = [] if config.observability_config.disable_log_stats else [LoggingStatLogger(config)]
@@ -95,20 +103,15 @@ class AsyncLLM:
                     trace.emit("generate.yield", req=request_id, finished=finished)
                 yield output
         finally:
-            # Cancelled, closed early, or failed: whoever asked is gone, so the engine must not go on.
+            # Cancelled, closed early, or failed: nobody reads the rest, so the engine must not go on.
             if not finished:
                 await self.abort(request_id)
 
-    async def beam_search(
-        self, request: EngineCoreRequest, params: BeamSearchParams, prompt: str | None = None
+    def beam_search(
+        self, request: EngineCoreRequest, params: Any, prompt: str | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Search over a prompt (`request` is made with `params.prompt_params()`); yields one output, with every sequence.
-
-        Closing or cancelling the iterator aborts what runs in the engine. Raises EngineDeadError.
-        """
-        search = BeamSearch(request, params, self.vllm_config.shape.vocab_size)
-        await run_search(search, self.generate)
-        yield search.output(prompt, self.tokenizer)
+        """Search instead of sampling (see features/beam_search.py); yields one output, with every sequence."""
+        return load_feature(BEAM_SEARCH, "use_beam_search")(self, request, params, prompt)
 
     async def add_request(self, request: EngineCoreRequest, prompt: str | None = None) -> RequestOutputCollector:
         """Register a request and send it to the engine core. Raises EngineDeadError."""
@@ -119,7 +122,7 @@ class AsyncLLM:
         return queue
 
     async def abort(self, request_id: str, reason: str = "client is gone") -> None:
-        """Stop a request and free its blocks; nothing happens if it has ended already."""
+        """Stop a request and free its blocks; does nothing if it has ended already."""
         running = self.output_processor.abort_requests([request_id])
         if not running or self.errored:
             return
@@ -129,22 +132,23 @@ class AsyncLLM:
             stat_logger.request_aborted()
         await self.engine_core.abort_requests_async(running)
 
-    async def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False while a request runs. Raises EngineDeadError."""
-        self.check_health()
-        return await self.engine_core.reset_prefix_cache_async()
+    async def call(self, method: str) -> bool:
+        """Call a method of the engine core that is not part of serving requests ("start_profile"); False if it did nothing.
 
-    async def profile(self, start: bool) -> bool:
-        """Start the engine's profiler, or stop it and write its file; False when it runs already, or does not run.
-
-        Raises EngineDeadError, and InvalidRequestError for an engine without a profiler.
+        Raises EngineDeadError, and InvalidRequestError if this engine has no such method.
         """
         self.check_health()
-        return await self.engine_core.profile_async(start)
+        return await self.engine_core.call(method)
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; False while a request runs. Raises EngineDeadError."""
+        return await self.call("reset_prefix_cache")
 
     async def abort_requests(self, request_ids: list[str], reason: str) -> None:
-        """End requests in the name of somebody else than their callers: these get what there is so far, with the finish
-        reason "abort". Unknown ids are ignored. Raises EngineDeadError."""
+        """End requests on behalf of an administrator: their callers receive what there is so far, with finish reason "abort".
+
+        Unknown ids are ignored. Raises EngineDeadError.
+        """
         self.check_health()
         running = set(self.running_request_ids)
         for request_id in request_ids:
@@ -168,9 +172,9 @@ class AsyncLLM:
             raise
 
     async def _process(self, outputs: EngineCoreOutputs) -> None:
-        """One step's outputs: to the collectors, to the engine (what a stop string ended), to the stat loggers."""
-        if outputs.trace_events:
-            self.watch.publish(outputs.trace_events)
+        """Hand one step's outputs to the collectors and the stat loggers; abort in the engine what a stop string ended."""
+        for listener in self.listeners:
+            listener.received(outputs)
         iteration = IterationStats()
         _, reqs_to_abort = self.output_processor.process_outputs(outputs.outputs, iteration)
         if reqs_to_abort:
@@ -185,7 +189,8 @@ class AsyncLLM:
             trace.emit("engine.dead", message=tellable(error))
         self.dead_error = error
         self.output_processor.propagate_error(error)
-        self.watch.close()
+        for listener in self.listeners:
+            listener.close()
         self._dead.set()
 
     @property
@@ -200,9 +205,8 @@ class AsyncLLM:
 
     @property
     def running_request_ids(self) -> list[str]:
-        """Requests that still run or wait, as their callers know them: with n one id for all answers."""
-        states = self.output_processor.request_states
-        return [*self.output_processor.parents, *(i for i, state in states.items() if state.parent is None)]
+        """Requests that still run or wait, by their callers' ids: with n above 1 one id for all answers."""
+        return list(self.output_processor.external_req_ids)
 
     def check_health(self) -> None:
         """Raises EngineDeadError if the engine is dead."""
@@ -221,5 +225,6 @@ class AsyncLLM:
             self._output_handler.cancel()
             self._output_handler = None
         self.output_processor.propagate_error(EngineDeadError("The engine is shutting down."))
-        self.watch.close()
+        for listener in self.listeners:
+            listener.close()
         self.engine_core.shutdown()

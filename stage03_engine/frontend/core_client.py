@@ -23,7 +23,7 @@ import zmq.asyncio
 
 from stage03_engine import messages
 from stage03_engine.config import VllmConfig
-from stage03_engine.errors import EngineDeadError, InvalidRequestError
+from stage03_engine.errors import EngineDeadError
 from stage03_engine.frontend.engine_process import POLL_MS, EngineProcess
 from stage03_engine.messages import (
     ENGINE_CORE_DEAD,
@@ -51,8 +51,8 @@ class EngineCoreClient(ABC):
         """Stop requests and free their blocks."""
 
     @abstractmethod
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False while a request holds blocks."""
+    def call(self, method: str) -> bool:
+        """Call one of the engine core's methods that are not part of serving requests; False if it did nothing."""
 
     @abstractmethod
     def get_output(self) -> EngineCoreOutputs:
@@ -82,19 +82,11 @@ class AsyncEngineCoreClient(ABC):
         """Stop requests and free their blocks."""
 
     @abstractmethod
-    async def reset_prefix_cache_async(self) -> bool:
-        """Forget all cached prefixes; False while a request holds blocks."""
+    async def call(self, method: str) -> bool:
+        """Call one of the engine core's methods that are not part of serving requests; False if it did nothing.
 
-    async def profile_async(self, start: bool) -> bool:
-        """Start or stop the profiler; False when it runs already, or does not run. Raises InvalidRequestError."""
-        raise InvalidRequestError("This engine computes nothing that could be profiled.")
-
-    async def watch_scheduler_async(self) -> bool:
-        """Have outputs carry the scheduler's trace events, its state first; False: this engine has no scheduler."""
-        return False
-
-    async def unwatch_scheduler_async(self) -> None:  # noqa: B027 - nothing to end where nothing can begin
-        """Nobody watches any more."""
+        Raises EngineDeadError, also if the engine dies meanwhile, and InvalidRequestError if it has no such method.
+        """
 
     @abstractmethod
     async def get_output_async(self) -> EngineCoreOutputs:
@@ -111,7 +103,7 @@ class EngineCoreLike(Protocol):
 
     def add_request(self, request: EngineCoreRequest) -> None: ...
     def abort_requests(self, request_ids: list[str]) -> None: ...
-    def reset_prefix_cache(self) -> bool: ...
+    def call(self, method: str) -> bool: ...
     def step(self) -> EngineCoreOutputs: ...
     def shutdown(self) -> None: ...
 
@@ -130,8 +122,8 @@ class InprocClient(EngineCoreClient):
     def abort_requests(self, request_ids: list[str]) -> None:
         self._core.abort_requests(request_ids)
 
-    def reset_prefix_cache(self) -> bool:
-        return self._core.reset_prefix_cache()
+    def call(self, method: str) -> bool:
+        return self._core.call(method)
 
     def get_output(self) -> EngineCoreOutputs:
         return self._core.step()
@@ -199,9 +191,9 @@ class SyncMPClient(EngineCoreClient):
     def _send(self, request_type: EngineCoreRequestType, payload: Any, request_id: str | None = None) -> None:
         self._input.send_multipart([self._process.identity, *_message(request_type, payload, request_id)])
 
-    def reset_prefix_cache(self) -> bool:
-        """Only call it between requests, as `LLM` does: the answer is the next message."""
-        self._send(EngineCoreRequestType.UTILITY, UtilityRequest(0, "reset_prefix_cache"))
+    def call(self, method: str) -> bool:
+        """Only between requests, as in `LLM`: outputs that arrive before the answer are dropped."""
+        self._send(EngineCoreRequestType.UTILITY, UtilityRequest(0, method))
         while (result := self.get_output().utility_result) is None:
             pass
         return result.result
@@ -293,20 +285,7 @@ class AsyncMPClient(AsyncEngineCoreClient):
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         await self._send(EngineCoreRequestType.ABORT, AbortRequests(request_ids))
 
-    async def reset_prefix_cache_async(self) -> bool:
-        return await self._call_utility("reset_prefix_cache")
-
-    async def profile_async(self, start: bool) -> bool:
-        return await self._call_utility("start_profile" if start else "stop_profile")
-
-    async def watch_scheduler_async(self) -> bool:
-        return await self._call_utility("watch_scheduler")
-
-    async def unwatch_scheduler_async(self) -> None:
-        await self._send(EngineCoreRequestType.UTILITY, UtilityRequest(next(self._call_ids), "unwatch_scheduler"))
-
-    async def _call_utility(self, method: str) -> bool:
-        """One of the core's UTILITY_METHODS. Raises EngineDeadError, also when the engine dies meanwhile."""
+    async def call(self, method: str) -> bool:
         if self._dead is not None:
             raise self._dead
         call_id = next(self._call_ids)

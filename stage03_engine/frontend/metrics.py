@@ -75,11 +75,12 @@ class FinishedStats:
 
 @dataclass
 class CompletedStats:
-    """What a caller's request asked for; with n above 1 the engine core sees one request per answer."""
+    """What a caller's request asked for; with n above 1 it is `parts` requests for the engine core."""
 
     n: int
     max_tokens: int | None
-    longest: int  # tokens of the longest answer
+    parts: int = 1  # that still run
+    longest: int = 0  # tokens of the longest answer that has ended
 
 
 @dataclass
@@ -114,6 +115,13 @@ class IterationStats:
                     request.last_token - request.first_token,
                 )
             )  # fmt: skip
+
+    def complete(self, request: CompletedStats, num_output_tokens: int) -> None:
+        """One part of a caller's request ended; the last one counts the whole."""
+        request.longest = max(request.longest, num_output_tokens)
+        request.parts -= 1
+        if request.parts == 0:
+            self.completed.append(request)
 
     def _count_tokens(self, request: RequestStats, num_new_tokens: int, queued_seconds: float | None) -> None:
         self.num_generation_tokens += num_new_tokens

@@ -114,20 +114,6 @@ class Tokenizer:
         # As a batch of one: `encode` keeps the interpreter lock, so that a long text would stop every other thread for seconds.
         return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
-    def encode_pair(self, one: str, other: str, keep: int | None = None) -> list[int]:
-        """Token ids of two texts, neither empty, as one input: joined, and with special tokens around, as the model's tokenizer.json says
-        (transformers: `tokenizer(one, other)`). `keep` cuts the longer text at its end, both if need be, until they are at
-        most so many tokens (there: truncation "longest_first")."""
-        first, second = self.backend.encode_batch_fast([one, other], add_special_tokens=False)  # as in `encode`
-        if keep is not None:
-            room = max(0, keep - self.backend.num_special_tokens_to_add(True))
-            short, long = sorted((first, second), key=len)
-            if len(short) + len(long) > room:
-                kept = min(len(short), room // 2)
-                short.truncate(kept)
-                long.truncate(room - kept)
-        return self.backend.post_process(first, second, add_special_tokens=True).ids
-
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         """The text of a whole sequence; bytes that are not UTF-8 become U+FFFD."""
         if self._decoder is not None:

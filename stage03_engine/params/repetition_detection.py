@@ -1,9 +1,4 @@
-"""End a request that writes the same tokens again and again (vllm/sampling_params.py RepetitionDetectionParams,
-vllm/v1/core/sched/utils.py check_sequence_repetition).
-
-vLLM looks in the scheduler; here the front end does, as for stop strings: so the scheduler's decisions still depend on no token
-but the ends of text, and a recorded run can be decided again without its tokens.
-"""
+"""End a request that writes the same tokens again and again (vllm/sampling_params.py RepetitionDetectionParams)."""
 
 from __future__ import annotations
 
@@ -37,33 +32,6 @@ class RepetitionDetectionParams(msgspec.Struct, frozen=True):
             raise InvalidRequestError(f"min_pattern_size of {FIELD} must be {allowed}.", FIELD)
         if self.max_pattern_size and self.min_count < 2:
             raise InvalidRequestError(f"min_count of {FIELD} must be at least 2, got {self.min_count}.", FIELD)
-
-
-def repeated_pattern(token_ids: list[int], params: RepetitionDetectionParams) -> int | None:
-    """The size of the shortest pattern that the sequence ends with `min_count` times; None when there is none."""
-    for size in range(max(1, params.min_pattern_size), params.max_pattern_size + 1):
-        length = size * params.min_count
-        if length > len(token_ids):
-            return None
-        if token_ids[-1] != token_ids[-1 - size]:
-            continue  # what is nearly always so costs no slices
-        tail = token_ids[-length:]
-        if tail[size:] == tail[:-size]:
-            return size
-    return None
-
-
-def find_repetition(
-    before: list[int], new: list[int], params: RepetitionDetectionParams, min_tokens: int
-) -> tuple[int, int] | None:
-    """After how many of the `new` tokens the output repeats itself, and the size of the pattern; None when it does not."""
-    token_ids = list(before)
-    for count, token_id in enumerate(new, start=1):
-        token_ids.append(token_id)
-        size = repeated_pattern(token_ids, params) if len(token_ids) >= min_tokens else None
-        if size is not None:
-            return count, size
-    return None
 
 
 class RepetitionDetection:

@@ -268,7 +268,7 @@ def test_the_real_engine_behind_openais_client(start_server: Callable[..., Serve
     texts = ["To be, or not to be", "K", "Speak, speak. " * 20]
     together = client.embeddings.create(model="gpt2-tiny", input=texts)
     with LLM("gpt2-tiny", convert="embed", pooler_config={"pooling_type": "MEAN"}, kv_cache_memory_bytes=10**7) as llm:
-        wanted = [array("f", output.pooled[0]).tolist() for output in llm.encode(texts) if output.pooled]
+        wanted = [array("f", output.result["pooled"][0]).tolist() for output in llm.encode(texts) if output.result]
     for entry, vector in zip(together.data, wanted, strict=True):
         assert entry.embedding == pytest.approx(vector, abs=1e-5)
     with pytest.raises(NotFoundError, match="no generate task"):

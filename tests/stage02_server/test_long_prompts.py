@@ -25,8 +25,8 @@ class SlowTokenizer:
 
     def __init__(self, server: InProcessServer) -> None:
         self.begun, self.go, self.threads = threading.Event(), threading.Event(), set[int]()
-        tokenizer = server.engine.input_processor._tokenizer
-        encode, encode_pair = tokenizer.encode, tokenizer.encode_pair
+        tokenizer = server.engine.tokenizer
+        backend, tokenizer.max_token_bytes = tokenizer.backend, LONG
 
         def wait(text: str) -> None:
             if text == "ab":
@@ -35,16 +35,15 @@ class SlowTokenizer:
                 self.begun.set()
                 assert self.go.wait(PATIENCE)
 
-        def slow(text: str, special: bool = True) -> list[int]:
-            wait(text)
-            return encode(text[:8], special)
+        class SlowBackend:
+            def encode_batch_fast(self, texts: list[str], add_special_tokens: bool) -> list[Any]:
+                wait("".join(texts))
+                return backend.encode_batch_fast([text[:8] for text in texts], add_special_tokens=add_special_tokens)
 
-        def slow_pair(one: str, other: str, keep: int | None = None) -> list[int]:
-            wait(one + other)
-            return encode_pair(one[:8], other[:8], keep)
+            def __getattr__(self, name: str) -> Any:
+                return getattr(backend, name)
 
-        tokenizer.encode, tokenizer.encode_pair = slow, slow_pair  # type: ignore[method-assign]
-        tokenizer.max_token_bytes = LONG
+        tokenizer.backend = SlowBackend()  # type: ignore[assignment]
 
 
 @pytest.fixture

@@ -68,8 +68,8 @@ def test_sequences_and_order_equal_transformers(
 def answers(llm: LLM, search: BeamSearch) -> list[TokenLogprobs]:
     requests = search.step_requests()
     for request in requests:
-        llm._add(request, request.prompt_token_ids)
-    done = {o.request_id: o.outputs[0].logprobs[0] for o in llm._run() if o.finished}
+        llm.add_request(request)
+    done = {o.request_id: o.outputs[0].logprobs[0] for o in llm.run() if o.finished}
     return [done[request.request_id] for request in requests]
 
 

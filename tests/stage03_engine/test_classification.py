@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.errors import ConfigError, InvalidRequestError
+from stage03_engine.frontend.features.pooling_inputs import encode_pair
 from stage03_engine.frontend.tokenizer import Tokenizer
 from stage03_engine.hf_config import read_shape
 from stage03_engine.llm import LLM
@@ -41,8 +42,8 @@ LOGITS = PoolingParams(task="classify", normalize=False)
 
 
 def numbers(output: RequestOutput) -> torch.Tensor:
-    assert output.finished and output.pooled
-    return torch.tensor([array("f", vector).tolist() for vector in output.pooled])
+    assert output.finished and output.result
+    return torch.tensor([array("f", vector).tolist() for vector in output.result["pooled"]])
 
 
 @torch.inference_mode()
@@ -243,7 +244,7 @@ def test_pairs_are_joined_as_transformers_joins_them(kind: str, one: str, other:
     reference = REFERENCES[kind]
     cut = {} if keep is None else {"truncation": "longest_first", "max_length": keep}
     wanted = reference(one, other, **cut)["input_ids"]
-    assert OURS[kind].encode_pair(one, other, keep) == wanted
+    assert encode_pair(OURS[kind], one, other, keep) == wanted
 
 
 def test_the_trace_says_what_the_head_did(tmp_path: Path) -> None:

@@ -106,12 +106,9 @@ class FakeClient:
     def __init__(self, has_scheduler: bool = True) -> None:
         self.has_scheduler, self.calls = has_scheduler, list[str]()
 
-    async def watch_scheduler_async(self) -> bool:
-        self.calls.append("watch")
+    async def call(self, method: str) -> bool:
+        self.calls.append(method.removesuffix("_scheduler"))
         return self.has_scheduler
-
-    async def unwatch_scheduler_async(self) -> None:
-        self.calls.append("unwatch")
 
 
 def test_the_engine_is_silent_after_the_last_watcher() -> None:

@@ -42,7 +42,7 @@ def test_n_answers_are_those_of_n_requests_with_the_next_seeds(llm: LLM, kind: R
     assert ends == [a.finish_reason for a in alone]
     if kind == RequestOutputKind.FINAL_ONLY:
         assert [answer.index for answer in output.outputs] == [0, 1, 2]
-    assert not llm.output_processor.parents and not llm.output_processor.request_states
+    assert not llm.output_processor.external_req_ids and not llm.output_processor.request_states
 
 
 def test_best_of_returns_the_most_likely_answers(llm: LLM) -> None:
@@ -61,7 +61,7 @@ def test_the_end_of_a_parent_is_the_end_of_its_children(llm: LLM) -> None:
     next(stream)
     assert len(llm.engine_core._core.scheduler.requests) == 4
     stream.close()
-    assert not llm.output_processor.parents and not llm.output_processor.request_states
+    assert not llm.output_processor.external_req_ids and not llm.output_processor.request_states
     assert not llm.engine_core._core.scheduler.has_unfinished_requests
 
 
@@ -73,7 +73,7 @@ def test_an_abort_by_the_parents_id_names_the_children_that_still_run(llm: LLM) 
         processor.add_request(request)
     assert processor.abort_requests(children[:1]) == children[:1]
     assert processor.abort_requests(["p"]) == children[1:]
-    assert processor.abort_requests(["p"]) == [] and not processor.parents and not processor.request_states
+    assert processor.abort_requests(["p"]) == [] and not processor.external_req_ids and not processor.request_states
 
 
 def test_prompt_logprobs_are_computed_once(llm: LLM) -> None:
@@ -103,7 +103,7 @@ def test_final_only_waits_for_the_last_and_sorts(order: list[int]) -> None:
     parent = ParentRequest(EngineCoreRequest("p", [1], params))
     for place, index in enumerate(order):
         answer = CompletionOutput(index, str(index), [index], finish_reason="stop")
-        made = parent.take_in(f"{index}_p", RequestOutput(f"{index}_p", None, [1], [answer], finished=True))
+        made = parent.merge(RequestOutput(f"{index}_p", None, [1], [answer], finished=True))
         assert (made is None) == (place < 3)
     assert made.finished and made.request_id == "p" and [a.text for a in made.outputs] == list("0123")
 
@@ -115,7 +115,7 @@ def test_in_a_stream_other_answers_wait_for_the_prompts_logprobs() -> None:
 
     def said(index: int, text: str, prompt_logprobs: Any = None) -> RequestOutput | None:
         output = RequestOutput(f"{index}_p", None, [1, 2], [CompletionOutput(index, text, [7])], False, prompt_logprobs)
-        return parent.take_in(f"{index}_p", output)
+        return parent.merge(output)
 
     assert said(1, "a") is None and said(1, "b") is None
     first = said(0, "x", [None, TokenLogprobs([2], [0.0], 1)])

@@ -53,8 +53,8 @@ def reference() -> Any:
 
 
 def assert_right(output: RequestOutput, params: PoolingParams, reference: Any) -> None:
-    assert output.finished and output.pooled is not None
-    found = torch.tensor([array("f", vector).tolist() for vector in output.pooled])
+    assert output.finished and output.result is not None
+    found = torch.tensor([array("f", vector).tolist() for vector in output.result["pooled"]])
     torch.testing.assert_close(found, reference(output.prompt_token_ids, params), atol=2e-5, rtol=1e-4)
 
 

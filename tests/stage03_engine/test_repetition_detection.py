@@ -7,12 +7,13 @@ from hypothesis import given, strategies as st
 from server_under_test import byte_config
 
 from stage03_engine.errors import InvalidRequestError
+from stage03_engine.frontend.features.repetition_detection import find_repetition, repeated_pattern
 from stage03_engine.frontend.metrics import IterationStats
 from stage03_engine.frontend.output_processor import OutputProcessor
 from stage03_engine.frontend.tokenizer import init_tokenizer_from_configs
 from stage03_engine.llm import LLM
 from stage03_engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, TokenLogprobs
-from stage03_engine.params.repetition_detection import RepetitionDetectionParams, find_repetition, repeated_pattern
+from stage03_engine.params.repetition_detection import RepetitionDetectionParams
 from stage03_engine.sampling_params import SamplingParams
 
 tokens = st.lists(st.integers(0, 2), max_size=30)

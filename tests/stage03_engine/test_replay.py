@@ -107,7 +107,7 @@ def test_the_real_engine_with_everything_at_once_is_reproduced(mode: str, tmp_pa
         with LLM("gpt2-tiny", preemption_mode=mode, swap_space=0.01, **BUSY) as llm:
             for _ in range(2):  # the second time over a warm prefix cache
                 llm.generate([PROMPTS[kind] for kind in KINDS], list(KINDS.values()))
-            llm.engine_core.reset_prefix_cache()
+            llm.call("reset_prefix_cache")
             llm.generate(list(PROMPTS.values())[:3], SamplingParams(temperature=0, max_tokens=8))
 
     assert_exact(record(tmp_path, life))

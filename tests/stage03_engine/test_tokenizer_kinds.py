@@ -23,6 +23,7 @@ from tokenizers import (
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.errors import ConfigError
 from stage03_engine.frontend.detokenizer import IncrementalDetokenizer
+from stage03_engine.frontend.features.pooling_inputs import encode_pair
 from stage03_engine.frontend.tokenizer import Tokenizer, init_tokenizer_from_configs
 from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import SamplingParams
@@ -236,7 +237,7 @@ def test_a_long_text_leaves_other_threads_their_time(pair: bool) -> None:
 
     def encode() -> None:
         if pair:
-            KINDS["llama3"].encode_pair(text, "that is the question", 100)
+            encode_pair(KINDS["llama3"], text, "that is the question", 100)
         else:
             KINDS["llama3"].encode(text)
         done.set()

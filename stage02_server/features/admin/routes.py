@@ -72,7 +72,7 @@ async def _profile(raw_request: Request, start: bool) -> Response:
     engine = raw_request.app.state.services.engine
     if engine.vllm_config.observability_config.profiler_dir is None:
         raise not_found("There is no folder for profiles: start the server with --profiler-dir.")
-    if await engine.profile(start):
+    if await engine.call("start_profile" if start else "stop_profile"):
         return Response()
     message = "The profiler is running already." if start else "There is no profile: none was started, or see the log."
     raise APIError(409, "ConflictError", message)

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from stage02_server.features.audio.protocol import TranscriptionSegment, TranscriptionWord
 from stage03_engine.frontend.tokenizer import Tokenizer
+from stage03_engine.messages import payload
 from stage03_engine.outputs import RequestOutput
+from stage03_engine.params.audio import SpeechDetails
 
 SECONDS_PER_TIMESTAMP = 0.02
 WITHOUT_SPACES = {"ja", "lo", "my", "th", "yue", "zh"}  # languages that write words without spaces between them
@@ -79,8 +81,9 @@ class Transcript:
         return piece.length
 
     def _close(self, output: RequestOutput, places: list[int], piece: Piece, start: float, end: float) -> None:
-        answer, speech = output.outputs[0], output.speech
+        answer, speech = output.outputs[0], (output.result or {}).get("speech")
         assert answer.logprobs is not None and speech is not None, "requests with timestamps ask for both"
+        speech = payload(speech, SpeechDetails)
         tokens = [answer.token_ids[place] for place in places]
         text = self._tokenizer.decode(tokens)
         self.segments.append(

@@ -61,7 +61,7 @@ async def stream_engine_events(raw_request: Request) -> Response:
     tokens. The engine tells nothing while nobody listens."""
     services: Services = raw_request.app.state.services
     services.engine.check_health()
-    watch: EngineWatch = services.engine.watch
+    watch = EngineWatch.of(services.engine)
     try:
         queue = await watch.start()
     except WatchError as error:

@@ -25,7 +25,7 @@ from stage02_server.features.pooling.protocol import (
     ScoreRequest,
     ScoreResponse,
 )
-from stage02_server.features.pooling.serving import PoolingBatches, Prompt, numbers, usage_of
+from stage02_server.features.pooling.serving import PoolingBatches, Prompt, numbers, usage_of, vectors_of
 from stage02_server.protocol import ChatMessageParam, ChatTemplateFields
 from stage02_server.protocol_response import UsageInfo
 from stage02_server.routes import OpenAIServingModels
@@ -84,7 +84,7 @@ class ServingScores(PoolingBatches):
             )
         prompts = [(name, text) for name, texts in (left, right) for text in texts]
         outputs = await self.run(request, prompts, PoolingParams(normalize=True), raw_request, model)
-        vectors = [numbers((output.pooled or [])[0]) for output in outputs]
+        vectors = [numbers(vectors_of(output)[0]) for output in outputs]
         ones, others = vectors[: len(left[1])], vectors[len(left[1]) :]
         if len(ones) == 1:
             ones = ones * len(others)
@@ -106,7 +106,7 @@ class ServingScores(PoolingBatches):
             pairs = await asyncio.to_thread(_templated, self.template, ones, right)
         params = PoolingParams(task="classify", normalize=request.use_activation)
         outputs = await self.run(request, [(right[0], pair) for pair in pairs], params, raw_request, model)
-        return [numbers((output.pooled or [])[0])[0] for output in outputs], usage_of(outputs)
+        return [numbers(vectors_of(output)[0])[0] for output in outputs], usage_of(outputs)
 
 
 def _templated(template: ChatTemplate, ones: list[str], right: Side) -> list[Prompt]:

@@ -35,6 +35,7 @@ from stage02_server.serving_engine import require_task
 from stage02_server.streaming import in_thread_if_long, run_until_disconnect
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.async_llm import AsyncLLM
+from stage03_engine.frontend.features.pooling_inputs import process_pooling_inputs
 from stage03_engine.messages import EngineCoreRequest
 from stage03_engine.outputs import RequestOutput
 from stage03_engine.params.pooling_params import TOKEN_TASKS, PoolingParams
@@ -50,6 +51,11 @@ _HOW = {
 """Task -> what would have it."""
 Prompt = str | list[int] | tuple[str, str]  # two texts: one prompt for a cross-encoder
 MAX_NUMBERS = 2**22  # of one answer with a vector per token; as JSON they are about 80 MB
+
+
+def vectors_of(output: RequestOutput) -> list[bytes]:
+    """The vectors of a finished pooling request, each as the bytes of its float32 numbers; none if it was aborted."""
+    return (output.result or {}).get("pooled", [])
 
 
 def numbers(vector: bytes) -> list[float]:
@@ -158,7 +164,8 @@ class PoolingBatches:
         requests = []
         for index, (field, prompt) in enumerate(prompts):
             try:
-                made = self.engine_client.input_processor.process_pooling_inputs(
+                made = process_pooling_inputs(
+                    self.engine_client.input_processor,
                     ids.engine_id(index),
                     prompt,
                     params,
@@ -184,7 +191,7 @@ class ServingPooling(PoolingBatches):
         created, model, outputs = await self._vectors(request, "embed", raw_request)
         data = []
         for index, output in enumerate(outputs):
-            (vector,) = output.pooled or []
+            (vector,) = vectors_of(output)
             shown = _base64([vector]) if request.encoding_format == "base64" else numbers(vector)
             data.append(EmbeddingData(index=index, embedding=shown))
         response_id, usage = raw_request.state.ids.response, usage_of(outputs)
@@ -195,7 +202,7 @@ class ServingPooling(PoolingBatches):
         task = request.task_of(self.engine_client.vllm_config.supported_tasks)
         created, model, outputs = await self._vectors(request, task, raw_request)
         data = [
-            PoolingData(index=index, data=_pooled(output.pooled or [], task, request.encoding_format))
+            PoolingData(index=index, data=_pooled(vectors_of(output), task, request.encoding_format))
             for index, output in enumerate(outputs)
         ]
         response_id, usage = raw_request.state.ids.response, usage_of(outputs)
@@ -227,7 +234,7 @@ class ServingClassification(PoolingBatches):
         outputs = await self.run_inputs(request, request.to_pooling_params(), raw_request, model)
         labels, data = self.engine_client.vllm_config.shape.labels, []
         for index, output in enumerate(outputs):
-            (vector,) = output.pooled or []
+            (vector,) = vectors_of(output)
             probs = numbers(vector)
             label = labels[probs.index(max(probs))]
             data.append(ClassificationData(index=index, label=label, probs=probs, num_classes=len(probs)))

@@ -32,13 +32,8 @@ class SteppedCore(EngineCoreLike, Protocol):
 
     num_gpu_blocks: int
 
-    def start_profile(self) -> bool: ...
-    def stop_profile(self) -> bool: ...
-
     @property
     def has_unfinished_requests(self) -> bool: ...
-    def watch_scheduler(self) -> bool: ...
-    def unwatch_scheduler(self) -> bool: ...
 
 
 class AsyncInprocClient(AsyncEngineCoreClient):
@@ -74,45 +69,36 @@ class AsyncInprocClient(AsyncEngineCoreClient):
             except ValueError as error:  # this request's fault: its neighbours go on
                 self._news.append(refusal(request.request_id, error))
 
-        self._call(add)
+        self._run(add)
         self._work.set()
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
-        self._call(lambda core: core.abort_requests(request_ids))
-        self._tell_news()
+        self._run(lambda core: core.abort_requests(request_ids))
+        self._publish_news()
 
-    async def reset_prefix_cache_async(self) -> bool:
-        return self._call(lambda core: core.reset_prefix_cache())
+    async def call(self, method: str) -> bool:
+        result = self._run(lambda core: core.call(method))
+        self._publish_news()
+        return result
 
-    async def profile_async(self, start: bool) -> bool:
-        return self._call(lambda core: core.start_profile() if start else core.stop_profile())
-
-    async def watch_scheduler_async(self) -> bool:
-        self._call(lambda core: core.watch_scheduler())
-        self._tell_news()
-        return True
-
-    async def unwatch_scheduler_async(self) -> None:
-        self._call(lambda core: core.unwatch_scheduler())
-
-    def _tell_news(self) -> None:
-        """When no step will carry them: the new numbers to the metrics, new events to watchers."""
-        if not self._call(lambda core: core.has_unfinished_requests):
-            self._news.append(self._call(lambda core: core.step()))
+    def _publish_news(self) -> None:
+        """If no step will carry them: new numbers for the metrics, new events for watchers."""
+        if not self._run(lambda core: core.has_unfinished_requests):
+            self._news.append(self._run(lambda core: core.step()))
         self._work.set()
 
     async def get_output_async(self) -> EngineCoreOutputs:
         while True:
             if self._news:
                 return self._news.popleft()
-            if self._call(lambda core: core.has_unfinished_requests):
+            if self._run(lambda core: core.has_unfinished_requests):
                 await asyncio.sleep(BREATH_SECONDS)
-                return self._call(lambda core: core.step())
+                return self._run(lambda core: core.step())
             self._work.clear()
             await self._work.wait()
 
-    def _call(self, work: Callable[[SteppedCore], T]) -> T:
-        """Let the core work. Any exception is its death: the log says why, and whoever asks from now on hears it."""
+    def _run(self, work: Callable[[SteppedCore], T]) -> T:
+        """Run `work` on the core. Any exception is its death: the log says why, and every later call raises it again."""
         if self._dead is not None:
             raise self._dead
         assert self._core is not None, "start() comes first"

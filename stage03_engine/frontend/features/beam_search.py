@@ -8,9 +8,11 @@ Results are those of transformers' `generate(num_beams=...)`. vLLM: entrypoints/
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -20,6 +22,10 @@ from stage03_engine.messages import EngineCoreRequest, TokenLogprobs
 from stage03_engine.outputs import CompletionOutput, RequestOutput
 from stage03_engine.sampling_params import RequestOutputKind, SamplingParams
 from stagetrace import trace
+
+if TYPE_CHECKING:
+    from stage03_engine.frontend.async_llm import AsyncLLM
+    from stage03_engine.llm import LLM, Prompt
 
 MAX_BEAM_WIDTH = 64
 MAX_LENGTH_PENALTY = 10.0
@@ -152,6 +158,34 @@ def candidates_of(output: RequestOutput) -> TokenLogprobs:
     logprobs = output.outputs[0].logprobs
     assert logprobs is not None, "asked for by the step"
     return logprobs[0]
+
+
+async def search(
+    engine: AsyncLLM, request: EngineCoreRequest, params: BeamSearchParams, prompt: str | None = None
+) -> AsyncGenerator[RequestOutput, None]:
+    """Search over a prompt (`request` is made with `params.prompt_params()`); yields one output, with every sequence.
+
+    Closing or cancelling the iterator aborts what runs in the engine. Raises EngineDeadError.
+    """
+    beams = BeamSearch(request, params, engine.vllm_config.shape.vocab_size)
+    await run_search(beams, engine.generate)
+    yield beams.output(prompt, engine.tokenizer)
+
+
+def search_all(llm: LLM, prompts: Sequence[Prompt], params: BeamSearchParams) -> list[RequestOutput]:
+    """The same for `LLM.beam_search`: all prompts advance together."""
+    settings = params.prompt_params()
+    requests = [llm.input_processor.process_inputs(llm.next_id(), prompt, settings) for prompt in prompts]
+    searches = [BeamSearch(request, params, llm.vllm_config.shape.vocab_size) for request in requests]
+    while open_searches := [beams for beams in searches if not beams.done]:
+        steps = [beams.step_requests() for beams in open_searches]
+        asked = list(itertools.chain(*steps))
+        outputs = llm.run_all(asked, [request.prompt_token_ids for request in asked])
+        answers = {output.request_id: candidates_of(output) for output in outputs}
+        for beams, step in zip(open_searches, steps):
+            beams.advance([answers[request.request_id] for request in step])
+    texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
+    return [beams.output(text, llm.tokenizer) for beams, text in zip(searches, texts)]
 
 
 Generate = Callable[[EngineCoreRequest], AsyncGenerator[RequestOutput, None]]

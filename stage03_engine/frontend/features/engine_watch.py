@@ -1,16 +1,23 @@
-"""Everybody who watches the scheduler, over one stream of its events (vLLM has no counterpart).
+"""The watchers of the scheduler, who share one stream of its events (vLLM has no counterpart).
 
-The engine tells its events while there is at least one watcher and is silent otherwise.
+The engine sends its events while there is at least one watcher.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
-from typing import Protocol
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from stage03_engine.errors import EngineDeadError
+from stage03_engine.messages import EngineCoreOutputs
+
+if TYPE_CHECKING:
+    from stage03_engine.frontend.async_llm import AsyncLLM
+    from stage03_engine.frontend.core_client import AsyncEngineCoreClient
 
 MAX_WATCHERS = 16
-MAX_STEPS_BEHIND = 1024  # a watcher who reads more slowly than that is let go, and may come again
+MAX_STEPS_BEHIND = 1024  # a watcher who falls further behind is dropped, and may come again
 
 
 WatchQueue = asyncio.Queue[list[bytes] | None]
@@ -18,23 +25,26 @@ WatchQueue = asyncio.Queue[list[bytes] | None]
 
 
 class WatchError(Exception):
-    """Nobody, or nobody else, can watch this engine now."""
-
-
-class Watchable(Protocol):
-    """What it needs of a client of the engine core."""
-
-    def watch_scheduler_async(self) -> Awaitable[bool]: ...
-    def unwatch_scheduler_async(self) -> Awaitable[None]: ...
+    """This engine cannot be watched, or has too many watchers."""
 
 
 class EngineWatch:
-    """Hands each step's events to every watcher, each with a bounded queue of its own."""
+    """Hands each step's events to every watcher, each with a bounded queue of its own; a listener of AsyncLLM."""
 
-    def __init__(self, client: Watchable) -> None:
+    def __init__(self, client: AsyncEngineCoreClient) -> None:
         self._client = client
         self._queues: set[WatchQueue] = set()
         self._closed = False
+
+    @classmethod
+    def of(cls, engine: AsyncLLM) -> EngineWatch:
+        """The one that listens to this engine, added when the first watcher comes."""
+        for listener in engine.listeners:
+            if isinstance(listener, cls):
+                return listener
+        watch = cls(engine.engine_core)
+        engine.listeners.append(watch)
+        return watch
 
     async def start(self) -> WatchQueue:
         """A queue that each step's events are put into; None ends it. Give it to `stop` afterwards. Raises WatchError."""
@@ -43,7 +53,7 @@ class EngineWatch:
         queue: WatchQueue = asyncio.Queue(MAX_STEPS_BEHIND + 1)
         self._queues.add(queue)
         try:
-            if not await self._client.watch_scheduler_async():
+            if not await self._client.call("watch_scheduler"):
                 raise WatchError("This engine has no scheduler that could be watched.")
         except BaseException:
             await self.stop(queue)
@@ -51,13 +61,19 @@ class EngineWatch:
         return queue
 
     async def stop(self, queue: WatchQueue) -> None:
-        """This watcher has left; after the last one the engine is silent again."""
+        """Remove a watcher; after the last one the engine sends no more events."""
         self._queues.discard(queue)
         if not self._queues and not self._closed:
-            await self._client.unwatch_scheduler_async()
+            with suppress(EngineDeadError):
+                await self._client.call("unwatch_scheduler")
+
+    def received(self, outputs: EngineCoreOutputs) -> None:
+        """Pass one step's events on to every watcher. Never waits: a watcher who is too far behind is dropped."""
+        if outputs.trace_events:
+            self.publish(outputs.trace_events)
 
     def publish(self, events: list[bytes]) -> None:
-        """One step's events, for all who watch. Never waits: whoever is too far behind is let go."""
+        """Put these events into every queue."""
         for queue in list(self._queues):
             if queue.qsize() < MAX_STEPS_BEHIND:
                 queue.put_nowait(events)

@@ -1,4 +1,4 @@
-"""Several answers to one prompt: one request for the caller, one per answer for the engine core.
+"""n and best_of: several answers to one prompt are one request for the caller, and one per answer for the engine core.
 
 Source: vllm/v1/engine/parallel_sampling.py (ParentRequest).
 """
@@ -7,9 +7,36 @@ from __future__ import annotations
 
 import msgspec
 
+from stage03_engine.frontend.output_processor import OutputQueue
 from stage03_engine.messages import EngineCoreRequest, TokenLogprobs
 from stage03_engine.outputs import CompletionOutput, RequestOutput
 from stage03_engine.sampling_params import RequestOutputKind
+from stagetrace import trace
+
+
+def fan_out(request: EngineCoreRequest, queue: OutputQueue) -> list[tuple[EngineCoreRequest, OutputQueue]]:
+    """One request per answer, each with the queue that merges its outputs into those of `request`."""
+    parent = ParentRequest(request)
+    if trace.on:
+        trace.emit("request.fanned_out", req=request.request_id, children=len(parent.children))
+    return [(child, ChildQueue(parent, index, queue)) for index, child in enumerate(parent.children)]
+
+
+class ChildQueue:
+    """Where the outputs of one answer go."""
+
+    def __init__(self, parent: ParentRequest, index: int, queue: OutputQueue) -> None:
+        self._parent, self._index, self._queue = parent, index, queue
+
+    def put(self, output: RequestOutput | Exception) -> None:
+        """Pass on what the caller is to see now. An exception ends the whole request."""
+        if isinstance(output, Exception):
+            self._queue.put(output)
+            return
+        for answer in output.outputs:
+            answer.index = self._index
+        if (merged := self._parent.merge(output)) is not None:
+            self._queue.put(merged)
 
 
 class ParentRequest:
@@ -20,7 +47,6 @@ class ParentRequest:
         self.params = request.sampling_params
         self.children = [self._child(request, index) for index in range(self.params.num_answers)]
         self.running = {child.request_id for child in self.children}
-        self.longest = 0  # tokens of the longest answer that has ended
         self._complete: list[CompletionOutput] = []
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None
         self._held: RequestOutput | None = None  # until the prompt's logprobs are there
@@ -43,11 +69,12 @@ class ParentRequest:
         )
         return msgspec.structs.replace(request, request_id=f"{index}_{request.request_id}", sampling_params=own)
 
-    def take_in(self, child_id: str, output: RequestOutput) -> RequestOutput | None:
+    def merge(self, output: RequestOutput) -> RequestOutput | None:
         """An output of a child as one of the parent; None while there is nothing to show.
 
         With output kind FINAL_ONLY that is until the last child ends: then come all answers, or the best ones of them.
         """
+        child_id = output.request_id
         if output.finished:
             self.running.discard(child_id)
         if child_id == self.children[0].request_id:

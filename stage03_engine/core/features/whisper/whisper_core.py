@@ -127,6 +127,10 @@ class WhisperCore:
         for request_id in request_ids:
             self._listening.pop(request_id, None)
 
+    def call(self, method: str) -> bool:
+        """Call a method that is not part of serving requests, by its name; False if it did nothing."""
+        return getattr(self, method)()
+
     def reset_prefix_cache(self) -> bool:
         """There is none to forget."""
         return not self._listening
