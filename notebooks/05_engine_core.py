@@ -9,7 +9,7 @@
 # | spawn, handshake | [`EngineProcess`](../stage03_engine/frontend/engine_process.py) | `v1/engine/utils.py` CoreEngineProcManager, launch_core_engines |
 # | the process | [`run_engine_core`](../stage03_engine/core/engine_core_proc.py), [`EngineCoreProc`](../stage03_engine/core/engine_core_proc.py) | `v1/engine/core.py` EngineCoreProc |
 # | messages | [`EngineCoreRequest`](../stage03_engine/messages.py), [`EngineHello`](../stage03_engine/messages.py) | `v1/engine/__init__.py` |
-# | executor, worker | [`UniProcExecutor`](../stage03_engine/core/executor.py), [`Worker`](../stage03_engine/core/worker.py) | `v1/executor/uniproc_executor.py`, `v1/worker/gpu_worker.py` |
+# | executor, worker | [`UniProcExecutor`](../stage03_engine/core/worker.py), [`Worker`](../stage03_engine/core/worker.py) | `v1/executor/uniproc_executor.py`, `v1/worker/gpu_worker.py` |
 # | weights | [`get_model`](../stage03_engine/core/models/loader.py) | `model_executor/model_loader` |
 # | size of the KV cache | [`decide_num_blocks`](../stage03_engine/core/kv_cache_size.py) | `v1/engine/core.py` _initialize_kv_caches |
 # | the loop | [`EngineCoreProc.run_busy_loop`](../stage03_engine/core/engine_core_proc.py) | `v1/engine/core.py` run_busy_loop |
@@ -47,7 +47,7 @@ from stage03_engine.core import engine_core_proc, executor
 from stage03_engine.core.engine_core_proc import EngineCoreProc
 
 print(
-    "classes in core/executor.py:  ",
+    "classes in core/worker.py:  ",
     [n for n, c in inspect.getmembers(executor, inspect.isclass) if c.__module__ == executor.__name__],
 )
 print(

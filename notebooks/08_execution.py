@@ -12,7 +12,7 @@
 # |---|---|---|
 # | the step | [`EngineCore.step`](../stage03_engine/core/engine_core.py) | `v1/engine/core.py` EngineCore.step |
 # | the decision | [`Scheduler.schedule`](../stage03_engine/core/scheduler.py), [`SchedulerOutput`](../stage03_engine/core/sched_output.py) | `v1/core/sched/scheduler.py`, `v1/core/sched/output.py` |
-# | the device | [`UniProcExecutor`](../stage03_engine/core/executor.py), [`Worker`](../stage03_engine/core/worker.py) | `v1/executor/uniproc_executor.py`, `v1/worker/gpu_worker.py` |
+# | the device | [`UniProcExecutor`](../stage03_engine/core/worker.py), [`Worker`](../stage03_engine/core/worker.py) | `v1/executor/uniproc_executor.py`, `v1/worker/gpu_worker.py` |
 # | deltas to tensors | [`InputBatch`](../stage03_engine/core/input_batch.py), [`ModelRunner`](../stage03_engine/core/model_runner.py) | `v1/worker/gpu_input_batch.py`, `v1/worker/gpu_model_runner.py` |
 # | the model | [`GPT2LMHeadModel`](../stage03_engine/core/models/gpt2.py) | `model_executor/models/gpt2.py` |
 # | logits to tokens | [`sample`](../stage04_kernels/sampler.py) | `v1/sample/sampler.py` Sampler |

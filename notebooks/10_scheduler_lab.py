@@ -10,7 +10,7 @@
 # | part | here | in vLLM (V1) |
 # |---|---|---|
 # | the decision | [`Scheduler.schedule`](../stage03_engine/core/scheduler.py) | `v1/core/sched/scheduler.py` Scheduler.schedule |
-# | who goes first | [`RequestQueue`](../stage03_engine/core/request_queue.py) | `v1/core/sched/request_queue.py` |
+# | who goes first | [`RequestQueue`](../stage03_engine/core/request.py) | `v1/core/sched/request_queue.py` |
 # | blocks and prefixes | [`KVCacheManager`](../stage03_engine/core/kv_cache_manager.py), [`BlockPool`](../stage03_engine/core/block_pool.py) | `v1/core/kv_cache_manager.py`, `v1/core/block_pool.py` |
 # | its flags | [`SchedulerConfig`, `CacheConfig`](../stage03_engine/config.py) | `config/scheduler.py`, `config/cache.py` |
 # | decide a recording again | [`replay`](../stage03_engine/replay/replay.py) | none |
@@ -254,7 +254,7 @@ for label, run in (("3 places", three), ("budget 16", chunks), ("whole prompts",
 # %%
 folder = lab.new_folder()
 (folder / "my_scheduler.py").write_text('''
-from stage03_engine.core.request_queue import POLICIES, RequestQueue
+from stage03_engine.core.request import POLICIES, RequestQueue
 from stage03_engine.core.scheduler import Scheduler
 
 POLICIES["shortest"] = lambda request: (request.num_tokens, request.arrival)

@@ -27,7 +27,7 @@ class Leaking(Gathering):
 
     def _finish(self, request: Request, reason: FinishReason, by: str) -> None:
         if by == "outside":
-            self.kv_cache_manager._tables.pop(request.request_id, None)
+            self.kv_cache_manager.tables.pop(request.request_id, None)
         super()._finish(request, reason, by)
 
 

@@ -306,7 +306,7 @@ def make_core_client(vllm_config: VllmConfig, args: FrontendArgs) -> AsyncEngine
         module = "stage03_engine.frontend.features.async_inproc_client"
         if not is_there(module):
             raise ConfigError("in_process belongs to a feature that is not installed")
-        make_core = load("stage03_engine.core.make_core:make_core")  # the only way for torch into this process
+        make_core = load("stage03_engine.core.engine_core_proc:make_core")  # the only way for torch into this process
         return load(f"{module}:AsyncInprocClient")(vllm_config, make_core)
     return None
 

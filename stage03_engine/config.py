@@ -174,6 +174,7 @@ class VllmConfig(
         _FEATURES + "batch_invariant.flags:BatchInvariantFlags",
         _FEATURES + "cuda_graphs.flags:CudaGraphFlags",
         _FEATURES + "debug.flags:DebugFlags",
+        _FEATURES + "profiler.flags:ProfilerFlags",
     )
 ):
     """Everything that the front end and the engine core share; sent over the handshake as msgpack.

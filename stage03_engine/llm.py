@@ -23,7 +23,7 @@ from stage03_engine.outputs import RequestOutput
 from stage03_engine.sampling_params import RequestOutputKind, SamplingParams
 
 Prompt = str | list[int]
-MAKE_CORE = "stage03_engine.core.make_core:make_core"
+MAKE_CORE = "stage03_engine.core.engine_core_proc:make_core"
 BEAM_SEARCH = "stage03_engine.frontend.features.beam_search:search_all"
 ENCODE = "stage03_engine.frontend.features.pooling_inputs:encode"
 

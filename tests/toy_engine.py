@@ -10,9 +10,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from stage03_engine.config import CacheConfig, SchedulerConfig
+from stage03_engine.config import CacheConfig, SchedulerConfig, VllmConfig
 from stage03_engine.core.block_pool import BlockPool
+from stage03_engine.core.features.prompt_logprobs.scheduler_hook import PromptLogprobsSchedulerHook
+from stage03_engine.core.features.spec_decode.draft_scheduler import DraftHook
 from stage03_engine.core.features.structured_output.manager import StructuredOutputManager
+from stage03_engine.core.features.structured_output.scheduler_hook import GrammarSchedulerHook
+from stage03_engine.core.features.swap_space.swap_space import SwapHook
 from stage03_engine.core.request import Request
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
 from stage03_engine.core.scheduler import Scheduler
@@ -73,7 +77,15 @@ class ToyEngine:
             )  # fmt: skip
         grammars = RandomGrammars(self.rng)
         pool = BlockPool(num_blocks)
-        self.scheduler = Scheduler(config, cache, pool, max_model_len, swap_blocks, os.urandom(8), grammars)
+        self.scheduler = Scheduler(config, cache, pool, max_model_len, os.urandom(8))
+        vllm_config = VllmConfig()
+        self.scheduler.hooks = [
+            PromptLogprobsSchedulerHook(self.scheduler, vllm_config),
+            GrammarSchedulerHook(self.scheduler, vllm_config, grammars),
+            DraftHook(self.scheduler, vllm_config),
+        ]
+        if swap_blocks:
+            self.scheduler.hooks.append(SwapHook(self.scheduler, vllm_config, swap_blocks))
 
     def add(self, request_id: str, prompt: list[int], priority: int = 0, **params: Any) -> None:
         message = EngineCoreRequest(request_id, prompt, SamplingParams(**params), eos_token_id=EOS, priority=priority)

@@ -11,18 +11,25 @@ from dataclasses import asdict, replace
 from stage03_engine.args.import_class import construct
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.block_pool import BlockPool
-from stage03_engine.core.executor import UniProcExecutor
-from stage03_engine.core.features.profiler.profiler import TorchProfiler
-from stage03_engine.core.features.scheduler_watch import SchedulerWatch
-from stage03_engine.core.features.structured_output.manager import StructuredOutputManager
-from stage03_engine.core.kv_cache_size import decide_num_blocks, decide_num_swap_blocks
+from stage03_engine.core.hooks import hooks_of, install
+from stage03_engine.core.kv_cache_size import decide_num_blocks
 from stage03_engine.core.request import Request
-from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
+from stage03_engine.core.sched_output import SchedulerOutput
 from stage03_engine.core.scheduler import Scheduler
-from stage03_engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from stage03_engine.core.worker import UniProcExecutor
+from stage03_engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from stage03_engine.mixins import is_there, load
 from stagetrace import trace
 
-GRAMMAR_WAIT_SECONDS = 0.02  # a request that arrives meanwhile waits so long at most
+_FEATURES = "stage03_engine.core.features."
+CALLS = {
+    "reset_prefix_cache": "stage03_engine.core.engine_core:reset_prefix_cache",
+    "start_profile": _FEATURES + "profiler.profiler:start_profile",
+    "stop_profile": _FEATURES + "profiler.profiler:stop_profile",
+    "watch_scheduler": _FEATURES + "scheduler_watch:watch_scheduler",
+    "unwatch_scheduler": _FEATURES + "scheduler_watch:unwatch_scheduler",
+}
+"""What a client may call by name, never more than this list: method -> a function of the core that returns whether it did it."""
 
 
 class EngineCore:
@@ -30,54 +37,52 @@ class EngineCore:
 
     def __init__(self, config: VllmConfig) -> None:
         self.config = config
-        self.profiler = TorchProfiler(config.observability_config.profiler_dir)
         self.executor = UniProcExecutor(config)
         self.num_gpu_blocks = decide_num_blocks(config, self.executor)
-        num_swap_blocks = decide_num_swap_blocks(config, self.executor)
-        self.executor.initialize_kv_cache(self.num_gpu_blocks, num_swap_blocks)
-        self.structured_output_manager = StructuredOutputManager(config)
-        self.scheduler = self._make_scheduler(num_swap_blocks)
-        self._execute: Callable[[SchedulerOutput], ModelRunnerOutput] = self.executor.execute_model
-        self.watch = SchedulerWatch(self.scheduler)
+        self.executor.initialize_kv_cache(self.num_gpu_blocks)
+        self.scheduler = self._make_scheduler()
+        self.observers: list[Callable[[EngineCoreOutputs], None]] = []  # see each step's outputs before they are sent
         # Seeds for requests that bring none: the same engine seed and order of arrival give the same outputs.
         self._seeds = random.Random(config.model_config.seed)
-        self._queued_at: dict[str, float] = {}
-        self._queued_seconds: dict[str, float] = {}
 
-    def _make_scheduler(self, num_swap_blocks: int) -> Scheduler:
+    def _make_scheduler(self) -> Scheduler:
         """The scheduler and the block pool, or those that the user brought."""
-        cache, scheduling = self.config.cache_config, self.config.scheduler_config
+        cache, scheduling, max_len = self.config.cache_config, self.config.scheduler_config, self.config.max_model_len
         seed = cache.prefix_caching_hash_seed
         hash_seed = os.urandom(32) if seed is None else seed.encode()
         if cache.block_pool_cls is None:
             pool = BlockPool(self.num_gpu_blocks)
         else:
             pool = construct(cache.block_pool_cls, "--block-pool-cls", self.num_gpu_blocks)
-        max_len, structured = self.config.max_model_len, self.structured_output_manager
+        arguments = (scheduling, cache, pool, max_len, hash_seed)
+        if scheduling.scheduler_cls is None:
+            scheduler = Scheduler(*arguments)
+        else:
+            scheduler = construct(scheduling.scheduler_cls, "--scheduler-cls", *arguments)
+        install(self.config.hooks("scheduler"), scheduler, self.config)
         if trace.on:
             trace.emit(
                 "scheduler.created", max_num_seqs=scheduling.max_num_seqs, max_model_len=max_len,
                 max_num_batched_tokens=scheduling.max_num_batched_tokens, num_blocks=self.num_gpu_blocks,
-                num_swap_blocks=num_swap_blocks, scheduler_config=asdict(scheduling),
-                cache_config=asdict(replace(cache, prefix_caching_hash_seed=None)),
+                num_swap_blocks=sum(hook.num_cpu_blocks for hook in scheduler.hooks),
+                scheduler_config=asdict(scheduling), cache_config=asdict(replace(cache, prefix_caching_hash_seed=None)),
             )  # fmt: skip
-        arguments = (scheduling, cache, pool, max_len, num_swap_blocks, hash_seed, structured)
-        if scheduling.scheduler_cls is None:
-            return Scheduler(*arguments)
-        return construct(scheduling.scheduler_cls, "--scheduler-cls", *arguments)
+        return scheduler
 
     def add_request(self, message: EngineCoreRequest) -> None:
-        """Queue a request. Raises ValueError when its id is in use."""
-        seed = message.sampling_params.seed
-        self.scheduler.add_request(Request(message, self._seeds.getrandbits(63) if seed is None else seed))
-        self._queued_at[message.request_id] = time.monotonic()
+        """Queue a request. Raises ValueError if its id is in use, InvalidRequestError if it cannot be served."""
+        params = message.sampling_params
+        hooks_of(
+            params, "runner"
+        )  # the runner installs them when the request reaches it; here is the place to refuse it
+        install(hooks_of(params, "scheduler"), self.scheduler, self.config)
+        request = Request(message, self._seeds.getrandbits(63) if params.seed is None else params.seed)
+        request.queued_at = time.monotonic()
+        self.scheduler.add_request(request)
 
     def abort_requests(self, request_ids: list[str]) -> None:
         """End requests at once and free their blocks; unknown ids are ignored."""
         self.scheduler.finish_requests(request_ids)
-        for request_id in request_ids:
-            self._queued_at.pop(request_id, None)
-            self._queued_seconds.pop(request_id, None)
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -85,73 +90,52 @@ class EngineCore:
         return self.scheduler.has_unfinished_requests
 
     def step(self) -> EngineCoreOutputs:
-        """Run one step. With nothing to do it returns the statistics alone, and what a watcher has not seen yet."""
-        outputs = self._step()
-        outputs.trace_events = self.watch.take()
-        return outputs
-
-    def _step(self) -> EngineCoreOutputs:
-        if not self.scheduler.has_unfinished_requests:
-            return EngineCoreOutputs(scheduler_stats=self.scheduler.make_stats())
-        refused = self._end_refused()
-        if self.structured_output_manager.num_not_ready == len(self.scheduler.requests):  # nobody can run: do not spin
-            self.structured_output_manager.wait(GRAMMAR_WAIT_SECONDS)
-            return EngineCoreOutputs(refused, self.scheduler.make_stats())
+        """Run one step: schedule, execute, update. With nothing to run it returns the statistics alone."""
+        ended, ready = self._poll_hooks() if self.scheduler.hooks else ([], True)
+        if not ready or not self.scheduler.requests:
+            return self._observed(EngineCoreOutputs(ended, self.scheduler.make_stats()))
         if trace.on:
             step, running, waiting = self.scheduler.step + 1, len(self.scheduler.running), len(self.scheduler.waiting)
             trace.emit("engine.step", ph="B", step=step, running=running, waiting=waiting)
         scheduler_output = self.scheduler.schedule()
-        for new in scheduler_output.scheduled_new_reqs:
-            if new.request_id in self._queued_at:  # absent when the request resumes
-                self._queued_seconds[new.request_id] = time.monotonic() - self._queued_at.pop(new.request_id)
-        runner_output = self._execute(scheduler_output)
+        self._note_queue_times(scheduler_output)
+        runner_output = self.executor.execute_model(scheduler_output)
         outputs = self.scheduler.update_from_output(scheduler_output, runner_output)
-        self._add_queue_time(outputs)
-        if self.config.scheduler_config.check_invariants:
-            self.scheduler.check_invariants()
         if trace.on:
             running, waiting = len(self.scheduler.running), len(self.scheduler.waiting)
             trace.emit("engine.step", ph="E", step=scheduler_output.step, running=running, waiting=waiting)
-        return EngineCoreOutputs(refused + outputs, self.scheduler.make_stats(), step=scheduler_output.step)
+        stats = self.scheduler.make_stats()
+        return self._observed(EngineCoreOutputs(ended + outputs, stats, step=scheduler_output.step))
 
-    def _end_refused(self) -> list[EngineCoreOutput]:
-        """End the requests whose grammar turned out to be impossible."""
-        refused = [r for r in self.structured_output_manager.poll() if r.request_id in self.scheduler.requests]
-        self.scheduler.finish_requests([r.request_id for r in refused], FinishReason.ERROR)
-        for refusal in refused:
-            self._queued_at.pop(refusal.request_id, None)
-        return refused
+    def _poll_hooks(self) -> tuple[list[EngineCoreOutput], bool]:
+        """The last outputs of requests that hooks ended since the last step, and whether anybody can run."""
+        polled = [hook.poll() for hook in self.scheduler.hooks]
+        return [output for outputs, _ in polled for output in outputs], all(ready for _, ready in polled)
 
-    def _add_queue_time(self, outputs: list[EngineCoreOutput]) -> None:
-        """A request's first output says how long it had waited for its first step."""
-        for output in outputs:
-            output.queued_seconds = self._queued_seconds.pop(output.request_id, None)
+    def _note_queue_times(self, scheduler_output: SchedulerOutput) -> None:
+        """How long a request had waited when it was first scheduled; its first output says so. (The scheduler has no clock.)"""
+        for new in scheduler_output.scheduled_new_reqs:
+            request = self.scheduler.requests[new.request_id]
+            if request.queued_at is not None:  # None: it resumes
+                request.queued_seconds, request.queued_at = time.monotonic() - request.queued_at, None
+
+    def _observed(self, outputs: EngineCoreOutputs) -> EngineCoreOutputs:
+        for observe in self.observers:
+            observe(outputs)
+        return outputs
 
     def call(self, method: str) -> bool:
-        """Call a method that is not part of serving requests, by its name; False if it did nothing."""
-        return getattr(self, method)()
-
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False, and nothing is done, while a request holds blocks."""
-        return self.scheduler.reset_prefix_cache()
-
-    def start_profile(self) -> bool:
-        """Begin to record what torch does; False when it is being recorded already, or there is no folder for it."""
-        return self.profiler.start(self.scheduler.step)
-
-    def stop_profile(self) -> bool:
-        """Write the profile; False when there is none to write."""
-        return self.profiler.stop(self.scheduler.step)
-
-    def watch_scheduler(self) -> bool:
-        """From now on the outputs of each step carry the scheduler's events, the state as it is now first."""
-        return self.watch.start()
-
-    def unwatch_scheduler(self) -> bool:
-        """Nobody watches any more."""
-        return self.watch.stop()
+        """Call one of CALLS by name. False if it is none, was taken out, or could not be done."""
+        name = CALLS.get(method, "")
+        return is_there(name.partition(":")[0]) and bool(load(name)(self)) if name else False
 
     def shutdown(self) -> None:
-        """Release the executor and the grammar processes."""
-        self.structured_output_manager.shutdown()
+        """Release the hooks and the executor."""
+        for hook in self.scheduler.hooks:
+            hook.shutdown()
         self.executor.shutdown()
+
+
+def reset_prefix_cache(core: EngineCore) -> bool:
+    """Forget all cached prefixes; False, and nothing is done, while a request holds blocks."""
+    return core.scheduler.reset_prefix_cache()

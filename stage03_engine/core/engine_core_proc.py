@@ -22,7 +22,8 @@ import msgspec
 import zmq
 
 from stage03_engine import messages
-from stage03_engine.core.make_core import make_core
+from stage03_engine.config import VllmConfig
+from stage03_engine.core.engine_core import EngineCore
 from stage03_engine.errors import StagesError
 from stage03_engine.messages import (
     ENGINE_CORE_DEAD,
@@ -34,6 +35,7 @@ from stage03_engine.messages import (
     EngineInit,
     EngineReady,
 )
+from stage03_engine.mixins import load
 from stage03_engine.tracing import open_trace, tellable
 from stagetrace import trace
 
@@ -45,8 +47,14 @@ _DECODE: dict[EngineCoreRequestType, Callable[[bytes], _Message]] = {
     EngineCoreRequestType.ABORT: messages.decode_abort,
     EngineCoreRequestType.UTILITY: messages.decode_utility,
 }
-UTILITY_METHODS = ("reset_prefix_cache", "start_profile", "stop_profile", "watch_scheduler", "unwatch_scheduler")
-"""What a message may call by name: never more than this list."""
+CORES = {"transcription": "stage03_engine.core.features.whisper.whisper_core:WhisperCore"}
+"""Task -> the class that stands in for EngineCore in an engine whose model is for it."""
+
+
+def make_core(config: VllmConfig) -> EngineCore:
+    """The core for the configured model. Raises ConfigError."""
+    name = CORES.get(config.supported_tasks[0])
+    return EngineCore(config) if name is None else load(name)(config)
 
 
 class EngineCoreProc:
@@ -86,11 +94,11 @@ class EngineCoreProc:
         connected.set()
         try:
             while True:
-                self._take_in(socket.recv_multipart())
+                self._receive(socket.recv_multipart())
         except zmq.ContextTerminated:
             socket.close()
 
-    def _take_in(self, frames: list[bytes]) -> None:
+    def _receive(self, frames: list[bytes]) -> None:
         """Decode one message for the busy loop. What is not one of ours is ignored: it must not end the engine."""
         try:
             kind, payload = frames
@@ -153,7 +161,7 @@ class EngineCoreProc:
             except ValueError as error:  # this request's fault: its neighbours go on
                 self.output_queue.put(messages.refusal(message.request_id, error))
         elif isinstance(message, messages.UtilityRequest):
-            result = message.method in UTILITY_METHODS and getattr(self.core, message.method)()
+            result = self.core.call(message.method)
             self.output_queue.put(EngineCoreOutputs(utility_result=messages.UtilityResult(message.call_id, result)))
         else:
             assert isinstance(message, messages.AbortRequests)

@@ -11,7 +11,8 @@ calls these features by name, from its Scheduler and its GPUModelRunner. Nothing
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.mixins import is_there, load
@@ -19,6 +20,7 @@ from stage03_engine.mixins import is_there, load
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from stage03_engine.config import VllmConfig
     from stage03_engine.core.model_runner import ModelRunner
     from stage03_engine.core.request import Request
     from stage03_engine.core.sched_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from stage03_engine.core.step_inputs import StepInputs
     from stage03_engine.messages import EngineCoreOutput
     from stage03_engine.sampling_params import SamplingParams
-    from stage04_kernels.sampler import SamplingMetadata
+    from stage04_kernels.sampler import SamplerOutput, SamplingMetadata
 
 
 class SchedulerHook:
@@ -35,11 +37,15 @@ class SchedulerHook:
 
     num_cpu_blocks = 0  # KV-cache blocks in CPU memory that the hook looks after
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.scheduler = scheduler
+    def __init__(self, scheduler: Scheduler, config: VllmConfig) -> None:
+        self.scheduler, self.config = scheduler, config
 
     def added(self, request: Request) -> None:
         """A request was queued."""
+
+    def traced_params(self, request: Request) -> dict[str, Any]:
+        """What a replay needs to know of the request besides `Request.traced_params`."""
+        return {}
 
     def poll(self) -> tuple[list[EngineCoreOutput], bool]:
         """Before each step: the last outputs of requests that the hook ended meanwhile (`Scheduler.finish_requests`), and
@@ -82,7 +88,7 @@ class SchedulerHook:
         """The step is over."""
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the hook's own state contradicts the scheduler's."""
+        """Raises AssertionError if the hook's own state contradicts the scheduler's (`--check-invariants`, and tests)."""
 
     def shutdown(self) -> None:
         """The engine ends."""
@@ -93,8 +99,8 @@ class RunnerHook:
 
     rows_per_request = 1  # most rows of logits that one request may take in a step
 
-    def __init__(self, runner: ModelRunner) -> None:
-        self.runner = runner
+    def __init__(self, runner: ModelRunner, config: VllmConfig) -> None:
+        self.runner, self.config = runner, config
 
     def model_loaded(self, model: nn.Module) -> nn.Module:
         """The weights are loaded. Returns the model to run."""
@@ -124,11 +130,13 @@ class RunnerHook:
         """Logits [num_rows, vocab_size] before the sampler sees them. Returns new ones, or the same."""
         return logits
 
-    def sampling_metadata(self, metadata: SamplingMetadata, inputs: StepInputs) -> SamplingMetadata:
+    def sampling_metadata(
+        self, metadata: SamplingMetadata, inputs: StepInputs, scheduler_output: SchedulerOutput
+    ) -> SamplingMetadata:
         """The settings of the sampler. Returns new ones, or the same."""
         return metadata
 
-    def after_sample(self, sampled: dict[str, list[int]], inputs: StepInputs) -> None:
+    def after_sample(self, sampled: dict[str, list[int]], output: SamplerOutput, inputs: StepInputs) -> None:
         """Token ids by request, one per row of logits; the hook may drop some from the end of a list."""
 
     def collect(self, output: ModelRunnerOutput, inputs: StepInputs, scheduler_output: SchedulerOutput) -> None:
@@ -138,17 +146,12 @@ class RunnerHook:
         """The engine ends."""
 
 
-Hook = TypeVar("Hook", SchedulerHook, RunnerHook)
-
-
-def install(name: str, hooks: list[Hook], owner: Any) -> Hook:
-    """Add the hook "module:Class" of this owner (a Scheduler or a ModelRunner), once; returns it."""
-    kind = load(name)
-    for hook in hooks:
-        if type(hook) is kind:
-            return hook
-    hooks.append(kind(owner))
-    return hooks[-1]
+def install(names: Iterable[str], owner: Scheduler | ModelRunner, config: VllmConfig) -> None:
+    """Add these hooks ("module:Class") to a scheduler or a model runner, each once."""
+    for name in names:
+        kind = load(name)
+        if not any(isinstance(hook, kind) for hook in owner.hooks):
+            owner.hooks.append(kind(owner, config))
 
 
 def hooks_of(params: SamplingParams, seam: str) -> list[str]:

@@ -11,20 +11,21 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from stage03_engine.core.kv_cache_manager import cdiv
-from stage03_engine.core.logits_rules import RowRules
+from stage03_engine.core.logits_rules import RequestRules
 from stage03_engine.core.sched_output import NewRequestData
 from stage03_engine.sampling_params import SamplingParams
 
 
 @dataclass
-class Row:
+class CachedRequestState:
     """The parts of a request that are not arrays."""
 
     sampling_params: SamplingParams
     seed: int
     num_prompt_tokens: int
-    rules: RowRules | None = None
-    num_prompt_logprobs: int | None = None  # None: not asked for, or given before (the request resumes with output)
+    rules: RequestRules | None = None  # None: its sampling parameters change no logits
+    temperature: float = 0.0  # 0 if it is low enough to count as greedy
+    num_likely_tokens: int | None = None  # how many of the likeliest tokens each step reports; None: no logprobs at all
 
 
 @dataclass
@@ -42,7 +43,7 @@ class InputBatch:
     block_size: int
     vocab_size: int
     row_of: dict[str, int] = field(default_factory=dict)
-    rows: list[Row] = field(default_factory=list)
+    requests: list[CachedRequestState] = field(default_factory=list)
     request_ids: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -55,13 +56,14 @@ class InputBatch:
 
     def add(self, new: NewRequestData) -> None:
         """Put a request into the next row."""
-        row = len(self.rows)
+        row = len(self.requests)
         self.row_of[new.request_id] = row
         self.request_ids.append(new.request_id)
-        params, resumes = new.sampling_params, len(new.token_ids) > new.num_prompt_tokens
-        num_prompt_logprobs = None if resumes else params.prompt_logprobs
-        rules = RowRules.of(params, self.vocab_size)
-        self.rows.append(Row(params, new.seed, new.num_prompt_tokens, rules, num_prompt_logprobs))
+        params, rules = new.sampling_params, RequestRules.of(new.sampling_params, self.vocab_size)
+        temperature = 0.0 if params.greedy else params.temperature
+        self.requests.append(
+            CachedRequestState(params, new.seed, new.num_prompt_tokens, rules, temperature, params.num_likely_tokens)
+        )
         self.token_ids[row, : len(new.token_ids)] = new.token_ids
         self.num_tokens[row] = len(new.token_ids)
         self.num_computed[row] = new.num_computed_tokens
@@ -75,37 +77,28 @@ class InputBatch:
         self.block_table[row, start : start + len(block_ids)] = block_ids
         self.num_blocks[row] = start + len(block_ids)
 
-    def append_token(self, row: int, token_id: int) -> None:
-        """A sampled token; it is the input of the next step."""
-        self.token_ids[row, self.num_tokens[row]] = token_id
-        self.num_tokens[row] += 1
+    def append_tokens(self, row: int, token_ids: list[int]) -> None:
+        """Sampled tokens, as far as the context has room for them; the last is the input of the next step."""
+        start = int(self.num_tokens[row])
+        end = min(start + len(token_ids), self.max_model_len)
+        self.token_ids[row, start:end] = token_ids[: end - start]
+        self.num_tokens[row] = end
 
     def tokens_of(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         """The prompt and the output of a row: views of its token ids."""
-        end, split = self.num_tokens[row], self.rows[row].num_prompt_tokens
+        end, split = self.num_tokens[row], self.requests[row].num_prompt_tokens
         return self.token_ids[row, :split], self.token_ids[row, split:end]
-
-    def put_drafts(self, row: int, draft_token_ids: list[int]) -> None:
-        """Inputs of this step behind the known tokens; they are not known tokens yet."""
-        start = self.num_tokens[row]
-        self.token_ids[row, start : start + len(draft_token_ids)] = draft_token_ids
-
-    def rewind(self, row: int, num_rejected: int) -> None:
-        """Drafts were rejected: their keys and values count as not computed, and blocks that held nothing else are gone
-        (the scheduler has taken them back by the same rule)."""
-        self.num_computed[row] -= num_rejected
-        self.num_blocks[row] = min(self.num_blocks[row], cdiv(int(self.num_computed[row]), self.block_size))
 
     def remove(self, request_id: str) -> None:
         """Forget a request; the last row moves into the hole. An unknown id (it never got a step) is ignored."""
         row = self.row_of.pop(request_id, None)
         if row is None:
             return
-        last = len(self.rows) - 1
+        last = len(self.requests) - 1
         if row != last:
             moved = self.request_ids[last]
             for array in (self.token_ids, self.num_tokens, self.num_computed, self.block_table, self.num_blocks):
                 array[row] = array[last]
-            self.rows[row], self.request_ids[row], self.row_of[moved] = self.rows[last], moved, row
-        self.rows.pop()
+            self.requests[row], self.request_ids[row], self.row_of[moved] = self.requests[last], moved, row
+        self.requests.pop()
         self.request_ids.pop()

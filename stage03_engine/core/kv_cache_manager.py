@@ -48,14 +48,14 @@ class KVCacheManager:
         self.block_pool = block_pool
         self.enable_caching = enable_caching
         self._hash_seed = hashlib.sha256(hash_seed).digest()
-        self._tables: dict[str, list[int]] = {}
-        self._num_cached: dict[str, int] = {}  # blocks of each table that are findable
+        self.tables: dict[str, list[int]] = {}  # request id -> its blocks, in the order of its tokens
+        self.num_cached: dict[str, int] = {}  # request id -> how many of them can be found by their hash
 
     def get_computed_blocks(self, request: Request) -> list[int]:
         """The longest cached prefix of a request, in full blocks, of at most all but one of its tokens.
 
-        The last token is always computed: its logits give the next one, and logits are not cached. For the same reason a
-        request that still wants log-probabilities of its prompt computes all of it, and so does one that pools all its tokens.
+        The last token is always computed: its logits give the next one, and logits are not cached. A
+        request that needs more of its prompt than keys and values (`skip_reading_prefix_cache`) computes all of it.
         """
         if not self.enable_caching or request.skip_reading_prefix_cache:
             return []
@@ -95,14 +95,16 @@ class KVCacheManager:
         writes all keys and values before it reads any.
         """
         hits = list(hits)
-        table = self._tables.get(request.request_id, [])
+        table = self.tables.get(request.request_id, [])
         missing = max(0, cdiv(num_tokens, self.block_size) - len(table) - len(hits))
-        if missing > self.block_pool.num_free - self.block_pool.num_free_among(hits):
-            return None
-        self.block_pool.touch(hits)
-        allocated = self.block_pool.allocate(missing)
+        allocated: list[int] = []
+        if missing or hits:
+            if missing > self.block_pool.num_free - self.block_pool.num_free_among(hits):
+                return None
+            self.block_pool.touch(hits)
+            allocated = self.block_pool.allocate(missing)
         appended = hits + allocated
-        self._tables[request.request_id] = table + appended
+        self.tables[request.request_id] = table + appended
         if trace.on and allocated:
             trace.emit("kv.allocated", req=request.request_id, blocks=allocated)
         if self.enable_caching:
@@ -111,19 +113,19 @@ class KVCacheManager:
 
     def _cache_full_blocks(self, request: Request, num_tokens: int, num_hits: int) -> None:
         self._hash_full_blocks(request)
-        first = self._num_cached.get(request.request_id, num_hits)
+        first = self.num_cached.get(request.request_id, num_hits)
         end = max(first, min(num_tokens // self.block_size, len(request.block_hashes)))
-        table = self._tables[request.request_id]
+        table = self.tables[request.request_id]
         new = [table[i] for i in range(first, end) if self.block_pool.cache(table[i], request.block_hashes[i])]
-        self._num_cached[request.request_id] = end
+        self.num_cached[request.request_id] = end
         if trace.on and new:
             trace.emit("kv.cached", req=request.request_id, blocks=new)
 
     def trim(self, request_id: str, num_tokens: int) -> None:
         """Give back the blocks behind the first `num_tokens` tokens: they held drafts that were rejected."""
-        table = self._tables[request_id]
+        table = self.tables[request_id]
         needed = cdiv(num_tokens, self.block_size)
-        self._tables[request_id] = table[:needed]
+        self.tables[request_id] = table[:needed]
         self._free(request_id, table[needed:])
 
     def _free(self, request_id: str, blocks: list[int]) -> None:
@@ -136,14 +138,14 @@ class KVCacheManager:
 
         The end of the sequence goes first, so it is also evicted first: a shorter prefix is more likely to be shared.
         """
-        blocks = self._tables.pop(request_id, [])
-        self._num_cached.pop(request_id, None)
+        blocks = self.tables.pop(request_id, [])
+        self.num_cached.pop(request_id, None)
         self._free(request_id, blocks[::-1])
         return len(blocks)
 
     def block_table(self, request_id: str) -> list[int]:
         """The blocks of a request, in the order of its tokens."""
-        return self._tables[request_id]
+        return self.tables[request_id]
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, and nothing is done, while a request holds blocks."""
@@ -151,16 +153,3 @@ class KVCacheManager:
         if trace.on:
             trace.emit("kv.reset", done=done)
         return done
-
-    def check_invariants(self) -> None:
-        """Raises AssertionError when blocks are lost, or shared without being the same prefix."""
-        self.block_pool.check_invariants()
-        owners: dict[int, list[tuple[int, str]]] = {}
-        for request_id, table in self._tables.items():
-            for place, block in enumerate(table):
-                owners.setdefault(block, []).append((place, request_id))
-        assert len(owners) == self.block_pool.num_usable - self.block_pool.num_free, "tables and pool disagree"
-        for block, places in owners.items():
-            assert len({place for place, _ in places}) == 1, f"block {block} is shared at different places: {places}"
-            shared_by_hash = all(place < self._num_cached.get(owner, 0) for place, owner in places)
-            assert len(places) == 1 or shared_by_hash, f"block {block} is shared without a hash: {places}"

@@ -14,6 +14,16 @@ CPU_DEFAULT_BYTES = 4 << 30
 the same default)."""
 
 
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float": 4, "half": 2}
+
+
+def kv_block_bytes(config: VllmConfig) -> int:
+    """Bytes of one KV-cache block over all layers: keys and values."""
+    shape, dtype = config.shape, config.model_config.dtype
+    per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * _ITEM_BYTES[dtype]
+    return per_token * config.cache_config.block_size
+
+
 class MeasuresMemory(Protocol):
     """What the executor can say about the device."""
 
@@ -56,10 +66,3 @@ def decide_num_blocks(config: VllmConfig, executor: MeasuresMemory) -> int:
             rule=rule,
         )
     return num_blocks
-
-
-def decide_num_swap_blocks(config: VllmConfig, executor: MeasuresMemory) -> int:
-    """The number of CPU blocks for preempted requests: --swap-space, with --preemption-mode swap only."""
-    if config.scheduler_config.preemption_mode != "swap":
-        return 0
-    return int(config.cache_config.swap_space * (1 << 30)) // executor.kv_block_bytes()

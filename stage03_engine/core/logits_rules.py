@@ -14,12 +14,11 @@ import torch
 
 from stage03_engine.sampling_params import SamplingParams
 from stage04_kernels.logits_processors import LogitsRules, Pairs, Penalties, forbidden_by_bad_words
-from stagetrace import trace
 
 MAX_BIAS = 100.0
 
 
-class RowRules:
+class RequestRules:
     """The rules of one request."""
 
     def __init__(self, params: SamplingParams, vocab_size: int) -> None:
@@ -37,7 +36,7 @@ class RowRules:
                 self.long_bad_words[word[-2]].append(word)
 
     @classmethod
-    def of(cls, params: SamplingParams, vocab_size: int) -> RowRules | None:
+    def of(cls, params: SamplingParams, vocab_size: int) -> RequestRules | None:
         """None when the parameters ask for nothing that concerns the logits."""
         rules = cls(params, vocab_size)
         names_tokens = params.allowed_token_ids or params.logit_bias or params.bad_words_token_ids or params.min_tokens
@@ -66,7 +65,7 @@ def _ids(token_ids: Iterable[int]) -> np.ndarray:
 
 
 def make_rules(
-    rows: list[tuple[RowRules | None, np.ndarray, np.ndarray]], device: torch.device | str = "cpu"
+    rows: list[tuple[RequestRules | None, np.ndarray, np.ndarray]], device: torch.device | str = "cpu"
 ) -> LogitsRules | None:
     """The rules of a step. `rows` holds for each row of logits its rules, its prompt and its output (token ids).
 
@@ -86,19 +85,6 @@ def make_rules(
     )
 
 
-def trace_rules(rules: LogitsRules | None, step: int) -> None:
-    """How many logits the rules name and how many rows are penalised."""
-    if trace.on and rules is not None:
-        trace.emit(
-            "sampler.rules",
-            step=step,
-            allowed=0 if rules.allowed is None else len(rules.allowed.rows),
-            forbidden=0 if rules.forbidden is None else len(rules.forbidden.rows),
-            biased=0 if rules.bias is None else len(rules.bias[1]),
-            penalised_rows=0 if rules.penalties is None else len(rules.penalties.rows),
-        )
-
-
 def _pairs(tokens_of: list[tuple[int, np.ndarray]], device: torch.device | str) -> Pairs | None:
     """(row, its tokens) for each row -> one flat list of pairs; None when it is empty."""
     tokens = np.concatenate([tokens for _, tokens in tokens_of])
@@ -108,7 +94,7 @@ def _pairs(tokens_of: list[tuple[int, np.ndarray]], device: torch.device | str) 
     return Pairs(torch.from_numpy(rows).to(device), torch.from_numpy(tokens).to(device))
 
 
-def _penalties(rows: list[tuple[int, RowRules, np.ndarray, np.ndarray]], device: torch.device | str) -> Penalties:
+def _penalties(rows: list[tuple[int, RequestRules, np.ndarray, np.ndarray]], device: torch.device | str) -> Penalties:
     vocab = rows[0][1].vocab_size
     in_prompt = np.stack([np.bincount(prompt, minlength=vocab) > 0 for _, _, prompt, _ in rows])
     counts = np.stack([np.bincount(output, minlength=vocab) for _, _, _, output in rows]).astype(np.float32)

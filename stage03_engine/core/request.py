@@ -1,19 +1,18 @@
-"""A request inside the engine core (vllm/v1/request.py)."""
+"""A request inside the engine core, and the queues it stands in (vllm/v1/request.py, core/sched/request_queue.py)."""
 
 from __future__ import annotations
 
 import enum
+from bisect import insort
+from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
-from stage03_engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, TokenLogprobs, payload
-from stage03_engine.params.pooling_params import PoolingParams
+from stage03_engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from stagetrace import trace
 
 
 class RequestStatus(enum.Enum):
-    """WAITING -> RUNNING -> (PREEMPTED -> RUNNING)* -> FINISHED; WAITING_FOR_FSM first while its grammar compiles."""
+    """WAITING -> RUNNING -> (PREEMPTED -> RUNNING)* -> FINISHED; WAITING_FOR_FSM first while a feature prepares it."""
 
     WAITING = enum.auto()
     WAITING_FOR_FSM = enum.auto()
@@ -35,7 +34,7 @@ class Request:
         self.priority = message.priority  # a smaller number goes first, under the priority policy
         self.cache_salt = message.cache_salt
         self.block_hashes: list[bytes] = []  # one per full block of all_token_ids, as far as they were needed
-        self.num_traced_hashes = 0  # of them, those that a trace has told of
+        self.num_traced_hashes = 0  # of them, those that a trace holds
         self.num_cached_tokens = 0  # found in the prefix cache when it was first admitted
         self.request_id = message.request_id
         self.sampling_params = message.sampling_params
@@ -44,17 +43,13 @@ class Request:
         self.eos_token_id = message.eos_token_id
         self.num_prompt_tokens = len(message.prompt_token_ids)
         self.all_token_ids = list(message.prompt_token_ids)
-        self.spec_token_ids: list[int] = []  # guesses of what comes next, to be verified
+        self.num_tokens = self.num_prompt_tokens  # prompt and output so far: the length of all_token_ids
+        self.spec_token_ids: list[int] = []  # drafts of what comes next, to be verified
         self.num_computed_tokens = 0
-        self.num_preemptions = 0
+        self.skip_reading_prefix_cache = False  # True while it needs more of its prompt than keys and values
         self.status = RequestStatus.WAITING
-        # One entry per prompt token but the first, as steps compute them; None: not asked for, or handed out.
-        self.prompt_logprobs: list[TokenLogprobs] | None = None if self.sampling_params.prompt_logprobs is None else []
-
-    @property
-    def num_tokens(self) -> int:
-        """Prompt and output so far."""
-        return len(self.all_token_ids)
+        self.queued_at: float | None = None  # time.monotonic() of its arrival, until it is first scheduled
+        self.queued_seconds: float | None = None  # how long it waited, until an output says so
 
     @property
     def num_output_tokens(self) -> int:
@@ -73,66 +68,21 @@ class Request:
             "stop_token_ids": list(params.stop_token_ids) if trace.prompts else [],
             "eos_token_id": self.eos_token_id,
             "priority": self.priority,
-            "prompt_logprobs": params.prompt_logprobs is not None,
-            "grammar": params.structured_outputs is not None,
-            "pooling": None if self.task is None else msgspec.structs.asdict(payload(self.task, PoolingParams)),
         }
 
-    @property
-    def misses_prompt_logprobs(self) -> bool:
-        """True while positions of the prompt must be computed, and not only their keys and values be at hand (in vLLM such
-        a request skips reading the prefix cache)."""
-        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
-
-    @property
-    def skip_reading_prefix_cache(self) -> bool:
-        """True while the request needs what the prefix cache does not have: logits, or hidden states, of its prompt."""
-        pools_all = self.task is not None and payload(self.task, PoolingParams).needs_all_tokens
-        return self.misses_prompt_logprobs or pools_all
-
-    def add_prompt_logprobs(self, start: int, entries: list[TokenLogprobs]) -> None:
-        """Take in what a step computed, after `start` others. After a preemption a step computes some of them again."""
-        if self.prompt_logprobs is not None:
-            self.prompt_logprobs += entries[len(self.prompt_logprobs) - start :]
-
-    def take_prompt_logprobs(self) -> list[TokenLogprobs] | None:
-        """All of them, once."""
-        assert not self.misses_prompt_logprobs, "a position of the prompt was skipped"
-        taken, self.prompt_logprobs = self.prompt_logprobs, None
-        return taken
-
     def append_output_token(self, token_id: int) -> None:
-        """Take in a sampled token; its keys and values are not computed yet."""
+        """Append a sampled token; its keys and values are not computed yet."""
         self.all_token_ids.append(token_id)
+        self.num_tokens += 1
 
-
-def append_tokens(
-    request: Request, token_ids: list[int], max_model_len: int
-) -> tuple[list[int], tuple[FinishReason, int | None] | None]:
-    """Take in what a step sampled, up to the first token that ends the request: what comes behind it is forgotten.
-
-    Returns (the tokens taken in, what `check_stop` says of the last).
-    """
-    for count, token_id in enumerate(token_ids, start=1):
-        request.append_output_token(token_id)
-        stop = check_stop(request, max_model_len)
-        if stop is not None:
-            return token_ids[:count], stop
-    return token_ids, None
-
-
-def take_sampled(
-    request: Request, token_ids: list[int], logprobs: list[TokenLogprobs] | None, max_model_len: int
-) -> EngineCoreOutput:
-    """As `append_tokens`, with what the front end is to hear of it. logprobs: one entry per sampled token, if asked for."""
-    taken, stop = append_tokens(request, token_ids, max_model_len)
-    reason, stop_reason = stop or (None, None)
-    output = EngineCoreOutput(request.request_id, taken, finish_reason=reason, stop_reason=stop_reason)
-    output.new_logprobs = None if logprobs is None else logprobs[: len(taken)]
-    output.num_cached_tokens = request.num_cached_tokens
-    if (entries := request.take_prompt_logprobs()) is not None:
-        output.result = {"prompt_logprobs": entries}
-    return output
+    def append_output_tokens(self, token_ids: list[int], max_model_len: int) -> EngineCoreOutput:
+        """Append what a step sampled, up to the first token that ends the request; what comes behind it is dropped."""
+        for count, token_id in enumerate(token_ids, start=1):
+            self.append_output_token(token_id)
+            stop = check_stop(self, max_model_len)
+            if stop is not None:
+                return EngineCoreOutput(self.request_id, token_ids[:count], finish_reason=stop[0], stop_reason=stop[1])
+        return EngineCoreOutput(self.request_id, token_ids)
 
 
 def check_stop(request: Request, max_model_len: int) -> tuple[FinishReason, int | None] | None:
@@ -150,3 +100,30 @@ def check_stop(request: Request, max_model_len: int) -> tuple[FinishReason, int 
     if request.num_tokens >= max_model_len or request.num_output_tokens >= (params.max_tokens or max_model_len):
         return FinishReason.LENGTH, None
     return None
+
+
+POLICIES: dict[str, Callable[[Request], tuple[int, ...]]] = {
+    "fcfs": lambda request: (request.arrival,),
+    "priority": lambda request: (request.priority, request.arrival),
+}
+"""Scheduling policy -> sort key: the smallest goes first. Arrival breaks every tie, so no two keys are equal."""
+
+
+class RequestQueue(list[Request]):
+    """Requests in the order of a policy: a list that is kept sorted.
+
+    A preempted request that comes back stands where it belongs by its key; under `fcfs` that is the front, because all that
+    waits arrived later. Queues are short (hundreds), so a sorted list beats a heap: it can be iterated, indexed and searched.
+    """
+
+    def __init__(self, policy: str) -> None:
+        super().__init__()
+        self._key = POLICIES[policy]
+
+    def add(self, request: Request) -> None:
+        """Insert at the place that the policy says."""
+        insort(self, request, key=self._key)
+
+    def pop_last(self) -> Request:
+        """Take out the request that matters least."""
+        return self.pop()

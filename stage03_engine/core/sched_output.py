@@ -27,7 +27,9 @@ class NewRequestData(msgspec.Struct, array_like=True, gc=False):
 
 
 class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
-    """One step's decision. `new_block_ids` holds, for requests that the worker knows, the blocks to append to their tables."""
+    """One step's decision. The fields with a default are filled by hooks only.
+
+    `new_block_ids` holds, for requests that the worker knows, the blocks to append to their tables."""
 
     step: int
     scheduled_new_reqs: list[NewRequestData]

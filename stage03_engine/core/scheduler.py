@@ -7,22 +7,16 @@ So every decision can be replayed, and tested in milliseconds.
 from __future__ import annotations
 
 import itertools
-from copy import copy
 
 import msgspec
 
 from stage03_engine.config import CacheConfig, SchedulerConfig
 from stage03_engine.core.block_pool import BlockPool
-from stage03_engine.core.features.debug.scheduler_checks import check_fits, check_queues_and_slots
-from stage03_engine.core.features.debug.scheduler_trace import ended_by, trace_admitted, trace_held_back
-from stage03_engine.core.features.pooling.pooling_requests import end_pooled
-from stage03_engine.core.features.spec_decode.draft_scheduler import DraftScheduler
-from stage03_engine.core.features.structured_output.manager import StructuredOutputManager
-from stage03_engine.core.features.swap_space.swap_space import SwapSpace
-from stage03_engine.core.kv_cache_manager import KVCacheManager
-from stage03_engine.core.request import Request, RequestStatus, take_sampled
-from stage03_engine.core.request_queue import RequestQueue
+from stage03_engine.core.hooks import SchedulerHook
+from stage03_engine.core.kv_cache_manager import KVCacheManager, cdiv
+from stage03_engine.core.request import Request, RequestQueue, RequestStatus
 from stage03_engine.core.sched_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from stage03_engine.errors import InvalidRequestError
 from stage03_engine.messages import EngineCoreOutput, FinishReason, SchedulerStats
 from stagetrace import trace
 
@@ -32,7 +26,10 @@ class Scheduler:
 
     `schedule()` gives tokens to the running requests first, then admits waiting ones, both in the order of the policy.
     When no block is free for a running request, the one that matters least gives its blocks back (preemption); it resumes
-    by recomputing, as far as the prefix cache does not have its tokens, or from the swap space.
+    by recomputing, as far as the prefix cache does not have its tokens.
+
+    `hooks` is empty until a setting or a request asks for a feature that has a say in scheduling (hooks.py). A class for
+    `--scheduler-cls` takes the same arguments; it needs to call the hooks only for the features that it is used with.
 
     Invariant: a request is in `waiting` or in `running`, never in both, and only running requests hold blocks.
     """
@@ -43,17 +40,13 @@ class Scheduler:
         cache_config: CacheConfig,
         block_pool: BlockPool,
         max_model_len: int,
-        num_swap_blocks: int = 0,
         hash_seed: bytes = b"",
-        structured_output_manager: StructuredOutputManager | None = None,
     ) -> None:
         self.config = config
-        self.structured_output_manager = structured_output_manager or StructuredOutputManager()
         self.max_model_len = max_model_len
         block_size = cache_config.block_size
         self.kv_cache_manager = KVCacheManager(block_pool, block_size, cache_config.enable_prefix_caching, hash_seed)
-        self.swap_space = SwapSpace(num_swap_blocks, block_size) if config.preemption_mode == "swap" else None
-        self.drafts = DraftScheduler(self.kv_cache_manager, config.max_num_batched_tokens, max_model_len)
+        self.hooks: list[SchedulerHook] = []
         self.requests: dict[str, Request] = {}
         self.waiting = RequestQueue(config.scheduling_policy)
         self.running = RequestQueue(config.scheduling_policy)
@@ -65,22 +58,37 @@ class Scheduler:
     # Arrivals and departures
 
     def add_request(self, request: Request) -> None:
-        """Queue a request. Raises ValueError when its id is in use, InvalidRequestError when it could never run."""
+        """Queue a request. Raises ValueError if its id is in use, InvalidRequestError if it could never run."""
         if request.request_id in self.requests:
             raise ValueError(f"request id {request.request_id} is already scheduled")
-        check_fits(self, request)
+        self._check_fits(request)
         request.arrival = next(self._arrivals)
         self.requests[request.request_id] = request
         self.waiting.add(request)
-        if request.sampling_params.structured_outputs is not None:
-            request.status = RequestStatus.WAITING_FOR_FSM
-            self.structured_output_manager.grammar_init(request.request_id, request.sampling_params)
+        for hook in self.hooks:
+            hook.added(request)
         if trace.on:
+            params = request.traced_params
+            for hook in self.hooks:
+                params |= hook.traced_params(request)
             trace.emit(
                 "sched.queued", req=request.request_id, waiting=len(self.waiting),
-                num_prompt_tokens=request.num_prompt_tokens, params=request.traced_params,
+                num_prompt_tokens=request.num_prompt_tokens, params=params,
                 block_hashes=self.kv_cache_manager.new_block_hashes(request),
             )  # fmt: skip
+
+    def _check_fits(self, request: Request) -> None:
+        """Refuse what would wait for ever: it may grow beyond the whole cache. (At start-up the default pool is made large
+        enough for one request of full length; a block pool of the user's own may be smaller.) Raises InvalidRequestError."""
+        max_tokens = request.sampling_params.max_tokens or self.max_model_len
+        num_tokens = min(request.num_prompt_tokens + max_tokens, self.max_model_len)
+        needed, usable = cdiv(num_tokens, self.kv_cache_manager.block_size), self.kv_cache_manager.block_pool.num_usable
+        if needed > usable:
+            raise InvalidRequestError(
+                f"The request may grow to {num_tokens} tokens, which take {needed} KV-cache blocks, but there are only "
+                f"{usable}.",
+                "max_tokens",
+            )
 
     def finish_requests(self, request_ids: list[str], reason: FinishReason = FinishReason.ABORT) -> None:
         """End requests from outside (abort, stop string); ids that are unknown or already finished are ignored."""
@@ -95,9 +103,8 @@ class Scheduler:
         queue.remove(request)
         request.status = RequestStatus.FINISHED
         freed = self.kv_cache_manager.free(request.request_id)
-        if self.swap_space is not None:
-            self.swap_space.drop(request.request_id)
-        self.structured_output_manager.free(request.request_id)
+        for hook in self.hooks:
+            hook.finished(request)
         del self.requests[request.request_id]
         self.finished_req_ids.append(request.request_id)
         if trace.on:
@@ -121,12 +128,13 @@ class Scheduler:
         if not output.preempted_req_ids:
             self._schedule_waiting(output, budget)
         elif trace.on:  # who was just sent away must not be overtaken by a newcomer
-            trace_held_back(self, "preempted", budget)
-        self.drafts.schedule(output, self.requests)
+            self._trace_held_back("preempted", budget)
+        for hook in self.hooks:
+            hook.scheduled(output)
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             self.requests[request_id].num_computed_tokens += num_tokens
-        caught_up = [i for i in output.num_scheduled_tokens if self._has_caught_up(i)]
-        output.grammar_bitmask = self.structured_output_manager.grammar_bitmask(caught_up)
+        for hook in self.hooks:
+            hook.decided(output)
         if trace.on:
             total, free = output.total_num_scheduled_tokens, self.kv_cache_manager.block_pool.num_free
             budget = self.config.max_num_batched_tokens
@@ -139,10 +147,6 @@ class Scheduler:
         if 0 < threshold < num_tokens and len(self.requests) > 1:
             num_tokens = threshold
         return min(num_tokens, budget)
-
-    def _has_caught_up(self, request_id: str) -> bool:
-        request = self.requests[request_id]
-        return request.num_computed_tokens == request.num_tokens
 
     def _schedule_running(self, output: SchedulerOutput, budget: int) -> int:
         """Tokens for running requests; returns the budget that is left.
@@ -187,20 +191,19 @@ class Scheduler:
                 return None
 
     def _preempt(self, request: Request, output: SchedulerOutput, needed_by: Request) -> None:
-        """Take a running request's blocks; it waits, and later recomputes its tokens or gets them back from the CPU."""
-        request_id, computed, swapped = request.request_id, request.num_computed_tokens, None
+        """Take a running request's blocks; it waits, and later computes its tokens again unless a hook keeps them."""
+        request_id, computed = request.request_id, request.num_computed_tokens
         free_before = self.kv_cache_manager.block_pool.num_free
-        if self.swap_space is not None:
-            swapped = self.swap_space.swap_out(request_id, self.kv_cache_manager.block_table(request_id), computed)
-        if swapped is None:
+        kept = False
+        for hook in self.hooks:
+            kept = hook.preempted(request, output) or kept
+        if not kept:
             request.num_computed_tokens = 0
-        else:
-            output.blocks_to_swap_out.extend(swapped)
         freed = self.kv_cache_manager.free(request_id)
         if trace.on:
             trace.emit(
                 "sched.preempt", req=request_id, step=self.step, freed_blocks=freed, num_computed=computed,
-                swapped=swapped is not None, needed_by=needed_by.request_id, free_before=free_before,
+                swapped=kept, needed_by=needed_by.request_id, free_before=free_before,
             )  # fmt: skip
         request.status = RequestStatus.PREEMPTED
         self.stats.num_preemptions += 1
@@ -209,14 +212,14 @@ class Scheduler:
 
     def _schedule_waiting(self, output: SchedulerOutput, budget: int) -> None:
         """Admit waiting requests in order while budget, batch and blocks last. The first that does not fit stops the
-        rest: nobody overtakes, except those whose grammars still compile."""
+        rest: nobody overtakes, except those whom a hook holds back."""
         index, rule = 0, ""
         while index < len(self.waiting):
             if budget <= 0 or len(self.running) >= self.config.max_num_seqs:
                 rule = "budget" if budget <= 0 else "max_num_seqs"
                 break
             request = self.waiting[index]
-            if request.status == RequestStatus.WAITING_FOR_FSM and not self._grammar_is_ready(request):
+            if self.hooks and not all(hook.is_ready(request) for hook in self.hooks):
                 index += 1
                 continue
             hits = self.kv_cache_manager.get_computed_blocks(request)
@@ -233,16 +236,7 @@ class Scheduler:
             self._admit(request, computed, hits, new_blocks, output)
             budget = self._give(request, num_tokens, new_blocks, output, budget)
         if trace.on and len(self.waiting):
-            trace_held_back(self, rule, budget, index)
-
-    def _grammar_is_ready(self, request: Request) -> bool:
-        """Is the grammar of a waiting request compiled? Then it waits like all others."""
-        if not self.structured_output_manager.is_ready(request.request_id):
-            return False
-        request.status = RequestStatus.WAITING
-        if trace.on:
-            trace.emit("grammar.ready", req=request.request_id, step=self.step)
-        return True
+            self._trace_held_back(rule, budget, index)
 
     def _admit(
         self, request: Request, computed: int, hits: list[int], new_blocks: list[int], output: SchedulerOutput
@@ -250,15 +244,15 @@ class Scheduler:
         """Move a request from waiting to running, and describe it to the worker."""
         request_id, resumed = request.request_id, request.status == RequestStatus.PREEMPTED
         self.waiting.remove(request)
-        if self.swap_space is not None:
-            output.blocks_to_swap_in.extend(self.swap_space.swap_in(request_id, new_blocks, len(hits)))
+        for hook in self.hooks:
+            hook.admitted(request, output, new_blocks, len(hits))
         request.num_computed_tokens = computed
         if not resumed:
             request.num_cached_tokens = computed
             self.stats.prefix_cache_queries += request.num_tokens
             self.stats.prefix_cache_hits += computed
         if trace.on:
-            trace_admitted(self, request, hits, new_blocks)
+            self._trace_admitted(request, hits, new_blocks)
         request.status = RequestStatus.RUNNING
         self.running.add(request)
         output.scheduled_new_reqs.append(
@@ -268,33 +262,56 @@ class Scheduler:
             )
         )  # fmt: skip
 
+    def _trace_admitted(self, request: Request, hits: list[int], new_blocks: list[int]) -> None:
+        """A request leaves the waiting ones; `new_blocks` begin with the `hits` of the prefix cache."""
+        request_id = request.request_id
+        if trace.on and hits:
+            num_tokens = len(hits) * self.kv_cache_manager.block_size
+            trace.emit("sched.prefix_hit", req=request_id, step=self.step, blocks=hits, num_tokens=num_tokens)
+        if trace.on and request.status == RequestStatus.PREEMPTED:
+            num_tokens = request.num_tokens
+            trace.emit("sched.resume", req=request_id, step=self.step, new_blocks=new_blocks, num_tokens=num_tokens)
+        elif trace.on:
+            prompt = request.num_prompt_tokens
+            trace.emit("sched.admit", req=request_id, step=self.step, new_blocks=new_blocks, num_prompt_tokens=prompt)
+
+    def _trace_held_back(self, rule: str, budget: int, index: int = 0) -> None:
+        """Why nobody else was admitted: `rule` stopped the waiting request at `index`, and it everybody behind it; a hook holds
+        back those before it. An empty rule: nobody else could be asked."""
+        request_ids = [request.request_id for request in self.waiting]
+        if trace.on:
+            trace.emit(
+                "sched.held_back", step=self.step, rule=rule, first=request_ids[index] if rule else None,
+                behind=request_ids[index + 1 :], grammar=request_ids[:index], budget_left=budget,
+                free_blocks=self.kv_cache_manager.block_pool.num_free, num_running=len(self.running),
+            )  # fmt: skip
+
     def update_from_output(self, output: SchedulerOutput, runner_output: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Append the sampled tokens and end the requests that are complete."""
-        outputs = end_pooled(self, output, runner_output)
-        for request_id, (start, entries) in runner_output.prompt_logprobs.items():
-            self.requests[request_id].add_prompt_logprobs(start, entries)
-        complete, failed = self.structured_output_manager.accept_tokens(runner_output.sampled_token_ids)
+        outputs: list[EngineCoreOutput] = []
+        for hook in self.hooks:
+            outputs += hook.executed(output, runner_output)
         for request_id, sampled in runner_output.sampled_token_ids.items():
-            request = self.requests[request_id]
-            self.drafts.settle(output, request, len(sampled))
-            request.spec_token_ids = runner_output.draft_token_ids.get(request_id, [])
-            taken = take_sampled(request, sampled, runner_output.logprobs.get(request_id), self.max_model_len)
-            new_token_ids = taken.new_token_ids
-            if request_id in failed:
-                taken = failed[request_id]
-            elif request_id in complete and taken.finish_reason != FinishReason.STOP:  # nothing can follow
-                taken.finish_reason, taken.ended_by_grammar = FinishReason.STOP, True
-            outputs.append(taken)
+            request, by = self.requests[request_id], None
+            new = request.append_output_tokens(sampled, self.max_model_len)
+            new_token_ids = new.new_token_ids
+            if request_id in runner_output.logprobs:
+                new.new_logprobs = runner_output.logprobs[request_id][: len(new_token_ids)]
+            new.num_cached_tokens = request.num_cached_tokens
+            new.queued_seconds, request.queued_seconds = request.queued_seconds, None
+            for hook in self.hooks:
+                by = hook.sampled(request, new, output, runner_output) or by
+            outputs.append(new)
             if trace.on:
                 trace.emit(
                     "sched.token", req=request_id, step=output.step, num_tokens=len(new_token_ids), sampled=len(sampled),
                     num_output_tokens=request.num_output_tokens, token_ids=new_token_ids if trace.prompts else [],
                     block_hashes=self.kv_cache_manager.new_block_hashes(request),
                 )  # fmt: skip
-            if taken.finish_reason is not None:
-                grammar = request_id in failed or taken.ended_by_grammar
-                by = "grammar" if grammar else ended_by(taken.finish_reason, taken.stop_reason)
-                self._finish(request, taken.finish_reason, by)
+            if new.finish_reason is not None:
+                self._finish(request, new.finish_reason, by or ended_by(new))
+        for hook in self.hooks:
+            hook.updated(output)
         return outputs
 
     # Looking in from outside
@@ -304,13 +321,14 @@ class Scheduler:
         return self.kv_cache_manager.reset_prefix_cache()
 
     def make_stats(self) -> SchedulerStats:
-        """The state after a step, for the metrics."""
+        """The state after a step, for the metrics: a copy, because the output thread may encode it during the next step."""
         self.stats.num_running, self.stats.num_waiting = len(self.running), len(self.waiting)
         self.stats.kv_cache_usage = self.kv_cache_manager.block_pool.usage
-        # Copies: the output thread may encode them during the next step.
-        return msgspec.structs.replace(self.stats, spec_decoding=copy(self.drafts.stats))
+        return msgspec.structs.replace(self.stats)
 
-    def check_invariants(self) -> None:
-        """Raises AssertionError when the state contradicts itself."""
-        self.kv_cache_manager.check_invariants()
-        check_queues_and_slots(self)
+
+def ended_by(output: EngineCoreOutput) -> str:
+    """The rule that ended a request within a step."""
+    if output.finish_reason == FinishReason.LENGTH:
+        return "length"
+    return "eos" if output.stop_reason is None else "stop_token"

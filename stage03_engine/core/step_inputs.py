@@ -15,15 +15,17 @@ from stage04_kernels.attention import AttentionMetadata
 
 @dataclass
 class StepInputs:
-    """The tensors of one step. `sampled` lists the rows of the persistent batch that have caught up and get a token, `drafts`
-    what was guessed to come behind them: with k drafts there are k + 1 rows of logits."""
+    """The tensors of one step. `sampled` and `ahead` have one entry per row of logits: the row of the persistent batch that it
+    belongs to, and how many tokens further on than the next one it looks (0, but for drafts)."""
 
     input_ids: Tensor  # [num_tokens] int64
     positions: Tensor  # [num_tokens] int64
     metadata: AttentionMetadata
-    logits_indices: Tensor  # [num_logits] int64: the last token of each sampled request, and its drafts
+    logits_indices: (
+        Tensor  # [num_logits] int64: whose hidden states become logits; the last token of each sampled request
+    )
     sampled: list[int]
-    drafts: list[list[int]]
+    ahead: list[int]
 
 
 def prepare_inputs(batch: InputBatch, scheduler_output: SchedulerOutput, device: torch.device) -> StepInputs:
@@ -38,26 +40,19 @@ def prepare_inputs(batch: InputBatch, scheduler_output: SchedulerOutput, device:
     starts = np.concatenate(([0], np.cumsum(counts)))  # [num_reqs + 1]
     owner = np.repeat(rows, counts)  # [num_tokens]
     first = batch.num_computed[rows]
-    drafts = [scheduler_output.scheduled_spec_decode_tokens.get(request_id, []) for request_id in scheduled]
-    for row, draft in zip(rows, drafts):
-        if draft:
-            batch.put_drafts(row, draft)
     positions = np.arange(starts[-1]) - np.repeat(starts[:-1] - first, counts)  # [num_tokens]
     blocks = batch.block_table[owner, positions // batch.block_size].astype(np.int64)
     slots = blocks * batch.block_size + positions % batch.block_size
     seq_lens = first + counts
     batch.num_computed[rows] = seq_lens
-    num_drafts = np.array([len(draft) for draft in drafts])
-    caught_up = np.flatnonzero(seq_lens - num_drafts == batch.num_tokens[rows])
-    num_logits = num_drafts[caught_up] + 1  # their last rows
-    first_logits = starts[1:][caught_up] - np.cumsum(num_logits)
+    caught_up = np.flatnonzero(seq_lens >= batch.num_tokens[rows])  # greater with drafts behind
     return StepInputs(
         to_device(batch.token_ids[owner, positions], device),
         to_device(positions, device),
         _metadata(starts, seq_lens, batch.block_table[rows], slots, device),
-        to_device(np.repeat(first_logits, num_logits) + np.arange(num_logits.sum()), device),
+        to_device(starts[1:][caught_up] - 1, device),
         rows[caught_up].tolist(),
-        [drafts[i] for i in caught_up],
+        [0] * len(caught_up),
     )
 
 

@@ -1,4 +1,9 @@
-"""The worker: one device, its memory, its model runner (vllm/v1/worker/gpu_worker.py, cpu_worker.py)."""
+"""The worker: one device, its memory, its model runner; and the executor, which runs a step on the workers.
+
+Source: vllm/v1/worker/gpu_worker.py, cpu_worker.py; v1/executor/abstract.py, uniproc_executor.py. Popular descriptions of vLLM
+call the executor CudaExecutor; no such class exists. One worker in the same process is UniProcExecutor; several worker processes
+would be MultiprocExecutor, with the same methods.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ import psutil
 import torch
 
 from stage03_engine.config import VllmConfig
+from stage03_engine.core.kv_cache_size import kv_block_bytes
 from stage03_engine.core.model_runner import ModelRunner
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
 from stage03_engine.errors import ConfigError
@@ -14,7 +20,7 @@ from stagetrace import trace
 
 
 class Worker:
-    """Owns a device. Raises ConfigError when the device is not there."""
+    """Owns a device. Raises ConfigError if the device is not there."""
 
     def __init__(self, config: VllmConfig) -> None:
         self.config = config
@@ -23,12 +29,7 @@ class Worker:
             raise ConfigError("--device cuda: torch finds no usable GPU; use --device cpu")
         self.device = torch.device(name)
         if name == "cpu" and config.device_config.num_threads is not None:
-            num_threads = config.device_config.num_threads
-            if config.device_config.batch_invariant:
-                # A power of two cuts a tensor into equal parts of whole vectors. Otherwise elements are left over at the
-                # seams, for a loop that rounds differently, and which ones depends on the place in the batch.
-                num_threads = 1 << (num_threads.bit_length() - 1)
-            torch.set_num_threads(num_threads)
+            torch.set_num_threads(config.device_config.num_threads)
         try:
             check_backend(config.device_config.attention_backend, name)
         except ValueError as error:
@@ -41,12 +42,6 @@ class Worker:
     def load_model(self) -> None:
         """Load the weights."""
         self.model_runner.load_model()
-
-    def kv_block_bytes(self) -> int:
-        """Bytes of one KV-cache block over all layers: keys and values."""
-        shape, block_size = self.config.shape, self.config.cache_config.block_size
-        per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * self.model_runner.dtype.itemsize
-        return per_token * block_size
 
     def determine_available_memory(self) -> int:
         """Run the largest step once, then see what is left.
@@ -72,19 +67,14 @@ class Worker:
             trace.emit("memory.profiled", total=total, used=used, utilization=utilization, available=available)
         return available
 
-    def initialize_kv_cache(self, num_blocks: int, num_swap_blocks: int) -> None:
-        """Allocate the KV cache, and its swap space in CPU memory. Raises ConfigError when there is not enough memory."""
+    def initialize_kv_cache(self, num_blocks: int) -> None:
+        """Allocate the KV cache. Raises ConfigError if there is not enough memory."""
         try:
-            self.model_runner.initialize_kv_cache(num_blocks, num_swap_blocks)
-            self.model_runner.capture_graphs()
-        except (
-            MemoryError,
-            ValueError,
-            torch.OutOfMemoryError,
-        ) as error:  # ValueError: more bytes than numpy can count
+            self.model_runner.initialize_kv_cache(num_blocks)
+        except (MemoryError, ValueError, torch.OutOfMemoryError) as error:  # ValueError: too many bytes for numpy
             raise ConfigError(
-                f"there is not enough memory for {num_blocks} KV-cache blocks and {num_swap_blocks} swapped ones; lower "
-                "--kv-cache-memory-bytes, --num-gpu-blocks-override or --swap-space"
+                f"there is not enough memory for {num_blocks} KV-cache blocks; lower --kv-cache-memory-bytes or "
+                "--num-gpu-blocks-override"
             ) from error
 
     @torch.inference_mode()
@@ -95,3 +85,31 @@ class Worker:
     def shutdown(self) -> None:
         """Release the KV cache and the weights."""
         self.model_runner.shutdown()
+
+
+class UniProcExecutor:
+    """One worker, called directly."""
+
+    def __init__(self, config: VllmConfig) -> None:
+        self.config = config
+        self.worker = Worker(config)
+        self.execute_model = self.worker.execute_model  # one step: SchedulerOutput -> ModelRunnerOutput
+        if trace.on:
+            trace.emit("executor.created", kind="UniProcExecutor")
+        self.worker.load_model()
+
+    def kv_block_bytes(self) -> int:
+        """Bytes of one KV-cache block over all layers."""
+        return kv_block_bytes(self.config)
+
+    def determine_available_memory(self) -> int:
+        """Bytes that the KV cache may take, after weights and the largest possible step."""
+        return self.worker.determine_available_memory()
+
+    def initialize_kv_cache(self, num_blocks: int) -> None:
+        """Allocate the KV cache."""
+        self.worker.initialize_kv_cache(num_blocks)
+
+    def shutdown(self) -> None:
+        """Release the worker's memory."""
+        self.worker.shutdown()

@@ -42,10 +42,12 @@ def made_up_request(queued: Event, block_size: int) -> Request:
     """The request of a `sched.queued`."""
     params, length = dict(queued.args["params"]), queued.args["num_prompt_tokens"]
     eos, priority = params.pop("eos_token_id"), params.pop("priority")
-    params["prompt_logprobs"] = 0 if params["prompt_logprobs"] else None
     params["stop_token_ids"] = [STOP_TOKEN]
-    params["structured_outputs"] = _SOME_GRAMMAR if params.pop("grammar") else None
-    pooling = params.pop("pooling", None)  # recordings from before there was pooling lack it
+    if params.pop("prompt_logprobs", False):
+        params["prompt_logprobs"] = 0
+    if params.pop("grammar", False):
+        params["structured_outputs"] = _SOME_GRAMMAR
+    pooling = params.pop("pooling", None)
     tokens = made_up_tokens(0, length, queued.args["block_hashes"], block_size)
     message = EngineCoreRequest(queued.req or "", tokens, SamplingParams(**params), eos, priority=priority)
     message.task = None if pooling is None else PoolingParams(**pooling)
@@ -111,7 +113,7 @@ class RecordedStep:
     pooled: list[str] = field(default_factory=list)  # sched.pooled
 
     def add(self, event: Event) -> None:
-        """Take in the next event of the step."""
+        """The next event of the step."""
         decision, args, request_id = self.decision, event.args, event.req or ""
         match event.name:
             case "grammar.ready":
@@ -178,6 +180,10 @@ class RecordedGrammars(StructuredOutputManager):
 
     def grammar_init(self, request_id: str, params: SamplingParams) -> None:
         """Nothing compiles here."""
+
+    def poll(self) -> list[EngineCoreOutput]:
+        """What ended outside of a step is an event of its own."""
+        return []
 
     def is_ready(self, request_id: str) -> bool:
         """Had the recorded scheduler seen it compiled?"""

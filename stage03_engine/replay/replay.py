@@ -12,8 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from stage03_engine.args.import_class import construct
-from stage03_engine.config import CacheConfig, SchedulerConfig
+from stage03_engine.config import CacheConfig, SchedulerConfig, VllmConfig
 from stage03_engine.core.block_pool import BlockPool
+from stage03_engine.core.features.pooling.hooks import PoolingSchedulerHook
+from stage03_engine.core.features.prompt_logprobs.scheduler_hook import PromptLogprobsSchedulerHook
+from stage03_engine.core.features.spec_decode.draft_scheduler import DraftHook
+from stage03_engine.core.features.structured_output.scheduler_hook import GrammarSchedulerHook
+from stage03_engine.core.features.swap_space.swap_space import SwapHook
+from stage03_engine.core.hooks import SchedulerHook
 from stage03_engine.core.request import Request, RequestStatus
 from stage03_engine.core.sched_output import SchedulerOutput
 from stage03_engine.core.scheduler import Scheduler
@@ -29,7 +35,7 @@ Snapshot = tuple[list[tuple[str, RequestStatus, int, int]], int]
 
 
 class Replay:
-    """One engine: takes its events one after another, and keeps a scheduler in the same state."""
+    """One engine: follows its events one after another, and keeps a scheduler in the same state."""
 
     def __init__(self, created: Event, scheduler_cls: str | None = None, block_pool_cls: str | None = None) -> None:
         self.result = Replayed(created.proc, created.pid)
@@ -47,18 +53,24 @@ class Replay:
             raise TraceError(f"the recording is of another version: {error}") from error
         make_pool = construct if block_pool_cls else lambda *_: BlockPool(args["num_blocks"])
         self.pool: BlockPool = make_pool(block_pool_cls or "", "--block-pool-cls", args["num_blocks"])
-        given = (
-            self.config,
-            self.cache_config,
-            self.pool,
-            args["max_model_len"],
-            args["num_swap_blocks"],
-            b"",
-            self.grammars,
-        )
+        given = (self.config, self.cache_config, self.pool, args["max_model_len"], b"")
         self.scheduler: Scheduler = (
             construct(scheduler_cls, "--scheduler-cls", *given) if scheduler_cls else Scheduler(*given)
         )
+        self._install_hooks(args["num_swap_blocks"])
+
+    def _install_hooks(self, num_swap_blocks: int) -> None:
+        """The features that any recording may hold; what a request does not use does nothing for it."""
+        config = VllmConfig(scheduler_config=self.config, cache_config=self.cache_config)
+        hooks: list[SchedulerHook] = [
+            PoolingSchedulerHook(self.scheduler, config),
+            PromptLogprobsSchedulerHook(self.scheduler, config),
+            GrammarSchedulerHook(self.scheduler, config, self.grammars),
+            DraftHook(self.scheduler, config),
+        ]
+        if num_swap_blocks:
+            hooks.append(SwapHook(self.scheduler, config, num_swap_blocks))
+        self.scheduler.hooks = hooks
 
     @property
     def done(self) -> bool:
@@ -66,7 +78,7 @@ class Replay:
         return self.result.difference is not None
 
     def feed(self, event: Event) -> None:
-        """Take in the next event of the engine's process. Raises TraceError for what cannot be replayed."""
+        """The next event of the engine's process. Raises TraceError for what cannot be replayed."""
         if event.seq != self._last_seq + 1:
             raise TraceError(
                 f"the recording lacks events of {event.proc} between {event.pid}:{self._last_seq} and {event.ref} "

@@ -33,7 +33,7 @@ def test_tokens_per_second_with_drafts(benchmark: BenchmarkFixture, case: str) -
                 if round_:  # the first one warms up
                     times[llm].append(time.perf_counter() - started)
         benchmark.pedantic(lambda: drafting.generate(prompt, params), rounds=3)
-        stats = drafting.engine_core._core.scheduler.drafts.stats
+        stats = drafting.engine_core._core.scheduler.stats.spec_decoding
         without, with_drafts = (statistics.median(seconds) for seconds in times.values())
         benchmark.extra_info["tokens_per_second_without"] = round(TOKENS / without)
         benchmark.extra_info["tokens_per_second_with"] = round(TOKENS / with_drafts)

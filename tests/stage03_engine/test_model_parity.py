@@ -11,6 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import stage03_engine.bundled
 from stage03_engine.arg_utils import EngineArgs
+from stage03_engine.core.features.debug.scheduler_checks import check_invariants
 from stage03_engine.core.models.loader import get_model
 from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import SamplingParams
@@ -122,7 +123,7 @@ def test_greedy_tokens_survive_preemption(budget: int, expected: list[list[int]]
     with LLM("gpt2-tiny", **tight) as llm:
         outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
         assert llm.engine_core._core.scheduler.stats.num_preemptions > 0, "the test is void if nothing was preempted"
-        llm.engine_core._core.scheduler.check_invariants()
+        check_invariants(llm.engine_core._core.scheduler)
     assert [output.outputs[0].token_ids for output in outputs] == expected
 
 

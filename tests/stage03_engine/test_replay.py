@@ -141,7 +141,7 @@ class Greedy(Scheduler):
 class PreemptsTheFirst(Scheduler):
     def _allocate_or_preempt(self, request: Request, num_tokens: int, output: SchedulerOutput) -> list[int] | None:
         pop = self.running.pop_last
-        self.running.pop_last = lambda: self.running._requests.pop(0)  # type: ignore[method-assign]
+        self.running.pop_last = lambda: self.running.pop(0)  # type: ignore[method-assign]
         try:
             return super()._allocate_or_preempt(request, num_tokens, output)
         finally:
@@ -150,16 +150,16 @@ class PreemptsTheFirst(Scheduler):
 
 class LastInFirstOut(Scheduler):
     def schedule(self) -> SchedulerOutput:
-        self.waiting._requests.reverse()
+        self.waiting.reverse()
         try:
             return super().schedule()
         finally:
-            self.waiting._requests.sort(key=self.waiting._key)
+            self.waiting.sort(key=self.waiting._key)
 
 
 class ForgetsToFree(Scheduler):
     def _finish(self, request: Request, *args: Any, **more: Any) -> None:
-        table = copy.copy(self.kv_cache_manager._tables.get(request.request_id, []))
+        table = copy.copy(self.kv_cache_manager.tables.get(request.request_id, []))
         super()._finish(request, *args, **more)
         self.kv_cache_manager.block_pool.touch(table[-1:])
 

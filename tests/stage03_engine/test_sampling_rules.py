@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 from transformers import GPT2LMHeadModel
 
 from stage03_engine.arg_utils import EngineArgs
-from stage03_engine.core.logits_rules import RowRules
+from stage03_engine.core.logits_rules import RequestRules
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.input_processor import InputProcessor
 from stage03_engine.frontend.tokenizer import init_tokenizer_from_configs
@@ -197,7 +197,7 @@ def test_the_edges_are_allowed() -> None:
     output=st.lists(st.integers(0, 2), max_size=8),
 )
 def test_bad_words_of_any_length_are_found_in_the_output(words: list[list[int]], output: list[int]) -> None:
-    rules = RowRules.of(SamplingParams(bad_words_token_ids=words), vocab_size=3)
+    rules = RequestRules.of(SamplingParams(bad_words_token_ids=words), vocab_size=3)
     assert rules is not None
     found = rules.forbidden(np.array(output, dtype=np.int64))
     assert set(found.tolist()) == logits_reference.bad_words(words, output)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from toy_runner import MAX_LEN, ToyRunner, make_request, make_scheduler, right_answer
 
+from stage03_engine.core.features.debug.scheduler_checks import check_invariants
 from stage03_engine.core.sched_output import ModelRunnerOutput
 from stage03_engine.core.scheduler import Scheduler
 from stage03_engine.messages import FinishReason
@@ -79,7 +80,7 @@ def test_every_request_gets_the_right_tokens_once(
         assert not decision.num_scheduled_tokens.keys() & set(decision.preempted_req_ids), (
             "sent away and back in one step"
         )
-        scheduler.check_invariants()
+        check_invariants(scheduler)
         if scheduler.has_unfinished_requests:
             assert decision.num_scheduled_tokens, "work is waiting and nothing was scheduled"
         sampled = runner.execute(decision)
@@ -89,7 +90,7 @@ def test_every_request_gets_the_right_tokens_once(
             outputs[output.request_id] += output.new_token_ids
             if output.finish_reason is not None:
                 reasons[output.request_id] = output.finish_reason
-        scheduler.check_invariants()
+        check_invariants(scheduler)
         if step > 12 and not scheduler.has_unfinished_requests:
             break
     else:
@@ -178,7 +179,7 @@ def step(scheduler: Scheduler, runner: ToyRunner) -> list[str]:
     """One step; returns who got tokens."""
     decision = scheduler.schedule()
     scheduler.update_from_output(decision, runner.execute(decision))
-    scheduler.check_invariants()
+    check_invariants(scheduler)
     return list(decision.num_scheduled_tokens)
 
 

@@ -10,6 +10,7 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from toy_runner import MAX_LEN, ToyRunner, make_request, make_scheduler, right_answer
 
+from stage03_engine.core.features.debug.scheduler_checks import check_invariants
 from stage03_engine.messages import FinishReason
 from stage03_engine.sampling_params import SamplingParams
 
@@ -51,7 +52,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def step(self) -> None:
         decision = self.scheduler.schedule()
-        self.scheduler.check_invariants()
+        check_invariants(self.scheduler)
         assert decision.total_num_scheduled_tokens <= self.scheduler.config.max_num_batched_tokens
         assert len(decision.num_scheduled_tokens) <= self.scheduler.config.max_num_seqs
         assert decision.num_scheduled_tokens or not self.scheduler.has_unfinished_requests, "work waits, nothing runs"
@@ -65,7 +66,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if output.finish_reason is not None:
                 assert output.finish_reason == reason
                 self.ended.add(name)
-        self.scheduler.check_invariants()
+        check_invariants(self.scheduler)
 
     @precondition(lambda self: self.expected)
     @rule(data=st.data())
@@ -73,7 +74,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.expected)))
         self.scheduler.finish_requests([name])
         self.ended.add(name)
-        self.scheduler.check_invariants()
+        check_invariants(self.scheduler)
 
     @rule()
     def reset(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from stage03_engine.core.features.debug.scheduler_checks import check_invariants
 from stage03_engine.frontend.detokenizer import IncrementalDetokenizer
 from stage03_engine.frontend.metrics import IterationStats, PrometheusStatLogger
 from stage03_engine.llm import LLM
@@ -44,10 +45,10 @@ def run(**settings: Any) -> tuple[list[CompletionOutput], dict[str, int]]:
         numbers = {}
         if not settings.get("multiprocess"):
             scheduler = llm.engine_core._core.scheduler
-            stats = scheduler.drafts.stats
+            stats = scheduler.stats.spec_decoding
             numbers = {"steps": scheduler.step, "preempted": scheduler.stats.num_preemptions}
             numbers |= {"drafted": stats.num_draft_tokens, "accepted": stats.num_accepted_tokens}
-            scheduler.check_invariants()
+            check_invariants(scheduler)
     return outputs, numbers
 
 
@@ -100,7 +101,7 @@ def test_a_stop_inside_accepted_tokens_cuts_the_rest() -> None:
             got = llm.generate("a a a a a a a a", params)[0].outputs[0]
             end = wanted.index(token) + 1
             assert (got.token_ids, len(got.logprobs), got.stop_reason) == (wanted[:end], end, token)
-        stats = llm.engine_core._core.scheduler.drafts.stats
+        stats = llm.engine_core._core.scheduler.stats.spec_decoding
         assert stats.num_accepted_tokens > 24
 
 

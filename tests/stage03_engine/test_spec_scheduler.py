@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from toy_runner import make_scheduler
 
+from stage03_engine.core.features.debug.scheduler_checks import check_invariants
 from stage03_engine.core.kv_cache_manager import cdiv
 from stage03_engine.core.request import Request, check_stop
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
@@ -167,13 +168,13 @@ def test_drafts_change_nothing_but_the_pace(
         decision = scheduler.schedule()
         assert decision.total_num_scheduled_tokens <= budget
         assert_drafts_take_nothing(before, decision)
-        scheduler.check_invariants()
+        check_invariants(scheduler)
         for output in scheduler.update_from_output(decision, runner.execute(decision)):
             assert output.request_id not in reasons, "a request spoke after its end"
             outputs.setdefault(output.request_id, []).extend(output.new_token_ids)
             if output.finish_reason is not None:
                 reasons[output.request_id] = output.finish_reason
-        scheduler.check_invariants()
+        check_invariants(scheduler)
         for request in scheduler.running:  # nothing is held for drafts between the steps
             held = len(scheduler.kv_cache_manager.block_table(request.request_id))
             assert held == cdiv(request.num_computed_tokens, block_size)

@@ -12,6 +12,7 @@ import pytest
 import regex
 from hypothesis import given, settings, strategies as st
 
+from stage03_engine.core.features.debug.scheduler_checks import check_invariants
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.llm import LLM
 from stage03_engine.params.structured_outputs import StructuredOutputsParams as Wanted
@@ -209,7 +210,7 @@ def mixed_run(**settings: Any) -> tuple[list[list[int]], int]:
     each = [params(wanted, 7, max_tokens=80, temperature=0.9 if wanted else 0.0, ignore_eos=True) for wanted in MIXED]
     with LLM("gpt2-tiny", **({"kv_cache_memory_bytes": 50_000_000, "max_model_len": 128} | settings)) as llm:
         tokens = [o.outputs[0].token_ids for o in llm.generate(prompts, each)]
-        llm.engine_core._core.scheduler.check_invariants()  # type: ignore[attr-defined]
+        check_invariants(llm.engine_core._core.scheduler)  # type: ignore[attr-defined]
         return tokens, llm.engine_core._core.scheduler.stats.num_preemptions  # type: ignore[attr-defined]
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.core.engine_core import EngineCore
+from stage03_engine.core.features.debug.scheduler_checks import check_invariants
 from stage03_engine.core.features.structured_output.grammar_checker import GrammarChecker
 from stage03_engine.core.features.structured_output.manager import StructuredOutputManager
 from stage03_engine.llm import LLM
@@ -68,7 +69,7 @@ def test_bad_grammars_end_alone_and_heavy_ones_stay_within_bounds() -> None:
                 if output.finish_reason is not None:
                     assert output.request_id not in ended, "a request ended twice"
                     ended[output.request_id] = output
-            core.scheduler.check_invariants()
+            check_invariants(core.scheduler)
 
     run({"alone": plain})
     bad = {name: params(wanted) for name, (wanted, _) in BAD.items()}

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import zlib
 
-from stage03_engine.config import CacheConfig, SchedulerConfig
+from stage03_engine.config import CacheConfig, SchedulerConfig, VllmConfig
 from stage03_engine.core.block_pool import BlockPool
+from stage03_engine.core.features.spec_decode.draft_scheduler import DraftHook
+from stage03_engine.core.features.swap_space.swap_space import SwapHook
 from stage03_engine.core.request import Request
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
 from stage03_engine.core.scheduler import Scheduler
@@ -133,10 +135,13 @@ def make_scheduler(
 ) -> Scheduler:
     if swap_blocks:
         config["preemption_mode"] = "swap"
-    return Scheduler(
+    scheduler = Scheduler(
         SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, **config),
         CacheConfig(block_size=block_size, enable_prefix_caching=caching),
         BlockPool(num_blocks),
         MAX_LEN,
-        swap_blocks,
     )
+    scheduler.hooks.append(DraftHook(scheduler, VllmConfig()))
+    if swap_blocks:
+        scheduler.hooks.append(SwapHook(scheduler, VllmConfig(), swap_blocks))
+    return scheduler

@@ -9,10 +9,12 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from stage03_engine.core.request import Request, RequestStatus
+from stage03_engine.messages import EngineCoreOutputs
 from stagetrace import Event, trace
 from stagetrace.event import encode
 
 if TYPE_CHECKING:
+    from stage03_engine.core.engine_core import EngineCore
     from stage03_engine.core.scheduler import Scheduler
 
 SHOWN: dict[str, tuple[str, ...]] = {
@@ -68,6 +70,10 @@ class SchedulerWatch:
         lines, self._lines = self._lines, []
         return lines
 
+    def __call__(self, outputs: EngineCoreOutputs) -> None:
+        """The outputs of a step carry what happened since the last."""
+        outputs.trace_events = self.take()
+
     def _see(self, event: Event) -> None:
         if len(self._lines) < MAX_EVENTS:
             shown = {name: event.args[name] for name in SHOWN[event.name]}
@@ -101,3 +107,25 @@ class SchedulerWatch:
             "num_computed": request.num_computed_tokens,
             "blocks": self._scheduler.kv_cache_manager.block_table(request.request_id) if runs else [],
         }
+
+
+def _watch(core: EngineCore) -> SchedulerWatch | None:
+    return next((observer for observer in core.observers if isinstance(observer, SchedulerWatch)), None)
+
+
+def watch_scheduler(core: EngineCore) -> bool:
+    """From now on the outputs of each step carry the scheduler's events, the state as it is now first."""
+    watch = _watch(core)
+    if watch is None:
+        watch = SchedulerWatch(core.scheduler)
+        core.observers.append(watch)
+    return watch.start()
+
+
+def unwatch_scheduler(core: EngineCore) -> bool:
+    """Nobody watches any more."""
+    watch = _watch(core)
+    if watch is not None:
+        core.observers.remove(watch)
+        watch.stop()
+    return True

@@ -10,7 +10,8 @@ _SCHEDULER = "stage03_engine/core/scheduler.py Scheduler."
 _VLLM = "vllm/v1/core/sched/scheduler.py Scheduler."
 _MANAGER = "stage03_engine/core/kv_cache_manager.py KVCacheManager."
 _VLLM_MANAGER = "vllm/v1/core/kv_cache_manager.py KVCacheManager."
-_DRAFTS = "stage03_engine/core/features/spec_decode/draft_scheduler.py DraftScheduler."
+_DRAFTS = "stage03_engine/core/features/spec_decode/draft_scheduler.py DraftHook."
+_GRAMMARS = "stage03_engine/core/features/structured_output/scheduler_hook.py GrammarSchedulerHook."
 _WAITING = (_SCHEDULER + "_schedule_waiting", _VLLM + "schedule")
 _STOP = ("stage03_engine/core/request.py check_stop", "vllm/v1/core/sched/utils.py check_stop")
 
@@ -21,19 +22,19 @@ CODE: dict[str, tuple[str, str]] = {
     "no_chunking": _WAITING,
     "preempted": (_SCHEDULER + "schedule", _VLLM + "schedule"),
     "order": _WAITING,
-    "grammar": (_SCHEDULER + "_grammar_is_ready", _VLLM + "schedule (WAITING_FOR_FSM)"),
+    "grammar": (_GRAMMARS + "is_ready", _VLLM + "schedule (WAITING_FOR_FSM)"),
     "budget of running": (_SCHEDULER + "_schedule_running", _VLLM + "schedule"),
     "admit": (_SCHEDULER + "_admit", _VLLM + "schedule"),
     "resume": (_SCHEDULER + "_admit", _VLLM + "schedule"),
     "chunk": (_SCHEDULER + "_limited", _VLLM + "schedule"),
-    "drafts": (_DRAFTS + "schedule", _VLLM + "schedule"),
-    "verify": (_DRAFTS + "settle", _VLLM + "update_from_output"),
+    "drafts": (_DRAFTS + "scheduled", _VLLM + "schedule"),
+    "verify": (_DRAFTS + "sampled", _VLLM + "update_from_output"),
     "preempt": (_SCHEDULER + "_allocate_or_preempt", _VLLM + "schedule"),
     "prefix": (_MANAGER + "get_computed_blocks", _VLLM_MANAGER + "get_computed_blocks"),
     "end eos": _STOP,
     "end stop_token": _STOP,
     "end length": _STOP,
-    "end grammar": (_SCHEDULER + "update_from_output", _VLLM + "update_from_output"),
+    "end grammar": (_GRAMMARS + "sampled", _VLLM + "update_from_output"),
     "end outside": (_SCHEDULER + "finish_requests", _VLLM + "finish_requests"),
 }
 """Rule -> (file and function here, file and function in vLLM)."""

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from stage03_engine.config import VllmConfig
+from stage03_engine.core.hooks import RunnerHook
+from stage03_engine.core.model_runner import ModelRunner
 from stage04_kernels.attention import AttentionMetadata
 from stage04_kernels.backends.batch_invariant import ROWS, rows_of
 from stagetrace import trace
@@ -60,6 +62,21 @@ class BatchInvariantModel(nn.Module):
             max_query_len=1,
             max_seq_len=int(seq_lens.max()),
         )
+
+
+class BatchInvariantHook(RunnerHook):
+    """Installed with `--batch-invariant`."""
+
+    def __init__(self, runner: ModelRunner, config: VllmConfig) -> None:
+        super().__init__(runner, config)
+        if runner.device.type == "cpu" and config.device_config.num_threads is not None:
+            # A power of two cuts a tensor into equal parts of whole vectors. Otherwise elements are left over at the
+            # seams, for a loop that rounds differently, and which ones depends on the place in the batch.
+            torch.set_num_threads(1 << (config.device_config.num_threads.bit_length() - 1))
+
+    def model_loaded(self, model: nn.Module) -> nn.Module:
+        """The model in tiles of one size."""
+        return make_batch_invariant(model, self.config, self.runner.dtype, self.runner.device)
 
 
 def make_batch_invariant(model: nn.Module, config: VllmConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:

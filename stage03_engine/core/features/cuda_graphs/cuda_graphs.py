@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from stage03_engine.core.hooks import RunnerHook
+from stage03_engine.core.step_inputs import StepInputs
 from stage04_kernels.attention import AttentionMetadata
 
 Run = Callable[[], Tensor]
@@ -105,3 +107,27 @@ def _fixed_metadata(size: int, max_blocks: int, max_model_len: int, device: torc
         max_query_len=1,
         max_seq_len=max_model_len,
     )
+
+
+class CudaGraphHook(RunnerHook):
+    """Installed on a GPU without `--enforce-eager`."""
+
+    graphs: DecodeGraphs | None = None
+
+    def cache_allocated(self, num_blocks: int) -> None:
+        """Record decode steps."""
+        runner = self.runner
+        if runner.device.type == "cuda":
+            max_blocks, max_num_seqs = runner.batch.block_table.shape[1], self.config.scheduler_config.max_num_seqs
+            lengths = (max_blocks, self.config.max_model_len)
+            self.graphs = DecodeGraphs(runner.model, runner.kv_caches, *lengths, max_num_seqs, runner.device)
+
+    def forward(self, inputs: StepInputs) -> Tensor | None:
+        """Replay a decode step."""
+        if self.graphs is None or not self.graphs.fits(inputs.metadata):
+            return None
+        return self.graphs.forward(inputs.input_ids, inputs.positions, inputs.metadata)
+
+    def shutdown(self) -> None:
+        """Release the graphs."""
+        self.graphs = None

@@ -7,6 +7,8 @@ from typing import Any
 
 from stage03_engine.args.fields import option
 
+_DEBUG = "stage03_engine.core.features.debug."
+
 
 @dataclass(frozen=True)
 class CheckInvariants:
@@ -30,10 +32,13 @@ class DebugFlags:
     """Part of VllmConfig."""
 
     def hooks(self: Any) -> dict[str, list[str]]:
-        """--check-invariants checks the scheduler's books; --trace-layers records the layers of each forward pass."""
-        checks = self.scheduler_config.check_invariants
-        layers = self.observability_config.trace_layers
+        """--check-invariants checks the scheduler's books; --trace-layers records the layers of each forward pass, and any
+        trace the steps of the sampler."""
+        checks, observed = self.scheduler_config.check_invariants, self.observability_config
+        traced = observed.trace is not None or observed.trace_console
         return {
-            "scheduler": ["stage03_engine.core.features.debug.scheduler_checks:CheckInvariantsHook"] if checks else [],
-            "runner": ["stage03_engine.core.features.debug.layer_trace:LayerTraceHook"] if layers else [],
+            "scheduler": [_DEBUG + "scheduler_checks:CheckInvariantsHook"] * checks,
+            "runner": [_DEBUG + "scheduler_checks:CheckSlotsHook"] * checks
+            + [_DEBUG + "layer_trace:LayerTraceHook"] * observed.trace_layers
+            + [_DEBUG + "sampler_trace:SamplerTraceHook"] * traced,
         }

@@ -1,6 +1,6 @@
 """`--trace-layers`: the embedding, and attention and MLP of each layer, as spans in the trace. vLLM has no counterpart.
 
-The model files know nothing of it: hooks on their modules emit the events, and without the flag there are no hooks. On a GPU a
+The model files know nothing of it: torch hooks on their modules emit the events, and without the flag there are no hooks. On a GPU a
 span ends when its kernels are launched, not when they are done.
 """
 
@@ -11,22 +11,32 @@ from typing import Any
 
 from torch import nn
 
+from stage03_engine.core.hooks import RunnerHook
+from stage03_engine.core.sched_output import SchedulerOutput
+from stage03_engine.core.step_inputs import StepInputs
 from stagetrace import trace
 
 _EMBEDDING = re.compile(r"(?:^|\.)(?:wte|embed_tokens)$")
 _LAYER = re.compile(r"(?:^|\.)(?:h|layers)\.(\d+)(?:\.(attn|self_attn|mlp))?$")  # of gpt2.py and llama.py
 
 
-class LayerTrace:
-    """The hooks of one model. `step` is the engine step under way; None while the model is only measured."""
+class LayerTraceHook(RunnerHook):
+    """Installed with `--trace-layers`. `step` is the engine step under way; None while the model is only measured."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.step: int | None = None
+    step: int | None = None
+
+    def prepared(self, inputs: StepInputs, scheduler_output: SchedulerOutput) -> None:
+        """The step that the spans of the next forward pass belong to."""
+        self.step = scheduler_output.step
+
+    def model_loaded(self, model: nn.Module) -> nn.Module:
+        """Put hooks of torch on its modules."""
         for name, module in model.named_modules():
             if _EMBEDDING.search(name):
                 module.register_forward_pre_hook(self._embedding_begins)
             elif match := _LAYER.search(name):
                 self._watch(module, int(match[1]), match[2])
+        return model
 
     def _watch(self, module: nn.Module, layer: int, part: str | None) -> None:
         if part is None:

@@ -2,46 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from stage03_engine.core.features.logits_processor.logits_processor import LogitsProcessor
-from stage03_engine.core.input_batch import InputBatch
-from stage03_engine.core.logits_rules import trace_rules
+from stage03_engine.core.hooks import RunnerHook
 from stage03_engine.core.sched_output import SchedulerOutput
+from stage03_engine.core.step_inputs import StepInputs
 from stage03_engine.sampling_params import SamplingParams
+from stage04_kernels.logits_processors import LogitsRules
 from stage04_kernels.sampler import SamplingMetadata
 from stagetrace import trace
 
 
-def trace_sampling(
-    batch: InputBatch,
-    rows: list[int],
-    metadata: SamplingMetadata,
-    processors: Sequence[LogitsProcessor],
-    scheduler_output: SchedulerOutput,
-) -> None:
-    """One event per transform. `rows` are the rows of the batch to which the rows of logits belong."""
-    step, masks = scheduler_output.step, scheduler_output.grammar_bitmask or {}
-    params = [batch.rows[row].sampling_params for row in rows]
-    masked_rows = sum(batch.request_ids[row] in masks for row in rows) if masks else 0
-    trace_rules(metadata.rules, step)
-    for transform, count in _transforms(params, metadata, processors, masked_rows):
-        if trace.on:
-            trace.emit("sampler.transform", step=step, transform=transform, rows=count)
+class SamplerTraceHook(RunnerHook):
+    """Installed with a trace, after the hooks that change what the sampler does."""
+
+    def sampling_metadata(
+        self, metadata: SamplingMetadata, inputs: StepInputs, scheduler_output: SchedulerOutput
+    ) -> SamplingMetadata:
+        """One event per transform."""
+        step, masks, batch = scheduler_output.step, scheduler_output.grammar_bitmask or {}, self.runner.batch
+        params = [batch.requests[row].sampling_params for row in inputs.sampled]
+        masked_rows = sum(batch.request_ids[row] in masks for row in inputs.sampled)
+        trace_rules(metadata.rules, step)
+        for transform, count in _transforms(params, metadata, masked_rows):
+            if trace.on:
+                trace.emit("sampler.transform", step=step, transform=transform, rows=count)
+        return metadata
 
 
-def _transforms(
-    params: list[SamplingParams], metadata: SamplingMetadata, processors: Sequence[LogitsProcessor], masked_rows: int
-) -> list[tuple[str, int]]:
+def trace_rules(rules: LogitsRules | None, step: int) -> None:
+    """How many logits the rules name and how many rows are penalised."""
+    if trace.on and rules is not None:
+        trace.emit(
+            "sampler.rules",
+            step=step,
+            allowed=0 if rules.allowed is None else len(rules.allowed.rows),
+            forbidden=0 if rules.forbidden is None else len(rules.forbidden.rows),
+            biased=0 if rules.bias is None else len(rules.bias[1]),
+            penalised_rows=0 if rules.penalties is None else len(rules.penalties.rows),
+        )
+
+
+def _transforms(params: list[SamplingParams], metadata: SamplingMetadata, masked_rows: int) -> list[tuple[str, int]]:
     """(name, number of rows that it concerns) of those that concern any."""
     random = [params[row] for row in metadata.random_rows]
-    invariant = [processor.is_argmax_invariant() for processor in processors]
-    named = [f"custom:{type(processor).__name__}" for processor in processors]
     applied = [("grammar_mask", masked_rows), *_rules(metadata)]
-    applied += [(name, len(params)) for name, spared in zip(named, invariant) if not spared]
+    applied += [(transform.__name__, len(params)) for transform in metadata.before]
     applied.append(("argmax", len(params) - len(random)))
     applied.append(("temperature", len(random)))
-    applied += [(name, len(random)) for name, spared in zip(named, invariant) if spared]
+    applied += [(transform.__name__, len(random)) for transform in metadata.after_temperature]
     if metadata.min_p is not None:
         applied.append(("min_p", sum(p.min_p > 0.0 for p in random)))
     if metadata.top_k is not None:

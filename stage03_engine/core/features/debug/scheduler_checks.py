@@ -1,39 +1,64 @@
-"""What must hold of the scheduler: of a request before it is queued, and of its whole state after a step. No torch.
+"""`--check-invariants`: what must hold of the scheduler's whole state after each step. Every test asks for it too. No torch.
 
-vLLM has no counterpart of the second: `--check-invariants` asks for it, and every test.
+vLLM has no counterpart.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stage03_engine.core.kv_cache_manager import cdiv
-from stage03_engine.core.request import Request
-from stage03_engine.errors import InvalidRequestError
+from stage03_engine.core.hooks import RunnerHook, SchedulerHook
+from stage03_engine.core.kv_cache_manager import KVCacheManager
+from stage03_engine.core.sched_output import SchedulerOutput
+from stage03_engine.core.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from stage03_engine.core.scheduler import Scheduler
+    from stage03_engine.core.step_inputs import StepInputs
 
 
-def check_fits(scheduler: Scheduler, request: Request) -> None:
-    """Refuse what would wait for ever: it may grow beyond the whole cache. (At start-up the default pool is made large
-    enough for one request of full length; a block pool of the user's own may be smaller.) Raises InvalidRequestError."""
-    max_tokens = request.sampling_params.max_tokens or scheduler.max_model_len
-    num_tokens = min(request.num_prompt_tokens + max_tokens, scheduler.max_model_len)
-    needed = cdiv(num_tokens, scheduler.kv_cache_manager.block_size)
-    usable = scheduler.kv_cache_manager.block_pool.num_usable
-    if needed > usable:
-        raise InvalidRequestError(
-            f"The request may grow to {num_tokens} tokens, which take {needed} KV-cache blocks, but there are only {usable}.",
-            "max_tokens",
-        )
+class CheckInvariantsHook(SchedulerHook):
+    """Installed with `--check-invariants`."""
+
+    def updated(self, output: SchedulerOutput) -> None:
+        """Raises AssertionError."""
+        check_invariants(self.scheduler)
+
+
+class CheckSlotsHook(RunnerHook):
+    """Installed with `--check-invariants`."""
+
+    def prepared(self, inputs: StepInputs, scheduler_output: SchedulerOutput) -> None:
+        """Raises AssertionError."""
+        slots = inputs.metadata.slot_mapping
+        assert len(slots.unique()) == len(inputs.positions), "a slot is written twice in one step"
+
+
+def check_invariants(scheduler: Scheduler) -> None:
+    """Raises AssertionError if the state contradicts itself."""
+    check_blocks(scheduler.kv_cache_manager)
+    check_queues_and_slots(scheduler)
+    for hook in scheduler.hooks:
+        hook.check_invariants()
+
+
+def check_blocks(manager: KVCacheManager) -> None:
+    """Raises AssertionError if blocks are lost, or shared without being the same prefix."""
+    pool = manager.block_pool
+    pool.check_invariants()
+    owners: dict[int, list[tuple[int, str]]] = {}
+    for request_id, table in manager.tables.items():
+        for place, block in enumerate(table):
+            owners.setdefault(block, []).append((place, request_id))
+    assert len(owners) == pool.num_usable - pool.num_free, "tables and pool disagree"
+    for block, places in owners.items():
+        assert len({place for place, _ in places}) == 1, f"block {block} is shared at different places: {places}"
+        shared_by_hash = all(place < manager.num_cached.get(owner, 0) for place, owner in places)
+        assert len(places) == 1 or shared_by_hash, f"block {block} is shared without a hash: {places}"
 
 
 def check_queues_and_slots(scheduler: Scheduler) -> None:
     """Every request is in one queue, once, and every computed token has a slot. Raises AssertionError."""
     running, waiting = {r.request_id for r in scheduler.running}, {r.request_id for r in scheduler.waiting}
-    if scheduler.swap_space is not None:
-        scheduler.swap_space.check_invariants(waiting)
     assert len(running) == len(scheduler.running), "a request is queued twice"
     assert len(waiting) == len(scheduler.waiting), "a request is queued twice"
     assert not running & waiting, "a request both runs and waits"

@@ -8,7 +8,8 @@ when there is a processor; in return a processor needs no state of its own and i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,10 +17,16 @@ from torch import Tensor
 
 from stage03_engine.args.import_class import construct, import_class
 from stage03_engine.config import VllmConfig
+from stage03_engine.core.hooks import RunnerHook
+from stage03_engine.core.sched_output import SchedulerOutput
 from stage03_engine.errors import ConfigError
 from stage03_engine.sampling_params import SamplingParams
-from stage04_kernels.sampler import RowsTransform
+from stage04_kernels.sampler import RowsTransform, SamplingMetadata
 from stagetrace import trace
+
+if TYPE_CHECKING:
+    from stage03_engine.core.model_runner import ModelRunner
+    from stage03_engine.core.step_inputs import StepInputs
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,26 @@ def load_logits_processors(config: VllmConfig, device: torch.device) -> list[Log
     return processors
 
 
+class LogitsProcessorHook(RunnerHook):
+    """Installed with `--logits-processors`."""
+
+    def __init__(self, runner: ModelRunner, config: VllmConfig) -> None:
+        super().__init__(runner, config)
+        self.processors = load_logits_processors(config, runner.device)
+
+    def sampling_metadata(
+        self, metadata: SamplingMetadata, inputs: StepInputs, scheduler_output: SchedulerOutput
+    ) -> SamplingMetadata:
+        """The processors as transforms of the sampler."""
+        batch = self.runner.batch
+        rows = [
+            LogitsRow(batch.request_ids[row], batch.requests[row].sampling_params, *batch.tokens_of(row))
+            for row in inputs.sampled
+        ]
+        before, after_temperature = transforms(self.processors, rows)
+        return replace(metadata, before=before, after_temperature=after_temperature)
+
+
 def transforms(
     processors: list[LogitsProcessor], rows: list[LogitsRow]
 ) -> tuple[list[RowsTransform], list[RowsTransform]]:
@@ -75,6 +102,7 @@ def transforms(
                 raise TypeError(f"logits processor {name} must return logits of shape {list(logits.shape)}")
             return result
 
+        transform.__name__ = f"custom:{type(processor).__name__}"
         return transform
 
     before = [transform_of(p) for p in processors if not p.is_argmax_invariant()]

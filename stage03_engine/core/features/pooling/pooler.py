@@ -41,8 +41,8 @@ class PoolingState:
     num_seen: int = 0
     kept: list[Tensor] = field(default_factory=list)  # float32 [rows, hidden_size]
 
-    def take_in(self, states: Tensor, first: int) -> None:
-        """`states`, [count, hidden_size], are those of the tokens from `first` on. What was seen before counts once."""
+    def add(self, states: Tensor, first: int) -> None:
+        """`states`, [count, hidden_size], are those of the tokens from `first` on. What was added before counts once."""
         new = states[max(0, self.num_seen - first) :].float()
         if not len(new):
             return
@@ -104,7 +104,7 @@ class Pooler:
         start = 0  # of the request's tokens in `hidden`
         for request_id, count in scheduler_output.num_scheduled_tokens.items():
             state, end = self._states[request_id], int(batch.num_computed[batch.row_of[request_id]])
-            state.take_in(hidden[start : start + count], end - count)
+            state.add(hidden[start : start + count], end - count)
             if end == state.num_tokens:
                 rows = self._vectors(request_id, state, head).cpu()
                 done[request_id] = [row.numpy().tobytes() for row in rows]

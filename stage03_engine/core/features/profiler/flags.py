@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from stage03_engine.args.fields import option
 
@@ -14,3 +15,13 @@ class ProfilerDir:
     profiler_dir: str | None = option(
         None, "folder for torch profiles of the engine; POST /start_profile and /stop_profile make one"
     )
+
+
+class ProfilerFlags:
+    """Part of VllmConfig."""
+
+    def hooks(self: Any) -> dict[str, list[str]]:
+        """With --profiler-dir, the engine can record itself."""
+        if self.observability_config.profiler_dir is None:
+            return {}
+        return {"scheduler": ["stage03_engine.core.features.profiler.profiler:ProfilerHook"]}

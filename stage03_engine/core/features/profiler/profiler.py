@@ -10,6 +10,10 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from stage03_engine.config import VllmConfig
+from stage03_engine.core.engine_core import EngineCore
+from stage03_engine.core.hooks import SchedulerHook
+from stage03_engine.core.scheduler import Scheduler
 from stage03_engine.errors import ConfigError
 from stagetrace import trace
 
@@ -57,3 +61,27 @@ class TorchProfiler:
         if trace.on:
             trace.emit("profiler.stopped", step=step, file=str(path))
         return True
+
+
+class ProfilerHook(SchedulerHook):
+    """Installed with `--profiler-dir`. Raises ConfigError if the folder is unusable."""
+
+    def __init__(self, scheduler: Scheduler, config: VllmConfig) -> None:
+        super().__init__(scheduler, config)
+        self.profiler = TorchProfiler(config.observability_config.profiler_dir)
+
+
+def _hook(core: EngineCore) -> ProfilerHook | None:
+    return next((hook for hook in core.scheduler.hooks if isinstance(hook, ProfilerHook)), None)
+
+
+def start_profile(core: EngineCore) -> bool:
+    """Begin to record what torch does; False if it is being recorded already, or there is no folder for it."""
+    hook = _hook(core)
+    return hook is not None and hook.profiler.start(core.scheduler.step)
+
+
+def stop_profile(core: EngineCore) -> bool:
+    """Write the profile; False if there is none to write."""
+    hook = _hook(core)
+    return hook is not None and hook.profiler.stop(core.scheduler.step)

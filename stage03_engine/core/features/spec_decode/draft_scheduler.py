@@ -6,41 +6,36 @@ tensors.
 
 from __future__ import annotations
 
-from stage03_engine.core.kv_cache_manager import KVCacheManager
+from stage03_engine.core.hooks import SchedulerHook
 from stage03_engine.core.request import Request
-from stage03_engine.core.sched_output import SchedulerOutput
-from stage03_engine.messages import SpecDecodingStats
+from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
+from stage03_engine.messages import EngineCoreOutput, SpecDecodingStats
 from stagetrace import trace
 
 
-class DraftScheduler:
-    """Adds draft tokens to a decision that is complete without them, and settles them afterwards.
+class DraftHook(SchedulerHook):
+    """Adds draft tokens to a decision that is complete without them, and takes back those that were rejected.
 
     Drafts come last: after every running and every admitted request has its tokens, they share what is left of the
     budget and of the free blocks. So they take nothing from anybody, and never cause a preemption: what a rejected
     draft had is free again before the next step.
     """
 
-    def __init__(self, kv_cache_manager: KVCacheManager, max_num_batched_tokens: int, max_model_len: int) -> None:
-        self.kv_cache_manager = kv_cache_manager
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_model_len = max_model_len
-        self.stats = SpecDecodingStats()
-
-    def schedule(self, output: SchedulerOutput, requests: dict[str, Request]) -> None:
+    def scheduled(self, output: SchedulerOutput) -> None:
         """Extend `output` by the drafts of the requests that catch up in this step."""
-        budget = self.max_num_batched_tokens - output.total_num_scheduled_tokens
+        manager, requests = self.scheduler.kv_cache_manager, self.scheduler.requests
+        budget = self.scheduler.config.max_num_batched_tokens - output.total_num_scheduled_tokens
         for request_id, new_blocks in output.new_block_ids.items():
             request = requests[request_id]
             end = request.num_computed_tokens + output.num_scheduled_tokens[request_id]
             count = min(len(request.spec_token_ids), budget, self._useful(request))
             if count <= 0 or end < request.num_tokens:
                 continue
-            more_blocks = self.kv_cache_manager.allocate_slots(request, end + count)
+            more_blocks = manager.allocate_slots(request, end + count)
             if more_blocks is None:  # no block is free: only what the last one has room for
                 more_blocks = []
-                held = len(self.kv_cache_manager.block_table(request_id))
-                count = held * self.kv_cache_manager.block_size - end
+                held = len(manager.block_table(request_id))
+                count = held * manager.block_size - end
                 if count == 0:
                     continue
             new_blocks += more_blocks
@@ -52,22 +47,26 @@ class DraftScheduler:
 
     def _useful(self, request: Request) -> int:
         """Drafts that could still be needed: k of them give up to k + 1 tokens."""
-        params = request.sampling_params
-        left = (params.max_tokens or self.max_model_len) - request.num_output_tokens
-        return min(left, self.max_model_len - request.num_tokens) - 1
+        params, max_model_len = request.sampling_params, self.scheduler.max_model_len
+        left = (params.max_tokens or max_model_len) - request.num_output_tokens
+        return min(left, max_model_len - request.num_tokens) - 1
 
-    def settle(self, output: SchedulerOutput, request: Request, num_sampled: int) -> None:
-        """The worker sampled `num_sampled` tokens, one more than it accepted drafts: take back what was rejected."""
-        drafts = output.scheduled_spec_decode_tokens.get(request.request_id)
+    def sampled(
+        self, request: Request, new: EngineCoreOutput, output: SchedulerOutput, runner_output: ModelRunnerOutput
+    ) -> str | None:
+        """The worker sampled one token more than it accepted drafts: take back what was rejected, keep the new drafts."""
+        request_id = request.request_id
+        request.spec_token_ids = runner_output.draft_token_ids.get(request_id, [])
+        drafts = output.scheduled_spec_decode_tokens.get(request_id)
         if drafts is None:
-            return
-        accepted = num_sampled - 1
+            return None
+        accepted = len(runner_output.sampled_token_ids[request_id]) - 1
         request.num_computed_tokens -= len(drafts) - accepted
-        self.kv_cache_manager.trim(request.request_id, request.num_computed_tokens)
-        self.stats.num_drafts += 1
-        self.stats.num_draft_tokens += len(drafts)
-        self.stats.num_accepted_tokens += accepted
+        self.scheduler.kv_cache_manager.trim(request_id, request.num_computed_tokens)
+        stats = self.scheduler.stats.spec_decoding
+        self.scheduler.stats.spec_decoding = SpecDecodingStats(  # a new one: the last may be being encoded
+            stats.num_drafts + 1, stats.num_draft_tokens + len(drafts), stats.num_accepted_tokens + accepted
+        )
         if trace.on:
-            trace.emit(
-                "spec.verified", req=request.request_id, step=output.step, accepted=accepted, drafted=len(drafts)
-            )
+            trace.emit("spec.verified", req=request_id, step=output.step, accepted=accepted, drafted=len(drafts))
+        return None

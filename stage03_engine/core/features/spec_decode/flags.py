@@ -50,8 +50,9 @@ class SpecDecodeFlags:
             )
 
     def hooks(self: Any) -> dict[str, list[str]]:
-        """The runner proposes drafts, the scheduler makes room for them."""
-        if self.speculative_config.method is None:
+        """The runner proposes drafts, the scheduler makes room for them. Not beside logits processors of the user's own: they
+        may look at the tokens before a position, which for a draft are not certain."""
+        if self.speculative_config.method is None or getattr(self.model_config, "logits_processors", None):
             return {}
         return {
             "scheduler": ["stage03_engine.core.features.spec_decode.draft_scheduler:DraftHook"],

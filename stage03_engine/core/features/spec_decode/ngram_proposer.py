@@ -1,16 +1,24 @@
 """Prompt lookup: guess that what followed the last tokens before will follow them again (vllm/v1/spec_decode/ngram_proposer.py).
 
 A summary, an edited text or a chat repeats long stretches of its context. Finding them costs no model at all.
-Source: Saxena 2023, "Prompt Lookup Decoding". Plain numpy, no torch.
+Source: Saxena 2023, "Prompt Lookup Decoding".
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from stage03_engine.config import VllmConfig
 from stage03_engine.core.features.spec_decode.flags import SpeculativeConfig
+from stage03_engine.core.hooks import RunnerHook
 from stage03_engine.core.input_batch import InputBatch
+from stage03_engine.core.kv_cache_manager import cdiv
+from stage03_engine.core.model_runner import ModelRunner
+from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
+from stage03_engine.core.step_inputs import StepInputs, to_device
 from stage03_engine.sampling_params import SamplingParams
+from stage04_kernels.features.rejection_sampler import num_accepted
+from stage04_kernels.sampler import SamplerOutput
 from stagetrace import trace
 
 NEEDS_ITS_HISTORY: dict[str, object] = {
@@ -69,7 +77,7 @@ class NgramProposer:
         """Drafts for the next step, of those `rows` that may have some: request id -> token ids."""
         drafts: dict[str, list[int]] = {}
         for row in rows:
-            if not may_draft(batch.rows[row].sampling_params):
+            if not may_draft(batch.requests[row].sampling_params):
                 continue
             proposed = self.propose(batch.token_ids[row, : batch.num_tokens[row]])
             if proposed:
@@ -81,3 +89,53 @@ class NgramProposer:
                         num_tokens=len(proposed), token_ids=token_ids,
                     )  # fmt: skip
         return drafts
+
+
+class NgramHook(RunnerHook):
+    """Installed with `--speculative-config`: verifies the drafts of a step, and proposes those of the next."""
+
+    def __init__(self, runner: ModelRunner, config: VllmConfig) -> None:
+        super().__init__(runner, config)
+        self.rows_per_request = 1 + config.speculative_config.num_speculative_tokens
+        self._proposer = NgramProposer(config.speculative_config)
+        self._drafts: dict[str, list[int]] = {}  # of the step under way
+
+    def batch_updated(self, scheduler_output: SchedulerOutput) -> None:
+        """Drafts are inputs of the step behind the known tokens; they are not known tokens yet."""
+        batch, self._drafts = self.runner.batch, scheduler_output.scheduled_spec_decode_tokens
+        for request_id, draft in self._drafts.items():
+            row = batch.row_of[request_id]
+            start = batch.num_tokens[row]
+            batch.token_ids[row, start : start + len(draft)] = draft
+
+    def prepared(self, inputs: StepInputs, scheduler_output: SchedulerOutput) -> None:
+        """With k drafts a request has k + 1 rows of logits."""
+        if not self._drafts:
+            return
+        batch, starts = self.runner.batch, inputs.metadata.query_start_loc_cpu
+        sampled, indices, rows, ahead = set(inputs.sampled), [], [], []
+        for place, request_id in enumerate(scheduler_output.num_scheduled_tokens):
+            row, num_drafts = batch.row_of[request_id], len(self._drafts.get(request_id, ()))
+            if row in sampled:
+                indices += range(starts[place + 1] - num_drafts - 1, starts[place + 1])
+                rows += [row] * (num_drafts + 1)
+                ahead += range(num_drafts + 1)
+        inputs.logits_indices = to_device(np.array(indices), self.runner.device)
+        inputs.sampled, inputs.ahead = rows, ahead
+
+    def after_sample(self, sampled: dict[str, list[int]], output: SamplerOutput, inputs: StepInputs) -> None:
+        """Keep the drafts that stand, and one token more. The keys and values of the rejected ones count as not computed, and
+        blocks that held nothing else are gone (the scheduler has taken them back by the same rule)."""
+        if not self._drafts:
+            return
+        batch, drafts = self.runner.batch, [self._drafts.get(request_id, []) for request_id in sampled]
+        for request_id, draft, kept in zip(sampled, drafts, num_accepted(output.sampled_token_ids, drafts)):
+            del sampled[request_id][kept + 1 :]
+            row = batch.row_of[request_id]
+            batch.num_computed[row] -= len(draft) - kept
+            batch.num_blocks[row] = min(batch.num_blocks[row], cdiv(int(batch.num_computed[row]), batch.block_size))
+
+    def collect(self, output: ModelRunnerOutput, inputs: StepInputs, scheduler_output: SchedulerOutput) -> None:
+        """Drafts for the next step."""
+        rows = [self.runner.batch.row_of[request_id] for request_id in output.sampled_token_ids]
+        output.draft_token_ids = self._proposer.propose_batch(self.runner.batch, rows, scheduler_output.step)

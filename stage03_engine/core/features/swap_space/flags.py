@@ -31,7 +31,10 @@ class SwapSpaceFlags:
     """Part of VllmConfig."""
 
     def hooks(self: Any) -> dict[str, list[str]]:
-        """With --preemption-mode swap, the scheduler swaps blocks out and in."""
+        """With --preemption-mode swap, the scheduler swaps blocks out and in, and the runner copies them."""
         if self.scheduler_config.preemption_mode != "swap":
             return {}
-        return {"scheduler": ["stage03_engine.core.features.swap_space.swap_space:SwapHook"]}
+        return {
+            "scheduler": ["stage03_engine.core.features.swap_space.swap_space:SwapHook"],
+            "runner": ["stage03_engine.core.features.swap_space.swap_copies:SwapCopies"],
+        }

@@ -6,7 +6,18 @@ Python, no tensors: the worker does the copying.
 
 from __future__ import annotations
 
+from stage03_engine.config import VllmConfig
+from stage03_engine.core.hooks import SchedulerHook
 from stage03_engine.core.kv_cache_manager import cdiv
+from stage03_engine.core.kv_cache_size import kv_block_bytes
+from stage03_engine.core.request import Request
+from stage03_engine.core.sched_output import SchedulerOutput
+from stage03_engine.core.scheduler import Scheduler
+
+
+def num_swap_blocks(config: VllmConfig) -> int:
+    """How many blocks --swap-space has room for."""
+    return int(config.cache_config.swap_space * (1 << 30)) // kv_block_bytes(config)
 
 
 class SwapSpace:
@@ -48,3 +59,31 @@ class SwapSpace:
         held = [block for blocks in self._held.values() for block in blocks]
         assert sorted(held + self._free) == list(range(self._num_blocks)), "a CPU block is lost or used twice"
         assert self._held.keys() <= waiting, "a CPU block is held for a request that does not wait"
+
+
+class SwapHook(SchedulerHook):
+    """Installed with `--preemption-mode swap`: preempted requests keep what was computed, as long as there is room."""
+
+    def __init__(self, scheduler: Scheduler, config: VllmConfig, num_blocks: int | None = None) -> None:
+        super().__init__(scheduler, config)
+        self.num_cpu_blocks = num_swap_blocks(config) if num_blocks is None else num_blocks
+        self.swap_space = SwapSpace(self.num_cpu_blocks, scheduler.kv_cache_manager.block_size)
+
+    def preempted(self, request: Request, output: SchedulerOutput) -> bool:
+        """Its blocks are copied out before the model runs, if there is room."""
+        table = self.scheduler.kv_cache_manager.block_table(request.request_id)
+        swapped = self.swap_space.swap_out(request.request_id, table, request.num_computed_tokens)
+        output.blocks_to_swap_out.extend(swapped or [])
+        return swapped is not None
+
+    def admitted(self, request: Request, output: SchedulerOutput, new_blocks: list[int], num_hits: int) -> None:
+        """Its blocks are copied back in."""
+        output.blocks_to_swap_in.extend(self.swap_space.swap_in(request.request_id, new_blocks, num_hits))
+
+    def finished(self, request: Request) -> None:
+        """Its CPU blocks are free."""
+        self.swap_space.drop(request.request_id)
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError."""
+        self.swap_space.check_invariants({request.request_id for request in self.scheduler.waiting})

@@ -18,8 +18,8 @@ from torch import Tensor
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.features.profiler.profiler import TorchProfiler
 from stage03_engine.core.features.whisper.whisper_timestamps import apply_timestamp_rules, token_ends
-from stage03_engine.core.logits_rules import RowRules, make_rules
-from stage03_engine.core.request import Request, append_tokens
+from stage03_engine.core.logits_rules import RequestRules, make_rules
+from stage03_engine.core.request import Request
 from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.messages import (
     EngineCoreOutput,
@@ -42,7 +42,7 @@ class Listening:
 
     request: Request
     audio: AudioInput
-    rules: RowRules | None  # what the sampling parameters ask of the logits
+    rules: RequestRules | None  # what the sampling parameters ask of the logits
     encoded: Any = None  # the encoder's output; None before the first step
     past: Any = None  # keys and values of the decoder
     no_speech_prob: float = 0.0  # known after the first step, if there are timestamps
@@ -119,7 +119,7 @@ class WhisperCore:
             raise ValueError(f"request id {message.request_id} is already running")
         seed = message.sampling_params.seed
         request = Request(message, self._seeds.getrandbits(63) if seed is None else seed)
-        rules = RowRules.of(message.sampling_params, self.config.shape.vocab_size)
+        rules = RequestRules.of(message.sampling_params, self.config.shape.vocab_size)
         self._listening[message.request_id] = Listening(request, audio, rules)
 
     def abort_requests(self, request_ids: list[str]) -> None:
@@ -128,28 +128,12 @@ class WhisperCore:
             self._listening.pop(request_id, None)
 
     def call(self, method: str) -> bool:
-        """Call a method that is not part of serving requests, by its name; False if it did nothing."""
-        return getattr(self, method)()
-
-    def reset_prefix_cache(self) -> bool:
-        """There is none to forget."""
-        return not self._listening
-
-    def start_profile(self) -> bool:
-        """Begin to record what torch does; False when it is being recorded already, or there is no folder for it."""
-        return self._profiler.start(self._num_steps)
-
-    def stop_profile(self) -> bool:
-        """Write the profile; False when there is none to write."""
-        return self._profiler.stop(self._num_steps)
-
-    def watch_scheduler(self) -> bool:
-        """There is no scheduler to watch."""
-        return False
-
-    def unwatch_scheduler(self) -> bool:
-        """Nobody watched."""
-        return False
+        """The profiler; there is no prefix cache to forget, and no scheduler to watch."""
+        if method == "reset_prefix_cache":
+            return not self._listening
+        if method == "start_profile":
+            return self._profiler.start(self._num_steps)
+        return method == "stop_profile" and self._profiler.stop(self._num_steps)
 
     @torch.inference_mode()
     def step(self) -> EngineCoreOutputs:
@@ -183,11 +167,10 @@ class WhisperCore:
         if listening.audio.timestamps_from is not None and not request.num_output_tokens:
             listening.no_speech_prob = self._no_speech(result.logits[0], listening)
         token, logprobs = self._sample(result.logits[:, -1].float(), listening)
-        tokens, stop = append_tokens(request, [token], self.config.max_model_len)
-        reason, stop_reason = stop or (None, None)
-        output = EngineCoreOutput(request.request_id, tokens, logprobs, finish_reason=reason, stop_reason=stop_reason)
+        output = request.append_output_tokens([token], self.config.max_model_len)
+        output.new_logprobs = logprobs
         output.queued_seconds = 0.0 if request.num_output_tokens == 1 else None
-        if stop is not None and listening.audio.timestamps_from is not None:
+        if output.finish_reason is not None and listening.audio.timestamps_from is not None:
             output.result = {"speech": self._speech(listening)}
         return output
 

@@ -1,0 +1,26 @@
+"""The masks of grammars on the logits (vLLM: apply_grammar_bitmask in v1/structured_output/utils.py)."""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+
+from stage03_engine.core.hooks import RunnerHook
+from stage03_engine.core.sched_output import SchedulerOutput
+from stage03_engine.core.step_inputs import StepInputs, to_device
+from stage04_kernels.features.bitmask import apply_token_bitmask
+
+
+class GrammarRunnerHook(RunnerHook):
+    """Installed by the first request with `structured_outputs`."""
+
+    def logits(self, logits: Tensor, inputs: StepInputs, scheduler_output: SchedulerOutput) -> Tensor:
+        """Forbid what a request's grammar forbids; rows of logits of requests without one stay as they are."""
+        masks, device = scheduler_output.grammar_bitmask, self.runner.device
+        if not masks:
+            return logits
+        ids = [self.runner.batch.request_ids[row] for row in inputs.sampled]
+        constrained = np.array([i for i, request_id in enumerate(ids) if request_id in masks])
+        words = np.frombuffer(b"".join(masks[ids[i]] for i in constrained), dtype=np.int32).copy()
+        bitmask = to_device(words.reshape(len(constrained), -1), device)
+        return apply_token_bitmask(logits, bitmask, to_device(constrained, device))

@@ -1,0 +1,51 @@
+"""The copies between the KV cache and CPU memory (vLLM V0: Worker.execute_worker, CacheEngine.swap_in and swap_out)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from stage03_engine.config import VllmConfig
+from stage03_engine.core.features.swap_space.swap_space import num_swap_blocks
+from stage03_engine.core.hooks import RunnerHook
+from stage03_engine.core.model_runner import ModelRunner
+from stage03_engine.core.sched_output import SchedulerOutput
+from stage03_engine.errors import ConfigError
+from stagetrace import trace
+
+
+class SwapCopies(RunnerHook):
+    """Installed with `--preemption-mode swap`."""
+
+    def __init__(self, runner: ModelRunner, config: VllmConfig) -> None:
+        super().__init__(runner, config)
+        self.swap_caches: list[Tensor] = []  # CPU memory for preempted requests, like the runner's kv_caches
+
+    def cache_allocated(self, num_blocks: int) -> None:
+        """Raises ConfigError if there is not enough memory."""
+        count = num_swap_blocks(self.config)
+        try:
+            self.swap_caches = self.runner.new_kv_caches(count, torch.device("cpu"))
+        except (MemoryError, ValueError) as error:  # ValueError: more bytes than numpy can count
+            raise ConfigError(
+                f"there is not enough memory for {num_blocks} KV-cache blocks and {count} swapped ones; lower --swap-space"
+            ) from error
+
+    def batch_updated(self, scheduler_output: SchedulerOutput) -> None:
+        """Copy whole blocks: first out, because this step may write to the blocks that are left, then back in."""
+        out, back = scheduler_output.blocks_to_swap_out, scheduler_output.blocks_to_swap_in
+        if not out and not back:
+            return
+        for pairs, sources, targets in (
+            (out, self.runner.kv_caches, self.swap_caches),
+            (back, self.swap_caches, self.runner.kv_caches),
+        ):
+            for source, target in zip(sources, targets):
+                for source_block, target_block in pairs:
+                    target[:, target_block].copy_(source[:, source_block])
+        if trace.on:
+            trace.emit("kv.swapped", num_out=len(out), num_in=len(back))
+
+    def shutdown(self) -> None:
+        """Release the memory."""
+        self.swap_caches = []
