@@ -46,7 +46,7 @@ class Guidance:
         self.eos_token_id = vocabulary.eos_token_id
         self.has_eos = self.eos_token_id < vocab_size
         self.num_mask_bytes = (vocab_size + 31) // 32 * 4
-        self._tokenizer = LLTokenizer(vocabulary)
+        self._tokenizer = LLTokenizer(vocabulary)  # type: ignore[arg-type]  # it has what that class has
 
     def compile(self, lark: str) -> Any:
         """An `LLMatcher` at the start of the grammar, to be copied. Raises ValueError with what is wrong."""

@@ -119,7 +119,8 @@ def main() -> None:
         # The signal's default action ends the process wherever it is: native code need not come back to Python first.
         signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
-            answer = check(backend, *json.loads(line), any_whitespace)
+            kind, text = json.loads(line)
+            answer = check(backend, kind, text, any_whitespace)
         except MemoryError:
             os._exit(1)
         signal.setitimer(signal.ITIMER_PROF, 0)

@@ -88,7 +88,8 @@ def _rust_regex(pattern: str) -> str:
 def _gbnf(text: str) -> str:
     from llguidance import gbnf_to_lark
 
-    gbnf_to_lark.RepetitionNode.is_atomic = lambda self: False  # "a"{2}{3} is not Lark, ("a"{2}){3} is
+    # "a"{2}{3} is not Lark, ("a"{2}){3} is.
+    gbnf_to_lark.RepetitionNode.is_atomic = lambda self: False  # type: ignore[method-assign]
     text = re.sub(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))", _escape, text)
     try:
         return gbnf_to_lark.gbnf_to_lark(text).removeprefix("%llguidance {}\n")
