@@ -36,7 +36,7 @@ class RequestModel(*mixins("stage02_server.features.hardening.fields:BoundedBody
     features: ClassVar[tuple[type[RequestFields], ...]] = ()  # whose fields the request has
 
     model: Text | None = Field(
-        None, description="One of the names that /v1/models tells; the served model if not given."
+        default=None, description="One of the names that /v1/models tells; the served model if not given."
     )
 
     @classmethod
@@ -57,8 +57,8 @@ class RequestModel(*mixins("stage02_server.features.hardening.fields:BoundedBody
 class StreamOptions(BaseModel):
     """How a stream reports usage."""
 
-    include_usage: bool | None = Field(False, description="End the stream with the number of tokens.")
-    continuous_usage_stats: bool | None = Field(False, description="Tell the number of tokens in every chunk.")
+    include_usage: bool | None = Field(default=False, description="End the stream with the number of tokens.")
+    continuous_usage_stats: bool | None = Field(default=False, description="Tell the number of tokens in every chunk.")
 
 
 RequestId = Annotated[str, Field(pattern=f"^{ACCEPTED_ID.pattern}$")]
@@ -73,60 +73,72 @@ FEATURES = mixins(
 class SamplingRequest(*FEATURES, RequestModel):  # type: ignore[misc]
     """What completions and chats have in common. None means the default of `SamplingParams`."""
 
-    n: Int32 | None = Field(1, description="How many answers to each prompt.")
+    n: Int32 | None = Field(default=1, description="How many answers to each prompt.")
     temperature: FiniteFloat | None = Field(
-        None, description="0 takes the likeliest token each time; higher values draw more freely."
+        default=None, description="0 takes the likeliest token each time; higher values draw more freely."
     )
     top_p: FiniteFloat | None = Field(
-        None, description="Draw only from the likeliest tokens that together have this probability."
+        default=None, description="Draw only from the likeliest tokens that together have this probability."
     )
-    top_k: Int32 | None = Field(None, description="Draw only from so many of the likeliest tokens; 0 and -1 take all.")
+    top_k: Int32 | None = Field(
+        default=None, description="Draw only from so many of the likeliest tokens; 0 and -1 take all."
+    )
     min_p: FiniteFloat | None = Field(
-        None, description="Draw only from tokens that have at least this share of the likeliest one's probability."
+        default=None,
+        description="Draw only from tokens that have at least this share of the likeliest one's probability.",
     )
     frequency_penalty: FiniteFloat | None = Field(
-        0.0, description="Above 0: a token becomes less likely each time that the answer has it."
+        default=0.0, description="Above 0: a token becomes less likely each time that the answer has it."
     )
     presence_penalty: FiniteFloat | None = Field(
-        0.0, description="Above 0: a token becomes less likely once the answer has it."
+        default=0.0, description="Above 0: a token becomes less likely once the answer has it."
     )
     repetition_penalty: FiniteFloat | None = Field(
-        None, description="Above 1: tokens of the prompt and of the answer become less likely."
+        default=None, description="Above 1: tokens of the prompt and of the answer become less likely."
     )
     logit_bias: dict[Int64, FiniteFloat] | None = Field(
-        None, description="Token id to a number that is added to its logit; -100 forbids it, 100 all but forces it."
+        default=None,
+        description="Token id to a number that is added to its logit; -100 forbids it, 100 all but forces it.",
     )
-    allowed_token_ids: list[Int64] | None = Field(None, description="Nothing but these tokens may be written.")
-    bad_words: list[Text] | None = Field(None, description="Words that may not be written.")
-    seed: Int64 | None = Field(None, description="The same seed gives the same answer, whatever else the server does.")
-    min_tokens: Int64 | None = Field(0, description="Before so many tokens the answer does not end.")
+    allowed_token_ids: list[Int64] | None = Field(default=None, description="Nothing but these tokens may be written.")
+    bad_words: list[Text] | None = Field(default=None, description="Words that may not be written.")
+    seed: Int64 | None = Field(
+        default=None, description="The same seed gives the same answer, whatever else the server does."
+    )
+    min_tokens: Int64 | None = Field(default=0, description="Before so many tokens the answer does not end.")
     stop: Text | list[Text] | None = Field(
-        None, description="Up to four texts; the answer ends before the first of them that it would have."
+        default=None, description="Up to four texts; the answer ends before the first of them that it would have."
     )
-    stop_token_ids: list[Int64] | None = Field(None, description="Tokens that end the answer.")
-    include_stop_str_in_output: bool = Field(False, description="Leave the text that ended the answer in it.")
-    ignore_eos: bool = Field(False, description="Write on behind the end-of-text token.")
+    stop_token_ids: list[Int64] | None = Field(default=None, description="Tokens that end the answer.")
+    include_stop_str_in_output: bool = Field(default=False, description="Leave the text that ended the answer in it.")
+    ignore_eos: bool = Field(default=False, description="Write on behind the end-of-text token.")
     skip_special_tokens: bool | None = Field(
-        True, description="Leave tokens such as the end of text out of the answer."
+        default=True, description="Leave tokens such as the end of text out of the answer."
     )
-    spaces_between_special_tokens: bool | None = Field(True, description="Put spaces between special tokens.")
+    spaces_between_special_tokens: bool | None = Field(default=True, description="Put spaces between special tokens.")
     truncate_prompt_tokens: Int64 | None = Field(
-        None, description="Cut a longer prompt to so many tokens; -1: to what the context holds."
+        default=None, description="Cut a longer prompt to so many tokens; -1: to what the context holds."
     )
-    truncation_side: Literal["left", "right"] | None = Field(None, description="Which side of the prompt is cut off.")
+    truncation_side: Literal["left", "right"] | None = Field(
+        default=None, description="Which side of the prompt is cut off."
+    )
     return_tokens_as_token_ids: bool | None = Field(  # None: as --return-tokens-as-token-ids says
-        None, description="In logprobs, call a token token_id:5 instead of by its text."
+        default=None, description="In logprobs, call a token token_id:5 instead of by its text."
     )
-    return_token_ids: bool | None = Field(False, description="Tell the token ids of the prompt and of the answer.")
-    request_id: RequestId | None = Field(None, description="A part of the answer's id.")  # X-Request-Id goes first
+    return_token_ids: bool | None = Field(
+        default=False, description="Tell the token ids of the prompt and of the answer."
+    )
+    request_id: RequestId | None = Field(
+        default=None, description="A part of the answer's id."
+    )  # X-Request-Id goes first
     stream: bool | None = Field(
-        False, description="Send the answer piece by piece while it is made, as server-sent events."
+        default=False, description="Send the answer piece by piece while it is made, as server-sent events."
     )
-    stream_interval: Int32 | None = Field(None, description="Tokens from one chunk of the stream to the next.")
-    stream_options: StreamOptions | None = Field(None, description="What a stream tells beside the text.")
-    user: Text | None = Field(None, description="Accepted, and not used.")
-    priority: Int32 = Field(0, description="With --scheduling-policy priority: smaller goes first.")
-    cache_salt: Text | None = Field(None, description="Only requests with the same salt share cached prefixes.")
+    stream_interval: Int32 | None = Field(default=None, description="Tokens from one chunk of the stream to the next.")
+    stream_options: StreamOptions | None = Field(default=None, description="What a stream tells beside the text.")
+    user: Text | None = Field(default=None, description="Accepted, and not used.")
+    priority: Int32 = Field(default=0, description="With --scheduling-policy priority: smaller goes first.")
+    cache_salt: Text | None = Field(default=None, description="Only requests with the same salt share cached prefixes.")
 
     @property
     def include_usage(self) -> bool:
@@ -177,12 +189,13 @@ class CompletionRequest(*COMPLETION_FEATURES, SamplingRequest):  # type: ignore[
         description="A text, a list of token ids, or a list of either: each is a prompt of its own."
     )
     max_tokens: Int64 | None = Field(
-        16, description="Most tokens of an answer; what the context has left if that is less."
+        default=16, description="Most tokens of an answer; what the context has left if that is less."
     )
     logprobs: Int32 | None = Field(
-        None, description="The log-probability of each token, and of so many of the likeliest ones in its place."
+        default=None,
+        description="The log-probability of each token, and of so many of the likeliest ones in its place.",
     )
-    add_special_tokens: bool = Field(True, description="Add the tokens that the tokenizer puts around a text.")
+    add_special_tokens: bool = Field(default=True, description="Add the tokens that the tokenizer puts around a text.")
 
     def prompts(self) -> list[str | list[int]]:
         """One or more prompts, each as text or as token ids. `[]` counts as one empty prompt (and is refused later)."""
@@ -199,23 +212,23 @@ class ContentPart(BaseModel):
     """One part of a message's content; only text can be served."""
 
     type: Text = Field(description="What it is.")
-    text: Text | None = Field(None, description="The text.")
-    refusal: Text | None = Field(None, description="The text of a part in which a model refused.")
-    thinking: Text | None = Field(None, description="The text of a part that is reasoning.")
+    text: Text | None = Field(default=None, description="The text.")
+    refusal: Text | None = Field(default=None, description="The text of a part in which a model refused.")
+    thinking: Text | None = Field(default=None, description="The text of a part that is reasoning.")
 
 
 class MessageFunctionCall(BaseModel):
     """What an earlier answer called: `arguments` is JSON in a text."""
 
     name: Text = Field(description="Its name.")
-    arguments: Text | None = Field(None, description="The arguments of the call, as JSON in a text.")
+    arguments: Text | None = Field(default=None, description="The arguments of the call, as JSON in a text.")
 
 
 class MessageToolCall(BaseModel):
     """A tool call of an earlier answer."""
 
-    id: Text | None = Field(None, description="Its id.")
-    type: Literal["function"] = Field("function", description="What it is.")
+    id: Text | None = Field(default=None, description="Its id.")
+    type: Literal["function"] = Field(default="function", description="What it is.")
     function: MessageFunctionCall = Field(description="The function.")
 
 
@@ -225,12 +238,12 @@ class ChatMessageParam(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: Text = Field(description="Who speaks: system, developer, user, assistant or tool.")
-    content: Text | list[ContentPart | Text] | None = Field(None, description="A text, or a list of parts.")
-    name: Text | None = Field(None, description="Who of several speakers of this role.")
-    tool_calls: list[MessageToolCall] | None = Field(None, description="The calls that this answer made.")
-    tool_call_id: Text | None = Field(None, description="The call whose result this message is.")
-    reasoning: Text | None = Field(None, description="What the model thought before it answered.")
-    reasoning_content: Text | None = Field(None, description="An older name of reasoning.")
+    content: Text | list[ContentPart | Text] | None = Field(default=None, description="A text, or a list of parts.")
+    name: Text | None = Field(default=None, description="Who of several speakers of this role.")
+    tool_calls: list[MessageToolCall] | None = Field(default=None, description="The calls that this answer made.")
+    tool_call_id: Text | None = Field(default=None, description="The call whose result this message is.")
+    reasoning: Text | None = Field(default=None, description="What the model thought before it answered.")
+    reasoning_content: Text | None = Field(default=None, description="An older name of reasoning.")
 
 
 TEMPLATE_FEATURES = mixins(
@@ -242,9 +255,9 @@ class ChatTemplateFields(*TEMPLATE_FEATURES, RequestModel):  # type: ignore[misc
     """What the chat template is told besides the messages."""
 
     add_generation_prompt: bool | None = Field(
-        True, description="Let the template end with the beginning of an answer."
+        default=True, description="Let the template end with the beginning of an answer."
     )
-    continue_final_message: bool | None = Field(False, description="The answer goes on with the last message.")
+    continue_final_message: bool | None = Field(default=False, description="The answer goes on with the last message.")
 
 
 CHAT_FEATURES = mixins(BEAM_SEARCH, "stage02_server.features.tools.fields:ToolFields")
@@ -257,19 +270,21 @@ class ChatCompletionRequest(*CHAT_FEATURES, ChatTemplateFields, SamplingRequest)
         description="The chat so far, the oldest message first."
     )
     max_tokens: Int64 | None = Field(
-        None, description="Most tokens of an answer; what the context has left if that is less."
+        default=None, description="Most tokens of an answer; what the context has left if that is less."
     )
-    max_completion_tokens: Int64 | None = Field(None, description="OpenAI's newer name of max_tokens.")
+    max_completion_tokens: Int64 | None = Field(default=None, description="OpenAI's newer name of max_tokens.")
     echo: bool | None = Field(  # if the last message has the answer's role
-        False, description="With continue_final_message: the answer begins with that message's text."
+        default=False, description="With continue_final_message: the answer begins with that message's text."
     )
-    logprobs: bool | None = Field(False, description="Tell the log-probability of each token.")
+    logprobs: bool | None = Field(default=False, description="Tell the log-probability of each token.")
     top_logprobs: Int32 | None = Field(
-        None, description="With logprobs: those of so many of the likeliest tokens as well."
+        default=None, description="With logprobs: those of so many of the likeliest tokens as well."
     )
-    return_prompt_text: bool | None = Field(False, description="Tell what the chat template made of the messages.")
+    return_prompt_text: bool | None = Field(
+        default=False, description="Tell what the chat template made of the messages."
+    )
     add_special_tokens: bool | None = Field(  # None: templates write them, a chat without a template gets them
-        None, description="Add the tokens that the tokenizer puts around a text."
+        default=None, description="Add the tokens that the tokenizer puts around a text."
     )
 
     def to_sampling_params(self, defaults: dict[str, Any] | None = None) -> SamplingParams:

@@ -32,11 +32,11 @@ class CompletionLogProbs(BaseModel):
     """Four lists of equal length, one entry per token. `text_offset` counts characters of the answer's text. Nothing
     predicts the first token of an echoed prompt: its logprobs are None."""
 
-    text_offset: list[int] = Field([], description="Where in the answer each token begins, in characters.")
-    token_logprobs: list[float | None] = Field([], description="The log-probability of each token.")
-    tokens: list[str] = Field([], description="The tokens, as texts.")
+    text_offset: list[int] = Field(default=[], description="Where in the answer each token begins, in characters.")
+    token_logprobs: list[float | None] = Field(default=[], description="The log-probability of each token.")
+    tokens: list[str] = Field(default=[], description="The tokens, as texts.")
     top_logprobs: list[dict[str, float] | None] = Field(
-        [], description="For each token the likeliest ones in its place, with theirs."
+        default=[], description="For each token the likeliest ones in its place, with theirs."
     )
 
 
@@ -53,17 +53,19 @@ class CompletionChoice(BaseModel):
 
     index: int = Field(description="Its place, from 0.")
     text: str = Field(description="The text.")
-    logprobs: CompletionLogProbs | None = Field(None, description="The log-probabilities that were asked for.")
-    finish_reason: str | None = Field(None, description="Why it ended: stop, length, tool_calls, repetition, abort.")
-    stop_reason: int | str | None = Field(None, description="The stop string or the token that ended it.")
+    logprobs: CompletionLogProbs | None = Field(default=None, description="The log-probabilities that were asked for.")
+    finish_reason: str | None = Field(
+        default=None, description="Why it ended: stop, length, tool_calls, repetition, abort."
+    )
+    stop_reason: int | str | None = Field(default=None, description="The stop string or the token that ended it.")
     token_ids: list[int] | None = Field(
-        None, description="The tokens of the answer."
+        default=None, description="The tokens of the answer."
     )  # of the answer, without an echoed prompt
     prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = Field(
-        None, description="The log-probabilities of the prompt's tokens, by token id; null for the first."
+        default=None, description="The log-probabilities of the prompt's tokens, by token id; null for the first."
     )
     prompt_token_ids: list[int] | None = Field(
-        None, description="The tokens of the prompt."
+        default=None, description="The tokens of the prompt."
     )  # in a stream with the first chunk of each answer
 
 
@@ -71,11 +73,11 @@ class PlainCompletionResponse(BaseModel):
     """`CompletionResponse` without what features add."""
 
     id: str = Field(description="The id of the answer.")
-    object: Literal["text_completion"] = Field("text_completion", description="What kind of object this is.")
+    object: Literal["text_completion"] = Field(default="text_completion", description="What kind of object this is.")
     created: int = Field(description="When the request came, in seconds since 1970.")
     model: str = Field(description="The name under which the model is served.")
     choices: list[CompletionChoice] = Field(description="The answers.")
-    usage: UsageInfo | None = Field(None, description="How many tokens the request took.")
+    usage: UsageInfo | None = Field(default=None, description="How many tokens the request took.")
 
 
 class CompletionResponse(*METRICS, PlainCompletionResponse):  # type: ignore[misc]
@@ -93,7 +95,7 @@ class TokenLogProb(BaseModel):
 class ChatLogProb(TokenLogProb):
     """The token at one position, and the most likely ones there."""
 
-    top_logprobs: list[TokenLogProb] = Field([], description="The likeliest tokens in this place, with theirs.")
+    top_logprobs: list[TokenLogProb] = Field(default=[], description="The likeliest tokens in this place, with theirs.")
 
 
 class ChatLogProbs(BaseModel):
@@ -122,26 +124,28 @@ class ChatChoice(BaseModel):
 
     index: int = Field(description="Its place, from 0.")
     message: ChatMessage = Field(description="The answer, as a message of the chat.")
-    logprobs: ChatLogProbs | None = Field(None, description="The log-probabilities that were asked for.")
-    finish_reason: str | None = Field(None, description="Why it ended: stop, length, tool_calls, repetition, abort.")
-    stop_reason: int | str | None = Field(None, description="The stop string or the token that ended it.")
-    token_ids: list[int] | None = Field(None, description="The tokens of the answer.")
+    logprobs: ChatLogProbs | None = Field(default=None, description="The log-probabilities that were asked for.")
+    finish_reason: str | None = Field(
+        default=None, description="Why it ended: stop, length, tool_calls, repetition, abort."
+    )
+    stop_reason: int | str | None = Field(default=None, description="The stop string or the token that ended it.")
+    token_ids: list[int] | None = Field(default=None, description="The tokens of the answer.")
 
 
 class PlainChatCompletionResponse(BaseModel):
     """`ChatCompletionResponse` without what features add."""
 
     id: str = Field(description="The id of the answer.")
-    object: Literal["chat.completion"] = Field("chat.completion", description="What kind of object this is.")
+    object: Literal["chat.completion"] = Field(default="chat.completion", description="What kind of object this is.")
     created: int = Field(description="When the request came, in seconds since 1970.")
     model: str = Field(description="The name under which the model is served.")
     choices: list[ChatChoice] = Field(description="The answers.")
     usage: UsageInfo = Field(description="How many tokens the request took.")
     prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = Field(
-        None, description="The log-probabilities of the prompt's tokens, by token id; null for the first."
+        default=None, description="The log-probabilities of the prompt's tokens, by token id; null for the first."
     )
-    prompt_token_ids: list[int] | None = Field(None, description="The tokens of the prompt.")
-    prompt_text: str | None = Field(None, description="What the chat template made of the messages.")
+    prompt_token_ids: list[int] | None = Field(default=None, description="The tokens of the prompt.")
+    prompt_text: str | None = Field(default=None, description="What the chat template made of the messages.")
 
 
 class ChatCompletionResponse(*METRICS, PlainChatCompletionResponse):  # type: ignore[misc]
@@ -180,18 +184,18 @@ class ModelCard(BaseModel):
     """A model that requests may name."""
 
     id: str = Field(description="The name that requests use.")
-    object: Literal["model"] = Field("model", description="What kind of object this is.")
+    object: Literal["model"] = Field(default="model", description="What kind of object this is.")
     created: int = Field(description="When the request came, in seconds since 1970.")
-    owned_by: str = Field("vllm-in-stages", description="Who made it known to the server.")
+    owned_by: str = Field(default="vllm-in-stages", description="Who made it known to the server.")
     root: str = Field(description="The model that was loaded.")
-    parent: str | None = Field(None, description="The model that it was made of; null here.")
+    parent: str | None = Field(default=None, description="The model that it was made of; null here.")
     max_model_len: int = Field(description="Most tokens of a prompt and its answer together.")
 
 
 class ModelList(BaseModel):
     """GET /v1/models."""
 
-    object: Literal["list"] = Field("list", description="What kind of object this is.")
+    object: Literal["list"] = Field(default="list", description="What kind of object this is.")
     data: list[ModelCard] = Field(description="What was asked for, in its order.")
 
 
@@ -200,7 +204,7 @@ class ErrorInfo(BaseModel):
 
     message: str = Field(description="The answer, as a message of the chat.")
     type: str = Field(description="The kind of error.")
-    param: str | None = Field(None, description="The field that is to blame, if it is one.")
+    param: str | None = Field(default=None, description="The field that is to blame, if it is one.")
     code: int = Field(description="The HTTP status.")
 
 

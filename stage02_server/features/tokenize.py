@@ -23,13 +23,15 @@ class TokenizeRequest(ChatTemplateFields):
     """POST /tokenize: a text, or messages that the chat template turns into one."""
 
     prompt: Text | None = Field(
-        None, description="A text, a list of token ids, or a list of either: each is a prompt of its own."
+        default=None, description="A text, a list of token ids, or a list of either: each is a prompt of its own."
     )
-    messages: list[ChatMessageParam] | None = Field(None, description="The chat so far, the oldest message first.")
+    messages: list[ChatMessageParam] | None = Field(
+        default=None, description="The chat so far, the oldest message first."
+    )
     add_special_tokens: bool | None = Field(  # None: with a prompt yes, with messages as in a chat
-        None, description="Add the tokens that the tokenizer puts around a text."
+        default=None, description="Add the tokens that the tokenizer puts around a text."
     )
-    return_token_strs: bool | None = Field(False, description="Tell the text of each token.")
+    return_token_strs: bool | None = Field(default=False, description="Tell the text of each token.")
 
 
 class DetokenizeRequest(RequestModel):
@@ -44,7 +46,7 @@ class TokenizeResponse(BaseModel):
     count: int = Field(description="How many tokens.")
     max_model_len: int = Field(description="Most tokens of a prompt and its answer together.")
     tokens: list[int] = Field(description="The token ids.")
-    token_strs: list[str] | None = Field(None, description="The text of each token.")
+    token_strs: list[str] | None = Field(default=None, description="The text of each token.")
 
 
 class DetokenizeResponse(BaseModel):

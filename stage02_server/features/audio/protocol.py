@@ -26,13 +26,13 @@ class TranscriptionRequest(RequestModel):
     refused: ClassVar[str] = "audio"
 
     language: Text | None = Field(
-        None, description="The language that is spoken, such as en; the model says it if not given."
+        default=None, description="The language that is spoken, such as en; the model says it if not given."
     )
     prompt: Text = Field(
-        "", description="A text, a list of token ids, or a list of either: each is a prompt of its own."
+        default="", description="A text, a list of token ids, or a list of either: each is a prompt of its own."
     )
     response_format: Literal["json", "text", "srt", "verbose_json", "vtt"] = Field(
-        "json", description="Text, a JSON object, or JSON that follows a schema."
+        default="json", description="Text, a JSON object, or JSON that follows a schema."
     )
     timestamp_granularities: list[Literal["segment", "word"]] = Field(
         default=[],
@@ -40,29 +40,34 @@ class TranscriptionRequest(RequestModel):
         description="segment, word, or both: whose times to tell, with verbose_json.",
     )
     temperature: FiniteFloat = Field(
-        0.0, description="0 takes the likeliest token each time; higher values draw more freely."
+        default=0.0, description="0 takes the likeliest token each time; higher values draw more freely."
     )
     top_p: FiniteFloat = Field(
-        1.0, description="Draw only from the likeliest tokens that together have this probability."
+        default=1.0, description="Draw only from the likeliest tokens that together have this probability."
     )
-    top_k: Int32 = Field(0, description="Draw only from so many of the likeliest tokens; 0 and -1 take all.")
+    top_k: Int32 = Field(default=0, description="Draw only from so many of the likeliest tokens; 0 and -1 take all.")
     min_p: FiniteFloat = Field(
-        0.0, description="Draw only from tokens that have at least this share of the likeliest one's probability."
+        default=0.0,
+        description="Draw only from tokens that have at least this share of the likeliest one's probability.",
     )
     frequency_penalty: FiniteFloat = Field(
-        0.0, description="Above 0: a token becomes less likely each time that the answer has it."
+        default=0.0, description="Above 0: a token becomes less likely each time that the answer has it."
     )
     presence_penalty: FiniteFloat = Field(
-        0.0, description="Above 0: a token becomes less likely once the answer has it."
+        default=0.0, description="Above 0: a token becomes less likely once the answer has it."
     )
     repetition_penalty: FiniteFloat = Field(
-        1.0, description="Above 1: tokens of the prompt and of the answer become less likely."
+        default=1.0, description="Above 1: tokens of the prompt and of the answer become less likely."
     )
-    seed: Int64 | None = Field(None, description="The same seed gives the same answer, whatever else the server does.")
-    max_completion_tokens: Int64 | None = Field(None, description="OpenAI's newer name of max_tokens.")
-    stream: bool = Field(False, description="Send the answer piece by piece while it is made, as server-sent events.")
-    stream_include_usage: bool = Field(False, description="End the stream with the usage.")
-    stream_continuous_usage_stats: bool = Field(False, description="Tell the usage in every chunk.")
+    seed: Int64 | None = Field(
+        default=None, description="The same seed gives the same answer, whatever else the server does."
+    )
+    max_completion_tokens: Int64 | None = Field(default=None, description="OpenAI's newer name of max_tokens.")
+    stream: bool = Field(
+        default=False, description="Send the answer piece by piece while it is made, as server-sent events."
+    )
+    stream_include_usage: bool = Field(default=False, description="End the stream with the usage.")
+    stream_continuous_usage_stats: bool = Field(default=False, description="Tell the usage in every chunk.")
 
     @property
     def timed(self) -> bool:

@@ -25,13 +25,13 @@ class BeamSearchFields(RequestFields):
     """Search for the most likely answers instead of sampling."""
 
     use_beam_search: bool | None = Field(
-        False, description="Look for the likeliest whole answers, n at a time, instead of drawing tokens."
+        default=False, description="Look for the likeliest whole answers, n at a time, instead of drawing tokens."
     )
     length_penalty: FiniteFloat | None = Field(
-        1.0, description="Beam search: above 1 prefers long answers, below 1 short ones."
+        default=1.0, description="Beam search: above 1 prefers long answers, below 1 short ones."
     )
     early_stopping: bool | None = Field(
-        False, description="Beam search: end when n answers are complete, without looking for better ones."
+        default=False, description="Beam search: end when n answers are complete, without looking for better ones."
     )
 
     def apply(self, params: dict[str, Any]) -> None:

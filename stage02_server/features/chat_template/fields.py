@@ -15,12 +15,12 @@ class ChatTemplateKwargs(RequestFields):
     for_templates: ClassVar[bool] = True
 
     chat_template: Text | None = Field(
-        None, description="A Jinja template for this request; needs --trust-request-chat-template."
+        default=None, description="A Jinja template for this request; needs --trust-request-chat-template."
     )
-    chat_template_kwargs: dict[Text, Any] | None = Field(None, description="Variables for the chat template.")
+    chat_template_kwargs: dict[Text, Any] | None = Field(default=None, description="Variables for the chat template.")
     documents: list[dict[Text, Any]] | None = Field(
-        None, description="Texts that the chat template may show to the model."
+        default=None, description="Texts that the chat template may show to the model."
     )
     reasoning_effort: Text | None = Field(
-        None, description="How much the model shall think; the chat template sees it."
+        default=None, description="How much the model shall think; the chat template sees it."
     )

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class EchoFields(RequestFields):
     """Repeat the prompt."""
 
-    echo: bool | None = Field(False, description="The answer begins with the prompt.")
+    echo: bool | None = Field(default=False, description="The answer begins with the prompt.")
 
     def apply(self, params: dict[str, Any]) -> None:
         """Ask for the prompt's logprobs too. The engine cannot generate no token at all, so with max_tokens 0 it generates one,

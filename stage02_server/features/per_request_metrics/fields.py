@@ -13,12 +13,12 @@ class PerRequestMetrics(BaseModel):
     queue_time_ms: float = Field(description="Milliseconds in the queue.")
     mean_itl_ms: float | None = Field(description="Milliseconds from one token to the next, on average.")
     tokens_per_second: float | None = Field(description="Tokens per second after the first.")
-    speculative_decoding: None = Field(None, description="Not told here.")
+    speculative_decoding: None = Field(default=None, description="Not told here.")
 
 
 class MetricsField(BaseModel):
     """In a stream it comes with the usage."""
 
     metrics: PerRequestMetrics | None = Field(
-        None, description="How long the request waited and took; with --enable-per-request-metrics."
+        default=None, description="How long the request waited and took; with --enable-per-request-metrics."
     )

@@ -21,27 +21,33 @@ class PoolingBase(RequestModel):
     refused: ClassVar[str] = "pooling"
 
     truncate_prompt_tokens: Int64 | None = Field(
-        None, description="Cut a longer prompt to so many tokens; -1: to what the context holds."
+        default=None, description="Cut a longer prompt to so many tokens; -1: to what the context holds."
     )
-    truncation_side: Literal["left", "right"] | None = Field(None, description="Which side of the prompt is cut off.")
-    user: Text | None = Field(None, description="Accepted, and not used.")
-    priority: Int32 = Field(0, description="With --scheduling-policy priority: smaller goes first.")
-    cache_salt: Text | None = Field(None, description="Only requests with the same salt share cached prefixes.")
+    truncation_side: Literal["left", "right"] | None = Field(
+        default=None, description="Which side of the prompt is cut off."
+    )
+    user: Text | None = Field(default=None, description="Accepted, and not used.")
+    priority: Int32 = Field(default=0, description="With --scheduling-policy priority: smaller goes first.")
+    cache_salt: Text | None = Field(default=None, description="Only requests with the same salt share cached prefixes.")
 
 
 class InputRequest(PoolingBase, ChatTemplateFields):
     """What those have in common that take one kind of text: `input`, or a chat that the chat template turns into one."""
 
     input: Text | TokenIds | list[Text] | list[TokenIds] | None = Field(
-        None, description="A text, a list of token ids, or a list of either."
+        default=None, description="A text, a list of token ids, or a list of either."
     )
-    messages: list[ChatMessageParam] | None = Field(None, description="The chat so far, the oldest message first.")
+    messages: list[ChatMessageParam] | None = Field(
+        default=None, description="The chat so far, the oldest message first."
+    )
     add_generation_prompt: bool | None = Field(
-        False, description="Let the template end with the beginning of an answer."
+        default=False, description="Let the template end with the beginning of an answer."
     )  # nobody answers
-    use_activation: bool | None = Field(None, description="Scale vectors to length 1; make probabilities of classes.")
+    use_activation: bool | None = Field(
+        default=None, description="Scale vectors to length 1; make probabilities of classes."
+    )
     add_special_tokens: bool | None = Field(
-        None, description="Add the tokens that the tokenizer puts around a text."
+        default=None, description="Add the tokens that the tokenizer puts around a text."
     )  # None: with an input yes, with messages as in a chat
 
     def prompts(self) -> list[str | list[int]] | None:
@@ -60,11 +66,11 @@ class EmbeddingRequest(InputRequest):
     """POST /v1/embeddings."""
 
     encoding_format: Literal["float", "base64"] = Field(
-        "float", description="Numbers as a list, or as bytes in base64."
+        default="float", description="Numbers as a list, or as bytes in base64."
     )
-    dimensions: Int32 | None = Field(None, description="Keep so many of a vector's first numbers.")
+    dimensions: Int32 | None = Field(default=None, description="Keep so many of a vector's first numbers.")
     normalize: bool | None = Field(
-        None, description="Scale the vector to length 1."
+        default=None, description="Scale the vector to length 1."
     )  # use_activation under vLLM's older name
 
     def to_pooling_params(self, task: str) -> PoolingParams:
@@ -79,7 +85,7 @@ class PoolingRequest(EmbeddingRequest):
     """POST /pooling: as vLLM does, one vector per token unless `task` says "embed" or "classify"."""
 
     task: Literal["embed", "token_embed", "classify", "token_classify"] | None = Field(
-        None, description="What to make of the hidden states."
+        default=None, description="What to make of the hidden states."
     )
 
     def task_of(self, tasks: tuple[str, ...]) -> str:
@@ -91,22 +97,22 @@ class ScoreBase(PoolingBase):
     """What scores and rankings have in common."""
 
     use_activation: bool | None = Field(
-        None, description="Scale vectors to length 1; make probabilities of classes."
+        default=None, description="Scale vectors to length 1; make probabilities of classes."
     )  # of a cross-encoder: false gives its logits
 
 
 class ScoreRequest(ScoreBase):
     """POST /score: how well texts fit, in pairs. vLLM knows the two sides under four pairs of names."""
 
-    text_1: Text | list[Text] | None = Field(None, description="One text or several.")
+    text_1: Text | list[Text] | None = Field(default=None, description="One text or several.")
     text_2: Text | list[Text] | None = Field(
-        None, description="What they are compared with: the same number, or any number with one."
+        default=None, description="What they are compared with: the same number, or any number with one."
     )
-    queries: Text | list[Text] | None = Field(None, description="Another name of text_1.")
-    documents: Text | list[Text] | None = Field(None, description="Another name of text_2.")
-    items: Text | list[Text] | None = Field(None, description="Another name of text_2.")
-    data_1: Text | list[Text] | None = Field(None, description="Another name of text_1.")
-    data_2: Text | list[Text] | None = Field(None, description="Another name of text_2.")
+    queries: Text | list[Text] | None = Field(default=None, description="Another name of text_1.")
+    documents: Text | list[Text] | None = Field(default=None, description="Another name of text_2.")
+    items: Text | list[Text] | None = Field(default=None, description="Another name of text_2.")
+    data_1: Text | list[Text] | None = Field(default=None, description="Another name of text_1.")
+    data_2: Text | list[Text] | None = Field(default=None, description="Another name of text_2.")
 
     def sides(self) -> tuple[tuple[str, list[str]], tuple[str, list[str]]]:
         """(name of the field, its texts) of both sides: 1 and N texts, or N and N. Raises InvalidRequestError."""
@@ -130,15 +136,15 @@ class RerankRequest(ScoreBase):
 
     query: Text = Field(description="What the documents are compared with.")
     documents: list[Text] = Field(description="The texts to put in order.")
-    top_n: Int32 = Field(0, description="Return so many of the best.")  # 0: all
-    return_documents: bool | None = Field(True, description="Repeat the documents in the answer.")
+    top_n: Int32 = Field(default=0, description="Return so many of the best.")  # 0: all
+    return_documents: bool | None = Field(default=True, description="Repeat the documents in the answer.")
 
 
 class EmbeddingData(BaseModel):
     """The vector of one input, as numbers or as the base64 of little-endian float32."""
 
     index: int = Field(description="Its place, from 0.")
-    object: Literal["embedding"] = Field("embedding", description="What kind of object this is.")
+    object: Literal["embedding"] = Field(default="embedding", description="What kind of object this is.")
     embedding: list[float] | str = Field(description="The vector, as numbers or as base64.")
 
 
@@ -146,7 +152,7 @@ class EmbeddingResponse(BaseModel):
     """The answer of /v1/embeddings."""
 
     id: str = Field(description="The id of the answer.")
-    object: Literal["list"] = Field("list", description="What kind of object this is.")
+    object: Literal["list"] = Field(default="list", description="What kind of object this is.")
     created: int = Field(description="When the request came, in seconds since 1970.")
     model: str = Field(description="The name under which the model is served.")
     data: list[EmbeddingData] = Field(description="What was asked for, in its order.")
@@ -157,7 +163,7 @@ class PoolingData(BaseModel):
     """One vector, or one per token; base64 holds them one after the other."""
 
     index: int = Field(description="Its place, from 0.")
-    object: Literal["pooling"] = Field("pooling", description="What kind of object this is.")
+    object: Literal["pooling"] = Field(default="pooling", description="What kind of object this is.")
     data: list[float] | list[list[float]] | str = Field(description="A vector, or one for each token.")
 
 
@@ -165,7 +171,7 @@ class PoolingResponse(BaseModel):
     """The answer of /pooling."""
 
     id: str = Field(description="The id of the answer.")
-    object: Literal["list"] = Field("list", description="What kind of object this is.")
+    object: Literal["list"] = Field(default="list", description="What kind of object this is.")
     created: int = Field(description="When the request came, in seconds since 1970.")
     model: str = Field(description="The name under which the model is served.")
     data: list[PoolingData] = Field(description="What was asked for, in its order.")
@@ -176,7 +182,7 @@ class ScoreData(BaseModel):
     """What a cross-encoder says of two texts, or the cosine of the angle between their vectors: 1 is the same direction."""
 
     index: int = Field(description="Its place, from 0.")
-    object: Literal["score"] = Field("score", description="What kind of object this is.")
+    object: Literal["score"] = Field(default="score", description="What kind of object this is.")
     score: float = Field(description="How alike the two texts are.")
 
 
@@ -184,7 +190,7 @@ class ScoreResponse(BaseModel):
     """The answer of /score."""
 
     id: str = Field(description="The id of the answer.")
-    object: Literal["list"] = Field("list", description="What kind of object this is.")
+    object: Literal["list"] = Field(default="list", description="What kind of object this is.")
     created: int = Field(description="When the request came, in seconds since 1970.")
     model: str = Field(description="The name under which the model is served.")
     data: list[ScoreData] = Field(description="What was asked for, in its order.")
@@ -242,7 +248,7 @@ class ClassificationResponse(BaseModel):
     """The answer of /classify."""
 
     id: str = Field(description="The id of the answer.")
-    object: Literal["list"] = Field("list", description="What kind of object this is.")
+    object: Literal["list"] = Field(default="list", description="What kind of object this is.")
     created: int = Field(description="When the request came, in seconds since 1970.")
     model: str = Field(description="The name under which the model is served.")
     data: list[ClassificationData] = Field(description="What was asked for, in its order.")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class PromptLogprobsFields(RequestFields):
     """Not in a stream."""
 
-    prompt_logprobs: Int32 | None = Field(None, description="The same for the tokens of the prompt.")
+    prompt_logprobs: Int32 | None = Field(default=None, description="The same for the tokens of the prompt.")
 
     def apply(self, params: dict[str, Any]) -> None:
         """Raises InvalidRequestError in a stream."""

@@ -36,25 +36,25 @@ class InputPart(BaseModel):
     """One part of an item's content; only text can be served."""
 
     type: Text = Field(description="What it is.")
-    text: Text | None = Field(None, description="The text.")
+    text: Text | None = Field(default=None, description="The text.")
 
 
 class InputItem(BaseModel):
     """One item of `input`, which may also be one of an earlier answer's `output`. What its type has no use for is None."""
 
-    type: Text | None = Field("message", description="What it is.")
+    type: Text | None = Field(default="message", description="What it is.")
     role: Literal["user", "assistant", "system", "developer"] | None = Field(
-        None, description="Who speaks: system, developer, user, assistant or tool."
+        default=None, description="Who speaks: system, developer, user, assistant or tool."
     )
-    content: Text | list[InputPart] | None = Field(None, description="A text, or a list of parts.")
+    content: Text | list[InputPart] | None = Field(default=None, description="A text, or a list of parts.")
     call_id: Text | None = Field(
-        None, description="Which call; its result has the same."
+        default=None, description="Which call; its result has the same."
     )  # of a function call and of its output
-    name: Text | None = Field(None, description="Its name.")
-    arguments: Text | None = Field(None, description="The arguments of the call, as JSON in a text.")
-    output: Text | list[InputPart] | None = Field(None, description="The result of a call.")
-    summary: list[InputPart] | None = Field(None, description="A summary of the reasoning.")
-    encrypted_content: Text | None = Field(None, description="Nothing is encrypted here.")
+    name: Text | None = Field(default=None, description="Its name.")
+    arguments: Text | None = Field(default=None, description="The arguments of the call, as JSON in a text.")
+    output: Text | list[InputPart] | None = Field(default=None, description="The result of a call.")
+    summary: list[InputPart] | None = Field(default=None, description="A summary of the reasoning.")
+    encrypted_content: Text | None = Field(default=None, description="Nothing is encrypted here.")
 
     @property
     def characters(self) -> int:
@@ -162,11 +162,13 @@ class ResponsesTool(BaseModel):
     """One tool."""
 
     type: Text = Field(description="What it is.")
-    name: Annotated[Text, Field(min_length=1, max_length=128)] | None = Field(None, description="Its name.")
-    description: Text | None = Field(None, description="What it is for; the chat template may show it to the model.")
-    parameters: RepeatedJson | None = Field(None, description="A JSON schema of the function's arguments.")
+    name: Annotated[Text, Field(min_length=1, max_length=128)] | None = Field(default=None, description="Its name.")
+    description: Text | None = Field(
+        default=None, description="What it is for; the chat template may show it to the model."
+    )
+    parameters: RepeatedJson | None = Field(default=None, description="A JSON schema of the function's arguments.")
     strict: bool | None = Field(
-        None, description="Accepted; a grammar is used where tool_choice or the format asks for one."
+        default=None, description="Accepted; a grammar is used where tool_choice or the format asks for one."
     )
 
     def as_chat(self) -> ToolParam:
@@ -185,14 +187,14 @@ class ToolName(BaseModel):
     """A tool, by its name."""
 
     type: Text = Field(description="What it is.")
-    name: Text | None = Field(None, description="Its name.")
+    name: Text | None = Field(default=None, description="Its name.")
 
 
 class ChosenTool(ToolName):
     """{"type": "function", "name": ...}, or {"type": "allowed_tools", "mode": ..., "tools": [...]}: only some of the tools."""
 
-    mode: Literal["auto", "required"] | None = Field(None, description="auto or required.")
-    tools: list[ToolName] | None = Field(None, description="The tools that may be called.")
+    mode: Literal["auto", "required"] | None = Field(default=None, description="auto or required.")
+    tools: list[ToolName] | None = Field(default=None, description="The tools that may be called.")
 
 
 ResponsesToolChoice = Literal["none", "auto", "required"] | ChosenTool
@@ -272,31 +274,37 @@ class TextFormat(BaseModel):
 
     model_config = ConfigDict(populate_by_name=True)
 
-    type: Literal["text", "json_object", "json_schema"] = Field("text", description="What it is.")
-    name: Text | None = Field(None, description="Its name.")
-    description: Text | None = Field(None, description="What it is for; the chat template may show it to the model.")
-    json_schema: RepeatedJson | None = Field(None, alias="schema", description="The JSON schema.")
+    type: Literal["text", "json_object", "json_schema"] = Field(default="text", description="What it is.")
+    name: Text | None = Field(default=None, description="Its name.")
+    description: Text | None = Field(
+        default=None, description="What it is for; the chat template may show it to the model."
+    )
+    json_schema: RepeatedJson | None = Field(default=None, alias="schema", description="The JSON schema.")
     strict: bool | None = Field(
-        None, description="Accepted; a grammar is used where tool_choice or the format asks for one."
+        default=None, description="Accepted; a grammar is used where tool_choice or the format asks for one."
     )
 
 
 class TextConfig(BaseModel):
     """The field `text`."""
 
-    format: TextFormat | None = Field(None, description="Text, a JSON object, or JSON that follows a schema.")
-    verbosity: Literal["low", "medium", "high"] | None = Field(None, description="Accepted at its neutral value.")
+    format: TextFormat | None = Field(default=None, description="Text, a JSON object, or JSON that follows a schema.")
+    verbosity: Literal["low", "medium", "high"] | None = Field(
+        default=None, description="Accepted at its neutral value."
+    )
 
 
 class ReasoningConfig(BaseModel):
     """The field `reasoning`: how much thinking the chat template is to ask for. Nobody writes summaries of it."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
-        None, description="How much the model shall think; the chat template sees it."
+        default=None, description="How much the model shall think; the chat template sees it."
     )
-    summary: Literal["auto", "concise", "detailed"] | None = Field(None, description="Summaries are not written.")
+    summary: Literal["auto", "concise", "detailed"] | None = Field(
+        default=None, description="Summaries are not written."
+    )
     generate_summary: Literal["auto", "concise", "detailed"] | None = Field(
-        None, description="An older name of summary."
+        default=None, description="An older name of summary."
     )
 
 
@@ -304,35 +312,43 @@ class ResponsesRequest(*mixins(BEAM_SEARCH), SamplingRequest):  # type: ignore[m
     """POST /v1/responses."""
 
     input: Text | list[InputItem] = Field(description="A text, or the items of a conversation.")
-    instructions: Text | None = Field(None, description="A system message for this response only.")
-    previous_response_id: Text | None = Field(None, description="The stored response whose conversation goes on.")
-    store: bool | None = Field(True, description="Keep the response for later requests.")
-    background: bool | None = Field(False, description="Answer at once, and work on; GET tells when it is done.")
-    max_output_tokens: Int64 | None = Field(None, description="Most tokens of the answer, its reasoning included.")
-    include: list[Include] | None = Field(None, description="What the answer shall hold besides.")
-    top_logprobs: Int32 | None = Field(
-        0, description="With logprobs: those of so many of the likeliest tokens as well."
+    instructions: Text | None = Field(default=None, description="A system message for this response only.")
+    previous_response_id: Text | None = Field(
+        default=None, description="The stored response whose conversation goes on."
     )
-    text: TextConfig | None = Field(None, description="What form the text of the answer has.")
+    store: bool | None = Field(default=True, description="Keep the response for later requests.")
+    background: bool | None = Field(
+        default=False, description="Answer at once, and work on; GET tells when it is done."
+    )
+    max_output_tokens: Int64 | None = Field(
+        default=None, description="Most tokens of the answer, its reasoning included."
+    )
+    include: list[Include] | None = Field(default=None, description="What the answer shall hold besides.")
+    top_logprobs: Int32 | None = Field(
+        default=0, description="With logprobs: those of so many of the likeliest tokens as well."
+    )
+    text: TextConfig | None = Field(default=None, description="What form the text of the answer has.")
     tools: Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
-        None, description="Functions that the model may call."
+        default=None, description="Functions that the model may call."
     )
     tool_choice: ResponsesToolChoice | None = Field(
-        "auto", description="none, auto, required, or one function by its name."
+        default="auto", description="none, auto, required, or one function by its name."
     )
-    parallel_tool_calls: bool | None = Field(True, description="Whether an answer may have more than one call.")
+    parallel_tool_calls: bool | None = Field(default=True, description="Whether an answer may have more than one call.")
     max_tool_calls: Annotated[Int32, Field(ge=1)] | None = Field(
-        None, description="Most calls of tools that the server runs; it runs none."
+        default=None, description="Most calls of tools that the server runs; it runs none."
     )  # OpenAI counts built-in tools here; there are none
-    reasoning: ReasoningConfig | None = Field(None, description="How much the model shall think.")
-    include_reasoning: bool = Field(True, description="Tell what --reasoning-parser takes for reasoning.")
-    chat_template_kwargs: dict[Text, Any] | None = Field(None, description="Variables for the chat template.")
+    reasoning: ReasoningConfig | None = Field(default=None, description="How much the model shall think.")
+    include_reasoning: bool = Field(default=True, description="Tell what --reasoning-parser takes for reasoning.")
+    chat_template_kwargs: dict[Text, Any] | None = Field(default=None, description="Variables for the chat template.")
     truncation: Literal["auto", "disabled"] | None = Field(
-        "disabled", description='With "auto", a prompt that is too long loses its beginning.'
+        default="disabled", description='With "auto", a prompt that is too long loses its beginning.'
     )
-    metadata: dict[Text, Text] | None = Field(None, description="Up to 16 texts by name, which the answer repeats.")
+    metadata: dict[Text, Text] | None = Field(
+        default=None, description="Up to 16 texts by name, which the answer repeats."
+    )
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = Field(
-        "auto", description="Accepted; there is one kind of service."
+        default="auto", description="Accepted; there is one kind of service."
     )
 
     def check_built(self) -> None:

@@ -14,23 +14,27 @@ Scalar = bool | Int64 | FiniteFloat | Text
 class RepetitionDetection(BaseModel):
     """When an output that repeats itself ends."""
 
-    max_pattern_size: Int32 = Field(0, description="Tokens of the longest circle to look for.")
-    min_pattern_size: Int32 = Field(0, description="Tokens of the shortest circle to look for.")
-    min_count: Int32 = Field(0, description="How many times the same tokens must have come one after the other.")
+    max_pattern_size: Int32 = Field(default=0, description="Tokens of the longest circle to look for.")
+    min_pattern_size: Int32 = Field(default=0, description="Tokens of the shortest circle to look for.")
+    min_count: Int32 = Field(
+        default=0, description="How many times the same tokens must have come one after the other."
+    )
 
 
 class SamplingFields(RequestFields):
     """None leaves the default."""
 
-    best_of: Int32 | None = Field(None, description="So many answers are made, and the n likeliest of them returned.")
+    best_of: Int32 | None = Field(
+        default=None, description="So many answers are made, and the n likeliest of them returned."
+    )
     repetition_detection: RepetitionDetection | None = Field(
-        None, description="End an answer that goes round in circles."
+        default=None, description="End an answer that goes round in circles."
     )
     logprob_token_ids: list[Int64] | None = Field(
-        None, description="With logprobs: tell those of these tokens instead of the likeliest ones'."
+        default=None, description="With logprobs: tell those of these tokens instead of the likeliest ones'."
     )
     vllm_xargs: dict[Text, Scalar | list[Scalar]] | None = Field(
-        None, description="Values for logits processors of your own."
+        default=None, description="Values for logits processors of your own."
     )
 
     def apply(self, params: dict[str, Any]) -> None:

@@ -18,17 +18,17 @@ class StructuredOutputsFields(RequestFields):
     """What the answer must match. At most one of them may be given."""
 
     response_format: dict[str, Any] | None = Field(
-        None, description="Text, a JSON object, or JSON that follows a schema."
+        default=None, description="Text, a JSON object, or JSON that follows a schema."
     )
     structured_outputs: dict[str, Any] | None = Field(
-        None, description="One of json, regex, choice, grammar and json_object, which the answer must follow."
+        default=None, description="One of json, regex, choice, grammar and json_object, which the answer must follow."
     )
     guided_json: Text | dict[str, Any] | bool | None = Field(
-        None, description="A JSON schema that the answer must follow."
+        default=None, description="A JSON schema that the answer must follow."
     )
-    guided_regex: Text | None = Field(None, description="A regular expression that the answer must match.")
-    guided_choice: list[Text] | None = Field(None, description="Texts, of which the answer must be one.")
-    guided_grammar: Text | None = Field(None, description="Rules in GBNF that the answer must follow.")
+    guided_regex: Text | None = Field(default=None, description="A regular expression that the answer must match.")
+    guided_choice: list[Text] | None = Field(default=None, description="Texts, of which the answer must be one.")
+    guided_grammar: Text | None = Field(default=None, description="Rules in GBNF that the answer must follow.")
 
     def apply(self, params: dict[str, Any]) -> None:
         """Raises InvalidRequestError for a schema or an expression that is not valid, and for two fields at once."""

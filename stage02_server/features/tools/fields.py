@@ -20,14 +20,16 @@ class FunctionDefinition(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     name: Text = Field(min_length=1, max_length=128, description="Its name.")
-    description: Text | None = Field(None, description="What it is for; the chat template may show it to the model.")
-    parameters: dict[str, Any] | None = Field(None, description="A JSON schema of the function's arguments.")
+    description: Text | None = Field(
+        default=None, description="What it is for; the chat template may show it to the model."
+    )
+    parameters: dict[str, Any] | None = Field(default=None, description="A JSON schema of the function's arguments.")
 
 
 class ToolParam(BaseModel):
     """A tool; only functions exist."""
 
-    type: Literal["function"] = Field("function", description="What it is.")
+    type: Literal["function"] = Field(default="function", description="What it is.")
     function: FunctionDefinition = Field(description="The function.")
 
 
@@ -40,7 +42,7 @@ class FunctionName(BaseModel):
 class NamedToolChoice(BaseModel):
     """The tool that must be called."""
 
-    type: Literal["function"] = Field("function", description="What it is.")
+    type: Literal["function"] = Field(default="function", description="What it is.")
     function: FunctionName = Field(description="The function.")
 
 
@@ -52,7 +54,9 @@ class ToolList(RequestFields):
 
     parser_class: ClassVar[str] = "stage02_server.features.tools.chat_answers:ChatAnswers"
 
-    tools: list[ToolParam] | None = Field(None, max_length=MAX_TOOLS, description="Functions that the model may call.")
+    tools: list[ToolParam] | None = Field(
+        default=None, max_length=MAX_TOOLS, description="Functions that the model may call."
+    )
 
 
 class ToolFields(RequestFields):
@@ -61,10 +65,10 @@ class ToolFields(RequestFields):
     parser_class: ClassVar[str] = "stage02_server.features.tools.chat_answers:ChatAnswers"
 
     tool_choice: ToolChoice | None = Field(  # None: "auto" if there are tools
-        None, description="none, auto, required, or one function by its name."
+        default=None, description="none, auto, required, or one function by its name."
     )
-    parallel_tool_calls: bool | None = Field(True, description="Whether an answer may have more than one call.")
-    include_reasoning: bool = Field(True, description="Tell what --reasoning-parser takes for reasoning.")
+    parallel_tool_calls: bool | None = Field(default=True, description="Whether an answer may have more than one call.")
+    include_reasoning: bool = Field(default=True, description="Tell what --reasoning-parser takes for reasoning.")
 
     @property
     def forces_call(self) -> bool:
@@ -95,12 +99,12 @@ class ToolCall(BaseModel):
     """A tool call of the answer."""
 
     id: str = Field(description="The id of the answer.")
-    type: Literal["function"] = Field("function", description="What it is.")
+    type: Literal["function"] = Field(default="function", description="What it is.")
     function: FunctionCall = Field(description="The function.")
 
 
 class MessageFields(BaseModel):
     """What the answering message may hold beside its content."""
 
-    reasoning: str | None = Field(None, description="What the model thought before it answered.")
-    tool_calls: list[ToolCall] | None = Field(None, description="The calls that this answer made.")
+    reasoning: str | None = Field(default=None, description="What the model thought before it answered.")
+    tool_calls: list[ToolCall] | None = Field(default=None, description="The calls that this answer made.")
