@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field, SerializerFunctionWrapHandler, model_seri
 from stage03_engine.mixins import mixins
 
 METRICS = mixins("stage02_server.features.per_request_metrics.fields:MetricsField")
-WITH_THE_USAGE = {"usage", *(name for part in METRICS for name in part.model_fields)}
+WITH_THE_USAGE = {"usage", *(name for part in METRICS for name in part.__annotations__)}
 """What a stream tells once, at its end."""
 
 

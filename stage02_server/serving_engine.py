@@ -135,13 +135,15 @@ class OpenAIServing:
         self.models = models
         self.args = args
         self.defaults = engine_client.vllm_config.model_config.default_sampling_params or {}
+        self._generates = "generate" in engine_client.vllm_config.supported_tasks
         self.hook_factories: list[Callable[[], AnswerHook]] = []  # of features that every answer passes
 
     def check(self, request: SamplingRequest) -> str:
         """The model name to answer with. Raises what makes the request impossible whatever its prompt says."""
         self.engine_client.check_health()
-        how = "serve a model that writes text, without --runner pooling and --convert"
-        require_task(self.engine_client.vllm_config, "generate", how)
+        if not self._generates:
+            how = "serve a model that writes text, without --runner pooling and --convert"
+            require_task(self.engine_client.vllm_config, "generate", how)
         model = self.models.check(request.model)
         request.check_built()
         return model

@@ -23,7 +23,7 @@ class PromptLogprobsHook(AnswerHook):
     def output(self, prompt: int, output: RequestOutput) -> None:
         """Keeps what comes with the first output."""
         if output.prompt_logprobs is not None:
-            self._found[prompt] = [entry and self._position(entry) for entry in output.prompt_logprobs]
+            self._found[prompt] = [None if entry is None else self._position(entry) for entry in output.prompt_logprobs]
 
     def _position(self, entry: TokenLogprobs) -> dict[int, PromptLogprob]:
         """The tokens that could have stood there, by id."""
