@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from stage02_server.cli_args import FrontendArgs, configure_logging
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import ConfigError, StagesError
-from stage03_engine.mixins import is_there, load
+from stage03_engine.mixins import is_there, load, mixins
 from stagetrace import trace
 
 if TYPE_CHECKING:
@@ -275,7 +275,7 @@ async def build_async_engine_client(
 ) -> AsyncIterator[AsyncLLM]:
     """The engine's front end, whose engine process starts to load; both end when the `with` block is left."""
     from stage03_engine.frontend.async_llm import AsyncLLM
-    from stage03_engine.frontend.metrics import LoggingStatLogger, PrometheusStatLogger, StatLogger
+    from stage03_engine.frontend.metrics import LoggingStatLogger, StatLogger
 
     model = vllm_config.model_config
     if trace.on:
@@ -283,8 +283,10 @@ async def build_async_engine_client(
             "server.engine_config", model=model.model, dtype=model.dtype, max_model_len=vllm_config.max_model_len,
             device=vllm_config.device_config.device,
         )  # fmt: skip
+    model_name = served_model_names(vllm_config, args)[0]
     stat_loggers: list[StatLogger] = [
-        PrometheusStatLogger(vllm_config, registry, served_model_names(vllm_config, args)[0])
+        kind(vllm_config, registry, model_name)
+        for kind in mixins("stage03_engine.frontend.features.prometheus:PrometheusStatLogger")
     ]
     if not vllm_config.observability_config.disable_log_stats:
         stat_loggers.append(LoggingStatLogger(vllm_config))

@@ -12,7 +12,7 @@ import msgspec
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import InvalidRequestError
-from stage03_engine.frontend.core_client import EngineCoreClient, InprocClient, SyncMPClient
+from stage03_engine.frontend.core_client import EngineCoreClient, InprocClient
 from stage03_engine.frontend.input_processor import InputProcessor
 from stage03_engine.frontend.metrics import IterationStats
 from stage03_engine.frontend.output_processor import OutputProcessor
@@ -24,6 +24,7 @@ from stage03_engine.sampling_params import RequestOutputKind, SamplingParams
 
 Prompt = str | list[int]
 MAKE_CORE = "stage03_engine.core.engine_core_proc:make_core"
+SYNC_MP_CLIENT = "stage03_engine.frontend.features.sync_mp_client:SyncMPClient"
 BEAM_SEARCH = "stage03_engine.frontend.features.beam_search:search_all"
 ENCODE = "stage03_engine.frontend.features.pooling_inputs:encode"
 
@@ -54,7 +55,7 @@ class LLM:
         self.output_processor = OutputProcessor(self.tokenizer)
         self.engine_core: EngineCoreClient
         if multiprocess:
-            self.engine_core = SyncMPClient(config)
+            self.engine_core = load(SYNC_MP_CLIENT)(config)
         else:
             self.engine_core = InprocClient(load(MAKE_CORE)(config))  # imports torch, so only if the core runs here
         self._ids = itertools.count()

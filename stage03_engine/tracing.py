@@ -1,4 +1,4 @@
-"""Open this process's trace according to its configuration; what may be told without `--trace-prompts`."""
+"""Open this process's trace as its configuration says, and keep clients' words out of it without `--trace-prompts`."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def event_filter(config: ObservabilityConfig) -> EventFilter:
 
 
 def open_trace(config: VllmConfig, *, run_id: str = "", private: Collection[str] = ()) -> None:
-    """Start recording (or switch off what was held) as `config.observability_config` says.
+    """Start recording, or drop the events held so far, as `config.observability_config` says.
 
-    `private` are words of the command line that only `--trace-prompts` may record. Raises ConfigError when the folder
+    `private` are words of the command line that only `--trace-prompts` may record. Raises ConfigError if the folder
     cannot be written.
     """
     observability = config.observability_config
@@ -59,9 +59,9 @@ def open_trace(config: VllmConfig, *, run_id: str = "", private: Collection[str]
         raise ConfigError(f"cannot write traces to {observability.trace!r}: {error.strerror or error}") from error
 
 
-def tellable(error: Exception | str) -> str:
-    """An error's text for the trace. What is not about the settings may quote a client: without `--trace-prompts` only what
-    stands before the first colon is told (`ValueError`, `The engine stopped`)."""
+def trace_message(error: Exception | str) -> str:
+    """An error's text for the trace. Only our own errors are sure not to quote a client: of any other, without
+    `--trace-prompts`, just the part before the first colon is recorded (`ValueError`, `The engine stopped`)."""
     if isinstance(error, StagesError):
         return str(error)
     text = str(error) if isinstance(error, str | EngineDeadError) else f"{type(error).__name__}: {error}"

@@ -20,7 +20,7 @@ from stage02_server.cli_args import FrontendArgs
 from stage02_server.features.echo_engine import EchoCoreClient
 from stage03_engine.config import ModelConfig, VllmConfig
 from stage03_engine.frontend.async_llm import AsyncLLM
-from stage03_engine.frontend.metrics import PrometheusStatLogger
+from stage03_engine.frontend.features.prometheus import PrometheusStatLogger
 from stage03_engine.model_shape import ModelShape
 
 MAX_MODEL_LEN = 64

@@ -36,7 +36,7 @@ from stage03_engine.messages import (
     EngineReady,
 )
 from stage03_engine.mixins import load
-from stage03_engine.tracing import open_trace, tellable
+from stage03_engine.tracing import open_trace, trace_message
 from stagetrace import trace
 
 logger = logging.getLogger(__name__)
@@ -260,7 +260,7 @@ def _report_failure(error: Exception, engine: EngineCoreProc | None, handshake: 
     text = str(error) if isinstance(error, StagesError) else f"{type(error).__name__}: {error}"
     message = " ".join(text.split())
     if trace.on:
-        trace.emit("engine.failed", message=tellable(error))
+        trace.emit("engine.failed", message=trace_message(error))
     if not isinstance(error, StagesError):
         sys.excepthook(type(error), error, error.__traceback__)  # an error of ours: the traceback belongs in the log
     if engine is None:

@@ -18,7 +18,7 @@ from stage03_engine.frontend.output_processor import OutputProcessor, RequestOut
 from stage03_engine.frontend.tokenizer import init_tokenizer_from_configs
 from stage03_engine.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady
 from stage03_engine.outputs import RequestOutput
-from stage03_engine.tracing import tellable
+from stage03_engine.tracing import trace_message
 from stagetrace import trace
 
 BEAM_SEARCH = "stage03_engine.frontend.features.beam_search:search"
@@ -186,7 +186,7 @@ class AsyncLLM:
 
     def _die(self, error: EngineDeadError) -> None:
         if trace.on:
-            trace.emit("engine.dead", message=tellable(error))
+            trace.emit("engine.dead", message=trace_message(error))
         self.dead_error = error
         self.output_processor.propagate_error(error)
         for listener in self.listeners:

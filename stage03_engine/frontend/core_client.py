@@ -1,12 +1,10 @@
-"""How the front end reaches the engine core, in four forms behind two small interfaces.
+"""How the front end reaches the engine core, behind two small interfaces.
 
-InprocClient    calls an engine core in this very process.
-SyncMPClient    talks to an engine process and blocks for its outputs (for `LLM`).
-AsyncMPClient   the same on an event loop (for `AsyncLLM`, and so for the server).
+AsyncMPClient   talks to an engine process from an event loop (for `AsyncLLM`, and so for the server).
+InprocClient    calls an engine core in this very process (for `LLM`).
 
-The fourth, AsyncInprocClient for `serve --in-process`, has a file of its own.
-
-Source: vllm/v1/engine/core_client.py (EngineCoreClient, InprocClient, SyncMPClient, AsyncMPClient).
+Features hold the other two combinations: SyncMPClient for `LLM(multiprocess=True)`, AsyncInprocClient for `serve --in-process`.
+Source: vllm/v1/engine/core_client.py (EngineCoreClient, InprocClient, AsyncMPClient).
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ import zmq.asyncio
 from stage03_engine import messages
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import EngineDeadError
-from stage03_engine.frontend.engine_process import POLL_MS, EngineProcess
+from stage03_engine.frontend.engine_process import EngineProcess
 from stage03_engine.messages import (
     ENGINE_CORE_DEAD,
     AbortRequests,
@@ -98,8 +96,7 @@ class AsyncEngineCoreClient(ABC):
 
 
 class EngineCoreLike(Protocol):
-    """What InprocClient needs of an engine core. The core itself lives on the other side of the process boundary and is
-    handed in, so that the front end does not import it."""
+    """What InprocClient needs of an engine core, which is handed in: the front end does not import it."""
 
     def add_request(self, request: EngineCoreRequest) -> None: ...
     def abort_requests(self, request_ids: list[str]) -> None: ...
@@ -132,16 +129,16 @@ class InprocClient(EngineCoreClient):
         self._core.shutdown()
 
 
-def _message(request_type: EngineCoreRequestType, payload: Any, request_id: str | None = None) -> list[bytes]:
-    """The two frames of an input message; leaves its own trace reference in the payload as the cause."""
+def encode_message(request_type: EngineCoreRequestType, payload: Any, request_id: str | None = None) -> list[bytes]:
+    """The two frames of an input message; its trace reference becomes the payload's cause."""
     if trace.on and hasattr(payload, "cause"):
         kind = request_type.name
         payload.cause = trace.emit("zmq.request_sent", req=request_id, type=kind, bytes=len(messages.encode(payload)))
     return [request_type.value, messages.encode(payload)]
 
 
-def _outputs(frames: list[bytes]) -> EngineCoreOutputs:
-    """Decode an output message; one that is not the engine's counts as empty. Raises EngineDeadError for its death notice."""
+def decode_outputs(frames: list[bytes]) -> EngineCoreOutputs:
+    """Decode an output message; a malformed one counts as empty. Raises EngineDeadError for the engine's death notice."""
     if len(frames) == 2 and frames[0] == ENGINE_CORE_DEAD:
         raise EngineDeadError(f"The engine stopped: {frames[1].decode(errors='replace')}")
     try:
@@ -155,7 +152,7 @@ def _outputs(frames: list[bytes]) -> EngineCoreOutputs:
     return outputs
 
 
-def _sockets(context: zmq.Context, process: EngineProcess) -> tuple[Any, Any]:
+def bind_sockets(context: zmq.Context, process: EngineProcess) -> tuple[Any, Any]:
     """The front end's ends: ROUTER for input, PULL for output, both bound before the engine connects."""
     input_socket, output_socket = context.socket(zmq.ROUTER), context.socket(zmq.PULL)
     for socket, address in ((input_socket, process.input_address), (output_socket, process.output_address)):
@@ -163,53 +160,6 @@ def _sockets(context: zmq.Context, process: EngineProcess) -> tuple[Any, Any]:
         socket.setsockopt(zmq.LINGER, 0)
         socket.bind(address)
     return input_socket, output_socket
-
-
-class SyncMPClient(EngineCoreClient):
-    """An engine process, driven by blocking calls."""
-
-    def __init__(self, config: VllmConfig) -> None:
-        self._process = EngineProcess(config)
-        self._context = zmq.Context()
-        self._input, self._output = _sockets(self._context, self._process)
-        self._closed = False
-        try:
-            self.ready = self._process.shake_hands()
-            self._input.recv_multipart()  # the engine's empty first message: the ROUTER knows its peer from now on
-        except BaseException:
-            self.shutdown()
-            raise
-        if trace.on:
-            trace.emit("client.created", kind="SyncMPClient")
-
-    def add_request(self, request: EngineCoreRequest) -> None:
-        self._send(EngineCoreRequestType.ADD, request, request.request_id)
-
-    def abort_requests(self, request_ids: list[str]) -> None:
-        self._send(EngineCoreRequestType.ABORT, AbortRequests(request_ids))
-
-    def _send(self, request_type: EngineCoreRequestType, payload: Any, request_id: str | None = None) -> None:
-        self._input.send_multipart([self._process.identity, *_message(request_type, payload, request_id)])
-
-    def call(self, method: str) -> bool:
-        """Only between requests, as in `LLM`: outputs that arrive before the answer are dropped."""
-        self._send(EngineCoreRequestType.UTILITY, UtilityRequest(0, method))
-        while (result := self.get_output().utility_result) is None:
-            pass
-        return result.result
-
-    def get_output(self) -> EngineCoreOutputs:
-        while not self._output.poll(POLL_MS):
-            if not self._process.alive and not self._output.poll(POLL_MS):
-                raise EngineDeadError("The engine process is gone.")
-        return _outputs(self._output.recv_multipart())
-
-    def shutdown(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        self._process.shutdown()
-        self._context.destroy(linger=0)
 
 
 class AsyncMPClient(AsyncEngineCoreClient):
@@ -240,16 +190,18 @@ class AsyncMPClient(AsyncEngineCoreClient):
         process = self._process
         assert process is not None
         self._context = zmq.asyncio.Context()
-        self._input, self._output = _sockets(self._context, process)
+        self._input, self._output = bind_sockets(self._context, process)
         ready = await asyncio.to_thread(process.shake_hands)
         await self._input.recv_multipart()  # the engine's empty first message: the ROUTER knows its peer from now on
         loop = asyncio.get_running_loop()
-        process.on_exit(lambda code: self._tell(loop, f"The engine process ended unexpectedly (exit code {code})."))
+        process.on_exit(
+            lambda code: self._report_death(loop, f"The engine process ended unexpectedly (exit code {code}).")
+        )
         self._pump_task = asyncio.create_task(self._pump())
         return ready
 
-    def _tell(self, loop: asyncio.AbstractEventLoop, message: str) -> None:
-        """From the monitor thread: put the death where the waiters look."""
+    def _report_death(self, loop: asyncio.AbstractEventLoop, message: str) -> None:
+        """Report the death from the monitor thread."""
         try:
             loop.call_soon_threadsafe(self._die, EngineDeadError(message))
         except RuntimeError:
@@ -266,7 +218,7 @@ class AsyncMPClient(AsyncEngineCoreClient):
         while True:
             frames = await self._output.recv_multipart()
             try:
-                outputs = _outputs(frames)
+                outputs = decode_outputs(frames)
             except EngineDeadError as error:
                 self._die(error)
                 return
@@ -277,7 +229,7 @@ class AsyncMPClient(AsyncEngineCoreClient):
 
     async def _send(self, request_type: EngineCoreRequestType, payload: Any, request_id: str | None = None) -> None:
         assert self._process is not None
-        await self._input.send_multipart([self._process.identity, *_message(request_type, payload, request_id)])
+        await self._input.send_multipart([self._process.identity, *encode_message(request_type, payload, request_id)])
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         await self._send(EngineCoreRequestType.ADD, request, request.request_id)
@@ -296,7 +248,7 @@ class AsyncMPClient(AsyncEngineCoreClient):
     async def get_output_async(self) -> EngineCoreOutputs:
         item = await self._outputs.get()
         if isinstance(item, Exception):
-            self._outputs.put_nowait(item)  # whoever asks again gets the same answer
+            self._outputs.put_nowait(item)  # later calls raise it again
             raise item
         return item
 

@@ -11,10 +11,8 @@ import contextlib
 import fcntl
 import math
 import os
-import re
 import shutil
 import signal
-import stat
 import subprocess
 import sys
 import tempfile
@@ -30,17 +28,19 @@ from stage03_engine.config import VllmConfig
 from stage03_engine.errors import EngineStartError
 from stage03_engine.helper_process import signals_are_ours
 from stage03_engine.messages import EngineFailed, EngineHello, EngineInit, EngineReady
+from stage03_engine.mixins import is_there, load
 from stagetrace import trace
 
 POLL_MS = 50
 TERMINATE_SECONDS = 5.0
 HELLO_SECONDS = 60.0  # an engine process that only has to import its modules and say hello; loading may take any time
 PREFIX = "stages-"
-OUR_NAME = re.compile(PREFIX + r"[a-z0-9_]{8}")  # as mkdtemp makes it
+DEAD_FOLDERS = "stage03_engine.frontend.features.dead_folders:remove_dead_folders"
 MAX_IPC_PATH = 80  # a Unix socket path has room for 107 bytes; leave some for the file name
 
 
-def _base() -> str:
+def base_folder() -> str:
+    """Where the folders of sockets are: the temporary folder, unless its name is too long for a socket's path."""
     base = tempfile.gettempdir()
     return "/tmp" if len(base) > MAX_IPC_PATH - 20 else base
 
@@ -55,7 +55,7 @@ class SocketFolder:
 
     def __init__(self) -> None:
         while True:
-            self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_base()))  # mkdtemp makes it with mode 0700
+            self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base_folder()))  # mkdtemp makes it with mode 0700
             try:
                 self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
             except FileNotFoundError:
@@ -72,37 +72,6 @@ class SocketFolder:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
-
-
-def remove_dead_folders() -> None:
-    """Remove the folders that this user's killed servers left behind.
-
-    Never raises, and never removes anything but a folder of sockets.
-    """
-    names: list[str] = []
-    with contextlib.suppress(OSError), os.scandir(_base()) as entries:  # some systems do not let users list /tmp
-        names = [entry.path for entry in entries if OUR_NAME.fullmatch(entry.name)]
-    for name in names:
-        try:
-            _remove_if_dead(name)
-        except OSError:
-            continue  # locked: its owner lives; or another server was faster
-
-
-def _remove_if_dead(path: str) -> None:
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        status = os.fstat(folder)
-        if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) != 0o700:
-            return
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        names = os.listdir(folder)
-        if all(stat.S_ISSOCK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode) for name in names):
-            for name in names:
-                os.unlink(name, dir_fd=folder)
-            os.rmdir(path)
-    finally:
-        os.close(folder)
 
 
 def engine_environment(num_threads: int, attention_backend: str = "auto") -> dict[str, str]:
@@ -126,7 +95,8 @@ class EngineProcess:
 
     def __init__(self, config: VllmConfig, engine_index: int = 0) -> None:
         self._config = config
-        remove_dead_folders()
+        if is_there(DEAD_FOLDERS.partition(":")[0]):
+            load(DEAD_FOLDERS)()
         self._folder = SocketFolder()
         self._directory = self._folder.path
         self.handshake_address = f"ipc://{self._directory}/handshake"

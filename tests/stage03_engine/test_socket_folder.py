@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from stage03_engine.frontend.engine_process import SocketFolder, remove_dead_folders
+from stage03_engine.frontend.engine_process import SocketFolder
+from stage03_engine.frontend.features.dead_folders import remove_dead_folders
 
 OWNER = """
 import socket, tempfile

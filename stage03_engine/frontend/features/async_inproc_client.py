@@ -17,7 +17,7 @@ from stage03_engine.config import VllmConfig
 from stage03_engine.errors import EngineDeadError, EngineStartError, StagesError
 from stage03_engine.frontend.core_client import AsyncEngineCoreClient, EngineCoreLike
 from stage03_engine.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady, refusal
-from stage03_engine.tracing import tellable
+from stage03_engine.tracing import trace_message
 from stagetrace import trace
 
 logger = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class AsyncInprocClient(AsyncEngineCoreClient):
         except Exception as error:
             logger.exception("the engine died")
             if trace.on:
-                trace.emit("engine.failed", message=tellable(error))
+                trace.emit("engine.failed", message=trace_message(error))
             self._dead = EngineDeadError(f"The engine stopped: {type(error).__name__}: {error}")
             self._work.set()
             raise self._dead from error

@@ -21,7 +21,7 @@ from stage03_engine.config import VllmConfig
 from stage03_engine.messages import EngineCoreOutput, FinishReason
 from stage03_engine.params.structured_outputs import StructuredOutputsParams
 from stage03_engine.sampling_params import SamplingParams
-from stage03_engine.tracing import tellable
+from stage03_engine.tracing import trace_message
 from stagetrace import trace
 
 if TYPE_CHECKING:
@@ -240,7 +240,7 @@ class StructuredOutputManager:
         request = self._requests[request_id]
         message = f"{request.params.source} {message}."
         if trace.on:
-            trace.emit("grammar.refused", req=request_id, message=tellable(message))
+            trace.emit("grammar.refused", req=request_id, message=trace_message(message))
         self._refused[request_id] = EngineCoreOutput(
             request_id, [], None, FinishReason.ERROR, error=message, error_param=request.params.source
         )

@@ -1,0 +1,67 @@
+"""An engine process driven by blocking calls: `LLM(multiprocess=True)` (vllm/v1/engine/core_client.py SyncMPClient)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import zmq
+
+from stage03_engine.config import VllmConfig
+from stage03_engine.errors import EngineDeadError
+from stage03_engine.frontend.core_client import EngineCoreClient, bind_sockets, decode_outputs, encode_message
+from stage03_engine.frontend.engine_process import POLL_MS, EngineProcess
+from stage03_engine.messages import (
+    AbortRequests,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineCoreRequestType,
+    UtilityRequest,
+)
+from stagetrace import trace
+
+
+class SyncMPClient(EngineCoreClient):
+    """An engine process, driven by blocking calls."""
+
+    def __init__(self, config: VllmConfig) -> None:
+        self._process = EngineProcess(config)
+        self._context = zmq.Context()
+        self._input, self._output = bind_sockets(self._context, self._process)
+        self._closed = False
+        try:
+            self.ready = self._process.shake_hands()
+            self._input.recv_multipart()  # the engine's empty first message: the ROUTER knows its peer from now on
+        except BaseException:
+            self.shutdown()
+            raise
+        if trace.on:
+            trace.emit("client.created", kind="SyncMPClient")
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        self._send(EngineCoreRequestType.ADD, request, request.request_id)
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        self._send(EngineCoreRequestType.ABORT, AbortRequests(request_ids))
+
+    def _send(self, request_type: EngineCoreRequestType, payload: Any, request_id: str | None = None) -> None:
+        self._input.send_multipart([self._process.identity, *encode_message(request_type, payload, request_id)])
+
+    def call(self, method: str) -> bool:
+        """Only between requests, as in `LLM`: outputs that arrive before the answer are dropped."""
+        self._send(EngineCoreRequestType.UTILITY, UtilityRequest(0, method))
+        while (result := self.get_output().utility_result) is None:
+            pass
+        return result.result
+
+    def get_output(self) -> EngineCoreOutputs:
+        while not self._output.poll(POLL_MS):
+            if not self._process.alive and not self._output.poll(POLL_MS):
+                raise EngineDeadError("The engine process is gone.")
+        return decode_outputs(self._output.recv_multipart())
+
+    def shutdown(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._process.shutdown()
+        self._context.destroy(linger=0)
