@@ -78,7 +78,7 @@ class AbortRequests(msgspec.Struct, array_like=True, gc=False):
 
 
 class UtilityRequest(msgspec.Struct, array_like=True, gc=False):
-    """Call one of the engine core's UTILITY_METHODS, which are not part of serving requests."""
+    """Call one of the engine core's methods that are not part of serving requests (EngineCore.call)."""
 
     call_id: int
     method: str

@@ -48,7 +48,7 @@ _DECODE: dict[EngineCoreRequestType, Callable[[bytes], _Message]] = {
     EngineCoreRequestType.UTILITY: messages.decode_utility,
 }
 CORES = {"transcription": "stage03_engine.core.features.whisper.whisper_core:WhisperCore"}
-"""Task -> the class that stands in for EngineCore in an engine whose model is for it."""
+"""Task -> the class that takes EngineCore's place for models of that task."""
 
 
 def make_core(config: VllmConfig) -> EngineCore:

@@ -113,7 +113,8 @@ class NgramHook(RunnerHook):
         if not self._drafts:
             return
         batch, starts = self.runner.batch, inputs.metadata.query_start_loc_cpu
-        sampled, indices, rows, ahead = set(inputs.sampled), [], [], []
+        sampled, rows = set(inputs.sampled), list[int]()
+        indices, ahead = list[int](), list[int]()
         for place, request_id in enumerate(scheduler_output.num_scheduled_tokens):
             row, num_drafts = batch.row_of[request_id], len(self._drafts.get(request_id, ()))
             if row in sampled:
