@@ -78,7 +78,7 @@ class Lifecycle:
         return float(self.state == state)
 
     def refusal(self, path: str) -> APIError | None:
-        """Why no request to `path` is taken in this state; None when it is. In `failed` each route answers for itself,
+        """Why a request to `path` is refused in this state, or None. In `failed` each route answers for itself,
         since some can do without the engine."""
         if path in OPEN_PATHS or self.state in (ServerState.READY, ServerState.FAILED):
             return None

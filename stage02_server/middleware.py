@@ -139,8 +139,8 @@ class RequestMiddleware:
         state = scope.setdefault("state", {})
         if (path := route_path(scope)) in PREFIX:
             # A stored response is found by its id alone, so nobody chooses that one.
-            wish = None if path == "/v1/responses" else Headers(scope=scope).get("x-request-id")
-            state["ids"] = make_ids(PREFIX[path], wish)
+            chosen = None if path == "/v1/responses" else Headers(scope=scope).get("x-request-id")
+            state["ids"] = make_ids(PREFIX[path], chosen)
             req = state["req"] = state["ids"].engine_id(0)
         cause = None
         if trace.on:

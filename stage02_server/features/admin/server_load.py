@@ -38,7 +38,7 @@ class ServerLoad:
         return max(0, too_many, self._engine.num_waiting_requests)
 
     def refusal(self) -> APIError | None:
-        """Why one more request is not taken now; None when it is. Looked at before the body is read: a refusal costs
+        """Why one more request is refused now, or None. Asked before the body is read: a refusal costs
         next to nothing, however many there are."""
         limit = self._max_queue_len
         if limit is None or self.queue_len < limit:

@@ -51,7 +51,7 @@ class BatchJob:
 
 
 def run_batch(vllm_config: VllmConfig, args: FrontendArgs, job: BatchJob) -> None:
-    """Answer every request of the batch. Raises StagesError when the engine cannot start, and BatchInterruptedError."""
+    """Answer every request of the batch. Raises StagesError if the engine cannot start, and BatchInterruptedError."""
     import uvloop
 
     configure_logging()
@@ -121,7 +121,7 @@ async def _work(client: httpx.AsyncClient, requests: Iterator[BatchRequest], job
 
 
 def _metrics_server(registry: Any, at: tuple[str, int] | None) -> Any:
-    """A context in which /metrics is answered, by a thread of its own. Raises StagesError when the port is not to be had."""
+    """A context in which /metrics is answered, by a thread of its own. Raises StagesError if the port is taken."""
     from contextlib import ExitStack
 
     stack = ExitStack()
