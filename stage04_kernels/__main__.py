@@ -26,7 +26,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def make_parser() -> Parser:
-    """The subcommands and their flags. Raises ImportError if the lab was taken out."""
+    """The subcommands and their flags. Raises ImportError if the lab was removed."""
     parser = Parser(
         prog="python -m stage04_kernels", description="tensor functions: paged attention, KV write, sampler"
     )

@@ -1,4 +1,4 @@
-"""The way to attention: backends by name, and what they must know about a batch (vLLM: the backend selector in
+"""Attention backends by name, and what they must know about a batch (vLLM: the backend selector in
 attention/selector.py; FlashAttentionMetadata in v1/attention/backends/flash_attn.py).
 
 A model names no backend. It asks `get_backend` once and calls what it gets in every layer. A new implementation is one more
@@ -28,7 +28,7 @@ BACKENDS = {
     "triton-interpret": "stage04_kernels.triton_kernels.interpreted:triton_attention",
     # a fixed order of arithmetic for each token, whatever else is in the batch
     "batch_invariant": "stage04_kernels.backends.batch_invariant:batch_invariant_attention",
-    # the oracle: slow, for tests and for doubt
+    # the oracle: slow, for tests and debugging
     "reference": "stage04_kernels.backends.reference:reference_attention",
 }
 """Name -> where the function is. Nothing is imported before it is chosen."""
@@ -40,7 +40,7 @@ class AttentionMetadata:
 
     Query rows `query_start_loc[r]` to `query_start_loc[r + 1] - 1` are the tokens of request r in this step. Its context
     is `seq_lens[r]` tokens long, these included. Position p of the context lies in block `block_table[r, p // block_size]`
-    at offset `p % block_size`; entries behind the last needed block are never read. Rows behind the last request are padding.
+    at offset `p % block_size`; entries after the last needed block are never read. Rows after the last request are padding.
 
     The two `_cpu` lists repeat the tensors on the host, so that host code never waits for a device to answer. All layers of
     a step share the metadata; what a backend derives from it alone is computed once and kept in `plans`.
@@ -79,7 +79,7 @@ class AttentionBackend(Protocol):
 def resolve_backend(name: str, device: str = "cpu") -> str:
     """One of the names, or a user's `module:function`; "auto" becomes the fastest for the device (cpu or cuda).
 
-    Raises ValueError for an unknown name, and for a backend whose files were taken out.
+    Raises ValueError for an unknown name, and for a backend whose files were removed.
     """
     if name == "auto":
         name = "triton" if device == "cuda" else "torch"
@@ -102,7 +102,7 @@ def _is_there(module: str) -> bool:
 
 
 def load(name: str) -> Any:
-    """What `module:attribute` names. Raises ImportError or AttributeError if it is not there."""
+    """The object that `module:attribute` names. Raises ImportError or AttributeError if there is none."""
     module, _, attribute = name.partition(":")
     return getattr(import_module(module), attribute)
 

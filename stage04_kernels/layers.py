@@ -1,4 +1,4 @@
-"""What stands between a model's matrices: norms with the residual added before, and activations (vLLM:
+"""What comes between a model's matrix products: norms with the residual added first, and activations (vLLM:
 model_executor/layers/layernorm.py and activation.py).
 
 A block of a transformer adds its result to the residual stream, and the next norm reads the sum. A backend may do both in one
@@ -63,7 +63,7 @@ OTHERS = {
     "triton": "stage04_kernels.triton_kernels.backend:LAYER_KERNELS",
     "triton-interpret": "stage04_kernels.triton_kernels.interpreted:LAYER_KERNELS",
 }
-"""Attention backends that bring their own; every other one goes with torch's."""
+"""Attention backends that bring their own; every other one uses torch's."""
 
 
 def layer_kernels(backend: str) -> LayerKernels:

@@ -1,7 +1,7 @@
 """What changes the logits before temperature: masks, biases and penalties (vLLM: v1/sample/ops, v1/sample/logits_processor).
 
 Every function takes logits [num_rows, vocab] and returns new ones. Most rules touch few rows and few tokens, so they come as
-pairs: `rows[i]` and `tokens[i]` name one logit. The slow twins stand in logits_reference.py.
+pairs: `rows[i]` and `tokens[i]` name one logit. The slow twins are in lab/logits_reference.py.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def apply_allowed(logits: Tensor, pairs: Pairs) -> Tensor:
 
 
 def apply_forbidden(logits: Tensor, pairs: Pairs) -> Tensor:
-    """These tokens may not come. A row that would have none left stays as it was: something must be drawn."""
+    """Forbid these tokens. A row that would have none left stays as it was: something must be drawn."""
     result = logits.clone()
     result[pairs.rows, pairs.tokens] = -torch.inf
     rows = pairs.rows.unique()

@@ -1,7 +1,7 @@
 """Rotary position embedding (vLLM: RotaryEmbedding in model_executor/layers/rotary_embedding).
 
-A head of d numbers is taken as d/2 pairs, number i with number i + d/2. Pair i is turned by the angle position * f_i, so the
-product of a query and a key depends on the distance of their positions only. Low i turn fast, high i slowly.
+A head of d numbers is taken as d/2 pairs, number i with number i + d/2. Pair i is rotated by the angle position * f_i, so the
+product of a query and a key depends on the distance of their positions only. Low i rotate fast, high i slowly.
 Source: Su et al. 2021, "RoFormer".
 """
 
@@ -27,7 +27,7 @@ def scale_linear(frequencies: Tensor, factor: float) -> Tensor:
 
 
 def scale_llama3(frequencies: Tensor, factor: float, low: float, high: float, original_positions: int) -> Tensor:
-    """Llama 3.1's stretching: a pair that turns more than `high` times within the original context stays as it is, one that
+    """Llama 3.1's scaling: a pair that turns more than `high` times within the original context stays as it is, one that
     turns less than `low` times is slowed by `factor`, and those between are blended. Source: Meta's published model code."""
     turns = original_positions * frequencies / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)  # 1: as it is, 0: slowed
@@ -45,6 +45,6 @@ def rope_cos_sin(positions: Tensor, frequencies: Tensor) -> Rotation:
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs of x [num_tokens, num_heads, head_dim]; computed in float32, returned in x's dtype."""
+    """Rotate the pairs of x [num_tokens, num_heads, head_dim]; computed in float32, returned in x's dtype."""
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

@@ -63,7 +63,7 @@ class SamplingMetadata:
         after_temperature: list[RowsTransform] | None = None,
         named: dict[int, list[int]] | None = None,
     ) -> SamplingMetadata:
-        """Build it from one value per row. Only random rows count when a transform is judged to be on."""
+        """Build it from one value per row. A transform is on if any random row uses it."""
         random_rows = [row for row, t in enumerate(temperature) if t >= GREEDY_BELOW]
         use_top_k = any(top_k[row] > 0 for row in random_rows)
         use_top_p = any(top_p[row] < 1.0 for row in random_rows)
@@ -87,7 +87,7 @@ class SamplingMetadata:
 @dataclass(frozen=True)
 class SamplerOutput:
     """The chosen tokens. The other three are None unless logprobs were asked for; column 0 is the sampled token, then come
-    the k most likely in descending order (of a row with named tokens: these, in their order). They are taken from the raw logits,
+    the k most likely in descending order (for a row with named tokens: those, in their order). They are taken from the raw logits,
     before any transform."""
 
     sampled_token_ids: Tensor  # [num_rows] int64
@@ -125,7 +125,7 @@ def apply_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
     """Keep the smallest set of tokens whose mass reaches top_p [num_rows] (nucleus sampling, Holtzman et al. 2020).
 
     At least one token stays; of equally likely ones the lower index comes first. Only rows with top_p < 1 are sorted:
-    sorting is by far the dearest part of sampling.
+    sorting is by far the most expensive part of sampling.
     """
     rows = (top_p < 1.0).nonzero().squeeze(1)
     sorted_logits, order = logits[rows].sort(dim=-1, descending=True, stable=True)
@@ -152,8 +152,8 @@ def exponential_noise(seeds: list[int], positions: list[int], vocab: int, device
     """Noise [num_rows, vocab] float32, exponentially distributed with rate 1; row i depends on seeds[i] and positions[i] only.
 
     The generator is seeded anew for each row and keeps no state between rows or steps. Uniform numbers in double
-    precision and a logarithm cost a third of `Tensor.exponential_`. Row by row, as in a logarithm over all rows the
-    rounding of an element can depend on its place.
+    precision and a logarithm cost a third of `Tensor.exponential_`. It goes row by row, because in a logarithm over all rows
+    the rounding of an element can depend on its place.
     """
     generator = torch.Generator(device=device)
     uniform = torch.empty(len(seeds), vocab, dtype=torch.float64, device=device)
@@ -168,7 +168,7 @@ def sample_random(logits: Tensor, seeds: list[int], positions: list[int]) -> Ten
 
     An exponential race: token t arrives after noise[t] / probs[t], and the first to arrive is t with probability probs[t].
     A rounding error in one probability moves only that token's time, so that a seeded draw almost never depends on
-    how the logits were rounded. (In a search through the cumulative sum it would move every token behind it.)
+    how the logits were rounded. (In a search through the cumulative sum it would move every token after it.)
     """
     probs = logits.softmax(dim=-1)
     noise = exponential_noise(seeds, positions, logits.shape[-1], logits.device)
@@ -187,8 +187,8 @@ def gather_logprobs(logits: Tensor, token_ids: Tensor, num_logprobs: int) -> tup
 def report_named(
     logits: Tensor, token_ids: Tensor, logprobs: Tensor, named: dict[int, list[int]]
 ) -> tuple[Tensor, Tensor]:
-    """Of the rows in `named` these tokens instead of the most likely ones, behind the sampled one: [num_rows, k + 1] in,
-    [num_rows, max(k, most named) + 1] out. What a shorter row has behind its own is of no meaning."""
+    """For the rows in `named`, these tokens instead of the most likely ones, after the sampled one: [num_rows, k + 1] in,
+    [num_rows, max(k, most named) + 1] out. Entries past a shorter row's own mean nothing."""
     room = max(0, max(map(len, named.values())) + 1 - token_ids.shape[1])
     token_ids = torch.nn.functional.pad(token_ids, (0, room))
     logprobs = torch.nn.functional.pad(logprobs, (0, room))

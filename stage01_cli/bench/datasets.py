@@ -1,4 +1,4 @@
-"""What the benchmarks ask: prompts with a number of tokens to generate (vllm/benchmarks/datasets.py)."""
+"""What the benchmarks send: prompts with a number of tokens to generate (vllm/benchmarks/datasets.py)."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ DATASETS = ("random", "prefix_repetition", "sharegpt", "custom")
 
 @dataclass(frozen=True)
 class DatasetArgs:
-    """What to ask."""
+    """What to send."""
 
     dataset_name: str = option(
         "random",
-        "random = random tokens; prefix_repetition = the same, with few beginnings shared by many; sharegpt = "
+        "random = random tokens; prefix_repetition = the same, with a few shared prefixes; sharegpt = "
         "conversations as one JSON list; custom = one JSON object with `prompt` per line",
         DATASETS,
     )
@@ -35,16 +35,16 @@ class DatasetArgs:
     random_input_len: int = option(1024, "tokens per prompt of random")
     random_output_len: int = option(128, "tokens to generate per prompt of random")
     random_range_ratio: float = option(0.0, "lengths of random vary by this share, up and down")
-    random_prefix_len: int = option(0, "tokens that all prompts of random begin with, beside their own")
-    prefix_repetition_prefix_len: int = option(256, "tokens of each shared beginning")
-    prefix_repetition_suffix_len: int = option(256, "tokens of each prompt's own end")
-    prefix_repetition_num_prefixes: int = option(10, "how many shared beginnings there are")
+    random_prefix_len: int = option(0, "tokens that every prompt of random begins with, besides its own")
+    prefix_repetition_prefix_len: int = option(256, "tokens of each shared prefix")
+    prefix_repetition_suffix_len: int = option(256, "tokens of each prompt after the prefix")
+    prefix_repetition_num_prefixes: int = option(10, "number of shared prefixes")
     prefix_repetition_output_len: int = option(128, "tokens to generate per prompt of prefix_repetition")
     sharegpt_output_len: int | None = option(
-        None, "tokens to generate per conversation; as its answer has if not given"
+        None, "tokens to generate per conversation; as many as its answer has if not given"
     )
     custom_output_len: int = option(256, "tokens to generate per prompt of custom")
-    disable_shuffle: bool = option(False, "take what is in the file in its order")
+    disable_shuffle: bool = option(False, "keep the order of the file")
     no_oversample: bool = option(False, "do not repeat a file that holds fewer than num_prompts")
 
 
@@ -77,7 +77,7 @@ def check_dataset(args: DatasetArgs) -> None:
 
 
 def get_samples(args: DatasetArgs, tokenizer: Tokenizer, seed: int) -> list[SampleRequest]:
-    """`num_prompts` requests, the same for the same seed. Raises ConfigError when the file cannot be used."""
+    """`num_prompts` requests, the same for the same seed. Raises ConfigError if the file cannot be used."""
     rng = random.Random(seed)
     if args.dataset_name == "random":
         return _random(args, tokenizer, rng)
@@ -116,8 +116,8 @@ def _prefix_repetition(args: DatasetArgs, tokenizer: Tokenizer, rng: random.Rand
 
 @lru_cache(maxsize=1)
 def _words(tokenizer: Tokenizer) -> list[int]:
-    """The tokens to draw from: whole words, since these stay what they are when their text is tokenized again. A tokenizer
-    that knows few words gives every token that is text: no special one, no part of a character."""
+    """The tokens to draw from: whole words, because these stay the same when their text is tokenized again. A tokenizer
+    with few words gives every token that is text: no special ones, no parts of characters."""
     texts = {i: tokenizer.token_text(i) for i in range(tokenizer.vocab_size) if not tokenizer.is_special(i)}
     words = [i for i, text in texts.items() if text.startswith(" ") and text[1:].isalpha()]
     return words if len(words) >= 100 else [i for i, text in texts.items() if text and "�" not in text]
@@ -129,7 +129,7 @@ def _random_ids(count: int, tokenizer: Tokenizer, rng: random.Random) -> list[in
 
 def _as_text(ids: list[int], tokenizer: Tokenizer, rng: random.Random, tries: int = 10) -> tuple[str, int]:
     """A text of as many tokens as `ids`, and how many it has. Neighbours may merge when the text is tokenized, so the end
-    is cut or filled up a few times; a tokenizer that will not have it gets what is nearest."""
+    is cut or filled up a few times; if no text fits exactly, the nearest is taken."""
     wanted = len(ids)
     for _ in range(tries):
         text = tokenizer.decode(ids)
@@ -154,7 +154,7 @@ def _from_file(args: DatasetArgs, tokenizer: Tokenizer, rng: random.Random, read
     except (ValueError, LookupError, TypeError):
         raise ConfigError(f"{args.dataset_path} does not have the form of the dataset {args.dataset_name}") from None
     if not found:
-        raise ConfigError(f"{args.dataset_path} holds nothing to ask")
+        raise ConfigError(f"{args.dataset_path} holds no requests")
     if not args.disable_shuffle:
         rng.shuffle(found)
     if not args.no_oversample:

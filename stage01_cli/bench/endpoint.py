@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class RequestResult:
-    """What became of one request. Times are seconds of time.perf_counter()."""
+    """The outcome of one request. Times are seconds of time.perf_counter()."""
 
     prompt_len: int
     start_time: float
@@ -29,7 +29,7 @@ class RequestResult:
 
     @property
     def success(self) -> bool:
-        """True when the whole answer came."""
+        """Whether the whole answer came."""
         return not self.error
 
 

@@ -22,7 +22,7 @@ class LatencyArgs:
     batch_size: int = option(8, "prompts at once")
     n: int = option(1, "answers per prompt")
     use_beam_search: bool = option(False, "beam search with n beams")
-    num_iters_warmup: int = option(10, "batches to run before, whose time does not count")
+    num_iters_warmup: int = option(10, "batches to run first, not timed")
     num_iters: int = option(30, "batches to measure")
 
 

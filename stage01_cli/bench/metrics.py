@@ -77,7 +77,7 @@ def calculate_metrics(
 
 
 def _times(result: RequestResult) -> dict[str, list[float]]:
-    """The four metrics of one request, in seconds. One token has no time per further token."""
+    """The four metrics of one request, in seconds. A single token has no TPOT."""
     further = (result.output_tokens or 0) - 1
     return {
         "ttft": [result.ttft],
@@ -88,7 +88,7 @@ def _times(result: RequestResult) -> dict[str, list[float]]:
 
 
 def _good(results: list[RequestResult], limits: dict[str, float]) -> int:
-    """How many requests stayed within every limit; a metric that a request does not have is kept."""
+    """How many requests stayed within every limit; a metric that a request does not have counts as kept."""
     return sum(
         all(1000 * value <= limit for name, limit in limits.items() for value in _times(result)[name])
         for result in results
@@ -105,7 +105,7 @@ def _distribution(name: str, seconds: list[float], percentiles: list[float]) -> 
 
 
 def _busiest_second(results: list[RequestResult]) -> float:
-    """The most output tokens within one second of the clock. A piece of several tokens counts as so many."""
+    """The most output tokens within one second of the clock. A piece of several tokens counts as that many."""
     began = min((result.start_time for result in results), default=0.0)
     tokens: Counter[int] = Counter()
     for result in results:

@@ -1,4 +1,4 @@
-"""What the benchmarks of the engine share: their flags beside the engine's own, and the result in vLLM's keys."""
+"""What the benchmarks of the engine share: their flags besides the engine's own, and the result in vLLM's keys."""
 
 from __future__ import annotations
 
@@ -81,21 +81,21 @@ def resolve_offline(args: argparse.Namespace, *sections: type, **defaults: Any) 
 
 
 def at_least(section: Any, **least: int) -> None:
-    """Raises ConfigError for the first setting that is less than it may be."""
+    """Raises ConfigError for the first setting below its minimum."""
     for name, value in least.items():
         if getattr(section, name) < value:
             raise ConfigError(f"{name} must be at least {value}, not {getattr(section, name)}")
 
 
 def check_writable(path: str | None) -> None:
-    """Better before the benchmark than after it. Raises ConfigError."""
+    """Check before the benchmark, not after it. Raises ConfigError."""
     if path is not None and not Path(path).parent.is_dir():
         raise ConfigError(f"cannot write {path}: there is no folder {Path(path).parent}")
 
 
 @contextmanager
 def engine(config: VllmConfig) -> Iterator[LLM]:
-    """The engine in its own process, as a server has it. A request that it refuses is a ConfigError."""
+    """The engine in its own process, as a server has it. A request that it refuses raises ConfigError."""
     from stage03_engine.llm import LLM
 
     with LLM.from_vllm_config(config, multiprocess=True) as llm:

@@ -1,4 +1,4 @@
-"""What a benchmark leaves: lines on the screen, and JSON with vLLM's keys (vllm/benchmarks/serve.py, lib/utils.py)."""
+"""What a benchmark reports: lines on the screen, and JSON with vLLM's keys (vllm/benchmarks/serve.py, lib/utils.py)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def print_serve_result(bench: ServeBenchArgs, metrics: dict[str, Any]) -> None:
 
 
 def check_result_file(bench: ServeBenchArgs) -> None:
-    """Raises ConfigError when the result could not be written: better before the benchmark than after it."""
+    """Raises ConfigError, before the benchmark starts, if the result could not be written."""
     load = bench.load
     if load.result_dir is not None and not os.access(load.result_dir, os.W_OK):
         raise ConfigError(f"cannot write into the folder {load.result_dir}; see --result-dir")
@@ -53,7 +53,7 @@ def check_result_file(bench: ServeBenchArgs) -> None:
 def save_serve_result(
     bench: ServeBenchArgs, results: list[RequestResult], metrics: dict[str, Any], model: str, tokenizer: str
 ) -> None:
-    """Write the JSON if that was asked for. Raises ConfigError."""
+    """Write the JSON if asked to. Raises ConfigError."""
     load, now = bench.load, datetime.now().strftime("%Y%m%d-%H%M%S")
     if not load.save_result:
         return

@@ -41,7 +41,7 @@ class ServeBenchmark(CLISubcommand):
         add_serve_bench_args(parser)
 
     def cmd(self, args: argparse.Namespace) -> int:
-        """Run, print, and perhaps save. Exit code 1 when every request failed. Raises StagesError."""
+        """Run, print, and save if asked to. Exit code 1 if every request failed. Raises StagesError."""
         bench = resolve_serve_bench_args(args)
         check_result_file(bench)
         results, metrics, names = asyncio.run(_benchmark(bench))
@@ -54,7 +54,7 @@ class ServeBenchmark(CLISubcommand):
 
 
 async def _benchmark(bench: ServeBenchArgs) -> tuple[list[RequestResult], dict[str, Any], tuple[str, str]]:
-    """(what became of each request, the numbers, (model, tokenizer))."""
+    """(the result of each request, the numbers, (model, tokenizer))."""
     import httpx
 
     from stage03_engine.frontend.tokenizer import get_tokenizer
@@ -88,7 +88,7 @@ async def _benchmark(bench: ServeBenchArgs) -> tuple[list[RequestResult], dict[s
 
 
 async def _model(client: httpx.AsyncClient, bench: ServeBenchArgs) -> tuple[str, str]:
-    """(model to ask, whose tokenizer to take), from the flags or else from the server."""
+    """(model to ask, model whose tokenizer to use), from the flags or else from the server."""
     import httpx
 
     name = bench.server.model
@@ -119,7 +119,7 @@ def _sender(client: httpx.AsyncClient, bench: ServeBenchArgs, model: str) -> Sen
 
 
 async def _wait_until_ready(send: Send, sample: SampleRequest, bench: ServeBenchArgs) -> None:
-    """One request whose times do not count: what is wrong with all is known before a thousand are sent."""
+    """One request that is not timed: what would fail for all shows before a thousand are sent."""
     deadline = time.monotonic() + bench.load.ready_check_timeout_sec
     while (result := await send(sample, "ready")).error:
         if time.monotonic() >= deadline:
@@ -129,7 +129,7 @@ async def _wait_until_ready(send: Send, sample: SampleRequest, bench: ServeBench
 
 
 def arrivals(bench: ServeBenchArgs) -> list[float]:
-    """When each request is sent, in seconds from the start: gamma-distributed gaps, whose sum is what the rate says."""
+    """When each request is sent, in seconds from the start: gamma-distributed gaps, whose sum matches the rate."""
     import numpy as np
 
     count, load = bench.dataset.num_prompts, bench.load

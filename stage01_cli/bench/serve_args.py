@@ -1,4 +1,4 @@
-"""The flags of `stages bench serve`, and what of them is checked before anything is sent (vllm/benchmarks/serve.py)."""
+"""The flags of `stages bench serve`, checked before anything is sent (vllm/benchmarks/serve.py)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stage03_engine.errors import ConfigError
 
 @dataclass(frozen=True)
 class ServerArgs:
-    """Which server, and how a request looks."""
+    """Which server, and what a request looks like."""
 
     backend: str = option(
         "openai", "openai and vllm = completions, openai-chat = chats", ("openai", "vllm", "openai-chat")
@@ -25,14 +25,16 @@ class ServerArgs:
     host: str = option("127.0.0.1", "host of the server")
     port: int = option(8000, "port of the server")
     endpoint: str | None = option(None, "path to send to; /v1/completions or /v1/chat/completions if not given")
-    header: tuple[str, ...] | None = option(None, "headers to send, each as NAME=VALUE; OPENAI_API_KEY is sent as key")
+    header: tuple[str, ...] | None = option(
+        None, "headers to send, each as NAME=VALUE; OPENAI_API_KEY is sent as the key"
+    )
     insecure: bool = option(False, "accept any TLS certificate")
     model: str | None = option(None, "model to ask; the server's first if not given")
     served_model_name: str | None = option(None, "name of the model in requests, if it differs from --model")
     tokenizer: str | None = option(None, "model or folder whose tokenizer counts tokens; the model's if not given")
     seed: int = option(0, "seed of the prompts and of their arrival")
     logprobs: int | None = option(None, "logprobs to ask for")
-    ignore_eos: bool = option(False, "generate exactly the wanted number of tokens")
+    ignore_eos: bool = option(False, "generate exactly as many tokens as asked for")
     temperature: float | None = option(None, "as in a request; the server's default if not given")
     top_p: float | None = option(None, "as in a request")
     top_k: int | None = option(None, "as in a request")
@@ -41,9 +43,7 @@ class ServerArgs:
     presence_penalty: float | None = option(None, "as in a request")
     repetition_penalty: float | None = option(None, "as in a request")
     extra_body: dict[str, Any] | None = option(None, "further fields of each request")
-    request_id_prefix: str = option(
-        "bench-", "what the header X-Request-Id of each request begins with; its number follows"
-    )
+    request_id_prefix: str = option("bench-", "prefix of each request's X-Request-Id header; its number follows")
 
 
 @dataclass(frozen=True)
@@ -51,16 +51,16 @@ class LoadArgs:
     """How fast requests come, and what is done with the numbers."""
 
     request_rate: str = option("inf", "requests per second; inf = all at once")
-    burstiness: float = option(1.0, "1 = arrivals as by chance (Poisson); below 1 in bursts, above 1 evenly")
-    max_concurrency: int | None = option(None, "requests that may be under way at a time; no limit if not given")
+    burstiness: float = option(1.0, "1 = random arrivals (Poisson); below 1 in bursts, above 1 more evenly")
+    max_concurrency: int | None = option(None, "most requests in flight at a time; no limit if not given")
     ramp_up_strategy: str | None = option(
         None, "how the rate changes while the benchmark runs", ("linear", "exponential")
     )
     ramp_up_start_rps: int | None = option(None, "rate at the first request")
     ramp_up_end_rps: int | None = option(None, "rate at the last request")
-    num_warmups: int = option(0, "requests to send before, whose times do not count")
+    num_warmups: int = option(0, "requests to send first, not timed")
     ready_check_timeout_sec: int = option(0, "seconds to wait for the server to answer its first request")
-    profile: bool = option(False, "let the server record a profile (it must have been started for that)")
+    profile: bool = option(False, "have the server record a profile (it must be started for that)")
     goodput: tuple[str, ...] | None = option(
         None, "limits in ms, e.g. ttft:200 e2el:1000: requests within all are good"
     )
@@ -71,9 +71,9 @@ class LoadArgs:
     save_detailed: bool = option(False, "with the times and texts of every request")
     append_result: bool = option(False, "add a line to the file instead of replacing it")
     result_dir: str | None = option(None, "folder of the result")
-    result_filename: str | None = option(None, "name of the result; made of rate, model and time if not given")
+    result_filename: str | None = option(None, "name of the result; made from rate, model and time if not given")
     label: str | None = option(None, "name of this run in the result; the backend if not given")
-    metadata: tuple[str, ...] | None = option(None, "more for the result, each as NAME=VALUE")
+    metadata: tuple[str, ...] | None = option(None, "more entries in the result, each as NAME=VALUE")
 
 
 SAMPLING = (
@@ -109,7 +109,7 @@ class ServeBenchArgs:
         return self.server.endpoint or usual
 
     def extra(self) -> dict[str, Any]:
-        """Fields that every request carries beside prompt and length."""
+        """Fields that every request carries besides prompt and length."""
         given = {name: getattr(self.server, name) for name in SAMPLING}
         body = {name: value for name, value in given.items() if value is not None}
         if self.server.backend == "openai-chat" and "logprobs" in body:

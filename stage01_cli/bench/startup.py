@@ -1,7 +1,7 @@
 """`stages bench startup`: from nothing to an engine that can answer (vllm/benchmarks/startup.py).
 
 Cold: with an empty folder for compiled kernels (Triton, TorchInductor). Warm: with the user's own. On a CPU nothing is compiled,
-and the two differ by chance only. Files that the operating system holds in memory stay there.
+and the two differ only by chance. Files in the operating system's cache stay there.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class StartupArgs:
     """How often."""
 
     num_iters_cold: int = option(3, "starts with empty caches")
-    num_iters_warmup: int = option(1, "starts that fill the caches, whose time does not count")
+    num_iters_warmup: int = option(1, "starts that fill the caches, not timed")
     num_iters_warm: int = option(3, "starts with full caches")
 
 
@@ -40,7 +40,7 @@ class StartupBenchmark(OfflineBenchmark):
         at_least(bench, num_iters_cold=1, num_iters_warmup=0, num_iters_warm=1)
         from tqdm import trange
 
-        import stage03_engine.llm  # noqa: F401 - what this process imports is no part of the engine's start
+        import stage03_engine.llm  # noqa: F401 - what this process imports is not part of the engine's start
 
         with _empty_caches():
             cold = [_start(config) for _ in trange(bench.num_iters_cold, desc="cold", disable=None)]

@@ -1,4 +1,4 @@
-"""`stages bench throughput`: how much the engine does when it has all to choose from (vllm/benchmarks/throughput.py)."""
+"""`stages bench throughput`: how much the engine does when all requests are there at once (vllm/benchmarks/throughput.py)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ThroughputArgs:
     """How it is measured."""
 
     n: int = option(1, "answers per prompt")
-    num_warmups: int = option(0, "prompts to complete before, whose time does not count")
+    num_warmups: int = option(0, "prompts to complete first, not timed")
 
 
 class ThroughputBenchmark(OfflineBenchmark):

@@ -63,7 +63,7 @@ def _cpu_name() -> str:
 
 
 def _gpus() -> str:
-    """Name, memory and driver of each GPU, as nvidia-smi says."""
+    """Name, memory and driver of each GPU, as nvidia-smi reports them."""
     if shutil.which("nvidia-smi") is None:
         return "none (no nvidia-smi)"
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]

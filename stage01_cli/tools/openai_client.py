@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from openai.types.chat import ChatCompletionMessageParam
 
 CONNECT_TIMEOUT_S = 5.0
-READ_TIMEOUT_S = 600.0  # between two chunks: a long queue is no error
+READ_TIMEOUT_S = 600.0  # between two chunks: a long queue is not an error
 RESET = "/reset"
-"""What a user of `chat` types to begin anew."""
+"""What a user of `chat` types to start over."""
 
 
 class ServerError(StagesError):
@@ -30,7 +30,7 @@ class ServerError(StagesError):
 
 
 class RefusedError(ServerError):
-    """The server refused this request; the next one may go well."""
+    """The server refused this request; the next one may succeed."""
 
 
 def _add_client_arguments(parser: FlexibleArgumentParser) -> None:
@@ -39,7 +39,7 @@ def _add_client_arguments(parser: FlexibleArgumentParser) -> None:
     )
     parser.add_argument("--model-name", metavar="NAME", help="model to ask; the server's first if not given")
     parser.add_argument("--api-key", metavar="KEY", help="key to send; OPENAI_API_KEY if not given")
-    parser.add_argument("--stats", action="store_true", help="after each answer a line on stderr: tokens and times")
+    parser.add_argument("--stats", action="store_true", help="print tokens and times on stderr after each answer")
     parser.add_argument(
         "--max-tokens", type=_tokens, metavar="INT", help="most tokens per answer; the server's default if not given"
     )
@@ -50,7 +50,7 @@ def _connect(args: argparse.Namespace) -> tuple[OpenAI, str]:
     from openai import OpenAI, Timeout
 
     if not args.url.startswith(("http://", "https://")):
-        raise ServerError(f"--url {args.url} has neither http:// nor https:// in front")
+        raise ServerError(f"--url {args.url} must begin with http:// or https://")
     timeout = Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
     key = args.api_key or os.environ.get("OPENAI_API_KEY") or "EMPTY"  # the client refuses to start without a key
     with _errors(args.url):
@@ -80,10 +80,10 @@ def _errors(url: str) -> Iterator[None]:
         raise RefusedError(f"the server at {url} reported an error: {_reason(error)}") from None
     except Exception as error:
         # The client lets errors of its HTTP library through when a stream breaks or a URL is impossible. Whether that is
-        # httpx or its successor depends on the client's version, so its classes are known by their home, not by import.
+        # httpx or its successor depends on the client's version, so its classes are recognized by their module, not imported.
         if not (type(error).__module__.startswith("httpx") or isinstance(error, ValueError)):
             raise
-        raise ServerError(f"no proper answer from {url}: {error}") from None
+        raise ServerError(f"no valid answer from {url}: {error}") from None
 
 
 def _reason(error: APIError) -> str:
@@ -93,7 +93,7 @@ def _reason(error: APIError) -> str:
 
 
 class Answer:
-    """An answer while it streams: prints what comes, keeps the text, and measures. A Ctrl-C leaves what had come."""
+    """An answer while it streams: prints what comes, keeps the text, and measures. Ctrl-C keeps what has arrived."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -102,7 +102,7 @@ class Answer:
         self._tokens = self._prompt_tokens = 0
 
     def read(self, chunks: Iterable[Any], text_of: Callable[[Any], str | None]) -> None:
-        """Print the text of each chunk as it comes, and a line end after the last one."""
+        """Print the text of each chunk as it comes, and a newline after the last one."""
         for chunk in chunks:
             if chunk.usage is not None:
                 self._tokens, self._prompt_tokens = chunk.usage.completion_tokens, chunk.usage.prompt_tokens
@@ -132,7 +132,7 @@ def _repeat(ask: Callable[[str], None]) -> int:
     server is gone; Ctrl-C during an answer ends that answer."""
     if sys.stdin.isatty():
         with suppress(ImportError):
-            import readline  # noqa: F401 - from now on input() knows cursor keys and earlier lines
+            import readline  # noqa: F401 - from now on input() has cursor keys and a history
     while True:
         try:
             line = input("> ")
@@ -153,11 +153,9 @@ class ChatCommand(CLISubcommand):
 
     def add_arguments(self, parser: FlexibleArgumentParser) -> None:
         """The flags of `chat`."""
-        parser.epilog = "/reset makes the chat forget what was said; Ctrl-C ends an answer, and at the prompt the chat."
+        parser.epilog = "/reset makes the chat forget what was said; Ctrl-C ends an answer or, at the prompt, the chat."
         _add_client_arguments(parser)
-        parser.add_argument(
-            "--system-prompt", metavar="TEXT", help="first message of the chat, in the role of the system"
-        )
+        parser.add_argument("--system-prompt", metavar="TEXT", help="system message that the chat begins with")
         parser.add_argument("-q", "--quick", metavar="MESSAGE", help="send one message, print the answer, exit")
 
     def cmd(self, args: argparse.Namespace) -> int:
@@ -178,7 +176,7 @@ class ChatCommand(CLISubcommand):
                 with _errors(args.url), _chat_chunks(client, model, history, args) as chunks:
                     answer.read(chunks, lambda choice: choice.delta.content)
             except BaseException as error:
-                if isinstance(error, KeyboardInterrupt) and answer.text:  # the user saw enough of it
+                if isinstance(error, KeyboardInterrupt) and answer.text:  # the user has seen enough of it
                     history.append({"role": "assistant", "content": answer.text})
                 else:
                     history.pop()  # no answer: the chat goes on as if the message had not been sent

@@ -16,7 +16,7 @@ from stage03_engine.mixins import is_there
 from stage03_engine.tracing import open_trace
 
 GUARDS = ("api_key", "max_queue_len")
-"""What `serve` guards itself with against strangers. A batch has none, and asks for no more than `--max-inflight` at a time."""
+"""The limits that protect `serve` from strangers. A batch has none, and sends at most `--max-inflight` at a time."""
 
 
 class RunBatchSubcommand(CLISubcommand):
@@ -27,12 +27,12 @@ class RunBatchSubcommand(CLISubcommand):
         add_serve_args(parser)
         parser.refuse("run-batch")
         parser.add_argument(
-            "-i", "--input-file", required=True, metavar="FILE", help="requests, one JSON object a line"
+            "-i", "--input-file", required=True, metavar="FILE", help="requests, one JSON object per line"
         )
         parser.add_argument(
             "-o", "--output-file", required=True, metavar="FILE",
             help="answers, in the order of the requests; FILE.partial holds them while the batch runs, and an interrupted "
-            "batch goes on from there when the same command is given again",
+            "batch resumes from there when the same command is run again",
         )  # fmt: skip
         parser.add_argument(
             "--max-inflight", metavar="INT", help="requests in the engine at a time (default: twice --max-num-seqs)"
@@ -66,7 +66,7 @@ class RunBatchSubcommand(CLISubcommand):
 
 def _local(path: str) -> Path:
     if "://" in path:
-        raise ConfigError(f"{path} is an address; only files of this machine are read and written")
+        raise ConfigError(f"{path} is a URL; only local files can be read and written")
     return Path(path)
 
 

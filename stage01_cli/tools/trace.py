@@ -1,4 +1,4 @@
-"""`stages trace`: look at recordings, and decide them again. vLLM has no counterpart."""
+"""`stages trace`: look at recordings, and replay their decisions. vLLM has no counterpart."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from stage03_engine.errors import ConfigError
 from stagetrace.commands import add_commands, run_chosen
 from stagetrace.errors import TraceError
 
-REPLAY = {"replay": ("stage03_engine.replay.replay", "decide every step again, without a model, and compare")}
+REPLAY = {"replay": ("stage03_engine.replay.replay", "make every step's decisions again, without a model, and compare")}
 
 
 class TraceSubcommand(CLISubcommand):
     """The commands of `python -m stagetrace`, and `replay`, which needs the engine's scheduler."""
 
     def add_arguments(self, parser: FlexibleArgumentParser) -> None:
-        """One subcommand per way to look."""
+        """One subcommand per view."""
         add_commands(parser, REPLAY)
 
     def cmd(self, args: argparse.Namespace) -> int:

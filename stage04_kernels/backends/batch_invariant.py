@@ -1,7 +1,7 @@
 """Arithmetic that does not depend on the batch (vLLM: VLLM_BATCH_INVARIANT, model_executor/layers/batch_invariant.py).
 
 Floating-point sums depend on their order, and fast kernels choose the order by the shape of the batch. So a token's logits
-change in their last bits with the company it is in. Two rules prevent that. Every call has the same number of rows, ROWS, so
+change in their last bits with the rest of the batch. Two rules prevent that. Every call has the same number of rows, ROWS, so
 that every kernel takes the same path; and the attention of one token runs through its context in steps of SPLIT positions, in
 order, whatever the other tokens do. Source: He et al. 2025, "Defeating Nondeterminism in LLM Inference".
 """
@@ -17,13 +17,13 @@ from torch import Tensor
 from stage04_kernels.attention import AttentionMetadata
 from stage04_kernels.paged_attention import write_kv, write_then_attend
 
-ROWS = 16  # even row widths then fill whole vectors of 32 numbers: no element is left over for a slower loop with other rounding
+ROWS = 16  # even row widths then fill whole vectors of 32 numbers: no element is left over for a slower loop that rounds differently
 SPLIT = 64
 
 
 @dataclass(frozen=True)
 class RowTile:
-    """ROWS query rows, each with a context of its own; behind the last real row it is repeated."""
+    """ROWS query rows, each with a context of its own; the last real row is repeated to fill the tile."""
 
     start: int  # the real ones are start..end-1 in the query
     end: int
@@ -32,7 +32,7 @@ class RowTile:
 
 
 def rows_of(metadata: AttentionMetadata) -> tuple[Tensor, Tensor]:
-    """For each query row, padding left out: its request, and how many positions it sees. Two [num_rows] int64."""
+    """For each query row except padding: its request, and how many positions it sees. Two [num_rows] int64."""
     ends = metadata.query_start_loc[1:].long()
     lengths = ends - metadata.query_start_loc[:-1]
     requests = torch.arange(len(lengths), device=ends.device).repeat_interleave(lengths)
@@ -55,7 +55,7 @@ def plan_tiles(metadata: AttentionMetadata, block_size: int, window: int | None)
             positions = begin + ahead + offsets  # [ROWS, SPLIT]
             own = torch.minimum(
                 positions, last
-            )  # a masked position reads the row's own last token, never a stranger's NaN
+            )  # a masked position reads the row's own last token, never another request's NaN
             slots = table.gather(1, own // block_size) * block_size + own % block_size
             splits.append((slots.flatten(), (positions <= last)[:, None, None, :]))
         yield RowTile(start, end, rows, splits)

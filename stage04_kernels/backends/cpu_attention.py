@@ -1,8 +1,8 @@
 """Paged attention for CPUs, compiled (vLLM: csrc/cpu/attention.cpp and its paged attention for CPUs).
 
-Each block of keys and values is read once, where it lies and in the order of memory: nothing is gathered, nothing padded. numba compiles it, rather than torch's C++: it comes as a wheel and needs no compiler on the machine,
-and the kernel stays Python that a debugger can step through (NUMBA_DISABLE_JIT=1). The softmax is the online one that
-triton_kernels/paged_attention.py explains.
+Each block of keys and values is read once, in place and in memory order: nothing is gathered or padded. numba compiles it,
+rather than torch's C++: it comes as a wheel and needs no compiler on the machine, and the kernel stays Python that a debugger
+can step through (NUMBA_DISABLE_JIT=1). The softmax is the online one that triton_kernels/paged_attention.py explains.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FAST = {
     "nsz",
     "arcp",
     "afn",
-}  # all of fast arithmetic but the promise that no number is infinite
+}  # all fast-math flags but the promise that no number is infinite
 MAX_TOKENS = 4
 """With more query tokens of one request than this, gathering its keys once and multiplying matrices is faster. Measured with one
 thread, GPT-2's 12 heads of 64, 8 requests with a context of 512: 2 tokens each take 2.1 ms here and 2.6 ms gathered, 4 tokens 2.8
@@ -45,7 +45,7 @@ and 2.7 ms, 8 tokens 5.9 and 3.8 ms."""
 
 @nb.njit(fastmath=FAST, inline="always")
 def _exp2(x: Any, power: Any, low: int, high: int, peak: float) -> None:
-    """x[i] = 2 ** (x[i] - peak), for differences of at most 0. `math.exp` is a call per number; this the compiler turns into vector
+    """x[i] = 2 ** (x[i] - peak), for differences of at most 0. `math.exp` is a call per number; the compiler turns this into vector
     instructions: 2 ** whole by its bits, 2 ** rest by a polynomial (minimax of degree 5 on [0, 1), off by 2e-7 of the value at most)."""
     for i in range(low, high):
         difference = max(x[i] - peak, np.float32(-126.0))
@@ -65,7 +65,7 @@ def _exp2(x: Any, power: Any, low: int, high: int, peak: float) -> None:
 def _score(
     scores: Any, query: Any, keys: Any, first_head: int, num_heads: int, first_key: int, num_keys: int, scale: float
 ) -> None:
-    """scores[row, key] = query . key, scaled, for the keys first_key to num_keys of a block. In the order of memory: a block is read
+    """scores[row, key] = query . key, scaled, for the keys first_key to num_keys of a block. In memory order: a block is read
     from its first byte to its last."""
     group = query.shape[1] // keys.shape[1]
     rows_per_head = len(query) * group
@@ -81,8 +81,8 @@ def _score(
 
 @nb.njit(fastmath=FAST, inline="always")
 def _softmax_step(scores: Any, power: Any, mixed: Any, largest: Any, total: Any, row: int, low: int, high: int) -> None:
-    """One row's scores of the keys low to high become weights, relative to the largest score so far; what the row has gathered from
-    earlier blocks follows it."""
+    """One row's scores of the keys low to high become weights, relative to the largest score so far; what the row has summed over
+    earlier blocks is rescaled to match."""
     peak = max(largest[row], scores[row, low:high].max())
     rescale = np.float32(2.0 ** (largest[row] - peak))
     _exp2(scores[row], power, low, high, peak)
@@ -95,7 +95,7 @@ def _softmax_step(scores: Any, power: Any, mixed: Any, largest: Any, total: Any,
 
 @nb.njit(fastmath=FAST, inline="always")
 def _mix(mixed: Any, scores: Any, values: Any, first_head: int, num_heads: int, first_key: int, num_keys: int) -> None:
-    """mixed[row] += weight * value, over the keys first_key to num_keys of a block, in the order of memory."""
+    """mixed[row] += weight * value, over the keys first_key to num_keys of a block, in memory order."""
     rows_per_head = len(mixed) // num_heads
     for key in range(first_key, num_keys):
         for head in range(num_heads):
@@ -122,7 +122,7 @@ def _attend_heads(
     block_size, tokens, head_dim = keys.shape[1], len(query), query.shape[2]
     group = query.shape[1] // keys.shape[2]
     before = seq_len - tokens  # positions before the first of these tokens
-    # Row (head, token, member): a key/value head, a token, one of the query heads that share the former.
+    # Row (head, token, member): a key/value head, a token, one of the query heads that share that head.
     rows = num_heads * tokens * group
     scores, power = np.empty((rows, block_size), np.float32), np.empty(block_size, np.int32)
     mixed = np.zeros((rows, head_dim), np.float32)
@@ -159,7 +159,7 @@ def _attend(
     requests: Any,  # [num_requests] int32: those to compute
     scale: float,
     window: int,  # 0 = none
-    heads_per_item: int,  # key/value heads that one item of work takes
+    heads_per_item: int,  # key/value heads per item of work
 ) -> None:
     """An item of work is a request and some of its key/value heads; threads share the items."""
     num_kv_heads = keys.shape[2]
@@ -175,14 +175,14 @@ def _attend(
 
 @dataclass(frozen=True)
 class CPUPlan:
-    """The requests with few query tokens, int32 [num_requests]; and the others, whose many rows are worth a product of matrices."""
+    """The requests with few query tokens, int32 [num_requests]; and the others, whose many rows are worth a matrix product."""
 
     requests: np.ndarray
     prefills: list[PrefillGather]
 
 
 def plan(metadata: AttentionMetadata, block_size: int, window: int | None) -> CPUPlan:
-    """Who is computed how."""
+    """Which requests take which path."""
     requests, prefills = [], []
     for request, (start, end) in enumerate(pairwise(metadata.query_start_loc_cpu)):
         if end - start > MAX_TOKENS:
@@ -207,7 +207,7 @@ def paged_attention_cpu(
     planned: CPUPlan = metadata.plans[key]
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
     if len(planned.requests):
-        # Few requests: cut by heads too, so that every thread has work.
+        # Few requests: split by heads too, so that every thread has work.
         items_per_request = min(num_kv_heads, -(-2 * nb.get_num_threads() // len(planned.requests)))
         _attend(
             out.numpy(), query.contiguous().numpy(), kv_cache[0].numpy(), kv_cache[1].numpy(), metadata.block_table.numpy(),

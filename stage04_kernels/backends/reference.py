@@ -1,4 +1,4 @@
-"""The oracle: paged attention and the KV write, slow and obvious. vLLM has the like in its tests.
+"""The oracle: paged attention and the KV write, slow and obvious. vLLM has similar ones in its tests.
 
 One request, one query token, one head at a time, in float32. Every other backend is checked against this one.
 """
@@ -45,7 +45,7 @@ def paged_attention_reference(
 
 
 def write_kv_reference(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-    """The slow twin of `write_kv`: one token after the other."""
+    """The slow twin of `write_kv`: one token at a time."""
     block_size = kv_cache.shape[2]
     for token, slot in enumerate(slot_mapping.tolist()):
         if slot == PADDING_SLOT:

@@ -1,12 +1,12 @@
-"""Which draft tokens stand (vLLM: RejectionSampler in v1/sample/rejection_sampler.py; Leviathan et al. 2023, Chen et al. 2023).
+"""Which draft tokens are accepted (vLLM: RejectionSampler in v1/sample/rejection_sampler.py; Leviathan et al. 2023, Chen et al. 2023).
 
 Rejection sampling turns guesses into exact samples. A draft d is accepted with probability min(1, p(d) / q(d)), else a token
-is drawn from what p has over q. Prompt lookup is certain of its guess, q(d) = 1. Then it reads: accept d with probability
+is drawn from the excess of p over q. Prompt lookup is certain of its guess, q(d) = 1. Then it reads: accept d with probability
 p(d), else draw from p without d. And that is what happens when a token is drawn from p and compared with d: it *is* d
 with probability p(d), and if not, it is distributed as p without d.
 
-So every position is sampled as if there were no drafts, by the sampler that is there, with all its transforms. Since a
-draw is a function of its seed, its position and its logits, even the tokens are those that would come without drafts.
+So every position is sampled as if there were no drafts, by the ordinary sampler, with all its transforms. Since a
+draw is a function of its seed, its position and its logits, even the tokens are the same as without drafts.
 The textbook form is the slow twin, `sampler_reference.verify_draft`.
 """
 
@@ -19,13 +19,13 @@ NO_DRAFT = -1
 
 
 def num_accepted(sampled: Tensor, drafts: list[list[int]]) -> list[int]:
-    """How many drafts of each request stand: all up to the first that differs from what was sampled in its place.
+    """How many drafts of each request are accepted: all before the first that differs from the token sampled in its place.
 
     sampled  [num_positions] int64: for a request with k drafts k + 1 positions, one after the other. The first is sampled
              after the request's own last token, the next after its first draft, and so on.
     drafts   per request, perhaps empty
-    With a drafts accepted, the a + 1 first samples of the request are its new tokens: the last of them replaces the
-    rejected draft, or, behind the last draft, is the bonus token.
+    With n drafts accepted, the first n + 1 samples of the request are its new tokens: the last of them replaces the
+    rejected draft or, after the last draft, is the bonus token.
     """
     longest = max((len(draft) for draft in drafts), default=0)
     if longest == 0:

@@ -1,7 +1,7 @@
-"""`python -m stage04_kernels bench`: kernels against what else there is, as ratios within one run.
+"""`python -m stage04_kernels bench`: kernels against the alternatives, as ratios within one run.
 
 On a GPU: CUDA events, medians, and buffers that take turns so that together they are larger than the second-level cache. On a CPU: the
-compiled paged attention against torch's attention on gathered keys and values. vLLM has the like in benchmarks/kernels.
+compiled paged attention against torch's attention on gathered keys and values. vLLM has similar ones in benchmarks/kernels.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def _flex(case: AttentionCase) -> Call:
 
 
 def bench_cuda() -> Iterator[Measured]:
-    """How much of the memory's rate decodes reach, and of the matrix rate a prompt."""
+    """What share of the memory's rate decodes reach, and what share of the matrix rate prompts reach."""
     from stage04_kernels.triton_kernels.paged_attention import paged_attention_triton
 
     rate = copy_rate()

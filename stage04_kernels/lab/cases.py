@@ -1,6 +1,6 @@
-"""Random batches for checks, tests and benchmarks of attention. vLLM builds the like in tests/kernels/attention.
+"""Random batches for checks, tests and benchmarks of attention. vLLM builds similar ones in tests/kernels/attention.
 
-Every slot of the cache that no request owns holds NaN. Whoever reads one of them, even under a mask, shows it.
+Every slot of the cache that no request owns holds NaN. Reading one of them, even under a mask, shows in the result.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def make_attention_case(
     seed: int = 0,
 ) -> AttentionCase:
     """A batch in which request r has `computed[r]` tokens in the cache and brings `query_lens[r]` new ones. With a sliding
-    window, what all of these are too late to see is NaN too (where blocks are shared, another request may see it)."""
+    window, positions that none of these sees are NaN too (unless blocks are shared: another request may see them)."""
     generator = torch.Generator().manual_seed(seed)
     seq_lens = [c + q for c, q in zip(computed, query_lens)]
     tables, num_blocks = random_block_table(computed, seq_lens, block_size, num_shared, generator)

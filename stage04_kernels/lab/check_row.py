@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stage04_kernels.lab.tolerances import EXACT, Tolerance
 
-NUM_SEEDS = 4  # how often each shape of a batch is filled with other numbers
+NUM_SEEDS = 4  # how many times each batch shape is filled with new numbers
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Row:
     ok: bool = True
 
     def compare(self, fast: Tensor, slow: Tensor) -> None:
-        """Count one case. NaN anywhere, or -inf in only one of them, is an infinite error."""
+        """Count one case. NaN anywhere, or -inf in only one of them, counts as an infinite error."""
         fast, slow = fast.double(), slow.double()
         error = torch.where(fast == slow, 0.0, (fast - slow).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
         size = torch.where(slow.isfinite(), slow.abs(), 0.0)

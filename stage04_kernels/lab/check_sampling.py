@@ -33,7 +33,7 @@ def random_logits(seed: int, num_rows: int, vocab: int) -> Tensor:
 
 
 def halfway(descending: list[float], place: int) -> float:
-    """The middle between two neighbours: a threshold there is no matter of rounding."""
+    """Halfway between two neighbours, where a threshold does not depend on rounding."""
     return (descending[place] + descending[place + 1]) / 2
 
 

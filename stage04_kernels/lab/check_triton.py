@@ -48,7 +48,7 @@ def device() -> torch.device:
 
 
 def on_device(case: AttentionCase) -> AttentionCase:
-    """The same batch there."""
+    """The same batch on that device."""
     there: dict[str, Any] = {
         name: value.to(device()) for name, value in vars(case).items() if isinstance(value, Tensor)
     }

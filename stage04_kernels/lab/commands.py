@@ -62,7 +62,7 @@ class Check:
 
         from stage04_kernels.lab.check import run_checks
 
-        torch.set_num_threads(1)  # the cases are small: a second thread would only wait, and disturb what else runs
+        torch.set_num_threads(1)  # the cases are small: a second thread would only wait, and disturb other processes
         print(cls.line.format(*cls.header))
         total = wrong = 0
         for row in run_checks(seed, parts):
@@ -80,9 +80,9 @@ class Check:
 
 
 class Compile:
-    """Every Triton kernel for chips that need not be there."""
+    """Every Triton kernel for chips that need not be present."""
 
-    help = "compile the Triton kernels for chips that need not be there, and print the resources that they use"
+    help = "compile the Triton kernels for chips that need not be present, and print the resources that they use"
     line = "{:8} {:50} {:>9} {:>7} {:>9} {:>10} {:>10}  {}"
 
     @staticmethod
@@ -119,7 +119,7 @@ class Bench:
 
     @staticmethod
     def run(args: argparse.Namespace) -> int:
-        """Print one line per measurement. On a GPU the checks come first, and nothing is measured that is wrong."""
+        """Print one line per measurement. On a GPU the checks come first, and a wrong kernel is not measured."""
         import torch
 
         if args.device == "cuda":
@@ -147,7 +147,7 @@ class Roofline:
 
     @staticmethod
     def run(args: argparse.Namespace) -> int:
-        """Print the page."""
+        """Print the table."""
         from stage04_kernels.lab.roofline import RATES, table
 
         print("\n".join(table(RATES[args.chip])))

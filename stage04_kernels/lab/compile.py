@@ -1,7 +1,7 @@
-"""`python -m stage04_kernels compile`: every Triton kernel for chips that are not here, and what it takes of each.
+"""`python -m stage04_kernels compile`: every Triton kernel for chips that need not be present, and the resources it takes.
 
-A compiler needs no GPU. It is told the chip, and its answer holds registers, spills and shared memory: what decides how many programs a
-multiprocessor runs at once, and what a test can hold to a budget. vLLM has no counterpart.
+A compiler needs no GPU. Given the chip, it reports registers, spills and shared memory: these decide how many programs a
+multiprocessor runs at once, and a test can hold them to a budget. vLLM has no counterpart.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Resources:
     registers: int = -1  # per thread
     spilled_bytes: int = -1  # per thread, stores and loads
     shared_bytes: int = -1  # per program
-    wide_loads: int = -1  # instructions that bring 128 bits to a thread
+    wide_loads: int = -1  # instructions that load 128 bits per thread
     matrix_ops: int = -1
     error: str = ""
     problems: list[str] = field(default_factory=list)
@@ -141,7 +141,7 @@ def other_variants() -> Iterator[Variant]:
 
 
 def compile_variant(variant: Variant, chip: Chip) -> Resources:
-    """Compile one variant for one chip. A refusal of the compiler is in `error`."""
+    """Compile one variant for one chip. If the compiler refuses it, `error` says why."""
     names = variant.kernel.arg_names
     signature = {
         name: "constexpr" if name in variant.constants

@@ -45,7 +45,7 @@ def silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def apply_rope(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
-    """The rotary embedding of x [num_tokens, num_heads, head_dim]: a pair is a complex number, and turning it is one
+    """The rotary embedding of x [num_tokens, num_heads, head_dim]: a pair is a complex number, and rotating it is one
     product."""
     output = torch.empty_like(x)
     half = x.shape[-1] // 2

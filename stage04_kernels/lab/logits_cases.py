@@ -35,20 +35,20 @@ def random_rules(seed: int, num_rows: int, vocab: int) -> tuple[LogitsRules, lis
     ]
 
     def pairs(name: str) -> Pairs:
-        both = [(row, token) for row, wishes in enumerate(plain) for token in wishes[name] or ()]
+        both = [(row, token) for row, rules in enumerate(plain) for token in rules[name] or ()]
         return Pairs(*torch.tensor(both, dtype=torch.int64).reshape(-1, 2).unbind(1))
 
-    prompts, outputs, *settings = zip(*(wishes["penalties"] for wishes in plain))
+    prompts, outputs, *settings = zip(*(rules["penalties"] for rules in plain))
     counts = torch.stack([torch.tensor(output).bincount(minlength=vocab) for output in outputs])
     in_prompt = torch.stack([torch.tensor(prompt).bincount(minlength=vocab) > 0 for prompt in prompts])
     penalties = Penalties(torch.arange(num_rows), in_prompt, counts.float(), *map(torch.tensor, settings))
-    bias = torch.tensor([x for wishes in plain for x in wishes["bias"].values()])
+    bias = torch.tensor([x for rules in plain for x in rules["bias"].values()])
     return LogitsRules(pairs("allowed"), pairs("forbidden"), (pairs("bias"), bias), penalties), plain
 
 
-def apply_rules_reference(logits: list[float], wishes: dict[str, Any]) -> list[float]:
+def apply_rules_reference(logits: list[float], rules: dict[str, Any]) -> list[float]:
     """One row through the slow twins in the order of `apply_rules`."""
-    logits = logits_reference.allowed(logits, wishes["allowed"])
-    logits = logits_reference.forbidden(logits, wishes["forbidden"])
-    logits = logits_reference.bias(logits, wishes["bias"])
-    return logits_reference.penalties(logits, *wishes["penalties"])
+    logits = logits_reference.allowed(logits, rules["allowed"])
+    logits = logits_reference.forbidden(logits, rules["forbidden"])
+    logits = logits_reference.bias(logits, rules["bias"])
+    return logits_reference.penalties(logits, *rules["penalties"])

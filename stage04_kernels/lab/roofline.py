@@ -1,7 +1,7 @@
-"""`python -m stage04_kernels roofline`: what each kernel moves and computes, and the time that a chip needs for it at best.
+"""`python -m stage04_kernels roofline`: what each kernel moves and computes, and the least time a chip needs for it.
 
 The roofline model (Williams et al. 2009): a kernel takes at least its bytes divided by the memory's rate, and at least its operations
-divided by the arithmetic rate; the larger of the two binds. Bytes are those that must come from or go to memory once; what is
+divided by the arithmetic rate; the larger of the two is the bound. Bytes are those that must come from or go to memory once; what is
 read again counts as cached. Operations are multiplications and additions of the matrix products, two for each pair.
 """
 
@@ -62,7 +62,7 @@ class Work:
 def attention_work(
     query_len: int, context: int, batch: int, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int = 2
 ) -> Work:
-    """Paged attention of `batch` requests alike, causal: queries in, outputs out, each key and value once per request."""
+    """Paged attention of `batch` equal requests, causal: queries in, outputs out, each key and value once per request."""
     seen = query_len * context - query_len * (query_len - 1) // 2  # pairs of a query token and a key that it sees
     cache = 2 * context * num_kv_heads * head_dim * itemsize
     rows = 2 * query_len * num_heads * head_dim * itemsize
@@ -97,7 +97,7 @@ def works() -> Iterator[Work]:
 
 
 def table(chip: ChipRates) -> Iterator[str]:
-    """The page, line by line."""
+    """The table, line by line."""
     yield f"{'kernel':24} {'shape':48} {'MB':>8} {'GFLOP':>9} {'FLOP/byte':>9} {'at best':>11}  bound by"
     for work in works():
         operations = (work.matrix_ops + work.vector_ops) / 1e9

@@ -92,12 +92,12 @@ def gumbel(seed: int, position: int, vocab: int) -> list[float]:
 
 
 def token_bitmask(logits: list[float], words: list[int]) -> list[float]:
-    """Twin of `apply_token_bitmask` for one row: bit t % 32 of word t // 32 says whether token t may come."""
+    """Twin of `apply_token_bitmask` for one row: bit t % 32 of word t // 32 says whether token t is allowed."""
     return [x if words[token // 32] % 2**32 // 2 ** (token % 32) % 2 else NEVER for token, x in enumerate(logits)]
 
 
 def verify_draft(logits: list[float], noise: list[float], draft: int) -> tuple[bool, int]:
-    """Twin of a draft position: (accepted?, the token that comes there). `logits` are what the transforms have left.
+    """Twin of a draft position: (accepted?, the token at that position). `logits` have been through the transforms.
 
     The draft is accepted if it arrives before all others, which has probability p(draft). Otherwise the others, with
     the draft removed and the rest renormalised, race among themselves.

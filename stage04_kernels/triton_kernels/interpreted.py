@@ -1,7 +1,7 @@
 """The Triton kernels under Triton's interpreter, which this module switches on.
 
-Triton reads TRITON_INTERPRET when it is imported: its own library consists of kernels too. So importing this module must come
-first. Raises ValueError if triton is there already without it.
+Triton reads TRITON_INTERPRET when it is imported: its own library consists of kernels too. So this module must be imported
+first. Raises ValueError if triton was already imported without it.
 """
 
 from __future__ import annotations

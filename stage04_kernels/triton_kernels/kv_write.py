@@ -1,7 +1,7 @@
 """Keys and values into the paged cache, and the same fused with the rotary embedding (vLLM: reshape_and_cache_flash in
 csrc/cache_kernels.cu; rotary_embedding in csrc/pos_encoding_kernels.cu, which vLLM fuses in its compiled graph).
 
-One program per token. A decision per token needs no answer from the device: a padding row's program writes nothing.
+One program per token. Each decides for itself, so the host waits for no answer: a padding row's program writes nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _write_kv(
 
 @triton.jit
 def _turn(x_ptr, out_ptr, stride_in, stride_out, cos, sin, head, pair, real, HALF: tl.constexpr):
-    """Turn one head's pairs, number i with number i + HALF."""
+    """Rotate one head's pairs, number i with number i + HALF."""
     first = tl.load(x_ptr + head * stride_in + pair, mask=real, other=0.0).to(tl.float32)
     second = tl.load(x_ptr + head * stride_in + HALF + pair, mask=real, other=0.0).to(tl.float32)
     dtype = out_ptr.dtype.element_ty
@@ -114,10 +114,10 @@ def write_kv_triton(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: 
 def rope_and_write_kv_triton(
     query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, cos: Tensor, sin: Tensor
 ) -> Tensor:
-    """`apply_rope` to queries and keys, and `write_kv`, in one pass over the tokens: returns the turned queries.
+    """`apply_rope` to queries and keys, and `write_kv`, in one pass over the tokens: returns the rotated queries.
 
     query [num_tokens, num_heads, head_dim], key and value [num_tokens, num_kv_heads, head_dim]; cos, sin as `rope_cos_sin` gives
-    them. Keys go nowhere but into the cache. The queries of padding rows are zeros.
+    them. Keys go only into the cache. The queries of padding rows are zeros.
     """
     num_tokens, num_heads, head_dim = query.shape
     turned = query.new_zeros(num_tokens, num_heads, head_dim)

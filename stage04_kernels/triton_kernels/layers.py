@@ -1,7 +1,7 @@
 """The Triton twins of stage04_kernels/layers.py: norms with the residual added, and activations (vLLM:
 csrc/layernorm_kernels.cu, fused_add_rms_norm; csrc/activation_kernels.cu).
 
-All of it is bound by memory: a kernel reads each number once and writes each result once, where separate operations would
+All of these are memory-bound: a kernel reads each number once and writes each result once, where separate operations would
 write and read in between. Norms take one program per row, activations a tile of the flat tensor.
 """
 

@@ -76,7 +76,7 @@ def _scores(query, key, key_position, real_key, position, real_row, scale, windo
 
 @triton.jit
 def _softmax_step(scores, value, largest, total, mixed):
-    """One turn of the online softmax: `largest`, `total` and `mixed` after these keys."""
+    """One iteration of the online softmax: `largest`, `total` and `mixed` after these keys."""
     new_largest = tl.maximum(largest, tl.max(scores, 1))
     shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # a row that has seen nothing yet
     rescale = tl.exp2(largest - shift)
@@ -91,7 +91,7 @@ def _store_rows(
     out_ptr, lse_ptr, out_row, real_row, dim, real_dim, largest, total, mixed,
     HEAD_DIM: tl.constexpr, NUM_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """The result of the softmax, and of a split the logarithm of its sum. A split that saw no key leaves zeros, with the
+    """The result of the softmax and, for a split, the logarithm of its sum. A split that saw no key leaves zeros, with the
     weight exp(-inf)."""
     saw_none = total == 0.0
     total = tl.where(saw_none, 1.0, total)
@@ -118,7 +118,7 @@ def _paged_attention(
     splits; query [num_tokens, num_heads, HEAD_DIM]; key and value [num_slots, num_kv_heads, HEAD_DIM]; int32: block_table
     [num_reqs, max_blocks], seq_lens [num_reqs], query_start_loc [num_reqs + 1], each tile's request and first query token
     within it, tile_request and tile_first [num_tiles]. PADDED_DIM is HEAD_DIM as a power of two, GROUP the query heads per
-    key/value head, BLOCK_M the rows of a tile, BLOCK_N the keys of a turn.
+    key/value head, BLOCK_M the rows of a tile, BLOCK_N the keys of an iteration.
     """
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     request, first_token = tl.load(tile_request_ptr + tile), tl.load(tile_first_ptr + tile)
@@ -211,7 +211,7 @@ def paged_attention_triton(
 ) -> Tensor:
     """Attention of a step's query tokens over the paged cache. Arguments as in `AttentionBackend`; also
 
-    num_splits  programs that share one row's keys, a power of two; None = chosen by batch and chip
+    num_splits  programs that share one row's keys, a power of two; None = chosen from batch and chip
     tiles       how the batch is cut
 
     Padding rows of the query come out as zeros.

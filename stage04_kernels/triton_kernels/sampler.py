@@ -3,13 +3,13 @@ FlashInfer's sampling kernels). One program per row.
 
 **No sort.** Top-k needs the k-th largest logit, top-p the largest logit at which the mass reaches p. Both are a search for a threshold, and
 floats can be searched by their bits: with the sign folded in (`_ordered`), a larger float is a larger unsigned number. `_find_threshold`
-settles four bits per pass over the row, from the top: it adds up the weight of the candidates in each of 16 bins and takes the
-bin in which the target falls. Eight passes give the exact number, which the row's size does not change. With weight 1 per token it
+fixes four bits per pass over the row, from the top: it adds up the weight of the candidates in each of 16 bins and takes the
+bin in which the target falls. Eight passes give the exact number, whatever the row's size. With weight 1 per token it
 finds top-k, with the token's probability top-p.
 
 **The draw** is an exponential race, as in sampler.py: token t arrives after noise[t] / p[t], and the first one wins. In logarithms: the
 largest logit[t] - log(noise[t]) wins (the Gumbel-max trick), so nobody needs the softmax. The noise is counter-based (Philox, Salmon et al. 2011):
-a function of the request's seed, its position and the token, of which there is no state to keep and no order to respect.
+a function of the request's seed, its position and the token, with no state to keep and no order to respect.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _load_logits(
     logits_ptr, prompt_ptr, counts_ptr, at, real, inverse_temperature, repetition, frequency, presence,
     HAS_PENALTIES: tl.constexpr,
 ):  # fmt: skip
-    """Logits of a row at these tokens, after penalties and temperature; -inf behind its end."""
+    """Logits of a row at these tokens, after penalties and temperature; -inf past its end."""
     x = tl.load(logits_ptr + at, mask=real, other=float("-inf"))
     if HAS_PENALTIES:
         counts = tl.load(counts_ptr + at, mask=real, other=0.0)
@@ -65,12 +65,12 @@ def _find_threshold(
     """The largest key t with weight(keys >= t) >= target, and weight(keys > t).
 
     A token weighs 1, or with BY_MASS exp(logit - largest). Keys below `floor` weigh nothing, and those equal to it `floor_weight` times
-    as much: of equal logits an earlier search may have kept a part only.
+    as much: of equal logits an earlier search may have kept only some.
     """
     bins = tl.arange(0, 16)
     prefix = tl.full([], 0, tl.uint32)
     above = tl.full([], 0.0, tl.float32)
-    settled = tl.full([], 0, tl.uint32)  # a mask of the bits that are known
+    known = tl.full([], 0, tl.uint32)  # a mask of the bits found so far
     for digit_index in range(8):
         shift = 28 - 4 * digit_index
         weight_in_bin = tl.zeros([16], tl.float32)
@@ -84,14 +84,14 @@ def _find_threshold(
             key = _ordered(x)
             weight = tl.exp(x - largest) if BY_MASS else tl.where(real, 1.0, 0.0)
             weight = tl.where(key < floor, 0.0, tl.where(key == floor, weight * floor_weight, weight))
-            weight = tl.where(real & ((key & settled) == prefix), weight, 0.0)
+            weight = tl.where(real & ((key & known) == prefix), weight, 0.0)
             digit = ((key >> shift) & 15).to(tl.int32)
             weight_in_bin += tl.sum(tl.where(digit[None, :] == bins[:, None], weight[None, :], 0.0), 1)
         from_bin_up = above + tl.sum(weight_in_bin, 0) - tl.cumsum(weight_in_bin, 0) + weight_in_bin
         chosen = tl.max(tl.where(from_bin_up >= target, bins, 0), 0)
         above += tl.sum(tl.where(bins > chosen, weight_in_bin, 0.0), 0)
         prefix = prefix | (chosen.to(tl.uint32) << shift)
-        settled = (settled >> 4) | 0xF0000000
+        known = (known >> 4) | 0xF0000000
     return prefix, above
 
 
@@ -101,7 +101,7 @@ def _after_top_p(
     largest, floor, places, top_p,
     HAS_PENALTIES: tl.constexpr, TILE: tl.constexpr, SEARCH_TILE: tl.constexpr,
 ):  # fmt: skip
-    """The floor and the places at it that top-p leaves, of what earlier transforms have left: its mass counts as one."""
+    """The floor, and the places at it, that top-p leaves of what earlier transforms kept, whose mass counts as 1."""
     mass = tl.full([], 0.0, tl.float32)  # above the floor, in units of the largest logit's weight
     at_floor = tl.full([], 0.0, tl.float32)  # how many logits are equal to it
     for start in range(0, vocab, TILE):

@@ -13,7 +13,7 @@ from functools import cache
 import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Do the kernels of this package run under the interpreter? Triton asks the same variable when it decorates them."""
+"""Do the kernels of this package run under the interpreter? Triton reads the same variable when it decorates them."""
 
 
 def next_power_of_2(n: int) -> int:
@@ -36,7 +36,7 @@ class AttentionTiles:
     name: str
     max_rows: int  # rows of a tile, when there are enough query tokens to fill them
     min_rows: int  # a matrix unit takes at least 16
-    max_keys: int  # keys per turn of the loop, for heads of up to 128
+    max_keys: int  # keys per iteration of the loop, for heads of up to 128
     min_split: int  # a split of fewer keys is not worth its program
     upcast: bool
     num_stages: int

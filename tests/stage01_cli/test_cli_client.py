@@ -144,7 +144,7 @@ def test_a_url_that_is_not_of_the_api(
     assert "answered 404: no such route" in error and ("want" in error) == bool(said)
     assert said.format(server.server_port) in error
     assert main(["chat", "--url", address.removeprefix("http://") + "/v1", "-q", "x"]) == 2
-    assert "neither http:// nor https://" in capsys.readouterr().err
+    assert "must begin with http:// or https://" in capsys.readouterr().err
 
 
 def test_reset_forgets_all_but_the_system_prompt(

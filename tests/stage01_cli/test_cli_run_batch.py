@@ -109,7 +109,7 @@ def test_what_is_wrong_is_one_line(tmp_path: Path) -> None:
     for words, message in (
         (["-i", tmp_path / "none", "-o", tmp_path / "out"], "No such file"),
         (["-i", source, "-o", tmp_path / "none" / "out"], "cannot write"),
-        (["-i", "https://example.org/in", "-o", tmp_path / "out"], "only files of this machine"),
+        (["-i", "https://example.org/in", "-o", tmp_path / "out"], "only local files"),
         (["-i", source, "-o", tmp_path / "out", "--max-inflight", "0"], "max_inflight must be at least 1"),
     ):
         done = run("gpt2-tiny", *words)

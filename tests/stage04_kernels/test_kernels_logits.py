@@ -31,7 +31,7 @@ LOGITS = [2.0, 1.5, 1.5, 1.0, 0.5, 0.0, -0.2, -0.5, -1.0, -1.5, -2.0, -4.0]
 def test_all_rules_equal_their_twins_row_by_row(seed: int, rows: int, vocab: int) -> None:
     logits = random_logits(seed, rows, vocab)
     rules, plain = random_rules(seed, rows, vocab)
-    slow = [apply_rules_reference(row, wishes) for row, wishes in zip(logits.tolist(), plain)]
+    slow = [apply_rules_reference(row, params) for row, params in zip(logits.tolist(), plain)]
     before = logits.clone()
     fast = apply_rules(logits, rules)
     torch.testing.assert_close(fast, torch.tensor(slow), atol=1e-5, rtol=1e-5)
@@ -59,14 +59,14 @@ def test_bad_words_are_stopped_at_their_last_token(words: list[list[int]], outpu
     assert set(forbidden_by_bad_words(words, output)) == logits_reference.bad_words(words, output)
 
 
-def expected(wishes: dict[str, Any]) -> list[float]:
+def expected(params: dict[str, Any]) -> list[float]:
     logits = list(LOGITS)
-    if "penalties" in wishes:
-        logits = logits_reference.penalties(logits, *wishes["penalties"])
-    logits = reference.temperature(logits, wishes.get("temperature", 1.0))
+    if "penalties" in params:
+        logits = logits_reference.penalties(logits, *params["penalties"])
+    logits = reference.temperature(logits, params.get("temperature", 1.0))
     for name in ("min_p", "top_k", "top_p"):
-        if name in wishes:
-            logits = getattr(reference, name)(logits, wishes[name])
+        if name in params:
+            logits = getattr(reference, name)(logits, params[name])
     return reference.softmax(logits)
 
 
@@ -83,28 +83,28 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("wishes", SETTINGS, ids=str)
-def test_draws_follow_the_distribution(wishes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("params", SETTINGS, ids=str)
+def test_draws_follow_the_distribution(params: dict[str, Any]) -> None:
     """Chi-square over the tokens that may come, none of the others, one seed at 50,000 positions."""
     rules = None
-    if "penalties" in wishes:
-        prompt, output, *three = wishes["penalties"]
+    if "penalties" in params:
+        prompt, output, *three = params["penalties"]
         counts = torch.tensor(output).bincount(minlength=VOCAB).float().expand(NUM_DRAWS, -1)
         in_prompt = (torch.tensor(prompt).bincount(minlength=VOCAB) > 0).expand(NUM_DRAWS, -1)
         values = [torch.full((NUM_DRAWS,), value) for value in three]
         rules = LogitsRules(penalties=Penalties(torch.arange(NUM_DRAWS), in_prompt, counts, *values))
     metadata = SamplingMetadata.from_lists(
-        [wishes.get("temperature", 1.0)] * NUM_DRAWS,
-        [wishes.get("top_k", 0)] * NUM_DRAWS,
-        [wishes.get("top_p", 1.0)] * NUM_DRAWS,
-        [wishes.get("min_p", 0.0)] * NUM_DRAWS,
+        [params.get("temperature", 1.0)] * NUM_DRAWS,
+        [params.get("top_k", 0)] * NUM_DRAWS,
+        [params.get("top_p", 1.0)] * NUM_DRAWS,
+        [params.get("min_p", 0.0)] * NUM_DRAWS,
         [5] * NUM_DRAWS,
         list(range(NUM_DRAWS)),
         rules=rules,
     )
     tokens = sample(torch.tensor(LOGITS).expand(NUM_DRAWS, -1), metadata).sampled_token_ids
     seen = tokens.bincount(minlength=VOCAB).tolist()
-    wanted = [p * NUM_DRAWS for p in expected(wishes)]
+    wanted = [p * NUM_DRAWS for p in expected(params)]
     assert not any(n for n, w in zip(seen, wanted) if w == 0.0)
     terms = [(n - w) ** 2 / w for n, w in zip(seen, wanted) if w > 0.0]
     freedom = max(1, len(terms) - 1)
