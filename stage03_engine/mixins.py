@@ -55,24 +55,16 @@ def struct_of(base: type[msgspec.Struct], parts: Sequence[type]) -> Any:
     """`base` with the fields and methods of `parts`, for msgspec, which cannot inherit from two Structs.
 
     A part is a plain class with `__slots__ = ()`, annotated fields and a default for each, and perhaps methods. Its method
-    `check(self)`, if it has one, runs after `base.__post_init__`; it raises what `base` would raise. The `HOOKS` of the
-    parts become one table.
+    `check(self)`, if it has one, raises what `base` would raise; it stands in the table `CHECKS` beside the defaults of the
+    part's fields, and `base.__post_init__` calls it if a field has another value. The `HOOKS` of the parts become one table.
     """
-    fields = []
+    fields, checks = [], []
     for part in parts:
-        own = get_type_hints(part, include_extras=True)
-        fields += [
-            (name, kind, _default(getattr(part, name)))
-            for name, kind in own.items()
-            if get_origin(kind) is not ClassVar
-        ]
-    checks = [part.check for part in parts if hasattr(part, "check")]
-
-    def post_init(self: Any) -> None:
-        for check in (getattr(base, "__post_init__", None), *checks):
-            if check is not None:
-                check(self)
-
+        kinds = get_type_hints(part, include_extras=True)
+        own = {name: kind for name, kind in kinds.items() if get_origin(kind) is not ClassVar}
+        fields += [(name, kind, _default(getattr(part, name))) for name, kind in own.items()]
+        if hasattr(part, "check"):
+            checks.append(({name: getattr(part, name) for name in own}, part.check))
     methods = {
         name: value
         for part in parts
@@ -80,7 +72,7 @@ def struct_of(base: type[msgspec.Struct], parts: Sequence[type]) -> Any:
         if not name.startswith("__") and name != "check" and _is_method(value)
     }
     hooks = {field: seams for part in (base, *parts) for field, seams in getattr(part, "HOOKS", {}).items()}
-    namespace = {**methods, "HOOKS": hooks, "__post_init__": post_init, "__doc__": base.__doc__}
+    namespace = {**methods, "HOOKS": hooks, "CHECKS": checks, "__doc__": base.__doc__}
     config = base.__struct_config__
     return msgspec.defstruct(
         base.__name__, fields, bases=(base,), namespace=namespace, module=base.__module__,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -69,9 +70,14 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     # Set by the front end, not by callers:
     stop_or_eos_ids: list[int] = []  # what min_tokens holds back
     bad_words_token_ids: list[list[int]] = []
+    # Computed from the others:
+    num_answers: int = 1  # sequences to generate for the prompt
+    num_likely_tokens: int | None = None  # how many of the likeliest tokens each step reports; None: no logprobs at all
 
     HOOKS: ClassVar[dict[str, dict[str, str]]] = {}
     """Field of a feature -> seam ("scheduler", "runner", "output") -> the hook ("module:Class") that handles it there."""
+    CHECKS: ClassVar[list[tuple[dict[str, Any], Callable[[SamplingParams], None]]]] = []
+    """Fields of a feature with their defaults, and what checks them in requests that use them (see `struct_of`)."""
 
     if TYPE_CHECKING:  # the fields of features are added below
 
@@ -94,6 +100,12 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
         self._check(self.stream_interval is None or self.stream_interval >= 1, "stream_interval", "at least 1")
         self._check_tokens()
         self._check(1 <= self.n <= MAX_N, "n", f"in [1, {MAX_N}]")
+        msgspec.structs.force_setattr(self, "num_answers", self.n)
+        likely = self.logprobs if self.logprob_token_ids is None else 0
+        msgspec.structs.force_setattr(self, "num_likely_tokens", likely)
+        for defaults, check in self.CHECKS:
+            if any(getattr(self, field) != default for field, default in defaults.items()):
+                check(self)
         if self.num_answers == self.n:
             self._check(self.n == 1 or not self.greedy, "n", "1 when the temperature is 0 (all would be equal)")
         if self.seed is not None:
@@ -138,16 +150,6 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
             shown = str(getattr(self, field))
             shown = shown if len(shown) <= 100 else shown[:100] + "..."
             raise InvalidRequestError(f"{field} must be {allowed}, got {shown}.", field)
-
-    @property
-    def num_answers(self) -> int:
-        """How many sequences are generated for the prompt."""
-        return self.n
-
-    @property
-    def num_likely_tokens(self) -> int | None:
-        """How many of the likeliest tokens each step reports; None: no logprobs at all."""
-        return 0 if self.logprob_token_ids is not None else self.logprobs
 
     @property
     def num_logprobs(self) -> int | None:

@@ -17,6 +17,7 @@ from stage03_engine.messages import EngineCoreRequest
 from stage03_engine.sampling_params import SamplingParams
 from stagetrace import trace
 
+TEXT_TASKS = {"generate", "transcription"}
 MAX_SALT_LENGTH = 1024  # characters
 
 
@@ -27,6 +28,7 @@ class InputProcessor:
         self.vllm_config, self.tokenizer = config, tokenizer
         self._max_model_len = config.max_model_len
         self._vocab_size = config.shape.vocab_size
+        self._makes_text = not TEXT_TASKS.isdisjoint(config.supported_tasks)
         self._has_priorities = config.scheduler_config.scheduling_policy == "priority"
         self._stream_interval = config.scheduler_config.stream_interval
         if trace.on:
@@ -50,7 +52,7 @@ class InputProcessor:
         Raises InvalidRequestError for an empty or too long prompt, ids out of the vocabulary, impossible `max_tokens`, a
         priority without that policy, an empty or very long salt.
         """
-        if self.vllm_config.is_pooling:
+        if not self._makes_text:
             raise InvalidRequestError("This engine makes vectors, not text: see --runner and --convert.", "model")
         self.check_scheduling(priority, cache_salt)
         token_ids = self._truncate(self.tokenize(prompt, add_special_tokens), params)

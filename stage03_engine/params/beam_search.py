@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 
 class Candidates:
     """Part of SamplingParams; set by the front end, not by callers."""
@@ -11,7 +13,6 @@ class Candidates:
     __slots__ = ()
     num_candidates: int = 0  # how many likely tokens a step reports, beyond the limit of `logprobs`
 
-    @property
-    def num_likely_tokens(self: Any) -> int | None:
-        """How many of the likeliest tokens each step reports; None: no logprobs at all."""
-        return 0 if self.logprob_token_ids is not None else self.num_candidates or self.logprobs
+    def check(self: Any) -> None:
+        """Refuses nothing."""
+        msgspec.structs.force_setattr(self, "num_likely_tokens", self.num_candidates)

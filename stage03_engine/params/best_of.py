@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 
 class BestOf:
     """Part of SamplingParams."""
@@ -13,8 +15,6 @@ class BestOf:
 
     def check(self: Any) -> None:
         """Raises InvalidRequestError."""
-        if self.best_of is None:
-            return
         from stage03_engine.sampling_params import MAX_N  # that module loads this one
 
         self._check(self.n <= self.best_of <= MAX_N, "best_of", f"in [n, {MAX_N}] = [{self.n}, {MAX_N}]")
@@ -24,8 +24,4 @@ class BestOf:
             "equal to n in a stream: which answers are the best is known at the end",
         )
         self._check(self.best_of == 1 or not self.greedy, "best_of", "1 when the temperature is 0 (all would be equal)")
-
-    @property
-    def num_answers(self: Any) -> int:
-        """How many sequences are generated for the prompt."""
-        return self.n if self.best_of is None else self.best_of
+        msgspec.structs.force_setattr(self, "num_answers", self.best_of)

@@ -19,8 +19,6 @@ class PromptLogprobs:
 
     def check(self: Any) -> None:
         """Raises InvalidRequestError."""
-        if self.prompt_logprobs is None:
-            return
         from stage03_engine.sampling_params import MAX_LOGPROBS  # that module loads this one
 
         self._check(0 <= self.prompt_logprobs <= MAX_LOGPROBS, "prompt_logprobs", f"in [0, {MAX_LOGPROBS}]")
