@@ -99,6 +99,7 @@ HTTP_FEATURES = (  # each is called with (app, services); of two routes for one 
     Feature("stage02_server.features.pooling.routes:install", tasks=("embed", "classify"), needs=COLLECT),
     Feature("stage02_server.features.audio.routes:install", tasks=("transcription",), needs=COLLECT),
     Feature("stage02_server.features.admin.routes:install"),
+    Feature("stage02_server.features.admin.state_metric:install"),
     Feature("stage02_server.features.page.routes:install"),
     Feature("stage02_server.features.page.docs:install"),
     Feature(
@@ -357,9 +358,7 @@ def init_app_state(engine: AsyncLLM, app: FastAPI, args: FrontendArgs, registry:
     config, names = engine.vllm_config, served_model_names(engine.vllm_config, args)
     models, template = OpenAIServingModels(config, names), ChatTemplate(args, engine.tokenizer)
     gate = app.state.gate
-    lifecycle = Lifecycle(engine, gate)
-    lifecycle.register(registry)
-    services = Services(engine, args, registry, models, template, gate, lifecycle)
+    services = Services(engine, args, registry, models, template, gate, Lifecycle(engine, gate))
     app.state.services = services
     app.state.openai_serving_completion = OpenAIServingCompletion(engine, models, args)
     app.state.openai_serving_chat = OpenAIServingChat(engine, models, template, args)

@@ -9,9 +9,6 @@ would tell it nothing. vLLM listens when its engine is ready, and answers /healt
 from __future__ import annotations
 
 import enum
-from functools import partial
-
-from prometheus_client import CollectorRegistry, Gauge
 
 from stage02_server.errors import APIError, unavailable
 from stage02_server.middleware import RequestGate
@@ -67,15 +64,6 @@ class Lifecycle:
         """Record that a state began."""
         if trace.on:
             trace.emit("server.state", state=self.state.value)
-
-    def register(self, registry: CollectorRegistry) -> None:
-        """Add the metric `stages:server_state`: 1 for the state that the server is in, 0 for the others."""
-        gauge = Gauge("stages:server_state", "1 for the state of the server.", ["state"], registry=registry)
-        for state in ServerState:
-            gauge.labels(state=state.value).set_function(partial(self._is, state))
-
-    def _is(self, state: ServerState) -> float:
-        return float(self.state == state)
 
     def refusal(self, path: str) -> APIError | None:
         """Why a request to `path` is refused in this state, or None. In `failed` each route answers for itself,

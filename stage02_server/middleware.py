@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from starlette.datastructures import Headers
@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stage02_server.cli_args import FrontendArgs
 from stage02_server.errors import error_json, error_response, unavailable
+from stage03_engine.mixins import mixins
 from stagetrace import trace
 
 PREFIX = {
@@ -26,8 +27,7 @@ PREFIX = {
 }  # fmt: skip
 ACCEPTED_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 CONNECTION = "stages.connection"  # in a scope's extensions: `abort` ends the connection without waiting for its client
-_VERSION_00 = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}")
-_LATER = re.compile(_VERSION_00.pattern + r"(-.*)?")  # a later version may add fields behind these
+TRACEPARENT = "stage02_server.features.traceparent:parse_traceparent"
 
 
 def route_path(scope: Scope) -> str:
@@ -169,26 +169,12 @@ class RequestMiddleware:
             gate.leave(task)
 
 
-def parse_traceparent(values: Sequence[str]) -> tuple[str | None, str | None]:
-    """(trace id, parent id) of the request's `traceparent` headers; (None, None) unless there is exactly one valid one.
-
-    As the standard demands: lower-case hex, neither id all zero, no version ff, and nothing behind the flags in version 00.
-    """
-    if len(values) != 1:
-        return None, None
-    match = _VERSION_00.fullmatch(values[0]) or _LATER.fullmatch(values[0])
-    if match is None:
-        return None, None
-    version, trace_id, parent_id = match.group(1, 2, 3)
-    longer = len(values[0]) > 55
-    if version == "ff" or (version == "00" and longer) or not trace_id.strip("0") or not parent_id.strip("0"):
-        return None, None
-    return trace_id, parent_id
-
-
 def _trace_arrival(scope: Scope, req: str | None) -> str | None:
     """Only called while the trace is on. Returns what the response names as its cause."""
-    trace_id, parent_id = parse_traceparent(Headers(scope=scope).getlist("traceparent"))
+    trace_id, parent_id = None, None
+    if values := Headers(scope=scope).getlist("traceparent"):
+        for parse in mixins(TRACEPARENT):  # none if the feature was taken out
+            trace_id, parent_id = parse(values)
     method, path = scope["method"], scope["path"]
     if trace.on:
         return trace.emit("http.request", req=req, method=method, path=path, trace_id=trace_id, parent_id=parent_id)

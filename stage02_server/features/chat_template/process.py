@@ -23,7 +23,7 @@ from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from stage02_server.features.hardening.framing import read_message, write_message
+from stage02_server.features.chat_template.framing import read_message, write_message
 
 SECONDS = 1.0  # of computing, for one rendering
 MEMORY_BYTES = 512 * 1024**2  # of the whole process

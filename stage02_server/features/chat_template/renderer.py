@@ -10,7 +10,7 @@ import threading
 import weakref
 from typing import Any
 
-from stage02_server.features.hardening.framing import read_message, write_message
+from stage02_server.features.chat_template.framing import read_message, write_message
 from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.helper_process import signals_are_ours
 from stagetrace import trace

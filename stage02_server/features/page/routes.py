@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import AsyncGenerator, Callable
 from functools import cache
 from importlib.resources import files
+from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, FastAPI, Request, Response
 
@@ -18,7 +19,9 @@ from stage02_server.api_server import Services
 from stage02_server.errors import APIError
 from stage02_server.middleware import CONNECTION, RequestGate
 from stage02_server.streaming import EventStreamResponse
-from stage03_engine.frontend.features.engine_watch import EngineWatch, WatchError, WatchQueue
+
+if TYPE_CHECKING:
+    from stage03_engine.frontend.features.engine_watch import EngineWatch, WatchQueue
 
 router = APIRouter()
 SCRIPTS = ("stream.js", "playground.js", "state.js", "live.js")
@@ -59,6 +62,8 @@ async def show_page(raw_request: Request) -> Response:
 async def stream_engine_events(raw_request: Request) -> Response:
     """What the scheduler decides, as server-sent events, one trace event each, its present state first. No prompts, no
     tokens. The engine tells nothing while nobody listens."""
+    from stage03_engine.frontend.features.engine_watch import EngineWatch, WatchError
+
     services: Services = raw_request.app.state.services
     services.engine.check_health()
     watch = EngineWatch.of(services.engine)
