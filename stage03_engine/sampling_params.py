@@ -163,7 +163,9 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
 
     def hooks(self, seam: str) -> dict[str, str]:
         """Field -> hook, of the fields of features that this request uses and that need one at `seam`."""
-        used = {field: seams for field, seams in self.HOOKS.items() if getattr(self, field) is not None}
+        used = {
+            field: seams for field, seams in self.HOOKS.items() if getattr(self, field) != getattr(_DEFAULTS, field)
+        }
         return {field: seams[seam] for field, seams in used.items() if seam in seams}
 
 
@@ -175,8 +177,11 @@ if not TYPE_CHECKING:
             _PARAMS + "best_of:BestOf",
             _PARAMS + "beam_search:Candidates",
             _PARAMS + "logits_processors:ExtraArgs",
+            _PARAMS + "logits_rules:LogitsRules",
             _PARAMS + "prompt_logprobs:PromptLogprobs",
             _PARAMS + "repetition_detection:RepetitionDetection",
             _PARAMS + "structured_outputs:StructuredOutputs",
         ),
     )
+
+_DEFAULTS = SamplingParams()

@@ -12,6 +12,7 @@ from typing import Any
 
 from stage03_engine.config import CacheConfig, SchedulerConfig, VllmConfig
 from stage03_engine.core.block_pool import BlockPool
+from stage03_engine.core.features.prefix_cache_reset import reset
 from stage03_engine.core.features.prompt_logprobs.scheduler_hook import PromptLogprobsSchedulerHook
 from stage03_engine.core.features.spec_decode.draft_scheduler import DraftHook
 from stage03_engine.core.features.structured_output.manager import StructuredOutputManager
@@ -159,7 +160,7 @@ def random_life(engine: ToyEngine, num_requests: int) -> None:
         if rng.random() < 0.15:
             engine.scheduler.finish_requests([f"r{rng.randint(0, i)}"])
         if rng.random() < 0.1:
-            engine.scheduler.reset_prefix_cache()
+            reset(engine.scheduler)
     engine.run()
 
 

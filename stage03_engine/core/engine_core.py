@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 
-from stage03_engine.args.import_class import construct
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.block_pool import BlockPool
 from stage03_engine.core.hooks import hooks_of, install
@@ -18,12 +17,13 @@ from stage03_engine.core.sched_output import SchedulerOutput
 from stage03_engine.core.scheduler import Scheduler
 from stage03_engine.core.worker import UniProcExecutor
 from stage03_engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
-from stage03_engine.mixins import is_there, load
+from stage03_engine.mixins import is_there, load, load_feature
 from stagetrace import trace
 
 _FEATURES = "stage03_engine.core.features."
+OWN_CLASSES = _FEATURES + "own_classes:make_scheduler"
 CALLS = {
-    "reset_prefix_cache": "stage03_engine.core.engine_core:reset_prefix_cache",
+    "reset_prefix_cache": _FEATURES + "prefix_cache_reset:reset_prefix_cache",
     "start_profile": _FEATURES + "profiler.profiler:start_profile",
     "stop_profile": _FEATURES + "profiler.profiler:stop_profile",
     "watch_scheduler": _FEATURES + "scheduler_watch:watch_scheduler",
@@ -50,15 +50,11 @@ class EngineCore:
         cache, scheduling, max_len = self.config.cache_config, self.config.scheduler_config, self.config.max_model_len
         seed = cache.prefix_caching_hash_seed
         hash_seed = os.urandom(32) if seed is None else seed.encode()
-        if cache.block_pool_cls is None:
-            pool = BlockPool(self.num_gpu_blocks)
+        if cache.block_pool_cls is None and scheduling.scheduler_cls is None:
+            scheduler = Scheduler(scheduling, cache, BlockPool(self.num_gpu_blocks), max_len, hash_seed)
         else:
-            pool = construct(cache.block_pool_cls, "--block-pool-cls", self.num_gpu_blocks)
-        arguments = (scheduling, cache, pool, max_len, hash_seed)
-        if scheduling.scheduler_cls is None:
-            scheduler = Scheduler(*arguments)
-        else:
-            scheduler = construct(scheduling.scheduler_cls, "--scheduler-cls", *arguments)
+            make_scheduler = load_feature(OWN_CLASSES, "a scheduler or a block pool of your own")
+            scheduler = make_scheduler(self.config, self.num_gpu_blocks, hash_seed)
         install(self.config.hooks("scheduler"), scheduler, self.config)
         if trace.on:
             trace.emit(
@@ -74,7 +70,7 @@ class EngineCore:
         params = message.sampling_params
         hooks_of(
             params, "runner"
-        )  # the runner installs them when the request reaches it; here is the place to refuse it
+        )  # refuses it here if one is missing; the runner installs them when it gets the request
         install(hooks_of(params, "scheduler"), self.scheduler, self.config)
         request = Request(message, self._seeds.getrandbits(63) if params.seed is None else params.seed)
         request.queued_at = time.monotonic()
@@ -134,8 +130,3 @@ class EngineCore:
         for hook in self.scheduler.hooks:
             hook.shutdown()
         self.executor.shutdown()
-
-
-def reset_prefix_cache(core: EngineCore) -> bool:
-    """Forget all cached prefixes; False, and nothing is done, while a request holds blocks."""
-    return core.scheduler.reset_prefix_cache()

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from stage03_engine.config import VllmConfig
+    from stage03_engine.core.input_batch import StepInputs
     from stage03_engine.core.model_runner import ModelRunner
     from stage03_engine.core.request import Request
     from stage03_engine.core.sched_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
     from stage03_engine.core.scheduler import Scheduler
-    from stage03_engine.core.step_inputs import StepInputs
     from stage03_engine.messages import EngineCoreOutput
     from stage03_engine.sampling_params import SamplingParams
     from stage04_kernels.sampler import SamplerOutput, SamplingMetadata
@@ -35,13 +35,14 @@ class SchedulerHook:
     """What a feature may add to the scheduler. Methods are called in the order of a request's life, hooks in that of their
     installation. No hook but `poll` may look at a clock or wait: decisions must be repeatable."""
 
+    observes = False  # True: it changes nothing, and is called after those that do
     num_cpu_blocks = 0  # KV-cache blocks in CPU memory that the hook looks after
 
     def __init__(self, scheduler: Scheduler, config: VllmConfig) -> None:
         self.scheduler, self.config = scheduler, config
 
     def added(self, request: Request) -> None:
-        """A request was queued."""
+        """A request is about to be queued. Raises InvalidRequestError to refuse it: what may do so is installed first."""
 
     def traced_params(self, request: Request) -> dict[str, Any]:
         """What a replay needs to know of the request besides `Request.traced_params`."""
@@ -98,6 +99,7 @@ class RunnerHook:
     """What a feature may add to the model runner, in the order of start-up and of a step."""
 
     rows_per_request = 1  # most rows of logits that one request may take in a step
+    observes = False  # True: it changes nothing, and is called after those that do
 
     def __init__(self, runner: ModelRunner, config: VllmConfig) -> None:
         self.runner, self.config = runner, config
@@ -152,6 +154,7 @@ def install(names: Iterable[str], owner: Scheduler | ModelRunner, config: VllmCo
         kind = load(name)
         if not any(isinstance(hook, kind) for hook in owner.hooks):
             owner.hooks.append(kind(owner, config))
+            owner.hooks.sort(key=lambda hook: hook.observes)
 
 
 def hooks_of(params: SamplingParams, seam: str) -> list[str]:

@@ -1,4 +1,5 @@
-"""The persistent batch: what the model runner remembers of each request between steps (vllm/v1/worker/gpu_input_batch.py).
+"""The persistent batch: what the model runner remembers of each request between steps (vllm/v1/worker/gpu_input_batch.py), and
+the tensors of one step, gathered from it (GPUModelRunner._prepare_inputs).
 
 A step changes little: a token per request, now and then a block. So the runner keeps one row per request in arrays that
 are allocated once, applies the scheduler's deltas, and never rebuilds the batch.
@@ -9,11 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from stage03_engine.core.kv_cache_manager import cdiv
-from stage03_engine.core.logits_rules import RequestRules
-from stage03_engine.core.sched_output import NewRequestData
+from stage03_engine.core.sched_output import NewRequestData, SchedulerOutput
 from stage03_engine.sampling_params import SamplingParams
+from stage04_kernels.attention import AttentionMetadata
 
 
 @dataclass
@@ -23,7 +26,6 @@ class CachedRequestState:
     sampling_params: SamplingParams
     seed: int
     num_prompt_tokens: int
-    rules: RequestRules | None = None  # None: its sampling parameters change no logits
     temperature: float = 0.0  # 0 if it is low enough to count as greedy
     num_likely_tokens: int | None = None  # how many of the likeliest tokens each step reports; None: no logprobs at all
 
@@ -41,7 +43,6 @@ class InputBatch:
     max_num_seqs: int
     max_model_len: int
     block_size: int
-    vocab_size: int
     row_of: dict[str, int] = field(default_factory=dict)
     requests: list[CachedRequestState] = field(default_factory=list)
     request_ids: list[str] = field(default_factory=list)
@@ -59,10 +60,10 @@ class InputBatch:
         row = len(self.requests)
         self.row_of[new.request_id] = row
         self.request_ids.append(new.request_id)
-        params, rules = new.sampling_params, RequestRules.of(new.sampling_params, self.vocab_size)
+        params = new.sampling_params
         temperature = 0.0 if params.greedy else params.temperature
         self.requests.append(
-            CachedRequestState(params, new.seed, new.num_prompt_tokens, rules, temperature, params.num_likely_tokens)
+            CachedRequestState(params, new.seed, new.num_prompt_tokens, temperature, params.num_likely_tokens)
         )
         self.token_ids[row, : len(new.token_ids)] = new.token_ids
         self.num_tokens[row] = len(new.token_ids)
@@ -102,3 +103,77 @@ class InputBatch:
             self.requests[row], self.request_ids[row], self.row_of[moved] = self.requests[last], moved, row
         self.requests.pop()
         self.request_ids.pop()
+
+
+@dataclass
+class StepInputs:
+    """The tensors of one step. `sampled` and `ahead` have one entry per row of logits: the row of the persistent batch that it
+    belongs to, and how many tokens further on than the next one it looks (0, but for drafts)."""
+
+    input_ids: Tensor  # [num_tokens] int64
+    positions: Tensor  # [num_tokens] int64
+    metadata: AttentionMetadata
+    logits_indices: (
+        Tensor  # [num_logits] int64: whose hidden states become logits; the last token of each sampled request
+    )
+    sampled: list[int]
+    ahead: list[int]
+
+
+def prepare_inputs(batch: InputBatch, scheduler_output: SchedulerOutput, device: torch.device) -> StepInputs:
+    """Gather the scheduled tokens of all requests into one flat row, and count them as computed.
+
+    Invariant: token i of the row belongs to batch row `owner[i]`, has position `positions[i]` in its request, and its
+    key and value go to slot block_table[owner, position // block_size] * block_size + position % block_size.
+    """
+    scheduled = scheduler_output.num_scheduled_tokens
+    rows = np.array([batch.row_of[request_id] for request_id in scheduled])
+    counts = np.array(list(scheduled.values()))
+    starts = np.concatenate(([0], np.cumsum(counts)))  # [num_reqs + 1]
+    owner = np.repeat(rows, counts)  # [num_tokens]
+    first = batch.num_computed[rows]
+    positions = np.arange(starts[-1]) - np.repeat(starts[:-1] - first, counts)  # [num_tokens]
+    blocks = batch.block_table[owner, positions // batch.block_size].astype(np.int64)
+    slots = blocks * batch.block_size + positions % batch.block_size
+    seq_lens = first + counts
+    batch.num_computed[rows] = seq_lens
+    caught_up = np.flatnonzero(seq_lens >= batch.num_tokens[rows])  # greater with drafts behind
+    return StepInputs(
+        to_device(batch.token_ids[owner, positions], device),
+        to_device(positions, device),
+        _metadata(starts, seq_lens, batch.block_table[rows], slots, device),
+        to_device(starts[1:][caught_up] - 1, device),
+        rows[caught_up].tolist(),
+        [0] * len(caught_up),
+    )
+
+
+def dummy_inputs(batch: InputBatch, lengths: list[int], device: torch.device) -> StepInputs:
+    """Prompts of these lengths whose every token goes to block 1: the result is meaningless, the memory is not."""
+    starts = np.concatenate(([0], np.cumsum(lengths)))
+    positions = np.concatenate([np.arange(length) for length in lengths])
+    table = np.ones((len(lengths), batch.block_table.shape[1]), dtype=np.int32)
+    slots = batch.block_size + positions % batch.block_size
+    metadata = _metadata(starts, np.array(lengths), table, slots, device)
+    tokens, last = to_device(np.zeros_like(positions), device), to_device(starts[1:] - 1, device)
+    return StepInputs(tokens, to_device(positions, device), metadata, last, [], [])
+
+
+def _metadata(
+    starts: np.ndarray, seq_lens: np.ndarray, block_table: np.ndarray, slots: np.ndarray, device: torch.device
+) -> AttentionMetadata:
+    return AttentionMetadata(
+        query_start_loc=to_device(starts.astype(np.int32), device),
+        seq_lens=to_device(seq_lens.astype(np.int32), device),
+        block_table=to_device(block_table, device),
+        slot_mapping=to_device(slots, device),
+        query_start_loc_cpu=starts.tolist(),
+        seq_lens_cpu=seq_lens.tolist(),
+        max_query_len=int(np.diff(starts).max()),
+        max_seq_len=int(seq_lens.max()),
+    )
+
+
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """The array as a tensor there; the copy to a GPU may still be under way."""
+    return torch.from_numpy(array).to(device, non_blocking=True)

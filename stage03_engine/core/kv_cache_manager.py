@@ -146,10 +146,3 @@ class KVCacheManager:
     def block_table(self, request_id: str) -> list[int]:
         """The blocks of a request, in the order of its tokens."""
         return self.tables[request_id]
-
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False, and nothing is done, while a request holds blocks."""
-        done = self.block_pool.reset()
-        if trace.on:
-            trace.emit("kv.reset", done=done)
-        return done

@@ -10,11 +10,9 @@ from torch import Tensor, nn
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.hooks import RunnerHook, hooks_of, install
-from stage03_engine.core.input_batch import InputBatch
-from stage03_engine.core.logits_rules import make_rules
+from stage03_engine.core.input_batch import InputBatch, StepInputs, dummy_inputs, prepare_inputs
 from stage03_engine.core.models.loader import get_model
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
-from stage03_engine.core.step_inputs import StepInputs, dummy_inputs, prepare_inputs
 from stage03_engine.messages import TokenLogprobs
 from stage04_kernels.sampler import SamplerOutput, SamplingMetadata, sample
 from stagetrace import trace
@@ -41,9 +39,7 @@ class ModelRunner:
         self.device = device
         self.dtype: torch.dtype = getattr(torch, config.model_config.dtype)
         self.block_size = config.cache_config.block_size
-        self.batch = InputBatch(
-            config.scheduler_config.max_num_seqs, config.max_model_len, self.block_size, config.shape.vocab_size
-        )
+        self.batch = InputBatch(config.scheduler_config.max_num_seqs, config.max_model_len, self.block_size)
         self.kv_caches: list[Tensor] = []
         self.hooks: list[RunnerHook] = []
         install(config.hooks("runner"), self, config)
@@ -175,9 +171,6 @@ class ModelRunner:
         batch, rows = self.batch, inputs.sampled
         requests = [batch.requests[row] for row in rows]
         params = [request.sampling_params for request in requests]
-        rules = None
-        if any(request.rules is not None for request in requests):
-            rules = make_rules([(batch.requests[row].rules, *batch.tokens_of(row)) for row in rows], self.device)
         return SamplingMetadata.from_lists(
             [request.temperature for request in requests],
             [p.top_k for p in params],
@@ -193,7 +186,6 @@ class ModelRunner:
             ),
             named={i: p.logprob_token_ids for i, p in enumerate(params) if p.logprob_token_ids is not None},
             device=self.device,
-            rules=rules,
         )
 
     def _collect(

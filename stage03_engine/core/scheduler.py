@@ -13,10 +13,9 @@ import msgspec
 from stage03_engine.config import CacheConfig, SchedulerConfig
 from stage03_engine.core.block_pool import BlockPool
 from stage03_engine.core.hooks import SchedulerHook
-from stage03_engine.core.kv_cache_manager import KVCacheManager, cdiv
+from stage03_engine.core.kv_cache_manager import KVCacheManager
 from stage03_engine.core.request import Request, RequestQueue, RequestStatus
 from stage03_engine.core.sched_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
-from stage03_engine.errors import InvalidRequestError
 from stage03_engine.messages import EngineCoreOutput, FinishReason, SchedulerStats
 from stagetrace import trace
 
@@ -58,15 +57,14 @@ class Scheduler:
     # Arrivals and departures
 
     def add_request(self, request: Request) -> None:
-        """Queue a request. Raises ValueError if its id is in use, InvalidRequestError if it could never run."""
+        """Queue a request. Raises ValueError if its id is in use, InvalidRequestError if a hook refuses it."""
         if request.request_id in self.requests:
             raise ValueError(f"request id {request.request_id} is already scheduled")
-        self._check_fits(request)
+        for hook in self.hooks:
+            hook.added(request)
         request.arrival = next(self._arrivals)
         self.requests[request.request_id] = request
         self.waiting.add(request)
-        for hook in self.hooks:
-            hook.added(request)
         if trace.on:
             params = request.traced_params
             for hook in self.hooks:
@@ -76,19 +74,6 @@ class Scheduler:
                 num_prompt_tokens=request.num_prompt_tokens, params=params,
                 block_hashes=self.kv_cache_manager.new_block_hashes(request),
             )  # fmt: skip
-
-    def _check_fits(self, request: Request) -> None:
-        """Refuse what would wait for ever: it may grow beyond the whole cache. (At start-up the default pool is made large
-        enough for one request of full length; a block pool of the user's own may be smaller.) Raises InvalidRequestError."""
-        max_tokens = request.sampling_params.max_tokens or self.max_model_len
-        num_tokens = min(request.num_prompt_tokens + max_tokens, self.max_model_len)
-        needed, usable = cdiv(num_tokens, self.kv_cache_manager.block_size), self.kv_cache_manager.block_pool.num_usable
-        if needed > usable:
-            raise InvalidRequestError(
-                f"The request may grow to {num_tokens} tokens, which take {needed} KV-cache blocks, but there are only "
-                f"{usable}.",
-                "max_tokens",
-            )
 
     def finish_requests(self, request_ids: list[str], reason: FinishReason = FinishReason.ABORT) -> None:
         """End requests from outside (abort, stop string); ids that are unknown or already finished are ignored."""
@@ -315,10 +300,6 @@ class Scheduler:
         return outputs
 
     # Looking in from outside
-
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False, and nothing is done, while a request holds blocks."""
-        return self.kv_cache_manager.reset_prefix_cache()
 
     def make_stats(self) -> SchedulerStats:
         """The state after a step, for the metrics: a copy, because the output thread may encode it during the next step."""

@@ -108,7 +108,7 @@ class Replay:
             self._call(lambda: self.scheduler.finish_requests([event.req or ""], reason))
             self._ended(event.req or "")
         elif event.name == "kv.reset":
-            done = self._call(self.scheduler.reset_prefix_cache)
+            done = self._call(self.pool.reset)
             if done != event.args["done"] and not self.done:
                 self._differ(None, [f"reset of the prefix cache: {event.args['done']}"], [str(done)], self._snapshot())
 

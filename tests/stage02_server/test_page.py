@@ -17,7 +17,8 @@ from server_under_test import ServerProcess
 from toy_engine import ToyEngine
 
 from stage02_server.features.page.routes import build_page
-from stage03_engine.core.features.scheduler_watch import SchedulerWatch
+from stage03_engine.core.features.prefix_cache_reset import reset
+from stage03_engine.core.features.scheduler_watch import SchedulerWatch, cached_blocks
 from stagetrace import trace
 
 pytest_plugins = ["browser"]  # the fixture of tests/browser.py
@@ -234,7 +235,7 @@ def facts(engine: ToyEngine) -> dict[str, Any]:
         "running": sorted([r.request_id, r.num_tokens, r.num_computed_tokens] for r in scheduler.running),
         "waiting": sorted([r.request_id, r.num_tokens, r.num_computed_tokens] for r in scheduler.waiting),
         "holders": [[block, sorted(who)] for block, who in sorted(holders.items())],
-        "cached": sorted(pool.cached_blocks),
+        "cached": sorted(cached_blocks(pool)),
         "free": pool.num_free,
     }
 
@@ -259,7 +260,7 @@ def test_its_state_is_the_schedulers(browser: Any, seed: int) -> None:
             if chance.random() < 0.1:
                 engine.scheduler.finish_requests([f"r{chance.randint(0, turn)}"])
             if chance.random() < 0.1:
-                engine.scheduler.reset_prefix_cache()
+                reset(engine.scheduler)
             if turn >= joins:
                 batches.append([line.decode() for line in watch.take()])
                 truth.append(facts(engine))

@@ -7,6 +7,8 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from stage03_engine.core.block_pool import NULL_BLOCK, BlockPool
+from stage03_engine.core.features.debug.scheduler_checks import check_pool
+from stage03_engine.core.features.scheduler_watch import cached_blocks
 
 NUM_BLOCKS = 9
 
@@ -76,9 +78,9 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
-        self.pool.check_invariants()
+        check_pool(self.pool)
         assert self.pool.num_free == len(self.free)
-        assert self.pool.num_cached == sum(block in self.hash_of for block in self.free)
+        assert sorted(cached_blocks(self.pool)) == sorted(self.hash_of)
         assert self.pool.usage == pytest.approx(len(self.references) / (NUM_BLOCKS - 1))
 
 

@@ -12,6 +12,8 @@ from hypothesis import given, settings, strategies as st
 from toy_runner import MAX_LEN, ToyRunner, make_request, make_scheduler, right_answer
 
 from stage03_engine.core.features.debug.scheduler_checks import check_invariants
+from stage03_engine.core.features.prefix_cache_reset import reset
+from stage03_engine.core.features.scheduler_watch import cached_blocks
 from stage03_engine.core.sched_output import ModelRunnerOutput
 from stage03_engine.core.scheduler import Scheduler
 from stage03_engine.messages import FinishReason
@@ -267,16 +269,16 @@ def test_the_cache_is_reset_only_while_nothing_runs() -> None:
     runner = ToyRunner(scheduler)
     scheduler.add_request(make_request("a", [5] * 9, SamplingParams(max_tokens=2, ignore_eos=True)))
     step(scheduler, runner)
-    assert not scheduler.reset_prefix_cache()
+    assert not reset(scheduler)
     step(scheduler, runner)
-    assert scheduler.kv_cache_manager.block_pool.num_cached == 2
-    assert scheduler.reset_prefix_cache()
-    assert scheduler.kv_cache_manager.block_pool.num_cached == 0
+    assert len(cached_blocks(scheduler.kv_cache_manager.block_pool)) == 2
+    assert reset(scheduler)
+    assert len(cached_blocks(scheduler.kv_cache_manager.block_pool)) == 0
     scheduler.add_request(make_request("a", [5] * 9, SamplingParams(max_tokens=1)))
     decision = scheduler.schedule()
     assert decision.scheduled_new_reqs[0].num_computed_tokens == 0
     scheduler.update_from_output(decision, runner.execute(decision))
-    assert scheduler.kv_cache_manager.block_pool.num_cached == 2, (
+    assert len(cached_blocks(scheduler.kv_cache_manager.block_pool)) == 2, (
         "a second request of the same name is cached as the first"
     )
 

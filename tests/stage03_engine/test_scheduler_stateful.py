@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from toy_runner import MAX_LEN, ToyRunner, make_request, make_scheduler, right_answer
 
 from stage03_engine.core.features.debug.scheduler_checks import check_invariants
+from stage03_engine.core.features.prefix_cache_reset import reset
 from stage03_engine.messages import FinishReason
 from stage03_engine.sampling_params import SamplingParams
 
@@ -78,7 +79,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def reset(self) -> None:
-        assert self.scheduler.reset_prefix_cache() == (not self.scheduler.running)
+        assert reset(self.scheduler) == (not self.scheduler.running)
 
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):

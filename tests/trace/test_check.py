@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from toy_engine import STEM, ToyEngine, random_life, record
 
+from stage03_engine.core.features.prefix_cache_reset import reset
 from stagetrace import read_run
 from stagetrace.__main__ import main
 from stagetrace.check.invariants import Report, check
@@ -30,7 +31,7 @@ def life() -> None:
         engine.step()
     engine.scheduler.finish_requests(["r1"])
     engine.run()
-    engine.scheduler.reset_prefix_cache()
+    reset(engine.scheduler)
 
 
 def changed(directory: Path, change: Callable[[list[Line]], None]) -> Report:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any
 
+from stage03_engine.core.block_pool import BlockPool
 from stage03_engine.core.request import Request, RequestStatus
 from stage03_engine.messages import EngineCoreOutputs
 from stagetrace import Event, trace
@@ -94,7 +95,7 @@ class SchedulerWatch:
             trace.emit(
                 "sched.state", step=scheduler.step, requests=[self._describe(request) for request in requests],
                 running=len(scheduler.running), waiting=len(scheduler.waiting), free_blocks=pool.num_free,
-                cached=getattr(pool, "cached_blocks", []), settings=settings,  # a pool of the user's may not know
+                cached=cached_blocks(pool), settings=settings,
             )  # fmt: skip
 
     def _describe(self, request: Request) -> dict[str, Any]:
@@ -107,6 +108,11 @@ class SchedulerWatch:
             "num_computed": request.num_computed_tokens,
             "blocks": self._scheduler.kv_cache_manager.block_table(request.request_id) if runs else [],
         }
+
+
+def cached_blocks(pool: BlockPool) -> list[int]:
+    """The blocks, free or in use, whose tokens can be found by their hash. A pool of the user's own may not know."""
+    return [block.block_id for block in getattr(pool, "_by_hash", {}).values()]
 
 
 def _watch(core: EngineCore) -> SchedulerWatch | None:

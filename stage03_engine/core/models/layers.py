@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from stage03_engine.errors import ConfigError
 
@@ -18,18 +17,6 @@ from stage03_engine.errors import ConfigError
 def embedding(num_rows: int, hidden_size: int) -> nn.Embedding:
     """An embedding."""
     return nn.Embedding.from_pretrained(torch.empty(num_rows, hidden_size))
-
-
-class Linear(nn.Module):
-    """A linear layer whose weight is stored as [out_features, in_features]."""
-
-    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(out_features, in_features))
-        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
 
 
 def assign_weights(

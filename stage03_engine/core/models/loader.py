@@ -18,7 +18,10 @@ from torch import Tensor, nn
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.models.registry import model_class
 from stage03_engine.errors import ConfigError, ModelNotFoundError
+from stage03_engine.mixins import load_feature
 from stagetrace import trace
+
+DUMMY_WEIGHTS = "stage03_engine.core.features.dummy_weights:dummy_tensors"
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
@@ -52,23 +55,13 @@ def checkpoint_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
             raise ConfigError(f"cannot read the weights in {file}: {error}") from error
 
 
-def dummy_tensors(model: nn.Module, seed: int, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Random weights (--load-format dummy): matrices as GPT-2 is initialised, norms and biases neutral."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        if parameter.dim() > 1:
-            yield name, torch.empty(parameter.shape).normal_(0.0, 0.02, generator=generator).to(dtype)
-        else:
-            yield name, torch.zeros(parameter.shape) if name.endswith("bias") else torch.ones(parameter.shape)
-
-
 def get_model(config: VllmConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """The model with its weights, on its device, in evaluation mode."""
     started, shape = time.monotonic(), config.shape
     with torch.device("meta"):  # shapes only: no memory is touched before the real weights arrive
         model = model_class(shape.architecture)(shape, config.device_config.attention_backend)
     if config.model_config.load_format == "dummy":
-        tensors = dummy_tensors(model, config.model_config.seed, dtype)
+        tensors = load_feature(DUMMY_WEIGHTS, "--load-format dummy")(model, config.model_config.seed, dtype)
     else:
         tensors = checkpoint_tensors(Path(config.model_config.model_path or ""))
     model.load_weights(tensors)  # type: ignore[operator]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from stage03_engine.core.hooks import RunnerHook
-from stage03_engine.core.step_inputs import StepInputs
+from stage03_engine.core.input_batch import StepInputs
 from stage04_kernels.attention import AttentionMetadata
 
 Run = Callable[[], Tensor]

@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 
 from stage03_engine.core.hooks import RunnerHook
+from stage03_engine.core.input_batch import StepInputs
 from stage03_engine.core.sched_output import SchedulerOutput
-from stage03_engine.core.step_inputs import StepInputs
 from stagetrace import trace
 
 _EMBEDDING = re.compile(r"(?:^|\.)(?:wte|embed_tokens)$")

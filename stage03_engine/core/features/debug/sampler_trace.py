@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from stage03_engine.core.hooks import RunnerHook
+from stage03_engine.core.input_batch import StepInputs
 from stage03_engine.core.sched_output import SchedulerOutput
-from stage03_engine.core.step_inputs import StepInputs
 from stage03_engine.sampling_params import SamplingParams
 from stage04_kernels.logits_processors import LogitsRules
 from stage04_kernels.sampler import SamplingMetadata
@@ -12,7 +12,9 @@ from stagetrace import trace
 
 
 class SamplerTraceHook(RunnerHook):
-    """Installed with a trace, after the hooks that change what the sampler does."""
+    """Installed with a trace."""
+
+    observes = True
 
     def sampling_metadata(
         self, metadata: SamplingMetadata, inputs: StepInputs, scheduler_output: SchedulerOutput

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from stage03_engine.core.block_pool import NULL_BLOCK, BlockPool
 from stage03_engine.core.hooks import RunnerHook, SchedulerHook
 from stage03_engine.core.kv_cache_manager import KVCacheManager
 from stage03_engine.core.sched_output import SchedulerOutput
 from stage03_engine.core.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from stage03_engine.core.step_inputs import StepInputs
+    from stage03_engine.core.input_batch import StepInputs
 
 
 class CheckInvariantsHook(SchedulerHook):
@@ -41,10 +42,19 @@ def check_invariants(scheduler: Scheduler) -> None:
         hook.check_invariants()
 
 
+def check_pool(pool: BlockPool) -> None:
+    """Raises AssertionError if free + used is not all, or the hashes contradict themselves."""
+    free, used = list(pool._free), [block.block_id for block in pool._blocks[1:] if block.ref_cnt > 0]
+    assert sorted(free + used) == list(range(1, pool.num_usable + 1)), "a block is lost, or free and used"
+    assert pool._blocks[NULL_BLOCK].ref_cnt == 0 and pool._blocks[NULL_BLOCK].block_hash is None
+    hashed = {block.block_hash: block for block in pool._blocks if block.block_hash is not None}
+    assert hashed == pool._by_hash, "the hash table and the blocks disagree"
+
+
 def check_blocks(manager: KVCacheManager) -> None:
     """Raises AssertionError if blocks are lost, or shared without being the same prefix."""
     pool = manager.block_pool
-    pool.check_invariants()
+    check_pool(pool)
     owners: dict[int, list[tuple[int, str]]] = {}
     for request_id, table in manager.tables.items():
         for place, block in enumerate(table):

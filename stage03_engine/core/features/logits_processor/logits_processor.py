@@ -25,8 +25,8 @@ from stage04_kernels.sampler import RowsTransform, SamplingMetadata
 from stagetrace import trace
 
 if TYPE_CHECKING:
+    from stage03_engine.core.input_batch import StepInputs
     from stage03_engine.core.model_runner import ModelRunner
-    from stage03_engine.core.step_inputs import StepInputs
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from stage03_engine.core.models.gpt2 import GPT2LMHeadModel
-from stage03_engine.core.models.layers import Linear
-from stage03_engine.core.models.more.llama import LlamaForCausalLM
+from stage03_engine.core.models.more.llama import Linear, LlamaForCausalLM
 from stage03_engine.model_shape import ModelShape
 
 

@@ -18,8 +18,8 @@ from stagetrace import trace
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from stage03_engine.core.input_batch import StepInputs
     from stage03_engine.core.model_runner import ModelRunner
-    from stage03_engine.core.step_inputs import StepInputs
 
 
 class PoolingSchedulerHook(SchedulerHook):

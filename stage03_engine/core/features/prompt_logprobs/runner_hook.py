@@ -13,9 +13,9 @@ from torch import Tensor
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.hooks import RunnerHook
+from stage03_engine.core.input_batch import StepInputs
 from stage03_engine.core.model_runner import ModelRunner
 from stage03_engine.core.sched_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
-from stage03_engine.core.step_inputs import StepInputs
 from stage03_engine.messages import TokenLogprobs
 from stage04_kernels.sampler import gather_logprobs
 
@@ -38,9 +38,10 @@ class PromptLogprobsRunnerHook(RunnerHook):
             self._asked[new.request_id] = (count, new.num_prompt_tokens)
 
     def batch_updated(self, scheduler_output: SchedulerOutput) -> None:
-        """Forget requests that ended."""
+        """Forget requests that ended, unless a new one has the id already."""
         for request_id in scheduler_output.finished_req_ids:
-            self._asked.pop(request_id, None)
+            if request_id not in self.runner.batch.row_of:
+                self._asked.pop(request_id, None)
 
     def after_forward(self, hidden: Tensor, inputs: StepInputs, scheduler_output: SchedulerOutput) -> bool:
         """For each request that asks: how many prompt tokens come before this step's, and one entry per token that it

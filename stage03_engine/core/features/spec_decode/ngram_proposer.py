@@ -11,11 +11,10 @@ import numpy as np
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.features.spec_decode.flags import SpeculativeConfig
 from stage03_engine.core.hooks import RunnerHook
-from stage03_engine.core.input_batch import InputBatch
+from stage03_engine.core.input_batch import InputBatch, StepInputs, to_device
 from stage03_engine.core.kv_cache_manager import cdiv
 from stage03_engine.core.model_runner import ModelRunner
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
-from stage03_engine.core.step_inputs import StepInputs, to_device
 from stage03_engine.sampling_params import SamplingParams
 from stage04_kernels.features.rejection_sampler import num_accepted
 from stage04_kernels.sampler import SamplerOutput

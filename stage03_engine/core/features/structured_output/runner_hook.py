@@ -6,8 +6,8 @@ import numpy as np
 from torch import Tensor
 
 from stage03_engine.core.hooks import RunnerHook
+from stage03_engine.core.input_batch import StepInputs, to_device
 from stage03_engine.core.sched_output import SchedulerOutput
-from stage03_engine.core.step_inputs import StepInputs, to_device
 from stage04_kernels.features.bitmask import apply_token_bitmask
 
 

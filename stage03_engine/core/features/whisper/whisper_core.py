@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from stage03_engine.config import VllmConfig
+from stage03_engine.core.features.logits_rules import RequestRules, make_rules
 from stage03_engine.core.features.profiler.profiler import TorchProfiler
 from stage03_engine.core.features.whisper.whisper_timestamps import apply_timestamp_rules, token_ends
-from stage03_engine.core.logits_rules import RequestRules, make_rules
 from stage03_engine.core.request import Request
 from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.messages import (

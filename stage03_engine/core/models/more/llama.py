@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from stage03_engine.core.models.layers import Linear, assign_weights, embedding
+from stage03_engine.core.models.layers import assign_weights, embedding
 from stage03_engine.model_shape import ModelShape
 from stage04_kernels.attention import AttentionMetadata, get_backend
 from stage04_kernels.layers import layer_kernels
@@ -36,6 +36,18 @@ def frequencies_of(shape: ModelShape) -> Tensor:
         return scale_linear(frequencies, scaling.factor)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     return scale_llama3(frequencies, scaling.factor, low, high, scaling.original_max_position_embeddings)
+
+
+class Linear(nn.Module):
+    """A linear layer whose weight is stored as [out_features, in_features]."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
 
 
 class RMSNorm(nn.Module):

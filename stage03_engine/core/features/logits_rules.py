@@ -1,21 +1,59 @@
-"""From the sampling parameters of the sampled rows to the tensors of `LogitsRules` (vLLM: InputBatch._make_sampling_metadata).
+"""Penalties, biases, allowed tokens, bad words and min_tokens (vLLM: InputBatch._make_sampling_metadata).
 
-A request without rules costs one look at None per step. What never changes is prepared once, when the request joins the
-batch; what depends on the output (penalties, bad words, min_tokens) is made anew from the tokens in every step.
+The sampling parameters of the sampled rows become the tensors of `LogitsRules`, which the sampler applies. What never changes is
+prepared once, when the request joins the batch; what depends on the output is made anew from the tokens in every step.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from stage03_engine.config import VllmConfig
+from stage03_engine.core.hooks import RunnerHook
+from stage03_engine.core.sched_output import NewRequestData, SchedulerOutput
 from stage03_engine.sampling_params import SamplingParams
 from stage04_kernels.logits_processors import LogitsRules, Pairs, Penalties, forbidden_by_bad_words
+from stage04_kernels.sampler import SamplingMetadata
+
+if TYPE_CHECKING:
+    from stage03_engine.core.input_batch import StepInputs
+    from stage03_engine.core.model_runner import ModelRunner
 
 MAX_BIAS = 100.0
+
+
+class LogitsRulesHook(RunnerHook):
+    """Installed by the first request that has such a parameter."""
+
+    def __init__(self, runner: ModelRunner, config: VllmConfig) -> None:
+        super().__init__(runner, config)
+        self._rules: dict[str, RequestRules] = {}
+
+    def request_added(self, new: NewRequestData) -> None:
+        """Prepare what never changes."""
+        rules = RequestRules.of(new.sampling_params, self.config.shape.vocab_size)
+        if rules is not None:
+            self._rules[new.request_id] = rules
+
+    def batch_updated(self, scheduler_output: SchedulerOutput) -> None:
+        """Forget requests that ended, unless a new one has the id already."""
+        for request_id in scheduler_output.finished_req_ids:
+            if request_id not in self.runner.batch.row_of:
+                self._rules.pop(request_id, None)
+
+    def sampling_metadata(
+        self, metadata: SamplingMetadata, inputs: StepInputs, scheduler_output: SchedulerOutput
+    ) -> SamplingMetadata:
+        """Give the sampler the rules of this step."""
+        batch = self.runner.batch
+        rows = [(self._rules.get(batch.request_ids[row]), *batch.tokens_of(row)) for row in inputs.sampled]
+        return replace(metadata, rules=make_rules(rows, self.runner.device))
 
 
 class RequestRules:
