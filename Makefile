@@ -8,7 +8,9 @@ ARGS   ?=
 BIN    := .venv/bin
 SERVE  := .venv/.serve
 DEV    := .venv/.dev
-# Nothing is byte-compiled here: Python does that with what it imports, when it imports it first.
+# Nothing is byte-compiled here: Python does that with what it imports, when it imports it first, and keeps it. So it must be
+# allowed to: otherwise every process would spend two seconds on compiling torch.
+unexport PYTHONDONTWRITEBYTECODE
 INSTALL := PIP_NO_COMPILE=1 $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
 .PHONY: serve test venv lint bench recordings notebooks notebooks-build clean

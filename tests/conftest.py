@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import httpx
 from patience import PATIENCE
@@ -11,6 +12,9 @@ from patience import PATIENCE
 # Triton kernels are interpreted: they run on any machine, and slowly.
 os.environ["TRITON_INTERPRET"] = "1"
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="0")
+# Libraries are installed without byte code. Unless somebody writes it, each of some hundred processes compiles torch again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 for _name in [name for name in os.environ if name.startswith("STAGES_")]:
     del os.environ[_name]  # settings of whoever runs the tests must not decide them
 for _part in ("connect", "read", "write", "pool"):  # httpx gives up after 5 seconds, which a busy machine may take
