@@ -22,7 +22,12 @@ import stage04_kernels.__main__
 from stage01_cli.main import COMMANDS as SUBCOMMANDS, make_parser
 
 ROOT = Path(__file__).parent.parent
-READMES = sorted(path for path in [*ROOT.glob("*.md"), *ROOT.glob("stage0*/**/*.md"), *ROOT.glob("trace/*.md")])
+STAGES = ("stage01_cli", "stage02_server", "stage03_engine", "stage04_kernels")
+READMES = sorted(
+    [*ROOT.glob("*.md"), *ROOT.glob("stage0*/**/*.md"), *ROOT.glob("trace/*.md"), *ROOT.glob("tests/**/*.md")]
+)
+MAP = ROOT / "notebooks/MAP.md"
+REFUSED = ROOT / "stage03_engine/args/refused.toml"
 
 
 def commands() -> Iterator[tuple[str, str]]:
@@ -122,14 +127,27 @@ def flags_of(parser: argparse.ArgumentParser) -> set[str]:
     return found
 
 
-NO_FLAGS_OF_OURS = {"--max-num-seq", "--enable-x", "--disable-x", "--no-enable-x", "--no-buffer", "--benchmark-only"}
-"""A wrong one, placeholders, curl's and pytest's."""
+NO_FLAGS_OF_OURS = {
+    "--out",
+    "--text",
+    "--disable-lora",
+    "--max-num-seq",
+    "--enable-x",
+    "--disable-x",
+    "--no-enable-x",
+    "--no-buffer",
+    "--benchmark-only",
+}
+"""A wrong one, an opposite, placeholders; curl's, pytest's and those of the training script."""
 
 
 def test_every_flag_that_a_readme_names_exists() -> None:
     parsers = [make_parser(name) for name in SUBCOMMANDS]
     parsers += [stage03_engine.__main__.make_parser(), stage04_kernels.__main__.make_parser()]
     known = set().union(*map(flags_of, parsers), NO_FLAGS_OF_OURS)
+    known |= set(
+        re.findall(r"--[a-z-]+", REFUSED.read_text(encoding="utf-8"))
+    )  # which a README may show with its reason
     for readme in READMES:
         named = re.findall(r"(?<![\w-])--[a-z][a-z_-]*[a-z]", readme.read_text(encoding="utf-8"))
         assert {name.replace("_", "-") for name in named} <= known, readme
@@ -151,21 +169,36 @@ def test_what_python_in_a_readme_imports_from_here_exists() -> None:
     assert count > 5
 
 
+def named_in(readme: Path) -> set[str]:
+    """What stands in backquotes there, links included."""
+    return set(re.findall(r"`([\w./]+)`", readme.read_text(encoding="utf-8")))
+
+
 @pytest.mark.parametrize("folder", ["stage01_cli", "stage02_server", "stage03_engine", "stage04_kernels", "trace"])
-def test_every_file_is_named_in_the_readme_of_its_folder(folder: str) -> None:
-    """By its name, or by that of a folder that it is in."""
-    named = set(re.findall(r"`([\w./]+)`", (ROOT / folder / "README.md").read_text(encoding="utf-8")))
+def test_every_file_is_named_in_a_readme(folder: str) -> None:
+    """In a README above it: by its name, or by that of a folder that it is in."""
     top = ROOT / folder / ("stagetrace" if folder == "trace" else "")
     for path in top.rglob("*.py"):
-        name = path.relative_to(top)
-        names = {str(name), name.name, *(f"{parent}/" for parent in name.parents)}
-        assert path.name == "__init__.py" or names & named, f"{folder}/README.md does not name {name}"
+        if not path.read_text(encoding="utf-8").strip():
+            continue  # an __init__.py without a word
+        readmes = [above / "README.md" for above in path.parents if (above / "README.md").exists() and above != ROOT]
+        below = path.relative_to(readmes[0].parent)
+        names = {
+            path.name,
+            str(below),
+            *(part for parent in below.parents for part in (f"{parent.name}/", f"{parent}/")),
+        }
+        named = set().union(*map(named_in, readmes))
+        assert path.name == "__init__.py" or names & named, f"{readmes[0]} does not name {below}"
 
 
-def test_files_named_in_the_readme_exist() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    table = text[text.index("## Where the documents' parts are") : text.index("## Working on it")]
-    for row in table.splitlines():
+@pytest.mark.parametrize(("readme", "most"), [("README.md", 130), *((f"{stage}/README.md", 150) for stage in STAGES)])
+def test_the_front_door_is_short(readme: str, most: int) -> None:
+    assert len((ROOT / readme).read_text(encoding="utf-8").splitlines()) <= most
+
+
+def test_files_named_in_the_map_exist() -> None:
+    for row in MAP.read_text(encoding="utf-8").splitlines():
         cells = row.split("|")
         if len(cells) == 5:
             folder = None
