@@ -1,7 +1,7 @@
 """Make the recorded runs in `trace/recorded/`: small, each about one thing. `make recordings` runs this.
 
 Each is a real server with the bundled model, its real clients, and `--trace`. Tokens and decisions are the same every time
-(`notebooks/gathering.py` says how); the times, process ids and the ends of the request ids are those of the day.
+(`notebooks/gathering.py` says how); times, process ids and the suffixes of request ids differ.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Server:
         self._client = httpx.Client(base_url=url, timeout=60, verify=False)  # verify: to load no certificates
 
     def stream(self, name: str, prompt: str, max_tokens: int, meanwhile: Callable[[], bool] | None = None) -> None:
-        """One streamed greedy completion. `meanwhile` is called after the first line; when it says True the client leaves."""
+        """One streamed greedy completion. `meanwhile` is called after the first line; when it returns True the client leaves."""
         body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
         headers = {"X-Request-Id": name}
         with self._client.stream("POST", "/v1/completions", json=body, headers=headers) as response:
@@ -57,7 +57,7 @@ class Server:
                     return
 
     def together(self, requests: Requests, leaves_at_step: int = 0) -> None:
-        """All at the same time, one client each; they arrive in this order. The first leaves behind a step, if one is given."""
+        """All at the same time, one client each; they arrive in this order. The first leaves after a step, if one is given."""
 
         def at_step() -> bool:
             self.wait_for_steps(leaves_at_step)
@@ -74,12 +74,12 @@ class Server:
             client.join()
 
     def wait_for_steps(self, count: int) -> None:
-        """Until so many steps of the engine are in its file; what is in its buffer does not count."""
+        """Wait until the engine's file holds this many steps; its buffer does not count."""
         while sum(path.read_bytes().count(b'"sched.output"') for path in self.folder.glob("EngineCore*")) < count:
             time.sleep(POLL_SECONDS)
 
     def wait_for_arrival(self, name: str) -> None:
-        """Until the engine has queued the request: its own recording says so, as an idle engine writes out its buffer."""
+        """Wait until the engine has queued the request: its own recording says so, as an idle engine writes out its buffer."""
         deadline = time.monotonic() + ARRIVAL_SECONDS
         signs = b'"name":"sched.queued"', f'"req":"cmpl-{name}-'.encode()
         while time.monotonic() < deadline:
@@ -100,8 +100,8 @@ class Server:
 def serving(name: str, *flags: str, gather: int = 0, abort_step: int = 0, scheduler: str = "") -> Iterator[Server]:
     """A server that records to `recorded/NAME`, and ends.
 
-    gather       the engine begins when so many requests have arrived
-    abort_step   behind this step it waits for a client to leave
+    gather       the engine begins when this many requests have arrived
+    abort_step   after this step it waits for a client to leave
     scheduler    the class to use instead of the one that gathers
     """
     folder = RECORDED / name
@@ -138,7 +138,7 @@ def _url(name: str, process: subprocess.Popen[str]) -> str:
 
 
 def _forget_paths(folder: Path) -> None:
-    """Where this repository and the sockets lay is nobody's business."""
+    """Remove where this repository and the sockets were."""
     for path in folder.glob("*.jsonl"):
         text = path.read_bytes()
         for place in (HERE.parent, Path(tempfile.gettempdir())):
@@ -174,7 +174,7 @@ def prefix_hits() -> None:
 
 
 def speculative() -> None:
-    """N-gram drafts: while the text repeats itself they stand, where it turns they are rejected."""
+    """N-gram drafts: while the text repeats they are accepted, where it changes they are rejected."""
     drafts = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}'
     with serving("speculative", "--speculative-config", drafts) as server:
         server.stream("r0", "First Citizen: We are accounted poor citizens. Second Citizen: We are", 40)
@@ -187,7 +187,7 @@ def client_abort() -> None:
 
 
 def engine_death() -> None:
-    """The engine process is killed in the middle of a request, after another one was complete: kill -9."""
+    """The engine process is killed in the middle of a request, after another one is complete: kill -9."""
 
     def kill() -> bool:
         server.wait_for_steps(8 + 40)
@@ -200,14 +200,14 @@ def engine_death() -> None:
 
 
 def bug_starvation(name: str = "bug_starvation", scheduler: str = "buggy_schedulers:Overtaken") -> None:
-    """Planted bug: newcomers overtake whoever was preempted."""
+    """Planted bug: new requests overtake preempted ones."""
     flags = ("--num-gpu-blocks-override", "13", "--max-model-len", "64", "--block-size", "8", "--max-num-seqs", "4")
     with serving(name, *flags, gather=8, scheduler=scheduler) as server:
         server.together([(prompt, 28 if i < 4 else 16) for i, prompt in enumerate(PROMPTS)])
 
 
 def bug_leak(name: str = "bug_leak", scheduler: str = "buggy_schedulers:Leaking") -> None:
-    """Planted bug: the blocks of a request that its client aborted stay lost."""
+    """Planted bug: the blocks of a request that its client aborted are never freed."""
     flags = ("--num-gpu-blocks-override", "17", "--max-model-len", "96", "--block-size", "8")
     with serving(name, *flags, gather=5, abort_step=12, scheduler=scheduler) as server:
         requests = [("O, she doth teach the torches to burn bright! " * 2, 48), *((p, 24) for p in PROMPTS[1:5])]
@@ -215,7 +215,7 @@ def bug_leak(name: str = "bug_leak", scheduler: str = "buggy_schedulers:Leaking"
 
 
 def bug_stall(name: str = "bug_stall", scheduler: str = "buggy_schedulers:Stalling") -> None:
-    """Planted bug: while a long prompt is computed, nobody else gets a token."""
+    """Planted bug: while a long prompt is computed, no other request gets a token."""
     flags = ("--max-num-batched-tokens", "32", "--max-num-seqs", "8")
     with serving(name, *flags, gather=4, scheduler=scheduler) as server:
         long = "Now is the winter of our discontent made glorious summer by this sun of York; " * 14

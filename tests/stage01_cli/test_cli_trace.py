@@ -70,7 +70,7 @@ def test_folders_that_are_no_recordings(
         (["view", "mixed", "--name", "sched.nothing*"], "no event has such a name"),
         (["view", "mixed", "--limit", "0"], "expected a number above 0"),
         (["view", "mixed", "--nothing"], "--nothing"),
-        (["show", "mixed", "--req", "r"], "means several requests"),
+        (["show", "mixed", "--req", "r"], "matches several requests"),
         (["show", "mixed", "--req", "nobody"], "no such request in this recording (it has r0, r1"),
     ],
 )

@@ -12,14 +12,14 @@ from stagetrace.errors import TraceError
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong."""
+    """A parser whose errors take one line."""
 
     def error(self, message: str) -> NoReturn:
         raise TraceError(f"{message}; see {self.prog} --help")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code, 2 for what the user can mend."""
+    """Run one command; returns its exit code, 2 for what the user can fix."""
     parser = _Parser(prog="python -m stagetrace", description="Look at recordings of the stages (RUN is their folder).")
     add_commands(parser)
     try:

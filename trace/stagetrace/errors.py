@@ -1,4 +1,4 @@
-"""What a user of recordings can mend."""
+"""What a user of recordings can fix."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ class Event(msgspec.Struct, gc=False, omit_defaults=True):
     """What happened, where, when, and what caused it.
 
     `cause` is the `ref` of the event that made this one happen ("4211:88" = pid 4211, its 88th event), in another process
-    or, from an HTTP request to its chunks, in this one; within a process the sequence number says the order. Which `req` belong
-    to one HTTP request is a rule of its own: `stagetrace.ids`.
+    or, from an HTTP request to its chunks, in this one; within a process the sequence number gives the order. Which `req` belong
+    to one HTTP request is defined in `stagetrace.ids`.
     """
 
     v: int  # FORMAT_VERSION
@@ -37,7 +37,7 @@ class Event(msgspec.Struct, gc=False, omit_defaults=True):
 
     @property
     def ref(self) -> str:
-        """The name under which another event can call this one its cause."""
+        """The name by which another event can call this one its cause."""
         return f"{self.pid}:{self.seq}"
 
     def console_line(self) -> str:

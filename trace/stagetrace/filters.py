@@ -41,7 +41,7 @@ def parse_names(text: str) -> tuple[str, ...]:
 
 
 def parse_requests(text: str) -> tuple[str, ...]:
-    """`cmpl-1f*,r0` -> the patterns. Raises ValueError when there is none."""
+    """`cmpl-1f*,r0` -> the patterns. Raises ValueError if there is none."""
     if not _words(text):
         raise ValueError(f"{text!r} holds no pattern; give request ids or patterns such as cmpl-1f*")
     return tuple(_words(text))
@@ -54,10 +54,10 @@ class EventFilter:
 
     - A request is kept when its id or its root (`ids.root_of`) matches one of the patterns, and when the hash of its root
       falls into the sample. The root is the same for the HTTP events, all prompts, answers and beams of one HTTP request
-      and in both processes, so either everything of a request is there or nothing.
+      and in both processes, so a request is recorded whole or not at all.
     - An event of an engine step without a request of its own (`engine.step`, `sched.output`, `model.forward`, ...) is kept
       when a kept request takes part in the step: it waits in memory until one is seen, or the next step begins. The front
-      end sees it by the cause: the engine gives one to the outputs of a kept step only.
+      end knows it by the cause: the engine gives one only to the outputs of a kept step.
     - What belongs to neither a request nor a step is kept in phases 1 to 5 (start-up, shutdown, death of the engine) and left
       out in phases 6 to 9 (a `GET /health`).
     """
@@ -65,7 +65,7 @@ class EventFilter:
     def __init__(
         self, phases: str | None = None, names: str | None = None, requests: str | None = None, sample: float = 1.0
     ) -> None:
-        """The texts are those of the flags; None keeps all. Raises ValueError that says what is wrong with one."""
+        """The texts are those of the flags; None keeps all. Raises ValueError that says what is wrong."""
         if not 0.0 < sample <= 1.0:
             raise ValueError(
                 f"{sample} is not a share of the requests; give a number above 0 and up to 1, such as 0.01"
@@ -77,13 +77,15 @@ class EventFilter:
         self._by_request = self._requests is not None or sample < 1.0
         self._kept_requests: dict[str, bool] = {}
         self._kept_steps: dict[int, None] = {}
-        self._step = 0  # the newest step that was seen
-        self._inside = False  # between its begin and its end: what a request does there belongs to it (kv.allocated)
+        self._step = 0  # the newest step seen
+        self._inside = (
+            False  # between its beginning and its end: what a request does there belongs to it (kv.allocated)
+        )
         self._waiting: list[Event] = []  # its events, while no kept request is known to take part in it
 
     @property
     def active(self) -> bool:
-        """False when every event is kept."""
+        """False if every event is kept."""
         return bool(self.header)
 
     @property
@@ -147,7 +149,7 @@ class EventFilter:
         return []
 
     def _keep_step(self, step: int) -> list[Event]:
-        """From now on this step is kept; returns its events that had waited."""
+        """Keep this step from now on; return its events that were waiting."""
         if step in self._kept_steps:
             return []
         if len(self._kept_steps) >= _REMEMBERED:

@@ -8,7 +8,7 @@ The events of one HTTP request carry ids that differ in both processes, and all 
     0_cmpl-1f0c-0, 1_cmpl-1f0c-0  the answers of a prompt with n or best_of above 1 (after `request.fanned_out`)
     beam2.5_cmpl-1f0c-0           beam 2 of a beam search after 5 tokens
 
-Ids that did not come over HTTP (`r0` of `LLM`) are their own root, behind the same prefixes.
+Ids that did not come over HTTP (`r0` of `LLM`) are their own root, after the same prefixes.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ off      nothing is recorded (the default).
 holding  events are kept in memory, because the command line that says whether and where to record is still being parsed.
 open     events go to `DIR/<proc>-<pid>.jsonl`, to the console (stderr), or both.
 
-An event is encoded at once, as what it holds may change a moment later; the encoded line waits for the writer's thread.
+An event is encoded at once, because what it holds may change a moment later; the encoded line waits for the writer's thread.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from stagetrace.redact import redact_argv
 from stagetrace.vocabulary import VOCABULARY
 from stagetrace.writer import TraceFile, write_console_line
 
-WRITE_EVERY = 4096  # events: who emits faster than the writer's thread writes helps it, so memory stays bounded
+WRITE_EVERY = 4096  # events: an emitter that is faster than the writer's thread helps it, so memory stays bounded
 _PHASES = {name: row.phase for name, row in VOCABULARY.items()}
 
 
@@ -44,7 +44,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.on = False
-        self.prompts = False  # may events hold what clients wrote and what they were answered?
+        self.prompts = False  # may events hold what clients wrote and received?
         self.run_id = ""
         self.proc = "main"
         self._pid = os.getpid()
@@ -52,7 +52,9 @@ class Recorder:
         self._lock = threading.RLock()  # reentrant: a signal handler may interrupt an emit and emit
         self._held: list[Event] | None = None
         self._file: TraceFile | None = None
-        self._add: Callable[[bytes], None] | None = None  # the short way into the file, when nothing else is to be done
+        self._add: Callable[[bytes], None] | None = (
+            None  # the short way into the file, when there is nothing else to do
+        )
         self._filter: EventFilter | None = None
         self._watcher: Callable[[Event], None] | None = None
         self._watched: Collection[str] = ()
@@ -63,7 +65,7 @@ class Recorder:
         self._codes: list[CodeType] = []
 
     def hold(self, proc: str) -> None:
-        """Start to collect in memory; `open` writes what was collected, `drop` forgets it."""
+        """Start collecting in memory; `open` writes what was collected, `drop` forgets it."""
         self.close()
         self._pid, self.proc, self._held, self._filter, self.on = os.getpid(), proc, [], None, True
 
@@ -75,13 +77,13 @@ class Recorder:
         self, directory: str | None, *, console: bool = False, run_id: str = "", prompts: bool = False,
         events: EventFilter | None = None, max_bytes: int | None = None, private: Collection[str] = (), **header: Any,
     ) -> None:  # fmt: skip
-        """Write events to a file in `directory` (made if missing), and to stderr with `console`.
+        """Write events to a file in `directory` (created if missing), and to stderr with `console`.
 
-        `prompts`: events may hold what clients wrote and were answered. `events`: only those that it admits are kept.
-        `max_bytes`: about what the files of this process may take on disk; the oldest events go first. `private`: words of
+        `prompts`: events may hold what clients wrote and received. `events`: only those that it admits are kept.
+        `max_bytes`: about how much disk the files of this process may use; the oldest events go first. `private`: words of
         the command line that are a prompt. The first record of a file is `run.start`, with number 0: run id, versions, one
         (monotonic, wall clock) pair, what was left out, and what the caller adds to `header` (config hash, seed). Raises
-        OSError when the directory cannot be written.
+        OSError if the directory cannot be written.
         """
         held, self._held = self._held or [], None
         self._opened_at = self._new_place(sys._getframe(1))
@@ -131,9 +133,9 @@ class Recorder:
         self, name: str, *, ph: str = "i", req: str | None = None, step: int | None = None,
         cause: str | None = None, **args: Any,
     ) -> str | None:  # fmt: skip
-        """Record one event and return its `ref`; None when the filter left it out.
+        """Record one event and return its `ref`; None if the filter left it out.
 
-        Raises KeyError for a name that the vocabulary does not hold.
+        Raises KeyError for a name that is not in the vocabulary.
         """
         frame = sys._getframe(1)
         place = self._places.get((id(frame.f_code), frame.f_lasti)) or self._new_place(frame)
@@ -205,7 +207,7 @@ class Recorder:
     def _print(self, event: Event) -> None:
         try:
             write_console_line(f"{self.proc:<14} {event.console_line()}")
-        except OSError:  # nobody reads it any more; that must not end the engine
+        except OSError:  # its reader is gone; that must not end the engine
             self._console = False
 
 

@@ -1,4 +1,4 @@
-"""No key in a recording: what may be a secret in a command line or an environment is replaced before it is written."""
+"""No secrets in a recording: what may be one, in a command line or an environment, is replaced before it is written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SECRET_VALUE = re.compile(r"(sk|hf|ghp|gho|glpat)[-_]\w{6,}")
 
 
 def _is_secret(name: str, value: str) -> bool:
-    """A name with key, token, secret or password in it; but a number of tokens may be told."""
+    """A name with key, token, secret or password in it; but a number of tokens may be shown."""
     if _SECRET_VALUE.match(value):
         return True
     if not _SECRET_NAME.search(name):

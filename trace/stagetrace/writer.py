@@ -11,14 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 WRITE_INTERVAL_SECONDS = 0.1  # kill -9 loses at most what was recorded in this time
-MIN_MAX_BYTES = 1 << 16  # smaller files would hold little beside their own headers
-CONSOLE_BYTES = 4096  # a pipe takes so many bytes in one piece (PIPE_BUF), whoever else writes to it
+MIN_MAX_BYTES = 1 << 16  # smaller files would hold little besides their own headers
+CONSOLE_BYTES = 4096  # a pipe takes this many bytes in one piece (PIPE_BUF), whoever else writes to it
 
 
 def write_console_line(text: str) -> None:
     """One line to stderr in one write, so that the lines of several processes never mix; a longer one is cut, with "...".
 
-    It goes past Python's own buffer, where another thread's half line could lie. Raises OSError when stderr is closed.
+    It goes past Python's own buffer, where another thread's half line could lie. Raises OSError if stderr is closed.
     """
     line = text.replace("\n", "\\n").encode("utf-8", "backslashreplace")
     if len(line) >= CONSOLE_BYTES:
@@ -27,7 +27,7 @@ def write_console_line(text: str) -> None:
     while rest:
         try:
             rest = rest[os.write(2, rest) :]
-        except BlockingIOError:  # somebody made the terminal non-blocking, and it is full
+        except BlockingIOError:  # the terminal was made non-blocking, and it is full
             select.select([], [2], [])
 
 
@@ -40,13 +40,13 @@ class TraceFile:
     """
 
     def __init__(self, folder: Path, name: str, header: Callable[[int], bytes], max_bytes: int | None = None) -> None:
-        """Makes the folder if it is missing. Raises OSError when it cannot be written."""
+        """Creates the folder if it is missing. Raises OSError if it cannot be written."""
         folder.mkdir(parents=True, exist_ok=True)
         self._path, self._older = folder / f"{name}.jsonl", folder / f"{name}.1.jsonl"
         self._header, self._limit = header, None if max_bytes is None else max_bytes // 2
         self._part = 0
         self._lines: deque[bytes] = deque()  # one end is appended to, the other taken from: both are atomic
-        self.add = self._lines.append  # takes in one line, without its newline
+        self.add = self._lines.append  # takes one line, without its newline
         self._writing = threading.RLock()
         self._stop = threading.Event()
         self._open()

@@ -21,7 +21,7 @@ class _Pool:
             self.holders[block] = self.holders.get(block, 0) + 1
 
     def give_back(self, request_id: str, blocks: list[int]) -> list[int]:
-        """Returns those that the request did not hold."""
+        """Return those that the request did not hold."""
         mine, foreign = self.held.get(request_id, []), []
         for block in blocks:
             if block not in mine:
@@ -37,8 +37,8 @@ class _Pool:
 
 
 class BlockBalance:
-    """A block is allocated only when it is free, found only when it is cached, and given back only by who holds it; who ends or is
-    preempted holds none; and what is free by this count is what the scheduler says is free."""
+    """A block is allocated only when it is free, found only when it is cached, and given back only by its holder; a request that ends or is
+    preempted holds none; and this count of free blocks is the scheduler's."""
 
     def __init__(self) -> None:
         self._pools: dict[int, _Pool] = {}
@@ -54,7 +54,7 @@ class BlockBalance:
             notes.add("blocks", (event.pid, event.name), f"{event.ref}: {event.name} {event.req or ''}: {wrong}", event)
 
     def _wrong(self, event: Event, pool: _Pool) -> str:
-        """Keep the account; returns what contradicts it."""
+        """Update the account; return what contradicts it."""
         request_id, blocks = event.req or "", event.args.get("blocks", [])
         match event.name:
             case "kv.allocated":
@@ -93,4 +93,4 @@ class BlockBalance:
         return ""
 
     def end(self, notes: Notes) -> None:
-        """Who still holds blocks has not ended, which another rule says."""
+        """A request that still holds blocks has not ended, which another rule reports."""

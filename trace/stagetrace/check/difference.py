@@ -1,7 +1,7 @@
 """The first difference between two recordings: by engine step, and for each request by its own events.
 
 Times, process ids and the random parts of request ids are ignored. A request of A is matched with the one of B that has the
-same id without those parts, the n-th with the n-th. Both recordings are read side by side; in memory is only what one of them has
+same id without those parts, the n-th with the n-th. Both recordings are read side by side; memory holds only what one of them has
 and the other has not reached yet.
 """
 
@@ -38,7 +38,7 @@ _OF_COMPANY = {
 
 @dataclass
 class Fact:
-    """One event, as far as it is compared."""
+    """What is compared of one event."""
 
     name: str
     req: str | None  # the request's id without its random parts
@@ -51,7 +51,7 @@ class Fact:
 
 @dataclass
 class StepFacts:
-    """What an engine did in a step, arrivals and departures since the step before included."""
+    """What an engine did in a step, including arrivals and departures since the step before."""
 
     step: int
     before: EngineState
@@ -66,14 +66,14 @@ class Lane:
     a: StepFacts | Fact | None = None
     b: StepFacts | Fact | None = None
     place: int = 0
-    differs: int = 0  # 0: nowhere; else which lane it was that differed first, second, ...
+    differs: int = 0  # 0: nowhere; else its rank among the lanes that differ, the first to differ being 1
 
 
 @dataclass
 class Result:
     """What `compare` found."""
 
-    settings: list[str] = field(default_factory=list)  # settings of the scheduler that are not the same
+    settings: list[str] = field(default_factory=list)  # settings of the scheduler that differ
     steps: dict[int, Lane] = field(default_factory=dict)  # number of the engine -> its steps, where they differ
     requests: dict[str, Lane] = field(default_factory=dict)  # request -> its events, where they differ
     num_steps: list[int] = field(default_factory=lambda: [0, 0])
@@ -81,25 +81,25 @@ class Result:
 
     @property
     def same(self) -> bool:
-        """Nothing that is compared differs. Settings alone are no difference."""
+        """Nothing that is compared differs. Settings alone do not count."""
         return not self.steps and not self.requests
 
 
 class _Side:
-    """One recording, on its way to facts."""
+    """Turns one recording into facts."""
 
     def __init__(self, only_core: bool) -> None:
         self.names: dict[str, str] = {}  # request id -> the same without random parts, and numbered
         self.engines: dict[int, int] = {}  # pid -> number
         self.states: dict[int, EngineState] = {}
         self.settings: dict[str, Any] = {}
-        self._facts: dict[int, list[Fact]] = defaultdict(list)  # of the step that is open, or comes next
+        self._facts: dict[int, list[Fact]] = defaultdict(list)  # of the open step, or the next one
         self._before: dict[int, EngineState] = {}
         self._seen: dict[str, int] = defaultdict(int)
         self._only_core = only_core
 
     def name(self, request_id: str) -> str:
-        """The id by which the other recording may know the request too."""
+        """The id that the request may also have in the other recording."""
         if request_id not in self.names:
             plain = _RANDOM.sub("*", request_id)
             self._seen[plain] += 1
@@ -107,7 +107,7 @@ class _Side:
         return self.names[request_id]
 
     def items(self, event: Event) -> Iterator[tuple[tuple[str, str], StepFacts | Fact]]:
-        """(lane, item) of what this event completes."""
+        """(lane, item) for what this event completes."""
         first = event.name.partition(".")[0]
         if event.name == "scheduler.created":
             self.engines.setdefault(event.pid, len(self.engines))
@@ -177,7 +177,7 @@ class _Comparison:
                 queues.pop(key, None)
 
     def end(self, side: int) -> None:
-        """One recording is over: what the other has more is different from nothing."""
+        """One recording is over: what the other has beyond it is a difference."""
         self._over[side] = True
         for key, queue in self._waiting[1 - side].items():
             lane = self.lanes[key]

@@ -1,4 +1,4 @@
-"""What holds in every recording: one class per rule, for `invariants.check`. Each keeps what is open, not what is over."""
+"""What holds in every recording: one class per rule, for `invariants.check`. Each keeps what is open and forgets what is over."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
 def well_formed(event: Event, notes: Notes) -> bool:
     """Is the event in the vocabulary, with its phase and its arguments? (`run.start` may say more than its row.)
 
-    The rules below look at well-formed events only: others would break them, and have been reported.
+    The rules below look at well-formed events only: others would break them, and are already reported.
     """
     row = VOCABULARY.get(event.name)
     if row is None:
@@ -60,7 +60,7 @@ class Sequence:
         self._last: dict[int, int | None] = {}  # None: the first number is not known
 
     def feed(self, event: Event, notes: Notes) -> None:
-        if event.name == "run.start":  # stands outside of the count, at the head of each file
+        if event.name == "run.start":  # not counted: it is at the head of each file
             self._last.setdefault(event.pid, 0 if not event.args.get("part") else None)
             return
         last = self._last.get(event.pid, 0)
@@ -75,11 +75,11 @@ class Sequence:
         self._last[event.pid] = max(last, event.seq)
 
     def end(self, notes: Notes) -> None:
-        """The end of a count cannot be known."""
+        """Where the numbers should end is unknown."""
 
 
 class Causality:
-    """Who names a cause comes after it, and a message is received once, by whom its sending concerns."""
+    """An event comes after the cause it names, and a message is received once, by the request or process it was sent to."""
 
     _SENT_FOR = {"zmq.request_received": "zmq.request_sent", "zmq.outputs_received": "zmq.outputs_sent"}
 
@@ -98,7 +98,7 @@ class Causality:
         pid, _, seq = cause.partition(":")
         if not (pid.isdigit() and seq.isdigit()):
             notes.add(
-                "cause", cause, f"{event.ref}: {event.name} names {cause!r} as its cause: no event is called so", event
+                "cause", cause, f"{event.ref}: {event.name} names {cause!r} as its cause: there is no such event", event
             )
         elif int(seq) > self._placed.get(int(pid), -1):
             text = f"{event.ref}: {event.name} was caused by {cause}, which {notes.name(int(pid))} did not record before it"
@@ -106,7 +106,7 @@ class Causality:
         elif event.name in self._SENT_FOR:
             sent = self._under_way.pop(cause, None)
             if sent is None or sent.name != self._SENT_FOR[event.name] or sent.req != event.req:
-                text = f"{event.ref}: {event.name} names {cause} as its cause, which did not send it, or not once only"
+                text = f"{event.ref}: {event.name} names {cause} as its cause, which did not send it, or was received already"
                 notes.add("wrong cause", (event.name, pid), text, event)
 
     def end(self, notes: Notes) -> None:
@@ -151,7 +151,7 @@ class Requests:
             key = (key[0], key[1].partition("_")[2])
         if key not in self._expected:
             notes.add(
-                "ends twice", key, f"{event.ref}: {event.name} of {event.req}, which nobody expects any more", event
+                "ends twice", key, f"{event.ref}: {event.name} of {event.req}, which is no longer expected", event
             )
             return
         self._expected[key] -= 1
@@ -233,5 +233,5 @@ class Steps:
 
 
 def make_rules(whole: bool) -> list[Rule]:
-    """All rules but those of single events and their numbers; none for a recording that left events out on purpose."""
+    """All rules except those of single events and their numbers; none for a recording that left events out on purpose."""
     return [Causality(), Requests(), Spans(), Steps(), BlockBalance()] if whole else []

@@ -1,6 +1,6 @@
 """Is a recording consistent, and what is missing from it? `check(directory)` reads it once, in bounded memory.
 
-The rules are in `invariant_rules.py`. This module collects what they find, finds out which processes were killed, and says which
+The rules are in `invariant_rules.py`. This module collects what they find, finds out which processes were killed, and which
 findings that explains: a killed process loses its last events and leaves its requests unfinished.
 """
 
@@ -24,7 +24,7 @@ class Finding:
     text: str
     excuses: frozenset[int] | None  # processes whose death would explain it; None: the death of any process
     count: int = 1
-    last: str = ""  # the event that shows it last
+    last: str = ""  # the last event that shows it
     explained: str = ""  # by which death
 
     def __str__(self) -> str:
@@ -45,7 +45,7 @@ class Report:
 
     @property
     def consistent(self) -> bool:
-        """Nothing is wrong, and nobody was killed."""
+        """Nothing is wrong, and no process was killed."""
         return not self.findings and not self.deaths
 
 
@@ -60,7 +60,7 @@ class Notes:
     def add(
         self, kind: str, about: object, text: str, event: Event | None = None, excuses: Collection[int] | None = ()
     ) -> None:
-        """`kind` and `about` say which findings are the same one. `excuses` as in Finding; () is explained by nothing."""
+        """`kind` and `about` say which findings are the same one. `excuses` as in Finding; (): nothing explains it."""
         place = "" if event is None else event.ref
         finding = self.findings.get((kind, about))
         if finding is not None:
@@ -78,7 +78,7 @@ class Rule(Protocol):
     """One thing that holds in every recording."""
 
     def feed(self, event: Event, notes: Notes) -> None:
-        """Take in the next event, in causal order."""
+        """Process the next event, in causal order."""
 
     def end(self, notes: Notes) -> None:
         """The recording is over."""
@@ -94,7 +94,7 @@ class Deaths:
         self._open_steps: dict[int, int] = {}
 
     def feed(self, event: Event) -> None:
-        """Take in the next event."""
+        """Process the next event."""
         pid = event.pid
         if event.name == "engine.spawned":
             self._children.setdefault(pid, []).append(event.args["pid"])
@@ -120,13 +120,13 @@ class Deaths:
         dead = {pid: ("was killed or still runs", how) for pid, how in (found | self._said).items()}
         for parent, children in self._children.items():
             for child in children if parent in dead else []:
-                if child in self._open_steps:  # an engine ends at once when nobody is left to answer to
+                if child in self._open_steps:  # an engine ends at once when its front end is gone
                     dead[child] = (f"ended with its front end, {notes.name(parent)}", found[child])
         return dead
 
 
 def check(directory: str | Path) -> Report:
-    """Read a recording and look at everything that must hold. Raises FileNotFoundError and TraceError as the reader does."""
+    """Read a recording and check everything that must hold. Raises FileNotFoundError and TraceError as the reader does."""
     from stagetrace.check.invariant_rules import Sequence, make_rules, well_formed
 
     recording, notes, deaths, sequence = Recording(directory), Notes(), Deaths(), Sequence()
@@ -160,7 +160,7 @@ def check(directory: str | Path) -> Report:
 
 
 def _rotated(directory: Path) -> list[str]:
-    """The processes of whose files the first one (part 0) is gone: `--trace-max-bytes` keeps the newest."""
+    """The processes whose first file (part 0) is gone: `--trace-max-bytes` keeps the newest."""
     first: dict[str, int] = {}
     for path in directory.glob("*.jsonl"):
         name = path.name.partition(".")[0]

@@ -1,4 +1,4 @@
-"""The words of `why`: a sentence for each kind of decision, and where its rule stands, here and in vLLM."""
+"""The words of `why`: a sentence for each kind of decision, and where its rule is, here and in vLLM."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def held_back(args: dict[str, Any], first: RequestState | None, settings: dict[s
             return f"its next {count(chunk, 'token')} take up to {needed} of {size} tokens ({cached}); free: {free}."
         case "preempted":
             victims = ", ".join(sent_away)
-            return f"{victims} had to go in this step, and whoever was sent away must not be overtaken by a newcomer."
+            return f"{victims} had to go in this step, and no new request may overtake a preempted one."
     return f"the rule {args['rule']!r}."
 
 

@@ -1,4 +1,4 @@
-"""Why a request got in a step what it got: the events of the scheduler, put into sentences with their numbers.
+"""Why a request got in a step what it got: the scheduler's events, as sentences with their numbers.
 
 `explain(directory, part)` follows one request through a recording and gives a `StepReasons` for each step of its life in the engine.
 """
@@ -29,7 +29,7 @@ class Reason:
 
     @property
     def places(self) -> str:
-        """Where the rule stands, here and in vLLM."""
+        """Where the rule is, here and in vLLM."""
         here, vllm = CODE[self.rule]
         return f"{here}; in vLLM: {vllm}"
 
@@ -86,7 +86,7 @@ class _Engine:
         self._preempted: list[str] = []  # in this step
 
     def feed(self, event: Event) -> StepReasons | None:
-        """Take in the next event; returns a step when it is over, if it concerned the request."""
+        """Process the next event; return a step when it is over, if it concerned the request."""
         done = None
         if event.name == "engine.step" and event.ph == "B":
             self._begin(event.step or 0)

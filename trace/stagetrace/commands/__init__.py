@@ -1,6 +1,6 @@
 """The commands over recordings, one module each: `python -m stagetrace view RUN`, the same as `stages trace view RUN`.
 
-A command's module has `add_arguments(parser)` and `run(args) -> exit code`; what is heavy it imports in `run`.
+A command's module has `add_arguments(parser)` and `run(args) -> exit code`; it imports what is heavy in `run`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def add_commands(parser: argparse.ArgumentParser, more: dict[str, tuple[str, str
         parser.print_help(sys.stderr)
         return 2
 
-    parser.set_defaults(run_trace_command=print_help)  # of the commands below each sets its own
+    parser.set_defaults(run_trace_command=print_help)  # each of the commands below sets its own
     subparsers = parser.add_subparsers(dest="trace_command", metavar="COMMAND")
     for name, (module, text) in (COMMANDS | (more or {})).items():
         subparser = subparsers.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
@@ -49,12 +49,12 @@ def add_commands(parser: argparse.ArgumentParser, more: dict[str, tuple[str, str
 
 
 def run_chosen(args: argparse.Namespace) -> int:
-    """Run the command that was chosen. Raises TraceError for what the user can mend."""
+    """Run the command that was chosen. Raises TraceError for what the user can fix."""
     try:
         code: int = args.run_trace_command(args)
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # `... | head`: who reads has seen enough
+    except BrokenPipeError:  # `... | head`: the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:

@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """One line per finding; 0 when there is none."""
+    """One line per finding; 0 if there is none."""
     report = check(args.run)
     for line in report.deaths:
         print(line)
@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
     processes = ", ".join(f"{name} (pid {pid})" for pid, name in report.processes.items())
     for name in report.rotated:
         print(f"the first files of {name} were rotated away: only single events and their numbers can be checked")
-    left_out = f", of which a filter left some out ({report.left_out})" if report.left_out else ""
+    left_out = f" (a filter left some out: {report.left_out})" if report.left_out else ""
     unexplained = sum(not finding.explained for finding in report.findings)
     result = (
         "consistent" if report.consistent else f"{len(report.findings)} findings, {unexplained} of them unexplained"

@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 when they are the same, 1 when they differ."""
+    """0 if they are the same, 1 if they differ."""
     result = compare(args.a, args.b, args.only == "engine")
     for label, path, steps, requests in zip("AB", (args.a, args.b), result.num_steps, result.num_requests):
         print(f"{label} = {Path(path).name}: {steps} steps, {requests} requests")

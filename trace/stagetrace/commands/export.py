@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--csv", metavar="FOLDER|FILE",
-        help="tables: requests.csv, steps.csv and events.csv in a folder that is made if missing, or one of them under that name",
+        help="tables: requests.csv, steps.csv and events.csv in a folder that is created if missing, or one of them under that name",
     )  # fmt: skip
     parser.add_argument("--html", metavar="FILE", help="the player: one page that needs no network")
 
@@ -65,6 +65,6 @@ def _otlp(recording: Recording, target: str) -> None:
 
 def _check_file(path: str) -> None:
     if not Path(path).parent.is_dir():
-        raise TraceError(f"{path}: the folder {Path(path).parent} does not exist; make it first")
+        raise TraceError(f"{path}: the folder {Path(path).parent} does not exist; create it first")
     if Path(path).is_dir():
         raise TraceError(f"{path} is a folder; name a file in it")

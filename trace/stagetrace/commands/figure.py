@@ -15,7 +15,7 @@ FORMATS = [".png", ".svg", ".pdf"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What to draw, and where to."""
+    """What to draw, and where to write it."""
     add_run(parser)
     parser.add_argument("kind", metavar="KIND", choices=KINDS, help=", ".join(KINDS))
     parser.add_argument(

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The recording, and which request."""
     add_run(parser)
     parser.add_argument(
-        "--req", metavar="ID", help="the request: its id, the short one of the list, or any part that no other has"
+        "--req", metavar="ID", help="the request: its id, the short one from the list, or any part that no other has"
     )
     add_colour(parser)
 
@@ -134,7 +134,7 @@ def _print_summary(request: RequestStory, texts: dict[str, str], colour: bool) -
 
 
 def _collect_texts(event: Event, request_id: str, texts: dict[str, str]) -> None:
-    """What was asked and answered, in recordings made with --trace-prompts. The answers to one prompt share it."""
+    """The prompt and the output, in recordings made with --trace-prompts. The answers to one prompt share it."""
     prompt, text = event.args.get("prompt"), event.args.get("text")
     if isinstance(prompt, str) and event.req is not None and request_id.endswith(event.req):
         texts["prompt"] = prompt

@@ -17,7 +17,7 @@ _PHASES = {1: "CLI", 2: "serve", 3: "API server", 4: "AsyncLLM", 5: "EngineCore"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The recording, and in which form."""
+    """The recording, and the form of the output."""
     add_run(parser)
     parser.add_argument("--requests", action="store_true", help="a line per request too")
     parser.add_argument("--json", action="store_true", help="all numbers as JSON, in nanoseconds, with every request")
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     _print_start_up(start_up)
     _print_steps(steps)
     reached = sum(1 for latency in latencies if latency.num_tokens)
-    print(f"requests: {len(latencies)}, of which {reached} got tokens ({sum(one.num_tokens for one in latencies)})")
+    print(f"requests: {len(latencies)}, {reached} of them with tokens ({sum(one.num_tokens for one in latencies)})")
     ttft, tpot = split_ttft(latencies), split_tpot(latencies)
     _print_split("TTFT: from the HTTP request until the first token left for the client", ttft)
     _print_split("TPOT: from one token to the next at the client, streamed answers", tpot)
@@ -61,7 +61,7 @@ def _print_start_up(start_up: StartUp) -> None:
             [str(phase), _PHASES[phase], proc, milliseconds(time)]
             for (proc, phase), time in sorted(start_up.phases.items(), key=lambda item: (item[0][1], item[0][0]))
         ]
-        print("start-up: the time before each event counts to its phase; processes run side by side")
+        print("start-up: the time before each event counts towards its phase; processes run in parallel")
         print(table(["phase", "", "process", "ms"], rows, left=(1, 2)) + "\n")
 
 
@@ -74,7 +74,7 @@ def _print_steps(steps: StepTime) -> None:
     ]
     rows = [[*row, meaning] for row, meaning in zip(rows, STEP_PARTS.values(), strict=True)]
     print(f"engine: {steps.num_steps} steps, {steps.num_tokens} tokens computed (phase 8)")
-    print(table(["part", "ms", "share", "ms a step", ""], rows, left=(0, 4)) + "\n")
+    print(table(["part", "ms", "share", "ms per step", ""], rows, left=(0, 4)) + "\n")
 
 
 def _print_split(title: str, split: Split | None) -> None:

@@ -25,10 +25,10 @@ from stagetrace.read.terminal import (
 from stagetrace.read.walk import EngineState, Place, Walk
 from stagetrace.vocabulary import VOCABULARY
 
-HELP = """Enter, n [N]  the next event, or N events on
+HELP = """Enter, n [N]  the next event, or N events forward
 b [N]         back, one event or N
-s N           to the begin of step N of the engine
-t N           to the N-th token: of the request that `r` chose, else of all together
+s N           to the beginning of the engine's step N
+t N           to the N-th token: of the request that `r` chose, else of all requests
 /NAME         to the next event of this name or pattern (/sched.pre, /kv.*); / alone repeats
 r ID          only this request from here on; r alone: all again
 ?             this list
@@ -68,7 +68,7 @@ class _Session:
         self._pattern = ""
 
     def do(self, line: str) -> None:
-        """One command, and what there is to see then."""
+        """Run one command, and show where it leads."""
         word, _, rest = line.partition(" ")
         if line.startswith("/"):
             self._find(line[1:].strip())
@@ -130,7 +130,7 @@ class _Session:
         print(f"no {what} in this recording") if not found else self.show()
 
     def _tokens(self, place: Place) -> int:
-        """How many tokens there are with this event, if it brings one."""
+        """How many tokens there are so far, if this event brings one."""
         if place.event.name != "sched.token" or not self._is_meant(place):
             return 0
         return place.state.num_tokens if self._req is None else int(place.event.args["num_output_tokens"])

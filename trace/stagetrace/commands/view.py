@@ -17,17 +17,20 @@ from stagetrace.read.terminal import add_colour, ascii_if_needed, wants_colour, 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The recording, what of it, and how it looks."""
+    """The recording, which events, and the layout."""
     add_run(parser)
     add_selection(parser)
-    parser.add_argument("--limit", type=int, metavar="N", help="end after N events")
+    parser.add_argument("--limit", type=int, metavar="N", help="stop after N events")
     parser.add_argument(
         "--follow",
         action="store_true",
         help="wait for more events, until all processes of the run have ended (or Ctrl-C)",
     )
     parser.add_argument(
-        "--width", type=int, metavar="COLUMNS", help="of the output (default: the terminal's; in a pipe nothing is cut)"
+        "--width",
+        type=int,
+        metavar="COLUMNS",
+        help="width of the output (default: the terminal's; in a pipe nothing is cut)",
     )
     add_colour(parser)
 
@@ -51,12 +54,12 @@ def run(args: argparse.Namespace) -> int:
     if not _print(recording, columns, selection, args.limit):
         print("no event of this recording is selected", file=sys.stderr)
     if recording.torn:
-        print(f"{recording.torn} file(s) end within a line: their processes did not end by themselves", file=sys.stderr)
+        print(f"{recording.torn} file(s) end within a line: their processes were cut off", file=sys.stderr)
     return 0
 
 
 def _print(events: Iterable[Event], columns: Columns, selection: Selection, limit: int | None) -> int:
-    """Returns how many events were printed."""
+    """Return how many events were printed."""
     number = 0
     known = columns.num_processes
     for line in columns.heading() if known else []:

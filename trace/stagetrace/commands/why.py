@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
     parser.add_argument("--req", required=True, metavar="ID", help="the request: its id, or a part that no other has")
     parser.add_argument(
-        "--step", type=int, metavar="N", help="one engine step, in full; without it all steps, in short"
+        "--step", type=int, metavar="N", help="one engine step, in full; a summary of all steps if not given"
     )
 
 
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     first, last, found = None, None, False
     for step in steps:
         first, last = first or step.step, step.step
-        if step.step == args.step:  # twice, when it was aborted after its step
+        if step.step == args.step:  # twice, if it was aborted after its step
             _print_step(request_id, step)
             found = True
     if found:

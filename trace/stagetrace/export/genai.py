@@ -27,9 +27,9 @@ NAMES: dict[str, tuple[str, ...]] = {
     "seconds": ("gen_ai.latency.e2e",),
     "preemptions": ("stages.preemptions",),
 }
-"""What it means -> the names under which it is written."""
+"""Meaning -> the names under which it is written."""
 
 
 def attributes(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Span attributes of these values; what is None is left out. Raises KeyError for a meaning without a name."""
+    """Span attributes of these values; None is left out. Raises KeyError for a meaning without a name."""
     return {name: value for meaning, value in values.items() if value is not None for name in NAMES[meaning]}

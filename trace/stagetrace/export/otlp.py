@@ -54,7 +54,7 @@ _KINDS = {"wait": "queue"}  # what a span of the story is called here, where the
 
 
 class _Ids(IdGenerator):
-    """Hands out the ids that were put down for the next span."""
+    """Hands out the ids that were set for the next span."""
 
     trace_id = 0
     span_id = 0
@@ -77,7 +77,7 @@ class _Collector(SpanProcessor):
         self._spans.append(span)
 
     def send(self, at_least: int = 1) -> None:
-        """Send what is there, unless it is too little."""
+        """Send the spans collected, unless they are too few."""
         if len(self._spans) >= at_least:
             spans, self._spans = self._spans, []
             self._send(spans)
@@ -228,14 +228,14 @@ def _meanings(request: HttpRequest, engine: EngineRequest) -> dict[str, Any]:
 
 
 def _engine_failure(engine: EngineRequest) -> str | None:
-    """Why a request of the engine did not succeed; None when it did."""
+    """Why a request of the engine did not succeed; None if it did."""
     if engine.reason is None:
         return "unfinished: the engine, or the recording, ended before it"
     return engine.reason if engine.reason in ("abort", "error") else None
 
 
 def _failure(request: HttpRequest) -> str | None:
-    """Why an HTTP request did not succeed; None when it did."""
+    """Why an HTTP request did not succeed; None if it did."""
     refused = request.said.get("request.refused")
     if refused is not None:
         return f"{refused['status']} {refused['type']}"
@@ -253,7 +253,7 @@ def _plain(args: dict[str, Any]) -> dict[str, Any]:
 
 
 def export(events: Iterable[Event], send: Callable[[list[ReadableSpan]], None]) -> None:
-    """Make all spans of a recording and hand them to `send`, some hundreds at a time."""
+    """Make all spans of a recording and hand them to `send`, a few hundred at a time."""
     spans = _Spans(send)
     gather(events, spans.request)
     spans.finish()
@@ -270,7 +270,7 @@ def write_file(events: Iterable[Event], path: str | Path) -> None:
 
 
 def _otlp_json(spans: list[ReadableSpan]) -> dict[str, Any]:
-    """protobuf's JSON, but ids in hex: there OTLP differs."""
+    """protobuf's JSON, except that OTLP wants ids in hex."""
     message = MessageToDict(encode_spans(spans), use_integers_for_enums=True)
     for resource in message["resourceSpans"]:
         for scope in resource["scopeSpans"]:
@@ -298,7 +298,7 @@ def send(events: Iterable[Event], url: str) -> None:
 
     def send_batch(spans: list[ReadableSpan]) -> None:
         if exporter.export(spans) is not SpanExportResult.SUCCESS:
-            raise TraceError(f"{url}: the collector did not take the spans ({log.line or 'no reason given'})")
+            raise TraceError(f"{url}: the collector did not accept the spans ({log.line or 'no reason given'})")
 
     try:
         export(events, send_batch)

@@ -1,6 +1,6 @@
 """A recording as Chrome trace events (JSON), which Perfetto's UI and chrome://tracing open.
 
-    requests      a pseudo process with one track per request: a slice from its first to its last event, in it wait,
+    requests      a pseudo process with one track per request: a slice from its first to its last event, and in it wait,
                   prefill, decode and preempted, and each of its events as an instant
     each process  its spans (engine.step, model.forward, ...) and the events of no request; one more track per socket thread,
                   with a slice per message; an arrow leads from sending to receiving
@@ -41,7 +41,7 @@ _SOCKETS = {
 
 @dataclass
 class _Track:
-    """One row of the picture: its open slices, and where it stands in time."""
+    """One row of the picture: its open slices, and its latest time."""
 
     pid: int
     tid: int
@@ -89,7 +89,7 @@ class PerfettoWriter:
             self._message(event)
         elif event.ph != "i":
             self._span(event)
-        elif event.req is None and event.name != "run.start":  # that one is said at the end
+        elif event.req is None and event.name != "run.start":  # that one is written at the end
             self._instant(self._main(event), event)
         if event.req is not None:
             self._request(event)
@@ -130,7 +130,7 @@ class PerfettoWriter:
         self._at(track, event.ts, {"ph": "i", "s": "t", "name": event.name, "args": step | event.args})
 
     def _edge(self, track: _Track, ts: int, record: dict[str, Any]) -> None:
-        """The beginning or end of a slice: not before the one before it."""
+        """The beginning or end of a slice, never earlier than the one before it."""
         track.now = max(track.now, ts)
         self._at(track, track.now, record)
 

@@ -1,4 +1,4 @@
-"""The parts of a request that OTLP shows as spans, gathered from events in causal order and given away when it is over."""
+"""The parts of a request that OTLP shows as spans, gathered from events in causal order and handed over when it is over."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class EngineRequest:
     """One request of the engine: a prompt, or one of its several answers."""
 
     story: RequestStory
-    front_pid: int = 0  # 0: not heard of
+    front_pid: int = 0  # 0: not seen yet
     engine_pid: int = 0
     reason: str | None = None  # of its end for the client, else in the engine; None: it did not end
     parts: list[Part] = field(default_factory=list)  # ipc and detokenize
@@ -77,7 +77,7 @@ class Gatherer:
         self._latest_arrival = 0
 
     def feed(self, event: Event) -> None:
-        """Take in the next event."""
+        """Process the next event."""
         self.story.feed(event)
         if event.name in ("zmq.request_sent", "zmq.outputs_sent"):
             _keep(self._sent, event.ref, event)

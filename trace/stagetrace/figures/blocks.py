@@ -39,7 +39,7 @@ class Pool:
     cached: set[int] = field(default_factory=set)
 
     def change(self, change: BlockChange) -> None:
-        """Take one KV-cache event in. Source: stage03_engine/core/block_pool.py, which does the same to the real blocks."""
+        """Apply one KV-cache event. Source: stage03_engine/core/block_pool.py, which does the same to the real blocks."""
         if change.name in ("kv.allocated", "sched.prefix_hit"):
             for block in change.blocks:
                 self.holders[block] = (*self.holders.get(block, ()), change.req or "")
@@ -200,7 +200,7 @@ def _write_holders(
 
 
 def _marks(axes: Axes, story: Story) -> dict[str, tuple[str, str]]:
-    """Evictions, and blocks that a prefix hit found, at the step of it; returns what was drawn."""
+    """Evictions, and blocks that a prefix hit found, at their step; return what was drawn."""
     drawn = {}
     for mark, name in (("evicted", "kv.evicted"), ("prefix hit", "sched.prefix_hit")):
         points = [

@@ -29,13 +29,13 @@ FIRST_TOKEN = {"first token at the client (TTFT)": ("D", "white")}
 
 
 def answered(story: Story) -> list[Latency]:
-    """The latencies of all requests of which a token reached the client, in the order of arrival."""
+    """The latencies of all requests whose tokens reached the client, in the order of arrival."""
     latencies = map(of_request, story.requests.values())
     return sorted((one for one in latencies if one.ttft_ns is not None), key=lambda one: one.arrival_ns)
 
 
 def pieces(latency: Latency) -> list[tuple[str, int]]:
-    """(part, nanoseconds): first what the first token cost, part by part, then what all others cost. Their sum is the time
+    """(part, nanoseconds): first the cost of the first token, part by part, then that of all others. Their sum is the time
     until the last token."""
     return [
         (part.name, split[part.name]) for split in (latency.ttft, latency.gaps) for part in PARTS if part.name in split

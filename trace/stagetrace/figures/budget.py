@@ -1,4 +1,4 @@
-"""The token budget of every step: who got how much of it, for what, and who was there to ask."""
+"""The token budget of every step: who got how much of it, for what, and which requests were there."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ MARKS = {"HTTP request": ("v", "white"), "chunk to the client": ("|", INK), "req
 
 @dataclass
 class Scene:
-    """What falls into a stretch of time: of the whole recording from its first request on, or of one request."""
+    """What happens in a stretch of time: from the recording's first request on, or during one request."""
 
     start_ns: int
     end_ns: int
@@ -40,7 +40,7 @@ class Scene:
 
 
 def scene(story: Story, req: str | None = None) -> Scene:
-    """Choose what to show; `req` is a request's id or its short name. Raises TraceError when no request has it."""
+    """Choose what to show; `req` is a request's id or its short name. Raises TraceError if no request has it."""
     requests = [find_request(story, req)] if req is not None else list(story.requests.values())
     times = [time for request in requests for time in (*request.first.values(), *request.last.values())]
     start, end = min(times, default=story.start_ns), max(times, default=story.end_ns)
@@ -67,7 +67,7 @@ def _abort(story: Story, request: RequestStory) -> Message | None:
 
 
 def find_request(story: Story, req: str) -> RequestStory:
-    """A request by its id or short name. Raises TraceError when there is none."""
+    """A request by its id or short name. Raises TraceError if there is none."""
     names = short_names(story.requests)
     for request_id, request in story.requests.items():
         if req in (request_id, names[request_id]):
@@ -231,7 +231,7 @@ def letters(shown: Scene) -> list[tuple[str, str, int]]:
 
 
 def _draw_letters(axes: Axes, shown: Scene) -> None:
-    """A letter per event above the lane, moved to the right where they would cover each other; what they mean stands below."""
+    """A letter per event above the lane, moved to the right where they would cover each other; what they mean is written below."""
     found = letters(shown)
     _label(axes, shown, [((time - shown.start_ns) / 1e6, letter) for letter, _, time in found])
     chunks = [(time - shown.start_ns) / 1e6 for time in shown.requests[0].chunk_ns]

@@ -19,7 +19,7 @@ def short_names(request_ids: Iterable[str]) -> dict[str, str]:
 
 
 def drawn_names(request_ids: Iterable[str]) -> dict[str, str]:
-    """The same for matplotlib, which would take what stands between two dollar signs for a formula."""
+    """The same for matplotlib, which would take text between two dollar signs for a formula."""
     return {request_id: name.replace("$", r"\$") for request_id, name in short_names(request_ids).items()}
 
 

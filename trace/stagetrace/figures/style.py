@@ -1,4 +1,4 @@
-"""How the figures look: colours that the colour-blind tell apart, a hatch beside every colour, white paper.
+"""How the figures look: colours that the colour-blind can distinguish, a hatch beside every colour, white paper.
 
 matplotlib is imported where a figure is made, not before: data and tables do not need it.
 """
@@ -23,7 +23,7 @@ MANY = 4000  # more pieces than this are drawn plain: nobody could see their hat
 
 @dataclass(frozen=True)
 class Look:
-    """How one kind of thing is filled. Two looks differ in hatch, or so much in lightness that a grey print tells them apart."""
+    """How one kind of thing is filled. Two looks differ in hatch, or so much in lightness that a grey print shows the difference."""
 
     face: str
     hatch: str = ""
@@ -47,7 +47,7 @@ _HATCHES = [["", "\\\\", "..", "", "//", "", "xx"], ["++", "oo", "--", "xx", "||
 
 
 def request_look(place: int) -> Look:
-    """The look of the request at a place in the order of arrival; after 14 they come again, and only names tell apart."""
+    """The look of the request at a place in the order of arrival; after 14 they repeat, and only names tell requests apart."""
     colour = _COLOURS[place % len(_COLOURS)]
     return Look(
         colour, _HATCHES[place // len(_COLOURS) % 2][place % len(_COLOURS)], "white" if place % 7 in (0, 2, 6) else INK
@@ -155,7 +155,7 @@ def _fitting_columns(labels: list[str]) -> int:
 
 
 def row_labels(axes: Axes, labels: list[str], inches: float) -> None:
-    """Name the rows 0, 1, ... from the top down; every k-th when they stand closer than letters are high."""
+    """Name the rows 0, 1, ... from the top down; every k-th if they are closer together than letters are high."""
     every = max(1, -(-len(labels) * 14 // max(1, int(inches * 100))))
     axes.set_yticks(range(0, len(labels), every), labels[::every])
     axes.set_ylim(len(labels) - 0.4, -0.6)
@@ -191,7 +191,7 @@ def whole_ticks(axes: Axes, most: int) -> None:
 
 
 def spread(places: list[float], gap: float, end: float) -> list[float]:
-    """Where to write labels of sorted `places` so that they stand `gap` apart: near their places, not beyond `end` unless they are
+    """Where to write labels of sorted `places` so that they are `gap` apart: near their places, not beyond `end` unless they are
     too many."""
     found: list[float] = []
     for place in places:

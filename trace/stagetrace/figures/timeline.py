@@ -140,7 +140,7 @@ def _draw_steps(axes: Axes, story: Story, requests: list[RequestStory]) -> None:
 
 
 def _write_chunks(axes: Axes, row: list[Stretch], y: int, num_steps: int, num_rows: int) -> None:
-    """The tokens of each prefill: in its column, or behind it where columns are narrower than numbers."""
+    """The tokens of each prefill: in its column, or after it where columns are narrower than numbers."""
     column = 8.5 * 72 / max(num_steps, 20)  # points
     size = min(8.0, 11 * 72 / num_rows * 0.6)
     after = dict(zip((id(stretch) for stretch in row), row[1:]))

@@ -1,7 +1,7 @@
 """A recording as one HTML page that plays it: no network, no kernel, nothing to install.
 
 `page(recording)` is the page as text, `show(recording)` puts it into a notebook; both take a second recording to compare with.
-In reading order: data.py (what of a recording the page holds), build.py (how the page is put together), replay.js (events ->
+In reading order: data.py (what the page holds of a recording), build.py (how the page is put together), replay.js (events ->
 state), panels.js and details.js (state -> picture), controls.js (time, keys and mouse).
 """
 

@@ -20,9 +20,9 @@ SCRIPTS = ("replay.js", "panels.js", "details.js", "controls.js")
 def page(recording: str | Path | Recording | Run, compare: str | Path | Recording | Run | None = None) -> str:
     """A whole HTML page that plays `recording`, beside `compare` if there is one, with their steps synchronised.
 
-    It opens from a file, in a notebook and in an iframe, and asks nobody for anything: its Content-Security-Policy forbids
-    every connection and every script but its own. Raises FileNotFoundError when there is no recording, TraceError for
-    one that is empty, damaged or too large.
+    It opens from a file, in a notebook and in an iframe, and loads nothing: its Content-Security-Policy forbids
+    every connection and every script but its own. Raises FileNotFoundError if there is no recording, TraceError if
+    it is empty, damaged or too large.
     """
     data = [page_data(one) for one in (recording, compare) if one is not None]
     script = "\n".join(_template(name) for name in SCRIPTS)

@@ -8,7 +8,7 @@ const SPEEDS = [
 
 /**
  * The common time line: {places, marks}. `places[run][position]` is the event of that run. A step begins for all runs at the same
- * position, and its decision is complete for all at the same position; who is there earlier waits. `marks` are those positions:
+ * position, and its decision is complete for all at the same position; a run that is there earlier waits. `marks` are those positions:
  * {step, start, decided}.
  */
 function synchronise(recordings) {
@@ -26,13 +26,13 @@ function synchronise(recordings) {
   return { places, marks };
 }
 
-/** The places where a step begins, where its decision is behind it, and where the next step begins. */
+/** The places where a step begins, where its decision is complete, and where the next step begins. */
 function stretchOf(recording, k) {
   const { start, decided } = recording.steps[k];
   return [start, decided + 1, recording.steps[k + 1]?.start ?? recording.events.length];
 }
 
-/** Lay stretches of events, [first, behind the last], side by side; a run without one stays where it is. */
+/** Lay stretches of events, [first, after the last], side by side; a run without one stays where it is. */
 function addStretch(places, stretches) {
   const length = Math.max(...stretches.map((stretch) => (stretch ? stretch[1] - stretch[0] : 0)));
   for (let offset = 0; offset < length; offset++) {
@@ -119,7 +119,7 @@ class Player {
     for (let position = 0; position < this.length; position++) {
       if (this.happens(position, wanted)) return this.goTo(position);
     }
-    return this.say(`Nobody gets to token ${n}.`);
+    return this.say(`No request gets to token ${n}.`);
   }
 
   play(on = this.timer === 0) {
@@ -159,7 +159,7 @@ class Player {
     return `event ${event.at + 1} of ${events.length}, ${step ? `step ${step}` : "start"}: ${this.recordings[0].oneLine(event)}`;
   }
 
-  /** Tell a screen reader where we are; not while playing, which would be a flood. */
+  /** Tell a screen reader where we are, but not while playing: that would be a flood. */
   announce() {
     if (this.timer === 0) this.say(`${this.#inWords()}. ${this.recordings[0].meaning(this.event(0))}`);
   }
@@ -168,7 +168,7 @@ class Player {
     document.getElementById("announcement").textContent = text;
   }
 
-  /** With two runs: are the decisions of this step the same, and what has each run alone? */
+  /** With two runs: are the decisions of this step the same, and what happened in only one run? */
   #markStep() {
     if (this.recordings.length < 2) return;
     const { step } = this.marks.findLast((mark) => mark.start <= this.position) ?? { step: 0 };
@@ -242,7 +242,7 @@ class Player {
     this.panels.forEach((panels, run) => {
       const { requests } = this.recordings[run];
       const req = requests.findIndex((one) => one.label === label);
-      panels.filter(label === "" ? -1 : req < 0 ? requests.length : req); // behind the last: this run has no such request
+      panels.filter(label === "" ? -1 : req < 0 ? requests.length : req); // after the last: this run has no such request
     });
     this.#countFound();
     const own = (event, run) => this.isShown(event, run);
@@ -269,7 +269,7 @@ class Player {
   search(direction) {
     const position = this.findEvent(direction, (event, run) => this.#isFound(event, run));
     if (position >= 0) this.goTo(position);
-    else this.say(direction > 0 ? "Nothing more is found behind this event." : "Nothing is found before this event.");
+    else this.say(direction > 0 ? "Nothing more found after this event." : "Nothing found before this event.");
     this.#countFound();
   }
 
@@ -288,7 +288,7 @@ class Player {
     this.play(this.timer !== 0);
   }
 
-  /** Keys work wherever the focus is, but a text box keeps what one types with, and a button its space. */
+  /** Keys work wherever the focus is, but a text box keeps what is typed, and a button its space. */
   #key(key) {
     if (key.ctrlKey || key.metaKey || key.altKey || document.getElementById("help-dialog").open) return;
     const at = document.activeElement;

@@ -36,7 +36,7 @@ def page_data(recording: str | Path | Recording | Run) -> dict[str, Any]:
     kind, source, phase letter, values of the arguments, step, request, cause]. A kind is a name and the names of its arguments;
     `cause` is the place of another event; -1 = none.
 
-    Raises FileNotFoundError when there is no recording, TraceError when it is empty or has more than MAX_EVENTS events.
+    Raises FileNotFoundError if there is no recording, TraceError if it is empty or has more than MAX_EVENTS events.
     """
     title, events = _open(recording)
     kinds, processes, sources, requests, refs = _Table(), _Table(), _Table(), _Table(), _Table()
@@ -85,8 +85,8 @@ def _meaning(name: str) -> list[Any]:
 
 
 def short_names(request_ids: Iterable[str]) -> list[tuple[str, str]]:
-    """(id, short name) of each request. The root of an id (see stagetrace.ids) is called what the client called it, where that is
-    short and unique, else by its number; around it stays what tells the prompts and the answers of one request apart."""
+    """(id, short name) of each request. The root of an id (see stagetrace.ids) is shown as the client's own name, if that is
+    short and unique, else as a number; the rest, which distinguishes the prompts and answers of one request, stays."""
     ids = list(request_ids)
     roots = list(dict.fromkeys(map(root_of, ids)))
     given = {root: match[1] or match[2] for root in roots if (match := _GIVEN_ID.fullmatch(root))}
@@ -95,5 +95,5 @@ def short_names(request_ids: Iterable[str]) -> list[tuple[str, str]]:
     short = [
         request_id.replace(root_of(request_id), names[root_of(request_id)], 1).removesuffix("-0") for request_id in ids
     ]
-    again = Counter(short)  # a client may call its request what another's second prompt is called
+    again = Counter(short)  # a client's name may equal that of another request's second prompt
     return [(i, name if again[name] == 1 else f"#{n}.{name}") for n, (i, name) in enumerate(zip(ids, short), start=1)]

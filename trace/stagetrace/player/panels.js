@@ -147,7 +147,7 @@ class Panels {
     return name === "http.response" ? `${this.label(req)} is answered: ${args.status}` : "over HTTP";
   }
 
-  /** What arrives with this event, and what is on the way; what nobody received is shown when it is sent, and then no more. */
+  /** What arrives with this event, and what is on the way; a message never received is shown only when it is sent. */
   #zmqMessages(state, event) {
     const kept = state.inFlight.filter((at) => this.recording.received.has(at) || at === event.at);
     const arrived = /^zmq\..*_received$/.test(event.name) && event.cause >= 0 ? [event.cause] : [];
@@ -201,15 +201,15 @@ class Panels {
     this.#fill(".done", chips);
   }
 
-  /** Why somebody waits after this decision, in words. */
+  /** Why a request waits after this decision, in words. */
   #reason({ rule, first, behind, grammar, budget_left, free_blocks, num_running }) {
     const names = (ids) => ids.map((id) => this.recording.labelOfId(id)).join(", ");
     const because = {
       budget: `the token budget of this step is used up (${budget_left} left)`,
-      max_num_seqs: `${num_running} requests run already, and no more may (max_num_seqs)`,
+      max_num_seqs: `${num_running} requests are running, the most allowed (max_num_seqs)`,
       blocks: `it needs more KV-cache blocks than the ${free_blocks} that are free`,
       no_chunking: `its prompt does not fit into the ${budget_left} tokens left, and chunked prefill is off`,
-      preempted: "somebody was just preempted, and nobody may overtake",
+      preempted: "a request was just preempted, and none may overtake it",
     }[rule] ?? rule;
     const parts = first === null || !rule ? [] : [`${names([first])} is held back: ${because}.`];
     if (behind.length) parts.push(`Behind it: ${names(behind)}; nobody overtakes.`);
@@ -276,7 +276,7 @@ class Panels {
     partial.textContent = partial.hidden ? "" : `The scheduler says ${state.freeRecorded} free: some events of blocks were not recorded.`;
   }
 
-  /** What was asked and answered, if it was recorded. */
+  /** The prompts and the outputs, if they were recorded. */
   #drawTexts(state) {
     const has = ({ askedFor, text, tokenIds }) => askedFor || text || tokenIds.length;
     const requests = state.requests.map((r, req) => [r, req]).filter(([r, req]) => has(r) && !this.#isDim(req));

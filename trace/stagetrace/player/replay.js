@@ -15,7 +15,7 @@ function emptyState(numRequests) {
     policy: "fcfs", usable: 0, blockSize: 0, arrivals: 0,
     blocks: [], // block id -> {holders: [request, ...], cached}; undefined: never named yet
     held: 0, // blocks with a holder
-    freeRecorded: -1, // what the scheduler itself said last; -1: nothing yet
+    freeRecorded: -1, // what the scheduler itself reported last; -1: nothing yet
     budget: 0, maxSeqs: 0, decided: false, heldBack: null, preempted: [],
     inFlight: [], // places of messages that were sent and not received yet
     lastOf: [], // process -> place of its last event
@@ -30,7 +30,7 @@ function emptyRequest() {
     given: 0, // tokens that it got since it was admitted last
     cachedTokens: 0, preemptions: 0, arrival: 0, priority: 0,
     blocks: [], reason: "", by: "", answered: false,
-    askedFor: "", text: "", tokenIds: [], // what was asked and answered: only with --trace-prompts
+    askedFor: "", text: "", tokenIds: [], // prompt and output: only with --trace-prompts
   };
 }
 
@@ -41,7 +41,7 @@ function remove(list, req) {
   if (at >= 0) list.splice(at, 1);
 }
 
-/** Enter a queue where the policy says. Arrival breaks every tie, so who was preempted comes back to its old place. */
+/** Enter a queue where the policy says. Arrival breaks every tie, so a preempted request returns to its old place. */
 function enqueue(state, queue, req) {
   if (queue.includes(req)) return;
   const key = (one) => [state.policy === "priority" ? state.requests[one].priority : 0, state.requests[one].arrival];
@@ -68,7 +68,7 @@ function release(state, id, req) {
   if (one.holders.length === 0) state.held -= 1;
 }
 
-/** Between two steps: what was given is computed, and nobody has anything yet. */
+/** Between two steps: what was given is computed, and no request has anything yet. */
 function settleStep(state) {
   for (const req of state.running) {
     const r = state.requests[req];
@@ -98,14 +98,14 @@ function onAdmit(state, args, r, req) {
 }
 
 function onScheduled(state, args, r) {
-  if (r.status === "prefill" && args.missing === 1 && r.given > 0) r.status = "decode"; // it lacks only the token it was given last
+  if (r.status === "prefill" && args.missing === 1 && r.given > 0) r.status = "decode"; // it lacks only the token it received last
   r.computed = args.num_computed;
   r.total = args.num_computed + args.missing;
   r.chunk = args.num_tokens;
   r.given += args.num_tokens;
 }
 
-/** The scheduler says in which order they wait: whatever policy a class of the user's has, this is what it did. */
+/** The scheduler says in which order they wait: whatever policy a user's own class has, this is what it did. */
 function onHeldBack(state, args, r, req, event, placeOfId) {
   state.heldBack = args;
   const order = [...args.grammar, args.first, ...args.behind].map((id) => placeOfId.get(id)).filter((one) => state.waiting.includes(one));
@@ -201,7 +201,7 @@ const HANDLERS = {
   "engine.failed": (state, args) => { state.engineDead = args.message || "the engine failed"; },
 };
 
-/** Take the next event into the state. */
+/** Apply the next event to the state. */
 function apply(state, event, placeOfId) {
   state.at = event.at;
   state.phase = event.phase || state.phase;
@@ -326,7 +326,7 @@ const DECISIONS = {
   "sched.preempt": (args, who, label) => `${who} is preempted for ${label(args.needed_by)}`,
   "sched.held_back": (args, who, label) => {
     const behind = args.behind.map(label).join(" ") || "nobody";
-    return `${args.first ? label(args.first) : "somebody"} is held back: ${args.rule || "grammar"}, behind it ${behind}`;
+    return `${args.first ? label(args.first) : "a request"} is held back: ${args.rule || "grammar"}, behind it ${behind}`;
   },
   "sched.output": (args) => `${args.total_tokens} tokens in all, ${args.free_blocks} blocks free`,
   "sched.token": (args, who) => `${who} receives ${args.num_tokens} of ${args.sampled} sampled ${(args.token_ids ?? []).join(" ")}`.trim(),
@@ -345,11 +345,11 @@ function decision(recording, { name, args, req }) {
   return DECISIONS[name]?.(args, recording.label(req), label) ?? "";
 }
 
-/** What each of two runs has alone in its step of this number, [lines of the first, of the second]; null if the step is the same. */
+/** What only one of two runs has in its step of this number, [lines of the first, of the second]; null if the step is the same. */
 function stepDifference(runs, step) {
   const places = runs.map((run) => run.steps.findIndex((one) => one.step === step));
   const lines = runs.map((run, i) => (places[i] < 0 ? ["there is no such step"] : decisions(run, places[i])));
   if (lines[0].join("\n") === lines[1].join("\n")) return null;
   const only = [0, 1].map((i) => lines[i].filter((line) => !lines[1 - i].includes(line)));
-  return only[0].length + only[1].length ? only : [["the same, in another order"], ["the same, in another order"]];
+  return only[0].length + only[1].length ? only : [["the same, in a different order"], ["the same, in a different order"]];
 }

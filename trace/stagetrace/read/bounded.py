@@ -1,4 +1,4 @@
-"""Tell a recording of any size: requests are handed over when they have ended, and steps when they are complete."""
+"""The story of a recording of any size: requests are handed over when they have ended, steps when they are complete."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def tell_bounded(
     on_step: Callable[[StepStory], None] = lambda step: None,
     on_event: Callable[[Event], None] = lambda event: None,
 ) -> Story:
-    """Hand over each event, step and request once; the story that comes back holds what the recording says as a whole."""
+    """Hand over each event, step and request once; the returned story holds what the recording says as a whole."""
     story = Story(on_step)
     ended: dict[str, None] = {}  # in the order of their ends
     for event in events:
@@ -42,5 +42,5 @@ def _is_end(event: Event, request: RequestStory) -> bool:
     if event.name == "generate.yield":
         return bool(event.args["finished"])
     if event.name == "request.finished":
-        return "generate.start" not in request.first  # nobody will be handed an output of this very id
+        return "generate.start" not in request.first  # no caller will be handed an output of this very id
     return event.name in ("request.aborted", "request.refused")

@@ -10,14 +10,14 @@ STEP_PARTS = {
     "prepare": "input tensors are built",
     "forward": "the model runs",
     "sample": "logits, rules, and the next tokens",
-    "update": "the requests get their tokens, those that end leave",
-    "between": "between two steps: messages are taken in, or there is nothing to do",
+    "update": "the requests get their tokens, finished ones leave",
+    "between": "between two steps: messages are read, or there is nothing to do",
 }
 """What the engine does with its time, from its first step to its last."""
 
 
 class StepTime:
-    """Adds up the parts of all steps; they add up to the time from the first step's begin to the last one's end."""
+    """Sums the parts of all steps; they add up to the time from the first step's beginning to the last one's end."""
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -26,7 +26,7 @@ class StepTime:
         self._last_end = 0
 
     def feed(self, step: StepStory) -> None:
-        """Take in the next complete step."""
+        """Process the next complete step."""
         self.num_steps += 1
         self.num_tokens += step.total_tokens
         if self._last_end:
@@ -35,7 +35,7 @@ class StepTime:
         marks = {"schedule": step.decided_ns, "prepare": step.forward_ns[0], "forward": step.forward_ns[1],
                  "sample": step.sampled_ns, "update": step.end_ns}  # fmt: skip
         for part, time in marks.items():
-            if time:  # else it was not recorded, and counts to the next
+            if time:  # else it was not recorded, and counts towards the next
                 self.parts[part] += time - now
                 now = time
         self._last_end = step.end_ns
@@ -47,7 +47,7 @@ class StepTime:
 
 
 class StartUp:
-    """What each process did before it served, by phase: the time before an event counts to the event's phase."""
+    """What each process did before it served, by phase: the time before an event counts towards the event's phase."""
 
     def __init__(self) -> None:
         self.phases: dict[tuple[str, int], int] = {}  # (process, phase) -> nanoseconds
@@ -55,7 +55,7 @@ class StartUp:
         self._serving: set[int] = set()  # pids
 
     def feed(self, event: Event) -> None:
-        """Take in the next event."""
+        """Process the next event."""
         if event.pid in self._serving or event.phase == 0:
             return
         if event.phase >= 6:

@@ -1,4 +1,4 @@
-"""Events as lines of a terminal: one event a line, one column per process, an arrow where a message arrives."""
+"""Events as lines of a terminal: one event per line, one column per process, an arrow where a message arrives."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from stagetrace.event import Event
 from stagetrace.read.terminal import BOLD, DIM, RESET, cut, milliseconds, phase_colour, printable, short_id
 
 _LEFT = 33  # columns before the first process: time, phase, step, request
-_MIN_TEXT = 40  # columns that an event's text needs at least
+_MIN_TEXT = 40  # the fewest columns that an event's text needs
 _MIN_STRIDE = 4  # columns from one process to the next, at least
 _QUIET = {"params", "block_hashes"}  # arguments that are for programs
 _LEAVES = {"zmq.request_sent", "zmq.outputs_sent", "engine.hello", "engine.init_sent"}
@@ -25,13 +25,13 @@ class Columns:
         self._lanes: dict[int, int] = {}  # pid -> its place
         self._names: dict[int, str] = {}
         self._sent: dict[str, Event] = {}
-        self._begun: dict[tuple[int, str], int] = {}  # (pid, span) -> its begin
+        self._begun: dict[tuple[int, str], int] = {}  # (pid, span) -> its beginning
         self._took: int | None = None  # duration of the span that the last noted event ended
         self._num_columns, self._stride = 1, 0
 
     @property
     def num_processes(self) -> int:
-        """So many have a column, or share one."""
+        """How many have a column, or share one."""
         return len(self._lanes)
 
     def add_process(self, pid: int, name: str) -> None:
@@ -90,7 +90,7 @@ class Columns:
         return line + _text_after(stride - len(text), columns_right, stride) if separate else line
 
     def _words(self, event: Event) -> str:
-        """What is to be said besides the name."""
+        """What to print besides the name."""
         words = []
         if event.name in _LEAVES:
             words.append("─▶")
@@ -129,7 +129,7 @@ def _remember(memory: dict[Any, Any], key: Any, value: Any) -> None:
 
 
 def arguments(args: dict[str, Any]) -> str:
-    """The arguments of an event in a few words: what is empty, and what only programs read, is left out."""
+    """The arguments of an event in a few words, without what is empty or only for programs."""
     shown = [(key, value) for key, value in args.items() if key not in _QUIET and value not in (None, [], {}, "")]
     return " ".join(f"{key}={_value(value)}" for key, value in shown)
 

@@ -1,7 +1,7 @@
-"""The way of every output token, from the scheduler to the client: when was it where?
+"""The path of every output token, from the scheduler to the client: when was it where?
 
 A token is followed through four events that do not name it: the step's message over ZMQ, its receipt, the detokenizer, and the
-chunk that carries it. The order of events tells which tokens each of them is about.
+chunk that carries it. The order of events shows which tokens each of them is about.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Delivery:
     num_client: int = 0  # of those, sent
 
     def became_text(self, count: int, ts: int) -> None:
-        """The next tokens are text; those that the engine did not record come to light here."""
+        """The next tokens are text; those that the engine did not record show up here."""
         while len(self.tokens) < self.num_text + count:
             self.tokens.append(Token())
         for token in self.tokens[self.num_text : self.num_text + count]:
@@ -63,7 +63,7 @@ class Deliveries:
         ] = {}  # (pid, step) -> tokens between engine and front end
 
     def feed(self, event: Event) -> None:
-        """Take in the next event."""
+        """Process the next event."""
         handle = _HANDLERS.get(event.name)
         if handle is not None:
             handle(self, event)

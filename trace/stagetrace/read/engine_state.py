@@ -7,7 +7,7 @@ from typing import Any
 
 from stagetrace.event import Event
 
-MANY = 8  # requests that are named; of more the number is said
+MANY = 8  # requests that are named; of the others only the number is given
 
 
 @dataclass
@@ -33,7 +33,7 @@ class EngineState:
         self._arrivals = 0
 
     def feed(self, event: Event) -> None:
-        """Take in the next event; names that are none of the scheduler's are ignored."""
+        """Process the next event; other names than the scheduler's are ignored."""
         args, request = event.args, self.requests.get(event.req or "")
         match event.name:
             case "scheduler.created":
@@ -72,7 +72,7 @@ class EngineState:
                 del self.requests[request_id]
 
     def copy(self) -> EngineState:
-        """What it is now, to be kept. Settings and lists of blocks are shared: they are never changed in place."""
+        """A copy to keep. Settings and lists of blocks are shared: they are never changed in place."""
         other = EngineState()
         other.__dict__ |= self.__dict__
         other.requests = {request_id: replace(request) for request_id, request in self.requests.items()}

@@ -1,4 +1,4 @@
-"""Read a recording while it is written: events as they come, of processes as they appear."""
+"""Read a recording while it is being written: events as they come, processes as they appear."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stagetrace.read.reader import BATCH_BYTES, causal_order
 
 POLL_SECONDS = 0.1
 SETTLE_SECONDS = (
-    0.7  # a process writes its events at most half a second late: so long the others' are held for their order
+    0.7  # a process writes its events at most half a second late: until then the others' are held for their order
 )
 MAX_HELD = 20_000  # events
 
@@ -27,10 +27,10 @@ class _Tail:
         self.path = path
         self.file = open(path, "rb")  # stays open as long as the run, also when it is renamed
         self.last_ts = 0
-        self._rest = b""  # a line of which the end is not written yet
+        self._rest = b""  # a line whose end is not written yet
 
     def read(self) -> list[Event]:
-        """The next complete lines, [] when there are none now. Raises TraceError for a foreign line."""
+        """The next complete lines, [] if there are none now. Raises TraceError for a foreign line."""
         data = self._rest + self.file.read(BATCH_BYTES)
         lines = data.split(b"\n")
         self._rest = lines.pop()
@@ -58,7 +58,7 @@ class Follower:
         while True:
             ended = bool(self._pids) and not any(map(_is_alive, self._pids))
             if self._read():
-                if len(self._held) > MAX_HELD:  # much has been written before: no need to wait for its order
+                if len(self._held) > MAX_HELD:  # much was written before: no need to wait for its order
                     yield from self._release(self._held[MAX_HELD // 2][0])
             elif ended:  # and nothing was written since
                 yield from self._release(float("inf"))
@@ -83,7 +83,7 @@ class Follower:
         return False
 
     def _release(self, until: float) -> Iterator[Event]:
-        """What was read until then, and what stands before it in causal order."""
+        """What was read until then, and what comes before it in causal order."""
         due = {id(event) for read, event in self._held if read <= until}
         if not due:
             return
@@ -103,6 +103,6 @@ def _is_alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # somebody else's
+    except PermissionError:  # another user's process
         return True
     return True

@@ -3,7 +3,7 @@
 Both are what the client waits: TTFT from its HTTP request until its first token left for it, TPOT from one token to the next, on average. At
 each moment of a wait the awaited token (or the request that it will come from) is in exactly one place; a part is the time
 that it spent there. So the parts add up to the whole, to the nanosecond. What happens meanwhile with other tokens costs the
-client nothing and is in no part: while a token is on its way to the client, the engine already computes the next.
+client nothing and counts in no part: while a token is on its way to the client, the engine already computes the next.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ PARTS = [
     Part("tokenize", 7, "its text becomes token ids, and it is registered"),
     Part("ipc in", 7, "its message goes to the engine process over ZMQ"),
     Part("queue", 8, "in the engine, not admitted: the step in progress ends, others go first, or blocks are missing"),
-    Part("prefill", 8, "its prompt is computed, or after a preemption what was lost"),
-    Part("preempted", 8, "it was sent away, and waits to come back"),
+    Part("prefill", 8, "its prompt is computed or, after a preemption, what was lost"),
+    Part("preempted", 8, "it was preempted, and waits to come back"),
     Part("decode", 8, "the steps that give one token after another, and the time between them"),
     Part("ipc out", 9, "from the scheduler to the output thread, over ZMQ, decoded by the front end"),
     Part("detokenize", 9, "the token waits for its turn in the front end and becomes text"),
@@ -85,7 +85,7 @@ def divide(start: int, end: int, first: str, changes: Iterable[Change]) -> dict[
 
 
 def of_request(request: RequestStory) -> Latency:
-    """The latency of one request. Without a server (LLM, a lost file) its first and last recorded events stand for the client."""
+    """The latency of one request. Without a server (LLM, a lost file) its first and last recorded events stand in for the client."""
     delivery = request.delivery
     arrival = delivery.arrival_ns or min(request.first.values(), default=0)
     latency = Latency(request.request_id, arrival, reason=request.reason)
@@ -121,7 +121,7 @@ def _out(token: Token) -> list[Change]:
 
 
 def _to_first(request: RequestStory, token: Token, engine: list[Change]) -> list[Change]:
-    """The way of a request and its first token."""
+    """The path of a request and its first token."""
     changes = [(request.delivery.params_ns, "tokenize")] if request.delivery.params_ns else []
     for name, part in (("zmq.request_sent", "ipc in"), ("zmq.request_received", "queue")):
         if name in request.first:
@@ -166,7 +166,7 @@ class Distribution:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Distribution | None:
-        """None when there are no values."""
+        """None if there are no values."""
         ordered = sorted(values)
         if not ordered:
             return None
@@ -183,12 +183,12 @@ class Split:
 
 
 def split_ttft(latencies: Iterable[Latency]) -> Split | None:
-    """TTFT by cause; None when no request got a token."""
+    """TTFT by cause; None if no request got a token."""
     return _split([(one.ttft_ns, one.ttft) for one in latencies if one.ttft_ns is not None])
 
 
 def split_tpot(latencies: Iterable[Latency]) -> Split | None:
-    """TPOT by cause; None when no streamed request got two tokens."""
+    """TPOT by cause; None if no streamed request got two tokens."""
     return _split([(one.tpot_ns, one.tpot) for one in latencies if one.tpot_ns is not None])
 
 

@@ -1,4 +1,4 @@
-"""The story of one request in lines: every event until its first chunk, then its steps and chunks together, and what breaks their row."""
+"""The story of one request in lines: every event until its first chunk, then its steps and chunks together, and what interrupts them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class _Round:
 
 
 class Narrator:
-    """Tells about one request. `feed` takes all events in causal order and gives the lines that are complete."""
+    """Describes one request. `feed` takes all events in causal order and gives the lines that are complete."""
 
     def __init__(self, request_id: str) -> None:
         self._id = request_id

@@ -21,10 +21,10 @@ BATCH_BYTES = 1 << 16  # read at once, of each process
 
 
 class Recording:
-    """A folder of trace files. Iterating reads it from the start, in causal order, as often as one likes.
+    """A folder of trace files. Iterating reads it from the start, in causal order, as often as you like.
 
     After an iteration `torn` counts the files whose last line was unreadable: a crash tears at most that one.
-    Raises FileNotFoundError when the folder holds no trace, and while iterating TraceError for a foreign line.
+    Raises FileNotFoundError if the folder holds no trace and, while iterating, TraceError for a foreign line.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -54,7 +54,7 @@ class Recording:
         return {event.pid: event.proc for event in sorted(firsts, key=lambda event: event.ts)}
 
     def _process(self, paths: list[Path]) -> Iterator[Event]:
-        """The events of one process by sequence number, but for the first records of its later files: they stay there."""
+        """The events of one process by sequence number, except the first records of its later files, which stay in place."""
         held: list[tuple[int, Event]] = []
         top = 0
         for events in self._batches(paths):
@@ -102,14 +102,14 @@ def _parse_ref(ref: str) -> tuple[int, int] | None:
 
 
 class _Lane:
-    """The events of one process, of which the next one can be looked at."""
+    """The events of one process; the next one can be looked at."""
 
     def __init__(self, number: int, events: Iterable[Event]) -> None:
         self.number = number
         self._events = iter(events)
         self.head: Event | None = next(self._events, None)
         self.pid = self.head.pid if self.head is not None else None
-        self.blocked: list[tuple[int, _Lane]] = []  # (seq, lane): who waits for an event of this process
+        self.blocked: list[tuple[int, _Lane]] = []  # (seq, lane): lanes that wait for an event of this process
         self._placed = -1  # the highest sequence number that was taken
 
     def pop(self) -> Event:
@@ -126,7 +126,7 @@ class _Lane:
         return self.head is not None and self._placed < seq and self.head.seq <= seq
 
     def freed(self) -> list[_Lane]:
-        """The lanes that need not wait any more: what they waited for is placed, or was never recorded."""
+        """The lanes that need not wait any longer: what they waited for is placed, or was never recorded."""
         free = [lane for seq, lane in self.blocked if not self.will_bring(seq)]
         self.blocked = [(seq, lane) for seq, lane in self.blocked if self.will_bring(seq)]
         return free
@@ -189,7 +189,7 @@ class Run:
 
 
 def read_run(directory: str | Path) -> Run:
-    """Read a whole recording. Raises FileNotFoundError when there is none, TraceError for a foreign line."""
+    """Read a whole recording. Raises FileNotFoundError if there is none, TraceError for a foreign line."""
     recording = Recording(directory)
     events = list(recording)
     return Run(events, recording.torn, {e.args["run_id"] for e in events if e.name == "run.start"})

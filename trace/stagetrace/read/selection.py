@@ -1,4 +1,4 @@
-"""Which events are meant: filters over an event stream, and a request by a part of its id."""
+"""Which events are selected: filters over an event stream, and a request by a part of its id."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stagetrace.vocabulary import VOCABULARY
 
 @dataclass(frozen=True)
 class Selection:
-    """What an event must be to be shown; what is None or empty asks for nothing."""
+    """What an event must be to be shown; None or empty selects all."""
 
     phases: frozenset[int] = frozenset()
     names: tuple[str, ...] = ()  # patterns like sched.*
@@ -25,7 +25,7 @@ class Selection:
     steps: tuple[int, int] | None = None  # first and last
 
     def takes(self, event: Event) -> bool:
-        """Is this event meant?"""
+        """Is this event selected?"""
         return (
             (not self.phases or event.phase in self.phases)
             and (not self.names or any(fnmatchcase(event.name, pattern) for pattern in self.names))
@@ -74,12 +74,12 @@ def _range(text: str, flag: str) -> range:
 
 
 def names_request(part: str, request_id: str) -> bool:
-    """Does this part of an id mean this request?"""
+    """Does this part of an id match this request?"""
     return part in (request_id, short_id(request_id)) or (len(part) >= 4 and part in request_id)
 
 
 def pick_request(part: str, request_ids: Iterable[str]) -> str:
-    """The one request that is meant: by its id, else its short id, else any part. Raises TraceError for none or several."""
+    """The one request with this id, else this short id, else any such part. Raises TraceError for none or several."""
     ids = list(request_ids)
     for fits in (
         [one for one in ids if one == part],
@@ -90,6 +90,6 @@ def pick_request(part: str, request_ids: Iterable[str]) -> str:
             return fits[0]
         if fits:
             more = "" if len(fits) <= 3 else f" and {len(fits) - 3} more"
-            raise TraceError(f"--req {part} means several requests: {', '.join(fits[:3])}{more}; give more of the id")
+            raise TraceError(f"--req {part} matches several requests: {', '.join(fits[:3])}{more}; give more of the id")
     known = ", ".join(sorted(map(short_id, ids))[:5]) or "none"
     raise TraceError(f"--req {part}: no such request in this recording (it has {known}{', …' if len(ids) > 5 else ''})")

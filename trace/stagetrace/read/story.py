@@ -1,4 +1,4 @@
-"""What a recording tells: its requests, its engine steps, its messages. Whatever counts or draws builds on this.
+"""What a recording holds: its requests, its engine steps, its messages. Whatever counts or draws builds on this.
 
 `tell(events)` makes a `Story` of a whole recording; `Story.feed` takes one event after another. Times are nanoseconds of
 `time.monotonic_ns()`; step numbers are the scheduler's and begin at 1.
@@ -20,9 +20,9 @@ class Span:
     """A stretch of a request's life in the engine.
 
     wait       queued, not admitted yet
-    prefill    computing tokens that it already has: its prompt, or after a preemption what was lost
+    prefill    computing tokens that it already has: its prompt or, after a preemption, what was lost
     decode     caught up: every step gives a token
-    preempted  sent away, waiting to come back
+    preempted  out of the batch, waiting to come back
     """
 
     kind: str
@@ -48,7 +48,7 @@ class RequestStory:
     reason: str | None = None  # of the end in the engine: stop, length, abort, error
     token_ns: list[int] = field(default_factory=list)  # when the engine had each output token
     chunk_ns: list[int] = field(default_factory=list)  # when each server-sent event left
-    delivery: Delivery = field(default_factory=Delivery)  # the way of each token to the client
+    delivery: Delivery = field(default_factory=Delivery)  # the path of each token to the client
 
     @property
     def in_engine_ns(self) -> int:
@@ -70,7 +70,7 @@ class Scheduled:
 
 @dataclass
 class StepStory:
-    """One step of the engine: the decision, and what came of it."""
+    """One step of the engine: the decision, and its results."""
 
     step: int
     start_ns: int
@@ -81,8 +81,8 @@ class StepStory:
     total_tokens: int = 0
     free_blocks: int = 0  # after the decision
     decided_ns: int = 0  # when the scheduler was done
-    num_changes: int = 0  # of Story.blocks, how many belong to the time before that
-    forward_ns: tuple[int, int] = (0, 0)  # begin and end of the model's forward pass
+    num_changes: int = 0  # how many of Story.blocks are from before that
+    forward_ns: tuple[int, int] = (0, 0)  # beginning and end of the model's forward pass
     sampled_ns: int = 0  # when the next tokens were drawn
     scheduled: dict[str, Scheduled] = field(default_factory=dict)
     admitted: list[str] = field(default_factory=list)
@@ -109,7 +109,7 @@ class Message:
 
 @dataclass
 class BlockChange:
-    """A KV-cache event: kv.allocated, kv.freed, kv.cached, kv.evicted, kv.reset (one that was done), or sched.prefix_hit."""
+    """A KV-cache event: kv.allocated, kv.freed, kv.cached, kv.evicted, kv.reset (one that was carried out), or sched.prefix_hit."""
 
     name: str
     ts: int
@@ -121,8 +121,8 @@ class BlockChange:
 class Story:
     """Everything that views need, taken from events in causal order.
 
-    With `on_step` each complete step is handed over and not kept, and `blocks` and `messages` stay empty: so the memory
-    grows with the requests only. `stagetrace.read.bounded` hands over these too.
+    With `on_step` each complete step is handed over and not kept, and `blocks` and `messages` stay empty: so memory
+    grows only with the requests. `stagetrace.read.bounded` hands over these too.
     """
 
     def __init__(self, on_step: Callable[[StepStory], None] | None = None) -> None:
@@ -141,7 +141,7 @@ class Story:
         self._sent: dict[str, Event] = {}
 
     def feed(self, event: Event) -> None:
-        """Take in the next event."""
+        """Process the next event."""
         self.processes.setdefault(event.pid, event.proc)
         self.start_ns = min(self.start_ns or event.ts, event.ts)
         self.end_ns = max(self.end_ns, event.ts)
@@ -214,7 +214,7 @@ class Story:
         request = self.requests[event.req or ""]
         spans = request.spans
         if spans and spans[-1].kind == "prefill" and request.token_ns and request.token_ns[-1] > spans[-1].start_ns:
-            self._span(event, "decode")  # what it lacks is the token that it was given last
+            self._span(event, "decode")  # what it lacks is the token it received last
         if spans:
             span = spans[-1]
             span.num_tokens += scheduled.num_tokens

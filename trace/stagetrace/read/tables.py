@@ -55,7 +55,7 @@ STEPS: dict[str, Callable[[StepStory], Any]] = {
     "resumed": lambda s: " ".join(s.resumed),
     "preempted": lambda s: " ".join(s.preempted),
     "finished": lambda s: " ".join(s.finished),
-    "held_back_by": lambda s: s.held_back.get("rule"),  # why the first one of those that wait was not admitted
+    "held_back_by": lambda s: s.held_back.get("rule"),  # why the first waiting one was not admitted
 }
 """Columns of steps.csv; a step that the recording breaks off has no row."""
 
@@ -83,7 +83,7 @@ def _total(request: RequestStory, kind: str) -> int:
 
 
 def write_tables(events: Iterable[Event], target: str | Path) -> None:
-    """All three tables into the folder `target` (made if missing), or the one of that name when it ends in .csv.
+    """All three tables into the folder `target` (created if missing), or the one of that name if it ends in .csv.
 
     Raises TraceError for another name or a folder that does not exist.
     """
@@ -93,7 +93,7 @@ def write_tables(events: Iterable[Event], target: str | Path) -> None:
     folder, names = (path.parent, [path.name]) if path.suffix == ".csv" else (path, list(_COLUMNS))
     if not folder.parent.is_dir() or (path.suffix == ".csv" and not folder.is_dir()):
         missing = folder if path.suffix == ".csv" else folder.parent
-        raise TraceError(f"{target}: the folder {missing} does not exist; make it first")
+        raise TraceError(f"{target}: the folder {missing} does not exist; create it first")
     folder.mkdir(exist_ok=True)
     with ExitStack() as stack:
         write = {name: _table(stack, folder / name, _COLUMNS[name]) for name in names}

@@ -62,7 +62,7 @@ _HEX = re.compile(r"[0-9a-f]{32}")
 
 
 def printable(text: str) -> str:
-    """Without characters that would do something to a terminal."""
+    """Without characters that would control a terminal."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)

@@ -1,6 +1,6 @@
 """Walk through a recording, forward and back, and know at each event what the engine's state was.
 
-Only a stretch of the recording is in memory: who goes back farther reads it again from the start.
+Only a stretch of the recording is in memory: going back farther reads it again from the start.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ HISTORY = 4096  # events that are kept
 
 @dataclass(frozen=True)
 class EngineState:
-    """What the events so far tell of the engine."""
+    """What the events so far say about the engine."""
 
     step: int = 0
     waiting: tuple[str, ...] = ()
@@ -105,7 +105,7 @@ class Place:
 
 
 class Walk:
-    """A cursor over a recording. It stands on one event, `place`; None for a recording without events."""
+    """A cursor over a recording. It is on one event, `place`; None for a recording without events."""
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
@@ -114,15 +114,15 @@ class Walk:
         self.place = self._next_after(0)
 
     def forward(self, wanted: Callable[[Place], bool]) -> bool:
-        """Go to the next event that is wanted; False, and the cursor stays, when there is none."""
+        """Go to the next event that is wanted; if there is none, stay and return False."""
         return self._go_to_first(self.place.number if self.place else 0, wanted)
 
     def from_start(self, wanted: Callable[[Place], bool]) -> bool:
-        """Go to the first event of the recording that is wanted; False, and the cursor stays, when there is none."""
+        """Go to the first event of the recording that is wanted; if there is none, stay and return False."""
         return self._go_to_first(0, wanted)
 
     def back(self, wanted: Callable[[Place], bool]) -> bool:
-        """Go to the last event before this one that is wanted; False, and the cursor stays, when there is none."""
+        """Go to the last event before this one that is wanted; if there is none, stay and return False."""
         if self.place is None:
             return False
         end = self.place.number
@@ -153,7 +153,7 @@ class Walk:
         return result
 
     def _next_after(self, number: int) -> Place | None:
-        """The event behind that number, from memory, from the recording, or from the recording's start."""
+        """The event after that number, from memory, from the recording, or from the recording's start."""
         if self._history and number + 1 < self._history[0].number:
             self._restart()
         if self._history and number < self._history[-1].number:
