@@ -153,7 +153,7 @@ def one_request() -> None:
 
 
 def mixed() -> None:
-    """Eight requests of different lengths under a small token budget: chunked prefill beside decode."""
+    """Eight requests of different lengths under a small token budget: chunked prefill next to decode."""
     with serving("mixed", "--max-num-batched-tokens", "32", "--max-num-seqs", "6", gather=8) as server:
         server.together([(prompt * (1 + 4 * (i % 3)), 6 + 3 * i) for i, prompt in enumerate(PROMPTS)])
 

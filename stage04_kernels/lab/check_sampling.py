@@ -78,11 +78,11 @@ def check_rules(seed: int) -> Iterator[Row]:
             tensors = getattr(rules, name)
             tensors = tensors if isinstance(tensors, tuple) else (tensors,)
             fast = getattr(logits_processors, f"apply_{name}")(logits, *tensors)
-            arguments = [wishes[name] if isinstance(wishes[name], tuple) else (wishes[name],) for wishes in plain]
+            arguments = [values[name] if isinstance(values[name], tuple) else (values[name],) for values in plain]
             twin = getattr(logits_reference, name)
             slow = [twin(row, *given) for row, given in zip(logits.tolist(), arguments)]
             rows[name].compare(fast, torch.tensor(slow, dtype=torch.float64))
-        slow = [apply_rules_reference(row, wishes) for row, wishes in zip(logits.tolist(), plain)]
+        slow = [apply_rules_reference(row, values) for row, values in zip(logits.tolist(), plain)]
         rows["all"].compare(logits_processors.apply_rules(logits, rules), torch.tensor(slow, dtype=torch.float64))
     yield from rows.values()
 

@@ -139,7 +139,7 @@ _ROWS = [
     Row("zmq.request_received", 7, ENGINE, {"type": "str"}, "The engine's input thread decoded it.", "v1/engine/core.py process_input_sockets"),
     # Phase 8: execution
     Row("sched.queued", 8, ENGINE, {"waiting": "int", "num_prompt_tokens": "int", "params": "dict[str, Any]", "block_hashes": "list[str]"},
-        "The request waits for its first step. The hashes stand for the full blocks of its prompt: equal hashes, equal beginnings.", "v1/core/sched/scheduler.py add_request"),
+        "The request waits for its first step. The hashes are of the full blocks of its prompt: equal hashes, equal prefixes.", "v1/core/sched/scheduler.py add_request"),
     _optional("grammar.compiled", 8, ENGINE, {"kind": "str", "seconds": "float", "cached": "bool"},
         "The request's grammar is ready; cached: an earlier request had brought the same.", "v1/structured_output/__init__.py grammar_init"),
     _optional("grammar.refused", 8, ENGINE, {"message": "str"}, "The request ends: its grammar is impossible, or cost more than it may; text that may quote it only with --trace-prompts.",

@@ -56,7 +56,7 @@ class Pool:
             self.cached.clear()
 
     def free_but_cached(self) -> set[int]:
-        """Blocks that nobody holds and a prefix hit would find."""
+        """Blocks that no request holds and a prefix hit would find."""
         return self.cached - self.holders.keys()
 
 
@@ -111,7 +111,7 @@ def stretches(story: Story) -> list[Stretch]:
 
 
 def num_usable(story: Story) -> int:
-    """Blocks that requests can hold: block 0 is nobody's. Without `scheduler.created`: the highest that was used."""
+    """Blocks that requests can hold: block 0 is never given away. Without `scheduler.created`: the highest that was used."""
     highest = max((block for change in story.blocks for block in change.blocks), default=0)
     return max(story.settings.get("num_blocks", 1) - 1, highest)
 

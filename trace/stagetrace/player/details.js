@@ -54,7 +54,7 @@ class BlockMap {
     cell.title = `block ${id}: ${held}${cached ? ", in the prefix cache" : ""}`;
   }
 
-  /** What stands in a cell. Of a name that is too long its end: what tells names apart is more often there. */
+  /** The text of a cell. Of a name that is too long, the end: names differ there more often. */
   #sign(names, cached) {
     if (names.length === 0) return cached ? "c" : "";
     if (names.length > 1) return `${names.length}×`;

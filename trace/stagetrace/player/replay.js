@@ -69,7 +69,7 @@ function release(state, id, req) {
 }
 
 /** Between two steps: what was given is computed, and no request has anything yet. */
-function settleStep(state) {
+function completeStep(state) {
   for (const req of state.running) {
     const r = state.requests[req];
     r.computed = Math.min(r.computed + r.chunk + r.accepted, r.total);
@@ -80,7 +80,7 @@ function settleStep(state) {
 // One handler per event that changes the state: (state, args, request, its place, event, places of request ids)
 
 function onStep(state, args, r, req, event) {
-  settleStep(state);
+  completeStep(state);
   state.inStep = event.ph === "B";
   if (!state.inStep) return;
   state.step = event.step;
@@ -325,7 +325,7 @@ const DECISIONS = {
   "sched.scheduled": (args, who) => `${who} gets ${args.num_tokens} of ${args.missing} missing tokens`,
   "sched.preempt": (args, who, label) => `${who} is preempted for ${label(args.needed_by)}`,
   "sched.held_back": (args, who, label) => {
-    const behind = args.behind.map(label).join(" ") || "nobody";
+    const behind = args.behind.map(label).join(" ") || "none";
     return `${args.first ? label(args.first) : "a request"} is held back: ${args.rule || "grammar"}, behind it ${behind}`;
   },
   "sched.output": (args) => `${args.total_tokens} tokens in all, ${args.free_blocks} blocks free`,

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 
 from stagetrace.event import Event
 
-MAX_STEPS_ON_THE_WAY = 1024  # a step whose outputs nobody receives (no ZMQ, or a process that died) is forgotten then
+MAX_STEPS_ON_THE_WAY = (
+    1024  # a step whose outputs are never received (no ZMQ, or a process that died) is forgotten then
+)
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""The state of an engine's scheduler, followed through its events: what `diff` and `why` show beside a decision."""
+"""The state of an engine's scheduler, followed through its events: what `diff` and `why` show with a decision."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class Follower:
                 self._sleep(POLL_SECONDS)
 
     def _read(self) -> bool:
-        """Read a little of the file that is behind the others; False when there is nothing new."""
+        """Read a little of the file that is behind the others; False if there is nothing new."""
         for path in self.directory.glob("*.jsonl"):
             status = path.stat()
             if (status.st_dev, status.st_ino) not in self._tails:

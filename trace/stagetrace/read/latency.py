@@ -111,7 +111,7 @@ def _end(token: Token, has_client: bool) -> int:
 
 
 def _out(token: Token) -> list[Change]:
-    """From the scheduler to the client. In one process there is no way between engine and front end."""
+    """From the scheduler to the client. In one process there is no path between engine and front end."""
     changes = []
     if token.engine_ns:
         changes.append((token.engine_ns, "ipc out" if token.sent_ns or token.received_ns else "detokenize"))

@@ -89,7 +89,7 @@ class StepStory:
     resumed: list[str] = field(default_factory=list)
     preempted: dict[str, dict[str, Any]] = field(default_factory=dict)  # request -> arguments of sched.preempt
     prefix_hits: dict[str, int] = field(default_factory=dict)  # request -> tokens found
-    held_back: dict[str, Any] = field(default_factory=dict)  # arguments of sched.held_back; empty: nobody waits
+    held_back: dict[str, Any] = field(default_factory=dict)  # arguments of sched.held_back; empty: none waits
     tokens: dict[str, int] = field(default_factory=dict)  # request -> tokens that it received
     finished: dict[str, str] = field(default_factory=dict)  # request -> reason
 
