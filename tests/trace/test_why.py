@@ -239,7 +239,7 @@ def test_the_rules_stand_where_it_says_they_do() -> None:
 def test_every_rule_of_the_scheduler_has_its_words() -> None:
     """The rules that the scheduler names in its events, read from its source."""
     text = (ROOT / "stage03_engine/core/scheduler.py").read_text(encoding="utf-8")
-    rules = set(re.findall(r'rule = "(\w+)"(?: if .+ else "(\w+)")?|trace_held_back\(self, "(\w+)"', text))
+    rules = set(re.findall(r'rule = "(\w+)"(?: if .+ else "(\w+)")?|_trace_held_back\("(\w+)"', text))
     assert {name for pair in rules for name in pair if name} <= CODE.keys() | {"grammar"}
     ends = {"eos", "stop_token", "length", "grammar", "outside"}
     assert {"end " + end for end in ends} <= CODE.keys()
