@@ -48,7 +48,7 @@ class Server:
         self._client = httpx.Client(base_url=url, timeout=60, verify=False)  # verify: to load no certificates
 
     def stream(self, name: str, prompt: str, max_tokens: int, meanwhile: Callable[[], bool] | None = None) -> None:
-        """One streamed greedy completion. `meanwhile` is called after the first line; when it returns True the client leaves."""
+        """One streamed greedy completion. `meanwhile` is called after the first line; if it returns True the client leaves."""
         body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
         headers = {"X-Request-Id": name}
         with self._client.stream("POST", "/v1/completions", json=body, headers=headers) as response:
@@ -79,7 +79,7 @@ class Server:
             time.sleep(POLL_SECONDS)
 
     def wait_for_arrival(self, name: str) -> None:
-        """Wait until the engine has queued the request: its own recording says so, as an idle engine writes out its buffer."""
+        """Wait until the engine has queued the request, as its recording says: an idle engine writes out its buffer."""
         deadline = time.monotonic() + ARRIVAL_SECONDS
         signs = b'"name":"sched.queued"', f'"req":"cmpl-{name}-'.encode()
         while time.monotonic() < deadline:

@@ -11,7 +11,7 @@ off      nothing is recorded (the default).
 holding  events are kept in memory, because the command line that says whether and where to record is still being parsed.
 open     events go to `DIR/<proc>-<pid>.jsonl`, to the console (stderr), or both.
 
-An event is encoded at once, because what it holds may change a moment later; the encoded line waits for the writer's thread.
+An event is encoded at once, because its contents may change a moment later; the encoded line waits for the writer's thread.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ class _Pool:
 
 
 class BlockBalance:
-    """A block is allocated only when it is free, found only when it is cached, and given back only by its holder; a request that ends or is
-    preempted holds none; and this count of free blocks is the scheduler's."""
+    """A block is allocated only when it is free, found only when it is cached, and given back only by its holder; a request
+    that ends or is preempted holds none; and this count of free blocks is the scheduler's."""
 
     def __init__(self) -> None:
         self._pools: dict[int, _Pool] = {}

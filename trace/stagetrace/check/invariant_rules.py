@@ -1,4 +1,4 @@
-"""What holds in every recording: one class per rule, for `invariants.check`. Each keeps what is open and forgets what is over."""
+"""What holds in every recording: one class per rule, for `invariants.check`. Each keeps only what is open."""
 
 from __future__ import annotations
 

@@ -231,7 +231,7 @@ def letters(shown: Scene) -> list[tuple[str, str, int]]:
 
 
 def _draw_letters(axes: Axes, shown: Scene) -> None:
-    """A letter per event above the lane, moved to the right where they would cover each other; what they mean is written below."""
+    """A letter per event above the lane, moved to the right where they would cover each other; their meaning is below."""
     found = letters(shown)
     _label(axes, shown, [((time - shown.start_ns) / 1e6, letter) for letter, _, time in found])
     chunks = [(time - shown.start_ns) / 1e6 for time in shown.requests[0].chunk_ns]

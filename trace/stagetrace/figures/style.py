@@ -23,7 +23,7 @@ MANY = 4000  # more pieces than this are drawn plain: nobody could see their hat
 
 @dataclass(frozen=True)
 class Look:
-    """How one kind of thing is filled. Two looks differ in hatch, or so much in lightness that a grey print shows the difference."""
+    """How one kind of thing is filled. Two looks differ in hatch, or in lightness enough for a grey print."""
 
     face: str
     hatch: str = ""

@@ -85,7 +85,7 @@ def divide(start: int, end: int, first: str, changes: Iterable[Change]) -> dict[
 
 
 def of_request(request: RequestStory) -> Latency:
-    """The latency of one request. Without a server (LLM, a lost file) its first and last recorded events stand in for the client."""
+    """The latency of one request. Without a server (LLM, a lost file) its first and last events stand in for the client."""
     delivery = request.delivery
     arrival = delivery.arrival_ns or min(request.first.values(), default=0)
     latency = Latency(request.request_id, arrival, reason=request.reason)

@@ -1,4 +1,4 @@
-"""The story of one request in lines: every event until its first chunk, then its steps and chunks together, and what interrupts them."""
+"""The story of one request in lines: every event until its first chunk, then its steps and chunks, and what interrupts them."""
 
 from __future__ import annotations
 
