@@ -1,4 +1,4 @@
-"""Masks, biases and penalties against their slow twins; frequencies of 50,000 draws against what the twins say."""
+"""Masks, biases and penalties against their slow twins; frequencies of 50,000 draws against the twins'."""
 
 from __future__ import annotations
 

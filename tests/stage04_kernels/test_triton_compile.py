@@ -1,4 +1,4 @@
-"""Compiling for chips that are not here: the real kernels keep their budgets, and what breaks one is said."""
+"""Compiling for chips that need not be present: the real kernels keep their budgets, and what breaks one is reported."""
 
 from __future__ import annotations
 

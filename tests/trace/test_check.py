@@ -104,11 +104,11 @@ def alter(name: str, how: Callable[[Line], Any]) -> Callable[[list[Line]], None]
 
 
 CHANGES: dict[str, tuple[Callable[[list[Line]], None], str]] = {
-    "an end is not told": (drop("sched.finished"), "never ended there"),
-    "an arrival is not told": (drop("sched.queued"), "which is not queued"),
+    "an end is not reported": (drop("sched.finished"), "never ended there"),
+    "an arrival is not reported": (drop("sched.queued"), "which is not queued"),
     "a block is taken in silence": (drop("kv.allocated"), "are not the request's|blocks are said to be free"),
     "a block is given back in silence": (drop("kv.freed"), "were not given back"),
-    "a scheduled request is not told": (drop("sched.scheduled"), "its requests get"),
+    "a scheduled request is not reported": (drop("sched.scheduled"), "its requests get"),
     "a step does not end": (drop("engine.step", "E"), "never ended"),
     "a step does not begin": (drop("engine.step", "B"), "and none is open"),
     "a block of somebody else": (alter("kv.allocated", lambda e: e["args"]["blocks"].append(99)), "are not free"),

@@ -1,4 +1,4 @@
-"""Recordings of which a part is missing: every view says what it can, or in one line why it cannot."""
+"""Recordings with a part missing: every view shows what it can, or says in one line why it cannot."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ RUNS = sorted(path.name for path in RECORDED.iterdir())
 
 
 class Collector:
-    """Takes in spans on a free port of this machine, or answers with an error."""
+    """Receives spans on a free port of this machine, or answers with an error."""
 
     def __init__(self) -> None:
         self.requests: list[ExportTraceServiceRequest] = []

@@ -1,4 +1,4 @@
-"""The CSV export: the tables hold what the recording tells."""
+"""The CSV export: the tables hold what the recording says."""
 
 from __future__ import annotations
 

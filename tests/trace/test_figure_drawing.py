@@ -1,4 +1,4 @@
-"""What stands on the paper: the drawn boxes equal the data, colours are told apart, and odd or large recordings are drawn too."""
+"""What is drawn: the boxes equal the data, colours are distinguishable, and odd or large recordings are drawn too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The HTML player in a real browser: it steps, what it shows is what the recording says, and it asks nobody for anything."""
+"""The HTML player in a real browser: it steps, what it shows is what the recording says, and it loads nothing."""
 
 from __future__ import annotations
 

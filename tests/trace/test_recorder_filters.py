@@ -1,4 +1,4 @@
-"""Filters and sampling: what a recording keeps, and that it keeps all of a request or nothing."""
+"""Filters and sampling: what a recording keeps, and that it keeps a request whole or not at all."""
 
 from __future__ import annotations
 

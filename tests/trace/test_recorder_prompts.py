@@ -1,4 +1,4 @@
-"""Nothing that a client wrote or was answered is in a recording, unless `--trace-prompts` says so."""
+"""Nothing that a client wrote or received is in a recording, unless `--trace-prompts` says so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No key in a recording."""
+"""No secrets in a recording."""
 
 from __future__ import annotations
 
