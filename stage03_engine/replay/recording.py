@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from stage03_engine.core.features.structured_output.manager import StructuredOutputManager
 from stage03_engine.core.request import Request
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
-from stage03_engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, TokenLogprobs
+from stage03_engine.messages import EngineCoreRequest, TokenLogprobs
 from stage03_engine.params.pooling_params import PoolingParams
 from stage03_engine.params.structured_outputs import StructuredOutputsParams
 from stage03_engine.sampling_params import SamplingParams
@@ -168,38 +167,3 @@ class RecordedStep:
         elif by == "stop_token":
             tokens[-1] = STOP_TOKEN
         return tokens + [FILLER] * (event.args["sampled"] - taken)
-
-
-class RecordedGrammars(StructuredOutputManager):
-    """Stands in for the grammars: says what they said in the recording. Masks are the sampler's business, not the
-    scheduler's."""
-
-    def __init__(self) -> None:
-        self.ready: set[str] = set()
-        self.ends: dict[str, Event] = {}  # of the step that is being replayed
-
-    def grammar_init(self, request_id: str, params: SamplingParams) -> None:
-        """Nothing compiles here."""
-
-    def poll(self) -> list[EngineCoreOutput]:
-        """What ended outside of a step is an event of its own."""
-        return []
-
-    def is_ready(self, request_id: str) -> bool:
-        """Had the recorded scheduler seen it compiled?"""
-        return request_id in self.ready
-
-    def grammar_bitmask(self, request_ids: list[str]) -> dict[str, bytes] | None:
-        """No sampler, no mask."""
-        return None
-
-    def accept_tokens(self, sampled: dict[str, list[int]]) -> tuple[set[str], dict[str, EngineCoreOutput]]:
-        """Which outputs were complete in this step, and which grammars failed."""
-        by_grammar = {i: event.args["reason"] for i, event in self.ends.items() if event.args["by"] == "grammar"}
-        error = str(FinishReason.ERROR)
-        failed = {i: EngineCoreOutput(i, [], None, FinishReason.ERROR) for i, why in by_grammar.items() if why == error}
-        return {i for i, why in by_grammar.items() if why != error}, failed
-
-    def free(self, request_id: str) -> None:
-        """The request has ended."""
-        self.ready.discard(request_id)

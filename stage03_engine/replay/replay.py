@@ -8,27 +8,35 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from stage03_engine.args.import_class import construct
 from stage03_engine.config import CacheConfig, SchedulerConfig, VllmConfig
 from stage03_engine.core.block_pool import BlockPool
-from stage03_engine.core.features.pooling.hooks import PoolingSchedulerHook
-from stage03_engine.core.features.prompt_logprobs.scheduler_hook import PromptLogprobsSchedulerHook
-from stage03_engine.core.features.spec_decode.draft_scheduler import DraftHook
-from stage03_engine.core.features.structured_output.scheduler_hook import GrammarSchedulerHook
-from stage03_engine.core.features.swap_space.swap_space import SwapHook
 from stage03_engine.core.hooks import SchedulerHook
 from stage03_engine.core.request import Request, RequestStatus
 from stage03_engine.core.sched_output import SchedulerOutput
 from stage03_engine.core.scheduler import Scheduler
 from stage03_engine.messages import EngineCoreOutput, FinishReason
-from stage03_engine.replay.recording import Decision, RecordedGrammars, RecordedStep, made_up_request
+from stage03_engine.mixins import load_feature
+from stage03_engine.replay.recording import Decision, RecordedStep, made_up_request
 from stage03_engine.replay.report import MANY, Difference, Replayed, facts_that_differ, outcome_in_words
 from stagetrace import Event, Recording
 from stagetrace.commands.common import add_run
 from stagetrace.errors import TraceError
+
+_FEATURES = "stage03_engine.core.features."
+HOOKS = {
+    "pooling": _FEATURES + "pooling.hooks:PoolingSchedulerHook",
+    "prompt_logprobs": _FEATURES + "prompt_logprobs.scheduler_hook:PromptLogprobsSchedulerHook",
+    "grammar": "stage03_engine.replay.recorded_grammars:RecordedGrammarHook",
+    "drafts": _FEATURES + "spec_decode.draft_scheduler:DraftHook",
+    "swapping": _FEATURES + "swap_space.swap_space:SwapHook",
+}
+"""What a recording may use -> the scheduler hook that replays it, loaded when it is first used. The first three are also names of
+parameters in `sched.queued`."""
 
 Snapshot = tuple[list[tuple[str, RequestStatus, int, int]], int]
 """(request, status, tokens computed, tokens) of everyone, and the free blocks."""
@@ -40,37 +48,30 @@ class Replay:
     def __init__(self, created: Event, scheduler_cls: str | None = None, block_pool_cls: str | None = None) -> None:
         self.result = Replayed(created.proc, created.pid)
         self.requests: dict[str, Request] = {}
-        self.grammars = RecordedGrammars()
         self._last_seq = created.seq
         self._step: RecordedStep | None = None
         self._now = 0  # the step in which we are, or that comes next
         self._finished: list[str] = []  # since the last decision
         args = created.args
-        try:
-            self.config = SchedulerConfig(**args["scheduler_config"])
-            self.cache_config = CacheConfig(**args["cache_config"])
-        except TypeError as error:
-            raise TraceError(f"the recording is of another version: {error}") from error
+        self.config = _known(SchedulerConfig, args["scheduler_config"])
+        self.cache_config = _known(CacheConfig, args["cache_config"])
+        self._hooks: dict[str, SchedulerHook] = {}  # name in HOOKS -> what this recording uses
         make_pool = construct if block_pool_cls else lambda *_: BlockPool(args["num_blocks"])
         self.pool: BlockPool = make_pool(block_pool_cls or "", "--block-pool-cls", args["num_blocks"])
         given = (self.config, self.cache_config, self.pool, args["max_model_len"], b"")
         self.scheduler: Scheduler = (
             construct(scheduler_cls, "--scheduler-cls", *given) if scheduler_cls else Scheduler(*given)
         )
-        self._install_hooks(args["num_swap_blocks"])
+        if args["num_swap_blocks"]:
+            self._use("swapping", args["num_swap_blocks"])
 
-    def _install_hooks(self, num_swap_blocks: int) -> None:
-        """The features that any recording may hold; what a request does not use does nothing for it."""
-        config = VllmConfig(scheduler_config=self.config, cache_config=self.cache_config)
-        hooks: list[SchedulerHook] = [
-            PoolingSchedulerHook(self.scheduler, config),
-            PromptLogprobsSchedulerHook(self.scheduler, config),
-            GrammarSchedulerHook(self.scheduler, config, self.grammars),
-            DraftHook(self.scheduler, config),
-        ]
-        if num_swap_blocks:
-            hooks.append(SwapHook(self.scheduler, config, num_swap_blocks))
-        self.scheduler.hooks = hooks
+    def _use(self, name: str, *args: Any) -> None:
+        """Install one of HOOKS unless it is. Raises ConfigError if its feature was taken out."""
+        if name not in self._hooks:
+            config = VllmConfig(scheduler_config=self.config, cache_config=self.cache_config)
+            kind = load_feature(HOOKS[name], f"{name} (the recording uses it)")
+            self._hooks[name] = kind(self.scheduler, config, *args)
+            self.scheduler.hooks = [self._hooks[name] for name in HOOKS if name in self._hooks]
 
     @property
     def done(self) -> bool:
@@ -123,6 +124,9 @@ class Replay:
     # What goes in
 
     def _arrive(self, event: Event) -> None:
+        for name in HOOKS:
+            if event.args["params"].get(name):
+                self._use(name)
         request = made_up_request(event, self.cache_config.block_size)
         self.requests[request.request_id] = request
         self.result.requests += 1
@@ -144,12 +148,13 @@ class Replay:
     # One step
 
     def _replay(self, step: RecordedStep) -> None:
+        if step.proposed:
+            self._use("drafts")
         output = self._decide(step, whole=True)
         if output is None:
             return
         model = step.runner_output(self.requests, self.cache_config.block_size)
         before = self._snapshot()
-        self.grammars.ends = step.ends
         outputs = self._call(lambda: self.scheduler.update_from_output(output, model))
         if self.done:
             return
@@ -166,7 +171,8 @@ class Replay:
                 f"step {step.step} has no decision: it was recorded with a scheduler of the user's own that tells no events"
             )
         before = self._snapshot()
-        self.grammars.ready.update(step.grammars_ready)
+        if "grammar" in self._hooks:
+            self._hooks["grammar"].before_step(step)  # type: ignore[attr-defined]
         recorded, recorded.finished, self._finished = step.decision, sorted(self._finished), []
         output: SchedulerOutput | None = self._call(self.scheduler.schedule)
         if output is None:
@@ -217,6 +223,11 @@ class Replay:
             if named:
                 lines.append(f"{status.name.lower()}: {', '.join(named[:MANY])}{more}")
         return lines
+
+
+def _known(kind: type[Any], settings: dict[str, Any]) -> Any:
+    """A section of the configuration, without the settings of features that were taken out."""
+    return kind(**{field.name: settings[field.name] for field in fields(kind) if field.name in settings})
 
 
 def replay(

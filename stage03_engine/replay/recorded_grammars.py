@@ -1,0 +1,60 @@
+"""Structured output in a replay: the recording says when a grammar was ready and what it ended. Loaded if a request has a grammar."""
+
+from __future__ import annotations
+
+from stage03_engine.config import VllmConfig
+from stage03_engine.core.features.structured_output.manager import StructuredOutputManager
+from stage03_engine.core.features.structured_output.scheduler_hook import GrammarSchedulerHook
+from stage03_engine.core.scheduler import Scheduler
+from stage03_engine.messages import EngineCoreOutput, FinishReason
+from stage03_engine.replay.recording import RecordedStep
+from stage03_engine.sampling_params import SamplingParams
+from stagetrace import Event
+
+
+class RecordedGrammarHook(GrammarSchedulerHook):
+    """The scheduler hook of structured output, over `RecordedGrammars`."""
+
+    def __init__(self, scheduler: Scheduler, config: VllmConfig) -> None:
+        self.grammars = RecordedGrammars()
+        super().__init__(scheduler, config, self.grammars)
+
+    def before_step(self, step: RecordedStep) -> None:
+        """What the recording says of the grammars in a step."""
+        self.grammars.ready.update(step.grammars_ready)
+        self.grammars.ends = step.ends
+
+
+class RecordedGrammars(StructuredOutputManager):
+    """Stands in for the grammars: says what they said in the recording. Masks are the sampler's business, not the
+    scheduler's."""
+
+    def __init__(self) -> None:
+        self.ready: set[str] = set()
+        self.ends: dict[str, Event] = {}  # of the step that is being replayed
+
+    def grammar_init(self, request_id: str, params: SamplingParams) -> None:
+        """Nothing compiles here."""
+
+    def poll(self) -> list[EngineCoreOutput]:
+        """What ended outside of a step is an event of its own."""
+        return []
+
+    def is_ready(self, request_id: str) -> bool:
+        """Had the recorded scheduler seen it compiled?"""
+        return request_id in self.ready
+
+    def grammar_bitmask(self, request_ids: list[str]) -> dict[str, bytes] | None:
+        """No sampler, no mask."""
+        return None
+
+    def accept_tokens(self, sampled: dict[str, list[int]]) -> tuple[set[str], dict[str, EngineCoreOutput]]:
+        """Which outputs were complete in this step, and which grammars failed."""
+        by_grammar = {i: event.args["reason"] for i, event in self.ends.items() if event.args["by"] == "grammar"}
+        error = str(FinishReason.ERROR)
+        failed = {i: EngineCoreOutput(i, [], None, FinishReason.ERROR) for i, why in by_grammar.items() if why == error}
+        return {i for i, why in by_grammar.items() if why != error}, failed
+
+    def free(self, request_id: str) -> None:
+        """The request has ended."""
+        self.ready.discard(request_id)
