@@ -16,7 +16,6 @@ import msgspec
 from stage03_engine.args.fields import internal as internal, option as option, own_first
 from stage03_engine.mixins import each, mixins
 from stage03_engine.model_shape import ModelShape
-from stagetrace.writer import MIN_MAX_BYTES
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
 _FEATURES = "stage03_engine.core.features."
@@ -136,29 +135,14 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class ObservabilityConfig(
-    *mixins(_FEATURES + "profiler.flags:ProfilerDir", _FEATURES + "debug.flags:TraceLayers")  # type: ignore[misc]
+    *mixins(  # type: ignore[misc]
+        _FEATURES + "recording.flags:Trace",
+        _FEATURES + "profiler.flags:ProfilerDir",
+        _FEATURES + "debug.flags:TraceLayers",
+    )
 ):
     """What can be seen from outside."""
 
-    trace: str | None = option(None, "folder to write trace files to, one per process")
-    trace_console: bool = option(False, "print [TRACE] lines to stderr")
-    trace_phases: str | None = option(None, "record only events of these phases, such as 7,8")
-    trace_names: str | None = option(None, "record only events whose name matches a pattern, such as 'sched.*,kv.*'")
-    trace_requests: str | None = option(
-        None,
-        "record only requests whose id matches a pattern, such as 'cmpl-1f0c*', with the steps that they take part in",
-    )
-    trace_sample: float = option(
-        1.0, "share of the requests that is recorded, such as 0.01: each with all its events, or not at all"
-    )
-    trace_max_bytes: int | None = option(
-        None,
-        "most bytes of trace files per process: the newest events and one older file are kept",
-        at_least=MIN_MAX_BYTES,
-    )
-    trace_prompts: bool = option(
-        False, "record what clients wrote and were answered too: prompts, outputs, token ids, stop strings"
-    )
     disable_log_stats: bool = option(False, "no periodic line with throughput and queue lengths")
 
 
@@ -175,6 +159,7 @@ class VllmConfig(
         _FEATURES + "cuda_graphs.flags:CudaGraphFlags",
         _FEATURES + "debug.flags:DebugFlags",
         _FEATURES + "profiler.flags:ProfilerFlags",
+        _FEATURES + "recording.flags:RecordingFlags",
     )
 ):
     """Everything that the front end and the engine core share; sent over the handshake as msgpack.
@@ -185,7 +170,7 @@ class VllmConfig(
     - `resolve(values, files)`, static: internal fields computed from the settings and the model's files
     - `check(self)`: raises ConfigError if the settings are impossible together
     - `tasks(self)`: what requests may ask for, if the feature changes it
-    - `hooks(self)`: seam ("scheduler" or "runner") -> the hooks that the settings switch on, as "module:Class"
+    - `hooks(self)`: seam ("scheduler", "runner" or "trace") -> the hooks that the settings switch on, as "module:Class"
     """
 
     model_config: ModelConfig = ModelConfig()
@@ -213,7 +198,7 @@ class VllmConfig(
         return next((found for tasks in each(VllmConfig, "tasks") if (found := tasks(self))), ("generate",))
 
     def hooks(self, seam: str) -> list[str]:
-        """The hooks ("module:Class") that the settings switch on at `seam`: "scheduler" or "runner"."""
+        """The hooks ("module:Class") that the settings switch on at `seam`: "scheduler", "runner" or "trace"."""
         return [name for hooks in each(VllmConfig, "hooks") for name in hooks(self).get(seam, [])]
 
     def hash(self) -> str:

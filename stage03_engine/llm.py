@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -12,21 +13,23 @@ import msgspec
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import InvalidRequestError
-from stage03_engine.frontend.core_client import EngineCoreClient, InprocClient
+from stage03_engine.frontend.core_client import EngineCoreClient
 from stage03_engine.frontend.input_processor import InputProcessor
 from stage03_engine.frontend.metrics import IterationStats
 from stage03_engine.frontend.output_processor import OutputProcessor
 from stage03_engine.frontend.tokenizer import init_tokenizer_from_configs
 from stage03_engine.messages import EngineCoreRequest
-from stage03_engine.mixins import load
+from stage03_engine.mixins import load_feature
 from stage03_engine.outputs import RequestOutput
 from stage03_engine.sampling_params import RequestOutputKind, SamplingParams
 
 Prompt = str | list[int]
-MAKE_CORE = "stage03_engine.core.engine_core_proc:make_core"
+INPROC_CLIENT = "stage03_engine.frontend.features.inproc_client:in_this_process"
 SYNC_MP_CLIENT = "stage03_engine.frontend.features.sync_mp_client:SyncMPClient"
-BEAM_SEARCH = "stage03_engine.frontend.features.beam_search:search_all"
-ENCODE = "stage03_engine.frontend.features.pooling_inputs:encode"
+METHODS = {
+    "encode": "stage03_engine.frontend.features.pooling_inputs:encode",
+    "beam_search": "stage03_engine.frontend.features.beam_search:search_all",
+}
 
 
 class LLM:
@@ -53,11 +56,8 @@ class LLM:
         self.tokenizer = init_tokenizer_from_configs(config)
         self.input_processor = InputProcessor(config, self.tokenizer)
         self.output_processor = OutputProcessor(self.tokenizer)
-        self.engine_core: EngineCoreClient
-        if multiprocess:
-            self.engine_core = load(SYNC_MP_CLIENT)(config)
-        else:
-            self.engine_core = InprocClient(load(MAKE_CORE)(config))  # imports torch, so only if the core runs here
+        client = SYNC_MP_CLIENT if multiprocess else INPROC_CLIENT
+        self.engine_core: EngineCoreClient = load_feature(client, "an engine without an event loop")(config)
         self._ids = itertools.count()
 
     def generate(
@@ -72,7 +72,7 @@ class LLM:
 
         Raises InvalidRequestError before anything runs if a prompt or a setting is impossible.
         """
-        batch = self._batch(prompts)
+        batch = self.as_list(prompts)
         defaults = self.vllm_config.model_config.default_sampling_params or {}
         each = [params or SamplingParams(**defaults)] * len(batch) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(batch):
@@ -84,23 +84,14 @@ class LLM:
         ]
         return self.run_all(requests, batch, use_tqdm)
 
-    def encode(self, prompts: Prompt | Sequence[Prompt], params: Any = None) -> list[RequestOutput]:
-        """Vectors of all prompts, in their order: `result["pooled"]` holds them, as the bytes of float32 numbers.
-
-        The engine must run with `runner="pooling"`, or its model be a classifier, whose vectors have a number per class.
-        `params` is one PoolingParams for all or one for each. Raises InvalidRequestError.
-        """
-        return load(ENCODE)(self, self._batch(prompts), params)
-
-    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: Any) -> list[RequestOutput]:
-        """The `beam_width` best sequences for each prompt (BeamSearchParams), the best first; all prompts advance together.
-
-        Raises InvalidRequestError before anything runs if a prompt or a setting is impossible.
-        """
-        return load(BEAM_SEARCH)(self, self._batch(prompts), params)
+    def __getattr__(self, name: str) -> Any:
+        """The methods of features: `encode(prompts, params)` and `beam_search(prompts, params)`."""
+        if name not in METHODS:
+            raise AttributeError(f"LLM has no attribute {name!r}")
+        return partial(load_feature(METHODS[name], name), self)
 
     @staticmethod
-    def _batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         """One prompt is a batch of one."""
         single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
         return [prompts] if single else list(prompts)  # type: ignore[list-item, arg-type]
@@ -164,10 +155,6 @@ class LLM:
     def call(self, method: str) -> bool:
         """Call a method of the engine core that is not part of serving requests; False if it did nothing."""
         return self.engine_core.call(method)
-
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False while a request runs."""
-        return self.call("reset_prefix_cache")
 
     def shutdown(self) -> None:
         """End the engine. May be called twice."""

@@ -1,7 +1,7 @@
 """Find a model's files by name, and read its shape (vllm/transformers_utils/config.py and repo_utils.py).
 
 Order: a folder, the bundled models, the Hugging Face cache, the Hugging Face hub. Imports neither torch nor
-transformers, and huggingface_hub only when a name is neither a folder nor bundled.
+transformers, and huggingface_hub only if a name is neither a folder nor bundled.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from stage03_engine.args.hub import from_cache, from_hub
 from stage03_engine.args.parser import did_you_mean
 from stage03_engine.errors import ConfigError, ModelNotFoundError
 from stage03_engine.hf_config import read_json, read_shape
@@ -18,7 +19,6 @@ from stage03_engine.mixins import is_there, load
 from stage03_engine.model_shape import KNOWN_SHAPES, ModelShape
 
 BUNDLED_FOLDER = Path(__file__).parent / "bundled"
-_HUB_TIMEOUT_S = 3.0  # for the first answer of the hub; an unreachable one must not hold a command for long
 _TOKENIZER_FILES = ["tokenizer*", "vocab.json", "merges.txt", "chat_template.jinja"]
 _MODEL_FILES = [
     "config.json",
@@ -28,11 +28,6 @@ _MODEL_FILES = [
     "*.safetensors*",
 ]
 _ALIASES = {"gpt-2": "gpt2"}
-_HUB_REASONS = {
-    "RepositoryNotFoundError": "the hub has no such model",
-    "HFValidationError": "the hub cannot have a model of that name",
-    "GatedRepoError": "the hub gives it only to those who were granted access (HF_TOKEN)",
-}
 
 
 @dataclass(frozen=True)
@@ -108,36 +103,15 @@ def _find(
         return BUNDLED_FOLDER / name, "bundled"
     if path.exists() or name.startswith(("/", ".", "~")) or name.count("/") > 1:
         raise ModelNotFoundError(f"no {what} at {name!r}: {'it is a file' if path.exists() else 'no such folder'}")
-    cached = _from_cache(name, patterns)
+    cached = from_cache(name, patterns)
     if cached is not None and complete(cached):
         return cached, "cache"
-    if offline:
-        raise _not_found(name, what, "--load-format dummy does not ask the hub")
-    return _from_hub(name, what, patterns), "hub"
-
-
-def _from_cache(name: str, patterns: list[str]) -> Path | None:
-    from huggingface_hub import snapshot_download
-
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True))
-    except (OSError, ValueError):  # not cached, or not a name that the hub could have
-        return None
-
-
-def _from_hub(name: str, what: str, patterns: list[str]) -> Path:
-    """Download `name` into the Hugging Face cache. Respects HF_HUB_OFFLINE, HF_ENDPOINT and HF_HOME."""
-    from huggingface_hub import HfApi, constants, snapshot_download
-
-    if constants.HF_HUB_OFFLINE:
-        raise _not_found(name, what, "HF_HUB_OFFLINE forbids to ask the hub")
-    try:
-        HfApi().model_info(name, timeout=_HUB_TIMEOUT_S)  # fails early: snapshot_download waits longer, and tries again
-        return Path(snapshot_download(name, allow_patterns=patterns))
-    except Exception as error:  # which classes these are differs between the versions of huggingface_hub
-        kind = type(error).__name__
-        reason = _HUB_REASONS.get(kind, f"the hub cannot be reached, or refuses ({kind})")
-        raise _not_found(name, what, reason) from None
+        if offline:
+            raise LookupError("--load-format dummy does not ask the hub")
+        return from_hub(name, patterns), "hub"
+    except LookupError as error:
+        raise _not_found(name, what, str(error)) from None
 
 
 def _not_found(name: str, what: str, reason: str) -> ModelNotFoundError:

@@ -34,7 +34,7 @@ class ThroughputBenchmark(OfflineBenchmark):
             samples = get_samples(dataset, llm.tokenizer, config.model_config.seed)
             if bench.num_warmups:
                 _generate(llm, samples[: bench.num_warmups], bench.n)
-                llm.reset_prefix_cache()
+                llm.call("reset_prefix_cache")
             began = time.perf_counter()
             outputs = _generate(llm, samples, bench.n)
             elapsed = time.perf_counter() - began

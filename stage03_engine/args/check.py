@@ -8,7 +8,6 @@ from stage03_engine.args.fields import settings_of
 from stage03_engine.config import SECTIONS, VllmConfig
 from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import each
-from stage03_engine.tracing import event_filter
 from stage04_kernels.attention import resolve_backend
 
 
@@ -20,7 +19,6 @@ def check_config(config: VllmConfig) -> None:
     _check_lengths(config)
     for check in each(VllmConfig, "check"):
         check(config)
-    event_filter(config.observability_config)
 
 
 def _check_ranges(config: VllmConfig) -> None:

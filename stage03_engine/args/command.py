@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from stage03_engine.errors import StagesError
 
@@ -26,6 +28,22 @@ def cli_env_setup() -> dict[str, str]:
     missing = {name: value for name, value in _ENVIRONMENT.items() if name not in os.environ}
     os.environ.update(missing)
     return missing
+
+
+@contextmanager
+def signals_are_ours() -> Iterator[None]:
+    """Processes that are started inside the `with` block never receive SIGINT and SIGTERM, and neither do those that they start.
+
+    Ctrl-C in a terminal, and systemd at the end of a service, send their signal to all processes of a server. Only the API
+    process may act on it: running requests are to finish first, for which it needs the engine and its helpers. Each of these
+    ends when its end of a pipe or a socket closes. (vLLM's engine ends on SIGTERM.)
+    """
+    stops = {signal.SIGINT, signal.SIGTERM}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, stops)  # a process inherits what is blocked
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 EXTRAS = {"openai": "client", "numba": "kernels", "triton": "kernels", "matplotlib": "trace", "transformers": "audio"}

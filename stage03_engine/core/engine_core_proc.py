@@ -211,7 +211,7 @@ def _startup_handshake(socket: zmq.Socket, engine_index: int) -> EngineInit:
 def run_engine_core(handshake_address: str, engine_index: int) -> int:
     """Main function of the engine process; returns its exit code.
 
-    SIGINT and SIGTERM are blocked in this process (helper_process.py says why): the front end says when to end.
+    SIGINT and SIGTERM are blocked in this process (`signals_are_ours` says why): the front end says when to end.
     """
     started: list[EngineCoreProc] = []
     directory = Path(handshake_address.removeprefix("ipc://")).parent

@@ -7,21 +7,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from typing import Any, Protocol
+from typing import Protocol
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import EngineDeadError
 from stage03_engine.frontend.core_client import AsyncEngineCoreClient, AsyncMPClient
 from stage03_engine.frontend.input_processor import InputProcessor
 from stage03_engine.frontend.metrics import IterationStats, LoggingStatLogger, StatLogger
-from stage03_engine.frontend.output_processor import OutputProcessor, RequestOutputCollector, load_feature
+from stage03_engine.frontend.output_processor import OutputProcessor, RequestOutputCollector
 from stage03_engine.frontend.tokenizer import init_tokenizer_from_configs
 from stage03_engine.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady
 from stage03_engine.outputs import RequestOutput
 from stage03_engine.tracing import trace_message
 from stagetrace import trace
-
-BEAM_SEARCH = "stage03_engine.frontend.features.beam_search:search"
 
 
 class OutputListener(Protocol):
@@ -107,12 +105,6 @@ class AsyncLLM:
             if not finished:
                 await self.abort(request_id)
 
-    def beam_search(
-        self, request: EngineCoreRequest, params: Any, prompt: str | None = None
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Search instead of sampling (see features/beam_search.py); yields one output, with every sequence."""
-        return load_feature(BEAM_SEARCH, "use_beam_search")(self, request, params, prompt)
-
     async def add_request(self, request: EngineCoreRequest, prompt: str | None = None) -> RequestOutputCollector:
         """Register a request and send it to the engine core. Raises EngineDeadError."""
         self.check_health()
@@ -139,26 +131,6 @@ class AsyncLLM:
         """
         self.check_health()
         return await self.engine_core.call(method)
-
-    async def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False while a request runs. Raises EngineDeadError."""
-        return await self.call("reset_prefix_cache")
-
-    async def abort_requests(self, request_ids: list[str], reason: str) -> None:
-        """End requests on behalf of an administrator: their callers receive what there is so far, with finish reason "abort".
-
-        Unknown ids are ignored. Raises EngineDeadError.
-        """
-        self.check_health()
-        running = set(self.running_request_ids)
-        for request_id in request_ids:
-            if request_id not in running:
-                continue
-            if trace.on:
-                trace.emit("request.aborted", req=request_id, reason=reason)
-            for stat_logger in self.stat_loggers:
-                stat_logger.request_aborted()
-            await self.engine_core.abort_requests_async(self.output_processor.end_request(request_id))
 
     async def _run_output_handler(self) -> None:
         try:
@@ -202,11 +174,6 @@ class AsyncLLM:
     def num_unfinished_requests(self) -> int:
         """Requests that still run or wait."""
         return len(self.output_processor.request_states)
-
-    @property
-    def running_request_ids(self) -> list[str]:
-        """Requests that still run or wait, by their callers' ids: with n above 1 one id for all answers."""
-        return list(self.output_processor.external_req_ids)
 
     def check_health(self) -> None:
         """Raises EngineDeadError if the engine is dead."""

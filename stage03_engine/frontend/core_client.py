@@ -1,10 +1,8 @@
 """How the front end reaches the engine core, behind two small interfaces.
 
-AsyncMPClient   talks to an engine process from an event loop (for `AsyncLLM`, and so for the server).
-InprocClient    calls an engine core in this very process (for `LLM`).
-
-Features hold the other two combinations: SyncMPClient for `LLM(multiprocess=True)`, AsyncInprocClient for `serve --in-process`.
-Source: vllm/v1/engine/core_client.py (EngineCoreClient, InprocClient, AsyncMPClient).
+AsyncMPClient talks to an engine process from an event loop (for `AsyncLLM`, and so for the server). Features hold the other
+combinations: InprocClient for `LLM`, SyncMPClient for `LLM(multiprocess=True)`, AsyncInprocClient for `serve --in-process`.
+Source: vllm/v1/engine/core_client.py (EngineCoreClient, AsyncMPClient).
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import asyncio
 import itertools
 import logging
 from abc import ABC, abstractmethod
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import zmq
@@ -93,40 +91,6 @@ class AsyncEngineCoreClient(ABC):
     @abstractmethod
     def shutdown(self) -> None:
         """Release everything. May be called twice."""
-
-
-class EngineCoreLike(Protocol):
-    """What InprocClient needs of an engine core, which is handed in: the front end does not import it."""
-
-    def add_request(self, request: EngineCoreRequest) -> None: ...
-    def abort_requests(self, request_ids: list[str]) -> None: ...
-    def call(self, method: str) -> bool: ...
-    def step(self) -> EngineCoreOutputs: ...
-    def shutdown(self) -> None: ...
-
-
-class InprocClient(EngineCoreClient):
-    """The engine core in this process: each `get_output` runs one step."""
-
-    def __init__(self, engine_core: EngineCoreLike) -> None:
-        self._core = engine_core
-        if trace.on:
-            trace.emit("client.created", kind="InprocClient")
-
-    def add_request(self, request: EngineCoreRequest) -> None:
-        self._core.add_request(request)
-
-    def abort_requests(self, request_ids: list[str]) -> None:
-        self._core.abort_requests(request_ids)
-
-    def call(self, method: str) -> bool:
-        return self._core.call(method)
-
-    def get_output(self) -> EngineCoreOutputs:
-        return self._core.step()
-
-    def shutdown(self) -> None:
-        self._core.shutdown()
 
 
 def encode_message(request_type: EngineCoreRequestType, payload: Any, request_id: str | None = None) -> list[bytes]:

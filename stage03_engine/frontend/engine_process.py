@@ -8,7 +8,6 @@ Source: vllm/v1/engine/utils.py (CoreEngineProcManager, launch_core_engines, wai
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import math
 import os
 import shutil
@@ -24,9 +23,9 @@ from pathlib import Path
 import zmq
 
 from stage03_engine import messages
+from stage03_engine.args.command import signals_are_ours
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import EngineStartError
-from stage03_engine.helper_process import signals_are_ours
 from stage03_engine.messages import EngineFailed, EngineHello, EngineInit, EngineReady
 from stage03_engine.mixins import is_there, load
 from stagetrace import trace
@@ -35,7 +34,7 @@ POLL_MS = 50
 TERMINATE_SECONDS = 5.0
 HELLO_SECONDS = 60.0  # an engine process that only has to import its modules and say hello; loading may take any time
 PREFIX = "stages-"
-DEAD_FOLDERS = "stage03_engine.frontend.features.dead_folders:remove_dead_folders"
+LOCKED_FOLDER = "stage03_engine.frontend.features.dead_folders:claim_folder"
 MAX_IPC_PATH = 80  # a Unix socket path has room for 107 bytes; leave some for the file name
 
 
@@ -46,32 +45,14 @@ def base_folder() -> str:
 
 
 class SocketFolder:
-    """A folder that only this user may enter: whoever can reach a socket can command the engine.
-
-    Invariant: while its owner lives, it holds a lock on the folder. The system releases the lock however the owner ends, and
-    the lock works between containers that share the folder, where process ids would mean nothing. (vLLM puts its sockets
-    into the temporary folder itself, get_open_zmq_ipc_path; what kill -9 leaves there stays.)
-    """
+    """A folder that only this user may enter: whoever can reach a socket can command the engine."""
 
     def __init__(self) -> None:
-        while True:
-            self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base_folder()))  # mkdtemp makes it with mode 0700
-            try:
-                self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-            except FileNotFoundError:
-                continue  # another server has removed it already, as one without owner
-            with contextlib.suppress(OSError):  # a file system without locks: there nothing is ever removed
-                fcntl.flock(self._lock, fcntl.LOCK_EX)
-            if self.path.exists():  # not removed in between
-                return
-            os.close(self._lock)
+        self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base_folder()))  # mkdtemp makes it with mode 0700
 
     def remove(self) -> None:
         """Call it once the sockets are closed. May be called twice."""
         shutil.rmtree(self.path, ignore_errors=True)
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
 
 
 def engine_environment(num_threads: int, attention_backend: str = "auto") -> dict[str, str]:
@@ -95,9 +76,8 @@ class EngineProcess:
 
     def __init__(self, config: VllmConfig, engine_index: int = 0) -> None:
         self._config = config
-        if is_there(DEAD_FOLDERS.partition(":")[0]):
-            load(DEAD_FOLDERS)()
-        self._folder = SocketFolder()
+        locks = is_there(LOCKED_FOLDER.partition(":")[0])
+        self._folder: SocketFolder = load(LOCKED_FOLDER)() if locks else SocketFolder()
         self._directory = self._folder.path
         self.handshake_address = f"ipc://{self._directory}/handshake"
         self.input_address = f"ipc://{self._directory}/input"

@@ -285,15 +285,6 @@ class OutputProcessor:
         running = [part for request_id in request_ids for part in self._parts(request_id)]
         return [request_id for request_id in running if self._forget(request_id)]
 
-    def end_request(self, request_id: str) -> list[str]:
-        """End a caller's request with what there is so far, finish reason "abort"; returns those of the engine core."""
-        running = self._parts(request_id)
-        ends = [EngineCoreOutput(part, [], finish_reason=FinishReason.ABORT) for part in running]
-        for end in ends:
-            end.num_cached_tokens = self.request_states[end.request_id].num_cached_tokens
-        self.process_outputs(ends, IterationStats())
-        return running
-
     def _parts(self, request_id: str) -> list[str]:
         return list(self.external_req_ids.get(request_id, [request_id]))
 

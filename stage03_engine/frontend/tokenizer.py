@@ -14,15 +14,16 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from tokenizers import AddedToken, Tokenizer as Backend, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import ConfigError
-from stage03_engine.mixins import load
+from stage03_engine.mixins import is_there, load
 from stage03_engine.model_path import find_tokenizer
 from stagetrace import trace
 
-END_OF_TEXT = "<|endoftext|>"
+_FILES = "stage03_engine.model_formats.tokenizer_files:"
+STAND_IN, PAIR_OF_FILES, CHAT_TEMPLATE = _FILES + "stand_in", _FILES + "read_pair", _FILES + "read_chat_template"
 OTHER_DECODERS = "stage03_engine.frontend.features.sentencepiece:read_decoder"
 TOKEN_LENGTH = "stage03_engine.frontend.features.token_length:max_token_bytes"
 
@@ -80,14 +81,6 @@ def _other_decoder(backend: Backend) -> Any:
     return decoder
 
 
-def _max_token_bytes(backend: Backend, decoder: Any) -> int:
-    """Without the feature a token may be of any length."""
-    try:
-        return load(TOKEN_LENGTH)(backend, decoder)
-    except ModuleNotFoundError:
-        return sys.maxsize
-
-
 class Tokenizer:
     """Text <-> token ids.
 
@@ -103,7 +96,9 @@ class Tokenizer:
         self.eos_token_id = eos_token_id
         self.more_eos_token_ids: tuple[int, ...] = ()
         self.chat_template = chat_template
-        self.max_token_bytes = _max_token_bytes(backend, self._decoder)
+        self.max_token_bytes = (  # without the feature a token may be of any length
+            load(TOKEN_LENGTH)(backend, self._decoder) if is_there(TOKEN_LENGTH.partition(":")[0]) else sys.maxsize
+        )
         self._special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
         self._added = {i: token.content for i, token in backend.get_added_tokens_decoder().items()}
         self.eos_token = self.bos_token = "" if eos_token_id is None else self.token_text(eos_token_id)
@@ -155,33 +150,14 @@ class Tokenizer:
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
 
-def _stand_in(vocab_size: int) -> Tokenizer:
-    """The tokenizer for random weights without any files: one token per byte, in GPT-2's order of bytes (so "!" is 0
-    as there), then visible placeholders for ids that only a random model produces, then <|endoftext|>."""
-    symbols = list(byte_of_symbol())[: vocab_size - 1]
-    vocab = {symbol: i for i, symbol in enumerate(symbols)}
-    vocab.update({f"Ġt{i}": i for i in range(len(symbols), vocab_size - 1)})
-    backend = Backend(models.BPE(vocab=vocab, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(END_OF_TEXT, special=True)])
-    return Tokenizer(backend, backend.token_to_id(END_OF_TEXT))
-
-
 def _load_backend(folder: Path) -> Backend:
     """tokenizer.json, or the older pair vocab.json + merges.txt. Raises ConfigError when neither can be read."""
     try:
         if (folder / "tokenizer.json").exists():
             return Backend.from_file(str(folder / "tokenizer.json"))
-        backend = Backend(models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt")))
+        return load(PAIR_OF_FILES)(folder)
     except Exception as error:  # the Rust library raises plain Exception
         raise ConfigError(f"cannot read the tokenizer in {folder}: {error}") from error
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    if (eos := backend.token_to_id(END_OF_TEXT)) is not None:
-        backend.add_special_tokens([AddedToken(END_OF_TEXT, special=True)])
-        assert backend.token_to_id(END_OF_TEXT) == eos
-    return backend
 
 
 def _tokenizer_config(folder: Path) -> dict:
@@ -198,21 +174,6 @@ def _content(token: object) -> str:
     return text if isinstance(text, str) else ""
 
 
-def _chat_template(folder: Path, settings: dict) -> str | None:
-    """chat_template.jinja, else that of tokenizer_config.json: a text, or a list of named ones, of which "default" counts."""
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read {path}: {error}") from error
-    template = settings.get("chat_template")
-    if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
-
-
 def _load(folder: Path, eos_token_ids: tuple[int, ...]) -> Tokenizer:
     """`eos_token_ids` are those of the model; the tokenizer's own is the first of them, or the only one."""
     backend, settings = _load_backend(folder), _tokenizer_config(folder)
@@ -220,7 +181,7 @@ def _load(folder: Path, eos_token_ids: tuple[int, ...]) -> Tokenizer:
     eos_token_ids = eos_token_ids or (() if own is None else (own,))
     first = own if own in eos_token_ids else next(iter(eos_token_ids), None)
     try:
-        tokenizer = Tokenizer(backend, first, _chat_template(folder, settings))
+        tokenizer = Tokenizer(backend, first, load(CHAT_TEMPLATE)(folder, settings))
     except ConfigError as error:
         raise ConfigError(f"{folder}: {error}") from None
     tokenizer.more_eos_token_ids = tuple(end for end in eos_token_ids if end != first)
@@ -234,7 +195,7 @@ def init_tokenizer_from_configs(config: VllmConfig) -> Tokenizer:
     """The tokenizer that belongs to the configured model. Raises ConfigError when its files are unusable."""
     path, shape = config.model_config.tokenizer_path, config.shape
     ends = () if shape.eos_token_id is None else (shape.eos_token_id, *shape.more_eos_token_ids)
-    tokenizer = _stand_in(shape.vocab_size) if path is None else _load(Path(path), ends)
+    tokenizer = Tokenizer(*load(STAND_IN)(shape.vocab_size)) if path is None else _load(Path(path), ends)
     if trace.on:
         trace.emit("tokenizer.loaded", vocab_size=tokenizer.vocab_size, source=path or "byte-level stand-in")
     return tokenizer

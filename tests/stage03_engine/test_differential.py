@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from stage03_engine.frontend.core_client import InprocClient
+from stage03_engine.frontend.features.inproc_client import InprocClient
 from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import SamplingParams
 

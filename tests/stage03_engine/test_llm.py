@@ -161,7 +161,7 @@ def test_prefix_caching_reuses_resets_and_switches_off(multiprocess: bool) -> No
         first, second = llm.generate(prompt, params)[0], llm.generate(prompt, params)[0]
         assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 32)
         assert second.outputs[0].token_ids == first.outputs[0].token_ids
-        assert llm.reset_prefix_cache()
+        assert llm.call("reset_prefix_cache")
         assert llm.generate(prompt, params)[0].num_cached_tokens == 0
     with LLM("gpt2-tiny", multiprocess=multiprocess, enable_prefix_caching=False, **SMALL) as llm:
         assert [llm.generate(prompt, params)[0].num_cached_tokens for _ in range(2)] == [0, 0]

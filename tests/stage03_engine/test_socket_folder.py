@@ -13,13 +13,12 @@ from typing import Any
 
 import pytest
 
-from stage03_engine.frontend.engine_process import SocketFolder
-from stage03_engine.frontend.features.dead_folders import remove_dead_folders
+from stage03_engine.frontend.features.dead_folders import LockedFolder, remove_dead_folders
 
 OWNER = """
 import socket, tempfile
-from stage03_engine.frontend.engine_process import SocketFolder
-folder = SocketFolder()
+from stage03_engine.frontend.features.dead_folders import LockedFolder
+folder = LockedFolder()
 socket.socket(socket.AF_UNIX).bind(str(folder.path / "input"))
 print(folder.path, flush=True)
 input()
@@ -40,7 +39,7 @@ def test_what_killed_servers_left_is_removed_and_nothing_else(base: Path) -> Non
     folders = [Path(owner.stdout.readline().strip()) for owner in owners]  # type: ignore[union-attr]
     owners[0].kill()
     owners[0].communicate()
-    mine = SocketFolder()
+    mine = LockedFolder()
     try:
         remove_dead_folders()
         assert not folders[0].exists() and folders[1].joinpath("input").exists() and mine.path.exists()
@@ -82,7 +81,7 @@ def test_a_folder_that_somebody_else_clears_away_at_once(monkeypatch: pytest.Mon
         return names[-1]
 
     monkeypatch.setattr(tempfile, "mkdtemp", mkdtemp)
-    folder = SocketFolder()
+    folder = LockedFolder()
     assert folder.path.is_dir() and len(names) == 2
     folder.remove()
 

@@ -15,6 +15,7 @@ from pydantic import BaseModel, Field
 
 from stage02_server.api_server import Services
 from stage02_server.errors import APIError, not_found
+from stage02_server.features.admin.end_requests import end_requests, running_request_ids
 from stage02_server.features.admin.server_load import ServerLoad
 from stage02_server.protocol_types import Text
 
@@ -63,8 +64,8 @@ async def abort_requests(body: AbortRequest, raw_request: Request) -> Response:
     for response_id in body.request_ids:
         # The engine's ids end in the number of the prompt, after a random part if the client chose the id.
         name = re.compile(rf"{re.escape(response_id)}(-[0-9a-f]{{8}})?-\d+")
-        ids = [request_id for request_id in engine.running_request_ids if name.fullmatch(request_id)]
-        await engine.abort_requests(ids, "POST /abort_requests")
+        ids = [request_id for request_id in running_request_ids(engine) if name.fullmatch(request_id)]
+        await end_requests(engine, ids, "POST /abort_requests")
     return Response()
 
 
@@ -93,7 +94,7 @@ async def stop_profile(raw_request: Request) -> Response:
 @router.post("/reset_prefix_cache")
 async def reset_prefix_cache(raw_request: Request) -> Response:
     """Forget all cached prefixes; 409 while requests run, because their blocks are in use."""
-    if await raw_request.app.state.services.engine.reset_prefix_cache():
+    if await raw_request.app.state.services.engine.call("reset_prefix_cache"):
         return Response(status_code=200)
     raise APIError(
         409, "ConflictError", "The prefix cache is in use by running requests; try again when they are done."

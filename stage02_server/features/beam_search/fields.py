@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from stage03_engine.messages import EngineCoreRequest
     from stage03_engine.outputs import RequestOutput
 
+BEAM_SEARCH = "stage03_engine.frontend.features.beam_search:search"
 _USED = ("max_tokens", "ignore_eos", "skip_special_tokens", "truncate_prompt_tokens", "truncation_side", "output_kind")
 _IGNORED = ("n", "temperature", "top_p", "top_k", "min_p", "seed", "include_stop_str_in_output", "extra_args",
     "spaces_between_special_tokens", "stream_interval", "structured_outputs")  # fmt: skip
@@ -68,4 +69,8 @@ class BeamSearchFields(RequestFields):
 
     def generate(self, engine: AsyncLLM, request: EngineCoreRequest) -> AsyncGenerator[RequestOutput, None] | None:
         """One output per prompt, with the sequences that the search found."""
-        return engine.beam_search(request, self._search_params()) if self.use_beam_search else None
+        if not self.use_beam_search:
+            return None
+        from stage03_engine.frontend.output_processor import load_feature
+
+        return load_feature(BEAM_SEARCH, "use_beam_search")(engine, request, self._search_params(), None)

@@ -11,8 +11,8 @@ import weakref
 from typing import Any
 
 from stage02_server.features.chat_template.framing import read_message, write_message
+from stage03_engine.args.command import signals_are_ours
 from stage03_engine.errors import ConfigError, InvalidRequestError
-from stage03_engine.helper_process import signals_are_ours
 from stagetrace import trace
 
 

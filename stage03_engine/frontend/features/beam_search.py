@@ -172,8 +172,12 @@ async def search(
     yield beams.output(prompt, engine.tokenizer)
 
 
-def search_all(llm: LLM, prompts: Sequence[Prompt], params: BeamSearchParams) -> list[RequestOutput]:
-    """The same for `LLM.beam_search`: all prompts advance together."""
+def search_all(llm: LLM, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[RequestOutput]:
+    """`LLM.beam_search`: the `beam_width` best sequences for each prompt, the best first; all prompts advance together.
+
+    Raises InvalidRequestError before anything runs if a prompt or a setting is impossible.
+    """
+    prompts = llm.as_list(prompts)
     settings = params.prompt_params()
     requests = [llm.input_processor.process_inputs(llm.next_id(), prompt, settings) for prompt in prompts]
     searches = [BeamSearch(request, params, llm.vllm_config.shape.vocab_size) for request in requests]

@@ -1,4 +1,7 @@
-"""The folders of sockets that killed servers left behind (vLLM's stay)."""
+"""Lock the folder of this server's sockets, and remove those that killed servers left behind.
+
+vLLM puts its sockets into the temporary folder itself (get_open_zmq_ipc_path); what kill -9 leaves there stays.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,40 @@ import os
 import re
 import stat
 
-from stage03_engine.frontend.engine_process import PREFIX, base_folder
+from stage03_engine.frontend.engine_process import PREFIX, SocketFolder, base_folder
 
 OUR_NAME = re.compile(PREFIX + r"[a-z0-9_]{8}")  # as mkdtemp makes it
+
+
+class LockedFolder(SocketFolder):
+    """Invariant: while its owner lives, it holds a lock on the folder. The system releases the lock however the owner ends,
+    and the lock works between containers that share the folder, where process ids would mean nothing."""
+
+    def __init__(self) -> None:
+        while True:
+            super().__init__()
+            try:
+                self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+            except FileNotFoundError:
+                continue  # another server has removed it already, as one without owner
+            with contextlib.suppress(OSError):  # a file system without locks: there nothing is ever removed
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
+            if self.path.exists():  # not removed in between
+                return
+            os.close(self._lock)
+
+    def remove(self) -> None:
+        """See SocketFolder."""
+        super().remove()
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def claim_folder() -> LockedFolder:
+    """A new folder, after the dead ones are gone."""
+    remove_dead_folders()
+    return LockedFolder()
 
 
 def remove_dead_folders() -> None:

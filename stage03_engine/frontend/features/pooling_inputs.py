@@ -133,9 +133,14 @@ def encode_pair(tokenizer: Tokenizer, one: str, other: str, keep: int | None = N
 
 
 def encode(
-    llm: LLM, prompts: list[Prompt], params: PoolingParams | Sequence[PoolingParams] | None
+    llm: LLM, prompts: Prompt | Sequence[Prompt], params: PoolingParams | Sequence[PoolingParams] | None = None
 ) -> list[RequestOutput]:
-    """See LLM.encode."""
+    """`LLM.encode`: the vectors of all prompts, in their order: `result["pooled"]` holds them, as the bytes of float32 numbers.
+
+    The engine must run with `runner="pooling"`, or its model be a classifier, whose vectors have a number per class.
+    `params` is one PoolingParams for all or one for each. Raises InvalidRequestError.
+    """
+    prompts = llm.as_list(prompts)
     default = PoolingParams(task=llm.vllm_config.supported_tasks[0])
     each = list(params) if isinstance(params, Sequence) else [params or default] * len(prompts)
     requests = [

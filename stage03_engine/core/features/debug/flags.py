@@ -35,7 +35,7 @@ class DebugFlags:
         """--check-invariants checks the scheduler's books; --trace-layers records the layers of each forward pass, and any
         trace the steps of the sampler."""
         checks, observed = self.scheduler_config.check_invariants, self.observability_config
-        traced = observed.trace is not None or observed.trace_console
+        traced = getattr(observed, "trace", None) is not None or getattr(observed, "trace_console", False)
         return {
             "scheduler": [_DEBUG + "scheduler_checks:CheckInvariantsHook"] * checks,
             "runner": [_DEBUG + "scheduler_checks:CheckSlotsHook"] * checks

@@ -19,10 +19,10 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+from stage03_engine.args.command import signals_are_ours
 from stage03_engine.core.features.structured_output.backend_guidance import Guidance, Matcher
 from stage03_engine.core.features.structured_output.lark import to_lark
 from stage03_engine.grammar.vocabulary import Vocabulary
-from stage03_engine.helper_process import signals_are_ours
 
 if TYPE_CHECKING:
     from stage03_engine.core.features.structured_output.flags import StructuredOutputsConfig

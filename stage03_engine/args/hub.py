@@ -1,0 +1,39 @@
+"""The Hugging Face cache and hub (vllm/transformers_utils/repo_utils.py). huggingface_hub is imported only if one is asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_TIMEOUT_S = 3.0  # for the first answer of the hub; an unreachable one must not hold a command for long
+_REASONS = {
+    "RepositoryNotFoundError": "the hub has no such model",
+    "HFValidationError": "the hub cannot have a model of that name",
+    "GatedRepoError": "the hub gives it only to those who were granted access (HF_TOKEN)",
+}
+
+
+def from_cache(name: str, patterns: list[str]) -> Path | None:
+    """The folder in the cache that holds what there is of the model's files; None if nothing is cached."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True))
+    except (OSError, ValueError):  # not cached, or not a name that the hub could have
+        return None
+
+
+def from_hub(name: str, patterns: list[str]) -> Path:
+    """Download a model into the cache. Respects HF_HUB_OFFLINE, HF_ENDPOINT and HF_HOME.
+
+    Raises LookupError that says in a clause why the model cannot be had.
+    """
+    from huggingface_hub import HfApi, constants, snapshot_download
+
+    if constants.HF_HUB_OFFLINE:
+        raise LookupError("HF_HUB_OFFLINE forbids to ask the hub")
+    try:
+        HfApi().model_info(name, timeout=_TIMEOUT_S)  # fails early: snapshot_download waits longer, and tries again
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except Exception as error:  # which classes these are differs between the versions of huggingface_hub
+        kind = type(error).__name__
+        raise LookupError(_REASONS.get(kind, f"the hub cannot be reached, or refuses ({kind})")) from None
