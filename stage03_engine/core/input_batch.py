@@ -141,27 +141,17 @@ def prepare_inputs(batch: InputBatch, scheduler_output: SchedulerOutput, device:
     return StepInputs(
         to_device(batch.token_ids[owner, positions], device),
         to_device(positions, device),
-        _metadata(starts, seq_lens, batch.block_table[rows], slots, device),
+        make_metadata(starts, seq_lens, batch.block_table[rows], slots, device),
         to_device(starts[1:][caught_up] - 1, device),
         rows[caught_up].tolist(),
         [0] * len(caught_up),
     )
 
 
-def dummy_inputs(batch: InputBatch, lengths: list[int], device: torch.device) -> StepInputs:
-    """Prompts of these lengths whose every token goes to block 1: the result is meaningless, the memory is not."""
-    starts = np.concatenate(([0], np.cumsum(lengths)))
-    positions = np.concatenate([np.arange(length) for length in lengths])
-    table = np.ones((len(lengths), batch.block_table.shape[1]), dtype=np.int32)
-    slots = batch.block_size + positions % batch.block_size
-    metadata = _metadata(starts, np.array(lengths), table, slots, device)
-    tokens, last = to_device(np.zeros_like(positions), device), to_device(starts[1:] - 1, device)
-    return StepInputs(tokens, to_device(positions, device), metadata, last, [], [])
-
-
-def _metadata(
+def make_metadata(
     starts: np.ndarray, seq_lens: np.ndarray, block_table: np.ndarray, slots: np.ndarray, device: torch.device
 ) -> AttentionMetadata:
+    """What attention must know of the step: where each request's tokens begin, its length, its blocks, the slots to write."""
     return AttentionMetadata(
         query_start_loc=to_device(starts.astype(np.int32), device),
         seq_lens=to_device(seq_lens.astype(np.int32), device),

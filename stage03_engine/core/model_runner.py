@@ -10,14 +10,12 @@ from torch import Tensor, nn
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.hooks import RunnerHook, hooks_of, install
-from stage03_engine.core.input_batch import InputBatch, StepInputs, dummy_inputs, prepare_inputs
+from stage03_engine.core.input_batch import InputBatch, StepInputs, prepare_inputs
 from stage03_engine.core.models.loader import get_model
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
 from stage03_engine.messages import TokenLogprobs
 from stage04_kernels.sampler import SamplerOutput, SamplingMetadata, sample
 from stagetrace import trace
-
-CPU_PROFILE_TOKENS = 256
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -65,33 +63,6 @@ class ModelRunner:
             trace.emit("kv_cache.allocated", num_blocks=num_blocks, block_size=self.block_size, bytes=num_bytes)
         for hook in self.hooks:
             hook.cache_allocated(num_blocks)
-
-    # Measuring
-
-    @torch.inference_mode()
-    def profile_run(self) -> None:
-        """Run the largest step that the scheduler may ask for, on a throw-away cache, so that its memory shows.
-
-        It is one request after another of the longest context, as many as fill the token budget; logits for as many rows
-        as there can be requests. On a CPU a short step must do: the full one takes seconds of start-up there, to measure a
-        few megabytes.
-        """
-        scheduler_config, max_len = self.config.scheduler_config, self.config.max_model_len
-        budget = min(scheduler_config.max_num_batched_tokens, scheduler_config.max_num_seqs * max_len)
-        if self.device.type == "cpu":
-            budget = min(budget, CPU_PROFILE_TOKENS)
-        lengths = [max_len] * (budget // max_len) + [budget % max_len] * (budget % max_len > 0)
-        self.kv_caches = self.new_kv_caches(2, self.device)
-        inputs = dummy_inputs(self.batch, lengths, self.device)
-        hidden = self.model(inputs.input_ids, inputs.positions, self.kv_caches, inputs.metadata)
-        rows_per_request = max((hook.rows_per_request for hook in self.hooks), default=1)
-        rows = min(budget, scheduler_config.max_num_seqs * rows_per_request)
-        logits = self.model.compute_logits(hidden[:rows])  # type: ignore[operator]
-        metadata = SamplingMetadata.from_lists(
-            [0.0] * rows, [0] * rows, [1.0] * rows, [0.0] * rows, [0] * rows, [0] * rows
-        )
-        sample(logits, metadata)
-        self.kv_caches = []
 
     # One step
 

@@ -15,8 +15,11 @@ from stage03_engine.core.kv_cache_size import kv_block_bytes
 from stage03_engine.core.model_runner import ModelRunner
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
 from stage03_engine.errors import ConfigError
+from stage03_engine.mixins import is_there, load
 from stage04_kernels.attention import check_backend
 from stagetrace import trace
+
+MEASURE_ACTIVATIONS = "stage03_engine.core.features.memory_profile:measure_activations"
 
 
 class Worker:
@@ -44,24 +47,15 @@ class Worker:
         self.model_runner.load_model()
 
     def determine_available_memory(self) -> int:
-        """Run the largest step once, then see what is left.
-
-        Bytes for the KV cache = total memory x gpu_memory_utilization - what is in use at the peak of that step.
-        """
+        """Bytes for the KV cache = total memory x gpu_memory_utilization - what is in use at the peak of the largest step."""
         utilization = self.config.cache_config.gpu_memory_utilization
+        installed = is_there(MEASURE_ACTIVATIONS.partition(":")[0])
+        activations = load(MEASURE_ACTIVATIONS)(self.model_runner) if installed else 0
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            self.model_runner.profile_run()
-            activations = torch.cuda.max_memory_allocated() - before
             free, total = torch.cuda.mem_get_info()
-            used = total - free + activations
         else:
-            self.model_runner.profile_run()
-            memory = psutil.virtual_memory()
-            # What a step's activations took is still in the allocator's hands here, so `available` already lacks it.
-            total, used = memory.total, memory.total - memory.available
+            free, total = psutil.virtual_memory().available, psutil.virtual_memory().total
+        used = total - free + activations
         available = max(0, int(total * utilization) - used)
         if trace.on:
             trace.emit("memory.profiled", total=total, used=used, utilization=utilization, available=available)

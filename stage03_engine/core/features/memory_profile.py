@@ -1,0 +1,61 @@
+"""How much memory the largest step takes, before the KV cache gets the rest (vllm/v1/worker/gpu_model_runner.py, profile_run)."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from stage03_engine.core.input_batch import InputBatch, StepInputs, make_metadata, to_device
+from stage03_engine.core.model_runner import ModelRunner
+from stage04_kernels.sampler import SamplingMetadata, sample
+
+CPU_PROFILE_TOKENS = 256
+
+
+def measure_activations(runner: ModelRunner) -> int:
+    """Run the largest step. Returns the bytes that it took at its peak and that the device now counts as free again.
+
+    On a CPU that is 0: what a step's activations took is still in the allocator's hands there, so the free memory lacks it.
+    """
+    if runner.device.type != "cuda":
+        profile_run(runner)
+        return 0
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    profile_run(runner)
+    return torch.cuda.max_memory_allocated() - before
+
+
+@torch.inference_mode()
+def profile_run(runner: ModelRunner) -> None:
+    """Run the largest step that the scheduler may ask for, on a throw-away cache, so that its memory shows.
+
+    It is one request after another of the longest context, as many as fill the token budget; logits for as many rows
+    as there can be requests. On a CPU a short step must do: the full one takes seconds of start-up there, to measure a
+    few megabytes.
+    """
+    scheduler_config, max_len = runner.config.scheduler_config, runner.config.max_model_len
+    budget = min(scheduler_config.max_num_batched_tokens, scheduler_config.max_num_seqs * max_len)
+    if runner.device.type == "cpu":
+        budget = min(budget, CPU_PROFILE_TOKENS)
+    lengths = [max_len] * (budget // max_len) + [budget % max_len] * (budget % max_len > 0)
+    kv_caches = runner.new_kv_caches(2, runner.device)
+    inputs = dummy_inputs(runner.batch, lengths, runner.device)
+    hidden = runner.model(inputs.input_ids, inputs.positions, kv_caches, inputs.metadata)
+    rows_per_request = max((hook.rows_per_request for hook in runner.hooks), default=1)
+    rows = min(budget, scheduler_config.max_num_seqs * rows_per_request)
+    logits = runner.model.compute_logits(hidden[:rows])  # type: ignore[operator]
+    metadata = SamplingMetadata.from_lists([0.0] * rows, [0] * rows, [1.0] * rows, [0.0] * rows, [0] * rows, [0] * rows)
+    sample(logits, metadata)
+
+
+def dummy_inputs(batch: InputBatch, lengths: list[int], device: torch.device) -> StepInputs:
+    """Prompts of these lengths whose every token goes to block 1: the result is meaningless, the memory is not."""
+    starts = np.concatenate(([0], np.cumsum(lengths)))
+    positions = np.concatenate([np.arange(length) for length in lengths])
+    table = np.ones((len(lengths), batch.block_table.shape[1]), dtype=np.int32)
+    slots = batch.block_size + positions % batch.block_size
+    metadata = make_metadata(starts, np.array(lengths), table, slots, device)
+    tokens, last = to_device(np.zeros_like(positions), device), to_device(starts[1:] - 1, device)
+    return StepInputs(tokens, to_device(positions, device), metadata, last, [], [])
