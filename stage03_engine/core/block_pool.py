@@ -1,4 +1,4 @@
-"""The blocks of the KV cache: who has which, which are free, and what the free ones still hold.
+"""The blocks of the KV cache: which are in use, which are free, and what the free ones still hold.
 
 Plain Python, no tensors. Source: vllm/v1/core/block_pool.py (BlockPool). vLLM writes the queue of free blocks out as a linked
 list (kv_cache_utils.py, FreeKVCacheBlockQueue); an OrderedDict is one.
@@ -11,7 +11,7 @@ from collections import OrderedDict
 from stagetrace import trace
 
 NULL_BLOCK = 0
-"""Never given to a request: padding in a block table points here, so that a stray read hits nobody's tokens."""
+"""Never given to a request: padding in a block table points here, so that a stray read hits no request's tokens."""
 
 
 class KVCacheBlock:

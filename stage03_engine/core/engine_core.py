@@ -29,7 +29,7 @@ CALLS = {
     "watch_scheduler": _FEATURES + "scheduler_watch:watch_scheduler",
     "unwatch_scheduler": _FEATURES + "scheduler_watch:unwatch_scheduler",
 }
-"""What a client may call by name, never more than this list: method -> a function of the core that returns whether it did it."""
+"""The methods that a client may call by name: method -> a function that gets the core and returns whether it did it."""
 
 
 class EngineCore:
@@ -46,7 +46,7 @@ class EngineCore:
         self._seeds = random.Random(config.model_config.seed)
 
     def _make_scheduler(self) -> Scheduler:
-        """The scheduler and the block pool, or those that the user brought."""
+        """The scheduler with its block pool, or the classes that --scheduler-cls and --block-pool-cls name."""
         cache, scheduling, max_len = self.config.cache_config, self.config.scheduler_config, self.config.max_model_len
         seed = cache.prefix_caching_hash_seed
         hash_seed = os.urandom(32) if seed is None else seed.encode()
@@ -68,9 +68,7 @@ class EngineCore:
     def add_request(self, message: EngineCoreRequest) -> None:
         """Queue a request. Raises ValueError if its id is in use, InvalidRequestError if it cannot be served."""
         params = message.sampling_params
-        hooks_of(
-            params, "runner"
-        )  # refuses it here if one is missing; the runner installs them when it gets the request
+        hooks_of(params, "runner")  # only to refuse the request here; the runner installs them when it gets it
         install(hooks_of(params, "scheduler"), self.scheduler, self.config)
         request = Request(message, self._seeds.getrandbits(63) if params.seed is None else params.seed)
         request.queued_at = time.monotonic()
@@ -86,9 +84,9 @@ class EngineCore:
         return self.scheduler.has_unfinished_requests
 
     def step(self) -> EngineCoreOutputs:
-        """Run one step: schedule, execute, update. With nothing to run it returns the statistics alone."""
-        ended, ready = self._poll_hooks() if self.scheduler.hooks else ([], True)
-        if not ready or not self.scheduler.requests:
+        """Run one step: schedule, execute, update. If no request can run, only the statistics are returned."""
+        ended, can_run = self._poll_hooks()
+        if not can_run or not self.scheduler.requests:
             return self._observed(EngineCoreOutputs(ended, self.scheduler.make_stats()))
         if trace.on:
             step, running, waiting = self.scheduler.step + 1, len(self.scheduler.running), len(self.scheduler.waiting)
@@ -104,12 +102,12 @@ class EngineCore:
         return self._observed(EngineCoreOutputs(ended + outputs, stats, step=scheduler_output.step))
 
     def _poll_hooks(self) -> tuple[list[EngineCoreOutput], bool]:
-        """The last outputs of requests that hooks ended since the last step, and whether anybody can run."""
+        """The last outputs of requests that hooks ended since the last step, and whether any request can run."""
         polled = [hook.poll() for hook in self.scheduler.hooks]
         return [output for outputs, _ in polled for output in outputs], all(ready for _, ready in polled)
 
     def _note_queue_times(self, scheduler_output: SchedulerOutput) -> None:
-        """How long a request had waited when it was first scheduled; its first output says so. (The scheduler has no clock.)"""
+        """How long a request waited until it was first scheduled; its first output reports it. (The scheduler has no clock.)"""
         for new in scheduler_output.scheduled_new_reqs:
             request = self.scheduler.requests[new.request_id]
             if request.queued_at is not None:  # None: it resumes

@@ -60,7 +60,7 @@ def make_core(config: VllmConfig) -> EngineCore:
 class EngineCoreProc:
     """The engine core behind two sockets.
 
-    Invariant: whatever ends this process, the front end hears of it: by the failure message of the handshake, by the death
+    Invariant: whatever ends this process, the front end learns of it: by the failure message of the handshake, by the death
     notice on the output socket, or by the end of the process itself.
     """
 
@@ -132,7 +132,7 @@ class EngineCoreProc:
             socket.send(messages.encode(outputs))
 
     def run_busy_loop(self) -> None:
-        """Take in what has arrived, run a step, hand out its outputs; block only when there is nothing to do."""
+        """Handle the messages that arrived, run a step, send its outputs; block only when there is nothing to do."""
         if trace.on:
             trace.emit("engine.busy_loop")
         while True:
@@ -143,7 +143,7 @@ class EngineCoreProc:
                 self.output_queue.put(outputs)
 
     def _process_input_queue(self) -> None:
-        """Everything that waits; when idle, wait for something."""
+        """Handle every queued message; when idle, wait for one."""
         if not self.core.has_unfinished_requests and self.input_queue.empty():
             if trace.on:
                 trace.flush()
@@ -182,10 +182,10 @@ class EngineCoreProc:
 
 
 def _watch_parent(ipc_directory: Path, started: list[EngineCoreProc]) -> None:
-    """Do what our standard input says, of which the front end holds the other end: a byte ends this process between two steps
-    (at once while it starts), and its end, which comes even after kill -9 of the front end, ends it right here.
+    """Watch our standard input, a pipe from the front end: a byte ends this process between two steps (at once while it
+    starts); the end of the file, which comes even after kill -9 of the front end, ends it at once.
 
-    os._exit, because the main thread may be deep in a forward pass and there is nobody left to answer to.
+    os._exit, because the main thread may be deep in a forward pass and no front end is left to answer.
     """
     while os.read(0, 4096):
         if not started:

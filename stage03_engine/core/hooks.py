@@ -5,7 +5,7 @@ A plain request meets none of them: `hooks` is an empty list then, and each seam
 - the whole engine, if a setting asks for it (`VllmConfig.hooks`), or
 - from a request on, if one of its sampling parameters needs it (`SamplingParams.HOOKS`).
 
-Both name it as "module:Class", so that what nobody uses is never imported, and what was taken out is missed by nobody else. vLLM
+Both name it as "module:Class", so that an unused feature is never imported, and one that was taken out is missed only by its users. vLLM
 calls these features by name, from its Scheduler and its GPUModelRunner. Nothing here imports torch.
 """
 
@@ -50,7 +50,7 @@ class SchedulerHook:
 
     def poll(self) -> tuple[list[EngineCoreOutput], bool]:
         """Before each step: the last outputs of requests that the hook ended meanwhile (`Scheduler.finish_requests`), and
-        whether anybody can run. If not there is no step; the hook may have waited a moment for that to change."""
+        whether any request can run. If not there is no step; the hook may have waited a moment for that to change."""
         return [], True
 
     def is_ready(self, request: Request) -> bool:
@@ -109,7 +109,7 @@ class RunnerHook:
         return model
 
     def cache_allocated(self, num_blocks: int) -> None:
-        """The KV cache is in place, for good. Raises MemoryError if the hook's own memory is not to be had."""
+        """The KV cache is in place, for good. Raises MemoryError if there is not enough for the hook's own."""
 
     def request_added(self, new: NewRequestData) -> None:
         """A request joined the batch, for the first time or again after a preemption."""

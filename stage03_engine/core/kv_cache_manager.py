@@ -37,7 +37,7 @@ class KVCacheManager:
 
     A block table only ever grows at its end while the request holds blocks: what was sent to the worker stays true. The one
     exception is `trim`, which the worker follows by itself.
-    `hash_seed` begins every chain of hashes: with a random one nobody outside can find out which tokens are cached by
+    `hash_seed` begins every chain of hashes: with a random one no client can find out which tokens are cached by
     constructing hashes. With `enable_caching` False no block is ever found again.
     """
 

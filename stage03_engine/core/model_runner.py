@@ -27,8 +27,8 @@ def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 
 class ModelRunner:
-    """Holds the model, the KV cache and the persistent batch of one device. `hooks` is empty unless a setting or a request asks
-    for a feature that has a part in the step (hooks.py)."""
+    """Holds the model, the KV cache and the persistent batch of one device. `hooks` is empty unless a setting or a request
+    asks for a feature that takes part in the step (hooks.py)."""
 
     model: nn.Module
 
@@ -92,7 +92,7 @@ class ModelRunner:
             hook.batch_updated(scheduler_output)
 
     def _prepare_inputs(self, scheduler_output: SchedulerOutput) -> StepInputs:
-        """The scheduled tokens of all requests in one flat row."""
+        """Gather the scheduled tokens of all requests into one flat row."""
         inputs = prepare_inputs(self.batch, scheduler_output, self.device)
         for hook in self.hooks:
             hook.prepared(inputs, scheduler_output)
@@ -162,7 +162,7 @@ class ModelRunner:
     def _collect(
         self, output: SamplerOutput | None, inputs: StepInputs, scheduler_output: SchedulerOutput
     ) -> ModelRunnerOutput:
-        """Bring the samples to the host (here the CPU waits for the device), append them to the batch, name them by request."""
+        """Copy the samples to the host (here the CPU waits for the device), append them to the batch, group them by request."""
         collected = ModelRunnerOutput({})
         if output is not None:
             batch, sampled = self.batch, collected.sampled_token_ids
@@ -179,7 +179,8 @@ class ModelRunner:
         return collected
 
     def _collect_logprobs(self, output: SamplerOutput, inputs: StepInputs, collected: ModelRunnerOutput) -> None:
-        """One entry per new token of each request that asks for them."""
+        """One entry per new token of each request that asks for them. The tensors are as wide as the widest of these requests,
+        and hold rows behind a rejected draft, which do not count."""
         assert output.logprob_token_ids is not None and output.logprobs is not None and output.ranks is not None
         values = (output.logprob_token_ids.tolist(), output.logprobs.tolist(), output.ranks.tolist())
         for row, ids, logprobs, rank in zip(inputs.sampled, *values):
@@ -187,12 +188,8 @@ class ModelRunner:
             if asked is None:
                 continue
             entries = collected.logprobs.setdefault(request_id, [])
-            if len(entries) < len(
-                collected.sampled_token_ids[request_id]
-            ):  # what was sampled behind a rejected draft does not count
-                entries.append(
-                    TokenLogprobs(ids[: asked + 1], logprobs[: asked + 1], rank)
-                )  # as wide as the widest request
+            if len(entries) < len(collected.sampled_token_ids[request_id]):
+                entries.append(TokenLogprobs(ids[: asked + 1], logprobs[: asked + 1], rank))
 
     def shutdown(self) -> None:
         """Release the KV cache and the weights."""

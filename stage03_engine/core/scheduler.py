@@ -49,7 +49,7 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.waiting = RequestQueue(config.scheduling_policy)
         self.running = RequestQueue(config.scheduling_policy)
-        self.finished_req_ids: list[str] = []  # to be told to the worker with the next step
+        self.finished_req_ids: list[str] = []  # the worker learns of them with the next step
         self.step = 0
         self.stats = SchedulerStats()
         self._arrivals = itertools.count()
@@ -83,7 +83,7 @@ class Scheduler:
                 self._finish(request, reason, by="outside")
 
     def _finish(self, request: Request, reason: FinishReason, by: str) -> None:
-        """Take a request out of its queue, free what it holds, forget it."""
+        """Remove a request from its queue, free its blocks, forget it."""
         queue = self.running if request.status == RequestStatus.RUNNING else self.waiting
         queue.remove(request)
         request.status = RequestStatus.FINISHED
@@ -112,7 +112,7 @@ class Scheduler:
         budget = self._schedule_running(output, self.config.max_num_batched_tokens)
         if not output.preempted_req_ids:
             self._schedule_waiting(output, budget)
-        elif trace.on:  # who was just sent away must not be overtaken by a newcomer
+        elif trace.on:  # no newcomer may overtake a request that was just preempted
             self._trace_held_back("preempted", budget)
         for hook in self.hooks:
             hook.scheduled(output)
@@ -127,23 +127,24 @@ class Scheduler:
         return output
 
     def _limited(self, num_tokens: int, budget: int) -> int:
-        """What a request gets of the tokens that it lacks: within the budget, and not too much while others are there."""
+        """How many of a request's missing tokens this step computes: within the budget, and for a long prompt within
+        `long_prefill_token_threshold` while there are other requests."""
         threshold = self.config.long_prefill_token_threshold
         if 0 < threshold < num_tokens and len(self.requests) > 1:
             num_tokens = threshold
         return min(num_tokens, budget)
 
     def _schedule_running(self, output: SchedulerOutput, budget: int) -> int:
-        """Tokens for running requests; returns the budget that is left.
+        """Schedule the running requests. Returns the budget that is left.
 
-        Victims are taken from the end of the queue, so they are never among those that were already served in this step.
+        The requests to preempt come from the end of the queue, so none of them was scheduled in this step before.
         """
         index = 0
         while index < len(self.running) and budget > 0:
             request = self.running[index]
             num_tokens = self._limited(request.num_tokens - request.num_computed_tokens, budget)
             new_blocks = self._allocate_or_preempt(request, num_tokens, output)
-            if new_blocks is None:  # the request itself was the last one, and is preempted now
+            if new_blocks is None:  # the request itself was the last one, and was preempted
                 break
             output.new_block_ids[request.request_id] = new_blocks
             budget = self._give(request, num_tokens, new_blocks, output, budget)
@@ -153,7 +154,7 @@ class Scheduler:
     def _give(
         self, request: Request, num_tokens: int, new_blocks: list[int], output: SchedulerOutput, budget: int
     ) -> int:
-        """Enter the tokens into the decision; returns what is left of the budget."""
+        """Add the tokens to the decision. Returns the budget that is left."""
         output.num_scheduled_tokens[request.request_id] = num_tokens
         if trace.on:
             computed = request.num_computed_tokens
@@ -164,8 +165,8 @@ class Scheduler:
         return budget - num_tokens
 
     def _allocate_or_preempt(self, request: Request, num_tokens: int, output: SchedulerOutput) -> list[int] | None:
-        """Blocks for the next `num_tokens` tokens of a running request, preempting from the end of the queue until there
-        are enough. Returns None when `request` itself had to go."""
+        """Blocks for the next `num_tokens` tokens of a running request. Preempts from the end of the queue until enough are
+        free; returns None if `request` itself was preempted."""
         while True:
             new_blocks = self.kv_cache_manager.allocate_slots(request, request.num_computed_tokens + num_tokens)
             if new_blocks is not None:
@@ -176,7 +177,7 @@ class Scheduler:
                 return None
 
     def _preempt(self, request: Request, output: SchedulerOutput, needed_by: Request) -> None:
-        """Take a running request's blocks; it waits, and later computes its tokens again unless a hook keeps them."""
+        """Free a running request's blocks and let it wait. It will compute its tokens again, unless a hook keeps them."""
         request_id, computed = request.request_id, request.num_computed_tokens
         free_before = self.kv_cache_manager.block_pool.num_free
         kept = False
@@ -196,8 +197,8 @@ class Scheduler:
         output.preempted_req_ids.append(request_id)
 
     def _schedule_waiting(self, output: SchedulerOutput, budget: int) -> None:
-        """Admit waiting requests in order while budget, batch and blocks last. The first that does not fit stops the
-        rest: nobody overtakes, except those whom a hook holds back."""
+        """Admit waiting requests in order while budget, batch and blocks last. The first that does not fit holds back all
+        behind it; only a request that a hook holds back is overtaken."""
         index, rule = 0, ""
         while index < len(self.waiting):
             if budget <= 0 or len(self.running) >= self.config.max_num_seqs:
@@ -248,7 +249,7 @@ class Scheduler:
         )  # fmt: skip
 
     def _trace_admitted(self, request: Request, hits: list[int], new_blocks: list[int]) -> None:
-        """A request leaves the waiting ones; `new_blocks` begin with the `hits` of the prefix cache."""
+        """A request stops waiting; `new_blocks` begin with the `hits` of the prefix cache."""
         request_id = request.request_id
         if trace.on and hits:
             num_tokens = len(hits) * self.kv_cache_manager.block_size
@@ -261,8 +262,8 @@ class Scheduler:
             trace.emit("sched.admit", req=request_id, step=self.step, new_blocks=new_blocks, num_prompt_tokens=prompt)
 
     def _trace_held_back(self, rule: str, budget: int, index: int = 0) -> None:
-        """Why nobody else was admitted: `rule` stopped the waiting request at `index`, and it everybody behind it; a hook holds
-        back those before it. An empty rule: nobody else could be asked."""
+        """Why no other request was admitted: `rule` stopped the waiting request at `index`, and so all behind it; a hook holds
+        back those before it. The rule is empty if a hook holds back all."""
         request_ids = [request.request_id for request in self.waiting]
         if trace.on:
             trace.emit(
@@ -298,8 +299,6 @@ class Scheduler:
         for hook in self.hooks:
             hook.updated(output)
         return outputs
-
-    # Looking in from outside
 
     def make_stats(self) -> SchedulerStats:
         """The state after a step, for the metrics: a copy, because the output thread may encode it during the next step."""
