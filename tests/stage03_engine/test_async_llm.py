@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -39,6 +39,27 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(test(), PATIENCE))
 
 
+class Shared:
+    """One engine, and the loop in which it lives, for all tests that only ask it something."""
+
+    def __init__(self, loop: asyncio.Runner, llm: AsyncLLM, registry: CollectorRegistry) -> None:
+        self._loop, self.llm, self.registry = loop, llm, registry
+
+    def run(self, test: Callable[[AsyncLLM, CollectorRegistry], Awaitable[None]]) -> None:
+        """Run the test, which must leave no request behind."""
+        self._loop.run(asyncio.wait_for(test(self.llm, self.registry), PATIENCE))
+        assert self.llm.num_unfinished_requests == 0 and not self.llm.errored
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Shared]:
+    with asyncio.Runner() as loop:
+        running = engine()
+        llm, registry = loop.run(running.__aenter__())
+        yield Shared(loop, llm, registry)
+        loop.run(running.__aexit__(None, None, None))
+
+
 async def collect(llm: AsyncLLM, name: str, prompt: str, params: SamplingParams) -> tuple[str, list[int]]:
     """Read a whole request; with deltas, put them together."""
     text, tokens = "", []
@@ -61,112 +82,105 @@ def gauge(registry: CollectorRegistry, name: str) -> float:
     return registry.get_sample_value(name, {"model_name": "gpt2-tiny", "engine": "0"}) or 0.0
 
 
-def test_output_kinds_processes_and_readers_agree() -> None:
+def test_output_kinds_processes_and_readers_agree(shared: Shared) -> None:
     params = {kind: SamplingParams(temperature=0, max_tokens=24, output_kind=kind) for kind in RequestOutputKind}
     with LLM("gpt2-tiny", kv_cache_memory_bytes=50_000_000) as llm:
         inproc = llm.generate("ROMEO:", params[RequestOutputKind.FINAL_ONLY])[0].outputs[0]
     with LLM("gpt2-tiny", kv_cache_memory_bytes=50_000_000, multiprocess=True) as llm:
         sync = llm.generate("ROMEO:", params[RequestOutputKind.FINAL_ONLY])[0].outputs[0]
 
-    async def test() -> None:
-        async with engine() as (llm, _):
-            results = await asyncio.gather(*(collect(llm, f"k{k}", "ROMEO:", p) for k, p in params.items()))
+    async def test(llm: AsyncLLM, _: CollectorRegistry) -> None:
+        results = await asyncio.gather(*(collect(llm, f"k{k}", "ROMEO:", p) for k, p in params.items()))
         assert results == [(inproc.text, inproc.token_ids)] * 3
 
-    run(test)
+    shared.run(test)
     assert (sync.text, sync.token_ids) == (inproc.text, inproc.token_ids)
 
 
-def test_a_slow_reader_gets_merged_deltas_and_loses_nothing() -> None:
+def test_a_slow_reader_gets_merged_deltas_and_loses_nothing(shared: Shared) -> None:
     params = SamplingParams(temperature=0, max_tokens=40, output_kind=RequestOutputKind.DELTA, logprobs=0)
 
-    async def test() -> None:
-        async with engine() as (llm, _):
-            expected = await collect(llm, "fast", "ROMEO:", params)
-            request = llm.input_processor.process_inputs("slow", "ROMEO:", params)
-            queue = await llm.add_request(request)
-            await until(lambda: llm.num_unfinished_requests == 0)  # the engine is done before we read at all
-            output = await queue.get()
-            assert output.finished and (output.outputs[0].text, output.outputs[0].token_ids) == expected
-            assert len(output.outputs[0].logprobs or []) == 40
+    async def test(llm: AsyncLLM, _: CollectorRegistry) -> None:
+        expected = await collect(llm, "fast", "ROMEO:", params)
+        request = llm.input_processor.process_inputs("slow", "ROMEO:", params)
+        queue = await llm.add_request(request)
+        await until(lambda: llm.num_unfinished_requests == 0)  # the engine is done before we read at all
+        output = await queue.get()
+        assert output.finished and (output.outputs[0].text, output.outputs[0].token_ids) == expected
+        assert len(output.outputs[0].logprobs or []) == 40
 
-    run(test)
+    shared.run(test)
 
 
-def test_a_reader_that_leaves_frees_its_blocks() -> None:
+def test_a_reader_that_leaves_frees_its_blocks(shared: Shared) -> None:
     endless = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
 
-    async def test() -> None:
-        async with engine() as (llm, registry):
-            reader = llm.generate(llm.input_processor.process_inputs("r", "ROMEO:", endless))
-            await anext(reader)
-            await until(lambda: gauge(registry, "vllm:kv_cache_usage_perc") > 0)
-            await reader.aclose()
-            assert llm.num_unfinished_requests == 0
-            await until(lambda: gauge(registry, "vllm:kv_cache_usage_perc") == 0)
-            assert gauge(registry, "vllm:num_requests_running") == 0
-            task = asyncio.create_task(collect(llm, "cancelled", "ROMEO:", endless))
-            await until(lambda: gauge(registry, "vllm:num_requests_running") == 1)
-            task.cancel()
-            await asyncio.wait([task])
-            await until(lambda: gauge(registry, "vllm:num_requests_running") == 0)
+    async def test(llm: AsyncLLM, registry: CollectorRegistry) -> None:
+        reader = llm.generate(llm.input_processor.process_inputs("r", "ROMEO:", endless))
+        await anext(reader)
+        await until(lambda: gauge(registry, "vllm:kv_cache_usage_perc") > 0)
+        await reader.aclose()
+        assert llm.num_unfinished_requests == 0
+        await until(lambda: gauge(registry, "vllm:kv_cache_usage_perc") == 0)
+        assert gauge(registry, "vllm:num_requests_running") == 0
+        task = asyncio.create_task(collect(llm, "cancelled", "ROMEO:", endless))
+        await until(lambda: gauge(registry, "vllm:num_requests_running") == 1)
+        task.cancel()
+        await asyncio.wait([task])
+        await until(lambda: gauge(registry, "vllm:num_requests_running") == 0)
 
-    run(test)
+    shared.run(test)
 
 
-def test_the_prefix_cache_is_not_reset_under_a_running_request() -> None:
+def test_the_prefix_cache_is_not_reset_under_a_running_request(shared: Shared) -> None:
     endless = SamplingParams(temperature=0, max_tokens=500, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
 
-    async def test() -> None:
-        async with engine() as (llm, _):
-            reader = llm.generate(llm.input_processor.process_inputs("r", "ROMEO:", endless))
-            await anext(reader)
-            assert not await llm.call("reset_prefix_cache")
-            await reader.aclose()
-            assert await llm.call("reset_prefix_cache")
+    async def test(llm: AsyncLLM, _: CollectorRegistry) -> None:
+        reader = llm.generate(llm.input_processor.process_inputs("r", "ROMEO:", endless))
+        await anext(reader)
+        assert not await llm.call("reset_prefix_cache")
+        await reader.aclose()
+        assert await llm.call("reset_prefix_cache")
 
-    run(test)
+    shared.run(test)
 
 
-def test_a_stop_string_ends_the_request_in_the_engine_too() -> None:
+def test_a_stop_string_ends_the_request_in_the_engine_too(shared: Shared) -> None:
     params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True, stop=["so,"])
 
-    async def test() -> None:
-        async with engine() as (llm, registry):
-            text, _ = await collect(llm, "r", "To be, or", params)
-            assert text == " I'll be "
-            await until(lambda: gauge(registry, "vllm:num_requests_running") == 0)
+    async def test(llm: AsyncLLM, registry: CollectorRegistry) -> None:
+        text, _ = await collect(llm, "r", "To be, or", params)
+        assert text == " I'll be "
+        await until(lambda: gauge(registry, "vllm:num_requests_running") == 0)
 
-    run(test)
+    shared.run(test)
 
 
-def test_seeded_requests_do_not_depend_on_their_neighbours() -> None:
+def test_seeded_requests_do_not_depend_on_their_neighbours(shared: Shared) -> None:
     params = SamplingParams(temperature=1.0, seed=11, max_tokens=24, top_p=0.95)
 
-    async def test() -> None:
-        async with engine() as (llm, _):
-            alone = await collect(llm, "alone", "ROMEO:", params)
-            noise = [collect(llm, f"n{i}", "JULIET: " * (i + 1), SamplingParams(max_tokens=30)) for i in range(9)]
-            together = await asyncio.gather(*noise[:5], collect(llm, "together", "ROMEO:", params), *noise[5:])
-            assert together[5] == alone
+    async def test(llm: AsyncLLM, _: CollectorRegistry) -> None:
+        alone = await collect(llm, "alone", "ROMEO:", params)
+        noise = [collect(llm, f"n{i}", "JULIET: " * (i + 1), SamplingParams(max_tokens=30)) for i in range(9)]
+        together = await asyncio.gather(*noise[:5], collect(llm, "together", "ROMEO:", params), *noise[5:])
+        assert together[5] == alone
 
-    run(test)
+    shared.run(test)
 
 
-def test_64_requests_at_once_get_what_each_gets_alone() -> None:
+def test_64_requests_at_once_get_what_each_gets_alone(shared: Shared) -> None:
     params = SamplingParams(temperature=0, max_tokens=32)
     prompts = [
         f"{name}: {verb} {i}"
         for i, (name, verb) in enumerate(zip(["ROMEO", "JULIET", "All", "KING"] * 16, "abcdefgh" * 8))
     ]
 
-    async def test() -> None:
-        async with engine() as (llm, _):
-            alone = [await collect(llm, f"a{i}", prompt, params) for i, prompt in enumerate(prompts)]
-            together = await asyncio.gather(*(collect(llm, f"t{i}", p, params) for i, p in enumerate(prompts)))
-            assert together == alone
+    async def test(llm: AsyncLLM, _: CollectorRegistry) -> None:
+        alone = [await collect(llm, f"a{i}", prompt, params) for i, prompt in enumerate(prompts)]
+        together = await asyncio.gather(*(collect(llm, f"t{i}", p, params) for i, p in enumerate(prompts)))
+        assert together == alone
 
-    run(test)
+    shared.run(test)
 
 
 def test_every_waiting_reader_hears_of_a_killed_engine_at_once() -> None:
