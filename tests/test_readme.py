@@ -5,21 +5,26 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib.util
+import itertools
 import os
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from patience import PATIENCE
 from server_under_test import ServerProcess
 
+import stage01_cli.main
 import stage03_engine.__main__
 import stage04_kernels.__main__
+import stagetrace.__main__
 from stage01_cli.main import COMMANDS as SUBCOMMANDS, make_parser
+from stagetrace import trace
 
 ROOT = Path(__file__).parent.parent
 STAGES = ("stage01_cli", "stage02_server", "stage03_engine", "stage04_kernels")
@@ -50,24 +55,76 @@ RUN_ELSEWHERE = {
 """Command that takes half a minute -> the test that runs it. Here only its words are checked."""
 
 
+PLAIN_SERVER = "python -m stage02_server serve gpt2-tiny"
+"""The README's, which answers the `curl` commands."""
+OWN_SERVER = {"--engine", "--runner", "--convert", "--load-format"}
+"""A command with one of these serves something else; the others share a server that has the flags of all of them."""
+
+
+def is_serve(words: list[str]) -> bool:
+    return "serve" in words and not {"--dry-run", "--help"} & set(words)
+
+
+def server_of(words: list[str]) -> tuple[str, ...]:
+    """What names the server by which a `serve` command is checked."""
+    program, arguments = words[: words.index("serve")], words[words.index("serve") + 1 :]
+    return (*program, *(arguments if OWN_SERVER & set(arguments) else arguments[:1]))
+
+
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    server = ServerProcess("gpt2-tiny", "--host", "127.0.0.1", "--port", "0", "--kv-cache-memory-bytes", "100000000")
-    yield server.wait_until_ready()
-    server.close()
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[list[str]], ServerProcess]]:
+    """A function from the words of a `serve` command to its server, which became ready."""
+    servers: dict[tuple[str, ...], ServerProcess] = {}
 
+    def start(words: list[str]) -> ServerProcess:
+        key = server_of(words)
+        if key not in servers:
+            sharing = [shlex.split(command) for _, command in commands()]
+            sharing = [other for other in sharing if is_serve(other) and server_of(other) == key]
+            flags = list(itertools.chain(*(other[other.index("serve") + 2 :] for other in sharing)))
+            for i in [i for i, flag in enumerate(flags) if flag == "--trace"]:
+                flags[i + 1] = str(tmp_path_factory.mktemp("trace"))
+            module = "stage02_server.__main__" if "stage02_server" in words else "stage01_cli.main"
+            model, *place = words[words.index("serve") + 1], "--host", "127.0.0.1", "--port", "0"
+            servers[key] = ServerProcess(model, *flags, *place, command=module)
+            servers[key].wait_until_ready()
+        return servers[key]
 
-def check_serve(words: list[str], tmp_path: Path) -> None:
-    """A command that serves until it is told to stop: it must become ready."""
-    module = "stage02_server.__main__" if "stage02_server" in words else "stage01_cli.main"
-    arguments = words[words.index("serve") + 1 :]
-    if "--trace" in arguments:
-        arguments[arguments.index("--trace") + 1] = str(tmp_path)
-    server = ServerProcess(*arguments, "--host", "127.0.0.1", "--port", "0", command=module)
-    try:
-        server.wait_until_ready()
-    finally:
+    yield start
+    for server in servers.values():
         server.close()
+
+
+PROGRAMS: dict[tuple[str, ...], Callable[[], int]] = {
+    ("stages",): stage01_cli.main.main,
+    ("python", "-m", "stagetrace"): stagetrace.__main__.main,
+    ("python", "-m", "stage03_engine"): stage03_engine.__main__.main,
+    ("python", "-m", "stage04_kernels"): stage04_kernels.__main__.main,
+}
+OWN_PROCESS = {"|", "||", "2>&1", "--multiprocess", "--trace-console"}
+"""What needs a shell, or a process to itself. Every other command runs in this process, which has imported torch."""
+
+
+@pytest.fixture
+def run_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[list[str]], int | None]]:
+    """A function that runs a command's words in this process; it returns the exit code, or None if it cannot."""
+    before = dict(os.environ)  # a command sets variables for its whole process
+
+    def run(words: list[str]) -> int | None:
+        for program, main in PROGRAMS.items():
+            if tuple(words[: len(program)]) == program and not OWN_PROCESS & set(words):
+                monkeypatch.chdir(ROOT)
+                monkeypatch.setattr(sys, "argv", [" ".join(program), *words[len(program) :]])
+                try:
+                    return main()
+                except SystemExit as end:
+                    return end.code if isinstance(end.code, int) else int(end.code is not None)
+        return None
+
+    yield run
+    trace.close()
+    os.environ.clear()
+    os.environ.update(before)
 
 
 def check_make(words: list[str]) -> None:
@@ -77,7 +134,13 @@ def check_make(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_command(command: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_command(
+    command: str,
+    started: Callable[[list[str]], ServerProcess],
+    run_here: Callable[[list[str]], int | None],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     words = shlex.split(command)
     if command in RUN_ELSEWHERE:
         text = (ROOT / "tests" / RUN_ELSEWHERE[command]).read_text(encoding="utf-8")
@@ -86,18 +149,21 @@ def test_command(command: str, request: pytest.FixtureRequest, tmp_path: Path) -
         return
     if words[0] == "make":
         return check_make(words)
-    if "serve" in words and not {"--dry-run", "--help"} & set(words):
-        return check_serve(words, tmp_path)
+    if is_serve(words):
+        assert httpx.get(started(words).url + "/health").status_code == 200
+        return
     if words[0] == "curl":
-        command = (
-            command.replace("http://localhost:8000", request.getfixturevalue("url")) + " --fail --silent --show-error"
-        )
+        url = started(PLAIN_SERVER.split()).url
+        command = command.replace("http://localhost:8000", url) + " --fail --silent --show-error"
     command = re.sub(r"--trace \S+", f"--trace {tmp_path}", command)
     command = re.sub(r"--(perfetto|csv|html) (\S+)", rf"--\1 {tmp_path}/\2", command)
     command = re.sub(r"--out (\S+)", rf"--out {tmp_path}/\1", command)
-    path = (
-        os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]
-    )  # `python` and `stages` as after activation
+    code = run_here(shlex.split(command))
+    if code is not None:
+        assert code == 0, capsys.readouterr().err
+        return
+    # `python` and `stages` as after activation
+    path = os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]
     result = subprocess.run(
         ["bash", "-o", "pipefail", "-c", command],
         cwd=ROOT,
