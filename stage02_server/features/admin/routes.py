@@ -71,7 +71,7 @@ async def abort_requests(body: AbortRequest, raw_request: Request) -> Response:
 
 async def _profile(raw_request: Request, start: bool) -> Response:
     engine = raw_request.app.state.services.engine
-    if engine.vllm_config.observability_config.profiler_dir is None:
+    if getattr(engine.vllm_config.observability_config, "profiler_dir", None) is None:  # or the profiler was taken out
         raise not_found("There is no folder for profiles: start the server with --profiler-dir.")
     if await engine.call("start_profile" if start else "stop_profile"):
         return Response()
