@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -17,8 +16,6 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGPROBS = 20
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_N = 128  # answers to one prompt
-MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH = 256, 128  # words, characters of each
-REPETITION_PENALTIES = (0.001, 1000.0)  # further out a float32 logit overflows
 
 
 class RequestOutputKind(IntEnum):
@@ -42,12 +39,6 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    frequency_penalty: float = 0.0  # per occurrence in the output
-    presence_penalty: float = 0.0  # once for what the output holds
-    repetition_penalty: float = 1.0  # for what the prompt or the output holds; 1: off
-    logit_bias: dict[int, float] = {}  # token id -> what is added to its logit, cut to [-100, 100]
-    allowed_token_ids: list[int] | None = None  # no other token may come
-    bad_words: list[str] = []  # texts that may not come
     seed: int | None = None  # answer i takes seed + i
     max_tokens: int | None = 16  # None: up to the end of the context
     min_tokens: int = 0  # no end-of-text, stop token or stop string before
@@ -61,21 +52,16 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     )
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True  # byte-level tokenizers write none either way
-    truncate_prompt_tokens: int | None = None  # keep the last k tokens of the prompt; -1: as many as leave room for one
-    truncation_side: str | None = None  # where truncating cuts tokens off: "left" (also None) or "right"
     stream_interval: int | None = (
         None  # tokens from one output of a stream to the next; None: as --stream-interval says
     )
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    # Set by the front end, not by callers:
-    stop_or_eos_ids: list[int] = []  # what min_tokens holds back
-    bad_words_token_ids: list[list[int]] = []
     # Computed from the others:
     num_answers: int = 1  # sequences to generate for the prompt
     num_likely_tokens: int | None = None  # how many of the likeliest tokens each step reports; None: no logprobs at all
 
     HOOKS: ClassVar[dict[str, dict[str, str]]] = {}
-    """Field of a feature -> seam ("scheduler", "runner", "output") -> the hook ("module:Class") that handles it there."""
+    """Field of a feature -> seam ("input", "scheduler", "runner", "output") -> the hook ("module:Class") that handles it there."""
     CHECKS: ClassVar[list[tuple[dict[str, Any], Callable[[SamplingParams], None]]]] = []
     """Fields of a feature with their defaults, and what checks them in requests that use them (see `struct_of`)."""
 
@@ -93,10 +79,6 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
         self._check(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1")
         self._check(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "a 64-bit integer")
         self._check(self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", f"in [0, {MAX_LOGPROBS}]")
-        low, high = REPETITION_PENALTIES
-        self._check(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "in [-2, 2]")
-        self._check(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "in [-2, 2]")
-        self._check(low <= self.repetition_penalty <= high, "repetition_penalty", f"in [{low:g}, {high:g}]")
         self._check(self.stream_interval is None or self.stream_interval >= 1, "stream_interval", "at least 1")
         self._check_tokens()
         self._check(1 <= self.n <= MAX_N, "n", f"in [1, {MAX_N}]")
@@ -119,14 +101,6 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
 
     def _check_tokens(self) -> None:
         """What names tokens or counts them. Whether an id is in the vocabulary is known to the InputProcessor only."""
-        self._check(all(map(math.isfinite, self.logit_bias.values())), "logit_bias", "a mapping to finite numbers")
-        self._check(self.allowed_token_ids is None or bool(self.allowed_token_ids), "allowed_token_ids", "not empty")
-        self._check(len(self.bad_words) <= MAX_BAD_WORDS, "bad_words", f"at most {MAX_BAD_WORDS} words")
-        self._check(
-            all(word.strip() and len(word) <= MAX_BAD_WORD_LENGTH for word in self.bad_words),
-            "bad_words",
-            f"words of 1 to {MAX_BAD_WORD_LENGTH} characters that are not blank",
-        )
         named = self.logprob_token_ids
         self._check(named is None or self.logprobs is not None, "logprob_token_ids", "given together with logprobs")
         few = named is None or len(named) <= MAX_LOGPROB_TOKEN_IDS
@@ -136,14 +110,6 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
         else:
             allowed = f"in [0, {self.max_tokens}], the upper end being the most tokens that may come"
             self._check(0 <= self.min_tokens <= self.max_tokens, "min_tokens", allowed)
-        self._check(
-            self.truncate_prompt_tokens is None
-            or self.truncate_prompt_tokens == -1
-            or self.truncate_prompt_tokens >= 1,
-            "truncate_prompt_tokens",
-            "-1 or at least 1",
-        )
-        self._check(self.truncation_side in (None, "left", "right"), "truncation_side", "left or right")
 
     def _check(self, ok: bool, field: str, allowed: str) -> None:
         if not ok:
@@ -181,6 +147,7 @@ if not TYPE_CHECKING:
             _PARAMS + "prompt_logprobs:PromptLogprobs",
             _PARAMS + "repetition_detection:RepetitionDetection",
             _PARAMS + "structured_outputs:StructuredOutputs",
+            _PARAMS + "truncation:Truncation",
         ),
     )
 

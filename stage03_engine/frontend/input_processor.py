@@ -6,12 +6,13 @@ Source: vllm/v1/engine/processor.py (Processor; InputProcessor in later versions
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Collection
 
 import msgspec
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import InvalidRequestError
+from stage03_engine.frontend.output_processor import load_feature
 from stage03_engine.frontend.tokenizer import Tokenizer
 from stage03_engine.messages import EngineCoreRequest
 from stage03_engine.sampling_params import SamplingParams
@@ -19,6 +20,21 @@ from stagetrace import trace
 
 TEXT_TASKS = {"generate", "transcription"}
 MAX_SALT_LENGTH = 1024  # characters
+
+
+class InputHook:
+    """What a feature does with a request that uses one of its fields (`SamplingParams.HOOKS`), before it leaves for the engine."""
+
+    def __init__(self, processor: InputProcessor) -> None:
+        self.processor = processor
+
+    def prompt(self, token_ids: list[int], params: SamplingParams) -> list[int]:
+        """Change the prompt."""
+        return token_ids
+
+    def resolve(self, params: SamplingParams) -> SamplingParams:
+        """Check the parameters against the model, and fill in what depends on it."""
+        return params
 
 
 class InputProcessor:
@@ -55,7 +71,11 @@ class InputProcessor:
         if not self._makes_text:
             raise InvalidRequestError("This engine makes vectors, not text: see --runner and --convert.", "model")
         self.check_scheduling(priority, cache_salt)
-        token_ids = self._truncate(self.tokenize(prompt, add_special_tokens), params)
+        token_ids = self.tokenize(prompt, add_special_tokens)
+        named = {name: field for field, name in params.hooks("input").items()}
+        hooks: list[InputHook] = [load_feature(name, field)(self) for name, field in named.items()]
+        for hook in hooks:
+            token_ids = hook.prompt(token_ids, params)
         room = self._max_model_len - len(token_ids)
         if not token_ids:
             raise InvalidRequestError("The prompt must not be empty: it has no tokens.", "prompt")
@@ -70,8 +90,15 @@ class InputProcessor:
                 f"max_tokens must be at most the context length, {self._max_model_len}, got {params.max_tokens}.",
                 "max_tokens",
             )
-        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        params = msgspec.structs.replace(params, max_tokens=max_tokens, **self._resolve(params))
+        self.check_ids("logprob_token_ids", params.logprob_token_ids or ())
+        params = msgspec.structs.replace(
+            params,
+            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            stop_token_ids=self._stop_token_ids(params),
+            stream_interval=params.stream_interval or self._stream_interval,
+        )
+        for hook in hooks:
+            params = hook.resolve(params)
         trace_tokenized(request_id, prompt if isinstance(prompt, str) else None, token_ids)
         return EngineCoreRequest(
             request_id=request_id,
@@ -90,53 +117,20 @@ class InputProcessor:
         if cache_salt is not None and not 1 <= len(cache_salt) <= MAX_SALT_LENGTH:
             raise InvalidRequestError(f"cache_salt must have 1 to {MAX_SALT_LENGTH} characters.", "cache_salt")
 
-    def _truncate(self, token_ids: list[int], params: SamplingParams) -> list[int]:
-        """The last `truncate_prompt_tokens` tokens, or the first with `truncation_side` "right"; with -1 as many as leave
-        room for one token of output."""
-        keep = params.truncate_prompt_tokens
-        if keep is None:
-            return token_ids
-        if keep > self._max_model_len:
-            raise InvalidRequestError(
-                f"truncate_prompt_tokens must be at most the context length, {self._max_model_len}, got {keep}.",
-                "truncate_prompt_tokens",
-            )
-        keep = self._max_model_len - 1 if keep == -1 else keep
-        return token_ids[:keep] if params.truncation_side == "right" else token_ids[-keep:]
-
-    def _resolve(self, params: SamplingParams) -> dict[str, Any]:
-        """The parameters that depend on the model or the server: token ids of `bad_words` and of all ends of text, and the
-        stream interval. Raises InvalidRequestError for token ids out of the vocabulary."""
-        named = ("logit_bias", "allowed_token_ids", "logprob_token_ids")
-        for field, ids in ((name, getattr(params, name) or ()) for name in named):
-            if len(ids) > self._vocab_size:
-                raise InvalidRequestError(f"{field} must name at most {self._vocab_size} ids, got {len(ids)}.", field)
-            for token_id in ids:
-                if not 0 <= token_id < self._vocab_size:
-                    raise InvalidRequestError(
-                        f"{field} names token id {token_id}: ids are 0 to {self._vocab_size - 1}.", field
-                    )
-        stops = self._stop_token_ids(params)
-        ends = {*stops, self.tokenizer.eos_token_id}
-        ends = {i for i in ends if i is not None and 0 <= i < self._vocab_size}
-        if params.min_tokens and params.allowed_token_ids and not set(params.allowed_token_ids) - ends:
-            raise InvalidRequestError("allowed_token_ids leaves nothing to write before min_tokens.", "min_tokens")
-        return {
-            "stop_token_ids": stops,
-            "stop_or_eos_ids": sorted(ends) if params.min_tokens else [],
-            "stream_interval": params.stream_interval or self._stream_interval,
-            "bad_words_token_ids": self._bad_words(params.bad_words),
-        }
+    def check_ids(self, field: str, ids: Collection[int]) -> None:
+        """Raises InvalidRequestError for token ids out of the vocabulary."""
+        if len(ids) > self._vocab_size:
+            raise InvalidRequestError(f"{field} must name at most {self._vocab_size} ids, got {len(ids)}.", field)
+        for token_id in ids:
+            if not 0 <= token_id < self._vocab_size:
+                raise InvalidRequestError(
+                    f"{field} names token id {token_id}: ids are 0 to {self._vocab_size - 1}.", field
+                )
 
     def _stop_token_ids(self, params: SamplingParams) -> list[int]:
         """Those of the request, and the ends of text that the model has besides its `eos_token_id` (Llama 3 has three)."""
         more = () if params.ignore_eos else self.tokenizer.more_eos_token_ids
         return [*params.stop_token_ids, *(end for end in more if end not in params.stop_token_ids)]
-
-    def _bad_words(self, words: list[str]) -> list[list[int]]:
-        """Each word at the start of a text and in the middle of one, where it has a space before it."""
-        texts = {prefix + word.lstrip() for word in words for prefix in ("", " ")}
-        return [self.tokenize(text, add_special_tokens=False) for text in sorted(texts)]
 
     def tokenize(self, prompt: str | list[int], add_special_tokens: bool) -> list[int]:
         """Token ids of a prompt, checked against the vocabulary. Raises InvalidRequestError."""

@@ -1,0 +1,33 @@
+"""Sampling parameters that name tokens or words: checked against the vocabulary, and resolved to token ids."""
+
+from __future__ import annotations
+
+import msgspec
+
+from stage03_engine.errors import InvalidRequestError
+from stage03_engine.frontend.input_processor import InputHook
+from stage03_engine.sampling_params import SamplingParams
+
+
+class TokenRules(InputHook):
+    """`logit_bias`, `allowed_token_ids`, `bad_words`, and the ends of text that `min_tokens` holds back."""
+
+    def resolve(self, params: SamplingParams) -> SamplingParams:
+        """Raises InvalidRequestError for ids out of the vocabulary, and if nothing may be written before `min_tokens`."""
+        for field in ("logit_bias", "allowed_token_ids"):
+            self.processor.check_ids(field, getattr(params, field) or ())
+        vocab_size = self.processor.vllm_config.shape.vocab_size
+        named = {*params.stop_token_ids, self.processor.tokenizer.eos_token_id}
+        ends = {i for i in named if i is not None and 0 <= i < vocab_size}
+        if params.min_tokens and params.allowed_token_ids and not set(params.allowed_token_ids) - ends:
+            raise InvalidRequestError("allowed_token_ids leaves nothing to write before min_tokens.", "min_tokens")
+        return msgspec.structs.replace(
+            params,
+            stop_or_eos_ids=sorted(ends) if params.min_tokens else [],
+            bad_words_token_ids=self._bad_words(params.bad_words),
+        )
+
+    def _bad_words(self, words: list[str]) -> list[list[int]]:
+        """Each word at the start of a text and in the middle of one, where it has a space before it."""
+        texts = {prefix + word.lstrip() for word in words for prefix in ("", " ")}
+        return [self.processor.tokenize(text, add_special_tokens=False) for text in sorted(texts)]
