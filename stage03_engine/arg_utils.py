@@ -14,8 +14,7 @@ from stage03_engine.args.generation import default_sampling_params
 from stage03_engine.args.parser import FlexibleArgumentParser, did_you_mean, refuse_absent
 from stage03_engine.args.resolve import (
     Resolved,
-    available_cores,
-    detect_device,
+    detect_settings,
     resolve_cli,
     resolve_settings,
     with_detected,
@@ -88,7 +87,7 @@ class EngineArgs:
         files = resolve_model(model.value, self.settings["load_format"].value, self.settings["tokenizer"].value)
         dtype_name = _DTYPE_ALIASES.get(dtype.value, dtype.value)
         settings = self.settings | {"model": _aliased(model, files.name), "dtype": _aliased(dtype, dtype_name)}
-        settings = with_detected(settings, _detect(files, settings["device"].value))
+        settings = with_detected(settings, detect_settings(files.shape, settings["device"].value))
         for detect in each(VllmConfig, "detect"):
             settings = with_detected(settings, detect(_values(settings)))
         device = settings["device"].value
@@ -108,22 +107,6 @@ class EngineArgs:
 
 AsyncEngineArgs = EngineArgs
 """vLLM's AsyncEngineArgs adds flags for the logging of requests; here both take the same."""
-
-
-def _detect(files: ModelFiles, device: str) -> dict[str, tuple[Any, str]]:
-    """Setting -> (value, what was looked at), for settings that may be left open."""
-    shape, (found_device, why) = files.shape, detect_device()
-    if device == "auto":
-        device = found_device
-    cores = available_cores()
-    positions = "n_positions" if shape.architecture.startswith("GPT2") else "max_position_embeddings"
-    return {
-        "device": (found_device, why),
-        "dtype": ("float32", "device is cpu") if device == "cpu" else (shape.torch_dtype, "the model's own"),
-        "max_model_len": (shape.max_position_embeddings, f"{positions} of the model"),
-        # One core stays free for the API server and the client: compute threads on all cores would starve them.
-        "num_threads": (max(1, cores - 1), f"{cores} cores"),
-    }
 
 
 def _aliased(asked: Resolved, name: str) -> Resolved:

@@ -123,17 +123,6 @@ class DeviceConfig(
 
 
 @dataclass(frozen=True)
-class ParallelConfig:
-    """How many of each part there are. Only one of each is built so far; the fields exist so that the error is clear."""
-
-    tensor_parallel_size: int = option(1, "GPUs that share one model (only 1 is built)", aliases=("-tp",), at_least=1)
-    pipeline_parallel_size: int = option(
-        1, "groups of layers on different GPUs (only 1 is built)", aliases=("-pp",), at_least=1
-    )
-    data_parallel_size: int = option(1, "engine copies (only 1 is built)", aliases=("-dp",), at_least=1)
-
-
-@dataclass(frozen=True)
 class ObservabilityConfig(
     *mixins(  # type: ignore[misc]
         _FEATURES + "recording.flags:Trace",
@@ -158,6 +147,7 @@ class VllmConfig(
         _FEATURES + "batch_invariant.flags:BatchInvariantFlags",
         _FEATURES + "cuda_graphs.flags:CudaGraphFlags",
         _FEATURES + "debug.flags:DebugFlags",
+        _FEATURES + "distributed.flags:ParallelFlags",
         _FEATURES + "profiler.flags:ProfilerFlags",
         _FEATURES + "recording.flags:RecordingFlags",
     )
@@ -177,7 +167,6 @@ class VllmConfig(
     cache_config: CacheConfig = CacheConfig()
     scheduler_config: SchedulerConfig = SchedulerConfig()
     device_config: DeviceConfig = DeviceConfig()
-    parallel_config: ParallelConfig = ParallelConfig()
     observability_config: ObservabilityConfig = ObservabilityConfig()
 
     @property

@@ -7,20 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from stage03_engine.mixins import mixins
 
-@dataclass(frozen=True)
-class RopeScaling:
-    """How a model's rotary embedding was stretched to a longer context: `linear`, or `llama3` with its three numbers."""
-
-    rope_type: str
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
+_FIELDS = "stage03_engine.model_formats.shape_fields:"
 
 
 @dataclass(frozen=True)
-class ModelShape:
+class ModelShape(*mixins(_FIELDS + "LlamaShape", _FIELDS + "WhisperShape", _FIELDS + "ClassifierShape")):  # type: ignore[misc]
     """What a model's config.json says about its size (vLLM reads it as hf_config)."""
 
     architecture: str
@@ -36,20 +29,6 @@ class ModelShape:
     torch_dtype: str = "float32"
     eos_token_id: int | None = None
     more_eos_token_ids: tuple[int, ...] = ()  # some models have several tokens that end a text
-    # The Llama family only:
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    rope_scaling: RopeScaling | None = None
-    sliding_window: int | None = None  # a token sees itself and the window - 1 tokens before it
-    sliding_layers: tuple[int, ...] = ()  # the layers to which that applies
-    attention_bias: bool = False  # of the query, key and value matrices
-    attention_output_bias: bool = False
-    qk_norm: bool = False  # RMSNorm over each head of queries and keys
-    tie_word_embeddings: bool = True  # the output matrix is the token embedding
-    multilingual: bool = True  # Whisper only: False for a model that was trained on English alone
-    # Models with a classification head only:
-    labels: tuple[str, ...] = ()  # the names of the classes, in the order of the head's rows
-    label_activation: str = "softmax"  # to probabilities; sigmoid: each class by itself; identity: bare logits
 
 
 def _gpt2(num_layers: int, num_heads: int, hidden_size: int) -> ModelShape:

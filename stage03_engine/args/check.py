@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 from stage03_engine.args.fields import settings_of
 from stage03_engine.config import SECTIONS, VllmConfig
 from stage03_engine.errors import ConfigError
@@ -14,7 +12,6 @@ from stage04_kernels.attention import resolve_backend
 def check_config(config: VllmConfig) -> None:
     """Raises ConfigError for the first setting that is impossible, alone or together with another."""
     _check_ranges(config)
-    _check_parallel(config)
     _check_attention_backend(config)
     _check_lengths(config)
     for check in each(VllmConfig, "check"):
@@ -42,13 +39,6 @@ def _check_attention_backend(config: VllmConfig) -> None:
         raise ConfigError("attention_backend triton needs a GPU; triton-interpret runs the same kernels without one")
     if resolved in ("cpu", "triton-interpret") and device != "cpu":
         raise ConfigError(f"attention_backend {resolved} needs --device cpu, not {device}")
-
-
-def _check_parallel(config: VllmConfig) -> None:
-    for field in fields(config.parallel_config):
-        size = getattr(config.parallel_config, field.name)
-        if size > 1:
-            raise ConfigError(f"{field.name} = {size} is not built yet; only 1 is")
 
 
 def _check_lengths(config: VllmConfig) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 from stage03_engine.args.fields import Setting
 from stage03_engine.args.parser import did_you_mean, refuse_absent
 from stage03_engine.errors import ConfigError
+from stage03_engine.model_shape import ModelShape
 
 _NVIDIA_DRIVER = Path("/dev/nvidiactl")
 _CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
@@ -176,3 +177,19 @@ def available_cores() -> int:
     except (OSError, ValueError):
         pass  # no cgroup v2 here
     return max(1, cores)
+
+
+def detect_settings(shape: ModelShape, device: str) -> dict[str, tuple[Any, str]]:
+    """Setting -> (value, what was looked at), for settings that may be left open."""
+    found_device, why = detect_device()
+    if device == "auto":
+        device = found_device
+    cores = available_cores()
+    positions = "n_positions" if shape.architecture.startswith("GPT2") else "max_position_embeddings"
+    return {
+        "device": (found_device, why),
+        "dtype": ("float32", "device is cpu") if device == "cpu" else (shape.torch_dtype, "the model's own"),
+        "max_model_len": (shape.max_position_embeddings, f"{positions} of the model"),
+        # One core stays free for the API server and the client: compute threads on all cores would starve them.
+        "num_threads": (max(1, cores - 1), f"{cores} cores"),
+    }

@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from stage03_engine.hf_config import Config
-from stage03_engine.model_shape import ModelShape, RopeScaling
+from stage03_engine.model_formats.shape_fields import RopeScaling
+from stage03_engine.model_shape import ModelShape
 
 _LLAMA_FIXED = {
     "hidden_act": ("silu",),

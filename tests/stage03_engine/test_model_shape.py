@@ -16,8 +16,9 @@ from stage03_engine.core.features.pooling.labels import CLASSIFIER, classifier_n
 from stage03_engine.core.models.registry import MODELS, model_class
 from stage03_engine.errors import ConfigError
 from stage03_engine.hf_config import READERS, read_shape
+from stage03_engine.model_formats.shape_fields import RopeScaling
 from stage03_engine.model_path import known_shapes
-from stage03_engine.model_shape import ModelShape, RopeScaling
+from stage03_engine.model_shape import ModelShape
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 48, "num_hidden_layers": 4,
