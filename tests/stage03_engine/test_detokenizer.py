@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, settings, strategies as st
+from tokenizers.decoders import DecodeStream
 
 import stage03_engine.bundled
 from stage03_engine.arg_utils import EngineArgs
@@ -55,6 +56,32 @@ def test_any_tokens_give_what_decoding_the_whole_gives(ids: list[int]) -> None:
             assert raw[len(kept) :].decode("utf-8", errors="replace") in ("", "\ufffd")
             return
     pytest.fail("the deltas are not the decoded tokens")
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.one_of(st.integers(0, 259), st.integers(0, 2047)), max_size=30))
+def test_decode_stream_of_the_tokenizers_library_holds_back_what_ends_in_a_replacement_character(
+    ids: list[int],
+) -> None:
+    """What vLLM decodes with is never ahead of ours, and equal to it after each token that completes a character. Behind bytes that
+    are no UTF-8, or a token that begins another character, ours has shown text that the library still holds back."""
+    own, library = TOKENIZER.stream([], skip_special_tokens=False), DecodeStream(skip_special_tokens=False)
+    shown = theirs = ""
+    for count, token_id in enumerate(ids, 1):
+        shown += own.push(TOKENIZER.token(token_id), TOKENIZER.token_bytes(token_id))
+        theirs += library.step(TOKENIZER.backend, token_id) or ""
+        assert shown.startswith(theirs)
+        raw = b"".join(TOKENIZER.token_bytes(i) for i in ids[:count])
+        if not raw.decode("utf-8", errors="replace").endswith("\ufffd"):
+            assert theirs == shown
+
+
+def test_a_model_that_ends_in_invalid_bytes_is_heard_at_once() -> None:
+    """With DecodeStream the two characters would be withheld for good."""
+    invalid = [i for i in range(256) if TOKENIZER.token_bytes(i) == b"\xff"] * 2
+    own, library = TOKENIZER.stream([]), DecodeStream()
+    assert [own.push(TOKENIZER.token(i), TOKENIZER.token_bytes(i)) for i in invalid] == ["\ufffd", "\ufffd"]
+    assert [library.step(TOKENIZER.backend, i) for i in invalid] == [None, None]
 
 
 @settings(max_examples=500, deadline=None)

@@ -1,0 +1,58 @@
+"""Every lazy name of stage 3 leads somewhere: a table of texts is not checked by Python, nor by mypy."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from stage03_engine.mixins import load
+from stage03_engine.sampling_params import SamplingParams
+
+ROOT = Path(__file__).parent.parent.parent
+LAZY = re.compile(r"stage0[1-4]_\w+(\.\w+)+:\w+")
+
+
+def texts(tree: ast.Module) -> Iterator[str]:
+    """The texts of a module, those that are put together from a constant and a text (`_FEATURES + "x.flags:X"`) as one."""
+    constants = {
+        target.id: node.value.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        for target in node.targets
+        if isinstance(target, ast.Name) and isinstance(node.value.value, str)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+        if isinstance(node, ast.BinOp) and isinstance(node.left, ast.Name) and isinstance(node.right, ast.Constant):
+            yield f"{constants.get(node.left.id, '')}{node.right.value}"
+
+
+def lazy_names() -> list[str]:
+    """Every `module:attribute` that stage 3 writes down."""
+    found = set()
+    for path in (ROOT / "stage03_engine").rglob("*.py"):
+        found |= {text for text in texts(ast.parse(path.read_text(encoding="utf-8"))) if LAZY.fullmatch(text)}
+    return sorted(found)
+
+
+@pytest.mark.parametrize("name", lazy_names())
+def test_a_lazy_name_leads_to_something(name: str) -> None:
+    assert load(name) is not None
+
+
+def test_the_names_were_found() -> None:
+    names = lazy_names()
+    assert "stage03_engine.core.features.spec_decode.flags:SpecDecodeFlags" in names, "put together from two texts"
+    hooks = {hook for seams in SamplingParams.HOOKS.values() for hook in seams.values()}
+    assert hooks and hooks <= set(names)
+
+
+def test_the_hooks_name_fields_that_exist() -> None:
+    for field, seams in SamplingParams.HOOKS.items():
+        assert field in SamplingParams.__struct_fields__
+        assert seams.keys() <= {"input", "scheduler", "runner", "output"}
