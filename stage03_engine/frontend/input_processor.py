@@ -76,20 +76,7 @@ class InputProcessor:
         hooks: list[InputHook] = [load_feature(name, field)(self) for name, field in named.items()]
         for hook in hooks:
             token_ids = hook.prompt(token_ids, params)
-        room = self._max_model_len - len(token_ids)
-        if not token_ids:
-            raise InvalidRequestError("The prompt must not be empty: it has no tokens.", "prompt")
-        if room <= 0:
-            raise InvalidRequestError(
-                f"This model's maximum context length is {self._max_model_len} tokens, of which at least one is for the "
-                f"output. The prompt has {len(token_ids)} tokens; shorten it.",
-                "prompt",
-            )
-        if params.max_tokens is not None and params.max_tokens > self._max_model_len:
-            raise InvalidRequestError(
-                f"max_tokens must be at most the context length, {self._max_model_len}, got {params.max_tokens}.",
-                "max_tokens",
-            )
+        room = self._room(token_ids, params)
         self.check_ids("logprob_token_ids", params.logprob_token_ids or ())
         params = msgspec.structs.replace(
             params,
@@ -109,6 +96,24 @@ class InputProcessor:
             priority=priority,
             cache_salt=cache_salt,
         )
+
+    def _room(self, token_ids: list[int], params: SamplingParams) -> int:
+        """How many tokens of output fit behind the prompt. Raises InvalidRequestError if the prompt or `max_tokens` is impossible."""
+        room = self._max_model_len - len(token_ids)
+        if not token_ids:
+            raise InvalidRequestError("The prompt must not be empty: it has no tokens.", "prompt")
+        if room <= 0:
+            raise InvalidRequestError(
+                f"This model's maximum context length is {self._max_model_len} tokens, of which at least one is for the "
+                f"output. The prompt has {len(token_ids)} tokens; shorten it.",
+                "prompt",
+            )
+        if params.max_tokens is not None and params.max_tokens > self._max_model_len:
+            raise InvalidRequestError(
+                f"max_tokens must be at most the context length, {self._max_model_len}, got {params.max_tokens}.",
+                "max_tokens",
+            )
+        return room
 
     def check_scheduling(self, priority: int, cache_salt: str | None) -> None:
         """Raises InvalidRequestError for a priority without that policy, or a salt that is empty or very long."""
