@@ -105,11 +105,16 @@ HTTP_FEATURES = (  # each is called with (app, services); of two routes for one 
     Feature(
         "stage02_server.features.responses.routes:install",
         tasks=("generate",),
-        needs=("stage02_server.features.tools", "stage02_server.features.structured_outputs"),
+        needs=(
+            "stage02_server.features.tools",
+            "stage02_server.features.structured_outputs",
+            "stage02_server.features.logprobs",
+        ),
     ),
     Feature("stage02_server.features.tools.install:install", flags=TOOL_FLAGS),
     Feature("stage02_server.features.per_request_metrics.install:install", flags=("enable_per_request_metrics",)),
     Feature("stage02_server.features.admin.request_logger:install", flags=("enable_log_requests",)),
+    Feature("stage02_server.features.stream_usage.install:install", flags=("enable_force_include_usage",)),
     Feature("stage02_server.features.refusals:install"),
 )
 

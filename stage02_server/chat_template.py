@@ -55,12 +55,6 @@ class ChatTemplate:
         fields = fields or ChatTemplateFields()
         if not messages:
             raise InvalidRequestError("messages must hold at least one message.", "messages")
-        if fields.continue_final_message and fields.add_generation_prompt is not False:
-            raise InvalidRequestError(
-                "continue_final_message needs add_generation_prompt=false: the answer goes on with the last message, or "
-                "begins a new one.",
-                "continue_final_message",
-            )
         more = any(message.model_fields_set - _PLAIN_FIELDS or message.model_extra for message in messages)
         if more or any(feature.for_templates for feature in fields.used_features()):
             self._load()

@@ -24,6 +24,8 @@ FEATURE_FLAGS = mixins(
     "stage02_server.features.chat_template.flags:ChatTemplateFlags",
     "stage02_server.features.tools.flags:ToolFlags",
     "stage02_server.features.per_request_metrics.flags:MetricsFlags",
+    "stage02_server.features.logprobs.flags:LogprobsFlags",
+    "stage02_server.features.stream_usage.flags:StreamUsageFlags",
     "stage02_server.features.responses.flags:ResponsesFlags",
 )
 
@@ -39,10 +41,6 @@ class BaseFrontendArgs:
     )
     chat_template: str | None = option(None, "Jinja chat template, as a file or as text; replaces the model's own")
     response_role: str = option("assistant", "role of the answering message in chats")
-    return_tokens_as_token_ids: bool = option(
-        False, 'in logprobs call tokens "token_id:5" instead of by their text, unless a request says otherwise'
-    )
-    enable_force_include_usage: bool = option(False, "end every stream with the usage, asked for or not")
     engine: str = option(
         "core", "core = the real engine; echo = answers with the prompt itself, without torch", ("core", "echo")
     )

@@ -15,16 +15,11 @@ from stage02_server.middleware import ACCEPTED_ID
 from stage02_server.protocol_types import Int32, Int64, RequestFields, Several, Text, TokenIds
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.mixins import load, mixins
-from stage03_engine.sampling_params import MAX_LOGPROBS, RequestOutputKind, SamplingParams
+from stage03_engine.sampling_params import RequestOutputKind, SamplingParams
 
 CHECK_UNKNOWN_FIELDS = "stage03_engine.args.refused:check_unknown_fields"
 
-_SAME_NAME = (
-    "n", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty",
-    "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "seed", "min_tokens", "stop_token_ids",
-    "include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens",
-    "truncate_prompt_tokens", "truncation_side", "stream_interval",
-)  # fmt: skip
+_SAME_NAME = ("n", "temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty", "seed")
 """Fields that go into `SamplingParams` as they are; None means the default there."""
 
 
@@ -35,9 +30,7 @@ class RequestModel(*mixins("stage02_server.features.hardening.fields:BoundedBody
     refused: ClassVar[str] = "request"  # the table of fields that are known and refused
     features: ClassVar[tuple[type[RequestFields], ...]] = ()  # whose fields the request has
 
-    model: Text | None = Field(
-        default=None, description="One of the names that /v1/models tells; the served model if not given."
-    )
+    model: Text | None = Field(default=None, description="A name that /v1/models tells; the served model if not given.")
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
@@ -54,19 +47,14 @@ class RequestModel(*mixins("stage02_server.features.hardening.fields:BoundedBody
             load(CHECK_UNKNOWN_FIELDS)(self.model_extra, self.refused)
 
 
-class StreamOptions(BaseModel):
-    """How a stream reports usage."""
-
-    include_usage: bool | None = Field(default=False, description="End the stream with the number of tokens.")
-    continuous_usage_stats: bool | None = Field(default=False, description="Tell the number of tokens in every chunk.")
-
-
 RequestId = Annotated[str, Field(pattern=f"^{ACCEPTED_ID.pattern}$")]
 BEAM_SEARCH = "stage02_server.features.beam_search.fields:BeamSearchFields"  # first: it sees what all others have set
 FEATURES = mixins(
     "stage02_server.features.structured_outputs.fields:StructuredOutputsFields",
     "stage02_server.features.prompt_logprobs.fields:PromptLogprobsFields",
     "stage02_server.features.sampling.fields:SamplingFields",
+    "stage02_server.features.stream_usage.fields:StreamUsageFields",
+    "stage02_server.features.token_ids.fields:ReturnTokenIds",
 )
 
 
@@ -74,112 +62,51 @@ class SamplingRequest(*FEATURES, RequestModel):  # type: ignore[misc]
     """What completions and chats have in common. None means the default of `SamplingParams`."""
 
     n: Int32 | None = Field(default=1, description="How many answers to each prompt.")
-    temperature: FiniteFloat | None = Field(
-        default=None, description="0 takes the likeliest token each time; higher values draw more freely."
-    )
+    temperature: FiniteFloat | None = Field(default=None, description="0 takes the likeliest token each time.")
     top_p: FiniteFloat | None = Field(
-        default=None, description="Draw only from the likeliest tokens that together have this probability."
+        default=None, description="Draw from the likeliest tokens up to this probability."
     )
     top_k: Int32 | None = Field(
-        default=None, description="Draw only from so many of the likeliest tokens; 0 and -1 take all."
+        default=None, description="Draw from so many of the likeliest tokens; 0 and -1 take all."
     )
-    min_p: FiniteFloat | None = Field(
-        default=None,
-        description="Draw only from tokens that have at least this share of the likeliest one's probability.",
-    )
-    frequency_penalty: FiniteFloat | None = Field(
-        default=0.0, description="Above 0: a token becomes less likely each time that the answer has it."
-    )
-    presence_penalty: FiniteFloat | None = Field(
-        default=0.0, description="Above 0: a token becomes less likely once the answer has it."
-    )
-    repetition_penalty: FiniteFloat | None = Field(
-        default=None, description="Above 1: tokens of the prompt and of the answer become less likely."
-    )
-    logit_bias: dict[Int64, FiniteFloat] | None = Field(
-        default=None,
-        description="Token id to a number that is added to its logit; -100 forbids it, 100 all but forces it.",
-    )
-    allowed_token_ids: list[Int64] | None = Field(default=None, description="Nothing but these tokens may be written.")
-    bad_words: list[Text] | None = Field(default=None, description="Words that may not be written.")
-    seed: Int64 | None = Field(
-        default=None, description="The same seed gives the same answer, whatever else the server does."
-    )
-    min_tokens: Int64 | None = Field(default=0, description="Before so many tokens the answer does not end.")
-    stop: Text | list[Text] | None = Field(
-        default=None, description="Up to four texts; the answer ends before the first of them that it would have."
-    )
-    stop_token_ids: list[Int64] | None = Field(default=None, description="Tokens that end the answer.")
-    include_stop_str_in_output: bool = Field(default=False, description="Leave the text that ended the answer in it.")
-    ignore_eos: bool = Field(default=False, description="Write on behind the end-of-text token.")
-    skip_special_tokens: bool | None = Field(
-        default=True, description="Leave tokens such as the end of text out of the answer."
-    )
-    spaces_between_special_tokens: bool | None = Field(default=True, description="Put spaces between special tokens.")
-    truncate_prompt_tokens: Int64 | None = Field(
-        default=None, description="Cut a longer prompt to so many tokens; -1: to what the context holds."
-    )
-    truncation_side: Literal["left", "right"] | None = Field(
-        default=None, description="Which side of the prompt is cut off."
-    )
-    return_tokens_as_token_ids: bool | None = Field(  # None: as --return-tokens-as-token-ids says
-        default=None, description="In logprobs, call a token token_id:5 instead of by its text."
-    )
-    return_token_ids: bool | None = Field(
-        default=False, description="Tell the token ids of the prompt and of the answer."
-    )
+    frequency_penalty: FiniteFloat | None = Field(default=0.0, description="Per time that the answer has the token.")
+    presence_penalty: FiniteFloat | None = Field(default=0.0, description="Once for a token that the answer has.")
+    seed: Int64 | None = Field(default=None, description="The same seed gives the same answer, whatever else runs.")
+    stop: Text | list[Text] | None = Field(default=None, description="Up to four texts; the answer ends before them.")
     request_id: RequestId | None = Field(
-        default=None, description="A part of the answer's id."
-    )  # X-Request-Id goes first
-    stream: bool | None = Field(
-        default=False, description="Send the answer piece by piece while it is made, as server-sent events."
+        default=None, description="A part of the answer's id; X-Request-Id goes first."
     )
-    stream_interval: Int32 | None = Field(default=None, description="Tokens from one chunk of the stream to the next.")
-    stream_options: StreamOptions | None = Field(default=None, description="What a stream tells beside the text.")
+    stream: bool | None = Field(default=False, description="Send the answer piece by piece, as server-sent events.")
     user: Text | None = Field(default=None, description="Accepted, and not used.")
     priority: Int32 = Field(default=0, description="With --scheduling-policy priority: smaller goes first.")
     cache_salt: Text | None = Field(default=None, description="Only requests with the same salt share cached prefixes.")
 
-    @property
-    def include_usage(self) -> bool:
-        """True when a stream is to end with a chunk that holds the usage."""
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-    @property
-    def continuous_usage(self) -> bool:
-        """True when every chunk of a stream that reports usage is to hold the usage so far."""
-        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
-
-    def _sampling_params(
-        self, defaults: dict[str, Any] | None, max_tokens: int | None, logprobs: int | None
-    ) -> SamplingParams:
+    def _sampling_params(self, defaults: dict[str, Any] | None, max_tokens: int | None) -> SamplingParams:
         """Raises InvalidRequestError for what is impossible, alone or together."""
-        params = self._arguments(defaults, max_tokens, logprobs)
+        params = self._arguments(defaults, max_tokens)
         for name in params.keys() - set(SamplingParams.__struct_fields__):
             raise InvalidRequestError(f"{name}: this engine was built without it.", name)
         return SamplingParams(**params)
 
-    def _arguments(
-        self, defaults: dict[str, Any] | None, max_tokens: int | None, logprobs: int | None
-    ) -> dict[str, Any]:
-        """The arguments of SamplingParams. `defaults` has, by field, what the model's generation_config.json sets where the request does not; its max_tokens
-        is the most that a request may have."""
-        if self.stream_options is not None and not self.stream:
-            raise InvalidRequestError("stream_options can only be given together with stream=true.", "stream_options")
+    def _arguments(self, defaults: dict[str, Any] | None, max_tokens: int | None) -> dict[str, Any]:
+        """The arguments of SamplingParams. `defaults` has what the model's generation_config.json sets where the request
+        does not; its max_tokens is the most that a request may have."""
         params = dict(defaults or {})
         limit = params.pop("max_tokens", None)
         sent = {name: getattr(self, name) for name in _SAME_NAME}
         params |= {name: value for name, value in sent.items() if value is not None}
         params["max_tokens"] = max_tokens if limit is None else limit if max_tokens is None else min(max_tokens, limit)
         params["stop"] = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        params["logprobs"] = logprobs
         params["output_kind"] = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
         for feature in reversed(self.used_features()):
             feature.apply(self, params)
         return params
 
 
-COMPLETION_FEATURES = mixins(BEAM_SEARCH, "stage02_server.features.echo.fields:EchoFields")
+COMPLETION_FEATURES = mixins(
+    BEAM_SEARCH, "stage02_server.features.echo.fields:EchoFields",
+    "stage02_server.features.logprobs.fields:CompletionLogprobs",
+)  # fmt: skip
 
 
 class CompletionRequest(*COMPLETION_FEATURES, SamplingRequest):  # type: ignore[misc]
@@ -188,13 +115,7 @@ class CompletionRequest(*COMPLETION_FEATURES, SamplingRequest):  # type: ignore[
     prompt: Text | TokenIds | Several[Text] | Several[TokenIds] = Field(
         description="A text, a list of token ids, or a list of either: each is a prompt of its own."
     )
-    max_tokens: Int64 | None = Field(
-        default=16, description="Most tokens of an answer; what the context has left if that is less."
-    )
-    logprobs: Int32 | None = Field(
-        default=None,
-        description="The log-probability of each token, and of so many of the likeliest ones in its place.",
-    )
+    max_tokens: Int64 | None = Field(default=16, description="Most tokens of an answer.")
     add_special_tokens: bool = Field(default=True, description="Add the tokens that the tokenizer puts around a text.")
 
     def prompts(self) -> list[str | list[int]]:
@@ -205,7 +126,7 @@ class CompletionRequest(*COMPLETION_FEATURES, SamplingRequest):  # type: ignore[
 
     def to_sampling_params(self, defaults: dict[str, Any] | None = None) -> SamplingParams:
         """Raises InvalidRequestError."""
-        return self._sampling_params(defaults, self.max_tokens, self.logprobs)
+        return self._sampling_params(defaults, self.max_tokens)
 
 
 class ContentPart(BaseModel):
@@ -247,52 +168,36 @@ class ChatMessageParam(BaseModel):
 
 
 TEMPLATE_FEATURES = mixins(
-    "stage02_server.features.chat_template.fields:ChatTemplateKwargs", "stage02_server.features.tools.fields:ToolList"
+    "stage02_server.features.chat_template.fields:ChatTemplateKwargs",
+    "stage02_server.features.chat_template.fields:Continuation",
+    "stage02_server.features.tools.fields:ToolList",
 )
 
 
 class ChatTemplateFields(*TEMPLATE_FEATURES, RequestModel):  # type: ignore[misc]
     """What the chat template is told besides the messages."""
 
-    add_generation_prompt: bool | None = Field(
-        default=True, description="Let the template end with the beginning of an answer."
-    )
-    continue_final_message: bool | None = Field(default=False, description="The answer goes on with the last message.")
 
-
-CHAT_FEATURES = mixins(BEAM_SEARCH, "stage02_server.features.tools.fields:ToolFields")
+CHAT_FEATURES = mixins(
+    BEAM_SEARCH,
+    "stage02_server.features.tools.fields:ToolFields",
+    "stage02_server.features.logprobs.fields:ChatLogprobs",
+    "stage02_server.features.token_ids.fields:ReturnPromptText",
+    "stage02_server.features.chat_template.fields:EchoedMessage",
+)
 
 
 class ChatCompletionRequest(*CHAT_FEATURES, ChatTemplateFields, SamplingRequest):  # type: ignore[misc]
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessageParam], Field(fail_fast=True)] = Field(
-        description="The chat so far, the oldest message first."
-    )
-    max_tokens: Int64 | None = Field(
-        default=None, description="Most tokens of an answer; what the context has left if that is less."
-    )
+    messages: Annotated[list[ChatMessageParam], Field(fail_fast=True)] = Field(description="The oldest message first.")
+    max_tokens: Int64 | None = Field(default=None, description="Most tokens of an answer.")
     max_completion_tokens: Int64 | None = Field(default=None, description="OpenAI's newer name of max_tokens.")
-    echo: bool | None = Field(  # if the last message has the answer's role
-        default=False, description="With continue_final_message: the answer begins with that message's text."
-    )
-    logprobs: bool | None = Field(default=False, description="Tell the log-probability of each token.")
-    top_logprobs: Int32 | None = Field(
-        default=None, description="With logprobs: those of so many of the likeliest tokens as well."
-    )
-    return_prompt_text: bool | None = Field(
-        default=False, description="Tell what the chat template made of the messages."
-    )
     add_special_tokens: bool | None = Field(  # None: templates write them, a chat without a template gets them
         default=None, description="Add the tokens that the tokenizer puts around a text."
     )
 
     def to_sampling_params(self, defaults: dict[str, Any] | None = None) -> SamplingParams:
         """Raises InvalidRequestError."""
-        top = self.top_logprobs or 0
-        if not 0 <= top <= MAX_LOGPROBS:
-            raise InvalidRequestError(f"top_logprobs must be in [0, {MAX_LOGPROBS}], got {top}.", "top_logprobs")
-        if top and not self.logprobs:
-            raise InvalidRequestError("top_logprobs needs logprobs=true.", "top_logprobs")
         max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return self._sampling_params(defaults, max_tokens, top if self.logprobs else None)
+        return self._sampling_params(defaults, max_tokens)

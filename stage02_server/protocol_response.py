@@ -9,6 +9,13 @@ from pydantic import BaseModel, Field, SerializerFunctionWrapHandler, model_seri
 from stage03_engine.mixins import mixins
 
 METRICS = mixins("stage02_server.features.per_request_metrics.fields:MetricsField")
+TOKEN_IDS = "stage02_server.features.token_ids.fields:TokenIds"
+PROMPT_TOKEN_IDS = "stage02_server.features.token_ids.fields:PromptTokenIds"
+PROMPT_TEXT = "stage02_server.features.token_ids.fields:PromptText"
+PROMPT_LOGPROBS = "stage02_server.features.prompt_logprobs.fields:PromptLogprobsOfAnswer"
+LOGPROBS = "stage02_server.features.logprobs.fields:CompletionChoiceField"
+CHAT_LOGPROBS = "stage02_server.features.logprobs.fields:ChatChoiceField"
+CHAT_CHOICE = mixins(TOKEN_IDS, CHAT_LOGPROBS)
 WITH_THE_USAGE = {"usage", *(name for part in METRICS for name in part.__annotations__)}
 """What a stream tells once, at its end."""
 
@@ -28,45 +35,18 @@ class UsageInfo(BaseModel):
     prompt_tokens_details: PromptTokensDetails = Field(description="How many of them were in the prefix cache.")
 
 
-class CompletionLogProbs(BaseModel):
-    """Four lists of equal length, one entry per token. `text_offset` counts characters of the answer's text. Nothing
-    predicts the first token of an echoed prompt: its logprobs are None."""
-
-    text_offset: list[int] = Field(default=[], description="Where in the answer each token begins, in characters.")
-    token_logprobs: list[float | None] = Field(default=[], description="The log-probability of each token.")
-    tokens: list[str] = Field(default=[], description="The tokens, as texts.")
-    top_logprobs: list[dict[str, float] | None] = Field(
-        default=[], description="For each token the likeliest ones in its place, with theirs."
-    )
-
-
-class PromptLogprob(BaseModel):
-    """A token that stands at a place of the prompt, or could have: `rank` 1 is the most likely one there."""
-
-    logprob: float = Field(description="Its log-probability.")
-    rank: int = Field(description="Its place among all tokens; 1 is the likeliest.")
-    decoded_token: str = Field(description="The text of the token.")
-
-
-class CompletionChoice(BaseModel):
-    """One answer, or what a chunk adds to it."""
+class PlainChoice(BaseModel):
+    """What each answer has, and each piece of one."""
 
     index: int = Field(description="Its place, from 0.")
-    text: str = Field(description="The text.")
-    logprobs: CompletionLogProbs | None = Field(default=None, description="The log-probabilities that were asked for.")
-    finish_reason: str | None = Field(
-        default=None, description="Why it ended: stop, length, tool_calls, repetition, abort."
-    )
+    finish_reason: str | None = Field(default=None, description="stop, length, tool_calls, repetition, or abort.")
     stop_reason: int | str | None = Field(default=None, description="The stop string or the token that ended it.")
-    token_ids: list[int] | None = Field(
-        default=None, description="The tokens of the answer."
-    )  # of the answer, without an echoed prompt
-    prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = Field(
-        default=None, description="The log-probabilities of the prompt's tokens, by token id; null for the first."
-    )
-    prompt_token_ids: list[int] | None = Field(
-        default=None, description="The tokens of the prompt."
-    )  # in a stream with the first chunk of each answer
+
+
+class CompletionChoice(*mixins(PROMPT_TOKEN_IDS, PROMPT_LOGPROBS, TOKEN_IDS, LOGPROBS), PlainChoice):  # type: ignore[misc]
+    """One answer, or what a chunk adds to it."""
+
+    text: str = Field(description="The text.")
 
 
 class PlainCompletionResponse(BaseModel):
@@ -84,26 +64,6 @@ class CompletionResponse(*METRICS, PlainCompletionResponse):  # type: ignore[mis
     """The answer of /v1/completions, and each chunk of its stream."""
 
 
-class TokenLogProb(BaseModel):
-    """A token with its log-probability. `bytes` are there because a token may be a part of a character."""
-
-    token: str = Field(description="The text of the token.")
-    logprob: float = Field(description="Its log-probability.")
-    bytes: list[int] = Field(description="Its bytes in UTF-8.")
-
-
-class ChatLogProb(TokenLogProb):
-    """The token at one position, and the most likely ones there."""
-
-    top_logprobs: list[TokenLogProb] = Field(default=[], description="The likeliest tokens in this place, with theirs.")
-
-
-class ChatLogProbs(BaseModel):
-    """One entry per output token."""
-
-    content: list[ChatLogProb] = Field(description="One entry per token of the content.")
-
-
 class PlainMessage(BaseModel):
     """What every answering message holds."""
 
@@ -119,17 +79,10 @@ class ChatMessage(*mixins("stage02_server.features.tools.fields:MessageFields"),
     """The answering message. What it has none of (reasoning, tool calls) is left out of the JSON."""
 
 
-class ChatChoice(BaseModel):
+class ChatChoice(*CHAT_CHOICE, PlainChoice):  # type: ignore[misc]
     """One answer."""
 
-    index: int = Field(description="Its place, from 0.")
     message: ChatMessage = Field(description="The answer, as a message of the chat.")
-    logprobs: ChatLogProbs | None = Field(default=None, description="The log-probabilities that were asked for.")
-    finish_reason: str | None = Field(
-        default=None, description="Why it ended: stop, length, tool_calls, repetition, abort."
-    )
-    stop_reason: int | str | None = Field(default=None, description="The stop string or the token that ended it.")
-    token_ids: list[int] | None = Field(default=None, description="The tokens of the answer.")
 
 
 class PlainChatCompletionResponse(BaseModel):
@@ -141,26 +94,16 @@ class PlainChatCompletionResponse(BaseModel):
     model: str = Field(description="The name under which the model is served.")
     choices: list[ChatChoice] = Field(description="The answers.")
     usage: UsageInfo = Field(description="How many tokens the request took.")
-    prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = Field(
-        default=None, description="The log-probabilities of the prompt's tokens, by token id; null for the first."
-    )
-    prompt_token_ids: list[int] | None = Field(default=None, description="The tokens of the prompt.")
-    prompt_text: str | None = Field(default=None, description="What the chat template made of the messages.")
 
 
-class ChatCompletionResponse(*METRICS, PlainChatCompletionResponse):  # type: ignore[misc]
+class ChatCompletionResponse(*METRICS, *mixins(PROMPT_TEXT, PROMPT_LOGPROBS), PlainChatCompletionResponse):  # type: ignore[misc]
     """The answer of /v1/chat/completions."""
 
 
-class ChatStreamChoice(BaseModel):
+class ChatStreamChoice(*CHAT_CHOICE, PlainChoice):  # type: ignore[misc]
     """What a chunk adds to one answer."""
 
-    index: int
     delta: dict[str, Any]  # keys of ChatMessage; a tool call also says its place, `index`, among those of the answer
-    logprobs: ChatLogProbs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    token_ids: list[int] | None = None
 
 
 class PlainChatStreamResponse(BaseModel):
@@ -172,11 +115,9 @@ class PlainChatStreamResponse(BaseModel):
     model: str
     choices: list[ChatStreamChoice]
     usage: UsageInfo | None = None
-    prompt_token_ids: list[int] | None = None  # with the first chunk of each answer
-    prompt_text: str | None = None  # likewise
 
 
-class ChatStreamResponse(*METRICS, PlainChatStreamResponse):  # type: ignore[misc]
+class ChatStreamResponse(*METRICS, *mixins(PROMPT_TEXT), PlainChatStreamResponse):  # type: ignore[misc]
     """One chunk of the stream of /v1/chat/completions."""
 
 

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from stage02_server.serving_engine import EngineRequests, OpenAIServing
     from stage03_engine.frontend.async_llm import AsyncLLM
     from stage03_engine.messages import EngineCoreRequest
-    from stage03_engine.outputs import RequestOutput
-    from stage03_engine.sampling_params import SamplingParams
+    from stage03_engine.outputs import CompletionOutput, RequestOutput
 
 
 # JSON can spell "\ud800" alone; UTF-8, and so the tokenizer, cannot. With a constraint pydantic looks for that, without one not.
@@ -40,10 +39,6 @@ class RequestFields(BaseModel):
     def apply(self, params: dict[str, Any]) -> None:
         """Change the arguments of SamplingParams. Raises InvalidRequestError."""
 
-    def compiles(self, params: SamplingParams) -> bool:
-        """True if the engine compiles something that the client wrote, and may refuse the request after that."""
-        return False
-
     def generate(self, engine: AsyncLLM, request: EngineCoreRequest) -> AsyncGenerator[RequestOutput, None] | None:
         """The answers to one prompt, if the feature makes them itself with the help of the engine."""
 
@@ -56,11 +51,18 @@ class RequestFields(BaseModel):
 class AnswerHook:
     """What a feature adds to the answers to one HTTP request."""
 
+    async def begin(self, outputs: AsyncGenerator[T, None], receive: Receive) -> AsyncGenerator[T, None]:
+        """The outputs of a stream, before its first byte is sent: a refusal can still have an HTTP status of its own."""
+        return outputs
+
     def output(self, prompt: int, output: RequestOutput) -> None:
         """The engine's next output for a prompt; it may be changed."""
 
-    def choice(self, index: int, choice: Any, first: bool) -> None:
-        """The next piece of answer `index`, or all of it, as a part of the response; `first` if nothing came before."""
+    def choice(self, index: int, choice: Any, output: CompletionOutput, first: bool) -> None:
+        """Answer `index`, or the next piece of it, as a part of the response; `first` if nothing came before."""
+
+    def chunk(self, index: int, chunk: Any) -> None:
+        """A chunk of a stream, which belongs to answer `index`."""
 
     def response(self, response: Any) -> None:
         """The whole response, or the chunk of a stream that holds the usage."""

@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from starlette.requests import Request
 
-from stage02_server.chat_template import ChatTemplate, text_of
+from stage02_server.chat_template import ChatTemplate
 from stage02_server.cli_args import FrontendArgs
-from stage02_server.logprobs import chat_logprobs
 from stage02_server.protocol import ChatCompletionRequest
 from stage02_server.protocol_response import (
     ChatChoice,
     ChatCompletionResponse,
-    ChatLogProbs,
     ChatMessage,
     ChatStreamChoice,
     ChatStreamResponse,
-    UsageInfo,
 )
 from stage02_server.routes import OpenAIServingModels
-from stage02_server.serving_engine import EngineRequests, OpenAIServing
-from stage02_server.streaming import run_until_disconnect
+from stage02_server.serving_engine import AnswerMaker, EngineRequests, OpenAIServing
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.async_llm import AsyncLLM
-from stage03_engine.frontend.tokenizer import Tokenizer
 from stage03_engine.mixins import load
 from stage03_engine.outputs import CompletionOutput
 from stagetrace import trace
@@ -61,70 +54,37 @@ class PlainAnswer:
         return output.finish_reason
 
 
-@dataclass
-class ChatContext:
-    """What the answers to one chat have in common."""
+class ChatMaker(AnswerMaker):
+    """Engine outputs as choices of a chat. The first chunk of each answer of a stream says who speaks."""
 
-    requests: EngineRequests
-    tokenizer: Tokenizer
-    role: str
-    echoed: str  # the text with which each answer begins
-    prompt_text: str | None  # if the client asked for it
-    new_answer: Callable[[], Answer]
+    whole_class, chunk_class = ChatCompletionResponse, ChatStreamResponse
 
-    def logprobs(self, output: CompletionOutput) -> ChatLogProbs | None:
-        """None if nobody asked."""
-        if output.logprobs is None:
-            return None
-        return ChatLogProbs(content=chat_logprobs(output.logprobs, self.tokenizer, self.requests.tokens_as_ids))
-
-    def token_ids(self, output: CompletionOutput) -> list[int] | None:
-        """None if nobody asked."""
-        return output.token_ids if self.requests.return_token_ids else None
-
-
-class ChatChunks:
-    """Engine outputs as chunks of a chat stream. The first chunk of each answer says who speaks."""
-
-    def __init__(self, chat: ChatContext) -> None:
-        self._chat, self._requests = chat, chat.requests
-        self._created = int(time.time())
+    def __init__(self, requests: EngineRequests, role: str, new_answer: Callable[[], Answer]) -> None:
+        super().__init__(requests)
+        self._role, self._new_answer = role, new_answer
         self._answers: dict[int, Answer] = {}
 
-    def _chunk(self, choices: list[ChatStreamChoice], usage: UsageInfo | None = None) -> ChatStreamResponse:
-        return ChatStreamResponse(
-            id=self._requests.ids.response,
-            created=self._created,
-            model=self._requests.model,
-            choices=choices,
-            usage=usage,
+    def choice(self, index: int, output: CompletionOutput) -> ChatChoice:
+        """The whole answer `index`."""
+        answer = self._new_answer()
+        message = ChatMessage(role=self._role, **answer.message(output))
+        choice = ChatChoice(
+            index=index, message=message, finish_reason=answer.finish_reason(output), stop_reason=output.stop_reason
         )
+        self.add_features(index, choice, output)
+        return choice
 
-    def chunks(self, index: int, output: CompletionOutput) -> Iterator[ChatStreamResponse]:
+    def pieces(self, index: int, output: CompletionOutput) -> Iterator[ChatStreamChoice]:
         """One chunk, and before it the role if this is the answer's first. None for what is held back."""
         if index not in self._answers:
-            self._answers[index] = self._chat.new_answer()
-            first = {"role": self._chat.role, "content": self._chat.echoed}
-            begin = self._chunk([ChatStreamChoice(index=index, delta=first)])
-            begin.prompt_token_ids, begin.prompt_text = self._requests.shown_prompt_ids(index), self._chat.prompt_text
-            yield begin
+            self._answers[index] = self._new_answer()
+            yield ChatStreamChoice(index=index, delta={"role": self._role, "content": ""})
         answer = self._answers[index]
-        delta, token_ids = answer.delta(output), self._chat.token_ids(output)
-        if not delta and output.finish_reason is None and output.logprobs is None and token_ids is None:
-            return
-        choice = ChatStreamChoice(
-            index=index,
-            delta=delta,
-            logprobs=self._chat.logprobs(output),
-            finish_reason=answer.finish_reason(output),
-            stop_reason=output.stop_reason,
-            token_ids=token_ids,
-        )
-        yield self._chunk([choice])
-
-    def usage_chunk(self, usage: UsageInfo) -> ChatStreamResponse:
-        """The last one."""
-        return self._chunk([], usage)
+        choice = ChatStreamChoice(index=index, delta=answer.delta(output))
+        self.add_features(index, choice, output)
+        if choice.delta or output.finish_reason is not None or choice.model_fields_set > {"index", "delta"}:
+            choice.finish_reason, choice.stop_reason = answer.finish_reason(output), output.stop_reason
+            yield choice
 
 
 def _renamed(error: InvalidRequestError, request: ChatCompletionRequest) -> InvalidRequestError:
@@ -141,7 +101,7 @@ class OpenAIServingChat(OpenAIServing):
         self, engine_client: AsyncLLM, models: OpenAIServingModels, template: ChatTemplate, args: FrontendArgs
     ) -> None:
         super().__init__(engine_client, models, args)
-        self._template, self._role = template, args.response_role
+        self._template = template
         self.parsers: Any = None  # the feature that takes answers apart, once a flag or a request asks for it
 
     async def create_chat_completion(
@@ -157,9 +117,8 @@ class OpenAIServingChat(OpenAIServing):
         self, request: ChatCompletionRequest, raw_request: Request
     ) -> ChatCompletionResponse | AsyncGenerator[bytes, None]:
         ids, model = self.ids(request, raw_request), self.check(request)
-        if trace.on:
-            trace.emit("request.validated", req=ids.engine_id(0), model=model, stream=bool(request.stream), prompts=1)
-        params = request.to_sampling_params(self.defaults)
+        self.trace_validated(request, ids, model, 1)
+        params, receive = request.to_sampling_params(self.defaults), raw_request.receive
         parsers = self.parsers_for(request)
         shown = request if parsers is None else parsers.shown_to_template(request)
         prompt = await asyncio.to_thread(self._template.apply, request.messages, shown)
@@ -167,11 +126,11 @@ class OpenAIServingChat(OpenAIServing):
             count = len(request.messages)
             trace.emit("request.templated", req=ids.engine_id(0), messages=count, characters=len(prompt))
         special = self._template.adds_special_tokens(request.add_special_tokens)
-        requests = await self.make_requests(request, [prompt], params, ids, model, raw_request.receive, special)
-        chat = self._answers(request, requests, prompt)
-        if request.stream:
-            return await self.begin_stream(request, requests, ChatChunks(chat), raw_request.receive)
-        return await run_until_disconnect(raw_request.receive, self._whole(chat))
+        requests = await self.make_requests(request, [prompt], params, ids, model, receive, special)
+        new_answer: Callable[[], Answer] = PlainAnswer
+        if parsers is not None:
+            new_answer = parsers.for_request(request, prompt, requests) or PlainAnswer
+        return await self.answer(request, ChatMaker(requests, self.args.response_role, new_answer), receive)
 
     def parsers_for(self, request: ChatCompletionRequest) -> Any:
         """The feature that takes the answers apart; None if no flag and no field of the request asks for it. Raises
@@ -182,49 +141,3 @@ class OpenAIServingChat(OpenAIServing):
         if self.parsers is not None:
             self.parsers.check(request)
         return self.parsers
-
-    def _answers(self, request: ChatCompletionRequest, requests: EngineRequests, prompt: str) -> ChatContext:
-        """The answers have the server's role, or that of the message that they go on with."""
-        last = request.messages[-1]
-        role = self._role if request.add_generation_prompt is not False else last.role
-        new_answer: Callable[[], Answer] = PlainAnswer
-        if self.parsers is not None:
-            new_answer = self.parsers.for_request(request, prompt, requests) or PlainAnswer
-        return ChatContext(
-            requests,
-            self.engine_client.tokenizer,
-            role,
-            text_of(last) if request.echo and last.role == role else "",
-            prompt if request.return_prompt_text else None,
-            new_answer,
-        )
-
-    async def _whole(self, chat: ChatContext) -> ChatCompletionResponse:
-        created, requests = int(time.time()), chat.requests
-        (output,) = await self.full(requests)
-        response = ChatCompletionResponse(
-            id=requests.ids.response,
-            created=created,
-            model=requests.model,
-            choices=[self._choice(one, chat) for one in output.outputs],
-            usage=requests.usage([len(one.token_ids) for one in output.outputs]),
-            prompt_token_ids=requests.shown_prompt_ids(0),
-            prompt_text=chat.prompt_text,
-        )
-        for hook in requests.hooks:
-            hook.response(response)
-        return response
-
-    def _choice(self, output: CompletionOutput, chat: ChatContext) -> ChatChoice:
-        answer = chat.new_answer()
-        fields = answer.message(output)
-        if chat.echoed:
-            fields["content"] = chat.echoed + (fields["content"] or "")
-        return ChatChoice(
-            index=output.index,
-            message=ChatMessage(role=chat.role, **fields),
-            logprobs=chat.logprobs(output),
-            finish_reason=answer.finish_reason(output),
-            stop_reason=output.stop_reason,
-            token_ids=chat.token_ids(output),
-        )

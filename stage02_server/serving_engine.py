@@ -5,12 +5,15 @@ listens (vllm/entrypoints/openai/serving_engine.py OpenAIServing).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.types import Receive
 
@@ -18,13 +21,7 @@ from stage02_server.cli_args import FrontendArgs
 from stage02_server.errors import as_reported, error_json, not_found
 from stage02_server.middleware import RequestIds
 from stage02_server.protocol import SamplingRequest
-from stage02_server.protocol_response import (
-    WITH_THE_USAGE,
-    ChatStreamResponse,
-    CompletionResponse,
-    PromptTokensDetails,
-    UsageInfo,
-)
+from stage02_server.protocol_response import WITH_THE_USAGE, PromptTokensDetails, UsageInfo
 from stage02_server.protocol_types import AnswerHook
 from stage02_server.routes import OpenAIServingModels
 from stage02_server.streaming import in_thread_if_long, run_until_disconnect
@@ -37,6 +34,7 @@ from stage03_engine.sampling_params import SamplingParams
 from stagetrace import trace
 
 Outputs = AsyncGenerator[tuple[int, RequestOutput], None]  # (number of the prompt, output)
+Prompts = list[str | list[int]]
 MAX_ANSWERS = 4096  # of one HTTP request with n or best_of above 1
 DEFAULTS = FrontendArgs()
 
@@ -50,26 +48,20 @@ class EngineRequests:
     n: int
     engine_requests: list[EngineCoreRequest]
     flows: list[AsyncGenerator[RequestOutput, None]]  # their answers
-    compiles: bool = False  # the engine may still refuse, after it has compiled what the client wrote
-    tokens_as_ids: bool = False  # tokens in logprobs read "token_id:5", which no two tokens share
-    return_token_ids: bool = False  # beside every text the ids of its tokens
-    hooks: list[AnswerHook] = field(default_factory=list)
+    hooks: list[AnswerHook]
+    ends_with_usage: bool = False  # a stream
+    num_tokens: Counter[int] = field(default_factory=Counter)  # answer -> its tokens so far
     cached_tokens: dict[int, int] = field(default_factory=dict)  # prompt -> its tokens from the prefix cache
 
-    def shown_prompt_ids(self, index: int) -> list[int] | None:
-        """The token ids of the prompt of answer `index`, if the client asked for them."""
-        return self.engine_requests[index // self.n].prompt_token_ids if self.return_token_ids else None
+    def usage(self) -> UsageInfo:
+        """Totals."""
+        return self.usage_of(range(len(self.engine_requests)), self.num_tokens.total())
 
-    def usage(self, completion_tokens: list[int]) -> UsageInfo:
-        """Totals, from the output tokens of each answer."""
-        prompt = sum(len(request.prompt_token_ids) for request in self.engine_requests)
-        return make_usage(prompt, sum(completion_tokens), sum(self.cached_tokens.values()))
-
-    def usage_of(self, index: int, completion_tokens: int) -> UsageInfo:
-        """The usage of one answer alone."""
-        prompt = index // self.n
-        num_tokens = len(self.engine_requests[prompt].prompt_token_ids)
-        return make_usage(num_tokens, completion_tokens, self.cached_tokens.get(prompt, 0))
+    def usage_of(self, prompts: Iterable[int], completion_tokens: int) -> UsageInfo:
+        """The usage of these prompts, and of so many tokens of answers."""
+        numbers = list(prompts)
+        prompt = sum(len(self.engine_requests[number].prompt_token_ids) for number in numbers)
+        return make_usage(prompt, completion_tokens, sum(self.cached_tokens.get(number, 0) for number in numbers))
 
 
 def make_usage(prompt: int, completion: int, cached: int = 0) -> UsageInfo:
@@ -115,20 +107,64 @@ async def merge_async_iterators(iterators: list[AsyncGenerator[RequestOutput, No
             await iterator.aclose()
 
 
-class ChunkMaker(Protocol):
-    """Turns engine outputs into the chunks of one kind of stream."""
+class AnswerMaker:
+    """Engine outputs in one of OpenAI's shapes: whole, or as the chunks of a stream."""
 
-    def chunks(self, index: int, output: CompletionOutput) -> Iterator[CompletionResponse | ChatStreamResponse]:
+    whole_class: ClassVar[type[BaseModel]]
+    chunk_class: ClassVar[type[BaseModel]]
+
+    def __init__(self, requests: EngineRequests) -> None:
+        self.requests = requests
+        self._created = int(time.time())
+        self._begun: set[int] = set()  # answers
+
+    def choice(self, index: int, output: CompletionOutput) -> BaseModel:
+        """The whole answer `index`."""
+        raise NotImplementedError
+
+    def pieces(self, index: int, output: CompletionOutput) -> Iterator[BaseModel]:
+        """What `output` adds to answer `index`, as the choices of one chunk each."""
+        raise NotImplementedError
+
+    def add_features(self, index: int, choice: BaseModel, output: CompletionOutput) -> None:
+        """Let the features add their part to a choice."""
+        first = index not in self._begun
+        self._begun.add(index)
+        for hook in self.requests.hooks:
+            hook.choice(index, choice, output, first)
+
+    def whole(self, outputs: list[RequestOutput]) -> Any:
+        """The answer, with all choices."""
+        n = self.requests.n
+        numbered = [(p * n + answer.index, answer) for p, output in enumerate(outputs) for answer in output.outputs]
+        choices = [self.choice(index, answer) for index, answer in numbered]
+        return self._response(self.whole_class, choices, self.requests.usage())
+
+    def chunks(self, index: int, output: CompletionOutput) -> Iterator[Any]:
         """The chunks that one output adds to answer `index`."""
+        for piece in self.pieces(index, output):
+            chunk = self._response(self.chunk_class, [piece])
+            for hook in self.requests.hooks:
+                hook.chunk(index, chunk)
+            yield chunk
 
-    def usage_chunk(self, usage: UsageInfo) -> CompletionResponse | ChatStreamResponse:
+    def usage_chunk(self) -> Any:
         """The chunk without choices that ends a stream with `include_usage`."""
+        return self._response(self.chunk_class, [], self.requests.usage())
+
+    def _response(self, kind: type[BaseModel], choices: list[BaseModel], usage: UsageInfo | None = None) -> Any:
+        requests = self.requests
+        response = kind(
+            id=requests.ids.response, created=self._created, model=requests.model, choices=choices, usage=usage
+        )
+        if usage is not None:
+            for hook in requests.hooks:
+                hook.response(response)
+        return response
 
 
 class OpenAIServing:
     """Base of the handlers that use the engine."""
-
-    request_logger: Any = None  # with --enable-log-requests
 
     def __init__(self, engine_client: AsyncLLM, models: OpenAIServingModels, args: FrontendArgs = DEFAULTS) -> None:
         self.engine_client = engine_client
@@ -136,7 +172,7 @@ class OpenAIServing:
         self.args = args
         self.defaults = engine_client.vllm_config.model_config.default_sampling_params or {}
         self._generates = "generate" in engine_client.vllm_config.supported_tasks
-        self.hook_factories: list[Callable[[], AnswerHook]] = []  # of features that every answer passes
+        self.hook_factories: list[Callable[[EngineRequests, Prompts], AnswerHook]] = []  # of features for all answers
 
     def check(self, request: SamplingRequest) -> str:
         """The model name to answer with. Raises what makes the request impossible whatever its prompt says."""
@@ -155,10 +191,16 @@ class OpenAIServing:
             trace.emit("request.named", req=ids.engine_id(0), response=ids.response)
         return ids
 
+    def trace_validated(self, request: SamplingRequest, ids: RequestIds, model: str, num_prompts: int) -> None:
+        """The form of the request is right."""
+        if trace.on:
+            req, stream = ids.engine_id(0), bool(request.stream)
+            trace.emit("request.validated", req=req, model=model, stream=stream, prompts=num_prompts)
+
     async def make_requests(
         self,
         request: SamplingRequest,
-        prompts: list[str | list[int]],
+        prompts: Prompts,
         params: SamplingParams,
         ids: RequestIds,
         model: str,
@@ -180,23 +222,10 @@ class OpenAIServing:
             )
         process = partial(self._process, request, prompts, params, ids, add_special_tokens)
         engine_requests = await in_thread_if_long(prompts, receive, process)
-        if self.request_logger is not None:
-            for engine_request, prompt in zip(engine_requests, prompts, strict=True):
-                self.request_logger.log_inputs(engine_request, prompt)
-        as_ids = request.return_tokens_as_token_ids
-        features = request.used_features()
-        requests = EngineRequests(
-            ids,
-            model,
-            1 if request.n is None else request.n,
-            engine_requests,
-            [self._generate(request, engine_request) for engine_request in engine_requests],
-            compiles=any(feature.compiles(request, params) for feature in features),
-            tokens_as_ids=self.args.return_tokens_as_token_ids if as_ids is None else as_ids,
-            return_token_ids=bool(request.return_token_ids),
-            hooks=[factory() for factory in self.hook_factories],
-        )
-        for feature in features:
+        flows = [self._generate(request, engine_request) for engine_request in engine_requests]
+        requests = EngineRequests(ids, model, 1 if request.n is None else request.n, engine_requests, flows, [])
+        requests.hooks += [factory(requests, prompts) for factory in self.hook_factories]
+        for feature in reversed(request.used_features()):  # as they are applied to SamplingParams
             if (hook := await feature.hook(request, self, requests, prompts, receive)) is not None:
                 requests.hooks.append(hook)
         return requests
@@ -204,7 +233,7 @@ class OpenAIServing:
     def _process(
         self,
         request: SamplingRequest,
-        prompts: list[str | list[int]],
+        prompts: Prompts,
         params: SamplingParams,
         ids: RequestIds,
         add_special_tokens: bool,
@@ -235,75 +264,50 @@ class OpenAIServing:
                 requests.cached_tokens[prompt] = output.num_cached_tokens
                 for hook in requests.hooks:
                     hook.output(prompt, output)
+                for answer in output.outputs:
+                    requests.num_tokens[prompt * requests.n + answer.index] += len(answer.token_ids)
                 yield prompt, output
 
-    async def full(self, requests: EngineRequests) -> list[RequestOutput]:
-        """The last output of every prompt, with all its answers."""
+    async def answer(self, request: SamplingRequest, maker: AnswerMaker, receive: Receive) -> Any:
+        """The whole answer, or its stream, which has not begun yet: a refusal still has an HTTP status of its own."""
+        if not request.stream:
+            return await run_until_disconnect(receive, self._whole(maker))
+        return self._stream(maker, await self.begin(maker.requests, receive))
+
+    async def _whole(self, maker: AnswerMaker) -> Any:
+        """From the last output of every prompt, with all its answers."""
+        requests = maker.requests
         finished: dict[int, RequestOutput] = {}
         async with aclosing(self.outputs(requests)) as outputs:
             async for prompt, output in outputs:
                 finished[prompt] = output
-        return [finished[prompt] for prompt in range(len(requests.engine_requests))]
+        return maker.whole([finished[prompt] for prompt in range(len(requests.engine_requests))])
 
-    async def begin_stream(
-        self, request: SamplingRequest, requests: EngineRequests, maker: ChunkMaker, receive: Receive
-    ) -> AsyncGenerator[bytes, None]:
-        """The stream of `stream`, which has not begun yet, so that a refusal is still an HTTP status of its own."""
-        return self.stream(request, requests, maker, await self.begin_outputs(requests, receive))
-
-    async def begin_outputs(self, requests: EngineRequests, receive: Receive) -> Outputs:
-        """`outputs`; if the engine may still refuse the request, only when the first one is there."""
+    async def begin(self, requests: EngineRequests, receive: Receive) -> Outputs:
+        """`outputs`, when no feature has a reason to wait any longer."""
         outputs = self.outputs(requests)
-        if requests.compiles:
-            outputs = await run_until_disconnect(receive, _after_first(outputs))
+        for hook in requests.hooks:
+            outputs = await hook.begin(outputs, receive)
         return outputs
 
-    async def stream(
-        self, request: SamplingRequest, requests: EngineRequests, maker: ChunkMaker, source: Outputs
-    ) -> AsyncGenerator[bytes, None]:
+    async def _stream(self, maker: AnswerMaker, source: Outputs) -> AsyncGenerator[bytes, None]:
         """Server-sent events: a chunk per output of `source`, the usage if asked for, then [DONE].
 
         An error after the first byte can no longer change the HTTP status: it becomes an event.
         """
-        counts = [0] * (len(requests.engine_requests) * requests.n)
-        include_usage = request.include_usage or self.args.enable_force_include_usage
-        continuous_usage = include_usage and request.continuous_usage
-        hidden = WITH_THE_USAGE - {"usage"} if include_usage else WITH_THE_USAGE
+        requests = maker.requests
+        hidden = WITH_THE_USAGE - {"usage"} if requests.ends_with_usage else WITH_THE_USAGE
         try:
             async with aclosing(source) as outputs:
                 async for prompt, output in outputs:
-                    for completion in output.outputs:
-                        index = prompt * requests.n + completion.index
-                        counts[index] += len(completion.token_ids)
-                        for chunk in maker.chunks(index, completion):
-                            if continuous_usage:
-                                chunk.usage = requests.usage_of(index, counts[index])
+                    for answer in output.outputs:
+                        for chunk in maker.chunks(prompt * requests.n + answer.index, answer):
                             yield _event(chunk.model_dump_json(exclude=hidden), requests.ids, prompt)
-            if include_usage:
-                last = maker.usage_chunk(requests.usage(counts))
-                for hook in requests.hooks:
-                    hook.response(last)
-                yield _event(last.model_dump_json(), requests.ids)
+            if requests.ends_with_usage:
+                yield _event(maker.usage_chunk().model_dump_json(), requests.ids)
         except Exception as error:
             yield _event(error_json(as_reported(error, requests.ids.response)), requests.ids)
         yield _event("[DONE]", requests.ids)
-
-
-async def _after_first(flow: Outputs) -> Outputs:
-    """The same flow, once its first item is there. Raises what the flow raises instead of one."""
-    try:
-        first = await anext(flow)
-    except BaseException:
-        await flow.aclose()
-        raise
-
-    async def go_on() -> Outputs:
-        async with aclosing(flow):
-            yield first
-            async for item in flow:
-                yield item
-
-    return go_on()
 
 
 def _event(data: str, ids: RequestIds, prompt: int = 0) -> bytes:

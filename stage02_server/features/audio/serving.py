@@ -101,7 +101,7 @@ class ServingTranscription:
         requests = [ask(index, piece) for index, piece in enumerate(pieces, start=first)]
         seconds = len(samples) / SAMPLE_RATE
         if request.stream:
-            usage = request.stream_include_usage or self.args.enable_force_include_usage
+            usage = request.stream_include_usage or getattr(self.args, "enable_force_include_usage", False)
             stream = TranscriptionStream(
                 self.engine_client, requests, seconds, ids, model,
                 "transcription.chunk" if task == "transcription" else "translation.chunk",

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
-from stage02_server.protocol_types import RequestFields, Text
+from stage02_server.protocol_types import AnswerHook, RequestFields, Text
+
+if TYPE_CHECKING:
+    from starlette.types import Receive
+
+    from stage02_server.protocol import ChatMessageParam
+    from stage02_server.serving_engine import EngineRequests, OpenAIServing
 
 
 class ChatTemplateKwargs(RequestFields):
@@ -24,3 +30,32 @@ class ChatTemplateKwargs(RequestFields):
     reasoning_effort: Text | None = Field(
         default=None, description="How much the model shall think; the chat template sees it."
     )
+
+
+class Continuation(RequestFields):
+    """Whether the answer goes on with the last message."""
+
+    for_templates: ClassVar[bool] = True
+
+    add_generation_prompt: bool | None = Field(
+        default=True, description="End the prompt with the beginning of an answer."
+    )
+    continue_final_message: bool | None = Field(default=False, description="The answer goes on with the last message.")
+
+
+class EchoedMessage(Continuation):
+    """What an answer says of the message that it goes on with."""
+
+    echo: bool | None = Field(  # if the last message has the answer's role
+        default=False, description="With continue_final_message: the answer begins with that message's text."
+    )
+
+    async def hook(
+        self, serving: OpenAIServing, requests: EngineRequests, prompts: list[str | list[int]], receive: Receive
+    ) -> AnswerHook | None:
+        """Begins the answers with the last message, if that has their role."""
+        last: ChatMessageParam = self.messages[-1]  # type: ignore[attr-defined]
+        role = last.role if self.add_generation_prompt is False else serving.args.response_role
+        from stage02_server.features.chat_template.continuation import ContinuationHook
+
+        return ContinuationHook(role, last if self.echo and last.role == role else None)

@@ -59,6 +59,12 @@ class JinjaChatTemplate:
         return _cut_after(prompt, messages[-1], plain[-1]) if fields.continue_final_message else prompt
 
     def _check(self, fields: ChatTemplateFields) -> None:
+        if fields.continue_final_message and fields.add_generation_prompt is not False:
+            raise InvalidRequestError(
+                "continue_final_message needs add_generation_prompt=false: the answer goes on with the last message, or "
+                "begins a new one.",
+                "continue_final_message",
+            )
         if fields.chat_template is not None:
             if not self._trusts:
                 raise InvalidRequestError(

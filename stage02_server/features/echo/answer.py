@@ -6,14 +6,14 @@ from typing import Any
 
 from starlette.types import Receive
 
-from stage02_server.logprobs import add_token, spelled
-from stage02_server.protocol_response import CompletionLogProbs
+from stage02_server.features.logprobs.answer import add_token, spelled
+from stage02_server.features.logprobs.fields import CompletionLogProbs
 from stage02_server.protocol_types import AnswerHook
 from stage02_server.serving_engine import EngineRequests, OpenAIServing
 from stage02_server.streaming import in_thread_if_long
 from stage03_engine.frontend.tokenizer import Tokenizer
 from stage03_engine.messages import TokenLogprobs
-from stage03_engine.outputs import RequestOutput
+from stage03_engine.outputs import CompletionOutput, RequestOutput
 from stagetrace import trace
 
 
@@ -22,10 +22,11 @@ async def make_echo_hook(
 ) -> EchoHook:
     """Each prompt as text: as it was sent, or what its token ids stand for. Raises ClientGoneError."""
     tokenizer, prompt_only = serving.engine_client.tokenizer, request.max_tokens == 0
+    params = requests.engine_requests[0].sampling_params
     if trace.on:
         req = requests.ids.engine_id(0)
-        trace.emit("request.echoed", req=req, logprobs=request.logprobs, prompt_only=prompt_only)
-    sent_whole, skip = request.truncate_prompt_tokens is None, request.skip_special_tokens is not False
+        trace.emit("request.echoed", req=req, logprobs=params.logprobs, prompt_only=prompt_only)
+    sent_whole, skip = params.truncate_prompt_tokens is None, params.skip_special_tokens
 
     def texts() -> list[str]:
         return [
@@ -33,14 +34,18 @@ async def make_echo_hook(
             for prompt, made in zip(prompts, requests.engine_requests, strict=True)
         ]
 
-    return EchoHook(requests, tokenizer, await in_thread_if_long(prompts, receive, texts), prompt_only)
+    as_ids = params.logprobs is not None and request.tokens_as_ids(serving.args)
+    return EchoHook(requests, tokenizer, await in_thread_if_long(prompts, receive, texts), prompt_only, as_ids)
 
 
 class EchoHook(AnswerHook):
     """`texts` has each prompt as text. With `prompt_only` the token that the engine generated is taken out of the answer."""
 
-    def __init__(self, requests: EngineRequests, tokenizer: Tokenizer, texts: list[str], prompt_only: bool) -> None:
+    def __init__(
+        self, requests: EngineRequests, tokenizer: Tokenizer, texts: list[str], prompt_only: bool, as_ids: bool
+    ) -> None:
         self._requests, self._tokenizer, self._texts, self._prompt_only = requests, tokenizer, texts, prompt_only
+        self._as_ids = as_ids  # tokens in logprobs read "token_id:5"
         self._prompt_logprobs: dict[int, list[TokenLogprobs | None]] = {}
 
     def output(self, prompt: int, output: RequestOutput) -> None:
@@ -53,15 +58,15 @@ class EchoHook(AnswerHook):
                 answer.logprobs = None if answer.logprobs is None else []
                 answer.finish_reason, answer.stop_reason = "length", None
 
-    def choice(self, index: int, choice: Any, first: bool) -> None:
+    def choice(self, index: int, choice: Any, output: CompletionOutput, first: bool) -> None:
         """The prompt goes before the first piece, and the offsets of all count from its beginning."""
         text = self._texts[index // self._requests.n]
-        if choice.logprobs is not None:
+        if getattr(choice, "logprobs", None) is not None:
             choice.logprobs.text_offset = [offset + len(text) for offset in choice.logprobs.text_offset]
         if not first:
             return
         choice.text = text + choice.text
-        if choice.logprobs is not None:
+        if getattr(choice, "logprobs", None) is not None:
             prompt = self._logprobs(index, text)
             for name in CompletionLogProbs.model_fields:
                 setattr(choice.logprobs, name, getattr(prompt, name) + getattr(choice.logprobs, name))
@@ -74,7 +79,7 @@ class EchoHook(AnswerHook):
         positions = self._prompt_logprobs.get(index // requests.n, [])
         stream, offset, result = tokenizer.stream([]), 0, CompletionLogProbs()
         for token_id, position in zip(request.prompt_token_ids, positions, strict=True):
-            add_token(result, tokenizer, token_id, position, num_likely, offset, requests.tokens_as_ids)
+            add_token(result, tokenizer, token_id, position, num_likely, offset, self._as_ids)
             hidden = tokenizer.is_special(token_id)
             if not hidden or text.startswith(tokenizer.token_text(token_id), offset):
                 offset += len(stream.push(*spelled(tokenizer, token_id)))

@@ -26,8 +26,8 @@ class EchoFields(RequestFields):
             return
         if params["max_tokens"] == 0:
             params["max_tokens"] = 1
-        if params["logprobs"] is not None:
-            params["prompt_logprobs"] = max(params["logprobs"], params.get("prompt_logprobs") or 0)
+        if (logprobs := params.get("logprobs")) is not None:
+            params["prompt_logprobs"] = max(logprobs, params.get("prompt_logprobs") or 0)
 
     async def hook(
         self, serving: OpenAIServing, requests: EngineRequests, prompts: list[str | list[int]], receive: Receive

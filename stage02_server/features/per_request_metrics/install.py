@@ -12,4 +12,4 @@ def install(app: FastAPI, services: Services) -> None:
     """Measure all requests that the handlers get."""
     for handler in app.state._state.values():
         if hasattr(handler, "hook_factories"):
-            handler.hook_factories.append(MetricsHook)
+            handler.hook_factories.append(lambda requests, prompts: MetricsHook())

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from stage02_server.logprobs import finite
-from stage02_server.protocol_response import PromptLogprob
+from stage02_server.features.prompt_logprobs.fields import PromptLogprob
 from stage02_server.protocol_types import AnswerHook
 from stage02_server.serving_engine import EngineRequests
 from stage03_engine.frontend.tokenizer import Tokenizer
 from stage03_engine.messages import TokenLogprobs
-from stage03_engine.outputs import RequestOutput
+from stage03_engine.outputs import CompletionOutput, RequestOutput
+
+LOWEST_LOGPROB = -9999.0  # JSON has no -Infinity; vLLM's number
 
 
 class PromptLogprobsHook(AnswerHook):
@@ -30,11 +31,11 @@ class PromptLogprobsHook(AnswerHook):
         position: dict[int, PromptLogprob] = {}
         ranks = [entry.sampled_rank, *range(1, self._k + 1)]
         for token_id, logprob, rank in zip(entry.token_ids, entry.logprobs, ranks):
-            text = self._tokenizer.token_text(token_id)
-            position.setdefault(token_id, PromptLogprob(logprob=finite(logprob), rank=rank, decoded_token=text))
+            text, shown = self._tokenizer.token_text(token_id), max(logprob, LOWEST_LOGPROB)
+            position.setdefault(token_id, PromptLogprob(logprob=shown, rank=rank, decoded_token=text))
         return position
 
-    def choice(self, index: int, choice: Any, first: bool) -> None:
+    def choice(self, index: int, choice: Any, output: CompletionOutput, first: bool) -> None:
         """Completions have them in each choice."""
         if "prompt_logprobs" in type(choice).model_fields:
             choice.prompt_logprobs = self._found.get(index // self._requests.n)

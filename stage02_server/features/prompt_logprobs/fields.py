@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from stage02_server.protocol_types import AnswerHook, Int32, RequestFields
 from stage03_engine.errors import InvalidRequestError
@@ -13,6 +13,22 @@ if TYPE_CHECKING:
     from starlette.types import Receive
 
     from stage02_server.serving_engine import EngineRequests, OpenAIServing
+
+
+class PromptLogprob(BaseModel):
+    """A token that stands at a place of the prompt, or could have: `rank` 1 is the most likely one there."""
+
+    logprob: float = Field(description="Its log-probability.")
+    rank: int = Field(description="Its place among all tokens; 1 is the likeliest.")
+    decoded_token: str = Field(description="The text of the token.")
+
+
+class PromptLogprobsOfAnswer(BaseModel):
+    """Of a choice of a completion, and of the answer to a chat."""
+
+    prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = Field(
+        default=None, description="The log-probabilities of the prompt's tokens, by token id; null for the first."
+    )
 
 
 class PromptLogprobsFields(RequestFields):

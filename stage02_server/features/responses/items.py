@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from stage02_server.features.logprobs.fields import ChatLogProb
 from stage02_server.features.responses.protocol_output import (
     FunctionCallItem,
     ItemStatus,
@@ -22,7 +23,6 @@ from stage02_server.features.responses.protocol_output import (
     ReasoningText,
 )
 from stage02_server.features.tools.answer_parser import AnswerDelta, AnswerParser
-from stage02_server.protocol_response import ChatLogProb
 
 _STEP = re.compile(r"[\w\s]+|.", re.DOTALL)
 Event = tuple[str, dict[str, Any]]  # the type of an event without "response.", and its fields

@@ -14,6 +14,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from stage02_server.errors import as_api_error
+from stage02_server.features.logprobs.answer import chat_logprobs
+from stage02_server.features.logprobs.fields import ChatLogProb
 from stage02_server.features.responses.items import Event, OutputItems, Piece, pieces
 from stage02_server.features.responses.protocol import InputItem, ResponsesRequest
 from stage02_server.features.responses.protocol_output import (
@@ -25,8 +27,6 @@ from stage02_server.features.responses.protocol_output import (
     ResponseUsage,
 )
 from stage02_server.features.tools.answer_parser import AnswerParser
-from stage02_server.logprobs import chat_logprobs
-from stage02_server.protocol_response import ChatLogProb
 from stage02_server.serving_engine import EngineRequests
 from stage03_engine.frontend.tokenizer import Tokenizer
 from stage03_engine.outputs import CompletionOutput
@@ -80,7 +80,6 @@ class ResponseMaker:
         self._logprobs: list[ChatLogProb] = []  # of tokens that no message has had yet
         self._finish_reason: str | None = None
         self._num_events = 0
-        self._num_tokens = 0
 
     @property
     def items(self) -> list[InputItem]:
@@ -109,7 +108,6 @@ class ResponseMaker:
     def add(self, output: CompletionOutput) -> Iterator[bytes]:
         """What is new in an output of the engine."""
         self._logprobs += chat_logprobs(output.logprobs or [], self._tokenizer)
-        self._num_tokens += len(output.token_ids)
         self._finish_reason = output.finish_reason
         for piece in self._pieces(output):
             if piece.kind == "reasoning":
@@ -170,7 +168,7 @@ class ResponseMaker:
         return self._event("failed", response=self.response)
 
     def _usage(self) -> ResponseUsage:
-        usage = self._requests.usage([self._num_tokens])
+        usage = self._requests.usage()
         reasoning = len(self._tokenizer.encode(self._reasoning, add_special_tokens=False)) if self._reasoning else 0
         return ResponseUsage(
             input_tokens=usage.prompt_tokens,

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
+from stage02_server.features.logprobs.fields import checked_top_logprobs
 from stage02_server.features.tools.fields import (
     MAX_TOOLS,
     FunctionDefinition,
@@ -29,7 +30,7 @@ from stage02_server.protocol import (
 from stage02_server.protocol_types import Int32, Int64, Text
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.mixins import mixins
-from stage03_engine.sampling_params import MAX_LOGPROBS, SamplingParams
+from stage03_engine.sampling_params import SamplingParams
 
 OBJECT_CHARACTERS = 600  # what an item or a part takes in memory besides its text, as so many bytes
 MAX_DEPTH = 128  # pydantic writes no JSON that is nested twice as deep
@@ -422,9 +423,7 @@ class ResponsesRequest(*mixins(BEAM_SEARCH), SamplingRequest):  # type: ignore[m
 
     def to_sampling_params(self, defaults: dict[str, Any], chat: ChatCompletionRequest) -> SamplingParams:
         """`chat` is the request in the words of a chat. Raises InvalidRequestError."""
-        top = self.top_logprobs or 0
-        if not 0 <= top <= MAX_LOGPROBS:
-            raise InvalidRequestError(f"top_logprobs must be in [0, {MAX_LOGPROBS}], got {top}.", "top_logprobs")
+        top = checked_top_logprobs(self.top_logprobs)
         wanted = LOGPROBS in (self.include or [])
         if top and not wanted:
             raise InvalidRequestError(f'top_logprobs needs include=["{LOGPROBS}"].', "top_logprobs")
@@ -432,7 +431,8 @@ class ResponsesRequest(*mixins(BEAM_SEARCH), SamplingRequest):  # type: ignore[m
         if self.truncation == "auto":
             changed["truncate_prompt_tokens"] = -1
         copy = self.model_copy(update=changed)
-        params = copy._arguments(defaults, self.max_output_tokens, top if wanted else None)
+        params = copy._arguments(defaults, self.max_output_tokens)
+        params["logprobs"] = top if wanted else None
         force_tool(params, chat.tools or [], chat.tool_choice, chat.parallel_tool_calls is not False)
         return SamplingParams(**params)
 

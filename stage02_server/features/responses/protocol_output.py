@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from stage02_server.protocol_response import METRICS, ChatLogProb
+from stage02_server.features.logprobs.fields import ChatLogProb
+from stage02_server.protocol_response import METRICS
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]

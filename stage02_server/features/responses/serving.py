@@ -25,6 +25,7 @@ from stage02_server.features.responses.protocol import (
 )
 from stage02_server.features.responses.protocol_output import ResponsesResponse
 from stage02_server.features.responses.store import EventLog, ResponseStore, StoredResponse
+from stage02_server.features.structured_outputs.refusal_first import RefusalFirst
 from stage02_server.middleware import RequestIds
 from stage02_server.protocol import ChatCompletionRequest, ChatMessageParam
 from stage02_server.routes import OpenAIServingModels
@@ -70,14 +71,16 @@ class OpenAIServingResponses(OpenAIServing):
         prompt = await self._prompt(chat, ids)
         special = self._template.adds_special_tokens(None)
         requests = await self.make_requests(request, [prompt], params, ids, model, raw_request.receive, special)
-        requests.compiles = params.structured_outputs is not None
+        structured = params.structured_outputs is not None
+        if structured:
+            requests.hooks.append(RefusalFirst())
         parsers = self._chat.parsers
-        parser = None if parsers is None else parsers.parser(chat, prompt, requests.compiles)
+        parser = None if parsers is None else parsers.parser(chat, prompt, structured)
         maker = ResponseMaker(request, requests, self.engine_client.tokenizer, keep, parser)
         entry = StoredResponse(maker.response, items)
         if request.background:
             return self._in_background(entry, maker, requests, bool(request.stream))
-        source = await self.begin_outputs(requests, raw_request.receive)
+        source = await self.begin(requests, raw_request.receive)
         events = self._events(maker, source, entry, keep)
         if request.stream:
             return self._sent(_until_failure(events, maker), ids)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field, FiniteFloat
 
 from stage02_server.protocol_types import Int32, Int64, RequestFields, Text
 
 Scalar = bool | Int64 | FiniteFloat | Text
+
+_SAME_NAME = (
+    "best_of", "logprob_token_ids", "min_p", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words",
+    "min_tokens", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens",
+    "spaces_between_special_tokens", "truncate_prompt_tokens", "truncation_side", "stream_interval",
+)  # fmt: skip
+"""Fields that go into `SamplingParams` as they are."""
 
 
 class RepetitionDetection(BaseModel):
@@ -24,6 +31,34 @@ class RepetitionDetection(BaseModel):
 class SamplingFields(RequestFields):
     """None leaves the default."""
 
+    min_p: FiniteFloat | None = Field(
+        default=None,
+        description="Draw only from tokens that have at least this share of the likeliest one's probability.",
+    )
+    repetition_penalty: FiniteFloat | None = Field(
+        default=None, description="Above 1: tokens of the prompt and of the answer become less likely."
+    )
+    logit_bias: dict[Int64, FiniteFloat] | None = Field(
+        default=None,
+        description="Token id to a number that is added to its logit; -100 forbids it, 100 all but forces it.",
+    )
+    allowed_token_ids: list[Int64] | None = Field(default=None, description="Nothing but these tokens may be written.")
+    bad_words: list[Text] | None = Field(default=None, description="Words that may not be written.")
+    min_tokens: Int64 | None = Field(default=0, description="Before so many tokens the answer does not end.")
+    stop_token_ids: list[Int64] | None = Field(default=None, description="Tokens that end the answer.")
+    include_stop_str_in_output: bool = Field(default=False, description="Leave the text that ended the answer in it.")
+    ignore_eos: bool = Field(default=False, description="Write on behind the end-of-text token.")
+    skip_special_tokens: bool | None = Field(
+        default=True, description="Leave tokens such as the end of text out of the answer."
+    )
+    spaces_between_special_tokens: bool | None = Field(default=True, description="Put spaces between special tokens.")
+    truncate_prompt_tokens: Int64 | None = Field(
+        default=None, description="Cut a longer prompt to so many tokens; -1: to what the context holds."
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        default=None, description="Which side of the prompt is cut off."
+    )
+    stream_interval: Int32 | None = Field(default=None, description="Tokens from one chunk of the stream to the next.")
     best_of: Int32 | None = Field(
         default=None, description="So many answers are made, and the n likeliest of them returned."
     )
@@ -43,7 +78,7 @@ class SamplingFields(RequestFields):
             from stage03_engine.params.repetition_detection import RepetitionDetectionParams
 
             params["repetition_detection"] = RepetitionDetectionParams(**dict(self.repetition_detection))
-        for name in ("best_of", "logprob_token_ids"):
+        for name in _SAME_NAME:
             if (value := getattr(self, name)) is not None:
                 params[name] = value
         if self.vllm_xargs:

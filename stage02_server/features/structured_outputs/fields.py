@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from stage02_server.protocol_types import RequestFields, Text
+from stage02_server.protocol_types import AnswerHook, RequestFields, Text
 
 if TYPE_CHECKING:
-    from stage03_engine.sampling_params import SamplingParams
+    from starlette.types import Receive
+
+    from stage02_server.serving_engine import EngineRequests, OpenAIServing
 
 
 class StructuredOutputsFields(RequestFields):
@@ -37,6 +39,17 @@ class StructuredOutputsFields(RequestFields):
         if (structured := to_structured_outputs(self)) is not None:
             params["structured_outputs"] = structured
 
-    def compiles(self, params: SamplingParams) -> bool:
-        """The engine compiles the grammar."""
-        return params.structured_outputs is not None
+    async def hook(
+        self, serving: OpenAIServing, requests: EngineRequests, prompts: list[str | list[int]], receive: Receive
+    ) -> AnswerHook | None:
+        """The engine compiles the grammar, and may refuse it."""
+        if not is_structured(requests):
+            return None
+        from stage02_server.features.structured_outputs.refusal_first import RefusalFirst
+
+        return RefusalFirst()
+
+
+def is_structured(requests: EngineRequests) -> bool:
+    """Must the answers match something?"""
+    return getattr(requests.engine_requests[0].sampling_params, "structured_outputs", None) is not None

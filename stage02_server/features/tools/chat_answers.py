@@ -89,12 +89,13 @@ class ChatAnswers:
         self, request: ChatCompletionRequest, prompt: str, requests: EngineRequests
     ) -> Callable[[], ParsedAnswer] | None:
         """Makes each answer to the request; None if their text is their content."""
-        if self.parser(request, prompt, requests.compiles) is None:
+        structured = getattr(requests.engine_requests[0].sampling_params, "structured_outputs", None) is not None
+        if self.parser(request, prompt, structured) is None:
             return None
         named = isinstance(request.tool_choice, NamedToolChoice)
 
         def new_answer() -> ParsedAnswer:
-            parser = self.parser(request, prompt, requests.compiles)
+            parser = self.parser(request, prompt, structured)
             assert parser is not None
             return ParsedAnswer(parser, requests.ids.engine_id(0), named)
 

@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from stage02_server.protocol_types import RequestFields, Text
+from stage02_server.protocol_types import AnswerHook, RequestFields, Text
 
 if TYPE_CHECKING:
-    from stage03_engine.sampling_params import SamplingParams
+    from starlette.types import Receive
+
+    from stage02_server.serving_engine import EngineRequests, OpenAIServing
 
 MAX_TOOLS = 128
 
@@ -83,9 +85,15 @@ class ToolFields(RequestFields):
             tools = getattr(self, "tools", None) or []
             force_tool(params, tools, self.tool_choice, self.parallel_tool_calls is not False)
 
-    def compiles(self, params: SamplingParams) -> bool:
-        """The engine compiles the grammar of the tools' schemas."""
-        return self.forces_call
+    async def hook(
+        self, serving: OpenAIServing, requests: EngineRequests, prompts: list[str | list[int]], receive: Receive
+    ) -> AnswerHook | None:
+        """The engine compiles the grammar of the tools' schemas, and may refuse it."""
+        if not self.forces_call:
+            return None
+        from stage02_server.features.structured_outputs.refusal_first import RefusalFirst
+
+        return RefusalFirst()
 
 
 class FunctionCall(BaseModel):

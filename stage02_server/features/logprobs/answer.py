@@ -5,10 +5,14 @@ Source: vllm/entrypoints/openai/serving_completion.py (_create_completion_logpro
 
 from __future__ import annotations
 
-from stage02_server.protocol_response import ChatLogProb, CompletionLogProbs, TokenLogProb
+from typing import Any
+
+from stage02_server.features.logprobs.fields import ChatLogProb, ChatLogProbs, CompletionLogProbs, TokenLogProb
+from stage02_server.protocol_types import AnswerHook
 from stage02_server.serving_engine import EngineRequests
 from stage03_engine.frontend.tokenizer import Tokenizer
 from stage03_engine.messages import TokenLogprobs
+from stage03_engine.outputs import CompletionOutput
 
 LOWEST_LOGPROB = -9999.0  # JSON has no -Infinity; vLLM's number
 
@@ -56,10 +60,10 @@ class LogprobsWriter:
     """The logprobs of one answer, piece by piece. Remembers how many characters the tokens so far amount to; a token that
     begins inside a character has the offset of that character, and one that the text does not show takes no room."""
 
-    def __init__(self, tokenizer: Tokenizer, requests: EngineRequests, index: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, requests: EngineRequests, index: int, as_ids: bool) -> None:
         request = requests.engine_requests[index // requests.n]
         params = request.sampling_params
-        self._tokenizer, self._as_ids = tokenizer, requests.tokens_as_ids
+        self._tokenizer, self._as_ids = tokenizer, as_ids
         self._num_top, self._skip_special = params.num_logprobs or 0, params.skip_special_tokens
         self._stream = tokenizer.stream(request.prompt_token_ids, self._skip_special)
         self._offset = 0
@@ -87,3 +91,30 @@ def chat_logprobs(positions: list[TokenLogprobs], tokenizer: Tokenizer, as_ids: 
         sampled, *top = [shown(*pair) for pair in zip(position.token_ids, position.logprobs, strict=True)]
         content.append(ChatLogProb(**sampled.model_dump(), top_logprobs=top))
     return content
+
+
+class CompletionLogprobsHook(AnswerHook):
+    """Each choice has those of its tokens."""
+
+    def __init__(self, requests: EngineRequests, tokenizer: Tokenizer, as_ids: bool) -> None:
+        self._requests, self._tokenizer, self._as_ids = requests, tokenizer, as_ids
+        self._writers: dict[int, LogprobsWriter] = {}
+
+    def choice(self, index: int, choice: Any, output: CompletionOutput, first: bool) -> None:
+        """What `output` adds."""
+        if output.logprobs is not None:
+            if index not in self._writers:
+                self._writers[index] = LogprobsWriter(self._tokenizer, self._requests, index, self._as_ids)
+            choice.logprobs = self._writers[index].write(output.logprobs)
+
+
+class ChatLogprobsHook(AnswerHook):
+    """The same in the form that chats have."""
+
+    def __init__(self, tokenizer: Tokenizer, as_ids: bool) -> None:
+        self._tokenizer, self._as_ids = tokenizer, as_ids
+
+    def choice(self, index: int, choice: Any, output: CompletionOutput, first: bool) -> None:
+        """What `output` adds."""
+        if output.logprobs is not None:
+            choice.logprobs = ChatLogProbs(content=chat_logprobs(output.logprobs, self._tokenizer, self._as_ids))

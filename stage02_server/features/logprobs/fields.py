@@ -1,0 +1,131 @@
+"""The request fields that ask for log-probabilities, and those of the answers that hold them (vllm/entrypoints/openai/protocol.py)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, Field
+
+from stage02_server.protocol_types import AnswerHook, Int32, RequestFields
+from stage03_engine.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from starlette.types import Receive
+
+    from stage02_server.serving_engine import EngineRequests, OpenAIServing
+
+
+class LogprobsFields(RequestFields):
+    """What completions and chats have in common."""
+
+    return_tokens_as_token_ids: bool | None = Field(  # None: as --return-tokens-as-token-ids says
+        default=None, description="In logprobs, call a token token_id:5 instead of by its text."
+    )
+
+    def tokens_as_ids(self, args: Any) -> bool:
+        """Do logprobs call tokens by their ids?"""
+        asked = self.return_tokens_as_token_ids
+        return bool(args.return_tokens_as_token_ids if asked is None else asked)
+
+
+class CompletionLogprobs(LogprobsFields):
+    """The form that completions have."""
+
+    logprobs: Int32 | None = Field(
+        default=None,
+        description="The log-probability of each token, and of so many of the likeliest ones in its place.",
+    )
+
+    def apply(self, params: dict[str, Any]) -> None:
+        """Ask the engine for them."""
+        params["logprobs"] = self.logprobs
+
+    async def hook(
+        self, serving: OpenAIServing, requests: EngineRequests, prompts: list[str | list[int]], receive: Receive
+    ) -> AnswerHook | None:
+        """Puts them into the choices."""
+        if self.logprobs is None:
+            return None
+        from stage02_server.features.logprobs.answer import CompletionLogprobsHook
+
+        return CompletionLogprobsHook(requests, serving.engine_client.tokenizer, self.tokens_as_ids(serving.args))
+
+
+class ChatLogprobs(LogprobsFields):
+    """The form that chats have."""
+
+    logprobs: bool | None = Field(default=False, description="Tell the log-probability of each token.")
+    top_logprobs: Int32 | None = Field(
+        default=None, description="With logprobs: those of so many of the likeliest tokens as well."
+    )
+
+    def apply(self, params: dict[str, Any]) -> None:
+        """Ask the engine for them. Raises InvalidRequestError."""
+        top = checked_top_logprobs(self.top_logprobs)
+        if top and not self.logprobs:
+            raise InvalidRequestError("top_logprobs needs logprobs=true.", "top_logprobs")
+        params["logprobs"] = top if self.logprobs else None
+
+    async def hook(
+        self, serving: OpenAIServing, requests: EngineRequests, prompts: list[str | list[int]], receive: Receive
+    ) -> AnswerHook | None:
+        """Puts them into the choices."""
+        if not self.logprobs:
+            return None
+        from stage02_server.features.logprobs.answer import ChatLogprobsHook
+
+        return ChatLogprobsHook(serving.engine_client.tokenizer, self.tokens_as_ids(serving.args))
+
+
+def checked_top_logprobs(asked: int | None) -> int:
+    """The number of likely tokens that a chat asks for. Raises InvalidRequestError."""
+    from stage03_engine.sampling_params import MAX_LOGPROBS
+
+    top = asked or 0
+    if not 0 <= top <= MAX_LOGPROBS:
+        raise InvalidRequestError(f"top_logprobs must be in [0, {MAX_LOGPROBS}], got {top}.", "top_logprobs")
+    return top
+
+
+class CompletionLogProbs(BaseModel):
+    """Four lists of equal length, one entry per token. `text_offset` counts characters of the answer's text. Nothing
+    predicts the first token of an echoed prompt: its logprobs are None."""
+
+    text_offset: list[int] = Field(default=[], description="Where in the answer each token begins, in characters.")
+    token_logprobs: list[float | None] = Field(default=[], description="The log-probability of each token.")
+    tokens: list[str] = Field(default=[], description="The tokens, as texts.")
+    top_logprobs: list[dict[str, float] | None] = Field(
+        default=[], description="For each token the likeliest ones in its place, with theirs."
+    )
+
+
+class TokenLogProb(BaseModel):
+    """A token with its log-probability. `bytes` are there because a token may be a part of a character."""
+
+    token: str = Field(description="The text of the token.")
+    logprob: float = Field(description="Its log-probability.")
+    bytes: list[int] = Field(description="Its bytes in UTF-8.")
+
+
+class ChatLogProb(TokenLogProb):
+    """The token at one position, and the most likely ones there."""
+
+    top_logprobs: list[TokenLogProb] = Field(default=[], description="The likeliest tokens in this place, with theirs.")
+
+
+class ChatLogProbs(BaseModel):
+    """One entry per output token."""
+
+    content: list[ChatLogProb] = Field(description="One entry per token of the content.")
+
+
+class CompletionChoiceField(BaseModel):
+    """Of a choice of a completion."""
+
+    logprobs: CompletionLogProbs | None = Field(default=None, description="The log-probabilities that were asked for.")
+
+
+class ChatChoiceField(BaseModel):
+    """Of a choice of a chat."""
+
+    logprobs: ChatLogProbs | None = Field(default=None, description="The log-probabilities that were asked for.")

@@ -1,0 +1,14 @@
+"""The flag of the usage in streams."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stage03_engine.config import option
+
+
+@dataclass(frozen=True)
+class StreamUsageFlags:
+    """What every stream tells."""
+
+    enable_force_include_usage: bool = option(False, "end every stream with the usage, asked for or not")

@@ -1,0 +1,23 @@
+"""`--enable-force-include-usage`: every stream ends with the usage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+
+from stage02_server.api_server import Services
+from stage02_server.protocol_types import AnswerHook
+from stage02_server.serving_engine import EngineRequests
+
+
+def install(app: FastAPI, services: Services) -> None:
+    """Change all streams of the handlers."""
+    for handler in app.state._state.values():
+        if hasattr(handler, "hook_factories"):
+            handler.hook_factories.append(_ends_with_usage)
+
+
+def _ends_with_usage(requests: EngineRequests, prompts: list[Any]) -> AnswerHook:
+    requests.ends_with_usage = True
+    return AnswerHook()
