@@ -183,7 +183,7 @@ CHAT_FEATURES = mixins(
     "stage02_server.features.tools.fields:ToolFields",
     "stage02_server.features.logprobs.fields:ChatLogprobs",
     "stage02_server.features.token_ids.fields:ReturnPromptText",
-    "stage02_server.features.chat_template.fields:EchoedMessage",
+    "stage02_server.features.echo.fields:EchoedMessage",
 )
 
 

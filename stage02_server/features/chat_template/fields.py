@@ -11,7 +11,6 @@ from stage02_server.protocol_types import AnswerHook, RequestFields, Text
 if TYPE_CHECKING:
     from starlette.types import Receive
 
-    from stage02_server.protocol import ChatMessageParam
     from stage02_server.serving_engine import EngineRequests, OpenAIServing
 
 
@@ -42,20 +41,12 @@ class Continuation(RequestFields):
     )
     continue_final_message: bool | None = Field(default=False, description="The answer goes on with the last message.")
 
-
-class EchoedMessage(Continuation):
-    """What an answer says of the message that it goes on with."""
-
-    echo: bool | None = Field(  # if the last message has the answer's role
-        default=False, description="With continue_final_message: the answer begins with that message's text."
-    )
-
     async def hook(
         self, serving: OpenAIServing, requests: EngineRequests, prompts: list[str | list[int]], receive: Receive
     ) -> AnswerHook | None:
-        """Begins the answers with the last message, if that has their role."""
-        last: ChatMessageParam = self.messages[-1]  # type: ignore[attr-defined]
-        role = last.role if self.add_generation_prompt is False else serving.args.response_role
+        """Gives the answers the role of the message that they go on with."""
+        if self.add_generation_prompt is not False:
+            return None
         from stage02_server.features.chat_template.continuation import ContinuationHook
 
-        return ContinuationHook(role, last if self.echo and last.role == role else None)
+        return ContinuationHook(self.messages[-1].role, None)  # type: ignore[attr-defined]

@@ -11,6 +11,7 @@ from stage02_server.protocol_types import AnswerHook, RequestFields
 if TYPE_CHECKING:
     from starlette.types import Receive
 
+    from stage02_server.protocol import ChatMessageParam
     from stage02_server.serving_engine import EngineRequests, OpenAIServing
 
 
@@ -38,3 +39,24 @@ class EchoFields(RequestFields):
         from stage02_server.features.echo.answer import make_echo_hook
 
         return await make_echo_hook(self, serving, requests, prompts, receive)
+
+
+class EchoedMessage(RequestFields):
+    """What an answer says of the message that it goes on with."""
+
+    echo: bool | None = Field(  # if the last message has the answer's role
+        default=False, description="With continue_final_message: the answer begins with that message's text."
+    )
+
+    async def hook(
+        self, serving: OpenAIServing, requests: EngineRequests, prompts: list[str | list[int]], receive: Receive
+    ) -> AnswerHook | None:
+        """Begins the answers with the last message, if that has their role."""
+        last: ChatMessageParam = self.messages[-1]  # type: ignore[attr-defined]
+        goes_on = getattr(self, "add_generation_prompt", True) is False
+        role = last.role if goes_on else serving.args.response_role
+        if not self.echo or last.role != role:
+            return None
+        from stage02_server.features.chat_template.continuation import ContinuationHook
+
+        return ContinuationHook(role, last)

@@ -184,7 +184,7 @@ class ResponsesTool(BaseModel):
     """One tool."""
 
     type: Text = Field(description="What it is.")
-    name: Annotated[Text, Field(min_length=1, max_length=128)] | None = Field(default=None, description="Its name.")
+    name: Annotated[str, Field(min_length=1, max_length=128)] | None = Field(default=None, description="Its name.")
     description: Text | None = Field(
         default=None, description="What it is for; the chat template may show it to the model."
     )

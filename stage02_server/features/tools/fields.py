@@ -21,7 +21,7 @@ class FunctionDefinition(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    name: Text = Field(min_length=1, max_length=128, description="Its name.")
+    name: str = Field(min_length=1, max_length=128, description="Its name.")
     description: Text | None = Field(
         default=None, description="What it is for; the chat template may show it to the model."
     )
