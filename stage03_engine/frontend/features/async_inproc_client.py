@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import EngineDeadError, EngineStartError, StagesError
-from stage03_engine.frontend.core_client import AsyncEngineCoreClient, EngineCoreLike
+from stage03_engine.frontend.core_client import AsyncEngineCoreClient
 from stage03_engine.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady, refusal
 from stage03_engine.tracing import trace_message
 from stagetrace import trace
@@ -27,10 +27,16 @@ BREATH_SECONDS = (
 )
 
 
-class SteppedCore(EngineCoreLike, Protocol):
-    """What it needs of an engine core besides. The core is handed in, as for InprocClient."""
+class SteppedCore(Protocol):
+    """What AsyncInprocClient needs of an engine core, which is handed in: the front end does not import it."""
 
     num_gpu_blocks: int
+
+    def add_request(self, request: EngineCoreRequest) -> None: ...
+    def abort_requests(self, request_ids: list[str]) -> None: ...
+    def call(self, method: str) -> bool: ...
+    def step(self) -> EngineCoreOutputs: ...
+    def shutdown(self) -> None: ...
 
     @property
     def has_unfinished_requests(self) -> bool: ...
