@@ -11,7 +11,6 @@ import soundfile
 import torch
 from tokenizers import AddedToken, Tokenizer as Backend, decoders, models, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
-from transformers import GenerationConfig, WhisperConfig, WhisperFeatureExtractor, WhisperForConditionalGeneration
 
 SPECIAL = ["endoftext", "startoftranscript", "en", "de", "translate", "transcribe", "startofprev", "nospeech",
            "notimestamps"]  # fmt: skip
@@ -20,6 +19,10 @@ MAX_LEN = 60
 
 
 def whisper_folder(folder: Path) -> Path:
+    """Write the model into the folder."""
+    # Whoever only needs a sound need not wait for this import.
+    from transformers import GenerationConfig, WhisperConfig, WhisperFeatureExtractor, WhisperForConditionalGeneration
+
     backend = Backend(models.BPE())
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     backend.train_from_iterator(
@@ -70,6 +73,8 @@ class Reference:
     """Whisper's greedy text without a cache: all tokens through the decoder again for each new one."""
 
     def __init__(self, folder: Path) -> None:
+        from transformers import WhisperFeatureExtractor, WhisperForConditionalGeneration
+
         self.model = WhisperForConditionalGeneration.from_pretrained(folder).eval()
         self.features = WhisperFeatureExtractor.from_pretrained(folder)
         self.first_time = self.model.generation_config.no_timestamps_token_id + 1
