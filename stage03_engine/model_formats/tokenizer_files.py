@@ -23,7 +23,7 @@ def read_pair(folder: Path) -> Backend:
     return backend
 
 
-def stand_in(vocab_size: int) -> tuple[Backend, int]:
+def stand_in(vocab_size: int) -> tuple[Backend, int | None]:
     """The tokenizer for random weights without any files, and its end-of-text id: one token per byte, in GPT-2's order of bytes
     (so "!" is 0 as there), then visible placeholders for ids that only a random model produces, then <|endoftext|>."""
     symbols = list(byte_of_symbol())[: vocab_size - 1]

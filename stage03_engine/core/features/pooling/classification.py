@@ -32,7 +32,7 @@ class LlamaForSequenceClassification(LlamaForCausalLM):
     """The Llama family with a head."""
 
     def __init__(self, shape: ModelShape, backend: str = "torch") -> None:
-        super().__init__(replace(shape, tie_word_embeddings=True), backend)
+        super().__init__(replace(shape, tie_word_embeddings=True), backend)  # type: ignore[call-arg]
         self.score = Linear(shape.hidden_size, len(shape.labels))
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ def with_labels(shape: ModelShape, config: Config | None) -> ModelShape:
     labels = _labels(config) if config is not None else ("LABEL_0", "LABEL_1")
     activation = _activation(config, len(labels)) if config is not None else "softmax"
     architecture = classifier_name(shape.architecture)
-    return replace(shape, architecture=architecture, labels=labels, label_activation=activation)
+    return replace(shape, architecture=architecture, labels=labels, label_activation=activation)  # type: ignore[call-arg]
 
 
 def _labels(config: Config) -> tuple[str, ...]:

@@ -14,4 +14,4 @@ def read_whisper(config: Config, architecture: str) -> ModelShape:
     shape = plain_shape(config, architecture, config.size("decoder_ffn_dim"), *keys)
     generation = config.path.with_name("generation_config.json")
     english_only = generation.is_file() and Config(generation).values.get("is_multilingual") is False
-    return replace(shape, multilingual=not english_only)
+    return replace(shape, multilingual=not english_only)  # type: ignore[call-arg]
