@@ -6,12 +6,15 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
 STAGES = ["stage01_cli", "stage02_server", "stage03_engine", "stage04_kernels"]
+WALK = [*STAGES, "stage03_engine/frontend", "stage03_engine/core", "stage03_engine/core/models"]
+MACHINERY = ["args", "frontend", "core", "models"]  # folders of stage 3 that the walk is built upon
 NO_TORCH = [  # plain Python by contract: policy, and everything that the API process imports
     *[
         f"stage03_engine.core.{name}"
@@ -52,6 +55,45 @@ def test_imports_go_one_way() -> None:
                 wrong.append(f"{path}:{line} imports {name}")
             assert not name.startswith("."), f"{path}:{line}: relative import"
     assert not wrong
+
+
+def test_the_walk_imports_no_feature() -> None:
+    """Not inside a function and not for a type either: only a lazy name, which is a text, leads from the walk to a room."""
+    wrong = []
+    for path, tree in sources(*STAGES):
+        if str(path.parent) not in WALK:
+            continue
+        for line, name in imported(tree):
+            inside = [folder.replace("/", ".") for folder in WALK if name.startswith(folder.replace("/", "."))]
+            below = name.removeprefix(max(inside, key=len)).split(".")[1:] if inside else []
+            if (
+                below
+                and ROOT.joinpath(*max(inside, key=len).split("."), below[0]).is_dir()
+                and below[0] not in MACHINERY
+            ):
+                wrong.append(f"{path}:{line} imports {name}")
+    assert not wrong
+
+
+def test_no_circle_of_imports() -> None:
+    known = {module_of(path) for path, _ in sources(*STAGES, "trace")}
+    graph = {
+        module_of(path): {name for name in needed(tree) if name in known} - {module_of(path)}
+        for path, tree in sources(*STAGES, "trace")
+    }
+    TopologicalSorter(graph).prepare()  # raises CycleError
+
+
+def module_of(path: Path) -> str:
+    parts = path.with_suffix("").parts[1:] if path.parts[0] == "trace" else path.with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+def needed(tree: ast.Module) -> Iterator[str]:
+    """The modules that are imported when this one is: not inside functions, and not for types alone."""
+    for node in tree.body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (name for _, name in imported(ast.Module([node], [])))
 
 
 def test_front_end_and_core_meet_only_in_the_messages() -> None:

@@ -1,0 +1,197 @@
+"""Every feature can be taken out: without its folder the server still starts, and writes the same tokens.
+
+Each test copies the stages, deletes one room, starts `serve` in the copy, and asks it for a streamed completion and a chat. What
+the room had given (flags, request fields, routes) must be refused in one clear line.
+
+One process per room, forked from one that has torch and the web framework loaded, runs the server with the engine inside.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from patience import PATIENCE, wait_until
+
+ROOT = Path(__file__).parent.parent
+STAGES = ("stage01_cli", "stage02_server", "stage03_engine", "stage04_kernels")
+FLOORS = (
+    "stage02_server/features", "stage03_engine/core/features", "stage03_engine/frontend/features", "stage04_kernels/features",
+    "stage04_kernels/backends",
+)  # fmt: skip
+SINGLE_ROOMS = (
+    "stage01_cli/tools", "stage01_cli/bench", "stage03_engine/replay", "stage03_engine/model_formats",
+    "stage03_engine/core/models/more", "stage04_kernels/triton_kernels", "stage04_kernels/lab",
+)  # fmt: skip
+COMPLETION = {"model": "gpt2-tiny", "prompt": "ROMEO:", "max_tokens": 12, "temperature": 0, "stream": True}
+CHAT = {
+    "model": "gpt2-tiny",
+    "messages": [{"role": "user", "content": "To be, or"}],
+    "max_tokens": 12,
+    "temperature": 0,
+}
+
+ZYGOTE = r"""
+import contextlib, io, json, os, signal, sys
+import fastapi, fastapi.openapi.utils, httptools, httpx, jinja2, prometheus_client, psutil, safetensors.torch, tokenizers, torch
+import torch.nn.functional, uvicorn, uvicorn.protocols.http.httptools_impl, uvloop, zmq.asyncio
+
+def surface(known):
+    "The flags and request fields that there are, and what is said to flags that are not."
+    from stage01_cli.main import main, make_parser
+    from stage02_server.protocol import ChatCompletionRequest, CompletionRequest
+    commands = next(a for a in make_parser("serve")._actions if a.dest == "subparser")
+    flags = sorted(flag for flag in commands.choices["serve"]._option_string_actions if flag.startswith("--"))
+    fields = sorted({*ChatCompletionRequest.model_fields, *CompletionRequest.model_fields})
+    said = {}
+    for flag in sorted(set(known) - set(flags)):
+        with contextlib.redirect_stderr(io.StringIO()) as stderr:
+            try:
+                code = main(["serve", "gpt2-tiny", "--dry-run", flag, "1"])
+            except SystemExit as end:
+                code = end.code
+        said[flag] = [code, stderr.getvalue()]
+    return {"flags": flags, "fields": fields, "said": said}
+
+def serve(job):
+    log = os.open(job["log"], os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1), os.dup2(log, 2)
+    os.chdir(job["folder"])
+    sys.path[:0] = [job["folder"], job["trace"]]
+    # An editable installation would find in the project itself what is missing in the copy.
+    sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in getattr(finder, "__module__", "")]
+    with open(job["surface"], "w") as file:
+        json.dump(surface(job["flags"]), file)
+    from stage01_cli.main import main
+    return main(["serve", "gpt2-tiny", "--host", "127.0.0.1", "--port", "0", *job["how"]])
+
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how they ended
+for line in sys.stdin:
+    if (pid := os.fork()) == 0:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        try:
+            code = serve(json.loads(line))
+        except BaseException:
+            import traceback
+            traceback.print_exc()
+            code = 1
+        os._exit(code)
+    print(pid, flush=True)
+"""
+
+
+def rooms() -> list[str]:
+    """Each folder or file that plugs in, as a path from the project's root."""
+    inside = [path for floor in FLOORS for path in sorted((ROOT / floor).iterdir())]
+    found = [
+        path for path in inside if path.name[0] != "_" and (path.suffix == ".py" or (path / "__init__.py").exists())
+    ]
+    return [str(path.relative_to(ROOT)) for path in found] + [*SINGLE_ROOMS]
+
+
+def copy_without(room: str | None, folder: Path) -> None:
+    """The four stages in `folder`, less one room. The compiled files come along, so nothing is compiled again."""
+    for stage in STAGES:
+        shutil.copytree(ROOT / stage, folder / stage, ignore=shutil.ignore_patterns("gpt2-tiny"))
+    (folder / "stage03_engine/bundled/gpt2-tiny").symlink_to(ROOT / "stage03_engine/bundled/gpt2-tiny")
+    if room is not None:
+        gone = folder / room
+        shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[subprocess.Popen[str]]:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    with subprocess.Popen(
+        [sys.executable, "-c", ZYGOTE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+class House:
+    """The server of a copy of the project."""
+
+    def __init__(self, zygote: subprocess.Popen[str], folder: Path, room: str | None, flags: list[str]) -> None:
+        copy_without(room, folder)
+        self.log = folder / "log"
+        # Without the feature that puts the engine into this process it runs in its own.
+        how = [] if room is not None and room.endswith("async_inproc_client.py") else ["--in-process"]
+        job = {"folder": str(folder), "trace": str(ROOT / "trace"), "log": str(self.log), "flags": flags, "how": how}
+        job["surface"] = str(folder / "surface.json")
+        assert zygote.stdin is not None and zygote.stdout is not None
+        print(json.dumps(job), file=zygote.stdin, flush=True)
+        self.process = psutil.Process(int(zygote.stdout.readline()))
+        wait_until(lambda: self._serving() or not self.process.is_running(), "the server does not start")
+        found = self._serving()
+        assert found, self.log.read_text()
+        self.client = httpx.Client(base_url=found[1], timeout=PATIENCE, trust_env=False)
+        self.surface = json.loads((folder / "surface.json").read_text())
+
+    def _serving(self) -> re.Match[str] | None:
+        text = self.log.read_text() if self.log.exists() else ""
+        return re.search(r"Serving \S+ on (http://\S+)$", text, re.MULTILINE)
+
+    def look(self, method: str, path: str, body: Any) -> tuple[int, str]:
+        """The status of an answer, and the text if it is a refusal: an answer without an end is not read."""
+        with self.client.stream(method, path, json=body) as answer:
+            return answer.status_code, answer.read().decode() if answer.status_code >= 400 else ""
+
+    def tokens(self) -> tuple[str, str]:
+        """A streamed completion and a chat."""
+        streamed = self.client.post("/v1/completions", json=COMPLETION)
+        assert streamed.status_code == 200, streamed.text
+        events = [line.removeprefix("data: ") for line in streamed.text.split("\n\n") if line]
+        assert events[-1] == "[DONE]"
+        chat = self.client.post("/v1/chat/completions", json=CHAT)
+        assert chat.status_code == 200, chat.text
+        text = "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1])
+        return text, chat.json()["choices"][0]["message"]["content"]
+
+    def close(self) -> None:
+        self.client.close()
+        self.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: not self.process.is_running(), "the server does not end")
+
+
+@pytest.fixture(scope="module")
+def whole(zygote: subprocess.Popen[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the whole tree says and has."""
+    house = House(zygote, tmp_path_factory.mktemp("whole"), None, [])
+    paths = house.client.get("/openapi.json").json()["paths"]
+    seen = {"tokens": house.tokens(), "paths": paths, **house.surface}
+    house.close()
+    return seen
+
+
+@pytest.mark.parametrize("room", rooms())
+def test_without_a_room_the_walk_still_serves(
+    room: str, whole: dict[str, Any], zygote: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    house = House(zygote, tmp_path / "house", room, whole["flags"])
+    assert house.tokens() == whole["tokens"]
+    for flag, (code, text) in house.surface["said"].items():
+        assert code == 2 and flag in text and len(text.strip().splitlines()) == 1, (flag, text)
+    for field in set(whole["fields"]) - set(house.surface["fields"]):
+        status, text = house.look("POST", "/v1/completions", COMPLETION | {field: {"any": 1}})
+        assert status == 400 and field in json.loads(text)["error"]["message"], (field, text)
+    for path, methods in whole["paths"].items():
+        for method in methods:  # a route that is gone is a 404 like every other: JSON, and no traceback
+            status, text = house.look(method.upper(), path.replace("{", "").replace("}", ""), {})
+            assert status < 500, (path, text)
+            assert status != 404 or json.loads(text)["error"]["message"], (path, text)
+    house.close()
+    assert "Traceback" not in house.log.read_text()
+    shutil.rmtree(tmp_path / "house")

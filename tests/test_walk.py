@@ -1,0 +1,177 @@
+"""The walk: the path of a GPT-2 request from the command line to the token and back. How long it is, and that nothing of it
+knows a feature.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic_ns
+
+import httpx
+import pytest
+from patience import PATIENCE
+from server_under_test import ServerProcess
+
+ROOT = Path(__file__).parent.parent
+WALK = (
+    "stage01_cli", "stage02_server", "stage03_engine", "stage03_engine/frontend", "stage03_engine/core",
+    "stage03_engine/core/models", "stage04_kernels",
+)  # fmt: skip
+MAX_LINES, MAX_FILES = 7000, 75
+MAX_FILES_OF_A_COMPLETION, MAX_FILES_OF_A_STEP, MAX_CHANGES_OF_A_STEP = 36, 20, 80
+
+
+def walk_files() -> list[Path]:
+    """All files of the walk that hold anything: an empty __init__.py is no reading."""
+    found = (path for folder in WALK for path in sorted((ROOT / folder).glob("*.py")))
+    return [path for path in found if lines_of(path)]
+
+
+def lines_of(path: Path) -> int:
+    """Code, docstrings and comments; not blank lines."""
+    return sum(1 for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+
+
+def test_the_walk_is_short() -> None:
+    sizes = {str(path.relative_to(ROOT)): lines_of(path) for path in walk_files()}
+    for folder in WALK:
+        own = {name: size for name, size in sizes.items() if str(Path(name).parent) == folder}
+        print(f"{sum(own.values()):6} {len(own):3} files  {folder}")
+    print(f"{sum(sizes.values()):6} {len(sizes):3} files")
+    assert sum(sizes.values()) <= MAX_LINES
+    assert len(sizes) <= MAX_FILES
+
+
+@dataclass(frozen=True)
+class Note:
+    """One call of a function of the project, or its return."""
+
+    time: int
+    pid: int
+    thread: str
+    what: str
+    file: str
+    function: str
+
+
+class Observed:
+    """A server whose every call was noted."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.notes: list[Note] = []
+        self.modules: dict[int, set[str]] = {}
+
+    def read(self) -> None:
+        """What the processes wrote when they ended."""
+        for path in self.folder.glob("*.notes"):
+            for line in filter(None, path.read_text().split("\n")):
+                time, thread, what, file, function = line.split("\t")
+                name = str(Path(file).relative_to(ROOT))
+                self.notes.append(Note(int(time), int(path.stem), thread, what, name, function))
+        self.notes.sort(key=lambda each: each.time)
+        for path in self.folder.glob("*.modules"):
+            self.modules[int(path.stem)] = set(path.read_text().split("\n"))
+
+
+@pytest.fixture(scope="module")
+def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Observed, int, int]]:
+    """(what was seen, and between which two moments a streamed completion ran)"""
+    seen = Observed(tmp_path_factory.mktemp("walk"))
+    with pytest.MonkeyPatch.context() as patch:
+        before = os.environ.get("PYTHONPATH")
+        own = str(Path(__file__).parent / "walk_monitor")
+        patch.setenv("PYTHONPATH", own if before is None else f"{own}{os.pathsep}{before}")
+        patch.setenv("WALK_ROOT", str(ROOT))
+        patch.setenv("WALK_NOTES", str(seen.folder))
+        patch.delenv("STAGES_CHECK_INVARIANTS", raising=False)  # nobody has that on who did not ask for it
+        server = ServerProcess("gpt2-tiny", "--host", "127.0.0.1", "--port", "0")
+        try:
+            url = server.wait_until_ready()
+            body = {"model": "gpt2-tiny", "prompt": "To be, or", "max_tokens": 16, "temperature": 0, "stream": True}
+            httpx.post(
+                f"{url}/v1/completions", json=body, timeout=PATIENCE
+            ).raise_for_status()  # what is done once is done
+            start = monotonic_ns()
+            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE)
+            end = monotonic_ns()
+            assert answer.status_code == 200 and answer.text.endswith("data: [DONE]\n\n")
+            server.process.terminate()
+            assert server.wait() == 0
+        finally:
+            server.close()
+    seen.read()
+    yield seen, start, end
+
+
+def test_a_completion_touches_few_files(observed: tuple[Observed, int, int]) -> None:
+    seen, start, end = observed
+    order: dict[str, int] = {}
+    for note in seen.notes:
+        if start <= note.time <= end and note.what == "start":
+            order[note.file] = order.get(note.file, 0) + 1
+    for number, (file, calls) in enumerate(order.items(), 1):
+        print(f"{number:3} {file:55} {calls:5} calls")
+    assert len(order) <= MAX_FILES_OF_A_COMPLETION
+
+
+def test_a_decode_step_stays_together(observed: tuple[Observed, int, int]) -> None:
+    seen, start, end = observed
+    [files] = _steps(seen, start, end)[-2:-1]  # the last but one: a plain decode
+    changes = [file for before, file in zip(["", *files], files) if file != before]
+    print("\n".join(changes))
+    print(f"{len(set(files))} files, {len(changes)} changes of file")
+    assert len(set(files)) <= MAX_FILES_OF_A_STEP
+    assert len(changes) <= MAX_CHANGES_OF_A_STEP
+
+
+def _steps(seen: Observed, start: int, end: int) -> list[list[str]]:
+    """The files of each EngineCore.step in that time, call by call."""
+    steps: list[list[str]] = []
+    inside: str | None = None
+    for note in seen.notes:
+        if not start <= note.time <= end:
+            continue
+        if note.function == "EngineCore.step":
+            inside = note.thread if note.what == "start" else None
+            if inside:
+                steps.append([])
+        if inside == note.thread and note.what == "start":
+            steps[-1].append(note.file)
+    return steps
+
+
+ON_BY_DEFAULT = {
+    "stage02_server.features.admin",  # /load and its like
+    "stage02_server.features.hardening",  # limits of size and time
+    "stage02_server.features.logprobs",
+    "stage02_server.features.page",  # the page at /
+    "stage02_server.features.refusals",  # why another route of vLLM's is a 404
+    "stage02_server.features.responses",  # /v1/responses, which parses answers and tools with
+    "stage02_server.features.tools",
+    "stage02_server.features.structured_outputs",
+    "stage02_server.features.tokenize",
+    "stage03_engine.core.features.memory_profile",  # how much memory the largest step takes
+    "stage03_engine.frontend.features.dead_folders",  # sockets that killed servers left behind
+    "stage03_engine.frontend.features.prometheus",  # /metrics
+    "stage03_engine.frontend.features.token_length",  # for the limit of long prompts
+}
+"""The rooms that a plain `serve gpt2-tiny` has switched on."""
+
+
+def test_serving_imports_no_feature_that_is_off(observed: tuple[Observed, int, int]) -> None:
+    """A feature that is off may have declared its flags and request fields, in flags.py, fields.py and params/: no more."""
+    seen, _, _ = observed
+    imported = {name for names in seen.modules.values() for name in names if name.startswith("stage0")}
+    rooms = re.compile(r"(.*?\.(features|backends|triton_kernels|lab|tools|bench|replay)(\.\w+)?)(\..*)?")
+    wrong = set()
+    for name in imported:
+        found = rooms.fullmatch(name)
+        declares = name.endswith((".flags", ".fields")) or (ROOT / name.replace(".", "/") / "__init__.py").exists()
+        if found and not declares and found[1] not in ON_BY_DEFAULT:
+            wrong.add(name)
+    assert not wrong
