@@ -52,7 +52,7 @@ REFUSED: list[tuple[dict[str, Any], str, str, str]] = [
     ({"guided_json": {"\ud800": 1}}, BAD_REQUEST, "guided_json", "Unicode"),
     ({"guided_json": {"type": "string", "\ud800": 1}}, BAD_REQUEST, "guided_json", "Unicode"),
     ({"guided_regex": ["a"]}, BAD_FORM, "body.guided_regex", "string"),
-    ({"guided_regex": "\ud800"}, BAD_FORM, "body.guided_regex", "Unicode"),
+    ({"guided_regex": "\ud800"}, BAD_FORM, "body.guided_regex", "unicode"),
     ({"guided_choice": []}, BAD_REQUEST, "guided_choice", "at least one"),
     ({"guided_choice": [""]}, BAD_REQUEST, "guided_choice", "empty"),
     ({"guided_choice": [3]}, BAD_FORM, "body.guided_choice", "string"),
