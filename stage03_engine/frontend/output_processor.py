@@ -154,10 +154,10 @@ class RequestState:
         if output.result is not None and "prompt_logprobs" in output.result:
             self.prompt_logprobs = [None, *payload(output.result["prompt_logprobs"], list[TokenLogprobs])]
         if trace.on:
-            new = max(0, self.detokenizer.safe - shown)
+            characters = max(0, self.detokenizer.safe - shown)
             trace.emit(
-                "request.detokenized", req=output.request_id, num_tokens=len(output.new_token_ids), characters=new,
-                text=self.detokenizer.text[shown:][:new] if trace.prompts else None,
+                "request.detokenized", req=output.request_id, num_tokens=len(output.new_token_ids), characters=characters,
+                text=self.detokenizer.text[shown:][:characters] if trace.prompts else None,
                 token_ids=output.new_token_ids if trace.prompts else [],
             )  # fmt: skip
             if stop is not None:

@@ -66,8 +66,8 @@ class ByteLevelStream:
 
 def _other_decoder(backend: Backend) -> Any:
     """What turns tokens into text, read from tokenizer.json; None for a byte-level vocabulary, which needs nothing else."""
-    state = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {"type": None}
-    steps = state["decoders"] if state["type"] == "Sequence" else [state]
+    state: Any = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {"type": None}
+    steps: list[Any] = state["decoders"] if state["type"] == "Sequence" else [state]
     if [step["type"] for step in steps] == ["ByteLevel"]:
         return None
     try:
