@@ -181,7 +181,8 @@ def _load(folder: Path, eos_token_ids: tuple[int, ...]) -> Tokenizer:
     eos_token_ids = eos_token_ids or (() if own is None else (own,))
     first = own if own in eos_token_ids else next(iter(eos_token_ids), None)
     try:
-        tokenizer = Tokenizer(backend, first, load(CHAT_TEMPLATE)(folder, settings))
+        template = load(CHAT_TEMPLATE)(folder, settings) if is_there(CHAT_TEMPLATE.partition(":")[0]) else None
+        tokenizer = Tokenizer(backend, first, template)
     except ConfigError as error:
         raise ConfigError(f"{folder}: {error}") from None
     tokenizer.more_eos_token_ids = tuple(end for end in eos_token_ids if end != first)

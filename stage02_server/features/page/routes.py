@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 from fastapi import APIRouter, FastAPI, Request, Response
 
 from stage02_server.api_server import Services
-from stage02_server.errors import APIError
+from stage02_server.errors import APIError, not_found
 from stage02_server.middleware import CONNECTION, RequestGate
 from stage02_server.streaming import EventStreamResponse
+from stage03_engine.mixins import is_there
 
 if TYPE_CHECKING:
     from stage03_engine.frontend.features.engine_watch import EngineWatch, WatchQueue
@@ -62,6 +63,8 @@ async def show_page(raw_request: Request) -> Response:
 async def stream_engine_events(raw_request: Request) -> Response:
     """What the scheduler decides, as server-sent events, one trace event each, its present state first. No prompts, no
     tokens. The engine tells nothing while nobody listens."""
+    if not is_there("stage03_engine.frontend.features.engine_watch"):
+        raise not_found("The live view is not installed: the engine's front end has no engine_watch.")
     from stage03_engine.frontend.features.engine_watch import EngineWatch, WatchError
 
     services: Services = raw_request.app.state.services

@@ -74,7 +74,7 @@ class PoolingFlags:
     def resolve(values: Mapping[str, Any], files: ModelFiles) -> dict[str, Any]:
         """How the engine pools, and the labels if it classifies."""
         runner, convert, pooler = (values[name] for name in ("runner", "convert", "pooler_config"))
-        computed = parse_pooling(runner, convert, pooler, has_head=bool(files.shape.labels))
+        computed = parse_pooling(runner, convert, pooler, has_head=bool(getattr(files.shape, "labels", ())))
         if computed["convert_type"] == "classify":
             from stage03_engine.core.features.pooling.labels import classifier_shape
 
