@@ -43,12 +43,12 @@ run = read_run(server.folder)
 # %%
 import inspect
 
-from stage03_engine.core import engine_core_proc, executor
+from stage03_engine.core import engine_core_proc, worker
 from stage03_engine.core.engine_core_proc import EngineCoreProc
 
 print(
     "classes in core/worker.py:  ",
-    [n for n, c in inspect.getmembers(executor, inspect.isclass) if c.__module__ == executor.__name__],
+    [n for n, c in inspect.getmembers(worker, inspect.isclass) if c.__module__ == worker.__name__],
 )
 print(
     "methods of EngineCoreProc:    ",

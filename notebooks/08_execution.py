@@ -217,7 +217,7 @@ row_of = {row: request_id for request_id, row in runner.batch.row_of.items()}
 greedy_ids = logits.argmax(-1).tolist()
 sampled = {row_of[row]: [token] for row, token in zip(inputs.sampled, greedy_ids)}
 for row, token in zip(inputs.sampled, greedy_ids):
-    runner.batch.append_token(row, token)  # the runner remembers it: it is an input of the next step
+    runner.batch.append_tokens(row, [token])  # the runner remembers it: it is an input of the next step
 outputs = scheduler.update_from_output(first, ModelRunnerOutput(sampled))
 for output in outputs:
     print(

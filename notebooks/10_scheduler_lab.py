@@ -365,7 +365,8 @@ def decisions(scheduler_class, seed):
                 output.preempted_req_ids,
             )
         )
-        ready = [i for i in output.num_scheduled_tokens if scheduler._has_caught_up(i)]
+        scheduled = [scheduler.requests[i] for i in output.num_scheduled_tokens]
+        ready = [r.request_id for r in scheduled if r.num_computed_tokens == r.num_tokens]
         scheduler.update_from_output(output, ModelRunnerOutput({i: [(len(i) + step) % 3] for i in ready}))
     return said
 

@@ -54,7 +54,6 @@ class ModelRunner:
         size = (2, num_blocks, self.block_size, shape.num_kv_heads, shape.head_dim)
         return [_zeros(size, self.dtype, device) for _ in range(shape.num_layers)]
 
-    @torch.inference_mode()
     def initialize_kv_cache(self, num_blocks: int) -> None:
         """Allocate the KV cache."""
         self.kv_caches = self.new_kv_caches(num_blocks, self.device)

@@ -114,6 +114,7 @@ class CudaGraphHook(RunnerHook):
 
     graphs: DecodeGraphs | None = None
 
+    @torch.inference_mode()
     def cache_allocated(self, num_blocks: int) -> None:
         """Record decode steps."""
         runner = self.runner
