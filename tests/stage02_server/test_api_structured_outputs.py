@@ -161,6 +161,14 @@ def test_what_only_the_compiler_finds_is_a_400_before_the_first_byte(server: Ser
         assert [n.result().json()["choices"][0]["text"] for n in neighbours] == [alone, alone]
 
 
+def test_a_forced_tool_whose_parameters_no_grammar_can_follow_is_a_400(server: ServerProcess) -> None:
+    tool = {"type": "function", "function": {"name": "x", "parameters": {"not": {}}}}
+    body = {"messages": [{"role": "user", "content": "Look!"}], "tools": [tool], "tool_choice": "required"}
+    response = httpx.post(f"{server.url}/v1/chat/completions", json=body)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == "tools"
+
+
 def test_openai_client_gets_an_object_of_the_schema(server: ServerProcess) -> None:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         ask: Any = {
