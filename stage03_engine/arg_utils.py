@@ -37,10 +37,9 @@ def engine_settings() -> list[Setting]:
 
 @dataclass(frozen=True)
 class EngineArgs:
-    """Every setting of the engine with its source, before the model is looked for.
+    """Every setting of the engine with its source, before the model is found.
 
-    `settings` maps each field name of SECTIONS to its Resolved. It may hold more (those of the HTTP server): they are
-    left alone.
+    `settings` maps each field name of SECTIONS to its Resolved. Others (of the HTTP server) are left alone.
     """
 
     settings: dict[str, Resolved]
@@ -55,7 +54,7 @@ class EngineArgs:
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> EngineArgs:
-        """From a command line that was parsed with `add_cli_args`, and perhaps a positional `model_tag`.
+        """From a command line parsed with `add_cli_args`, and perhaps a positional `model_tag`.
 
         Raises ConfigError.
         """
@@ -65,7 +64,7 @@ class EngineArgs:
     def from_kwargs(cls, **kwargs: Any) -> VllmConfig:
         """The configuration for a caller in Python: `from_kwargs(model="gpt2-tiny", block_size=8)`.
 
-        A keyword has the rank of a command line flag; STAGES_* variables count for what is not given.
+        A keyword ranks as a command line flag; STAGES_* variables apply to what is not given.
         Raises ConfigError, also for an unknown keyword, and ModelNotFoundError.
         """
         settings = engine_settings()
@@ -78,10 +77,10 @@ class EngineArgs:
         return config
 
     def create_engine_config(self) -> tuple[VllmConfig, dict[str, Resolved]]:
-        """Find the model, fill in what can be detected, check the whole.
+        """Find the model, fill in what can be detected, check the result.
 
-        Returns the configuration and the settings as they now stand, sources included. Raises ModelNotFoundError, or
-        ConfigError if a setting is impossible, alone or together with another.
+        Returns the configuration and the final settings, sources included. Raises ModelNotFoundError, or ConfigError if a
+        setting is impossible, alone or together with another.
         """
         model, dtype = self.settings["model"], self.settings["dtype"]
         files = resolve_model(model.value, self.settings["load_format"].value, self.settings["tokenizer"].value)
@@ -118,7 +117,7 @@ def _values(settings: Mapping[str, Resolved]) -> dict[str, Any]:
 
 
 def _build(settings: Mapping[str, Resolved], files: ModelFiles) -> VllmConfig:
-    """Each section takes the values of its own fields, from the settings or computed here and by the features."""
+    """Fill each section with the values of its fields: settings, or values computed here and by the features."""
     values = _values(settings)
     values |= {"model_path": files.model_path, "tokenizer_path": files.tokenizer_path, "shape": files.shape}
     for resolve in each(VllmConfig, "resolve"):

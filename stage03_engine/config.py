@@ -1,7 +1,7 @@
 """The configuration of one engine: frozen dataclasses, from which the command line flags are derived.
 
-A field's `metadata` holds what its flag needs: `help`, and where it applies `choices`, `aliases` and `at_least`. A field is
-written once: here, or in the `flags.py` of the feature that it belongs to.
+A field's `metadata` holds what its flag needs: `help`, and where they apply `choices`, `aliases` and `at_least`. Each field
+is declared once: here, or in the `flags.py` of its feature.
 Source: vllm/config (ModelConfig, CacheConfig, SchedulerConfig, ..., VllmConfig). Nothing here imports torch.
 """
 
@@ -130,7 +130,7 @@ class ObservabilityConfig(
         _FEATURES + "debug.flags:TraceLayers",
     )
 ):
-    """What can be seen from outside."""
+    """What the engine shows to the outside."""
 
     disable_log_stats: bool = option(False, "no periodic line with throughput and queue lengths")
 
@@ -152,11 +152,11 @@ class VllmConfig(
         _FEATURES + "recording.flags:RecordingFlags",
     )
 ):
-    """Everything that the front end and the engine core share; sent over the handshake as msgpack.
+    """Everything that the front end and the engine core share; sent in the handshake as msgpack.
 
     A feature's mixin adds its own sections as fields, and may define any of these methods:
 
-    - `detect(values)`, static: name -> (value, what was looked at), for settings that were left open
+    - `detect(values)`, static: name -> (value, what decided), for settings that were left open
     - `resolve(values, files)`, static: internal fields computed from the settings and the model's files
     - `check(self)`: raises ConfigError if the settings are impossible together
     - `tasks(self)`: what requests may ask for, if the feature changes it
@@ -183,7 +183,7 @@ class VllmConfig(
 
     @property
     def supported_tasks(self) -> tuple[str, ...]:
-        """What requests may ask of the model (vLLM: AsyncLLM.get_supported_tasks)."""
+        """What requests may ask for (vLLM: AsyncLLM.get_supported_tasks)."""
         return next((found for tasks in each(VllmConfig, "tasks") if (found := tasks(self))), ("generate",))
 
     def hooks(self, seam: str) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class StagesError(Exception):
-    """What is wrong and what to do about it, in one line: a command prints it without a traceback and exits with 2."""
+    """One line that says what is wrong and how to fix it: a command prints it without a traceback and exits with 2."""
 
     exit_code = 2
 
@@ -24,7 +24,7 @@ class EngineStartError(StagesError):
 
 
 class EngineDeadError(Exception):
-    """The engine process is gone; every request that waits for it ends with this (vllm/v1/engine/exceptions.py)."""
+    """The engine process is gone; every unfinished request gets this error (vllm/v1/engine/exceptions.py)."""
 
 
 class InvalidRequestError(ValueError):

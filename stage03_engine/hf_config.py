@@ -1,8 +1,8 @@
-"""From config.json to ModelShape (vllm/transformers_utils/config.py; the classes of transformers that read the same file).
+"""From config.json to ModelShape (vllm/transformers_utils/config.py; the config classes of transformers).
 
-GPT-2 is read here; other architectures are read by the modules that READERS names. Whatever changes a model's mathematics is
-read or refused by name: to ignore a key would give wrong tokens silently. A missing key has the value that transformers gives
-it. Imports no torch.
+This module reads GPT-2; READERS names the modules for other architectures. A key that changes a model's mathematics is
+read, or refused by name: ignoring it would silently give wrong tokens. A missing key gets transformers' default.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import is_there, load
 from stage03_engine.model_shape import ModelShape
 
-MAX_LAYERS = 1024  # several times as many as any model has; each takes memory before the weights are looked at
+MAX_LAYERS = 1024  # several times as many as any model has; each takes memory before the weights are read
 
 
 class Config:
@@ -31,7 +31,7 @@ class Config:
         raise ConfigError(f"{self.path}: {message}")
 
     def size(self, key: str, default: int | None = None) -> int:
-        """A positive integer. A missing key, or null, has the default if there is one."""
+        """A positive integer. A missing key, or null, means the default if there is one."""
         value = self.values.get(key)
         if value is None and default is not None:
             return default
@@ -54,7 +54,7 @@ class Config:
         return value
 
     def only(self, fixed: dict[str, tuple[Any, ...]]) -> None:
-        """Refuse every other value of these keys."""
+        """Refuse any other value of these keys."""
         for key, allowed in fixed.items():
             if key in self.values and self.values[key] not in allowed:
                 self.refuse(f"{key} = {self.values[key]!r} is not supported; only {allowed[0]!r} is")
@@ -82,11 +82,11 @@ _GPT2_FIXED = {
     "add_cross_attention": (False,),
     "tie_word_embeddings": (True,),
 }
-"""Keys that change GPT-2's mathematics, and the values that are built."""
+"""Keys that change GPT-2's mathematics, and the values that are supported."""
 
 
 def read_gpt2(config: Config, architecture: str) -> ModelShape:
-    """GPT-2's own names for its sizes. Raises ConfigError."""
+    """GPT-2's config.json, with its own names for the sizes. Raises ConfigError."""
     config.only(_GPT2_FIXED)
     context_key = "n_ctx" if "n_positions" not in config.values and "n_ctx" in config.values else "n_positions"
     intermediate_size = config.size("n_inner", 4 * config.size("n_embd"))
@@ -104,7 +104,7 @@ def plain_shape(
     layers_key: str,
     context_key: str,
 ) -> ModelShape:
-    """A decoder whose heads divide the hidden size among them and share no keys."""
+    """A decoder whose heads split the hidden size evenly and share no keys."""
     hidden_size, num_heads = config.size(hidden_key), config.size(heads_key)
     if hidden_size % num_heads:
         config.refuse(f"{hidden_key} = {hidden_size} is not a multiple of {heads_key} = {num_heads}")
@@ -153,7 +153,7 @@ def read_shape(folder: str | os.PathLike[str]) -> ModelShape:
 
 
 def read_architecture(config: Config, architecture: str) -> ModelShape:
-    """The shape of a model of that architecture. Raises ConfigError."""
+    """The shape of a model of this architecture. Raises ConfigError."""
     reader = READERS[architecture][1]
     if not is_there(reader.partition(":")[0]):
         config.refuse(f"architecture {architecture} belongs to a feature that is not installed")

@@ -33,7 +33,7 @@ METHODS = {
 
 
 class LLM:
-    """An engine that is driven by plain function calls.
+    """An engine driven by plain function calls.
 
     >>> LLM("gpt2-tiny").generate("To be, or", SamplingParams(temperature=0, max_tokens=8))[0].outputs[0].text
 
@@ -46,7 +46,7 @@ class LLM:
 
     @classmethod
     def from_vllm_config(cls, config: VllmConfig, *, multiprocess: bool = False) -> LLM:
-        """The same from a configuration that is already resolved."""
+        """The same from a resolved configuration."""
         llm = cls.__new__(cls)
         llm._setup(config, multiprocess)
         return llm
@@ -66,8 +66,8 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Complete all prompts together; the results are in their order. `params` is one for all or one for each; without
-        them the model's generation_config.json decides.
+        """Complete all prompts together; results come in the order of the prompts. `params` is one for all or one for each;
+        without it the model's generation_config.json decides.
         `use_tqdm` shows a progress bar when stderr is a terminal.
 
         Raises InvalidRequestError before anything runs if a prompt or a setting is impossible.
@@ -101,7 +101,7 @@ class LLM:
         return f"r{next(self._ids)}"
 
     def add_request(self, request: EngineCoreRequest, prompt: Prompt | None = None) -> None:
-        """Hand a request to the engine core, which runs it in the next steps. Raises ValueError if it refuses it."""
+        """Hand a request to the engine core, which runs it in the next steps. Raises ValueError if the core refuses it."""
         parts = self.output_processor.add_request(request, prompt if isinstance(prompt, str) else None)
         try:
             for part in parts:
@@ -113,7 +113,7 @@ class LLM:
     def run_all(
         self, requests: Sequence[EngineCoreRequest], prompts: Sequence[Prompt], use_tqdm: bool = False
     ) -> list[RequestOutput]:
-        """Add these requests and run them to their end; their last outputs, in their order."""
+        """Add these requests and run them to the end. Returns their last outputs, in the same order."""
         for request, prompt in zip(requests, prompts):
             self.add_request(request, prompt)
         finished: Iterable[RequestOutput] = (output for output in self.run() if output.finished)
@@ -139,7 +139,7 @@ class LLM:
             self.engine_core.abort_requests(left)
 
     def step(self) -> list[RequestOutput]:
-        """One engine step and what came out of it."""
+        """Run one engine step and return its outputs."""
         outputs = self.engine_core.get_output()
         request_outputs, reqs_to_abort = self.output_processor.process_outputs(outputs.outputs, IterationStats())
         if reqs_to_abort:
@@ -147,7 +147,7 @@ class LLM:
         return request_outputs
 
     def stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[RequestOutput]:
-        """Complete one prompt, yielding outputs as they come (of the kind that `params.output_kind` says)."""
+        """Complete one prompt, yielding outputs of the kind `params.output_kind` as they come."""
         request = self.input_processor.process_inputs(self.next_id(), prompt, params)
         self.add_request(request, prompt)
         yield from self.run()

@@ -1,10 +1,10 @@
-"""What the front end and the engine core say to each other: msgpack, never pickle.
+"""The messages between the front end and the engine core: msgpack, never pickle.
 
 Input  (front end ROUTER -> engine DEALER): [request type, payload]
 Output (engine PUSH -> front end PULL):     [payload], or [ENGINE_CORE_DEAD, reason]
 
-What a feature sends along travels as plain msgpack in `EngineCoreRequest.task` and `EngineCoreOutput.result`; the feature
-itself gives it a type again (`payload`), so that this file need not know any. A `cause` field carries the trace reference ("pid:seq") of the event that sent the message.
+A feature's data travels as plain msgpack in `EngineCoreRequest.task` and `EngineCoreOutput.result`; the feature converts
+it back to its own type (`payload`), so this file knows none of them. `cause` is the trace reference ("pid:seq") of the event that sent the message.
 Source: vllm/v1/engine/__init__.py and vllm/v1/serial_utils.py.
 """
 
@@ -25,9 +25,9 @@ T = TypeVar("T")
 
 
 def payload(value: Any, kind: type[T]) -> T:
-    """A `task` or a part of a `result` as what it was before it travelled. Raises msgspec.ValidationError if it is not that.
+    """Convert a `task` or a part of a `result` back to its type. Raises msgspec.ValidationError if it does not fit.
 
-    Between two halves in one process nothing is encoded, and the object itself arrives.
+    When front end and core share a process nothing is encoded, and the object itself arrives.
     """
     return msgspec.convert(value, kind)
 
@@ -42,7 +42,7 @@ class EngineCoreRequestType(enum.Enum):
 
 class FinishReason(enum.IntEnum):
     """Why a request ended. STOP: end-of-text, stop token or stop string; LENGTH: max_tokens or the context is full;
-    REPETITION: it wrote the same again and again, and its `repetition_detection` says to end then."""
+    REPETITION: the output repeats itself, and `repetition_detection` ends it."""
 
     STOP = 0
     LENGTH = 1
@@ -55,7 +55,7 @@ class FinishReason(enum.IntEnum):
 
 
 class EngineCoreRequest(msgspec.Struct, array_like=True, gc=False):
-    """One request, as the engine core receives it: token ids only, no text."""
+    """A request as the engine core receives it: token ids only, no text."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -120,7 +120,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False, omit_defaults=
 
 
 class SpecDecodingStats(msgspec.Struct, array_like=True, gc=False):
-    """What became of drafts since the start: how often there were some, how many tokens, how many of them stood."""
+    """Drafts since the start: how many, how many tokens they had, how many of these were accepted."""
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
@@ -128,8 +128,8 @@ class SpecDecodingStats(msgspec.Struct, array_like=True, gc=False):
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
-    """The state of the scheduler after a step. `kv_cache_usage` is in [0, 1]; the other numbers from `num_preemptions` on
-    count since the start. Prefix-cache queries and hits are in tokens, of requests when they are first admitted."""
+    """The state of the scheduler after a step. `kv_cache_usage` is in [0, 1]; `num_preemptions` and what follows count from
+    the start. Prefix-cache queries and hits are in tokens, counted when a request is first admitted."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -141,7 +141,7 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, gc=False):
-    """Everything that one engine step has to say to the front end."""
+    """Everything that one engine step sends to the front end."""
 
     outputs: list[EngineCoreOutput] = []
     scheduler_stats: SchedulerStats | None = None
@@ -149,18 +149,18 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, gc=False):
     engine_index: int = 0
     cause: str | None = None
     step: int | None = None  # the engine step that made them, for the trace
-    trace_events: list[bytes] = []  # while somebody watches the scheduler: its trace events, as JSON
+    trace_events: list[bytes] = []  # while the scheduler is being watched: its trace events, as JSON
 
 
 def refusal(request_id: str, error: ValueError) -> EngineCoreOutputs:
-    """The answer to a request that the engine core does not take; `error.param` is the field to blame, if any."""
+    """The answer to a request that the engine core refuses; `error.param` is the field to blame, if any."""
     refused = EngineCoreOutput(request_id, [], None, FinishReason.ERROR, error=str(error))
     refused.error_param = getattr(error, "param", None)
     return EngineCoreOutputs([refused])
 
 
 class EngineHello(msgspec.Struct, tag="hello"):
-    """Handshake 1, engine -> front end: I am here; this is what my clock shows (time.monotonic_ns)."""
+    """Handshake 1, engine -> front end: the engine is up; `monotonic_ns` is its clock (time.monotonic_ns)."""
 
     pid: int
     monotonic_ns: int
@@ -168,7 +168,7 @@ class EngineHello(msgspec.Struct, tag="hello"):
 
 
 class EngineInit(msgspec.Struct, tag="init"):
-    """Handshake 2, front end -> engine: your configuration and the sockets to use."""
+    """Handshake 2, front end -> engine: the configuration and the sockets to use."""
 
     config: VllmConfig
     input_address: str
@@ -186,7 +186,7 @@ class EngineReady(msgspec.Struct, tag="ready"):
 
 
 class EngineFailed(msgspec.Struct, tag="failed"):
-    """Handshake 3 instead: why it will not work, in one line."""
+    """Handshake 3 instead: why the engine cannot start, in one line."""
 
     message: str
 

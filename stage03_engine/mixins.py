@@ -1,11 +1,11 @@
-"""How features add fields to the walk's types, and parts to its work, without the walk importing a feature.
+"""How features add fields and behaviour to the walk's types without the walk importing a feature.
 
 A feature declares its flags and request fields as mixins, in a `flags.py` or `fields.py` of its own folder, which hold
-declarations and nothing else. The walk's types name them in a table, once:
+nothing but declarations. The walk's types name them once, in a table:
 
     class VllmConfig(*mixins("stage03_engine.core.features.spec_decode.flags:SpecDecodeFlags")): ...
 
-A mixin whose folder was taken out is skipped. vLLM writes all fields into one class.
+A mixin whose folder was deleted is skipped. vLLM puts all fields into one class.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from stage03_engine.errors import ConfigError
 
 
 def is_there(module: str) -> bool:
-    """Can `module` be imported? False when it, or a folder above it, was taken out."""
+    """Can `module` be imported? False if it, or a folder above it, was deleted."""
     try:
         return find_spec(module) is not None
     except ModuleNotFoundError:
@@ -35,28 +35,28 @@ def load(name: str) -> Any:
 
 
 def load_feature(name: str, wanted: str) -> Any:
-    """As `load`, but raises ConfigError if the module was taken out; `wanted` is what the user asked for."""
+    """Like `load`, but raises ConfigError if the module was deleted; `wanted` is what the user asked for."""
     if not is_there(name.partition(":")[0]):
         raise ConfigError(f"{wanted} is not installed")
     return load(name)
 
 
 def mixins(*names: str) -> tuple[type, ...]:
-    """The classes that `names` (module:Class) stand for, without those whose module was taken out."""
+    """The classes that `names` (module:Class) stand for, without those whose module was deleted."""
     return tuple(load(name) for name in names if is_there(name.partition(":")[0]))
 
 
 def each(kind: type, method: str) -> list[Callable[..., Any]]:
-    """`method` of each mixin of `kind` that defines it; `kind.method` alone would be that of the first."""
+    """`method` of each mixin of `kind` that defines it; `kind.method` alone would be the first one's."""
     return [getattr(part, method) for part in kind.__mro__[1:] if method in vars(part)]
 
 
 def struct_of(base: type[msgspec.Struct], parts: Sequence[type]) -> Any:
     """`base` with the fields and methods of `parts`, for msgspec, which cannot inherit from two Structs.
 
-    A part is a plain class with `__slots__ = ()`, annotated fields and a default for each, and perhaps methods. Its method
-    `check(self)`, if it has one, raises what `base` would raise; it stands in the table `CHECKS` beside the defaults of the
-    part's fields, and `base.__post_init__` calls it if a field has another value. The `HOOKS` of the parts become one table.
+    A part is a plain class with `__slots__ = ()`, annotated fields with defaults, and perhaps methods. Its method
+    `check(self)`, if any, raises what `base` would raise; the table `CHECKS` holds it beside the defaults of the part's
+    fields, and `base.__post_init__` calls it if a field has another value. The `HOOKS` of the parts become one table.
     """
     fields, checks = [], []
     for part in parts:

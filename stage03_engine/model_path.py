@@ -32,7 +32,7 @@ _ALIASES = {"gpt-2": "gpt2"}
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A model that was found."""
+    """The files of a model."""
 
     name: str  # without alias
     model_path: str | None  # folder with config.json; None for a known shape
@@ -52,7 +52,7 @@ def bundled_models() -> list[str]:
 
 
 def known_shapes() -> dict[str, ModelShape]:
-    """The shapes that `--load-format dummy` knows without any file."""
+    """The shapes that `--load-format dummy` knows without files."""
     others = "stage03_engine.model_formats.llama"
     return KNOWN_SHAPES | (load(f"{others}:KNOWN_SHAPES") if is_there(others) else {})
 
@@ -60,8 +60,8 @@ def known_shapes() -> dict[str, ModelShape]:
 def resolve_model(name: str, load_format: str = "auto", tokenizer: str | None = None) -> ModelFiles:
     """Find the model `name`, its tokenizer and its shape.
 
-    With load_format "dummy" no weights are needed, a known shape will do, and the hub is not asked; a model without
-    tokenizer files then has tokenizer_path None. `tokenizer` names another folder or model to take the tokenizer from.
+    With load_format "dummy" no weights are needed, a known shape is enough, and the hub is not asked; tokenizer_path is
+    None if there are no tokenizer files. `tokenizer` names another folder or model to take the tokenizer from.
     Raises ModelNotFoundError if files are missing, ConfigError if config.json cannot be used.
     """
     name, dummy = canonical_name(name), load_format == "dummy"
@@ -94,8 +94,8 @@ def find_tokenizer(name: str, offline: bool) -> str:
 def _find(
     name: str, what: str, patterns: list[str], complete: Callable[[Path], bool], *, offline: bool
 ) -> tuple[Path, str]:
-    """The folder of `name` and where it was found. A folder that the user names is taken even when it is incomplete, so
-    that the error is about that folder; a cached one is only taken when it is complete."""
+    """The folder of `name` and where it was found. A folder that the user names is used even if it is incomplete, so
+    that the error is about that folder; a cached one is used only if it is complete."""
     path = Path(os.path.expanduser(name))
     if path.is_dir():
         return path.resolve(), "folder"

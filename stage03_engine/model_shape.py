@@ -1,6 +1,6 @@
-"""The size and the kind of a model: what its config.json says (hf_config.py reads it), and the shapes of the GPT-2 family.
+"""The size and kind of a model, as its config.json gives them (hf_config.py reads it), and the shapes of the GPT-2 family.
 
-With a known shape `--load-format dummy` needs no files at all.
+With a known shape, `--load-format dummy` needs no files at all.
 """
 
 from __future__ import annotations
@@ -44,4 +44,4 @@ KNOWN_SHAPES = {
     "gpt2-large": _gpt2(36, 20, 1280),
     "gpt2-xl": _gpt2(48, 25, 1600),
 }
-"""Shapes that `--load-format dummy` knows without any file: table 2 of the GPT-2 paper (Radford et al. 2019)."""
+"""Shapes that `--load-format dummy` knows without files: table 2 of the GPT-2 paper (Radford et al. 2019)."""

@@ -35,7 +35,7 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """The state of one request as its caller sees it: one sequence, or with n > 1 those that have something new."""
+    """The state of one request as its caller sees it: one sequence, or with n > 1 each that has something new."""
 
     request_id: str
     prompt: str | None
@@ -51,7 +51,7 @@ class RequestOutput:
     def add(self, newer: RequestOutput, aggregate: bool) -> None:
         """Merge a newer output of the same request that came before this one was read.
 
-        `aggregate` True (DELTA) appends it; False (CUMULATIVE) lets it replace this one. Nothing is ever lost.
+        With `aggregate` (DELTA) the newer one is appended; without (CUMULATIVE) it replaces this one. Nothing is lost.
         """
         self.finished = newer.finished
         self.prompt_logprobs = newer.prompt_logprobs or self.prompt_logprobs

@@ -41,7 +41,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     min_p: float = 0.0
     seed: int | None = None  # answer i takes seed + i
     max_tokens: int | None = 16  # None: up to the end of the context
-    min_tokens: int = 0  # no end-of-text, stop token or stop string before
+    min_tokens: int = 0  # no end-of-text, stop token or stop string ends the output earlier
     stop: list[str] = []
     stop_token_ids: list[int] = []
     include_stop_str_in_output: bool = False
@@ -61,9 +61,9 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     num_likely_tokens: int | None = None  # how many of the likeliest tokens each step reports; None: no logprobs at all
 
     HOOKS: ClassVar[dict[str, dict[str, str]]] = {}
-    """Field of a feature -> seam ("input", "scheduler", "runner", "output") -> the hook ("module:Class") that handles it there."""
+    """Feature's field -> seam ("input", "scheduler", "runner", "output") -> the hook ("module:Class") that handles it there."""
     CHECKS: ClassVar[list[tuple[dict[str, Any], Callable[[SamplingParams], None]]]] = []
-    """Fields of a feature with their defaults, and what checks them in requests that use them (see `struct_of`)."""
+    """A feature's fields with their defaults, and the check for requests that use them (see `struct_of`)."""
 
     if TYPE_CHECKING:  # the fields of features are added below
 
@@ -100,7 +100,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
         self._check(few, "stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids")
 
     def _check_tokens(self) -> None:
-        """What names tokens or counts them. Whether an id is in the vocabulary is known to the InputProcessor only."""
+        """Fields that name or count tokens. Only the InputProcessor knows whether an id is in the vocabulary."""
         named = self.logprob_token_ids
         self._check(named is None or self.logprobs is not None, "logprob_token_ids", "given together with logprobs")
         few = named is None or len(named) <= MAX_LOGPROB_TOKEN_IDS
@@ -119,7 +119,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many tokens each step reports beside the sampled one; None: no logprobs at all."""
+        """How many tokens each step reports besides the sampled one; None: no logprobs at all."""
         return self.num_likely_tokens if self.logprob_token_ids is None else len(self.logprob_token_ids)
 
     @property
@@ -128,7 +128,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
         return self.temperature < 1e-5
 
     def hooks(self, seam: str) -> dict[str, str]:
-        """Field -> hook, of the fields of features that this request uses and that need one at `seam`."""
+        """Field -> hook, for each feature's field that this request uses and that has a hook at `seam`."""
         used = {
             field: seams for field, seams in self.HOOKS.items() if getattr(self, field) != getattr(_DEFAULTS, field)
         }

@@ -13,8 +13,8 @@ from stagetrace import trace
 def open_trace(config: VllmConfig, *, run_id: str = "", private: Collection[str] = ()) -> None:
     """Start recording, or drop the events held so far, as the flags say.
 
-    `private` are words of the command line that only `--trace-prompts` may record. Raises ConfigError if the folder
-    cannot be written.
+    Only `--trace-prompts` records the words of the command line in `private`. Raises ConfigError if the folder cannot be
+    written.
     """
     recorders = config.hooks("trace")
     for recorder in recorders:
@@ -24,8 +24,8 @@ def open_trace(config: VllmConfig, *, run_id: str = "", private: Collection[str]
 
 
 def trace_message(error: Exception | str) -> str:
-    """An error's text for the trace. Only our own errors are sure not to quote a client: of any other, without
-    `--trace-prompts`, just the part before the first colon is recorded (`ValueError`, `The engine stopped`)."""
+    """An error's text for the trace. Only our own errors never quote a client. Of any other, the trace holds only the part
+    before the first colon (`ValueError`, `The engine stopped`), unless `--trace-prompts` is on."""
     if isinstance(error, StagesError):
         return str(error)
     text = str(error) if isinstance(error, str | EngineDeadError) else f"{type(error).__name__}: {error}"
