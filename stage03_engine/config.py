@@ -51,7 +51,7 @@ class ModelConfig(*mixins(_FEATURES + "logits_processor.flags:LogitsProcessors")
     override_generation_config: dict[str, Any] | None = option(
         None, 'sampling defaults that go before those, as JSON: {"temperature": 0.5, "top_k": 20}'
     )
-    default_sampling_params: dict[str, Any] | None = internal(None)  # what came of the two
+    default_sampling_params: dict[str, Any] | None = internal(None)  # computed from these two
     model_path: str | None = internal(None)  # resolved folder; None for dummy weights of a known shape
     tokenizer_path: str | None = internal(None)  # resolved folder; None = the byte-level stand-in for dummy weights
     shape: ModelShape | None = internal(None)

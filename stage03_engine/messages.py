@@ -3,8 +3,8 @@
 Input  (front end ROUTER -> engine DEALER): [request type, payload]
 Output (engine PUSH -> front end PULL):     [payload], or [ENGINE_CORE_DEAD, reason]
 
-A feature's data travels as plain msgpack in `EngineCoreRequest.task` and `EngineCoreOutput.result`; the feature converts
-it back to its own type (`payload`), so this file knows none of them. `cause` is the trace reference ("pid:seq") of the event that sent the message.
+A feature's data travels as plain msgpack in `EngineCoreRequest.task` and `EngineCoreOutput.result`; the feature converts it
+back (`payload`), so this file knows no feature. `cause` is the trace reference ("pid:seq") of the event that sent the message.
 Source: vllm/v1/engine/__init__.py and vllm/v1/serial_utils.py.
 """
 

@@ -1,7 +1,7 @@
 """The blocks of the KV cache: which are in use, which are free, and what the free ones still hold.
 
-Plain Python, no tensors. Source: vllm/v1/core/block_pool.py (BlockPool). vLLM writes the queue of free blocks out as a linked
-list (kv_cache_utils.py, FreeKVCacheBlockQueue); an OrderedDict is one.
+Plain Python, no tensors. Source: vllm/v1/core/block_pool.py (BlockPool). vLLM implements the queue of free blocks as a linked
+list of its own (kv_cache_utils.py, FreeKVCacheBlockQueue); an OrderedDict has one inside.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import OrderedDict
 from stagetrace import trace
 
 NULL_BLOCK = 0
-"""Never given to a request: padding in a block table points here, so that a stray read hits no request's tokens."""
+"""Never given to a request: padding in a block table points here, so a stray read touches no request's tokens."""
 
 
 class KVCacheBlock:
@@ -51,11 +51,11 @@ class BlockPool:
         return 1.0 - len(self._free) / self.num_usable
 
     def num_free_among(self, block_ids: list[int]) -> int:
-        """How many of these blocks stand in the free queue (and would leave it if they were touched)."""
+        """How many of these blocks are in the free queue (`touch` would take them out of it)."""
         return sum(self._blocks[i].ref_cnt == 0 for i in block_ids)
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` free blocks, the longest-free first; what they held is forgotten. Raises ValueError for too few."""
+        """Take `count` free blocks, the longest-free first, and evict what they held. Raises ValueError for too few."""
         if count > len(self._free):
             raise ValueError(f"{count} blocks wanted, {len(self._free)} free")
         blocks = [self._free.popitem(last=False)[1] for _ in range(count)]
@@ -73,7 +73,7 @@ class BlockPool:
             trace.emit("kv.evicted", block=block.block_id)
 
     def touch(self, block_ids: list[int]) -> None:
-        """A prefix hit: one more reference each, and out of the free queue."""
+        """A prefix hit: add a reference to each block, and take it out of the free queue."""
         for block in (self._blocks[i] for i in block_ids):
             if block.ref_cnt == 0:
                 del self._free[block.block_id]
@@ -99,8 +99,8 @@ class BlockPool:
         return None if block is None else block.block_id
 
     def cache(self, block_id: int, block_hash: bytes) -> bool:
-        """Make a full block findable; False when another block with the same tokens is already (two requests computed
-        the same prefix side by side: block tables are append-only, so neither gives its block up)."""
+        """Make a full block findable; False if another block with the same tokens already is (two requests computed the
+        same prefix side by side: block tables are append-only, so each keeps its own block)."""
         if block_hash in self._by_hash:
             return False
         self._blocks[block_id].block_hash = block_hash
@@ -108,7 +108,7 @@ class BlockPool:
         return True
 
     def reset(self) -> bool:
-        """Forget all cached tokens; False, and nothing is done, while a block is in use."""
+        """Forget all cached tokens; does nothing and returns False while a block is in use."""
         if len(self._free) != self.num_usable:
             return False
         for block in self._by_hash.values():

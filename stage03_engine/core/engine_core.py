@@ -29,7 +29,7 @@ CALLS = {
     "watch_scheduler": _FEATURES + "scheduler_watch:watch_scheduler",
     "unwatch_scheduler": _FEATURES + "scheduler_watch:unwatch_scheduler",
 }
-"""The methods that a client may call by name: method -> a function that gets the core and returns whether it did it."""
+"""Methods that a client may call by name: method -> a function of the core that returns False if it did nothing."""
 
 
 class EngineCore:
@@ -80,7 +80,7 @@ class EngineCore:
 
     @property
     def has_unfinished_requests(self) -> bool:
-        """Is there anything for `step` to do?"""
+        """Does `step` have anything to do?"""
         return self.scheduler.has_unfinished_requests
 
     def step(self) -> EngineCoreOutputs:
@@ -102,12 +102,12 @@ class EngineCore:
         return self._observed(EngineCoreOutputs(ended + outputs, stats, step=scheduler_output.step))
 
     def _poll_hooks(self) -> tuple[list[EngineCoreOutput], bool]:
-        """The last outputs of requests that hooks ended since the last step, and whether any request can run."""
+        """The last outputs of requests that hooks ended since the last step; and whether any request can run."""
         polled = [hook.poll() for hook in self.scheduler.hooks]
         return [output for outputs, _ in polled for output in outputs], all(ready for _, ready in polled)
 
     def _note_queue_times(self, scheduler_output: SchedulerOutput) -> None:
-        """How long a request waited until it was first scheduled; its first output reports it. (The scheduler has no clock.)"""
+        """How long a request waited to be first scheduled; its first output reports it. (The scheduler has no clock.)"""
         for new in scheduler_output.scheduled_new_reqs:
             request = self.scheduler.requests[new.request_id]
             if request.queued_at is not None:  # None: it resumes
@@ -119,7 +119,7 @@ class EngineCore:
         return outputs
 
     def call(self, method: str) -> bool:
-        """Call one of CALLS by name. False if it is none, was taken out, or could not be done."""
+        """Call one of CALLS by name. False if it is unknown, not installed, or did nothing."""
         name = CALLS.get(method, "")
         return is_there(name.partition(":")[0]) and bool(load(name)(self)) if name else False
 

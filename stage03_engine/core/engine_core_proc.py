@@ -2,7 +2,7 @@
 
 Three threads: the input thread decodes messages into a queue, the main thread runs the busy loop, the output thread encodes
 and sends. So a step never waits for a socket, and msgpack work overlaps with the model (torch releases the interpreter lock).
-A fourth only watches whether the parent is still there.
+A fourth only watches whether the parent is alive.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _DECODE: dict[EngineCoreRequestType, Callable[[bytes], _Message]] = {
     EngineCoreRequestType.UTILITY: messages.decode_utility,
 }
 CORES = {"transcription": "stage03_engine.core.features.whisper.whisper_core:WhisperCore"}
-"""Task -> the class that takes EngineCore's place for models of that task."""
+"""Task -> the class that replaces EngineCore for models of that task."""
 
 
 def make_core(config: VllmConfig) -> EngineCore:
@@ -60,8 +60,8 @@ def make_core(config: VllmConfig) -> EngineCore:
 class EngineCoreProc:
     """The engine core behind two sockets.
 
-    Invariant: whatever ends this process, the front end learns of it: by the failure message of the handshake, by the death
-    notice on the output socket, or by the end of the process itself.
+    Invariant: the front end always notices when this process ends: by the handshake's failure message, by the death notice
+    on the output socket, or by the end of the process itself.
     """
 
     def __init__(self, init: EngineInit, identity: bytes, engine_index: int) -> None:
@@ -99,7 +99,7 @@ class EngineCoreProc:
             socket.close()
 
     def _receive(self, frames: list[bytes]) -> None:
-        """Decode one message for the busy loop. What is not one of ours is ignored: it must not end the engine."""
+        """Decode one message for the busy loop. A malformed one is ignored: it must not end the engine."""
         try:
             kind, payload = frames
             request_type = EngineCoreRequestType(kind)
@@ -166,7 +166,7 @@ class EngineCoreProc:
         else:
             assert isinstance(message, messages.AbortRequests)
             self.core.abort_requests(message.request_ids)
-        if not self.core.has_unfinished_requests:  # no step will carry the new numbers to the metrics and to watchers
+        if not self.core.has_unfinished_requests:  # no step will carry the new numbers to metrics and watchers
             self.output_queue.put(self.core.step())
 
     def stop(self) -> None:
@@ -182,8 +182,8 @@ class EngineCoreProc:
 
 
 def _watch_parent(ipc_directory: Path, started: list[EngineCoreProc]) -> None:
-    """Watch our standard input, a pipe from the front end: a byte ends this process between two steps (at once while it
-    starts); the end of the file, which comes even after kill -9 of the front end, ends it at once.
+    """Watch standard input, a pipe from the front end: a byte ends this process between two steps (at once during
+    start-up); end of file, which comes even after kill -9 of the front end, ends it at once.
 
     os._exit, because the main thread may be deep in a forward pass and no front end is left to answer.
     """
@@ -198,7 +198,7 @@ def _watch_parent(ipc_directory: Path, started: list[EngineCoreProc]) -> None:
 
 
 def _startup_handshake(socket: zmq.Socket, engine_index: int) -> EngineInit:
-    """hello -> init. The events before the configuration arrives are held, not lost."""
+    """hello -> init. Trace events are held until the configuration arrives."""
     trace.hold(f"EngineCore_DP{engine_index}")
     cause = trace.emit("engine.hello", identity=engine_index) if trace.on else None
     socket.send(messages.encode(EngineHello(os.getpid(), time.monotonic_ns(), cause)))
@@ -211,7 +211,7 @@ def _startup_handshake(socket: zmq.Socket, engine_index: int) -> EngineInit:
 def run_engine_core(handshake_address: str, engine_index: int) -> int:
     """Main function of the engine process; returns its exit code.
 
-    SIGINT and SIGTERM are blocked in this process (`signals_are_ours` says why): the front end says when to end.
+    SIGINT and SIGTERM are blocked in this process (see `signals_are_ours`): the front end decides when it ends.
     """
     started: list[EngineCoreProc] = []
     directory = Path(handshake_address.removeprefix("ipc://")).parent
@@ -228,7 +228,7 @@ def run_engine_core(handshake_address: str, engine_index: int) -> int:
         engine = EngineCoreProc(init, identity, engine_index)
         started.append(engine)
         gc.collect()
-        gc.freeze()  # the model and the modules live as long as the process: the collector need not look at them again
+        gc.freeze()  # the model and the modules live as long as the process: the collector need not scan them again
         ready = EngineReady(engine.core.num_gpu_blocks, init.config.max_model_len)
         if trace.on:
             ready.cause = trace.emit("engine.ready", num_blocks=ready.num_gpu_blocks, max_model_len=ready.max_model_len)
@@ -248,13 +248,13 @@ def run_engine_core(handshake_address: str, engine_index: int) -> int:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """torch says so with a plain RuntimeError on CPUs, and when the size alone does not fit into 64 bits."""
+    """On CPUs, and when the size does not fit into 64 bits, torch raises a plain RuntimeError."""
     said = ("can't allocate memory", "not enough memory", "Storage size calculation overflowed", "out of memory")
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(s in str(error) for s in said))
 
 
 def _report_failure(error: Exception, engine: EngineCoreProc | None, handshake: zmq.Socket) -> None:
-    """Tell the front end why: over the handshake during start-up, with the death notice later."""
+    """Report the reason to the front end: in the handshake during start-up, with the death notice later."""
     if engine is None and _is_out_of_memory(error):
         error = StagesError(f"there is not enough memory for this model: {str(error).strip() or type(error).__name__}")
     text = str(error) if isinstance(error, StagesError) else f"{type(error).__name__}: {error}"

@@ -1,12 +1,12 @@
-"""The seams of scheduler and model runner: where a feature plugs in, and how it comes to be installed.
+"""The seams of scheduler and model runner: where a feature plugs in, and how it is installed.
 
-A plain request meets none of them: `hooks` is an empty list then, and each seam costs one look at it. A hook is installed for
+For plain requests `hooks` is an empty list, and each seam costs one test of it. A hook is installed
 
-- the whole engine, if a setting asks for it (`VllmConfig.hooks`), or
-- from a request on, if one of its sampling parameters needs it (`SamplingParams.HOOKS`).
+- at start, if a setting asks for it (`VllmConfig.hooks`), or
+- with the first request whose sampling parameters need it (`SamplingParams.HOOKS`).
 
-Both name it as "module:Class", so that an unused feature is never imported, and one that was taken out is missed only by its users. vLLM
-calls these features by name, from its Scheduler and its GPUModelRunner. Nothing here imports torch.
+Both name it as "module:Class", so that an unused feature is never imported, and only requests that use a deleted one fail.
+vLLM calls these features by name, from its Scheduler and its GPUModelRunner. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ if TYPE_CHECKING:
 
 
 class SchedulerHook:
-    """What a feature may add to the scheduler. Methods are called in the order of a request's life, hooks in that of their
-    installation. No hook but `poll` may look at a clock or wait: decisions must be repeatable."""
+    """What a feature may add to the scheduler. The methods follow a request's life; hooks are called in the order of their
+    installation. Only `poll` may read a clock or wait: decisions must be repeatable."""
 
     observes = False  # True: it changes nothing, and is called after those that do
-    num_cpu_blocks = 0  # KV-cache blocks in CPU memory that the hook looks after
+    num_cpu_blocks = 0  # KV-cache blocks in CPU memory that the hook manages
 
     def __init__(self, scheduler: Scheduler, config: VllmConfig) -> None:
         self.scheduler, self.config = scheduler, config
 
     def added(self, request: Request) -> None:
-        """A request is about to be queued. Raises InvalidRequestError to refuse it: what may do so is installed first."""
+        """A request is about to be queued. Raises InvalidRequestError to refuse it: such a hook is installed first."""
 
     def traced_params(self, request: Request) -> dict[str, Any]:
-        """What a replay needs to know of the request besides `Request.traced_params`."""
+        """What a replay needs to know about the request besides `Request.traced_params`."""
         return {}
 
     def poll(self) -> tuple[list[EngineCoreOutput], bool]:
-        """Before each step: the last outputs of requests that the hook ended meanwhile (`Scheduler.finish_requests`), and
-        whether any request can run. If not there is no step; the hook may have waited a moment for that to change."""
+        """Before each step: the last outputs of requests that the hook ended since (`Scheduler.finish_requests`), and
+        whether any request can run. If none can, there is no step; the hook may wait a moment for that to change."""
         return [], True
 
     def is_ready(self, request: Request) -> bool:
@@ -58,11 +58,11 @@ class SchedulerHook:
         return True
 
     def admitted(self, request: Request, output: SchedulerOutput, new_blocks: list[int], num_hits: int) -> None:
-        """A request was admitted, or resumed. Of `new_blocks` the first `num_hits` came from the prefix cache. Its
-        `num_computed_tokens` counts the larger of these and of what it had when it was preempted."""
+        """A request was admitted, or resumed. The first `num_hits` of `new_blocks` came from the prefix cache. Its
+        `num_computed_tokens` is the larger of these tokens and of those it had when it was preempted."""
 
     def preempted(self, request: Request, output: SchedulerOutput) -> bool:
-        """A request is about to lose its blocks. True: its computed tokens are safe elsewhere, and need not be computed again."""
+        """A request is about to lose its blocks. True: its keys and values are kept elsewhere, not to be recomputed."""
         return False
 
     def scheduled(self, output: SchedulerOutput) -> None:
@@ -72,7 +72,7 @@ class SchedulerHook:
         """The decision is final, and `num_computed_tokens` counts it."""
 
     def executed(self, output: SchedulerOutput, runner_output: ModelRunnerOutput) -> list[EngineCoreOutput]:
-        """The step was executed, and no token appended yet. Returns outputs that go before those of the sampled requests."""
+        """The step ran; no token is appended yet. Returns outputs that go before those of the sampled requests."""
         return []
 
     def sampled(
@@ -83,7 +83,7 @@ class SchedulerHook:
         return None
 
     def finished(self, request: Request) -> None:
-        """A request has ended, for whatever reason, and its blocks are free."""
+        """A request has ended, for any reason, and its blocks are free."""
 
     def updated(self, output: SchedulerOutput) -> None:
         """The step is over."""
@@ -96,9 +96,9 @@ class SchedulerHook:
 
 
 class RunnerHook:
-    """What a feature may add to the model runner, in the order of start-up and of a step."""
+    """What a feature may add to the model runner. The methods follow start-up, then a step."""
 
-    rows_per_request = 1  # most rows of logits that one request may take in a step
+    rows_per_request = 1  # the most rows of logits that one request may have in a step
     observes = False  # True: it changes nothing, and is called after those that do
 
     def __init__(self, runner: ModelRunner, config: VllmConfig) -> None:
@@ -109,7 +109,7 @@ class RunnerHook:
         return model
 
     def cache_allocated(self, num_blocks: int) -> None:
-        """The KV cache is in place, for good. Raises MemoryError if there is not enough for the hook's own."""
+        """The KV cache is allocated. Raises MemoryError if there is not enough memory for the hook's own."""
 
     def request_added(self, new: NewRequestData) -> None:
         """A request joined the batch, for the first time or again after a preemption."""
@@ -121,11 +121,11 @@ class RunnerHook:
         """The inputs of the step are gathered; the hook may change which rows of logits are sampled."""
 
     def forward(self, inputs: StepInputs) -> Tensor | None:
-        """Hidden states [num_tokens, hidden_size] if the hook runs the model instead of the runner. The first that does wins."""
+        """Hidden states [num_tokens, hidden_size] if the hook runs the model instead of the runner. The first one wins."""
         return None
 
     def after_forward(self, hidden: Tensor, inputs: StepInputs, scheduler_output: SchedulerOutput) -> bool:
-        """Hidden states [num_tokens, hidden_size] are there. True: nothing is to be sampled from them."""
+        """Hidden states [num_tokens, hidden_size] are computed. True: do not sample from them."""
         return False
 
     def logits(self, logits: Tensor, inputs: StepInputs, scheduler_output: SchedulerOutput) -> Tensor:
@@ -142,7 +142,7 @@ class RunnerHook:
         """Token ids by request, one per row of logits; the hook may drop some from the end of a list."""
 
     def collect(self, output: ModelRunnerOutput, inputs: StepInputs, scheduler_output: SchedulerOutput) -> None:
-        """The batch holds the new tokens. Adds to what the scheduler is told. Also called in steps without any sampled token."""
+        """The batch holds the new tokens. Adds to the output for the scheduler. Also called in steps that sample no token."""
 
     def shutdown(self) -> None:
         """The engine ends."""
@@ -160,7 +160,7 @@ def install(names: Iterable[str], owner: Scheduler | ModelRunner, config: VllmCo
 def hooks_of(params: SamplingParams, seam: str) -> list[str]:
     """The hooks ("module:Class") that a request needs at a seam: "scheduler" or "runner".
 
-    Raises InvalidRequestError that names the field if its feature was taken out.
+    Raises InvalidRequestError that names the field if its feature is not installed.
     """
     names = []
     for field, name in params.hooks(seam).items():

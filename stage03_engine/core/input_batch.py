@@ -1,4 +1,4 @@
-"""The persistent batch: what the model runner remembers of each request between steps (vllm/v1/worker/gpu_input_batch.py), and
+"""The persistent batch: what the model runner keeps of each request between steps (vllm/v1/worker/gpu_input_batch.py), and
 the tensors of one step, gathered from it (GPUModelRunner._prepare_inputs).
 
 A step changes little: a token per request, now and then a block. So the runner keeps one row per request in arrays that
@@ -79,7 +79,7 @@ class InputBatch:
         self.num_blocks[row] = start + len(block_ids)
 
     def append_tokens(self, row: int, token_ids: list[int]) -> None:
-        """Sampled tokens, as far as the context has room for them; the last is the input of the next step."""
+        """Append sampled tokens, as far as they fit into the context; the last is the input of the next step."""
         start = int(self.num_tokens[row])
         end = min(start + len(token_ids), self.max_model_len)
         self.token_ids[row, start:end] = token_ids[: end - start]
@@ -107,8 +107,8 @@ class InputBatch:
 
 @dataclass
 class StepInputs:
-    """The tensors of one step. `sampled` and `ahead` have one entry per row of logits: the row of the persistent batch that it
-    belongs to, and how many tokens further on than the next one it looks (0, but for drafts)."""
+    """The tensors of one step. `sampled` and `ahead` have one entry per row of logits: its row in the persistent batch, and
+    how many tokens beyond the next one it predicts (0, except for drafts)."""
 
     input_ids: Tensor  # [num_tokens] int64
     positions: Tensor  # [num_tokens] int64
@@ -137,7 +137,7 @@ def prepare_inputs(batch: InputBatch, scheduler_output: SchedulerOutput, device:
     slots = blocks * batch.block_size + positions % batch.block_size
     seq_lens = first + counts
     batch.num_computed[rows] = seq_lens
-    caught_up = np.flatnonzero(seq_lens >= batch.num_tokens[rows])  # greater with drafts behind
+    caught_up = np.flatnonzero(seq_lens >= batch.num_tokens[rows])  # greater if drafts follow
     return StepInputs(
         to_device(batch.token_ids[owner, positions], device),
         to_device(positions, device),
@@ -151,7 +151,7 @@ def prepare_inputs(batch: InputBatch, scheduler_output: SchedulerOutput, device:
 def make_metadata(
     starts: np.ndarray, seq_lens: np.ndarray, block_table: np.ndarray, slots: np.ndarray, device: torch.device
 ) -> AttentionMetadata:
-    """What attention must know of the step: where each request's tokens begin, its length, its blocks, the slots to write."""
+    """What attention needs to know: where each request's tokens begin, its length, its blocks, the slots to write."""
     return AttentionMetadata(
         query_start_loc=to_device(starts.astype(np.int32), device),
         seq_lens=to_device(seq_lens.astype(np.int32), device),
@@ -165,5 +165,5 @@ def make_metadata(
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """The array as a tensor there; the copy to a GPU may still be under way."""
+    """The array as a tensor on `device`; a copy to a GPU may still be in progress."""
     return torch.from_numpy(array).to(device, non_blocking=True)

@@ -35,10 +35,10 @@ def hash_block_tokens(parent: bytes, token_ids: Sequence[int], salt: str | None)
 class KVCacheManager:
     """The block table of every request that holds blocks, and the prefix cache over all blocks.
 
-    A block table only ever grows at its end while the request holds blocks: what was sent to the worker stays true. The one
-    exception is `trim`, which the worker follows by itself.
-    `hash_seed` begins every chain of hashes: with a random one no client can find out which tokens are cached by
-    constructing hashes. With `enable_caching` False no block is ever found again.
+    While a request holds blocks its block table only grows at the end, so what was sent to the worker stays valid. The one
+    exception is `trim`; the worker does the same by itself.
+    `hash_seed` begins every chain of hashes: if it is random, no client can construct hashes to find out which tokens are
+    cached. With `enable_caching` False no block is ever found again.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class KVCacheManager:
             hashes.append(hash_block_tokens(parent, request.all_token_ids[start : start + size], salt))
 
     def new_block_hashes(self, request: Request) -> list[str]:
-        """Hashes of the blocks that the request's newest tokens filled, since this was last asked, shortened to 16 hex
-        digits: what a trace may say about tokens, so that a replay finds the same prefixes without knowing them."""
+        """Hashes of the blocks that the request's tokens filled since the last call, shortened to 16 hex digits: a trace
+        may hold these, so that a replay finds the same prefixes without knowing the tokens."""
         if not self.enable_caching:
             return []
         self._hash_full_blocks(request)
@@ -90,9 +90,9 @@ class KVCacheManager:
         """Make room for the first `num_tokens` tokens of a request; `hits` are what `get_computed_blocks` found, for a
         request that holds no blocks yet.
 
-        Returns the blocks that were appended to its table (hits first, perhaps none), or None, and changes nothing, when too
-        few are free. The tokens count as cached from now on: they are computed in this step, and within a step every layer
-        writes all keys and values before it reads any.
+        Returns the blocks appended to its table (hits first, perhaps none); if too few are free, changes nothing and returns
+        None. The tokens count as cached from now on: they are computed in this step, and within a step every layer writes
+        all keys and values before it reads any.
         """
         hits = list(hits)
         table = self.tables.get(request.request_id, [])
@@ -122,7 +122,7 @@ class KVCacheManager:
             trace.emit("kv.cached", req=request.request_id, blocks=new)
 
     def trim(self, request_id: str, num_tokens: int) -> None:
-        """Give back the blocks behind the first `num_tokens` tokens: they held drafts that were rejected."""
+        """Free the blocks after the first `num_tokens` tokens: they held rejected drafts."""
         table = self.tables[request_id]
         needed = cdiv(num_tokens, self.block_size)
         self.tables[request_id] = table[:needed]
@@ -134,9 +134,9 @@ class KVCacheManager:
             trace.emit("kv.freed", req=request_id, blocks=blocks)
 
     def free(self, request_id: str) -> int:
-        """Give back all blocks of a request; returns how many. A request without blocks has none to give.
+        """Free all blocks of a request, if it has any; returns how many.
 
-        The end of the sequence goes first, so it is also evicted first: a shorter prefix is more likely to be shared.
+        The end of the sequence is freed first, so it is evicted first: a shorter prefix is more likely to be shared.
         """
         blocks = self.tables.pop(request_id, [])
         self.num_cached.pop(request_id, None)

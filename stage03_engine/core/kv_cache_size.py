@@ -1,4 +1,4 @@
-"""How many KV-cache blocks there are (vllm/v1/engine/core.py, _initialize_kv_caches; v1/core/kv_cache_utils.py)."""
+"""The number of KV-cache blocks (vllm/v1/engine/core.py, _initialize_kv_caches; v1/core/kv_cache_utils.py)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stage03_engine.errors import ConfigError
 from stagetrace import trace
 
 CPU_DEFAULT_BYTES = 4 << 30
-"""Most that the KV cache takes on a CPU when no size is given: the memory is not ours alone there (vLLM's CPU backend has
+"""The most that the KV cache takes on a CPU when no size is given: other programs need memory too (vLLM's CPU backend has
 the same default)."""
 
 
@@ -25,7 +25,7 @@ def kv_block_bytes(config: VllmConfig) -> int:
 
 
 class MeasuresMemory(Protocol):
-    """What the executor can say about the device."""
+    """What the executor measures on the device."""
 
     def kv_block_bytes(self) -> int: ...
     def determine_available_memory(self) -> int: ...

@@ -19,8 +19,8 @@ from stagetrace import trace
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """torch.zeros, but on a CPU a block costs no memory before it is first used: numpy takes the operating system's own
-    zero pages, where torch would write every byte (1.6 GB and half a second for gpt2-tiny's default cache)."""
+    """torch.zeros, but on a CPU a block takes no memory before it is first used: numpy gets zero pages from the operating
+    system, where torch would write every byte (1.6 GB and half a second for gpt2-tiny's default cache)."""
     if device.type != "cpu" or 0 in size:
         return torch.zeros(size, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(size) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(size)
@@ -28,7 +28,7 @@ def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 class ModelRunner:
     """Holds the model, the KV cache and the persistent batch of one device. `hooks` is empty unless a setting or a request
-    asks for a feature that takes part in the step (hooks.py)."""
+    needs a feature that takes part in the step (hooks.py)."""
 
     model: nn.Module
 
@@ -179,7 +179,7 @@ class ModelRunner:
 
     def _collect_logprobs(self, output: SamplerOutput, inputs: StepInputs, collected: ModelRunnerOutput) -> None:
         """One entry per new token of each request that asks for them. The tensors are as wide as the widest of these requests,
-        and hold rows behind a rejected draft, which do not count."""
+        and hold rows after a rejected draft, which do not count."""
         assert output.logprob_token_ids is not None and output.logprobs is not None and output.ranks is not None
         values = (output.logprob_token_ids.tolist(), output.logprobs.tolist(), output.ranks.tolist())
         for row, ids, logprobs, rank in zip(inputs.sampled, *values):

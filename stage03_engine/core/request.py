@@ -1,4 +1,4 @@
-"""A request inside the engine core, and the queues it stands in (vllm/v1/request.py, core/sched/request_queue.py)."""
+"""A request inside the engine core, and the queue it waits or runs in (vllm/v1/request.py, core/sched/request_queue.py)."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class Request:
 
     @property
     def traced_params(self) -> dict[str, Any]:
-        """What the scheduler looks at, for the trace: enough to decide again in a replay. The ids of stop tokens
-        only with --trace-prompts."""
+        """What the scheduler reads, for the trace: enough for a replay to decide again. Stop token ids only with
+        --trace-prompts."""
         params = self.sampling_params
         return {
             "max_tokens": params.max_tokens,
@@ -76,7 +76,7 @@ class Request:
         self.num_tokens += 1
 
     def append_output_tokens(self, token_ids: list[int], max_model_len: int) -> EngineCoreOutput:
-        """Append what a step sampled, up to the first token that ends the request; what comes behind it is dropped."""
+        """Append what a step sampled, up to the first token that ends the request; the rest is dropped."""
         for count, token_id in enumerate(token_ids, start=1):
             self.append_output_token(token_id)
             stop = check_stop(self, max_model_len)
@@ -112,8 +112,8 @@ POLICIES: dict[str, Callable[[Request], tuple[int, ...]]] = {
 class RequestQueue(list[Request]):
     """Requests in the order of a policy: a list that is kept sorted.
 
-    A preempted request that comes back stands where it belongs by its key; under `fcfs` that is the front, because all that
-    waits arrived later. Queues are short (hundreds), so a sorted list beats a heap: it can be iterated, indexed and searched.
+    A preempted request goes back to its place by key; under `fcfs` that is the front, because all that wait arrived later.
+    Queues are short (hundreds), so a sorted list beats a heap: it can be iterated, indexed and searched.
     """
 
     def __init__(self, policy: str) -> None:
@@ -121,9 +121,9 @@ class RequestQueue(list[Request]):
         self._key = POLICIES[policy]
 
     def add(self, request: Request) -> None:
-        """Insert at the place that the policy says."""
+        """Insert at its place by the policy."""
         insort(self, request, key=self._key)
 
     def pop_last(self) -> Request:
-        """Take out the request that matters least."""
+        """Remove and return the last request."""
         return self.pop()

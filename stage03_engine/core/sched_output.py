@@ -1,4 +1,4 @@
-"""What the scheduler tells the worker, and what the worker answers: only what has changed since the last step.
+"""What the scheduler sends to the worker, and what the worker returns: only what changed since the last step.
 
 Source: vllm/v1/core/sched/output.py (SchedulerOutput), vllm/v1/outputs.py (ModelRunnerOutput).
 """
@@ -14,7 +14,7 @@ from stage03_engine.sampling_params import SamplingParams
 
 
 class NewRequestData(msgspec.Struct, array_like=True, gc=False):
-    """A request that the worker does not know: just admitted, or resumed after preemption (then with its output so far)."""
+    """A request that the worker does not know: new, or resumed after preemption (then with its output so far)."""
 
     request_id: str
     token_ids: list[int]
@@ -27,7 +27,7 @@ class NewRequestData(msgspec.Struct, array_like=True, gc=False):
 
 
 class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
-    """One step's decision. The fields with a default are filled by hooks only.
+    """One step's decision. Only hooks fill the fields with a default.
 
     `new_block_ids` holds, for requests that the worker knows, the blocks to append to their tables."""
 
@@ -51,8 +51,8 @@ class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
 
 
 class ModelRunnerOutput(msgspec.Struct, array_like=True, gc=False):
-    """Sampled token ids (and logprobs where asked for) of the requests that have caught up; a request whose prompt is
-    not computed to its end yet is absent."""
+    """Sampled token ids (and logprobs if requested) of the requests that have caught up; a request whose prompt is not
+    fully computed yet is absent."""
 
     sampled_token_ids: dict[str, list[int]]
     logprobs: dict[str, list[TokenLogprobs]] = {}

@@ -24,11 +24,11 @@ class Scheduler:
     """Continuous batching under one token budget.
 
     `schedule()` gives tokens to the running requests first, then admits waiting ones, both in the order of the policy.
-    When no block is free for a running request, the one that matters least gives its blocks back (preemption); it resumes
-    by recomputing, as far as the prefix cache does not have its tokens.
+    When no block is free for a running request, the last one in that order gives its blocks back (preemption); when it
+    resumes, it recomputes the tokens that the prefix cache does not have.
 
-    `hooks` is empty until a setting or a request asks for a feature that has a say in scheduling (hooks.py). A class for
-    `--scheduler-cls` takes the same arguments; it needs to call the hooks only for the features that it is used with.
+    `hooks` is empty until a setting or a request needs a feature that takes part in scheduling (hooks.py). A class for
+    `--scheduler-cls` takes the same arguments; it must call the hooks only for the features that it is used with.
 
     Invariant: a request is in `waiting` or in `running`, never in both, and only running requests hold blocks.
     """
@@ -49,7 +49,7 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.waiting = RequestQueue(config.scheduling_policy)
         self.running = RequestQueue(config.scheduling_policy)
-        self.finished_req_ids: list[str] = []  # the worker learns of them with the next step
+        self.finished_req_ids: list[str] = []  # sent to the worker with the next step
         self.step = 0
         self.stats = SchedulerStats()
         self._arrivals = itertools.count()
@@ -76,7 +76,7 @@ class Scheduler:
             )  # fmt: skip
 
     def finish_requests(self, request_ids: list[str], reason: FinishReason = FinishReason.ABORT) -> None:
-        """End requests from outside (abort, stop string); ids that are unknown or already finished are ignored."""
+        """End requests from outside (abort, stop string); unknown and finished ids are ignored."""
         for request_id in request_ids:
             request = self.requests.get(request_id)
             if request is not None:
@@ -99,7 +99,7 @@ class Scheduler:
 
     @property
     def has_unfinished_requests(self) -> bool:
-        """Is there work for another step?"""
+        """Is there work for a step?"""
         return bool(self.requests)
 
     # One step
@@ -137,7 +137,7 @@ class Scheduler:
     def _schedule_running(self, output: SchedulerOutput, budget: int) -> int:
         """Schedule the running requests. Returns the budget that is left.
 
-        The requests to preempt come from the end of the queue, so none of them was scheduled in this step before.
+        Requests are preempted from the end of the queue, so none of them is already scheduled in this step.
         """
         index = 0
         while index < len(self.running) and budget > 0:
@@ -177,7 +177,7 @@ class Scheduler:
                 return None
 
     def _preempt(self, request: Request, output: SchedulerOutput, needed_by: Request) -> None:
-        """Free a running request's blocks and let it wait. It will compute its tokens again, unless a hook keeps them."""
+        """Free a running request's blocks and make it wait. It will compute its tokens again, unless a hook keeps them."""
         request_id, computed = request.request_id, request.num_computed_tokens
         free_before = self.kv_cache_manager.block_pool.num_free
         kept = False
@@ -198,7 +198,7 @@ class Scheduler:
 
     def _schedule_waiting(self, output: SchedulerOutput, budget: int) -> None:
         """Admit waiting requests in order while budget, batch and blocks last. The first that does not fit holds back all
-        behind it; only a request that a hook holds back is overtaken."""
+        after it; only a request that a hook holds back is overtaken."""
         index, rule = 0, ""
         while index < len(self.waiting):
             if budget <= 0 or len(self.running) >= self.config.max_num_seqs:
@@ -249,7 +249,7 @@ class Scheduler:
         )  # fmt: skip
 
     def _trace_admitted(self, request: Request, hits: list[int], new_blocks: list[int]) -> None:
-        """A request stops waiting; `new_blocks` begin with the `hits` of the prefix cache."""
+        """Record that a request was admitted; `new_blocks` begins with the `hits` of the prefix cache."""
         request_id = request.request_id
         if trace.on and hits:
             num_tokens = len(hits) * self.kv_cache_manager.block_size
@@ -262,8 +262,8 @@ class Scheduler:
             trace.emit("sched.admit", req=request_id, step=self.step, new_blocks=new_blocks, num_prompt_tokens=prompt)
 
     def _trace_held_back(self, rule: str, budget: int, index: int = 0) -> None:
-        """Why no other request was admitted: `rule` stopped the waiting request at `index`, and so all behind it; a hook holds
-        back those before it. The rule is empty if a hook holds back all."""
+        """Record why no other request was admitted: `rule` stopped the waiting request at `index`, and so all after it; a
+        hook holds back those before it. The rule is empty if hooks hold back all."""
         request_ids = [request.request_id for request in self.waiting]
         if trace.on:
             trace.emit(

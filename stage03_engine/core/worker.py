@@ -1,4 +1,4 @@
-"""The worker: one device, its memory, its model runner; and the executor, which runs a step on the workers.
+"""The worker (one device, its memory, its model runner), and the executor, which runs a step on the workers.
 
 Source: vllm/v1/worker/gpu_worker.py, cpu_worker.py; v1/executor/abstract.py, uniproc_executor.py. Popular descriptions of vLLM
 call the executor CudaExecutor; no such class exists. One worker in the same process is UniProcExecutor; several worker processes
@@ -23,7 +23,7 @@ MEASURE_ACTIVATIONS = "stage03_engine.core.features.memory_profile:measure_activ
 
 
 class Worker:
-    """Owns a device. Raises ConfigError if the device is not there."""
+    """Owns a device. Raises ConfigError if there is no such device."""
 
     def __init__(self, config: VllmConfig) -> None:
         self.config = config
@@ -97,7 +97,7 @@ class UniProcExecutor:
         return kv_block_bytes(self.config)
 
     def determine_available_memory(self) -> int:
-        """Bytes that the KV cache may take, after weights and the largest possible step."""
+        """Bytes left for the KV cache, after weights and the largest possible step."""
         return self.worker.determine_available_memory()
 
     def initialize_kv_cache(self, num_blocks: int) -> None:

@@ -33,7 +33,7 @@ class AsyncLLM:
     """Many concurrent `generate()` calls over one engine core.
 
     One background task, the output handler, pulls each step's outputs from the engine core, turns them into text and
-    puts them into the collectors on which the `generate()` calls wait.
+    puts them into the collectors that the `generate()` calls wait for.
     """
 
     def __init__(self, config: VllmConfig, client: AsyncEngineCoreClient, stat_loggers: list[StatLogger]) -> None:
@@ -60,7 +60,7 @@ class AsyncLLM:
         client: AsyncEngineCoreClient | None = None,
         stat_loggers: list[StatLogger] | None = None,
     ) -> AsyncLLM:
-        """Begin to start an engine; returns at once, `start()` waits for it.
+        """Start an engine without waiting for it; `start()` waits.
 
         `client` replaces the engine process. Raises ConfigError if the tokenizer is unusable.
         """
@@ -114,7 +114,7 @@ class AsyncLLM:
         return queue
 
     async def abort(self, request_id: str, reason: str = "client is gone") -> None:
-        """Stop a request and free its blocks; does nothing if it has ended already."""
+        """Stop a request and free its blocks; does nothing if it has already ended."""
         running = self.output_processor.abort_requests([request_id])
         if not running or self.errored:
             return

@@ -1,7 +1,7 @@
-"""How the front end reaches the engine core, behind two small interfaces.
+"""How the front end reaches the engine core: two small interfaces, and the client that the server uses.
 
-AsyncMPClient talks to an engine process from an event loop (for `AsyncLLM`, and so for the server). Features hold the other
-combinations: InprocClient for `LLM`, SyncMPClient for `LLM(multiprocess=True)`, AsyncInprocClient for `serve --in-process`.
+AsyncMPClient talks to an engine process from an event loop (for `AsyncLLM`, and so for the server). Features have the other
+clients: InprocClient for `LLM`, SyncMPClient for `LLM(multiprocess=True)`, AsyncInprocClient for `serve --in-process`.
 Source: vllm/v1/engine/core_client.py (EngineCoreClient, AsyncMPClient).
 """
 
@@ -63,7 +63,7 @@ class AsyncEngineCoreClient(ABC):
     """For a caller on an event loop."""
 
     def start_process(self) -> None:  # noqa: B027 - a client without a process has nothing to start
-        """Begin to start the engine; returns at once."""
+        """Start the engine without waiting for it."""
 
     @abstractmethod
     async def start(self) -> EngineReady:
@@ -81,7 +81,7 @@ class AsyncEngineCoreClient(ABC):
     async def call(self, method: str) -> bool:
         """Call one of the engine core's methods that are not part of serving requests; False if it did nothing.
 
-        Raises EngineDeadError, also if the engine dies meanwhile, and InvalidRequestError if it has no such method.
+        Raises EngineDeadError, also if the engine dies during the call, and InvalidRequestError if it has no such method.
         """
 
     @abstractmethod
@@ -130,7 +130,7 @@ class AsyncMPClient(AsyncEngineCoreClient):
     """An engine process, driven from an event loop.
 
     One pump task reads the output socket into a queue. The monitor thread puts an EngineDeadError into the same queue
-    when the process ends, so a waiter needs to look at one place only.
+    when the process ends, so a waiter only has to watch this queue.
     """
 
     def __init__(self, config: VllmConfig) -> None:
@@ -169,7 +169,7 @@ class AsyncMPClient(AsyncEngineCoreClient):
         try:
             loop.call_soon_threadsafe(self._die, EngineDeadError(message))
         except RuntimeError:
-            pass  # the loop is closed: we are shutting down ourselves
+            pass  # the loop is closed: the server is shutting down
 
     def _die(self, error: EngineDeadError) -> None:
         self._dead = error

@@ -1,4 +1,4 @@
-"""Incremental detokenization: token ids in, text that is safe to send out.
+"""Incremental detokenization: token ids in, out comes text that is safe to send.
 
 Two things make it more than `decode(ids)`. A character may be spread over several tokens, so bytes wait until they form
 whole characters. A stop string may be spread over several tokens, so text that could still turn into one waits too.
@@ -19,7 +19,7 @@ def find_stop(text: str, stops: list[str], start: int) -> tuple[int, str] | None
 
 
 def held_back(text: str, stops: list[str]) -> int:
-    """How many characters at the end of `text` could be the beginning of a stop string: they must not leave yet."""
+    """How many characters at the end of `text` could begin a stop string: they must not be sent yet."""
     longest = max((len(stop) for stop in stops), default=0)
     for length in range(min(longest - 1, len(text)), 0, -1):
         tail = text[-length:]
@@ -31,9 +31,9 @@ def held_back(text: str, stops: list[str]) -> int:
 class IncrementalDetokenizer:
     """The growing text of one request.
 
-    `num_tokens` counts the tokens that were taken in: what comes behind a stop string is not.
+    `num_tokens` counts the tokens added; those after a stop string are not.
     Invariant: `text` is the decoded output so far (never with half a character at its end), and text[:safe] may be
-    shown: it contains no stop string and no beginning of one that could still complete.
+    sent: it contains no stop string, and no beginning of one that could still complete.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: list[int] | None = None) -> None:
@@ -50,7 +50,7 @@ class IncrementalDetokenizer:
         self.safe = 0
 
     def update(self, new_token_ids: list[int], finished_by_token: bool = False) -> str | None:
-        """Append tokens; returns the stop string that appeared, or None. Tokens behind it add no text.
+        """Append tokens; returns the stop string that appeared, or None. Tokens after it add no text.
 
         `finished_by_token` says that the last id is an end-of-text or stop token, which is not part of the text.
         """
@@ -61,7 +61,7 @@ class IncrementalDetokenizer:
                 continue
             self.text += self._stream.push(self._tokenizer.token(token_id), self._tokenizer.token_bytes(token_id))
             # After each token, not after all: the text must not depend on how many tokens come at once.
-            if self.num_tokens <= self._min_tokens:  # vLLM: what stands in the first min_tokens tokens does not end it
+            if self.num_tokens <= self._min_tokens:  # vLLM: no stop string counts in the first min_tokens tokens
                 self._searched = len(self.text)
             elif self._stops and (stop := self._check_stop()) is not None:
                 return stop
@@ -81,11 +81,11 @@ class IncrementalDetokenizer:
         return None
 
     def finish(self) -> None:
-        """No more tokens: what was held back for a stop string is text after all; half a character is dropped."""
+        """No more tokens: text held back for a stop string becomes safe; half a character is dropped."""
         self.safe = len(self.text)
 
     def next_text(self, delta: bool) -> str:
-        """The text that may be shown: all of it, or with `delta` what was not given before."""
+        """The text that may be sent: all of it, or with `delta` what was not returned before."""
         start = self._given if delta else 0
         self._given = self.safe
         return self.text[start : self.safe]

@@ -1,4 +1,4 @@
-"""Start the engine process, shake hands with it, notice its death, and leave nothing behind.
+"""Start the engine process, shake hands with it, notice its death, and clean up.
 
 The engine is a plain subprocess (`python -m stage03_engine.core`), not a multiprocessing child: it receives its configuration
 over the handshake socket as msgpack, so nothing is ever pickled, and a user's main module is not imported again.
@@ -39,13 +39,13 @@ MAX_IPC_PATH = 80  # a Unix socket path has room for 107 bytes; leave some for t
 
 
 def base_folder() -> str:
-    """Where the folders of sockets are: the temporary folder, unless its name is too long for a socket's path."""
+    """Where the socket folders go: the temporary folder, unless its name is too long for a socket's path."""
     base = tempfile.gettempdir()
     return "/tmp" if len(base) > MAX_IPC_PATH - 20 else base
 
 
 class SocketFolder:
-    """A folder that only this user may enter: whoever can reach a socket can command the engine."""
+    """A folder that only this user may enter: access to a socket is control over the engine."""
 
     def __init__(self) -> None:
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base_folder()))  # mkdtemp makes it with mode 0700
@@ -56,14 +56,14 @@ class SocketFolder:
 
 
 def engine_environment(num_threads: int, attention_backend: str = "auto") -> dict[str, str]:
-    """Environment of the engine process. Triton asks it, too, whether kernels are to be interpreted.
+    """Environment of the engine process. Triton also reads from it whether to interpret kernels.
 
     OpenMP's threads spin by default while they wait for the next parallel region. On a machine where the API loop, the
-    client and the engine share two cores, a spinning thread takes the core from the one that has work. Measured there:
+    client and the engine share two cores, a spinning thread takes the core from one that has work. Measured there:
     two processes that each decode 8 requests of gpt2-tiny with two threads take 313-322 ms a step with the default wait
     policy, 5.6 ms with passive waiting, and 4.4 ms with one passive thread each. So: passive waiting, and one core left
     free for the API process (`num_threads`).
-    These variables are read when the library is loaded, hence here, before the process exists.
+    The library reads these variables when it is loaded, so they are set here, before the process exists.
     """
     threads = str(num_threads)
     quiet = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}

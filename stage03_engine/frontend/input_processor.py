@@ -1,4 +1,4 @@
-"""Prompt in, EngineCoreRequest out: tokenization and the checks that need the model's limits.
+"""Prompt in, EngineCoreRequest out: tokenization, and the checks that need the model's limits.
 
 Source: vllm/v1/engine/processor.py (Processor; InputProcessor in later versions).
 """
@@ -23,7 +23,7 @@ MAX_SALT_LENGTH = 1024  # characters
 
 
 class InputHook:
-    """What a feature does with a request that uses one of its fields (`SamplingParams.HOOKS`), before it leaves for the engine."""
+    """A feature's part in a request that uses one of its fields (`SamplingParams.HOOKS`), before it goes to the engine."""
 
     def __init__(self, processor: InputProcessor) -> None:
         self.processor = processor
@@ -98,7 +98,7 @@ class InputProcessor:
         )
 
     def _room(self, token_ids: list[int], params: SamplingParams) -> int:
-        """How many tokens of output fit behind the prompt. Raises InvalidRequestError if the prompt or `max_tokens` is impossible."""
+        """How many output tokens fit after the prompt. Raises InvalidRequestError if the prompt or `max_tokens` is impossible."""
         room = self._max_model_len - len(token_ids)
         if not token_ids:
             raise InvalidRequestError("The prompt must not be empty: it has no tokens.", "prompt")
@@ -133,7 +133,7 @@ class InputProcessor:
                 )
 
     def _stop_token_ids(self, params: SamplingParams) -> list[int]:
-        """Those of the request, and the ends of text that the model has besides its `eos_token_id` (Llama 3 has three)."""
+        """The request's own, and the model's end-of-text tokens besides `eos_token_id` (Llama 3 has three in all)."""
         more = () if params.ignore_eos else self.tokenizer.more_eos_token_ids
         return [*params.stop_token_ids, *(end for end in more if end not in params.stop_token_ids)]
 
@@ -150,15 +150,15 @@ class InputProcessor:
         return list(prompt)
 
     def check_text(self, prompt: str) -> None:
-        """Raises InvalidRequestError for a text that is too long for the context whatever its tokens are, or no Unicode."""
-        # What cannot fit whatever its tokens are is not tokenized: megabytes of text would hold up every other client.
+        """Raises InvalidRequestError for a text that cannot fit into the context, or is not Unicode."""
+        # A text that cannot fit whatever its tokens are is not tokenized: megabytes would hold up every other client.
         if len(prompt) > self._max_model_len * self.tokenizer.max_token_bytes:
             raise InvalidRequestError(
                 f"This model's maximum context length is {self._max_model_len} tokens. The prompt has {len(prompt)} "
                 f"characters, which are more tokens than that in any case; shorten it.",
                 "prompt",
             )
-        # A lone surrogate is a valid Python and JSON string but no Unicode text: the tokenizer cannot take it.
+        # A lone surrogate is valid in a Python or JSON string but is not Unicode text: the tokenizer cannot encode it.
         try:
             prompt.encode()
         except UnicodeEncodeError:

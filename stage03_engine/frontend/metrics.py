@@ -1,8 +1,8 @@
-"""What happens to requests, as numbers: counted per engine step, then handed to stat loggers. One writes a line every ten
-seconds; the one for Prometheus is a feature.
+"""Statistics of requests: counted per engine step, then handed to stat loggers. One writes a line every ten seconds; the
+one for Prometheus is a feature.
 
-All times are seconds of time.monotonic(), taken in the front end: they include the queue and the sockets, as a client feels
-them. A request's intervals are queue | prefill | decode; prefill ends with the first token, inference is prefill and decode.
+All times are seconds of time.monotonic(), measured in the front end: they include the queue and the sockets, as a client
+sees them. A request's intervals are queue | prefill | decode; prefill ends with the first token, inference is both.
 Source: vllm/v1/metrics/stats.py and loggers.py.
 """
 
@@ -35,7 +35,7 @@ class RequestStats:
 
 @dataclass
 class FinishedStats:
-    """The summary of one request that ended."""
+    """The summary of one finished request."""
 
     reason: str
     num_prompt_tokens: int
@@ -47,11 +47,11 @@ class FinishedStats:
 
 @dataclass
 class CompletedStats:
-    """What a caller's request asked for; with n above 1 it is `parts` requests for the engine core."""
+    """A caller's request; with n above 1 it is `parts` requests for the engine core."""
 
     n: int
     max_tokens: int | None
-    parts: int = 1  # that still run
+    parts: int = 1  # those that still run
     longest: int = 0  # tokens of the longest answer that has ended
 
 

@@ -22,7 +22,7 @@ PARALLEL_SAMPLING = "stage03_engine.frontend.features.parallel_sampling:fan_out"
 
 
 def load_feature(name: str, field: str) -> Any:
-    """What handles a field of SamplingParams. Raises InvalidRequestError if it was taken out."""
+    """The handler of a field of SamplingParams. Raises InvalidRequestError if it is not installed."""
     if not is_there(name.partition(":")[0]):
         raise InvalidRequestError(f"{field}: this engine was built without it.", field)
     return load(name)
@@ -47,7 +47,7 @@ class RequestOutputCollector:
         self._output: RequestOutput | Exception | None = None
 
     def put(self, output: RequestOutput | Exception) -> None:
-        """Never blocks. An exception replaces whatever waits and is raised by `get`."""
+        """Never blocks. An exception replaces a waiting output, and `get` raises it."""
         if isinstance(self._output, RequestOutput) and isinstance(output, RequestOutput):
             self._output.add(output, self._aggregate)
         elif not isinstance(self._output, Exception):
@@ -57,7 +57,7 @@ class RequestOutputCollector:
             trace.emit("request.collected", req=output.request_id, finished=output.finished)
 
     async def get(self) -> RequestOutput:
-        """Wait for the next output. Raises what was put, if that was an exception."""
+        """Wait for the next output. Raises it if it is an exception."""
         await self._ready.wait()
         output, self._output = self._output, None
         self._ready.clear()
@@ -94,7 +94,7 @@ class OutputEnd(NamedTuple):
 
 
 class OutputHook:
-    """What a feature may do with the output of one request; a field of SamplingParams names it (`SamplingParams.HOOKS`)."""
+    """A feature's part in the output of one request; a field of SamplingParams names it (`SamplingParams.HOOKS`)."""
 
     def find_end(self, state: RequestState, output: EngineCoreOutput) -> OutputEnd | None:
         """Where the new tokens end the request; None if they do not."""
@@ -102,7 +102,7 @@ class OutputHook:
 
 
 class RequestState:
-    """All that the front end knows about one running request."""
+    """Everything the front end knows about one running request."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class RequestState:
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         self.cumulative_logprob = 0.0
-        self.prompt_logprobs: list[TokenLogprobs | None] | None = None  # in a stream of deltas: until they are given
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None  # in a stream of deltas: until they are sent
         self.num_cached_tokens = 0
         self.result: dict[str, Any] | None = None  # what features added to the newest output
         self.stats = RequestStats(arrival=request.arrival_time, num_prompt_tokens=len(request.prompt_token_ids))
@@ -132,8 +132,8 @@ class RequestState:
         self._stream_interval = params.stream_interval or 1
 
     def append(self, output: EngineCoreOutput) -> OutputEnd | None:
-        """Add new tokens, their logprobs and their text. Returns what ends the request besides the engine core's own reasons:
-        a stop string, or what a hook found. Tokens behind that do not count."""
+        """Add new tokens, their logprobs and their text. Returns the front end's own reason to end the request, if any: a stop
+        string, or what a hook found. Tokens after it do not count."""
         new, shown = output.new_token_ids, self.detokenizer.safe
         end = None
         if self.hooks:
@@ -176,7 +176,7 @@ class RequestState:
         start = self._num_given if delta else 0
         text = self.detokenizer.next_text(delta)
         if delta and not finished and not text:
-            return None  # its tokens and logprobs go with the text that they become
+            return None  # its tokens and logprobs go out with their text
         self._num_given = len(self.token_ids)
         completion = CompletionOutput(
             index=0,
@@ -204,7 +204,7 @@ class RequestState:
 
 
 class OutputProcessor:
-    """Turns each step's outputs into what the callers wait for."""
+    """Turns each step's outputs into RequestOutputs for the callers."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -219,8 +219,8 @@ class OutputProcessor:
     def add_request(
         self, request: EngineCoreRequest, prompt: str | None = None, queue: OutputQueue | None = None
     ) -> list[EngineCoreRequest]:
-        """Expect outputs for this request. Returns what the engine core is to receive: the request itself, or with n above
-        1 one request per answer.
+        """Expect outputs for this request. Returns what to send to the engine core: the request itself, or with n above 1
+        one request per answer.
 
         Raises ValueError if its id is already in use, InvalidRequestError if the engine was built without what it asks for.
         """
@@ -241,9 +241,9 @@ class OutputProcessor:
     def process_outputs(
         self, outputs: list[EngineCoreOutput], stats: IterationStats
     ) -> tuple[list[RequestOutput], list[str]]:
-        """Returns (outputs of requests without a queue, ids that the engine must stop because of their text).
+        """Returns (outputs of requests without a queue, ids of requests that the engine must stop because of their text).
 
-        Outputs of requests that are gone (aborted a moment ago) are ignored.
+        Outputs of requests that were just aborted are ignored.
         """
         reqs_to_abort: list[str] = []
         for output in outputs:
@@ -276,12 +276,12 @@ class OutputProcessor:
         stats.complete(state.completed, num_output_tokens)
 
     def _refuse(self, state: RequestState, message: str, param: str | None) -> None:
-        """The engine core refused this request; `param` is the field to blame, None if it is nobody's fault."""
+        """The engine core refused this request; `param` is the field to blame, if any."""
         self._forget(state.request.request_id)
         state.queue.put(RuntimeError(message) if param is None else InvalidRequestError(message, param))
 
     def abort_requests(self, request_ids: list[str]) -> list[str]:
-        """Forget requests, named by their callers' ids or the engine core's; returns those of the engine core that ran."""
+        """Forget requests, by their callers' ids or the engine core's; returns the engine core's ids of those that ran."""
         running = [part for request_id in request_ids for part in self._parts(request_id)]
         return [request_id for request_id in running if self._forget(request_id)]
 

@@ -1,7 +1,7 @@
 """The tokenizer of the front end: text <-> token ids, and the bytes of each token.
 
-A byte-level vocabulary (GPT-2, Llama 3, Qwen) is built in; another decoder is reached by its lazy name. This builds on
-`tokenizers` alone: importing transformers would bring torch into the API process (hundreds of megabytes, seconds).
+Byte-level vocabularies (GPT-2, Llama 3, Qwen) are built in; another decoder is loaded by its lazy name. This needs only
+`tokenizers`: importing transformers would bring torch into the API process (hundreds of megabytes, seconds).
 Source: vllm/transformers_utils/tokenizer.py.
 """
 
@@ -30,9 +30,9 @@ TOKEN_LENGTH = "stage03_engine.frontend.features.token_length:max_token_bytes"
 
 @lru_cache(maxsize=1)
 def byte_of_symbol() -> dict[str, int]:
-    """Byte-level BPE writes each byte as one printable character; this is the way back (GPT-2's bytes_to_unicode).
+    """Byte-level BPE writes each byte as one printable character; this maps it back (GPT-2's bytes_to_unicode).
 
-    Printable Latin-1 bytes stand for themselves; the other 68 are shifted to code points from 256 upwards.
+    Printable Latin-1 bytes stand for themselves; the other 68 are shifted to code points from 256 up.
     """
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     shifted = [byte for byte in range(256) if byte not in printable]
@@ -53,7 +53,7 @@ class ByteLevelStream:
 
     Python's incremental decoder keeps at most three bytes of an unfinished character, and turns bytes that can never become
     valid into U+FFFD at once, as decoding the whole would. vLLM uses `DecodeStream` of the tokenizers library, which gives the
-    same text as long as the bytes are valid; it holds back every text that ends in U+FFFD until a valid character follows.
+    same text for valid bytes; it holds back any text that ends in U+FFFD until a valid character follows.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class ByteLevelStream:
 
 
 def _other_decoder(backend: Backend) -> Any:
-    """What turns tokens into text, read from tokenizer.json; None for a byte-level vocabulary, which needs nothing else."""
+    """The decoder that tokenizer.json names; None for a byte-level vocabulary, which needs nothing else."""
     state: Any = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {"type": None}
     steps: list[Any] = state["decoders"] if state["type"] == "Sequence" else [state]
     if [step["type"] for step in steps] == ["ByteLevel"]:
@@ -105,7 +105,7 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Text that spells a special token becomes that token, as in vLLM. `add_special_tokens` puts
-        the beginning-of-text token and the like around it, if the model's tokenizer.json says so."""
+        the beginning-of-text and similar tokens around it, if the model's tokenizer.json says so."""
         # As a batch of one: `encode` keeps the interpreter lock, so that a long text would stop every other thread for seconds.
         return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
@@ -124,7 +124,7 @@ class Tokenizer:
         return self._decoder.stream(after_text)
 
     def is_special(self, token_id: int) -> bool:
-        """True for tokens such as <|endoftext|> that are markers, not text."""
+        """True for tokens that are markers, not text, such as <|endoftext|>."""
         return token_id in self._special
 
     def special_tokens(self) -> dict[str, int]:
@@ -169,7 +169,7 @@ def _tokenizer_config(folder: Path) -> dict:
 
 
 def _content(token: object) -> str:
-    """A special token in tokenizer_config.json is a text, or an object that holds it."""
+    """The text of a special token in tokenizer_config.json, where it is a string or an object that holds one."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else ""
 

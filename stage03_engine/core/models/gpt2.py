@@ -80,7 +80,7 @@ class GPT2MLP(nn.Module):
 class GPT2Block(nn.Module):
     """Layer norm before each half, residual around it.
 
-    x is what the half before has to add to the residual stream; the norm that comes next adds it, in one pass.
+    x is what the half before adds to the residual stream; the next norm adds it, in one pass.
     """
 
     def __init__(self, shape: ModelShape, backend: str) -> None:
@@ -118,8 +118,8 @@ class GPT2LMHeadModel(nn.Module):
         return self.ln_f(x, residual)[0]
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        """[num_rows, hidden_size] -> float32 [num_rows, vocab_size]. Only for the rows that are sampled: this is the largest
-        matrix of the model."""
+        """[num_rows, hidden_size] -> float32 [num_rows, vocab_size]. Only for sampled rows: this is the model's largest
+        matrix."""
         return F.linear(hidden_states, self.wte.weight).float()
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -128,7 +128,7 @@ class GPT2LMHeadModel(nn.Module):
 
 
 def gpt2_name(name: str) -> str | None:
-    """A checkpoint's tensor name -> the parameter's name here, or None for what is not a weight (stored causal masks, the
-    output matrix that is the token embedding again)."""
+    """A checkpoint's tensor name -> the parameter's name here, or None for what is not needed (stored causal masks, the
+    output matrix, which is the token embedding again)."""
     name = name.removeprefix("transformer.")
     return None if name == "lm_head.weight" or _CAUSAL_MASKS.search(name) else name

@@ -1,7 +1,7 @@
 """What several models share: layers without initial values, and `assign_weights` (vLLM: AutoWeightsLoader).
 
-torch's own layers fill themselves with random numbers. The loader brings the values, and on the meta device that
-initialisation alone makes torch import a second's worth of modules.
+torch's own layers fill themselves with random numbers. The loader brings the values; on the meta device the
+initialisation alone would make torch import a second's worth of modules.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def embedding(num_rows: int, hidden_size: int) -> nn.Embedding:
 def assign_weights(
     model: nn.Module, tensors: Iterable[tuple[str, Tensor]], parameter_name: Callable[[str], str | None]
 ) -> None:
-    """Make each checkpoint tensor a parameter of `model`, as it lies in memory: nothing is copied.
+    """Make each checkpoint tensor a parameter of `model` without copying it.
 
-    `parameter_name` gives the parameter that a checkpoint's name means, or None for what is not needed.
-    Raises ConfigError, with names, when a tensor is missing, unknown, there twice, or of the wrong shape.
+    `parameter_name` maps a checkpoint's name to the parameter's, or to None for what is not needed.
+    Raises ConfigError, with names, if a tensor is missing, unknown, duplicate, or of the wrong shape.
     """
     wanted = dict(model.named_parameters())
     loaded: dict[str, nn.Parameter] = {}

@@ -28,7 +28,7 @@ def checkpoint_files(folder: Path) -> list[Path]:
     """The files that hold the weights: those of the index if there is one, else model.safetensors, else every
     *.safetensors. (Some folders hold the same weights again, in their makers' own format, under another name.)
 
-    Raises ModelNotFoundError without such a file, ConfigError for an index that cannot be read.
+    Raises ModelNotFoundError if there is none, ConfigError for an index that cannot be read.
     """
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
@@ -65,9 +65,9 @@ def get_model(config: VllmConfig, dtype: torch.dtype, device: torch.device) -> n
     else:
         tensors = checkpoint_tensors(Path(config.model_config.model_path or ""))
     model.load_weights(tensors)  # type: ignore[operator]
-    for parameter in model.parameters():  # what is in the right format and place already stays where it is
+    for parameter in model.parameters():  # those already in this format and on this device are not copied
         parameter.data = parameter.data.to(device=device, dtype=dtype)
-    model.to(device)  # the buffers, which keep their format
+    model.to(device)  # moves the buffers, which keep their format
     if trace.on:
         weights = list(model.parameters())
         num_bytes, seconds = sum(p.nbytes for p in weights), round(time.monotonic() - started, 4)

@@ -1,6 +1,6 @@
 """Architecture in config.json -> model class (vllm/model_executor/models/registry.py).
 
-A class is imported when it is needed, not before. The rest of the engine asks of it:
+A class is imported when it is needed, not before. The rest of the engine expects of it:
 
     __init__(shape, backend)                                build the parameters, without values
     forward(input_ids, positions, kv_caches, metadata)      hidden states [num_tokens, hidden_size]
@@ -36,7 +36,7 @@ MODELS = {
 
 
 def model_class(architecture: str) -> type[nn.Module]:
-    """Import the class of an architecture. Raises KeyError for one that is not in MODELS, ConfigError if its file was taken out."""
+    """Import an architecture's class. Raises KeyError for one that is not in MODELS, ConfigError if it is not installed."""
     module = MODELS[architecture].partition(":")[0]
     if not is_there(module):
         raise ConfigError(f"the model {architecture} is not installed: {module} is missing")
