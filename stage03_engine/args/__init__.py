@@ -1,6 +1,6 @@
-"""From the command line to settings: what stage 1 and the commands of stages 2 and 3 are built upon.
+"""From the command line to settings: what stage 1 and the commands of stages 2 and 3 are built on.
 
-vLLM keeps the same things in vllm/utils (FlexibleArgumentParser) and vllm/engine/arg_utils.py. They live in this stage
+vLLM keeps these in vllm/utils (FlexibleArgumentParser) and vllm/engine/arg_utils.py. They live in this stage
 because stages 1, 2 and 3 each have a command of their own, and nothing may import from a stage above.
 """
 

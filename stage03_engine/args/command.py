@@ -1,4 +1,4 @@
-"""What every command line of the stages does around its own work (vllm/entrypoints/utils.py)."""
+"""What every command does around its own work (vllm/entrypoints/utils.py)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ EXTRAS = {"openai": "client", "numba": "kernels", "triton": "kernels", "matplotl
 
 def run_command(command: Callable[[], int]) -> int:
     """Call `command` and return its exit code. A StagesError becomes one line on stderr and its own exit code;
-    so does a package that `make serve` leaves out. Ctrl-C ends with 130 and no word."""
+    so does a package that `make serve` leaves out. Ctrl-C ends silently with 130."""
     try:
         return command()
     except StagesError as error:

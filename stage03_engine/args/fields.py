@@ -198,7 +198,7 @@ def _kind_of(hint: Any) -> tuple[type, bool]:
 def add_flags(parser: argparse.ArgumentParser, section: type) -> None:
     """Add one flag per setting of `section`, in a group of its own.
 
-    A flag that is not given leaves no trace in the namespace (SUPPRESS): that is how it is known later what was given.
+    A flag that is not given leaves no trace in the namespace (SUPPRESS): that shows later which flags were given.
     """
     group = parser.add_argument_group(section.__name__, (section.__doc__ or "").partition("\n")[0])
     for setting in settings_of(section):

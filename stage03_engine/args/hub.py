@@ -13,7 +13,7 @@ _REASONS = {
 
 
 def from_cache(name: str, patterns: list[str]) -> Path | None:
-    """The folder in the cache that holds what there is of the model's files; None if nothing is cached."""
+    """The folder in the cache with the model's files, perhaps not all of them; None if nothing is cached."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -25,7 +25,7 @@ def from_cache(name: str, patterns: list[str]) -> Path | None:
 def from_hub(name: str, patterns: list[str]) -> Path:
     """Download a model into the cache. Respects HF_HUB_OFFLINE, HF_ENDPOINT and HF_HOME.
 
-    Raises LookupError that says in a clause why the model cannot be had.
+    Raises LookupError that says in a clause why the download failed.
     """
     from huggingface_hub import HfApi, constants, snapshot_download
 

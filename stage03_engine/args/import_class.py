@@ -1,4 +1,4 @@
-"""Parts of the engine that a user brings: `--scheduler-cls module:Class` and the like (vLLM: resolve_obj_by_qualname)."""
+"""Parts of the engine that a user brings: `--scheduler-cls module:Class` and others (vLLM: resolve_obj_by_qualname)."""
 
 from __future__ import annotations
 

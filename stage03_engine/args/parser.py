@@ -20,7 +20,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def refuse_absent(flag: str) -> None:
-    """Raises ConfigError if `flag` belongs to a feature that was taken out."""
+    """Raises ConfigError if `flag` belongs to a feature that is not installed."""
     from stage03_engine.args.refused import absent_feature  # only needed on the way to an error
 
     feature = absent_feature(flag)
@@ -93,7 +93,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 
 
 def _with_dashes(args: Sequence[str]) -> list[str]:
-    """`--a_b.k_e=c_d` -> `--a-b.k_e=c_d`. What stands after a bare `--` is left alone."""
+    """`--a_b.k_e=c_d` -> `--a-b.k_e=c_d`. What follows a bare `--` is left alone."""
     result: list[str] = []
     for position, word in enumerate(args):
         if word == "--":

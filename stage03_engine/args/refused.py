@@ -1,7 +1,7 @@
-"""vLLM's flags and request fields that are not built here: each is refused, and accepted at the value that asks for nothing.
+"""vLLM's flags and request fields that are not supported here: each is refused, except at the value that asks for nothing.
 
-refused.toml lists them all, in a notation that it explains. Nothing imports this module before an unknown flag, config file key
-or request field is met (vllm/engine/arg_utils.py, cli_args.py).
+refused.toml lists them all, in a notation that it explains. This module is imported only for an unknown flag, config file key or
+request field (vllm/engine/arg_utils.py, cli_args.py).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def refused(*names: str) -> dict[str, str]:
 
 
 def absent_feature(flag: str) -> str | None:
-    """The feature that `flag` belongs to, if it was taken out; None for any other flag."""
+    """The feature that `flag` belongs to, if it is not installed; None for any other flag."""
     names = {flag, _opposite(flag), flag.replace("--no-", "--", 1)}
     for module, flags in refused_toml()["features"].items():
         if names & set(flags.split()) and not is_there(module):
@@ -47,7 +47,7 @@ def absent_feature(flag: str) -> str | None:
 
 def check_unknown_fields(fields: Mapping[str, Any], table: str) -> None:
     """`fields` are those of a request that its model does not have. Raises InvalidRequestError for one that asks for something
-    and is in `table`, or belongs to a feature that was taken out; a field that nobody knows is ignored, as in vLLM."""
+    and is in `table`, or belongs to a feature that is not installed; unknown fields are ignored, as in vLLM."""
     refused_here, features = refused_toml()["fields"][table], refused_toml()["fields"]["feature"]
     for name, value in fields.items():
         if value is None:

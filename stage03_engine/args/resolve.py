@@ -160,7 +160,7 @@ def detect_device() -> tuple[str, str]:
         if version("torch").endswith("+cpu"):
             return "cpu", "torch is built without CUDA"
     except PackageNotFoundError:
-        pass  # a torch that was not installed as a package tells nothing about how it was built
+        pass  # a torch that was not installed as a package does not show how it was built
     return "cuda", str(_NVIDIA_DRIVER)
 
 

@@ -42,7 +42,7 @@ class SchedulerHook:
         self.scheduler, self.config = scheduler, config
 
     def added(self, request: Request) -> None:
-        """A request is about to be queued. Raises InvalidRequestError to refuse it: such a hook is installed first."""
+        """A request is about to be queued. Raises InvalidRequestError to refuse it; hooks that may refuse come first."""
 
     def traced_params(self, request: Request) -> dict[str, Any]:
         """What a replay needs to know about the request besides `Request.traced_params`."""

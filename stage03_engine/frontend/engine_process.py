@@ -87,7 +87,7 @@ class EngineProcess:
         self._handshake = self._context.socket(zmq.ROUTER)
         self._handshake.bind(self.handshake_address)
         command = [sys.executable, "-m", "stage03_engine.core", self.handshake_address, str(engine_index)]
-        # On its standard input the engine learns that it is to end, and when we are gone: the pipe closes even on kill -9.
+        # Standard input is how the engine is asked to end, and notices our death: the pipe closes even on kill -9.
         device = config.device_config
         environment = engine_environment(device.num_threads or 1, device.attention_backend)
         with signals_are_ours():

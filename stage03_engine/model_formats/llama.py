@@ -17,7 +17,7 @@ _LLAMA_FIXED = {
     "partial_rotary_factor": (1.0, None),
     "quantization_config": (None,),
 }
-"""Keys that change the mathematics of the Llama family, and the values that are built."""
+"""Keys that change the mathematics of the Llama family, and the values that are supported."""
 
 
 def read_llama(config: Config, architecture: str) -> ModelShape:

@@ -1,4 +1,4 @@
-"""What a request tells logits processors of the user's own."""
+"""Arguments of a request for the user's own logits processors."""
 
 from __future__ import annotations
 

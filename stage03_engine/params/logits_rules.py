@@ -29,14 +29,14 @@ class LogitsRules:
     presence_penalty: float = 0.0  # once for what the output holds
     repetition_penalty: float = 1.0  # for what the prompt or the output holds; 1: off
     logit_bias: dict[int, float] = {}  # token id -> what is added to its logit, cut to [-100, 100]
-    allowed_token_ids: list[int] | None = None  # no other token may come
-    bad_words: list[str] = []  # texts that may not come
+    allowed_token_ids: list[int] | None = None  # no other token is allowed
+    bad_words: list[str] = []  # texts that are forbidden
     # Set by the front end, not by callers:
     stop_or_eos_ids: list[int] = []  # what min_tokens holds back
     bad_words_token_ids: list[list[int]] = []
 
     def check(self: Any) -> None:
-        """Raises InvalidRequestError. Whether an id is in the vocabulary is known to the InputProcessor only."""
+        """Raises InvalidRequestError. Only the InputProcessor knows whether an id is in the vocabulary."""
         low, high = REPETITION_PENALTIES
         self._check(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "in [-2, 2]")
         self._check(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "in [-2, 2]")

@@ -8,7 +8,7 @@ POOLING_TYPES = ("LAST", "MEAN", "CLS")
 """Which hidden states make the one vector of a prompt: the last token's, the mean of all, the first token's."""
 
 TOKEN_TASKS = ("token_embed", "token_classify")
-"""The tasks with a vector per token; embed and classify have one per prompt. The classes are what a classification head makes of states."""
+"""The tasks with a vector per token; embed and classify have one per prompt. A classification head computes the classes from states."""
 
 
 class PoolingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""End a request that writes the same tokens again and again (vllm/sampling_params.py RepetitionDetectionParams)."""
+"""End a request whose output repeats itself (vllm/sampling_params.py RepetitionDetectionParams)."""
 
 from __future__ import annotations
 

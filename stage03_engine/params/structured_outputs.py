@@ -1,7 +1,7 @@
 """What structured output a request may ask for (vllm/sampling_params.py, StructuredOutputsParams).
 
-Only what takes one walk over the text is checked here, in the API process; whether a grammar can be used is found out where it is
-compiled (core/features/structured_output).
+The API process only makes checks that take one pass over the text; the rest is checked where the grammar is compiled
+(core/features/structured_output).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, omit_defaults=True, k
     """The output matches exactly one of: a JSON schema, a regular expression (whole output, "." is any character), one of
     several texts, a grammar in GBNF notation with the rule `root`, any JSON object.
 
-    `json` may be given as text or as a Python value and is kept as text. `source` is the field by which the request asked;
-    messages name it. Raises InvalidRequestError.
+    `json` may be given as text or as a Python value and is kept as text. `source` is the request's field for it, which
+    messages name. Raises InvalidRequestError.
     """
 
     json: str | dict[str, Any] | bool | None = None

@@ -1,4 +1,4 @@
-"""Structured output in a replay: the recording says when a grammar was ready and what it ended. Loaded if a request has a grammar."""
+"""Structured output in a replay: the recording shows when a grammar was ready and what it ended. Loaded if a request has one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RecordedGrammarHook(GrammarSchedulerHook):
         super().__init__(scheduler, config, self.grammars)
 
     def before_step(self, step: RecordedStep) -> None:
-        """What the recording says of the grammars in a step."""
+        """What the recording holds about the grammars in a step."""
         self.grammars.ready.update(step.grammars_ready)
         self.grammars.ends = step.ends
 

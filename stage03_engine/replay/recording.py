@@ -1,7 +1,7 @@
-"""What a recording says about a scheduler, step by step: what went in, and what was decided. For `replay.py`.
+"""A recording of a scheduler, step by step: what went in, and what was decided. For `replay.py`.
 
 No token ids are recorded. The scheduler looks at tokens in two ways only: does this one end the request, and do these blocks hold
-the same? So tokens are made up that answer both as the real ones did. vLLM has no counterpart.
+the same? So the replay makes up tokens that answer both as the real ones did. vLLM has no counterpart.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Decision:
         )
 
     def about(self, request_id: str) -> str:
-        """What it says of one request, in words."""
+        """The decision about one request, in words."""
         words = ["preempted"] if request_id in self.preempted else []
         if request_id in self.started:
             words.append(f"admitted with {self.started[request_id]} tokens computed")

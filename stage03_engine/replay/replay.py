@@ -66,7 +66,7 @@ class Replay:
             self._use("swapping", args["num_swap_blocks"])
 
     def _use(self, name: str, *args: Any) -> None:
-        """Install one of HOOKS unless it is. Raises ConfigError if its feature was taken out."""
+        """Install one of HOOKS if it is not yet. Raises ConfigError if its feature is not installed."""
         if name not in self._hooks:
             config = VllmConfig(scheduler_config=self.config, cache_config=self.cache_config)
             kind = load_feature(HOOKS[name], f"{name} (the recording uses it)")
@@ -75,7 +75,7 @@ class Replay:
 
     @property
     def done(self) -> bool:
-        """Has a difference been found? What comes after it says nothing any more."""
+        """Has a difference been found? What comes after it means nothing."""
         return self.result.difference is not None
 
     def feed(self, event: Event) -> None:
@@ -226,7 +226,7 @@ class Replay:
 
 
 def _known(kind: type[Any], settings: dict[str, Any]) -> Any:
-    """A section of the configuration, without the settings of features that were taken out."""
+    """A section of the configuration, without the settings of features that are not installed."""
     return kind(**{field.name: settings[field.name] for field in fields(kind) if field.name in settings})
 
 
@@ -276,7 +276,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what became of it; 1 when a decision differs."""
+    """Print the result; 1 when a decision differs."""
     results = replay(args.run, args.scheduler_cls, args.block_pool_cls)
     for result in results:
         print(result)

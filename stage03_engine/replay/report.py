@@ -1,4 +1,4 @@
-"""What a replay has to say: how far it came, and the first decision that differs."""
+"""The result of a replay: how far it got, and the first decision that differs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Difference:
 
 @dataclass
 class Replayed:
-    """What became of one engine's recording."""
+    """The result for one engine's recording."""
 
     proc: str
     pid: int

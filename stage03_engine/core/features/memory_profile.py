@@ -15,7 +15,7 @@ CPU_PROFILE_TOKENS = 256
 def measure_activations(runner: ModelRunner) -> int:
     """Run the largest step. Returns the bytes that it took at its peak and that the device now counts as free again.
 
-    On a CPU that is 0: what a step's activations took is still in the allocator's hands there, so the free memory lacks it.
+    On a CPU that is 0: the allocator keeps the memory of a step's activations, so the free memory already lacks it.
     """
     if runner.device.type != "cuda":
         profile_run(runner)

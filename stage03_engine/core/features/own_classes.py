@@ -32,7 +32,7 @@ class PoolSizeHook(SchedulerHook):
     """The reference pool has room for one request of full length at least; a pool of the user's own may be smaller."""
 
     def added(self, request: Request) -> None:
-        """Refuse what would wait for ever: it may grow beyond the whole cache."""
+        """Refuse a request that may outgrow the whole cache: it would never run."""
         manager, max_model_len = self.scheduler.kv_cache_manager, self.scheduler.max_model_len
         max_tokens = request.sampling_params.max_tokens or max_model_len
         num_tokens = min(request.num_prompt_tokens + max_tokens, max_model_len)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def reset_prefix_cache(core: EngineCore) -> bool:
-    """False, and nothing is done, while a request holds blocks."""
+    """Does nothing and returns False while a request holds blocks."""
     return reset(core.scheduler)
 
 

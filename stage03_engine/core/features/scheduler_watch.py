@@ -1,6 +1,6 @@
-"""The scheduler's trace events for somebody who looks at it now: the live view of the server's page.
+"""The scheduler's trace events for the live view of the server's page.
 
-Nothing of this runs while nobody watches. vLLM has no counterpart.
+None of this runs while nobody watches. vLLM has no counterpart.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ class SchedulerWatch:
         self._seq = itertools.count(1)
 
     def start(self) -> bool:
-        """Watch from now on. Called again, it tells the state again: for somebody who has just joined."""
+        """Start to watch. Called again, it sends the state again, for a new watcher."""
         trace.watch(self._see, SHOWN)
         self._tell_state()
         return True
 
     def stop(self) -> bool:
-        """Watch no more."""
+        """Stop watching."""
         trace.watch(None)
         self._lines = []
         return True
 
     def take(self) -> list[bytes]:
-        """What happened since this was last asked, as lines of JSON."""
+        """The events since the last call, as lines of JSON."""
         if len(self._lines) >= MAX_EVENTS:  # some are missing
             self._lines = []
             self._tell_state()
@@ -72,7 +72,7 @@ class SchedulerWatch:
         return lines
 
     def __call__(self, outputs: EngineCoreOutputs) -> None:
-        """The outputs of a step carry what happened since the last."""
+        """The outputs of a step carry the events since the last step."""
         outputs.trace_events = self.take()
 
     def _see(self, event: Event) -> None:
@@ -129,7 +129,7 @@ def watch_scheduler(core: EngineCore) -> bool:
 
 
 def unwatch_scheduler(core: EngineCore) -> bool:
-    """Nobody watches any more."""
+    """The last watcher has left."""
     watch = _watch(core)
     if watch is not None:
         core.observers.remove(watch)

@@ -1,7 +1,7 @@
 """The engine core on the event loop of the server itself: `serve --in-process`, for a debugger.
 
 Steps run in the main thread, between two turns of the event loop, so `print`, `breakpoint()` and pdb in scheduler, model or
-sampler are at the terminal. While a step runs, or waits in a debugger, HTTP waits too. vLLM has no counterpart: its
+sampler use the terminal. While a step runs, or waits in a debugger, HTTP waits too. vLLM has no counterpart: its
 AsyncLLM always has engine processes.
 """
 
@@ -58,7 +58,7 @@ class AsyncInprocClient(AsyncEngineCoreClient):
             trace.emit("client.created", kind="AsyncInprocClient")
 
     async def start(self) -> EngineReady:
-        """Load the model, here and now: the event loop stands still meanwhile. Raises StagesError."""
+        """Load the model, blocking the event loop. Raises StagesError."""
         try:
             self._core = self._make_core(self._config)
         except StagesError:
@@ -104,7 +104,7 @@ class AsyncInprocClient(AsyncEngineCoreClient):
             await self._work.wait()
 
     def _run(self, work: Callable[[SteppedCore], T]) -> T:
-        """Run `work` on the core. Any exception is its death: the log says why, and every later call raises it again."""
+        """Run `work` on the core. Any exception kills the core: it is logged, and every later call raises it again."""
         if self._dead is not None:
             raise self._dead
         assert self._core is not None, "start() comes first"

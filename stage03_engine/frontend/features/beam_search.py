@@ -1,4 +1,4 @@
-"""Beam search on top of the engine: the engine only ever gives the likely next tokens of some sequences.
+"""Beam search on top of the engine: the engine only returns the likely next tokens of some sequences.
 
 Each step sends one request per beam: its whole sequence, one token of output, and the 2 x beam_width most likely candidates.
 Results are those of transformers' `generate(num_beams=...)`. vLLM: entrypoints/llm.py and openai/serving_engine.py,
@@ -34,7 +34,7 @@ MAX_LENGTH_PENALTY = 10.0
 class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
     """How to search. A finished sequence of n tokens has the score (sum of its logprobs) / n ** length_penalty.
 
-    `early_stopping`: end with the first `beam_width` finished sequences, however good the others might become.
+    `early_stopping`: end with the first `beam_width` finished sequences, whatever the others might score.
     Raises InvalidRequestError; the width is called n there, as in a request.
     """
 
@@ -88,7 +88,7 @@ class BeamSearch:
         assert settings.max_tokens is not None, "made by the InputProcessor"
         self._max_tokens = settings.max_tokens
         self._eos = None if settings.ignore_eos else request.eos_token_id
-        # Each beam can end in one way only, so among twice as many candidates enough go on.
+        # Each beam can end in one way only, so of twice as many candidates enough continue.
         self._num_candidates = 2 * params.beam_width
         self._step_params = SamplingParams(
             temperature=0.0,
@@ -115,7 +115,7 @@ class BeamSearch:
         ]
 
     def advance(self, answers: list[TokenLogprobs]) -> None:
-        """One token further: `answers[i]` holds the candidates of running beam i, behind the greedy token."""
+        """Go one token further: `answers[i]` holds the candidates of running beam i, after the greedy token."""
         width = self.params.beam_width
         candidates = [
             Beam((*beam.token_ids, token_id), beam.logprob + logprob)
@@ -125,7 +125,7 @@ class BeamSearch:
         candidates = sorted(candidates, key=lambda beam: -beam.logprob)[: self._num_candidates]
         length = len(candidates[0].token_ids)
         scale = length**self.params.length_penalty
-        # Only the best `width` candidates may finish; the others are there to have enough that go on.
+        # Only the best `width` candidates may finish; the others ensure that enough continue.
         ended = [beam for beam in candidates[:width] if self._ends(beam)]
         ended = [Beam(beam.token_ids, beam.logprob, beam.logprob / scale) for beam in ended]
         self.finished = sorted([*self.finished, *ended], key=lambda beam: -beam.score)[:width]

@@ -1,4 +1,4 @@
-"""The watchers of the scheduler, who share one stream of its events (vLLM has no counterpart).
+"""The watchers of the scheduler, which share one stream of its events (vLLM has no counterpart).
 
 The engine sends its events while there is at least one watcher.
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from stage03_engine.frontend.core_client import AsyncEngineCoreClient
 
 MAX_WATCHERS = 16
-MAX_STEPS_BEHIND = 1024  # a watcher who falls further behind is dropped, and may come again
+MAX_STEPS_BEHIND = 1024  # a watcher that falls further behind is dropped, and may reconnect
 
 
 WatchQueue = asyncio.Queue[list[bytes] | None]
@@ -68,7 +68,7 @@ class EngineWatch:
                 await self._client.call("unwatch_scheduler")
 
     def received(self, outputs: EngineCoreOutputs) -> None:
-        """Pass one step's events on to every watcher. Never waits: a watcher who is too far behind is dropped."""
+        """Pass one step's events on to every watcher. Never waits: a watcher that is too far behind is dropped."""
         if outputs.trace_events:
             self.publish(outputs.trace_events)
 

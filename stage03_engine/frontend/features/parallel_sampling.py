@@ -29,7 +29,7 @@ class ChildQueue:
         self._parent, self._index, self._queue = parent, index, queue
 
     def put(self, output: RequestOutput | Exception) -> None:
-        """Pass on what the caller is to see now. An exception ends the whole request."""
+        """Pass on what the caller may see now. An exception ends the whole request."""
         if isinstance(output, Exception):
             self._queue.put(output)
             return
@@ -49,7 +49,7 @@ class ParentRequest:
         self.running = {child.request_id for child in self.children}
         self._complete: list[CompletionOutput] = []
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None
-        self._held: RequestOutput | None = None  # until the prompt's logprobs are there
+        self._held: RequestOutput | None = None  # until the prompt's logprobs arrive
         self._num_cached_tokens = 0  # as the first child found them; the others find what the first has computed
 
     @property

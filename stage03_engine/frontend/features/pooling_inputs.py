@@ -41,7 +41,7 @@ def process_pooling_inputs(
     `truncate_prompt_tokens` keeps the last k tokens of the prompt, or the first with `truncation_side` "right"; -1 keeps as many
     as the context holds. Two texts are one prompt for a cross-encoder, joined as the model's tokenizer joins pairs; of these
     truncation cuts the end of the longer text. Raises InvalidRequestError as `process_inputs` does, for impossible `dimensions`,
-    for a task that the model does not have, and on an engine that generates text.
+    for a task that the model does not support, and on an engine that generates text.
     """
     config = processor.vllm_config
     _check(config, params)

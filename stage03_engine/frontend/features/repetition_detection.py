@@ -17,7 +17,7 @@ class RepetitionDetectionHook(OutputHook):
     """Looks at each new token."""
 
     def find_end(self, state: RequestState, output: EngineCoreOutput) -> OutputEnd | None:
-        """What the engine core says of the newest token takes precedence."""
+        """The engine core's reason to end at the newest token takes precedence."""
         params, new = state.request.sampling_params, output.new_token_ids
         seen = new if output.finish_reason is None else new[:-1]
         found = find_repetition(state.token_ids, seen, params.repetition_detection, params.min_tokens)
@@ -36,7 +36,7 @@ def repeated_pattern(token_ids: list[int], params: RepetitionDetectionParams) ->
         if length > len(token_ids):
             return None
         if token_ids[-1] != token_ids[-1 - size]:
-            continue  # what is nearly always so costs no slices
+            continue  # the usual case needs no slices
         tail = token_ids[-length:]
         if tail[size:] == tail[:-size]:
             return size

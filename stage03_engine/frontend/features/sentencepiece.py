@@ -17,7 +17,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @dataclass(frozen=True)
 class Decoder:
-    """What a tokenizer.json says about the way from tokens to text."""
+    """How a tokenizer.json turns tokens into text."""
 
     byte_fallback: bool = False  # <0xNN> is a byte
     strips_space: bool = False  # the first space of the whole text
@@ -39,7 +39,7 @@ class Decoder:
 
 
 def read_decoder(steps: list[dict[str, Any]]) -> Decoder | None:
-    """The decoder that `steps` (the part "decoder" of a tokenizer.json) describe; None for one that is not supported."""
+    """The decoder that `steps` (the part "decoder" of a tokenizer.json) describe; None if it is not supported."""
     kinds = [step["type"] for step in steps]
     if kinds == ["Metaspace"] and steps[0]["replacement"] == SPACE:
         return Decoder(strips_token=steps[0].get("prepend_scheme", "always") != "never")

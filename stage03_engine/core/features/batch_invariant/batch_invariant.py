@@ -1,7 +1,7 @@
 """`--batch-invariant`: the model, called with the same number of rows every time (vLLM: VLLM_BATCH_INVARIANT).
 
 A step of any size becomes model calls of ROWS tokens each, the last one padded. So every matrix product, norm and activation
-of any model has one shape, whoever is in the batch and however prompts are cut into chunks. To the model each token
+of any model has one shape, whatever is in the batch and however prompts are chunked. To the model each token
 is a request of its own with a query of one token; the tokens before it are in the cache already, or are written first.
 """
 

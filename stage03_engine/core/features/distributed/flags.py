@@ -1,4 +1,4 @@
-"""`--tensor-parallel-size` and its like (vllm/config/parallel.py)."""
+"""`--tensor-parallel-size` and similar flags (vllm/config/parallel.py)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stage03_engine.errors import ConfigError
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How many of each part there are. Only one of each is built so far; the fields exist so that the error is clear."""
+    """How many of each part there are. Only one of each is supported; the fields exist so that the error is clear."""
 
     tensor_parallel_size: int = option(1, "GPUs that share one model (only 1 is built)", aliases=("-tp",), at_least=1)
     pipeline_parallel_size: int = option(

@@ -1,8 +1,8 @@
 """Logits processors that a user brings: `--logits-processors module:Class` (vLLM: v1/sample/logits_processor/interface.py).
 
-vLLM tells a processor with `update_state` which rows of the batch came, went and moved, and the processor keeps its own
+vLLM reports to a processor with `update_state` which rows of the batch came, went and moved, and it keeps its own
 picture of the batch. Here `apply` gets the rows themselves, every time. That costs one small object per sampled row, and only
-when there is a processor; in return a processor needs no state of its own and its picture can never be a wrong one.
+when there is a processor; in return a processor needs no state of its own, and its picture can never be wrong.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class LogitsProcessor(ABC):
 
     @abstractmethod
     def is_argmax_invariant(self) -> bool:
-        """True when `apply` never changes which logit is the largest. Such a processor is spared greedy requests, and runs
+        """True when `apply` never changes which logit is the largest. Such a processor is skipped for greedy requests, and runs
         after the temperature; another one runs before it, after the built-in rules, for all requests."""
 
     @abstractmethod

@@ -1,7 +1,7 @@
 """Models that name a class instead of the next token (vllm/model_executor/models/adapters.py, as_seq_cls_model).
 
-The body is that of the model that writes text; in the place of the output matrix stands a head, one row per class. Such a
-checkpoint has no output matrix. That is why the body is built as one that shares it with the token embedding.
+The body is that of the generating model; a head with one row per class replaces the output matrix. Such a checkpoint has
+no output matrix, so the body is built as one that shares it with the token embedding.
 """
 
 from __future__ import annotations

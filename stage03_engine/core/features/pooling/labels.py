@@ -82,7 +82,7 @@ def _is_text(value: object) -> TypeGuard[str]:
 
 
 def _activation(config: Config, num_labels: int) -> str:
-    """What makes of logits the numbers that are answered. A softmax over one class would always say 1."""
+    """What turns logits into the numbers of the answer. A softmax over one class would always say 1."""
     problem = config.values.get("problem_type")
     if problem not in _PROBLEM_TYPES:
         config.refuse(f"problem_type {problem!r} is not one of {', '.join(str(kind) for kind in _PROBLEM_TYPES[:3])}")

@@ -1,7 +1,7 @@
 """From hidden states to vectors (vllm/model_executor/layers/pooler, v1/pool/metadata.py).
 
 A prompt may take several steps, and a preempted request computes some of its tokens twice. So the pooler keeps, for each
-request until it ends, what its tokens amount to so far, and how many tokens that are.
+request until it ends, the partial result over its tokens so far, and how many tokens that is.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def make_rule(params: PoolingParams, config: VllmConfig) -> PoolingRule:
 
 @dataclass
 class PoolingState:
-    """What the first `num_seen` tokens of a request amount to: `kept` holds one row (the first or the last hidden state, or
+    """The partial result over a request's first `num_seen` tokens: `kept` holds one row (the first or the last hidden state, or
     the sum) or, with ALL, one row per token, in several pieces."""
 
     rule: PoolingRule

@@ -50,5 +50,5 @@ class PromptLogprobsSchedulerHook(SchedulerHook):
         return None
 
     def finished(self, request: Request) -> None:
-        """Forget what nobody will ask for."""
+        """Forget what is no longer needed."""
         self._collected.pop(request.request_id, None)

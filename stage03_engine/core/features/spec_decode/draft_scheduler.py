@@ -1,4 +1,4 @@
-"""Drafts in the scheduler: they get what nobody else needs, and leave no trace when they are rejected.
+"""Drafts in the scheduler: they get what no request needs, and give everything back when rejected.
 
 Source: vllm/v1/core/sched/scheduler.py (scheduled_spec_decode_tokens in schedule and update_from_output). Plain Python, no
 tensors.
@@ -17,7 +17,7 @@ class DraftHook(SchedulerHook):
     """Adds draft tokens to a decision that is complete without them, and takes back those that were rejected.
 
     Drafts come last: after every running and every admitted request has its tokens, they share what is left of the
-    budget and of the free blocks. So they take nothing from anybody, and never cause a preemption: what a rejected
+    budget and of the free blocks. So they take nothing from other requests, and never cause a preemption: what a rejected
     draft had is free again before the next step.
     """
 

@@ -34,15 +34,15 @@ NEEDS_ITS_HISTORY: dict[str, object] = {
 def may_draft(params: SamplingParams) -> bool:
     """May drafts be verified for a request with these settings?
 
-    All draft positions are judged in one step, before it is known which of the tokens between them will stand. So whatever
+    All draft positions are sampled in one step, before it is known which of the tokens between them are accepted. So whatever
     changes the logits according to those tokens (penalties, a grammar, a minimum length) excludes drafts: such a
-    request runs one token per step as ever.
+    request runs one token per step as usual.
     """
     return all(getattr(params, name, off) in (off, None) for name, off in NEEDS_ITS_HISTORY.items())
 
 
 def find_continuation(tokens: np.ndarray, shortest: int, longest: int) -> int | None:
-    """Where the last n tokens stood before: the index behind their latest earlier occurrence, for the largest n in
+    """Where the last n tokens occurred before: the index after their latest earlier occurrence, for the largest n in
     [shortest, longest] that has one; None without any. The two occurrences may overlap. tokens: [num_tokens]."""
     last = len(tokens) - 1
     ends = np.flatnonzero(tokens[:last] == tokens[last])  # where an occurrence of the last token ends
@@ -124,7 +124,7 @@ class NgramHook(RunnerHook):
         inputs.sampled, inputs.ahead = rows, ahead
 
     def after_sample(self, sampled: dict[str, list[int]], output: SamplerOutput, inputs: StepInputs) -> None:
-        """Keep the drafts that stand, and one token more. The keys and values of the rejected ones count as not computed, and
+        """Keep the accepted drafts, and one token more. The keys and values of the rejected ones count as not computed, and
         blocks that held nothing else are gone (the scheduler has taken them back by the same rule)."""
         if not self._drafts:
             return

@@ -112,7 +112,7 @@ def main() -> None:
     seconds, memory_bytes, any_whitespace = json.loads(sys.argv[1])
     backend = Guidance(
         Vocabulary([bytes([byte]) for byte in range(256)], None), 256
-    )  # what a vocabulary holds is no matter here
+    )  # the vocabulary does not matter here
     check(backend, "choice", '["warm"]', any_whitespace)
     _limit_memory(memory_bytes)
     for line in sys.stdin.buffer:

@@ -8,7 +8,7 @@ import json
 import re
 from typing import Any
 
-MAX_WHITESPACE = 16  # in a row, between two parts of a JSON text: a small model may else never get on
+MAX_WHITESPACE = 16  # in a row, between two parts of a JSON text: a small model might otherwise never get further
 
 # Any way to split a text into tokens is allowed. Forcing the usual one would tokenize the rest of a long literal at each step.
 _HEADER = '%llguidance {"no_forcing": true}\n'
@@ -25,7 +25,7 @@ def to_lark(kind: str, text: str, any_whitespace: bool = True) -> str:
         return _HEADER + "start: %json " + _json_schema({"type": "object"}, any_whitespace)
     if kind == "regex":
         return _HEADER + f"start: /{_regex(text)}/s"
-    if kind == "choice":  # a terminal, so that the lexer tells the choices apart
+    if kind == "choice":  # a terminal, so that the lexer distinguishes the choices
         choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
         return _HEADER + f"start: CHOICE\nCHOICE: {choices}"
     return _HEADER + _gbnf(text)
@@ -100,7 +100,7 @@ def _gbnf(text: str) -> str:
 
 
 def _escape(found: re.Match[str]) -> str:
-    """An escape of GBNF as the converter takes it: it confuses \\u00e9, and does not know \\- and its like."""
+    """An escape of GBNF as the converter takes it: it confuses \\u00e9, and does not know \\- and similar ones."""
     if (code := found[1] or found[2]) is None:
         plain = found[3].isalnum() or found[3] in '"\\[]'
         return found[0] if plain else f"\\x{ord(found[3]):02x}" if found[3].isascii() else found[3]

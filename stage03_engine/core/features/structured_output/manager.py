@@ -56,9 +56,9 @@ class _Grammar:
 class StructuredOutputManager:
     """Every request with a grammar, from arrival to end.
 
-    Compiling never blocks: `poll` takes in what is ready. The grammar of a finished request stays, so that the next request
-    with the same grammar finds it compiled; the least recently used one makes room. Without a configuration it is for a
-    scheduler without such requests.
+    Compiling never blocks: `poll` collects what is ready. The grammar of a finished request stays, so that the next request
+    with the same grammar finds it compiled; the least recently used one is evicted. A scheduler without such requests needs
+    no configuration.
     """
 
     def __init__(self, config: VllmConfig | None = None) -> None:
@@ -85,7 +85,7 @@ class StructuredOutputManager:
         self._start_queued()
 
     def is_ready(self, request_id: str) -> bool:
-        """Is it known which tokens may come first?"""
+        """Are the allowed first tokens known?"""
         return self._requests[request_id].state is not None
 
     @property
@@ -94,7 +94,7 @@ class StructuredOutputManager:
         return sum(request.state is None for request in self._requests.values())
 
     def poll(self) -> list[EngineCoreOutput]:
-        """Take in what has been compiled; returns the requests that must end, each with its error. Never blocks."""
+        """Collect what has been compiled; returns the requests that must end, each with its error. Never blocks."""
         if self._requests:
             for key, grammar in list(self._grammars.items()):
                 if grammar.compiled.done() and any(self._requests[i].opening is None for i in grammar.users):
@@ -208,7 +208,7 @@ class StructuredOutputManager:
         return {i for i, state in states.items() if state is not None and state.complete}, failed
 
     def _update(self, request_id: str, step: Future[GrammarState], timeout: float) -> None:
-        """Take in the state after a step, or give up waiting for it."""
+        """Collect the state after a step, or give up waiting for it."""
         try:
             state = step.result(timeout)
         except TimeoutError:

@@ -1,4 +1,4 @@
-"""The flags of swapping: what becomes of the KV cache of preempted requests."""
+"""The flags of swapping: what happens to the KV cache of preempted requests."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class SwapSpace:
         return pairs
 
     def holds(self, request_id: str) -> bool:
-        """Does this request's memory lie here?"""
+        """Are this request's tokens in CPU memory?"""
         return request_id in self._held
 
     def drop(self, request_id: str) -> None:

@@ -30,7 +30,7 @@ class WhisperFlags:
 
     @staticmethod
     def resolve(values: Mapping[str, Any], files: ModelFiles) -> dict[str, Any]:
-        """Adds nothing. Raises ConfigError for settings of other features that no Whisper model has a use for."""
+        """Adds nothing. Raises ConfigError for settings of other features that Whisper cannot use."""
         if files.shape.architecture == ARCHITECTURE and any(
             values.get(name, allowed[0]) not in allowed for name, allowed in _ALLOWED.items()
         ):

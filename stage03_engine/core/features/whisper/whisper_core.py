@@ -1,7 +1,7 @@
 """Speech to text: an engine core around transformers' Whisper (vllm/model_executor/models/whisper.py; Radford et al. 2022,
 "Robust Speech Recognition via Large-Scale Weak Supervision").
 
-It stands where EngineCore stands and speaks the same messages, so that everything around it stays as it is. There is no
+It replaces EngineCore and uses the same messages, so that nothing around it changes. There is no
 paged cache and no batch: the encoder runs once per request, then each step gives every request one token.
 """
 
@@ -105,7 +105,7 @@ class WhisperCore:
 
     def add_request(self, message: EngineCoreRequest) -> None:
         """Queue a request. Raises ValueError when its id is in use, InvalidRequestError when it brings no audio, or wants the
-        times of words from a model that cannot tell them."""
+        times of words from a model that cannot give them."""
         if message.task is None:
             raise InvalidRequestError("This model listens: a request needs audio.", "file")
         audio = payload(message.task, AudioInput)

@@ -104,7 +104,7 @@ class LlamaMLP(nn.Module):
 
 
 class LlamaDecoderLayer(nn.Module):
-    """Norm before each half, residual around it; the norm adds what the half before has to say, as in gpt2.py."""
+    """Norm before each half, residual around it; the norm adds the output of the half before, as in gpt2.py."""
 
     def __init__(self, shape: ModelShape, layer: int, backend: str) -> None:
         super().__init__()
