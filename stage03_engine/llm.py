@@ -106,7 +106,7 @@ class LLM:
         try:
             for part in parts:
                 self.engine_core.add_request(part)
-        except ValueError:  # nobody will wait for those that came with it
+        except ValueError:  # the caller gets no outputs, so the others must stop too
             self._abort_all()
             raise
 
@@ -129,7 +129,7 @@ class LLM:
         try:
             while self.output_processor.request_states:
                 yield from self.step()
-        finally:  # interrupted: the engine must not go on with requests that nobody waits for
+        finally:  # interrupted: the engine must not continue requests that have no reader
             self._abort_all()
 
     def _abort_all(self) -> None:

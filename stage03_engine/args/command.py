@@ -12,7 +12,7 @@ from stage03_engine.errors import StagesError
 
 _ENVIRONMENT = {
     # Compute threads, the API server's event loop and the client share few cores. An OpenMP thread that waits for work
-    # by spinning takes a core from the very thread that would bring the work, so waiting threads must sleep.
+    # by spinning takes a core from the thread that would give it work, so waiting threads must sleep.
     "OMP_WAIT_POLICY": "PASSIVE",  # GNU OpenMP, which torch uses on Linux
     "KMP_BLOCKTIME": "0",  # LLVM and Intel OpenMP: the same, in milliseconds of spinning
     # A request's prompt is tokenised in well under a millisecond; a thread pool for it would compete for the same cores.
@@ -35,7 +35,7 @@ def signals_are_ours() -> Iterator[None]:
     """Processes that are started inside the `with` block never receive SIGINT and SIGTERM, and neither do those that they start.
 
     Ctrl-C in a terminal, and systemd at the end of a service, send their signal to all processes of a server. Only the API
-    process may act on it: running requests are to finish first, for which it needs the engine and its helpers. Each of these
+    process may act on it: running requests must finish first, for which it needs the engine and its helpers. Each of these
     ends when its end of a pipe or a socket closes. (vLLM's engine ends on SIGTERM.)
     """
     stops = {signal.SIGINT, signal.SIGTERM}
@@ -47,7 +47,7 @@ def signals_are_ours() -> Iterator[None]:
 
 
 EXTRAS = {"openai": "client", "numba": "kernels", "triton": "kernels", "matplotlib": "trace", "transformers": "audio"}
-"""Package that serving does not need -> the extra of pyproject.toml that brings it."""
+"""Package that serving does not need -> the extra of pyproject.toml that installs it."""
 
 
 def run_command(command: Callable[[], int]) -> int:

@@ -33,7 +33,7 @@ class Request:
         self.arrival = 0  # its number in the order of arrival, given by the scheduler
         self.priority = message.priority  # a smaller number goes first, under the priority policy
         self.cache_salt = message.cache_salt
-        self.block_hashes: list[bytes] = []  # one per full block of all_token_ids, as far as they were needed
+        self.block_hashes: list[bytes] = []  # one per full block of all_token_ids, computed when needed
         self.num_traced_hashes = 0  # of them, those that a trace holds
         self.num_cached_tokens = 0  # found in the prefix cache when it was first admitted
         self.request_id = message.request_id
@@ -92,7 +92,7 @@ def check_stop(request: Request, max_model_len: int) -> tuple[FinishReason, int 
     """
     params, last = request.sampling_params, request.all_token_ids[-1]
     if request.num_output_tokens < params.min_tokens and request.num_tokens < max_model_len:
-        return None  # such a token cannot be drawn yet; but a drafted or forced one must not end the request either
+        return None  # such a token cannot be sampled yet, and a drafted or forced one must not end the request either
     if last == request.eos_token_id and not params.ignore_eos:
         return FinishReason.STOP, None
     if last in params.stop_token_ids:

@@ -101,7 +101,7 @@ class AsyncLLM:
                     trace.emit("generate.yield", req=request_id, finished=finished)
                 yield output
         finally:
-            # Cancelled, closed early, or failed: nobody reads the rest, so the engine must not go on.
+            # Cancelled, closed early, or failed: nobody reads the rest, so the engine must stop.
             if not finished:
                 await self.abort(request_id)
 

@@ -209,7 +209,7 @@ class Replay:
     # The state before a decision
 
     def _snapshot(self) -> Snapshot:
-        """Cheap, because it is taken before every decision; put into words for one of them only."""
+        """Cheap, because it is recorded before every decision; only one is put into words."""
         rows = [(i, r.status, r.num_computed_tokens, r.num_tokens) for i, r in self.requests.items()]
         return rows, self.pool.num_free
 

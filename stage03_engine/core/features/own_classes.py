@@ -1,4 +1,4 @@
-"""A scheduler and a block pool of the user's own: `--scheduler-cls`, `--block-pool-cls` (vLLM has the first). No torch."""
+"""The user's own scheduler and block pool: `--scheduler-cls`, `--block-pool-cls` (vLLM has the first). No torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make_scheduler(config: VllmConfig, num_blocks: int, hash_seed: bytes) -> Sch
 
 
 class PoolSizeHook(SchedulerHook):
-    """The reference pool has room for one request of full length at least; a pool of the user's own may be smaller."""
+    """The reference pool has room for at least one request of full length; a user's own pool may be smaller."""
 
     def added(self, request: Request) -> None:
         """Refuse a request that may outgrow the whole cache: it would never run."""

@@ -44,7 +44,7 @@ MAX_REQUESTS = 256  # described in one state; the others appear when something h
 
 
 class SchedulerWatch:
-    """Collects the events of one scheduler between two steps, while somebody watches."""
+    """Collects the events of one scheduler between two steps, while there is a watcher."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -111,7 +111,7 @@ class SchedulerWatch:
 
 
 def cached_blocks(pool: BlockPool) -> list[int]:
-    """The blocks, free or in use, whose tokens can be found by their hash. A pool of the user's own may not know."""
+    """The blocks, free or in use, whose tokens can be found by their hash. A user's own pool may not know."""
     return [block.block_id for block in getattr(pool, "_by_hash", {}).values()]
 
 

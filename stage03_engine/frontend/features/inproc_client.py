@@ -48,5 +48,5 @@ class InprocClient(EngineCoreClient):
 
 
 def in_this_process(config: VllmConfig) -> InprocClient:
-    """A client with a new engine core, whose modules bring torch: they are imported only if the core runs here."""
+    """A client with a new engine core. The core's modules import torch, so they are imported only here."""
     return InprocClient(load(MAKE_CORE)(config))

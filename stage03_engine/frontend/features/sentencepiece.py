@@ -57,7 +57,7 @@ class SentencePieceStream:
     """Tokens in, text out; only the bytes of an unfinished character wait.
 
     The tokenizers library turns a whole row of <0xNN> tokens into U+FFFD, one for each byte, when the row is not valid UTF-8.
-    Here characters that were whole before the row went wrong stay: they are shown at once, because a line break is such a
+    Here characters that were complete before the invalid byte stay: they are shown at once, because a line break is such a
     token in these vocabularies, and a stop string must not wait for what follows it. That is the one difference.
     """
 

@@ -56,8 +56,8 @@ def _knows_every_byte(vocabulary: dict[str, int], decoder: Decoder | None) -> bo
 
 
 def max_token_bytes(backend: Backend, decoder: Decoder | None) -> int:
-    """`decoder` is None for a byte-level vocabulary. The most bytes that one token stands for, and the most characters of a text that can become one token; sys.maxsize
-    when there is no such number."""
+    """The most bytes of one token, and the most characters of a text that can become one token (`decoder` is None for a
+    byte-level vocabulary); sys.maxsize if there is no such number."""
     vocabulary, added = backend.get_vocab(), backend.get_added_tokens_decoder().values()
     shrinking = _shrinking(backend)
     swallows = any(token.lstrip or token.rstrip for token in added)  # the spaces beside it, however many

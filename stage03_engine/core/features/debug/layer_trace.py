@@ -21,7 +21,7 @@ _LAYER = re.compile(r"(?:^|\.)(?:h|layers)\.(\d+)(?:\.(attn|self_attn|mlp))?$") 
 
 
 class LayerTraceHook(RunnerHook):
-    """Installed with `--trace-layers`. `step` is the engine step under way; None while the model is only measured."""
+    """Installed with `--trace-layers`. `step` is the current engine step; None while the model is only measured."""
 
     step: int | None = None
 

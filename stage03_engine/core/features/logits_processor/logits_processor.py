@@ -92,7 +92,7 @@ class LogitsProcessorHook(RunnerHook):
 def transforms(
     processors: list[LogitsProcessor], rows: list[LogitsRow]
 ) -> tuple[list[RowsTransform], list[RowsTransform]]:
-    """What the sampler is to call before and after the temperature; `rows` are all rows of the step."""
+    """What the sampler calls before and after the temperature; `rows` are all rows of the step."""
 
     def transform_of(processor: LogitsProcessor) -> RowsTransform:
         def transform(logits: Tensor, numbers: list[int]) -> Tensor:

@@ -60,7 +60,7 @@ class PoolingFlags:
 
     @property
     def is_classifier(self) -> bool:
-        """True if these vectors say what class a text belongs to."""
+        """True if these vectors classify a text."""
         return self.is_pooling and self.pooling_config.convert_type == "classify"
 
     def tasks(self: Any) -> tuple[str, ...]:
@@ -92,7 +92,7 @@ class PoolingFlags:
             )
 
     def hooks(self: Any) -> dict[str, list[str]]:
-        """The runner pools hidden states in the place of sampling."""
+        """The runner pools hidden states instead of sampling."""
         if not self.is_pooling:
             return {}
         return {

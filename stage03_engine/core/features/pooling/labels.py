@@ -22,7 +22,7 @@ _ACTIVATIONS = {
 
 
 def classifier_name(architecture: str) -> str:
-    """The same model with a classification head in the place of the output matrix: `LlamaForSequenceClassification`."""
+    """The same model with a classification head instead of the output matrix: `LlamaForSequenceClassification`."""
     for ending in ("LMHeadModel", "ForCausalLM"):
         architecture = architecture.removesuffix(ending)
     return architecture if architecture.endswith(CLASSIFIER) else architecture + CLASSIFIER

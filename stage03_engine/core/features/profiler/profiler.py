@@ -47,7 +47,7 @@ class TorchProfiler:
         return True
 
     def stop(self, step: int) -> bool:
-        """End the recording and write it; False when none runs, or it cannot be written. Nothing else is done meanwhile."""
+        """End the recording and write it; False when none runs, or it cannot be written. Blocks until it is written."""
         running, self._running = self._running, None
         if running is None or self._directory is None:
             return False
@@ -76,7 +76,7 @@ def _hook(core: EngineCore) -> ProfilerHook | None:
 
 
 def start_profile(core: EngineCore) -> bool:
-    """Begin to record what torch does; False if it is being recorded already, or there is no folder for it."""
+    """Start to record what torch does; False if it is being recorded already, or there is no folder for it."""
     hook = _hook(core)
     return hook is not None and hook.profiler.start(core.scheduler.step)
 

@@ -12,7 +12,7 @@ from stage03_engine.errors import ConfigError
 
 KEYS = ("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
 DEFAULT_LOOKUP = 5  # vLLM's, when neither bound is given
-MAX_VALUE = 128  # of each number: nobody guesses further, and every draft position costs a row of logits
+MAX_VALUE = 128  # of each number: longer drafts are useless, and every draft position costs a row of logits
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class SpecDecodeFlags:
             )
 
     def hooks(self: Any) -> dict[str, list[str]]:
-        """The runner proposes drafts, the scheduler makes room for them. Not beside logits processors of the user's own: they
+        """The runner proposes drafts, the scheduler makes room for them. Not together with custom logits processors: they
         may look at the tokens before a position, which for a draft are not certain."""
         if self.speculative_config.method is None or getattr(self.model_config, "logits_processors", None):
             return {}

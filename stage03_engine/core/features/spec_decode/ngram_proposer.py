@@ -97,10 +97,10 @@ class NgramHook(RunnerHook):
         super().__init__(runner, config)
         self.rows_per_request = 1 + config.speculative_config.num_speculative_tokens
         self._proposer = NgramProposer(config.speculative_config)
-        self._drafts: dict[str, list[int]] = {}  # of the step under way
+        self._drafts: dict[str, list[int]] = {}  # of the current step
 
     def batch_updated(self, scheduler_output: SchedulerOutput) -> None:
-        """Drafts are inputs of the step behind the known tokens; they are not known tokens yet."""
+        """Drafts are inputs of the step after the known tokens; they are not known tokens yet."""
         batch, self._drafts = self.runner.batch, scheduler_output.scheduled_spec_decode_tokens
         for request_id, draft in self._drafts.items():
             row = batch.row_of[request_id]
@@ -125,7 +125,7 @@ class NgramHook(RunnerHook):
 
     def after_sample(self, sampled: dict[str, list[int]], output: SamplerOutput, inputs: StepInputs) -> None:
         """Keep the accepted drafts, and one token more. The keys and values of the rejected ones count as not computed, and
-        blocks that held nothing else are gone (the scheduler has taken them back by the same rule)."""
+        blocks that held nothing else are dropped (the scheduler frees them by the same rule)."""
         if not self._drafts:
             return
         batch, drafts = self.runner.batch, [self._drafts.get(request_id, []) for request_id in sampled]

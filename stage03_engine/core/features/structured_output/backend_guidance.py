@@ -25,7 +25,7 @@ LIMITS: dict[str, Any] = {
 
 
 class GrammarState(msgspec.Struct):
-    """Where a request stands in its grammar. `mask` has a bit for each token id, lowest bit first, in little-endian words of
+    """A request's position in its grammar. `mask` has a bit for each token id, lowest bit first, in little-endian words of
     32: 1 = may come next. It is empty if the output is `complete` or has `failed`, which says why."""
 
     mask: bytes

@@ -11,7 +11,7 @@ from stage03_engine.errors import ConfigError
 
 @dataclass(frozen=True)
 class StructuredOutputsConfig:
-    """What a grammar that a request brings may cost."""
+    """What a request's grammar may cost."""
 
     grammar_cache_size: int = option(
         32,

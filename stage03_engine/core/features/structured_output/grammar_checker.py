@@ -27,8 +27,8 @@ from stage03_engine.grammar.vocabulary import Vocabulary
 if TYPE_CHECKING:
     from stage03_engine.core.features.structured_output.flags import StructuredOutputsConfig
 
-MAX_TRIES = 3  # when somebody kills the process
-ANSWER_TIMEOUT = 60.0  # seconds beyond the limit of CPU time; only a process that somebody has stopped takes so long
+MAX_TRIES = 3  # if the process is killed from outside
+ANSWER_TIMEOUT = 60.0  # seconds beyond the limit of CPU time; only a suspended process takes this long
 LOST = "could not be compiled, since the process that checks it was killed; send the request again"
 
 

@@ -72,7 +72,7 @@ def _regex(pattern: str) -> str:
 
 
 def _rust_regex(pattern: str) -> str:
-    """The pattern in the dialect of Rust's `regex` crate. What Python writes alike but reads otherwise is rewritten or refused."""
+    """The pattern in the dialect of Rust's `regex` crate. Syntax that means something else in Python is rewritten or refused."""
     parts = re.split(r"(\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{,(?=\d+\}))", pattern, flags=re.DOTALL)
     for position in range(1, len(parts), 2):
         part = parts[position]

@@ -78,7 +78,7 @@ class StructuredOutputManager:
     # From arrival until the first token
 
     def grammar_init(self, request_id: str, params: SamplingParams) -> None:
-        """Begin to compile; returns at once."""
+        """Start to compile; returns at once."""
         assert params.structured_outputs is not None
         self._requests[request_id] = _Request(params.structured_outputs, params.ignore_eos)
         self._queued.append(request_id)
@@ -113,7 +113,7 @@ class StructuredOutputManager:
         wait(due, timeout, FIRST_COMPLETED)
 
     def _start_queued(self) -> None:
-        """Give queued requests to their grammars, in order, as far as there is room."""
+        """Give queued requests their grammars, in order, while there is room."""
         while self._queued:
             request_id = self._queued[0]
             if request_id in self._requests:
@@ -163,7 +163,7 @@ class StructuredOutputManager:
         self._backend = Guidance(read_vocabulary(self._config), self._config.shape.vocab_size)
 
     def _open(self, key: Key, grammar: _Grammar) -> None:
-        """A compiled grammar: begin to look for the first tokens of those who wait for it, or end them with what is wrong."""
+        """A compiled grammar: start to compute the first tokens of the requests that wait for it, or end them with its error."""
         if (error := grammar.compiled.exception()) is not None:
             del self._grammars[key]
             for request_id in grammar.users:

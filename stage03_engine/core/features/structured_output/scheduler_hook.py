@@ -16,7 +16,7 @@ from stage03_engine.core.scheduler import Scheduler
 from stage03_engine.messages import EngineCoreOutput, FinishReason
 from stagetrace import trace
 
-WAIT_SECONDS = 0.02  # a request that arrives meanwhile waits so long at most
+WAIT_SECONDS = 0.02  # a request that arrives during it waits at most this long
 
 
 class GrammarSchedulerHook(SchedulerHook):
@@ -88,7 +88,7 @@ class GrammarSchedulerHook(SchedulerHook):
         return None
 
     def finished(self, request: Request) -> None:
-        """Its grammar stays compiled for the next request that brings the same."""
+        """Its grammar stays compiled for the next request with the same one."""
         self.manager.free(request.request_id)
 
     def shutdown(self) -> None:

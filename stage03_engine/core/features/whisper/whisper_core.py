@@ -104,7 +104,7 @@ class WhisperCore:
         return bool(self._listening)
 
     def add_request(self, message: EngineCoreRequest) -> None:
-        """Queue a request. Raises ValueError when its id is in use, InvalidRequestError when it brings no audio, or wants the
+        """Queue a request. Raises ValueError when its id is in use, InvalidRequestError when it has no audio, or asks for the
         times of words from a model that cannot give them."""
         if message.task is None:
             raise InvalidRequestError("This model listens: a request needs audio.", "file")
