@@ -54,16 +54,16 @@ class Feature:
 
     @property
     def module(self) -> str:
-        """Where it is."""
+        """The name of its module."""
         return self.name.partition(":")[0]
 
     @property
     def is_there(self) -> bool:
-        """False if its folder, or that of a feature that it needs, was taken out."""
+        """False if its folder, or that of a feature that it needs, was removed."""
         return all(is_there(module) for module in (self.module, *self.needs))
 
     def is_on(self, args: FrontendArgs, tasks: tuple[str, ...] = ()) -> bool:
-        """Is it on for these settings and a model with these tasks?"""
+        """True if it is on for these settings and a model with these tasks."""
         asked = not self.flags or any(getattr(args, flag, None) for flag in self.flags)
         has_task = not self.tasks or not set(tasks).isdisjoint(self.tasks)
         return asked and has_task and self.is_there
@@ -94,7 +94,7 @@ COLLECT = ("stage02_server.features.collect",)
 TOOL_FLAGS = (
     "enable_auto_tool_choice", "tool_call_parser", "tool_parser_plugin", "reasoning_parser", "reasoning_parser_plugin"
 )  # fmt: skip
-HTTP_FEATURES = (  # each is called with (app, services); of two routes for one path the first answers
+HTTP_FEATURES = (  # each is called with (app, services); the first of two routes for one path wins
     Feature("stage02_server.features.tokenize:install"),
     Feature("stage02_server.features.pooling.routes:install", tasks=("embed", "classify"), needs=COLLECT),
     Feature("stage02_server.features.audio.routes:install", tasks=("transcription",), needs=COLLECT),
@@ -156,15 +156,15 @@ class StopSignals:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Listen to the signals inside the `with` block. If one came they are ignored from then on: the process is about to
-        end, and one more must not end it half-way, with another exit code."""
+        """Listen for signals inside the `with` block. If one came, later ones are ignored: the process is about to end, and
+        another signal must not stop it half-way, with a different exit code."""
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             loop.add_signal_handler(number, self._received, number)
         try:
             yield
         finally:
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # none may come in between
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # no signal may arrive in between
             for number in SIGNALS:
                 loop.remove_signal_handler(number)
                 if self.first.is_set():
@@ -218,7 +218,7 @@ async def run_server(vllm_config: VllmConfig, args: FrontendArgs) -> int:
 
 
 def setup_server(args: FrontendArgs, scheme: str = "http") -> tuple[str, socket.socket]:
-    """The address for people and the bound socket, before the engine spends seconds on loading."""
+    """The address to show people and the bound socket, before the engine spends seconds on loading."""
     if UNIX_SOCKET.is_on(args):
         address, sock = UNIX_SOCKET.load()(args)
     else:
@@ -231,10 +231,10 @@ def setup_server(args: FrontendArgs, scheme: str = "http") -> tuple[str, socket.
 
 
 def create_server_socket(host: str, port: int) -> socket.socket:
-    """A bound TCP socket that does not listen yet. Raises StagesError if the port is taken or the address is not ours."""
+    """A bound TCP socket that does not listen yet. Raises StagesError if the port is taken or the address is not local."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # A port on which our last connections have just ended needs SO_REUSEADDR. But two sockets with that flag may share a
-    # port until one of them listens, and the loser would learn it after loading a model: so the first try goes without.
+    # A port whose last connections have just closed needs SO_REUSEADDR. But two sockets with that flag may share a
+    # port until one of them listens, and the loser would find out after loading a model: so first try without.
     for reuse in (0, 1):
         sock = socket.socket(family, socket.SOCK_STREAM)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
@@ -260,12 +260,12 @@ async def run_server_worker(
     address: str, sock: socket.socket, vllm_config: VllmConfig, args: FrontendArgs, stop: StopSignals,
     connection: dict[str, Any],
 ) -> int:  # fmt: skip
-    """Everything between the bound port and the exit code. `connection` holds further settings of uvicorn."""
+    """Everything between the bound port and the exit code. `connection` holds more uvicorn settings."""
     from prometheus_client import CollectorRegistry
 
     registry = CollectorRegistry()
     async with build_async_engine_client(vllm_config, args, registry) as engine:
-        app = build_app(args)  # the engine process loads meanwhile
+        app = build_app(args)  # while the engine process loads
         init_app_state(engine, app, args, registry)
         from stage02_server.launcher import serve_http
 
@@ -279,7 +279,7 @@ async def run_server_worker(
 async def build_async_engine_client(
     vllm_config: VllmConfig, args: FrontendArgs, registry: CollectorRegistry
 ) -> AsyncIterator[AsyncLLM]:
-    """The engine's front end, whose engine process starts to load; both end when the `with` block is left."""
+    """The engine's front end; its engine process starts to load. Both end with the `with` block."""
     from stage03_engine.frontend.async_llm import AsyncLLM
     from stage03_engine.frontend.metrics import LoggingStatLogger, StatLogger
 
@@ -305,7 +305,7 @@ async def build_async_engine_client(
 
 
 def make_core_client(vllm_config: VllmConfig, args: FrontendArgs) -> AsyncEngineCoreClient | None:
-    """The client that `--engine` and `--in-process` ask for; None for the usual one, of an engine process."""
+    """The client that `--engine` and `--in-process` ask for; None for the default one, with an engine process."""
     if args.engine == "echo":
         if not is_there(ECHO_ENGINE):
             raise ConfigError("engine echo belongs to a feature that is not installed")
@@ -314,19 +314,19 @@ def make_core_client(vllm_config: VllmConfig, args: FrontendArgs) -> AsyncEngine
         module = "stage03_engine.frontend.features.async_inproc_client"
         if not is_there(module):
             raise ConfigError("in_process belongs to a feature that is not installed")
-        make_core = load("stage03_engine.core.engine_core_proc:make_core")  # the only way for torch into this process
+        make_core = load("stage03_engine.core.engine_core_proc:make_core")  # the only way torch gets into this process
         return load(f"{module}:AsyncInprocClient")(vllm_config, make_core)
     return None
 
 
 def served_model_names(vllm_config: VllmConfig, args: FrontendArgs) -> tuple[str, ...]:
-    """The names that requests may use; the first one is what answers say."""
+    """The names that requests may use; answers use the first one."""
     return args.served_model_name or (vllm_config.model_config.model,)
 
 
 @asynccontextmanager
 async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-    """What exists by now stays: the garbage collector need not look at it again while it pauses the stream of tokens."""
+    """Freeze what exists by now: garbage collection pauses the stream of tokens, and then has less to scan."""
     gc.collect()
     gc.freeze()
     yield
@@ -345,7 +345,7 @@ def build_app(args: FrontendArgs) -> FastAPI:
     app = FastAPI(title="vLLM in stages", lifespan=lifespan, openapi_url=None, middleware=layers)
     app.state.gate = RequestGate()
     add_exception_handlers(app)
-    app.middleware_stack = app.build_middleware_stack()  # now, for a layer of the user's may be impossible
+    app.middleware_stack = app.build_middleware_stack()  # now, because a user's layer may fail
     app.include_router(router)
     if trace.on:
         trace.emit("server.app_built", routes=len(app.routes))

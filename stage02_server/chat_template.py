@@ -1,6 +1,6 @@
 """Messages in, one prompt out (vllm/entrypoints/chat_utils.py).
 
-GPT-2 has no chat template: its prompt is the contents of the messages, one after the other, as if they were one text. (vLLM
+GPT-2 has no chat template: its prompt is the contents of the messages, joined into one text. (vLLM
 refuses to chat with such a model.) A template, from `--chat-template`, the model or the request, is rendered by a feature.
 """
 
@@ -16,7 +16,7 @@ from stage03_engine.frontend.tokenizer import Tokenizer
 from stage03_engine.mixins import is_there, load
 
 logger = logging.getLogger(__name__)
-_PLAIN_FIELDS = {"role", "content", "name"}  # of a message; the others mean something to templates only
+_PLAIN_FIELDS = {"role", "content", "name"}  # of a message; only templates use the others
 JINJA = "stage02_server.features.chat_template.jinja"
 
 _TEXT_FIELDS = {
@@ -51,7 +51,7 @@ class ChatTemplate:
 
     def apply(self, messages: list[ChatMessageParam], fields: ChatTemplateFields | None = None) -> str:
         """The prompt. A template is rendered in another process, which takes a while: call this in a thread. Raises
-        InvalidRequestError if the messages or the template do not allow a prompt."""
+        InvalidRequestError if no prompt can be made from them."""
         fields = fields or ChatTemplateFields()
         if not messages:
             raise InvalidRequestError("messages must hold at least one message.", "messages")
@@ -62,8 +62,8 @@ class ChatTemplate:
         return "".join(map(text_of, messages)) if prompt is None else prompt
 
     def adds_special_tokens(self, asked: bool | None) -> bool:
-        """Should the tokenizer begin the prompt with the model's beginning-of-text token? What the request asks for, else
-        only where there is no template: templates write that token themselves."""
+        """True if the tokenizer is to add the model's beginning-of-text token: what the request asks for, else only
+        without a template, since templates write that token themselves."""
         return not self._has_template if asked is None else asked
 
 
@@ -73,7 +73,7 @@ def text_of(message: ChatMessageParam) -> str:
 
 
 def text_parts(message: ChatMessageParam) -> list[str]:
-    """Raises InvalidRequestError for a part that is no text."""
+    """Raises InvalidRequestError for a part that is not text."""
     content = message.content or ""
     return [_part_text(part) for part in content] if isinstance(content, list) else [content]
 

@@ -77,7 +77,7 @@ EPILOG = (
 
 @dataclass(frozen=True)
 class ServeArgs:
-    """What `serve` was asked to do, before the model is looked for."""
+    """What `serve` was asked to do, before the model is located."""
 
     engine_args: AsyncEngineArgs
     frontend_args: FrontendArgs
@@ -114,5 +114,5 @@ DATE_FORMAT = "%m-%d %H:%M:%S"
 
 
 def configure_logging() -> None:
-    """Everything from INFO upwards to stderr, one line per record; does nothing when logging is already set up."""
+    """Everything from INFO upwards to stderr, one line per record; does nothing if logging is already set up."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=FORMAT, datefmt=DATE_FORMAT)

@@ -2,8 +2,8 @@
 
     {"error": {"message": "...", "type": "BadRequestError", "param": "max_tokens", "code": 400}}
 
-Two kinds of 400 can be told apart, as in vLLM: the body did not have the right form (type "Bad Request", `param`
-"body.<field>"), or it had and cannot be served ("BadRequestError", the bare field).
+There are two kinds of 400, as in vLLM: the body has the wrong form (type "Bad Request", `param` "body.<field>"),
+or its form is right but it cannot be served ("BadRequestError", the bare field).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from stage03_engine.errors import EngineDeadError, InvalidRequestError
 from stagetrace import trace
 
 logger = logging.getLogger(__name__)
-RETRY_AFTER_SECONDS = 1  # a step takes milliseconds: a client that comes back in a second finds another queue
+RETRY_AFTER_SECONDS = 1  # a step takes milliseconds: a second later the queue has changed
 
 
 class APIError(Exception):
@@ -44,12 +44,12 @@ def not_found(message: str, param: str | None = None) -> APIError:
 
 
 def unavailable(message: str) -> APIError:
-    """503: the server is not able to answer, now or ever again."""
+    """503: the server cannot answer, for now or for good."""
     return APIError(503, "ServiceUnavailableError", message)
 
 
 def as_api_error(error: BaseException) -> APIError:
-    """Any exception as a refusal. What nobody expected becomes a 500 that says nothing about the inside."""
+    """Any exception as a refusal. An unexpected one becomes a 500 that reveals no internals."""
     if isinstance(error, APIError):
         return error
     if isinstance(error, InvalidRequestError):
@@ -58,13 +58,13 @@ def as_api_error(error: BaseException) -> APIError:
         return unavailable("The engine has died; this server is shutting down.")
     if isinstance(error, RequestValidationError):
         return _from_validation(error)
-    if isinstance(error, HTTPException):  # of the framework: unknown route, wrong method, unreadable body
+    if isinstance(error, HTTPException):  # from the framework: unknown route, wrong method, unreadable body
         return APIError(error.status_code, HTTPStatus(error.status_code).phrase, str(error.detail))
     return APIError(500, "InternalServerError", "The server failed on this request; its log says why.")
 
 
 def as_reported(error: Exception, response_id: str) -> APIError:
-    """The same for what ends a stream, whose status has been sent: nobody else logs what was not expected."""
+    """The same for an error in a stream, whose status is already sent: nothing else logs an unexpected one."""
     refusal = as_api_error(error)
     if refusal.status == 500:
         logger.error("request %s failed", response_id, exc_info=error)
@@ -72,7 +72,7 @@ def as_reported(error: Exception, response_id: str) -> APIError:
 
 
 def _from_validation(error: RequestValidationError) -> APIError:
-    """pydantic's list of complaints as one message about the first field that is wrong.
+    """pydantic's list of errors as one message about the first wrong field.
 
     The offending value itself is left out: it may be large, secret, or not Unicode.
     """
@@ -105,7 +105,7 @@ def error_response(scope: Scope, error: BaseException) -> Response:
     refusal = as_api_error(error)
     if trace.on:
         trace.emit("request.refused", req=scope["state"].get("req"), status=refusal.status, type=refusal.type)
-    headers = getattr(error, "headers", None)  # of a 405: which methods are allowed
+    headers = getattr(error, "headers", None)  # a 405 lists the allowed methods
     return Response(error_json(refusal), refusal.status, headers, media_type="application/json")
 
 

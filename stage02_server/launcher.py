@@ -1,6 +1,6 @@
 """Serve an application until a signal comes or the engine dies (vllm/entrypoints/launcher.py, serve_http).
 
-HTTP is up while the engine loads and while the last requests finish; `lifecycle.py` has the states that /health tells.
+HTTP is up while the engine loads and while the last requests finish; `lifecycle.py` has the states that /health reports.
 
 first SIGTERM or SIGINT    new requests are refused, running ones get `--shutdown-timeout` seconds, exit code 0
 second signal              running requests end now, with an error; exit code 0
@@ -25,12 +25,12 @@ from stagetrace import trace
 
 logger = logging.getLogger(__name__)
 DEATH_LINGER_SECONDS = 2.0  # long enough for a load balancer's next look at /health
-LAST_WORDS_SECONDS = 1.0  # for the errors of requests that were cut to reach their clients
+LAST_WORDS_SECONDS = 1.0  # for the errors of cut requests to reach their clients
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handling, which is that of `StopSignals`. uvicorn would also raise every caught signal again
-    when it is done, and so end the process with that signal instead of exit code 0."""
+    """uvicorn without its signal handling, which `StopSignals` does. uvicorn would also re-raise every caught signal when
+    it is done, and so end the process with that signal instead of exit code 0."""
 
     def __init__(self, config: uvicorn.Config, on_listening: Callable[[], None]) -> None:
         super().__init__(config)
@@ -50,7 +50,7 @@ async def serve_http(
 ) -> int:
     """Accept connections on `sock`, start the engine, and serve until a signal or the engine's death; returns the exit code.
 
-    `connection` holds further settings of uvicorn. Raises OSError if it cannot listen, StagesError if the engine cannot
+    `connection` holds more uvicorn settings. Raises OSError if it cannot listen, StagesError if the engine cannot
     start, StopRequested if a signal came first.
     """
     services: Services = app.state.services
@@ -83,12 +83,12 @@ async def serve_http(
 
 
 async def _unless_http_fails(serving: asyncio.Task[None], work: Coroutine[Any, Any, object]) -> None:
-    """Wait for `work` while HTTP is up. Raises what keeps either of them from working."""
+    """Wait for `work` while HTTP is up. Raises the error of whichever fails."""
     working = asyncio.create_task(work)
     try:
         await asyncio.wait({serving, working}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            serving.result()  # raises, since nobody has told it to end
+            serving.result()  # raises, since nothing asked it to end
         await working
     finally:
         working.cancel()
@@ -98,7 +98,7 @@ async def _unless_http_fails(serving: asyncio.Task[None], work: Coroutine[Any, A
 async def _until_the_end(
     services: Services, server: uvicorn.Server, serving: asyncio.Task[None], stop: StopSignals
 ) -> None:
-    """Until a signal comes, the engine dies or HTTP fails; returns when everybody has an answer and HTTP has ended."""
+    """Wait until a signal comes, the engine dies or HTTP fails; returns when all have an answer and HTTP has ended."""
     died = asyncio.create_task(services.engine.wait_dead())
     stopped = asyncio.create_task(stop.first.wait())
     try:
@@ -142,7 +142,7 @@ async def _close(server: uvicorn.Server, serving: asyncio.Task[None]) -> None:
     """Close the port and all connections. Raises what made HTTP fail, if it did."""
     server.should_exit = True
     await asyncio.wait({serving}, timeout=LAST_WORDS_SECONDS)
-    server.force_exit = True  # a client that does not read must not keep us
+    server.force_exit = True  # a client that does not read must not delay the exit
     await asyncio.wait({serving}, timeout=LAST_WORDS_SECONDS)
     if serving.done():
         serving.result()

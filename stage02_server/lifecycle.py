@@ -1,9 +1,9 @@
-"""The states of a server, and where they can be seen: `/health`, the metrics, the trace.
+"""The states of the server, and where they show: `/health`, the metrics, the trace.
 
     starting -> ready -> draining -> stopped        failed: the engine could not start, or died
 
-HTTP is up in all states but `stopped`: a load balancer that asks learns `starting` and `draining`, where a closed port
-would tell it nothing. vLLM listens when its engine is ready, and answers /health with 200 or 503.
+HTTP is up in all states but `stopped`: a load balancer sees `starting` and `draining`, where a closed port
+would show nothing. vLLM listens when its engine is ready, and answers /health with 200 or 503.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from stage03_engine.frontend.async_llm import AsyncLLM
 from stagetrace import trace
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/version", "/load"})
-"""What is answered in every state."""
+"""Paths that answer in every state."""
 
 
 class ServerState(enum.StrEnum):
@@ -38,7 +38,7 @@ _MESSAGES = {
 
 
 class Lifecycle:
-    """Knows the state of the server. Nothing has to be kept in step: the state follows from the engine and the gate."""
+    """The state of the server, computed from the engine and the gate: there is nothing to keep in sync."""
 
     def __init__(self, engine: AsyncLLM, gate: RequestGate) -> None:
         self._engine, self._gate = engine, gate
@@ -46,7 +46,7 @@ class Lifecycle:
 
     @property
     def state(self) -> ServerState:
-        """The state of this moment."""
+        """The current state."""
         if self._ended is not None:
             return self._ended
         if self._engine.errored:
@@ -56,18 +56,18 @@ class Lifecycle:
         return ServerState.STARTING if self._engine.ready is None else ServerState.READY
 
     def end(self, failed: bool) -> None:
-        """The server is over."""
+        """The server has ended."""
         self._ended = ServerState.FAILED if failed else ServerState.STOPPED
         self.announce()
 
     def announce(self) -> None:
-        """Record that a state began."""
+        """Trace the new state."""
         if trace.on:
             trace.emit("server.state", state=self.state.value)
 
     def refusal(self, path: str) -> APIError | None:
         """Why a request to `path` is refused in this state, or None. In `failed` each route answers for itself,
-        since some can do without the engine."""
+        since some do not need the engine."""
         if path in OPEN_PATHS or self.state in (ServerState.READY, ServerState.FAILED):
             return None
         return self.unavailable()

@@ -1,6 +1,6 @@
 """What happens to every HTTP request before and after its handler: its id, its trace events, and the shutdown.
 
-Stands for XRequestIdMiddleware and ScalingMiddleware in vllm/entrypoints/openai/api_server.py. Pure ASGI: Starlette's
+vLLM: XRequestIdMiddleware and ScalingMiddleware in vllm/entrypoints/openai/api_server.py. Pure ASGI: Starlette's
 BaseHTTPMiddleware would put a queue between a stream and its client.
 """
 
@@ -31,9 +31,9 @@ TRACEPARENT = "stage02_server.features.traceparent:parse_traceparent"
 
 
 def route_path(scope: Scope) -> str:
-    """The path that the router will look at: decoded, and without `--root-path` if it begins with that.
+    """The path that the router matches: decoded, and without the prefix `--root-path`.
 
-    From the request line alone. A URL put together with the header Host could be led astray by that header.
+    Taken from the request line alone: the header Host must not be able to change it.
     """
     path, root = scope["path"], scope.get("root_path", "")
     return path[len(root) :] if root and (path == root or path.startswith(root + "/")) else path
@@ -45,15 +45,15 @@ class RequestIds:
 
     response: str
     engine: str
-    cause: str | None = None  # the trace's name for the arrival of the request
+    cause: str | None = None  # the trace event of the request's arrival
 
     def engine_id(self, index: int) -> str:
         """The id of one prompt."""
         return f"{self.engine}-{index}"
 
     def named(self, request_id: str | None) -> RequestIds:
-        """The same with the id that the body asks for, unless the header has chosen one. The engine knew the request
-        before anybody read its body, so there nothing changes."""
+        """A copy with the id that the body asks for, unless the header chose one. The engine's id stays: it was made
+        before the body was read."""
         if request_id is None or self.engine != self.response:
             return self
         return replace(self, response=f"{self.response.partition('-')[0]}-{request_id}")
@@ -78,23 +78,23 @@ class RequestGate:
         self.draining = False
         self.expired = False
         self.running: set[asyncio.Task[None]] = set()
-        self.endless: set[Callable[[], None]] = set()  # what cuts an answer that has no end of its own
+        self.endless: set[Callable[[], None]] = set()  # each cuts an answer that never ends by itself
         self.idle = asyncio.Event()
         self.idle.set()
 
     def enter(self, task: asyncio.Task[None]) -> None:
-        """A request runs, in this task."""
+        """A request starts in this task."""
         self.running.add(task)
         self.idle.clear()
 
     def leave(self, task: asyncio.Task[None]) -> None:
-        """It is done."""
+        """It has ended."""
         self.running.discard(task)
         if not self.running:
             self.idle.set()
 
     def end_endless(self) -> None:
-        """Cut the answers that have no end of their own, and that nobody reads: the others have ended by themselves."""
+        """Cut the endless answers that nobody reads; the others have ended by themselves."""
         for cut in list(self.endless):
             cut()
 
@@ -106,7 +106,7 @@ class RequestGate:
 
 
 class _Answer:
-    """Watches what is sent, to know how far the answer has come."""
+    """Watches what is sent, to know how far the answer is."""
 
     def __init__(self, send: Send, req: str | None, cause: str | None) -> None:
         self._send, self._req, self._cause = send, req, cause
@@ -126,7 +126,7 @@ class _Answer:
 
 
 class RequestMiddleware:
-    """Outermost of our own code around every request."""
+    """The outermost layer of our own around every request."""
 
     def __init__(self, app: ASGIApp, args: FrontendArgs) -> None:
         self._app = app
@@ -138,7 +138,7 @@ class RequestMiddleware:
         req = None
         state = scope.setdefault("state", {})
         if (path := route_path(scope)) in PREFIX:
-            # A stored response is found by its id alone, so nobody chooses that one.
+            # Anyone who knows its id can read a stored response, so clients cannot choose it.
             chosen = None if path == "/v1/responses" else Headers(scope=scope).get("x-request-id")
             state["ids"] = make_ids(PREFIX[path], chosen)
             req = state["req"] = state["ids"].engine_id(0)
@@ -170,10 +170,10 @@ class RequestMiddleware:
 
 
 def _trace_arrival(scope: Scope, req: str | None) -> str | None:
-    """Only called while the trace is on. Returns what the response names as its cause."""
+    """Returns the event that the response names as its cause. Called only while the trace is on."""
     trace_id, parent_id = None, None
     if values := Headers(scope=scope).getlist("traceparent"):
-        for parse in mixins(TRACEPARENT):  # none if the feature was taken out
+        for parse in mixins(TRACEPARENT):  # none if the feature is not installed
             trace_id, parent_id = parse(values)
     method, path = scope["method"], scope["path"]
     if trace.on:
@@ -182,7 +182,7 @@ def _trace_arrival(scope: Scope, req: str | None) -> str | None:
 
 
 async def _cut(scope: Scope, receive: Receive, answer: _Answer) -> None:
-    """End an answer that did not make it before the deadline: with a 503, or inside a stream with an error event."""
+    """End an answer that missed the deadline: with a 503, or in a stream with an error event."""
     error = unavailable("The server was shut down before this request was finished.")
     if not answer.status:
         await error_response(scope, error)(scope, receive, answer.send)

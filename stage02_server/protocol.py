@@ -1,8 +1,8 @@
 """The shapes of requests (vllm/entrypoints/openai/protocol.py); those of answers are in protocol_response.py.
 
-pydantic checks the form of a request. Fields that it does not know are ignored, as in vLLM, except those that are known to be
-refused: to ignore one of these would silently give a different answer than the one that was asked for. The fields of a feature
-stand in its own `fields.py`.
+pydantic checks the form of a request. Unknown fields are ignored, as in vLLM, except those that are listed as
+refused: ignoring one of these would silently give a different answer from the one that was asked for. A feature declares
+its fields in its own `fields.py`.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class RequestModel(*mixins("stage02_server.features.hardening.fields:BoundedBody
         cls.features = tuple(part for part in parts if part is not RequestFields)
 
     def used_features(self) -> list[type[RequestFields]]:
-        """The features of which the client named a field."""
+        """The features whose fields the client set."""
         return [part for part in self.features if part.model_fields.keys() & self.model_fields_set]
 
     def check_built(self) -> None:
-        """Raises InvalidRequestError for a field that this server knows and does not have."""
+        """Raises InvalidRequestError for a known field that this server does not support."""
         if self.model_extra:
             load(CHECK_UNKNOWN_FIELDS)(self.model_extra, self.refused)
 
@@ -82,15 +82,15 @@ class SamplingRequest(*FEATURES, RequestModel):  # type: ignore[misc]
     cache_salt: Text | None = Field(default=None, description="Only requests with the same salt share cached prefixes.")
 
     def _sampling_params(self, defaults: dict[str, Any] | None, max_tokens: int | None) -> SamplingParams:
-        """Raises InvalidRequestError for what is impossible, alone or together."""
+        """Raises InvalidRequestError for invalid values, and for values that exclude each other."""
         params = self._arguments(defaults, max_tokens)
         for name in params.keys() - set(SamplingParams.__struct_fields__):
             raise InvalidRequestError(f"{name}: this engine was built without it.", name)
         return SamplingParams(**params)
 
     def _arguments(self, defaults: dict[str, Any] | None, max_tokens: int | None) -> dict[str, Any]:
-        """The arguments of SamplingParams. `defaults` has what the model's generation_config.json sets where the request
-        does not; its max_tokens is the most that a request may have."""
+        """The arguments of SamplingParams. `defaults` come from the model's generation_config.json; their max_tokens is
+        an upper limit for every request."""
         params = dict(defaults or {})
         limit = params.pop("max_tokens", None)
         sent = {name: getattr(self, name) for name in _SAME_NAME}
@@ -175,7 +175,7 @@ TEMPLATE_FEATURES = mixins(
 
 
 class ChatTemplateFields(*TEMPLATE_FEATURES, RequestModel):  # type: ignore[misc]
-    """What the chat template is told besides the messages."""
+    """What the chat template gets besides the messages."""
 
 
 CHAT_FEATURES = mixins(

@@ -17,7 +17,7 @@ LOGPROBS = "stage02_server.features.logprobs.fields:CompletionChoiceField"
 CHAT_LOGPROBS = "stage02_server.features.logprobs.fields:ChatChoiceField"
 CHAT_CHOICE = mixins(TOKEN_IDS, CHAT_LOGPROBS)
 WITH_THE_USAGE = {"usage", *(name for part in METRICS for name in part.__annotations__)}
-"""What a stream tells once, at its end."""
+"""What a stream sends once, at its end."""
 
 
 class PromptTokensDetails(BaseModel):
@@ -103,7 +103,7 @@ class ChatCompletionResponse(*METRICS, *mixins(PROMPT_TEXT, PROMPT_LOGPROBS), Pl
 class ChatStreamChoice(*CHAT_CHOICE, PlainChoice):  # type: ignore[misc]
     """What a chunk adds to one answer."""
 
-    delta: dict[str, Any]  # keys of ChatMessage; a tool call also says its place, `index`, among those of the answer
+    delta: dict[str, Any]  # keys of ChatMessage; a tool call also has its `index` in the answer
 
 
 class PlainChatStreamResponse(BaseModel):

@@ -1,6 +1,6 @@
-"""What protocol.py and the `fields.py` of the features share: the types of single fields, and what a feature may do with its own.
+"""What protocol.py and the `fields.py` of the features share: the types of fields, and what a feature may do with its own.
 
-A module of its own, because protocol.py composes the requests out of the features' fields.
+A separate module, because protocol.py composes requests from the features' fields.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from stage03_engine.outputs import CompletionOutput, RequestOutput
 
 
-# JSON can spell "\ud800" alone; UTF-8, and so the tokenizer, cannot. With a constraint pydantic looks for that, without one not.
+# JSON can hold a lone "\ud800"; UTF-8, and so the tokenizer, cannot. pydantic checks this only if there is a constraint.
 Text = Annotated[str, StringConstraints(min_length=0), WithJsonSchema({"type": "string"})]
 Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]  # what a tensor of integers can hold
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # what msgpack can hold
-# fail_fast: a list of a million wrong items is one complaint, not a million of them.
+# fail_fast: a list of a million wrong items gives one error, not a million.
 TokenIds = Annotated[list[StrictInt], Field(fail_fast=True)]
 T = TypeVar("T")
 MAX_PROMPTS = 4096
@@ -31,16 +31,16 @@ Several = Annotated[list[T], Field(max_length=MAX_PROMPTS, fail_fast=True)]
 
 
 class RequestFields(BaseModel):
-    """Base of what a feature adds to request bodies. A request asks a feature only if it names one of the feature's fields."""
+    """Base of what a feature adds to request bodies. A feature is called only if the request sets one of its fields."""
 
     for_templates: ClassVar[bool] = False  # the fields are read by chat templates
-    parser_class: ClassVar[str] = ""  # module:Class that takes the answers to it apart
+    parser_class: ClassVar[str] = ""  # module:Class that parses the answers
 
     def apply(self, params: dict[str, Any]) -> None:
         """Change the arguments of SamplingParams. Raises InvalidRequestError."""
 
     def generate(self, engine: AsyncLLM, request: EngineCoreRequest) -> AsyncGenerator[RequestOutput, None] | None:
-        """The answers to one prompt, if the feature makes them itself with the help of the engine."""
+        """The answers to one prompt, if the feature makes them itself from engine calls."""
 
     async def hook(
         self, serving: OpenAIServing, requests: EngineRequests, prompts: list[str | list[int]], receive: Receive
@@ -52,7 +52,7 @@ class AnswerHook:
     """What a feature adds to the answers to one HTTP request."""
 
     async def begin(self, outputs: AsyncGenerator[T, None], receive: Receive) -> AsyncGenerator[T, None]:
-        """The outputs of a stream, before its first byte is sent: a refusal can still have an HTTP status of its own."""
+        """The outputs of a stream, before its first byte is sent: a refusal can still set the HTTP status."""
         return outputs
 
     def output(self, prompt: int, output: RequestOutput) -> None:

@@ -21,7 +21,7 @@ router = APIRouter()
 
 
 class OpenAIServingModels:
-    """One model, which may have several names; the first one is what answers say."""
+    """One model, which may have several names; answers use the first one."""
 
     def __init__(self, config: VllmConfig, names: tuple[str, ...]) -> None:
         self.names = names
@@ -29,7 +29,7 @@ class OpenAIServingModels:
         self._created = int(time.time())
 
     def check(self, name: str | None) -> str:
-        """The name to answer with. No name is fine: there is only one model. Raises APIError 404 for a foreign name."""
+        """The name to answer with. No name is fine: there is only one model. Raises APIError 404 for an unknown name."""
         if name is None:
             return self.names[0]
         # The model that everyone calls GPT-2 is "gpt2" on the hub.
@@ -79,7 +79,7 @@ async def show_model(name: Annotated[str, Path(description="Its name.")], raw_re
 @router.get("/health")
 @router.get("/ping")
 @router.post("/ping")
-@router.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)  # is asked first: its 405 allows both
+@router.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)  # matched first: its 405 allows both
 async def health(raw_request: Request) -> Response:
     """200 and nothing else when requests are served; else 503 with the state of the server."""
     lifecycle = raw_request.app.state.services.lifecycle

@@ -28,7 +28,7 @@ from stagetrace import trace
 
 
 class Answer(Protocol):
-    """One answer while it comes: a feature may take its text apart into content, reasoning and tool calls."""
+    """One answer as it arrives: a feature may split its text into content, reasoning and tool calls."""
 
     def delta(self, output: CompletionOutput) -> dict[str, Any]:
         """What a piece of output adds, as the `delta` of a chunk; empty if it is held back."""
@@ -55,7 +55,7 @@ class PlainAnswer:
 
 
 class ChatMaker(AnswerMaker):
-    """Engine outputs as choices of a chat. The first chunk of each answer of a stream says who speaks."""
+    """Engine outputs as choices of a chat. The first chunk of each streamed answer has the role."""
 
     whole_class, chunk_class = ChatCompletionResponse, ChatStreamResponse
 
@@ -75,7 +75,7 @@ class ChatMaker(AnswerMaker):
         return choice
 
     def pieces(self, index: int, output: CompletionOutput) -> Iterator[ChatStreamChoice]:
-        """One chunk, and before it the role if this is the answer's first. None for what is held back."""
+        """One chunk, after one with the role if this is the answer's first; nothing if the text is held back."""
         if index not in self._answers:
             self._answers[index] = self._new_answer()
             yield ChatStreamChoice(index=index, delta={"role": self._role, "content": ""})
@@ -102,7 +102,7 @@ class OpenAIServingChat(OpenAIServing):
     ) -> None:
         super().__init__(engine_client, models, args)
         self._template = template
-        self.parsers: Any = None  # the feature that takes answers apart, once a flag or a request asks for it
+        self.parsers: Any = None  # the feature that parses answers, once a flag or a request asks for it
 
     async def create_chat_completion(
         self, request: ChatCompletionRequest, raw_request: Request
@@ -133,7 +133,7 @@ class OpenAIServingChat(OpenAIServing):
         return await self.answer(request, ChatMaker(requests, self.args.response_role, new_answer), receive)
 
     def parsers_for(self, request: ChatCompletionRequest) -> Any:
-        """The feature that takes the answers apart; None if no flag and no field of the request asks for it. Raises
+        """The feature that parses the answers; None if no flag and no field of the request asks for it. Raises
         InvalidRequestError if it cannot do what the request asks for."""
         for feature in request.used_features():
             if feature.parser_class and self.parsers is None:

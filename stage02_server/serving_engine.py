@@ -1,5 +1,5 @@
-"""What completions and chats share: from prompts to a merged flow of outputs, streamed or whole, for as long as the client
-listens (vllm/entrypoints/openai/serving_engine.py OpenAIServing).
+"""What completions and chats share: from prompts to a merged flow of outputs, streamed or whole, until the client
+leaves (vllm/entrypoints/openai/serving_engine.py OpenAIServing).
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ class EngineRequests:
     cached_tokens: dict[int, int] = field(default_factory=dict)  # prompt -> its tokens from the prefix cache
 
     def usage(self) -> UsageInfo:
-        """Totals."""
+        """The usage of all prompts and answers."""
         return self.usage_of(range(len(self.engine_requests)), self.num_tokens.total())
 
     def usage_of(self, prompts: Iterable[int], completion_tokens: int) -> UsageInfo:
-        """The usage of these prompts, and of so many tokens of answers."""
+        """The usage of these prompts and of this many answer tokens."""
         numbers = list(prompts)
         prompt = sum(len(self.engine_requests[number].prompt_token_ids) for number in numbers)
         return make_usage(prompt, completion_tokens, sum(self.cached_tokens.get(number, 0) for number in numbers))
 
 
 def make_usage(prompt: int, completion: int, cached: int = 0) -> UsageInfo:
-    """From the tokens of the prompt, those of the answer, and those of the prompt from the prefix cache."""
+    """From the numbers of prompt tokens, answer tokens, and prompt tokens found in the prefix cache."""
     return UsageInfo(
         prompt_tokens=prompt,
         total_tokens=prompt + completion,
@@ -81,9 +81,9 @@ def require_task(config: VllmConfig, task: str, how: str) -> None:
 
 
 async def merge_async_iterators(iterators: list[AsyncGenerator[RequestOutput, None]]) -> Outputs:
-    """(index of the iterator, its next output), from whichever iterator has one. Closes all of them at the end.
+    """(index of the iterator, its next output), as soon as an iterator has one. Closes all of them at the end.
 
-    Only one output per iterator is taken ahead: a slow client slows this down, and the collectors merge meanwhile.
+    Reads only one output ahead per iterator: while a slow client holds this up, the collectors merge outputs.
     """
     waiting: dict[asyncio.Future[RequestOutput], int] = {}
     try:
@@ -123,7 +123,7 @@ class AnswerMaker:
         raise NotImplementedError
 
     def pieces(self, index: int, output: CompletionOutput) -> Iterator[BaseModel]:
-        """What `output` adds to answer `index`, as the choices of one chunk each."""
+        """What `output` adds to answer `index`, as choices, each for its own chunk."""
         raise NotImplementedError
 
     def add_features(self, index: int, choice: BaseModel, output: CompletionOutput) -> None:
@@ -175,7 +175,7 @@ class OpenAIServing:
         self.hook_factories: list[Callable[[EngineRequests, Prompts], AnswerHook]] = []  # of features for all answers
 
     def check(self, request: SamplingRequest) -> str:
-        """The model name to answer with. Raises what makes the request impossible whatever its prompt says."""
+        """The model name to answer with. Raises every refusal that does not depend on the prompt."""
         self.engine_client.check_health()
         if not self._generates:
             how = "serve a model that writes text, without --runner pooling and --convert"
@@ -192,7 +192,7 @@ class OpenAIServing:
         return ids
 
     def trace_validated(self, request: SamplingRequest, ids: RequestIds, model: str, num_prompts: int) -> None:
-        """The form of the request is right."""
+        """Trace that the request has a valid form."""
         if trace.on:
             req, stream = ids.engine_id(0), bool(request.stream)
             trace.emit("request.validated", req=req, model=model, stream=stream, prompts=num_prompts)
@@ -225,7 +225,7 @@ class OpenAIServing:
         flows = [self._generate(request, engine_request) for engine_request in engine_requests]
         requests = EngineRequests(ids, model, 1 if request.n is None else request.n, engine_requests, flows, [])
         requests.hooks += [factory(requests, prompts) for factory in self.hook_factories]
-        for feature in reversed(request.used_features()):  # as they are applied to SamplingParams
+        for feature in reversed(request.used_features()):  # in the order in which they apply to SamplingParams
             if (hook := await feature.hook(request, self, requests, prompts, receive)) is not None:
                 requests.hooks.append(hook)
         return requests
@@ -251,7 +251,7 @@ class OpenAIServing:
         ]
 
     def _generate(self, request: SamplingRequest, made: EngineCoreRequest) -> AsyncGenerator[RequestOutput, None]:
-        """The flow of answers to one prompt, which begins when somebody reads it."""
+        """The flow of answers to one prompt, which starts when it is read."""
         for feature in request.used_features():
             if (flow := feature.generate(request, self.engine_client, made)) is not None:
                 return flow
@@ -269,13 +269,13 @@ class OpenAIServing:
                 yield prompt, output
 
     async def answer(self, request: SamplingRequest, maker: AnswerMaker, receive: Receive) -> Any:
-        """The whole answer, or its stream, which has not begun yet: a refusal still has an HTTP status of its own."""
+        """The whole answer, or its stream before the first byte: a refusal can still set the HTTP status."""
         if not request.stream:
             return await run_until_disconnect(receive, self._whole(maker))
         return self._stream(maker, await self.begin(maker.requests, receive))
 
     async def _whole(self, maker: AnswerMaker) -> Any:
-        """From the last output of every prompt, with all its answers."""
+        """The whole answer, from the last output of every prompt."""
         requests = maker.requests
         finished: dict[int, RequestOutput] = {}
         async with aclosing(self.outputs(requests)) as outputs:
@@ -284,7 +284,7 @@ class OpenAIServing:
         return maker.whole([finished[prompt] for prompt in range(len(requests.engine_requests))])
 
     async def begin(self, requests: EngineRequests, receive: Receive) -> Outputs:
-        """`outputs`, when no feature has a reason to wait any longer."""
+        """`outputs`, once no feature needs to wait any longer."""
         outputs = self.outputs(requests)
         for hook in requests.hooks:
             outputs = await hook.begin(outputs, receive)

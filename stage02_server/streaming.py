@@ -1,6 +1,6 @@
-"""Work for a client while it is there, and its answer: JSON, or server-sent events (vllm/entrypoints/utils.py, with_cancellation).
+"""Work that stops when its client leaves; answers as JSON or server-sent events (vllm/entrypoints/utils.py, with_cancellation).
 
-What would hold up the event loop, and with it the streams of all others, runs in threads: a fixed number at once.
+Work that would block the event loop, and with it all other streams, runs in a fixed number of threads.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
 LONG = 8192
-"""Characters, or token ids, of the prompts of one request. So many take 1 to 3 ms to tokenize, 400,000 take 100 to 200; the
-way to a thread and back takes 0.04 (2 cores, the vocabularies of gpt2-tiny and of GPT-2)."""
-PER_PROMPT = 32  # characters take as long as what is done once per prompt, 10 µs
+"""Characters, or token ids, of the prompts of one request. This many take 1 to 3 ms to tokenize, 400,000 take 100 to 200; a
+thread's round trip takes 0.04 (2 cores, the vocabularies of gpt2-tiny and of GPT-2)."""
+PER_PROMPT = 32  # characters take as long as the fixed work per prompt, 10 µs
 TOKENIZERS = ThreadPoolExecutor(2, "tokenize")
-DECODERS = ThreadPoolExecutor(2, "decode")  # of sound: a file of some megabytes can need a gigabyte for a moment
+DECODERS = ThreadPoolExecutor(2, "decode")  # of sound: a file of a few megabytes can briefly need a gigabyte
 
 
 class ClientGoneError(Exception):
@@ -34,9 +34,9 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 
 async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client leaves; returns when it has cleaned up behind itself.
+    """The result of `work`, which is cancelled when the client leaves; returns once it has cleaned up.
 
-    `receive` gives the client's messages. Raises ClientGoneError when the client left.
+    `receive` returns the client's messages. Raises ClientGoneError if the client left.
     """
     working = asyncio.create_task(work)
     watching = asyncio.create_task(_wait_for_disconnect(receive))
@@ -52,9 +52,9 @@ async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -
 
 
 async def in_thread(threads: ThreadPoolExecutor, receive: Receive, work: Callable[[], T]) -> T:
-    """The result of `work` from one of the threads, of which the first who asks gets the next one that is free.
+    """The result of `work`, which runs in the next free thread, first come, first served.
 
-    Raises what `work` raises, and ClientGoneError when the client left; then work that has not begun is not done.
+    Raises what `work` raises, and ClientGoneError if the client left; work that has not begun is then dropped.
     """
 
     async def wait() -> T:
@@ -64,8 +64,8 @@ async def in_thread(threads: ThreadPoolExecutor, receive: Receive, work: Callabl
 
 
 async def in_thread_if_long(prompts: Iterable[Sized], receive: Receive, work: Callable[[], T]) -> T:
-    """The result of `work` on these texts and lists of token ids, here and now when they are short together. Raises as
-    `in_thread` does."""
+    """The result of `work` on these texts and lists of token ids, without a thread if they are short in total.
+    Raises as `in_thread` does."""
     if sum(len(prompt) + PER_PROMPT for prompt in prompts) <= LONG:
         return work()
     return await in_thread(TOKENIZERS, receive, work)
@@ -75,8 +75,8 @@ Answer = BaseModel | AsyncGenerator[bytes, None]  # whole, or its events
 
 
 class EventStreamResponse(StreamingResponse):
-    """Server-sent events, until the client leaves. Its generator is closed then and there, so that the engine stops at
-    once and not when the garbage collector comes by."""
+    """Server-sent events, until the client leaves. Its generator is closed at once, so that the engine stops
+    then and not at the next garbage collection."""
 
     media_type = "text/event-stream"
 
@@ -97,7 +97,7 @@ def answer(result: Answer) -> Response:
     """A handler's result as a response."""
     if isinstance(result, BaseModel):
         return Response(result.model_dump_json(), media_type="application/json")
-    # Proxies such as nginx collect an answer before they pass it on, unless they are told not to.
+    # Proxies such as nginx buffer an answer unless a header forbids it.
     return EventStreamResponse(result, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
 
