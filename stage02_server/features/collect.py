@@ -13,7 +13,7 @@ from stage03_engine.outputs import RequestOutput
 
 async def collect(engine_client: AsyncLLM, requests: list[EngineCoreRequest]) -> list[RequestOutput]:
     """The last output of each request, in their order. Raises EngineDeadError, and APIError 503 if one was aborted from
-    outside: half a vector is none, and such an answer cannot say that it was cut off."""
+    outside: half a vector is useless, and such an answer cannot say that it was cut off."""
     found: dict[int, RequestOutput] = {}
     flows = [engine_client.generate(request) for request in requests]
     async with aclosing(merge_async_iterators(flows)) as merged:

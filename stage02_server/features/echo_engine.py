@@ -1,7 +1,7 @@
 """An engine core that needs no model: it answers with the prompt, again and again (`--engine echo`).
 
-Behind the same client interface as the real one, so the whole server and the whole front end run unchanged, without torch
-and without a second process. Stands where vllm/v1/engine/core_client.py has AsyncMPClient.
+It has the client interface of the real one, so the whole server and the whole front end run unchanged, without torch
+and without a second process. It replaces AsyncMPClient of vllm/v1/engine/core_client.py.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ _NO_ANTHROPIC = "Anthropic's Messages API is not built; use /v1/chat/completions
 _NO_EXPERTS = "there is one engine without expert parallelism, so nothing scales"
 
 ABSENT: dict[str, tuple[str, str]] = {
-    # Other tasks, and other forms of those that there are
+    # Other tasks, and other forms of the ones that exist
     "/v1/systemone": ("POST", _NO_DECISIONS.format("structured decision")),
     "/v1/decisions": ("POST", _NO_DECISIONS.format("decision")),
     "/generative_scoring": ("POST", "ask /v1/completions for logprobs, with echo and max_tokens 0 to score a text"),
@@ -29,7 +29,7 @@ ABSENT: dict[str, tuple[str, str]] = {
     "/invocations": ("POST", "SageMaker's interface is not built; send the body to the route that it is meant for"),
     "/inference/v1/generate": ("POST", "send token ids as prompt to /v1/completions"),
     "/v1/realtime": ("GET", "its model writes text and has no realtime task"),
-    # The engine's inside
+    # The engine's internals
     "/kv_event_sources": ("GET", "events of the KV cache are not published; --trace records them"),
     "/scale_elastic_ep": ("POST", _NO_EXPERTS),
     "/is_scaling_elastic_ep": ("POST", _NO_EXPERTS),
@@ -58,7 +58,7 @@ TASKS: dict[str, tuple[str, str]] = {
     "/v1/audio/transcriptions": ("POST", "transcription"),
     "/v1/audio/translations": ("POST", "translation"),
 }
-"""Path -> its method, and the task that it needs. The feature behind it is not installed if the model lacks the task."""
+"""Path -> its method, and the task that it needs. Its feature is not installed if the model lacks the task."""
 
 
 _POOLING = "serve a model with --runner pooling, or one with a classification head with --convert embed"
@@ -84,7 +84,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
         "GET /", "GET /v1/engine/events", "GET /docs", "GET /redoc", "GET /openapi.json",
     ),
 }  # fmt: skip
-"""Module of a feature -> its routes, which are refused if it was taken out."""
+"""Module of a feature -> its routes, which are refused if it is not there."""
 
 
 async def refuse(raw_request: Request) -> Response:
@@ -109,7 +109,7 @@ async def refuse_feature(raw_request: Request) -> Response:
 
 
 def install(app: FastAPI, services: Services) -> None:
-    """Add the refusals behind all other routes."""
+    """Add the refusals after all other routes."""
     for handler, routes in ((refuse, ABSENT), (refuse_task, TASKS)):
         for path, (method, _) in routes.items():
             app.add_api_route(path, handler, methods=[method], include_in_schema=False)

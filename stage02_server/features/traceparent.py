@@ -1,4 +1,4 @@
-"""The header `traceparent` (W3C Trace Context): our trace goes on with the client's own. vLLM: extract_trace_headers."""
+"""The header `traceparent` (W3C Trace Context): our trace continues the client's. vLLM: extract_trace_headers."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import re
 from collections.abc import Sequence
 
 _VERSION_00 = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}")
-_LATER = re.compile(_VERSION_00.pattern + r"(-.*)?")  # a later version may add fields behind these
+_LATER = re.compile(_VERSION_00.pattern + r"(-.*)?")  # a later version may add fields after these
 
 
 def parse_traceparent(values: Sequence[str]) -> tuple[str | None, str | None]:
     """(trace id, parent id) of the request's `traceparent` headers; (None, None) unless there is exactly one valid one.
 
-    As the standard demands: lower-case hex, neither id all zero, no version ff, and nothing behind the flags in version 00.
+    As the standard demands: lower-case hex, neither id all zero, no version ff, and nothing after the flags in version 00.
     """
     if len(values) != 1:
         return None, None

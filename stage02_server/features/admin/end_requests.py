@@ -28,7 +28,7 @@ async def end_requests(engine: AsyncLLM, request_ids: list[str], reason: str) ->
 
 
 def _end_request(engine: AsyncLLM, request_id: str) -> list[str]:
-    """End a caller's request with what there is so far; returns the requests of the engine core that it was."""
+    """End a caller's request with what there is so far; returns its engine core requests."""
     processor = engine.output_processor
     running = list(processor.external_req_ids[request_id])
     ends = [EngineCoreOutput(part, [], finish_reason=FinishReason.ABORT) for part in running]

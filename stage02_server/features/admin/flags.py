@@ -1,4 +1,4 @@
-"""The flags for those who run the server."""
+"""The operator's flags."""
 
 from __future__ import annotations
 

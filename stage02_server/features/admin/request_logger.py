@@ -1,4 +1,4 @@
-"""`--enable-log-requests`: a line of the log per prompt (vllm/entrypoints/logger.py, RequestLogger)."""
+"""`--enable-log-requests`: a log line per prompt (vllm/entrypoints/logger.py, RequestLogger)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class RequestLogger:
-    """Logs what the engine is asked. `max_log_len` characters of a prompt at most, and as many of its token ids; None: all."""
+    """Logs engine requests: at most `max_log_len` characters of a prompt and as many token ids; None: all."""
 
     def __init__(self, max_log_len: int | None) -> None:
         self._max_log_len = max_log_len

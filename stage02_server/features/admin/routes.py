@@ -1,4 +1,4 @@
-"""Routes for those who run the server: load, settings, aborting, profiling (vllm/entrypoints/serve, basic and dev routers).
+"""Routes for operators: load, settings, aborting, profiling (vllm/entrypoints/serve, basic and dev routers).
 
 What shows or changes other people's requests answers 404 unless the server was started with the flag that asks for it.
 """
@@ -71,7 +71,7 @@ async def abort_requests(body: AbortRequest, raw_request: Request) -> Response:
 
 async def _profile(raw_request: Request, start: bool) -> Response:
     engine = raw_request.app.state.services.engine
-    if getattr(engine.vllm_config.observability_config, "profiler_dir", None) is None:  # or the profiler was taken out
+    if getattr(engine.vllm_config.observability_config, "profiler_dir", None) is None:  # or there is no profiler
         raise not_found("There is no folder for profiles: start the server with --profiler-dir.")
     if await engine.call("start_profile" if start else "stop_profile"):
         return Response()

@@ -1,6 +1,6 @@
-"""How much is going on, for `/load` and for the bound on the queue (`--max-queue-len`).
+"""The number of requests in progress, for `/load` and for the bound on the queue (`--max-queue-len`).
 
-Source: vllm/entrypoints/utils.py, load_aware_call. vLLM's queue has no bound unless one is asked for, and neither has ours.
+Source: vllm/entrypoints/utils.py, load_aware_call. As in vLLM, the queue has no bound unless a flag sets one.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ WORKING_PATHS = frozenset(
         "/v1/audio/translations", "/generative_scoring", "/invocations",
     }
 )  # fmt: skip
-"""The routes behind which there is work for a model."""
+"""The routes that give a model work."""
 
 
 class ServerLoad:
-    """Counts the HTTP requests that are in progress. Only called on the event loop, so a count and the decision that is
-    based on it cannot be torn apart."""
+    """Counts the HTTP requests that are in progress. Only called on the event loop, so nothing comes between a count and
+    the decision that is based on it."""
 
     def __init__(self, engine: AsyncLLM, max_queue_len: int | None) -> None:
         self._engine, self._max_queue_len = engine, max_queue_len
@@ -32,7 +32,7 @@ class ServerLoad:
 
     @property
     def queue_len(self) -> int:
-        """Requests that wait: what the scheduler said after its last step, or what cannot fit into a step at any rate,
+        """Requests that wait: what the scheduler reported after its last step, or what cannot fit into a step,
         including requests that are still on their way to it."""
         too_many = self.in_progress - self._engine.vllm_config.scheduler_config.max_num_seqs
         return max(0, too_many, self._engine.num_waiting_requests)

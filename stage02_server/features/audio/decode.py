@@ -1,6 +1,6 @@
 """From an uploaded file to pieces of sound that Whisper can take (vllm/entrypoints/openai/speech_to_text.py).
 
-libsndfile decodes (WAV, FLAC, OGG, MP3, ...); the rest is numpy. Imported only by a server whose model listens.
+libsndfile decodes (WAV, FLAC, OGG, MP3, ...); the rest is numpy. Imported only by a server whose model transcribes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def resample(samples: np.ndarray, rate: int) -> np.ndarray:
         return samples.astype(np.float32)
     length = max(1, round(len(samples) * SAMPLE_RATE / rate))
     spectrum = np.fft.rfft(samples)
-    # irfft pads with zeros, or drops the end, to the length that it is told.
+    # irfft pads with zeros, or drops the end, to the given length.
     return (np.fft.irfft(spectrum, n=length) * (length / len(samples))).astype(np.float32)
 
 

@@ -85,7 +85,7 @@ class TranscriptionRequest(RequestModel):
         return "segment" in self.timestamp_granularities or not self.wants_words
 
     def check(self) -> None:
-        """Raises InvalidRequestError for fields that do not go together, and for one that asks for what is not built here."""
+        """Raises InvalidRequestError for fields that exclude each other, and for what is not built here."""
         if self.timestamp_granularities and self.response_format != "verbose_json":
             raise InvalidRequestError(
                 "timestamp_granularities[] can only be given together with response_format=verbose_json.",

@@ -18,7 +18,7 @@ _schema["properties"] |= {
     "file": {"type": "string", "format": "binary", "description": "The sound: WAV, FLAC, OGG or MP3."}
 }
 _schema["required"] = ["file"]
-# The handlers read the form themselves, after the check that the model listens: so it is described here.
+# The handlers read the form themselves, after the check for the task, so it is described here.
 FORM = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _schema}}}}
 
 
@@ -45,6 +45,6 @@ async def create_translations(raw_request: Request) -> Response:
 
 
 def install(app: FastAPI, services: Services) -> None:
-    """Add the routes and their handler. Raises ConfigError if what decodes audio is not installed."""
+    """Add the routes and their handler. Raises ConfigError if the audio decoder is not installed."""
     app.state.serving_transcription = ServingTranscription(services.engine, services.models, services.args)
     app.include_router(router)

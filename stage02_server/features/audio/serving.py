@@ -59,7 +59,7 @@ _LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
 
 
 class ServingTranscription:
-    """Speech to text. Raises ConfigError when the server's model listens and what decodes audio is not installed."""
+    """Speech to text. Raises ConfigError if the model transcribes and the audio decoder is not installed."""
 
     request_logger: Any = None  # with --enable-log-requests
 
@@ -69,7 +69,7 @@ class ServingTranscription:
         self.args = args
         self._num_held = 0  # samples
         named = {_LANGUAGE.fullmatch(text): token for text, token in engine_client.tokenizer.special_tokens().items()}
-        # Models for English alone have tokens for other languages too, and were never shown them.
+        # English-only models have tokens for other languages too, but were never trained on them.
         multilingual = engine_client.vllm_config.shape.multilingual
         self._languages = {match[1]: token for match, token in named.items() if match and multilingual}
         if engine_client.vllm_config.is_whisper and find_spec("soundfile") is None:
@@ -114,7 +114,7 @@ class ServingTranscription:
         return TranscriptionResponse(text=text, usage=_audio_usage(seconds))
 
     def _hold(self, samples: np.ndarray) -> None:
-        """Count what lies in memory until its request is answered. Raises APIError 429 when there is no room for it."""
+        """Count sound in memory until its request is answered. Raises APIError 429 if there is no room for it."""
         if self._num_held + len(samples) > MAX_HELD:
             message = (
                 f"The server is hearing {self._num_held / SAMPLE_RATE:.0f} seconds of sound already; try again later."
@@ -127,7 +127,7 @@ class ServingTranscription:
         self._num_held -= num_samples
 
     def _spoken(self, request: TranscriptionRequest, task: Task) -> str | None:
-        """The language that the request names; None when the model is to say it. Raises InvalidRequestError for one that the
+        """The language that the request names; None if the model is to detect it. Raises InvalidRequestError for one that the
         model does not know, and for a translation by a model that knows English only."""
         if not self._languages and task == "translation":
             raise InvalidRequestError("This model knows English only; it cannot translate.", "model")
@@ -140,7 +140,7 @@ class ServingTranscription:
         return language
 
     async def _detect_language(self, piece: np.ndarray, request_id: str) -> str:
-        """What the model takes the beginning of the sound for: of the tokens of its languages the likeliest first one."""
+        """The language that the model detects in the piece: the likeliest first token of all language tokens."""
         params = SamplingParams(
             temperature=0.0,
             max_tokens=1,
@@ -174,7 +174,7 @@ class ServingTranscription:
         return "".join(texts).strip()
 
     def _prompt(self, request: TranscriptionRequest, language: str, task: Task) -> list[int]:
-        """What the decoder begins with."""
+        """The tokens that the decoder begins with."""
         tokenizer = self.engine_client.tokenizer
         before: list[int] = []
         if request.prompt:
@@ -211,7 +211,7 @@ class ServingTranscription:
         task: Task,
         first: int,
     ) -> str | TranscriptionVerbose:
-        """One piece after the other, each from where the last whole segment ended: what its end cuts off is heard again."""
+        """One piece after the other, each from where the last whole segment ended: what is cut off is heard again."""
         timestamps_from = self._timestamps_from()
         transcript = Transcript(self.engine_client.tokenizer, timestamps_from, request.temperature, language)
         start, index = 0, first
@@ -279,7 +279,7 @@ class TranscriptionStream:
         self._num_prompt, self._num_tokens = prompts + math.ceil(seconds * FRAMES_PER_SECOND), 0
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """A chunk per piece of text; the pieces of sound one after the other, so that the text is in order. Ends behind a
+        """A chunk per piece of text; the pieces of sound one after the other, so that the text is in order. Ends after a
         piece that was aborted: what follows would hide that something is missing."""
         aborted = False
         try:

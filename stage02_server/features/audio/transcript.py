@@ -1,4 +1,4 @@
-"""From what Whisper wrote to what it said when: segments, words, and subtitles (vllm/entrypoints/openai/speech_to_text,
+"""From Whisper's tokens to timed segments, words, and subtitles (vllm/entrypoints/openai/speech_to_text,
 _get_verbose_segments; openai/whisper, whisper/timing.py for the words)."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Piece:
     length: float
 
     def time(self, seconds: float) -> float:
-        """A time in the piece as one in the whole. Whisper hears silence behind the end; what it puts there is at the end."""
+        """A time in the piece as one in the whole. Whisper hears silence after the end; what it places there moves to the end."""
         return round(self.start + min(seconds, self.length), 3)
 
 
@@ -55,8 +55,8 @@ class Transcript:
     def add(self, output: RequestOutput, piece: Piece) -> float:
         """The next piece. Returns how many seconds of it were heard.
 
-        Two times in a row are the end of a segment and the beginning of the next. What comes behind the last such pair, and
-        is not ended by a time itself, was cut off by the end of the piece: it is forgotten, to be heard again as the beginning
+        Two times in a row are the end of a segment and the beginning of the next. What comes after the last such pair, and
+        is not ended by a time itself, was cut off by the end of the piece: it is dropped, and heard again as the beginning
         of another. Without any pair the piece is one segment.
         """
         start, places, ended_by_time = 0.0, list[int](), False
@@ -138,7 +138,7 @@ def _characters(tokenizer: Tokenizer, tokens: list[int]) -> list[_Word]:
 
 
 def _join_backwards(words: list[_Word]) -> list[_Word]:
-    """An opening quote or bracket with the word behind it, then a full stop and the like with the word before it."""
+    """An opening quote or bracket joins the word after it; then a full stop or similar mark joins the word before it."""
     opened: list[_Word] = []
     for word in reversed(words):
         if opened and word.text.startswith(" ") and word.text.strip() in BELONGS_TO_NEXT:

@@ -26,13 +26,13 @@ URLS = (
     "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/pooling", "/classify", "/score",
     "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank",
 )  # fmt: skip
-"""What a line may ask for: what answers with one JSON object."""
+"""What a line may ask for: routes that answer with one JSON object."""
 
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """One line of the input. `id` changes with the line, and with what the batch is run with: an answer is only taken over
-    from an earlier run when both are the same."""
+    """One line of the input. `id` changes with the line, and with what the batch is run with: an answer of an earlier run is
+    reused only if both are the same."""
 
     id: str
     custom_id: str
@@ -40,7 +40,7 @@ class BatchRequest:
     offset: int  # of the line in the input, bytes
 
     def body(self, source: Path) -> dict[str, Any]:
-        """Read again when its turn comes, so that a large batch does not lie in memory."""
+        """Read again when its turn comes, so that a large batch does not fill memory."""
         with source.open("rb") as file:
             file.seek(self.offset)
             return json.loads(file.readline())["body"]
@@ -49,7 +49,7 @@ class BatchRequest:
 def read_requests(source: Path, run_with: str) -> list[BatchRequest]:
     """All requests of a batch. `run_with` names the model and whatever else decides the answers.
 
-    Raises ConfigError that names the first line that is wrong: that is known before a model is loaded.
+    Raises ConfigError that names the first wrong line, before a model is loaded.
     """
     requests, seen, offset = [], dict[str, int](), 0
     try:
@@ -99,7 +99,7 @@ class BatchOutput:
     """The answers of a batch, kept on disk as they come."""
 
     def __init__(self, path: Path, requests: list[BatchRequest]) -> None:
-        """Takes up what an interrupted run left in OUTPUT.partial. Raises ConfigError when it cannot be written."""
+        """Resumes what an interrupted run left in OUTPUT.partial. Raises ConfigError if it cannot be written."""
         self.path, self.partial = path, path.with_name(path.name + ".partial")
         self._requests = requests
         self._offsets: dict[str, int] = {}  # id of a request -> where its answer begins in the partial file
@@ -115,7 +115,7 @@ class BatchOutput:
         self.resumed = len(self.statuses)
 
     def _take_over(self, wanted: set[str]) -> None:
-        """Answers of this batch stand, but for those in which the server failed. A torn last line is cut off."""
+        """Keep the answers of this batch, except those in which the server failed. A torn last line is cut off."""
         self._file.seek(0)
         offset = 0
         for line in self._file:
@@ -136,7 +136,7 @@ class BatchOutput:
         return (request for request in self._requests if request.id not in self.statuses)
 
     def write(self, request: BatchRequest, status: int, request_id: str, body: Any) -> None:
-        """Keep an answer; it is in the hands of the operating system when this returns."""
+        """Keep an answer; the operating system has it when this returns."""
         answer = {
             "id": request.id,
             "custom_id": request.custom_id,

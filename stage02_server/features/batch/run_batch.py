@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class BatchInterruptedError(StagesError):
-    """A signal, or the death of the engine, came before the last answer. What is answered is kept."""
+    """A signal, or the death of the engine, came before the last answer. The answers so far are kept."""
 
     exit_code = 1
 
@@ -95,7 +95,7 @@ def _interrupted(job: BatchJob, why: str) -> BatchInterruptedError:
 
 
 async def _answer_all(app: Any, job: BatchJob) -> None:
-    """Returns when nothing is left to ask, or nobody is left to answer."""
+    """Returns when no request is left, or the engine is dead."""
     import httpx
     from tqdm import tqdm
     from tqdm.contrib.logging import logging_redirect_tqdm

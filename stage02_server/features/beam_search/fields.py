@@ -36,7 +36,7 @@ class BeamSearchFields(RequestFields):
     )
 
     def apply(self, params: dict[str, Any]) -> None:
-        """Leave what holds for the prompt and the length. Settings of sampling (temperature, ..., seed) are ignored, as in
+        """Keep the settings of the prompt and the length. Settings of sampling (temperature, ..., seed) are ignored, as in
         vLLM; what would change the answer is refused."""
         if not self.use_beam_search:
             return

@@ -1,4 +1,4 @@
-"""Chats whose answer goes on with the last message: it has that message's role, and repeats its text if `echo` asks for it."""
+"""Chats whose answer continues the last message: it has that message's role, and repeats its text if `echo` asks for it."""
 
 from __future__ import annotations
 

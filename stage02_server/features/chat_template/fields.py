@@ -1,4 +1,4 @@
-"""The request fields that a Jinja chat template is told (vllm/entrypoints/openai/protocol.py)."""
+"""The request fields that a Jinja chat template gets (vllm/entrypoints/openai/protocol.py)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ChatTemplateKwargs(RequestFields):
 
 
 class Continuation(RequestFields):
-    """Whether the answer goes on with the last message."""
+    """Whether the answer continues the last message."""
 
     for_templates: ClassVar[bool] = True
 
@@ -44,7 +44,7 @@ class Continuation(RequestFields):
     async def hook(
         self, serving: OpenAIServing, requests: EngineRequests, prompts: list[str | list[int]], receive: Receive
     ) -> AnswerHook | None:
-        """Gives the answers the role of the message that they go on with."""
+        """Gives the answers the role of the message that they continue."""
         if self.add_generation_prompt is not False:
             return None
         from stage02_server.features.chat_template.continuation import ContinuationHook

@@ -46,7 +46,7 @@ class JinjaChatTemplate:
         self._format = self._renderer.content_format if asked == "auto" else asked
 
     def render(self, messages: list[ChatMessageParam], fields: ChatTemplateFields) -> str | None:
-        """The prompt; None without a template. Raises InvalidRequestError if the messages or the template do not allow one."""
+        """The prompt; None without a template. Raises InvalidRequestError if none can be made from them."""
         self._check(fields)
         templated = self._has_template or fields.chat_template is not None
         plain = [plain_message(message, self._format if templated else "string") for message in messages]
@@ -93,7 +93,7 @@ class JinjaChatTemplate:
 
 
 def _cut_after(prompt: str, message: ChatMessageParam, plain: dict[str, Any]) -> str:
-    """The prompt up to the end of the last message's text, so that the model goes on with it. A template may strip it."""
+    """The prompt up to the end of the last message's text, so that the model continues it. A template may strip it."""
     content = plain["content"]
     text = content if isinstance(content, str) else content[-1]["text"]
     for wanted in (text, text.rstrip(), text.strip()):

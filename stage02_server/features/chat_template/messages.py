@@ -18,7 +18,7 @@ def plain_message(message: ChatMessageParam, content_format: str) -> dict[str, A
 
     With `content_format` "string" the content is one text (parts are joined by line breaks, as in vLLM), with "openai" a list
     of {"type": "text", "text": ...}. Reasoning has both its names, as templates know one or the other. Raises
-    InvalidRequestError for a part that is no text, and a field that would be lost.
+    InvalidRequestError for a part that is not text, and a field that would be lost.
     """
     for name in _NOT_BUILT:
         if (message.model_extra or {}).get(name):

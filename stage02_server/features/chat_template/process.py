@@ -1,7 +1,7 @@
 """The process that renders chat templates: `python -m stage02_server.features.chat_template.process`.
 
-A template comes with a model, or even with a request: it is a program from elsewhere. Jinja's sandbox keeps it from reaching
-Python's inside, but not from looping for ever or from building a text of a terabyte. Here it does so alone: the operating
+A template comes with a model, or even with a request: it is untrusted code. Jinja's sandbox keeps it from reaching
+Python's internals, but not from looping forever or building a terabyte of text. Here it harms nobody else: the operating
 system ends this process when a rendering takes too long, and refuses it memory. (vLLM renders in a thread of the API process,
 without limits.)
 
@@ -25,7 +25,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from stage02_server.features.chat_template.framing import read_message, write_message
 
-SECONDS = 1.0  # of computing, for one rendering
+SECONDS = 1.0  # of CPU time, for one rendering
 MEMORY_BYTES = 512 * 1024**2  # of the whole process
 MAX_CHARACTERS = 16 * 1024**2  # of one prompt
 
@@ -83,14 +83,14 @@ def _render(template: Template, variables: dict[str, Any]) -> str:
 
 
 def _words(error: Exception) -> str:
-    """What to tell the client: without the address that Python shows for an object, and not without end."""
+    """The error for the client: of limited length, without the address that Python shows for an object."""
     if isinstance(error, MemoryError):
         return "it needs too much memory"
     return re.sub(r" at 0x[0-9a-fA-F]+", "", str(error) or type(error).__name__)[:300]
 
 
 def _limit_seconds(seconds: float) -> None:
-    """From here on this process may compute for so long; 0 lifts the limit. The signal's default action ends the process
+    """Limit the CPU time of this process from now on; 0 lifts the limit. The signal's default action ends the process
     wherever it is, also inside one long operation of the interpreter."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
 

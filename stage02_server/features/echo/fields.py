@@ -1,4 +1,4 @@
-"""The field `echo` of a completion: its answers begin with the prompt. Evaluation harnesses score texts so, with max_tokens 0."""
+"""The field `echo` of a completion: its answers begin with the prompt. Evaluation harnesses use it with max_tokens 0."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class EchoFields(RequestFields):
     echo: bool | None = Field(default=False, description="The answer begins with the prompt.")
 
     def apply(self, params: dict[str, Any]) -> None:
-        """Ask for the prompt's logprobs too. The engine cannot generate no token at all, so with max_tokens 0 it generates one,
-        which nobody sees."""
+        """Ask for the prompt's logprobs too. The engine always generates at least one token: with max_tokens 0 that
+        one is hidden."""
         if not self.echo:
             return
         if params["max_tokens"] == 0:
@@ -42,7 +42,7 @@ class EchoFields(RequestFields):
 
 
 class EchoedMessage(RequestFields):
-    """What an answer says of the message that it goes on with."""
+    """Whether an answer repeats the message that it continues."""
 
     echo: bool | None = Field(  # if the last message has the answer's role
         default=False, description="With continue_final_message: the answer begins with that message's text."

@@ -1,7 +1,7 @@
 """Who may ask: `--api-key` (vllm/entrypoints/openai/api_server.py, AuthenticationMiddleware).
 
-vLLM closes what begins with /v1 and leaves all else open. Here it is the other way round: a short list is open and
-everything else is closed, so that a route that somebody adds is not open by oversight.
+vLLM closes what begins with /v1 and leaves all else open. Here a short list is open and everything else is closed,
+so that a new route is not left open by oversight.
 """
 
 from __future__ import annotations

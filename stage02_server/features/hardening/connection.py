@@ -1,4 +1,4 @@
-"""How uvicorn is to treat connections: TLS, timeouts, its log, and the class that handles each of them."""
+"""How uvicorn treats connections: TLS, timeouts, its log, and the class that handles each of them."""
 
 from __future__ import annotations
 

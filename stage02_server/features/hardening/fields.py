@@ -1,4 +1,4 @@
-"""How many items a request body may have, asked before pydantic looks at each of them."""
+"""How many items a request body may have, checked before pydantic validates each of them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pydantic import BaseModel, model_validator
 
 from stage02_server.errors import APIError
 
-MAX_ITEMS = 65536  # each wrong one costs microseconds and a complaint, while everybody else waits
+MAX_ITEMS = 65536  # each wrong one costs microseconds and an error, while all others wait
 
 
 def check_number_of_items(body: dict[str, Any]) -> None:
     """Raises APIError for a field that holds more than MAX_ITEMS items, at all depths together (token ids may be more), or
-    somewhere within it a number that is none (NaN, Infinity): those pass many a comparison."""
+    NaN or Infinity anywhere within it: those pass many comparisons."""
     for name, value in body.items():
         count, waiting = 0, [] if name in ("prompt", "tokens") else [value]
         while waiting:

@@ -1,4 +1,4 @@
-"""`--sse-keep-alive-interval`: a stream that says something while the model says nothing (vllm/entrypoints/openai/api_server.py)."""
+"""`--sse-keep-alive-interval`: comments in a stream while the model is silent (vllm/entrypoints/openai/api_server.py)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from stage02_server.features.hardening.flags import HardeningFlags
 from stage02_server.middleware import route_path
 
-COMMENT = b": keep-alive\n\n"  # clients of server-sent events pass over lines that begin with a colon
+COMMENT = b": keep-alive\n\n"  # clients of server-sent events skip lines that begin with a colon
 ENDLESS = "/v1/engine/events"  # is silent while nothing runs, and nobody waits for it to end
 
 
@@ -41,7 +41,7 @@ class _KeptAlive:
         self._task: asyncio.Task[None] | None = None
 
     async def send(self, message: Message) -> None:
-        """Send what the application says."""
+        """Send what the application sends."""
         self._spoke.set()
         if message["type"] == "http.response.body" and not message.get("more_body", False):
             await self.stop()
@@ -61,7 +61,7 @@ class _KeptAlive:
                 async with asyncio.timeout(self._seconds):  # wait_for may swallow the cancellation in Python 3.11
                     await self._spoke.wait()
             except TimeoutError:
-                if not self._sending.locked():  # else the client reads slowly, and is not bored
+                if not self._sending.locked():  # else the client is still busy reading
                     async with self._sending:
                         await self._send(comment)
 

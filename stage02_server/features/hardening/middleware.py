@@ -1,4 +1,4 @@
-"""Layers around every request that flags ask for (vllm/entrypoints/openai/api_server.py, build_app).
+"""Layers around every request that flags switch on (vllm/entrypoints/openai/api_server.py, build_app).
 
 api_server.py lists all layers in their order.
 """
@@ -21,7 +21,7 @@ from stage03_engine.errors import ConfigError
 
 
 class RootPathMiddleware:
-    """`--root-path`: routes also match behind this prefix, which a reverse proxy may leave in the path."""
+    """`--root-path`: routes also match after this prefix, which a reverse proxy may leave in the path."""
 
     def __init__(self, app: ASGIApp, args: HardeningFlags) -> None:
         self._app, self._root_path = app, (args.root_path or "").rstrip("/")
@@ -33,7 +33,7 @@ class RootPathMiddleware:
 
 
 class RequestIdHeaderMiddleware:
-    """Every answer says in X-Request-Id what the request said there, or a random id if it said nothing usable."""
+    """Every answer repeats the request's X-Request-Id, or has a random one if that is not usable."""
 
     def __init__(self, app: ASGIApp, args: HardeningFlags) -> None:
         self._app = app
@@ -56,7 +56,7 @@ class RequestIdHeaderMiddleware:
 
 
 class OwnMiddleware:
-    """`--middleware`: the user's own layers; the last one lies outermost. Raises ConfigError for one that cannot be imported."""
+    """`--middleware`: the user's own layers; the last one is outermost. Raises ConfigError for one that cannot be imported."""
 
     def __init__(self, app: ASGIApp, args: HardeningFlags) -> None:
         for path in args.middleware:
@@ -69,7 +69,7 @@ class OwnMiddleware:
 
 
 class AllowedOriginsMiddleware(CORSMiddleware):
-    """`--allowed-origins` and its like: which web sites may call this server."""
+    """`--allowed-origins` and related flags: which web sites may call this server."""
 
     def __init__(self, app: ASGIApp, args: HardeningFlags) -> None:
         super().__init__(

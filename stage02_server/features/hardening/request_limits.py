@@ -1,4 +1,4 @@
-"""How much of a request is taken in, before anything looks at it (vLLM: only the limits of the header).
+"""Limits on the size of a request, before anything parses it (vLLM: only the limits of the header).
 
 The body: `BodyLimitMiddleware`, and once it is parsed `BoundedBody` in fields.py. The header: `LimitedHttpProtocol`, as the
 parser that uvicorn uses has no limit of its own.
@@ -14,7 +14,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from stage02_server.errors import APIError, error_json, error_response
 from stage02_server.features.hardening.flags import HardeningFlags
 
-MAX_BRACKETS = 2**19  # opening ones, in text too; parsing so many lists takes up to a second, in which all wait
+MAX_BRACKETS = 2**19  # opening ones, in text too; parsing so many lists takes up to a second and blocks all others
 MULTIPART_BYTES = 32 * 1024**2  # an uploaded file is not parsed as JSON, which is what makes a large body expensive
 
 COMPRESSIONS = {"gzip", "x-gzip", "deflate", "compress", "br", "zstd"}  # a small body that becomes a large one
@@ -33,7 +33,7 @@ class BodyLimitMiddleware:
         headers = Headers(scope=scope)
         is_upload = headers.get("content-type", "").startswith("multipart/form-data")
         limit = max(self._max_bytes, MULTIPART_BYTES) if is_upload else self._max_bytes
-        # FastAPI lets an HTTPException out of the reading of a body, and makes a 400 of everything else.
+        # While it reads a body, FastAPI passes on an HTTPException and turns everything else into a 400.
         refusal = HTTPException(413, f"The body may have at most {limit} bytes.")
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length[:20]) > limit:
@@ -61,7 +61,7 @@ class BodyLimitMiddleware:
 
 
 class _HeaderLimitError(Exception):
-    """Inside the parser's callback, which stops the parser."""
+    """Raised in a parser callback to stop the parser."""
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
@@ -100,7 +100,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             raise _HeaderLimitError
 
     def on_headers_complete(self) -> None:
-        """Parser callback: from here on comes the body."""
+        """Parser callback: the body follows."""
         self._incomplete = 0
         super().on_headers_complete()
 
@@ -122,7 +122,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self.send_400_response("")
 
     def send_400_response(self, msg: str) -> None:
-        """The parser gave up: 431 if that was our doing, else 400. The same error object as everywhere."""
+        """The parser gave up: 431 if a limit stopped it, else 400. The same error object as everywhere."""
         if self._num_headers > self.max_headers or max(self._header_bytes, self._incomplete) > self.max_bytes:
             text = f"The header may have at most {self.max_headers} fields and {self.max_bytes} bytes."
             error, phrase = APIError(431, "BadRequestError", text), b"431 Request Header Fields Too Large"

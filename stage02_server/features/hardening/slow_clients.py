@@ -1,7 +1,7 @@
 """How long a client may take to send a request and to read its answer, and how many may take their time at once.
 
 Without it a stranger can open connections, send a byte of a header on each, and so use up memory and file descriptors until
-nobody else gets in; or ask for a long stream and never read it. (vLLM and uvicorn only end connections that idle between two
+nobody else can connect; or ask for a long stream and never read it. (vLLM and uvicorn only end connections that idle between two
 requests.)
 """
 
@@ -29,7 +29,7 @@ MAX_UNFINISHED_BYTES = 1024**3  # of all those requests together
 @dataclass
 class Unfinished:
     """The connections of one server whose request has not arrived in full, the oldest first. Beyond a limit the oldest is
-    closed: whoever sends without delay is never the oldest for long."""
+    closed: a client that sends without delay is never the oldest for long."""
 
     max_connections: int
     connections: dict[TimedHttpProtocol, int] = field(default_factory=dict)  # -> bytes that it has sent
@@ -50,9 +50,9 @@ class Unfinished:
 
 
 class TimedHttpProtocol(LimitedHttpProtocol):
-    """A connection with a deadline for whatever its client is to do next: send the header, send the body, read the answer.
+    """A connection with a deadline for what its client must do next: send the header, send the body, read the answer.
 
-    Invariant: one of the two timers runs while the client is at work; none while the client waits for us. Between two requests
+    Invariant: one of the two timers runs while the client has to act; none while the client waits. Between two requests
     uvicorn's own timer runs (`--timeout-keep-alive`).
     """
 
@@ -61,21 +61,21 @@ class TimedHttpProtocol(LimitedHttpProtocol):
     stall_seconds: float
     unfinished: Unfinished
 
-    _receiving = "header"  # what the client is to send: "header", "body", or "" when it waits for an answer
-    _timed = ""  # what of that the timer is for
+    _receiving = "header"  # what the client must send: "header", "body", or "" when it waits for an answer
+    _timed = ""  # which of these the timer is for
     _timer: asyncio.TimerHandle | None = None
     _stall: asyncio.TimerHandle | None = None
     _began = 0.0
     _received = 0  # bytes since then
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """From asyncio: a client is there and owes us a header."""
+        """From asyncio: a client has connected and must send a header."""
         super().connection_made(transport)
         self._cycles: list[RequestResponseCycle] = []  # requests without a complete answer
         self._time_request()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """From asyncio: nothing more will come. uvicorn tells the latest request only; one that runs before it must know too."""
+        """From asyncio: nothing more will come. uvicorn notifies only the latest request; an earlier one must know too."""
         self._stop_timers()
         super().connection_lost(exc)
         for cycle in self._cycles:
@@ -104,14 +104,14 @@ class TimedHttpProtocol(LimitedHttpProtocol):
         self.scope["extensions"] = {CONNECTION: {"abort": self.transport.abort}}
 
     def on_message_complete(self) -> None:
-        """Parser callback: it is our turn."""
+        """Parser callback: the request is complete."""
         super().on_message_complete()
         self._receiving, self._timed = "", "done"  # a timer for the next request is a new one
 
     # Arrival
 
     def _time_request(self, num_bytes: int = 0) -> None:
-        """Start, keep or stop the timer, by what is still to come."""
+        """Start, keep or stop the timer, by what is still missing."""
         answered = self.cycle is None or self.cycle.response_complete
         what = self._receiving or ("header" if answered else "")  # bytes after an answer are a request, or nonsense
         if what != self._timed:
@@ -164,7 +164,7 @@ class TimedHttpProtocol(LimitedHttpProtocol):
             self._watch_buffer()
 
     def timeout_keep_alive_handler(self) -> None:
-        """From uvicorn: no further request came. Closing waits until all is written, for ever if nobody reads."""
+        """From uvicorn: no further request came. Closing waits until all is written, forever if nobody reads."""
         super().timeout_keep_alive_handler()
         self._watch_buffer()
 
@@ -205,7 +205,7 @@ class TimedHttpProtocol(LimitedHttpProtocol):
 def timed_protocol(args: HardeningFlags) -> type[TimedHttpProtocol]:
     """The protocol class of one server; uvicorn makes an object of it per connection."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    room = MAX_UNFINISHED if files == resource.RLIM_INFINITY else files // 2  # the other half is for those who behave
+    room = MAX_UNFINISHED if files == resource.RLIM_INFINITY else files // 2  # the other half is for everything else
     settings: dict[str, Any] = {
         "max_bytes": args.h11_max_incomplete_event_size, "max_headers": args.h11_max_header_count,
         "header_seconds": args.request_header_timeout, "body_seconds": args.request_body_timeout,

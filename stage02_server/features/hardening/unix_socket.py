@@ -26,7 +26,7 @@ class _UnixSocket(socket.socket):
 
 
 def create_server_unix_socket(args: HardeningFlags) -> tuple[str, socket.socket]:
-    """The address for people, and a bound Unix socket that does not listen yet.
+    """The address to show people, and a bound Unix socket that does not listen yet.
 
     The umask decides who may connect. A socket file that a dead server left behind is replaced. Raises StagesError if a
     server listens there, or the path cannot be used.

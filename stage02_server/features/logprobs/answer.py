@@ -23,7 +23,7 @@ def finite(logprob: float) -> float:
 
 
 def token_name(tokenizer: Tokenizer, token_id: int, as_id: bool) -> str:
-    """How logprobs call a token: its text, or with `return_tokens_as_token_ids` "token_id:5"."""
+    """A token's name in logprobs: its text, or with `return_tokens_as_token_ids` "token_id:5"."""
     return f"token_id:{token_id}" if as_id else tokenizer.token_text(token_id)
 
 
@@ -52,7 +52,7 @@ def add_token(
     result.token_logprobs.append(finite(position.logprobs[0]))
     top: dict[str, float] = {}
     for likely, logprob in zip(position.token_ids[: 1 + num_top], position.logprobs):
-        top.setdefault(token_name(tokenizer, likely, as_ids), finite(logprob))  # halves of characters may look alike
+        top.setdefault(token_name(tokenizer, likely, as_ids), finite(logprob))  # parts of characters may look alike
     result.top_logprobs.append(top)
 
 
@@ -109,7 +109,7 @@ class CompletionLogprobsHook(AnswerHook):
 
 
 class ChatLogprobsHook(AnswerHook):
-    """The same in the form that chats have."""
+    """The same in the form of chats."""
 
     def __init__(self, tokenizer: Tokenizer, as_ids: bool) -> None:
         self._tokenizer, self._as_ids = tokenizer, as_ids

@@ -23,13 +23,13 @@ class LogprobsFields(RequestFields):
     )
 
     def tokens_as_ids(self, args: Any) -> bool:
-        """Do logprobs call tokens by their ids?"""
+        """True if logprobs name tokens by their ids."""
         asked = self.return_tokens_as_token_ids
         return bool(args.return_tokens_as_token_ids if asked is None else asked)
 
 
 class CompletionLogprobs(LogprobsFields):
-    """The form that completions have."""
+    """The form of completions."""
 
     logprobs: Int32 | None = Field(
         default=None,
@@ -52,7 +52,7 @@ class CompletionLogprobs(LogprobsFields):
 
 
 class ChatLogprobs(LogprobsFields):
-    """The form that chats have."""
+    """The form of chats."""
 
     logprobs: bool | None = Field(default=False, description="Tell the log-probability of each token.")
     top_logprobs: Int32 | None = Field(

@@ -1,4 +1,4 @@
-"""What /openapi.json says where FastAPI cannot know it: of fields, answers, error objects, and streams.
+"""What /openapi.json says where FastAPI cannot know it: on fields, answers, error objects, and streams.
 
 vLLM declares the same at each route; here it is one rule for all of them.
 """
@@ -49,7 +49,7 @@ OTHER_TYPE = {"/metrics": "text/plain", "/v1/engine/events": "text/event-stream"
 
 @cache
 def describe() -> dict[str, Any]:
-    """The description of all routes, also of those that the served model has no use for. Imports all HTTP features."""
+    """The description of all routes, even of those that the served model does not use. Imports all HTTP features."""
     app = FastAPI(title="vLLM in stages")
     modules = [import_module(feature.module) for feature in HTTP_FEATURES if feature.is_there]
     for each in (router, *(module.router for module in modules if hasattr(module, "router"))):

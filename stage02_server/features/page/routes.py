@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 router = APIRouter()
 SCRIPTS = ("stream.js", "playground.js", "state.js", "live.js")
 PAUSE_SECONDS = 0.05  # between two messages: no eye is faster, and a fast engine has hundreds of steps a second
-LOOK_UP_SECONDS = 0.5  # so soon an idle stream notices that the server ends
+LOOK_UP_SECONDS = 0.5  # how soon an idle stream notices that the server ends
 
 
 @cache
 def build_page() -> tuple[str, str]:
-    """The whole page, and the Content-Security-Policy under which it may run its own script and style and ask this server,
-    nothing and nobody else."""
+    """The whole page, and the Content-Security-Policy under which it may run its own script and style and call this server,
+    and nothing else."""
     folder = files("stage02_server.features.page").joinpath("static")
     script = "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in SCRIPTS)
     style = folder.joinpath("page.css").read_text(encoding="utf-8")
@@ -82,8 +82,8 @@ async def stream_engine_events(raw_request: Request) -> Response:
 async def _events(
     watch: EngineWatch, queue: WatchQueue, gate: RequestGate, abort: Callable[[], None] | None
 ) -> AsyncGenerator[bytes, None]:
-    """Everything that waits goes out in one piece. Ends with the engine, and when the server drains: a stream without an
-    end of its own must not keep it. `abort` is for a watcher who does not read, so that this here stands still."""
+    """Everything that waits goes out in one piece. Ends with the engine, and when the server drains: an endless stream
+    must not hold it up. `abort` is for a client that does not read and so blocks this coroutine."""
     if abort is not None:
         gate.endless.add(abort)
     try:

@@ -2,7 +2,7 @@
 
 A model with one class is a cross-encoder: it reads both texts as one prompt, and what it says of the class is the score. The
 tokenizer joins them, or the template of `--chat-template` with a query and a document as its messages (never the model's own,
-which is for chats). Of any other model a score is the cosine of two embeddings.
+which is for chats). For any other model a score is the cosine of two embeddings.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class PoolingBatches:
         self.template = template
 
     def check(self, request: PoolingBase, task: str) -> str:
-        """The model name to answer with. Raises what makes the request impossible whatever its texts say."""
+        """The model name to answer with. Raises every refusal that does not depend on its texts."""
         self.engine_client.check_health()
         require_task(self.engine_client.vllm_config, task, _HOW[task])
         model = self.models.check(request.model)
@@ -175,7 +175,7 @@ class PoolingBatches:
                     priority=request.priority,
                     cache_salt=request.cache_salt,
                 )
-            except InvalidRequestError as error:  # a text has another name on each route
+            except InvalidRequestError as error:  # each route has its own name for a text
                 raise InvalidRequestError(
                     str(error), field if error.param in ("input", "prompt") else error.param
                 ) from None

@@ -50,7 +50,7 @@ def _pieces_of(delta: AnswerDelta) -> Iterator[Piece]:
 def pieces(parser: AnswerParser, text: str, finished: bool) -> list[Piece]:
     """The next text of an answer as pieces in their order.
 
-    A delta of the parser does not say what came first, content or a call. So it gets the text in steps: words, and all that
+    A delta of the parser does not say which came first, content or a call. So it gets the text in steps: words, and all that
     is no letter and no space alone. Then the items are the same, in the same order, however the text was cut, and for a
     whole answer too.
     """
@@ -72,7 +72,7 @@ def without_bytes(logprobs: list[ChatLogProb]) -> list[dict[str, Any]]:
 
 
 class OutputItems:
-    """`items` are those that were begun; the last one may be open. Every method gives the events that tell of it."""
+    """`items` are those that were begun; the last one may be open. Every method yields its events."""
 
     def __init__(self) -> None:
         self.items: list[OutputItem] = []
@@ -85,7 +85,7 @@ class OutputItems:
         return isinstance(self._part, OutputText)
 
     def write(self, piece: Piece, logprobs: list[ChatLogProb]) -> Iterator[Event]:
-        """More text, with the logprobs of it if it belongs to a message."""
+        """More text, with its logprobs if it belongs to a message."""
         if not self._is_open_for(piece):
             yield from self.close("completed")
             yield from self._open(piece)
@@ -105,7 +105,7 @@ class OutputItems:
             yield self._event(f"{self._part.type}.delta", item_id=item.id, content_index=0, **more)
 
     def close(self, status: ItemStatus) -> Iterator[Event]:
-        """The open item, if there is one, ends."""
+        """End the open item, if there is one."""
         item = self.items[-1] if self.items else None
         if item is None or item.status != "in_progress":
             return

@@ -1,7 +1,7 @@
 """One response while it is made: engine outputs in, OpenAI's events out, in OpenAI's order
 (vllm/entrypoints/openai/responses/streaming_events.py).
 
-    created, (queued,) in_progress, (what response_items.py says, for each item), completed | incomplete | failed
+    created, (queued,) in_progress, (what items.py says, for each item), completed | incomplete | failed
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _new_response(request: ResponsesRequest, requests: EngineRequests, store: bo
 
 
 class ResponseMaker:
-    """`response` is always what a client may be told about the response at this moment."""
+    """`response` is always up to date, as a client may see it."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class ResponseMaker:
 
     @property
     def items(self) -> list[InputItem]:
-        """The output, as the next response of the conversation is to see it."""
+        """The output, as the next response of the conversation sees it."""
         return [InputItem.model_validate(item.model_dump()) for item in self._output.items]
 
     def _event(self, kind: str, **fields: Any) -> bytes:
@@ -117,7 +117,7 @@ class ResponseMaker:
             yield from self._told(self._output.write(piece, self._taken_logprobs(piece)))
 
     def _pieces(self, output: CompletionOutput) -> list[Piece]:
-        """Logprobs without text are told with the message that is being written, and else with the next one."""
+        """Logprobs without text go with the message that is being written, or else with the next one."""
         found = [Piece("content", output.text)] if output.text else []
         if self._parser is not None:
             found = pieces(self._parser, output.text, output.finish_reason is not None)
@@ -140,7 +140,7 @@ class ResponseMaker:
             )  # fmt: skip
 
     def end(self) -> Iterator[bytes]:
-        """Everything behind the last text. An answer without anything is an empty message."""
+        """Everything after the last text. An empty answer becomes an empty message."""
         if self._finish_reason == "abort":
             yield self.fail(RuntimeError("The request was aborted."))
             return

@@ -80,7 +80,7 @@ class InputItem(BaseModel):
 
     @property
     def characters(self) -> int:
-        """How much room it takes, about: its text, and what holds it."""
+        """Its approximate size: its text, and what holds it."""
         fields = (self.content, self.arguments, self.output, self.summary, self.call_id, self.name)
         texts = [text for text in fields if text]
         return OBJECT_CHARACTERS + sum(
@@ -161,12 +161,12 @@ def to_messages(items: list[InputItem]) -> list[ChatMessageParam]:
 
 
 def _place(message: ChatMessageParam) -> int:
-    """How far a turn of the assistant has come with this: reasoning, content, calls."""
+    """The stage that this is of an assistant turn: reasoning, content, calls."""
     return 2 if message.tool_calls else 0 if message.content is None else 1
 
 
 def _goes_on(last: ChatMessageParam, message: ChatMessageParam) -> bool:
-    """Is `message` more of the same turn? Several calls are one turn; anything else that comes twice is two."""
+    """True if `message` continues the same turn. Several calls are one turn; anything else that comes twice is two."""
     same = last.role == message.role == "assistant"
     return same and (_place(message) > _place(last) or bool(message.tool_calls))
 
@@ -248,7 +248,7 @@ Include = Literal[
     "file_search_call.results", "web_search_call.results", "web_search_call.action.sources",
     "computer_call_output.output.image_url", "code_interpreter_call.outputs",
 ]  # fmt: skip
-"""What a client may ask to be told besides. All but the logprobs speak of things that no answer here holds."""
+"""What a client may ask for besides. All but the logprobs concern things that no answer here holds."""
 
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "chat_template": (None,),
@@ -378,7 +378,7 @@ class ResponsesRequest(*mixins(BEAM_SEARCH), SamplingRequest):  # type: ignore[m
         super().check_built()
         for name, harmless in NOT_BUILT.items():
             value = getattr(self, name, None) if name in type(self).model_fields else (self.model_extra or {}).get(name)
-            if isinstance(value, dict):  # clients like to send an object of nulls
+            if isinstance(value, dict):  # clients often send an object of nulls
                 value = {key: item for key, item in value.items() if item is not None}
             if value not in harmless:
                 raise InvalidRequestError(f"{name} is not supported by /v1/responses here; leave it out.", name)
@@ -407,8 +407,8 @@ class ResponsesRequest(*mixins(BEAM_SEARCH), SamplingRequest):  # type: ignore[m
         return [InputItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
 
     def as_chat(self, messages: list[ChatMessageParam]) -> ChatCompletionRequest:
-        """What the chat template, the grammar of a forced call and the parsers of answers are to know, in the words of a
-        chat. Raises InvalidRequestError for tools that are no functions."""
+        """The request as a chat, for the chat template, the grammar of a forced call and the parsers of answers. Raises
+        InvalidRequestError for tools that are not functions."""
         tools, choice = tools_of_chat(self.tools or [], self.tool_choice)
         fields: dict[str, Any] = {
             "tools": tools or None,
@@ -422,7 +422,7 @@ class ResponsesRequest(*mixins(BEAM_SEARCH), SamplingRequest):  # type: ignore[m
         )
 
     def to_sampling_params(self, defaults: dict[str, Any], chat: ChatCompletionRequest) -> SamplingParams:
-        """`chat` is the request in the words of a chat. Raises InvalidRequestError."""
+        """`chat` is the request as a chat. Raises InvalidRequestError."""
         top = checked_top_logprobs(self.top_logprobs)
         wanted = LOGPROBS in (self.include or [])
         if top and not wanted:
@@ -437,7 +437,7 @@ class ResponsesRequest(*mixins(BEAM_SEARCH), SamplingRequest):  # type: ignore[m
         return SamplingParams(**params)
 
     def _response_format(self) -> dict[str, Any] | None:
-        """`text.format` in the words of a chat."""
+        """`text.format` as a chat has it."""
         format = self.text.format if self.text else None
         if format is None or format.type != "json_schema":
             return None if format is None else {"type": format.type}

@@ -1,6 +1,6 @@
 """/v1/responses: create, retrieve, cancel (vllm/entrypoints/openai/responses/serving.py, OpenAIServingResponses).
 
-A response is made by one generator of events. Whoever wants the whole answer drains it; a stream sends it; a background
+A response is made by one generator of events. A whole answer drains it; a stream sends it; a background
 response is a task that drains it into a log, which any number of readers may follow.
 """
 
@@ -88,7 +88,7 @@ class OpenAIServingResponses(OpenAIServing):
         return maker.response
 
     def _is_kept(self, request: ResponsesRequest) -> bool:
-        """Is the response to be stored? Raises InvalidRequestError for a background response that is not."""
+        """True if the response is to be stored. Raises InvalidRequestError for a background response that is not."""
         keep = request.store is not False and self._store.enabled
         if request.background and not keep:
             reason = (
@@ -147,7 +147,7 @@ class OpenAIServingResponses(OpenAIServing):
         last = list(maker.end())
         entry.items = [*entry.items, *maker.items]
         if keep and entry.task is None:
-            self._store.add(entry)  # before the client hears of its end and goes on from here
+            self._store.add(entry)  # before the client sees its end and continues from it
         for event in last:
             yield event
 
@@ -183,10 +183,10 @@ class OpenAIServingResponses(OpenAIServing):
             entry.response.status = "cancelled"
         if entry.log is not None:
             entry.log.end()
-        self._store.settle(entry)
+        self._store.update_size(entry)
 
     def retrieve(self, response_id: str, stream: bool, starting_after: int | None) -> Answer:
-        """A stored response as it is now, or the events of one that was created with background and stream, from behind
+        """A stored response as it is now, or the events of one that was created with background and stream, from after
         number `starting_after` on. Raises APIError and InvalidRequestError."""
         entry = self._store.get(response_id, "response_id")
         if not stream:
@@ -199,7 +199,7 @@ class OpenAIServingResponses(OpenAIServing):
         return events
 
     async def cancel(self, response_id: str) -> ResponsesResponse:
-        """End a background response, unless it has ended already, and tell how it stands. Raises APIError and
+        """End a background response, unless it has ended already, and return it. Raises APIError and
         InvalidRequestError."""
         entry = self._store.get(response_id, "response_id")
         if entry.task is None:

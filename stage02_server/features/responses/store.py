@@ -1,4 +1,4 @@
-"""The responses that can be asked for again, in memory and bounded (vllm/entrypoints/openai/responses/store.py; there the store
+"""The responses that can be retrieved, in memory and bounded (vllm/entrypoints/openai/responses/store.py; there the store
 is unbounded and therefore off by default)."""
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class EventLog:
         self._news = asyncio.Event()
 
     async def read(self, position: int) -> AsyncGenerator[bytes, None]:
-        """The events from number `position` on, those to come included."""
+        """The events from number `position` on, including those to come."""
         while True:
             while position < len(self.events):
                 yield self.events[position]
@@ -64,7 +64,7 @@ class StoredResponse:
 
     @property
     def characters(self) -> int:
-        """How much room it takes, about. Earlier items count in each response that continues them."""
+        """Its approximate size. Earlier items count in each response that continues them."""
         log = sum(len(event) for event in self.log.events) if self.log else 0
         answer = len(self.response.model_dump_json())  # it repeats tools, instructions and schemas of the request
         return answer + log + sum(item.characters for item in self.items)
@@ -91,10 +91,10 @@ class ResponseStore:
             message = f"{len(running)} background responses are running; cancel one or wait for it."
             raise APIError(429, "RateLimitError", message, headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
         self._entries[entry.response.id] = entry
-        self.settle(entry)
+        self.update_size(entry)
 
-    def settle(self, entry: StoredResponse) -> None:
-        """An entry has changed: count it again and make room."""
+    def update_size(self, entry: StoredResponse) -> None:
+        """Count a changed entry again, and make room."""
         name = entry.response.id
         self._sizes.pop(name, None)
         self._sizes[name] = entry.characters
@@ -110,7 +110,7 @@ class ResponseStore:
             trace.emit("response.stored", response=name, status=entry.response.status, evicted=evicted)
 
     def get(self, response_id: str, param: str) -> StoredResponse:
-        """Raises APIError: 400 for what cannot be the id of a response, 404 for one that is not, or no longer, here."""
+        """Raises APIError: 400 for what cannot be the id of a response, 404 for one that is not stored, or no longer."""
         if not response_id.startswith("resp_"):
             raise APIError(400, "BadRequestError", f"{param} must be the id of a response, resp_...", param)
         if response_id not in self._entries:

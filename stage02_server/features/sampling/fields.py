@@ -73,7 +73,7 @@ class SamplingFields(RequestFields):
     )
 
     def apply(self, params: dict[str, Any]) -> None:
-        """Raises InvalidRequestError for sizes and counts that mean nothing."""
+        """Raises InvalidRequestError for sizes and counts that make no sense."""
         if self.repetition_detection is not None:
             from stage03_engine.params.repetition_detection import RepetitionDetectionParams
 

@@ -23,7 +23,7 @@ class StreamOptions(BaseModel):
 
 
 class StreamUsageFields(RequestFields):
-    """`continuous_usage_stats` is nothing in a stream that does not end with the usage."""
+    """`continuous_usage_stats` has no effect in a stream that does not end with the usage."""
 
     stream_options: StreamOptions | None = Field(default=None, description="What a stream tells beside the text.")
 

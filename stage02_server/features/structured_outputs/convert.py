@@ -1,4 +1,4 @@
-"""From the request fields of structured output to what the engine is told."""
+"""From the request fields of structured output to the engine's parameters."""
 
 from __future__ import annotations
 

@@ -51,5 +51,5 @@ class StructuredOutputsFields(RequestFields):
 
 
 def is_structured(requests: EngineRequests) -> bool:
-    """Must the answers match something?"""
+    """True if the answers must match something."""
     return getattr(requests.engine_requests[0].sampling_params, "structured_outputs", None) is not None

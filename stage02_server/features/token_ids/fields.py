@@ -73,7 +73,7 @@ class TokenIdsHook(AnswerHook):
             choice.prompt_token_ids = self._prompt(index)
 
     def chunk(self, index: int, chunk: Any) -> None:
-        """A chat tells those of the prompt with the role."""
+        """A chat sends those of the prompt with the role."""
         if isinstance(chunk, PromptTokenIds) and "role" in chunk.choices[0].delta:  # type: ignore[attr-defined]
             chunk.prompt_token_ids = self._prompt(index)
 

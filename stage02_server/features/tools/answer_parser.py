@@ -1,6 +1,6 @@
-"""The text of one answer, taken apart into reasoning, content and tool calls while it comes.
+"""The text of one answer, split into reasoning, content and tool calls as it arrives.
 
-The whole answer goes the same way as the stream does, in one piece: so the two cannot disagree. (In vLLM every parser has two
+A whole answer takes the same path as a stream, in one piece, so the two cannot disagree. (In vLLM every parser has two
 methods, extract_... and extract_..._streaming.)
 """
 
@@ -27,7 +27,7 @@ class AnswerDelta:
     calls: dict[int, CallDelta] = field(default_factory=dict)
 
     def add_call(self, index: int, name: str | None, arguments: str) -> None:
-        """Take in more of call `index`."""
+        """Add more of call `index`."""
         call = self.calls.setdefault(index, CallDelta())
         call.name = name if call.name is None else call.name
         call.arguments += arguments
@@ -37,7 +37,7 @@ class AnswerDelta:
 
 
 class Parser(Protocol):
-    """Takes the text of one answer apart. Every answer has its own."""
+    """Parses the text of one answer. Every answer has its own."""
 
     def feed(self, text: str, finished: bool) -> AnswerDelta:
         """The next piece of the text; what may still become a tag is held back until `finished`."""
@@ -63,7 +63,7 @@ class AnswerParser:
         self.num_characters = self.num_calls = 0
 
     def feed(self, text: str, finished: bool) -> AnswerDelta:
-        """As `Parser.feed`; without what the request does not want to see."""
+        """As `Parser.feed`; without what the request leaves out."""
         delta = AnswerDelta(content=text) if self._reasoning is None else self._reasoning.feed(text, finished)
         self.num_characters += len(delta.reasoning)
         reasoning = delta.reasoning if self._include_reasoning else ""

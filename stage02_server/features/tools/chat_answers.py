@@ -1,4 +1,4 @@
-"""How the answers to chats are taken apart, as the server's flags and the request say, and their JSON."""
+"""How the answers to chats are parsed, as the server's flags and the request say, and their JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from stagetrace import trace
 
 
 def _load_plugin(path: str, flag: str) -> None:
-    """Run a file of the user's. Raises ConfigError, whatever its code raises."""
+    """Run the user's file. Raises ConfigError, whatever its code raises."""
     name = f"stages_plugin_{Path(path).stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -40,7 +40,7 @@ def _known(name: str, parsers: dict[str, type], flag: str) -> None:
 
 
 class ChatAnswers:
-    """The parsers that the flags chose. Raises ConfigError when there are none of these names."""
+    """The parsers that the flags chose. Raises ConfigError for unknown names."""
 
     def __init__(self, args: FrontendArgs) -> None:
         if args.tool_parser_plugin:
@@ -64,7 +64,7 @@ class ChatAnswers:
             )
 
     def shown_to_template(self, request: ChatCompletionRequest) -> ChatCompletionRequest:
-        """The request as the chat template is to see it."""
+        """The request as the chat template sees it."""
         if request.tool_choice == "none" and self._args.exclude_tools_when_tool_choice_none:
             return request.model_copy(update={"tools": None})
         return request
@@ -129,7 +129,7 @@ class ParsedAnswer:
         return delta
 
     def finish_reason(self, output: CompletionOutput) -> str | None:
-        """ "tool_calls" instead of "stop" if the model decided which tools to call; as at OpenAI, not if the request did."""
+        """ "tool_calls" instead of "stop" if the model decided which tools to call; as with OpenAI, not if the request did."""
         called = self._parser.num_calls and not self._named
         return "tool_calls" if called and output.finish_reason == "stop" else output.finish_reason
 

@@ -62,7 +62,7 @@ class ToolList(RequestFields):
 
 
 class ToolFields(RequestFields):
-    """Which of the tools the model must call, and what the answer tells."""
+    """Which of the tools the model must call, and what the answer shows."""
 
     parser_class: ClassVar[str] = "stage02_server.features.tools.chat_answers:ChatAnswers"
 
@@ -78,7 +78,7 @@ class ToolFields(RequestFields):
         return self.tool_choice not in (None, "none", "auto")
 
     def apply(self, params: dict[str, Any]) -> None:
-        """A call that is forced is structured output. Raises InvalidRequestError for a choice that the tools do not offer."""
+        """A forced call is structured output. Raises InvalidRequestError for a choice that the tools do not offer."""
         if self.forces_call:
             from stage02_server.features.tools.tool_choice import force_tool
 

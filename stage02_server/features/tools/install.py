@@ -9,5 +9,5 @@ from stage02_server.features.tools.chat_answers import ChatAnswers
 
 
 def install(app: FastAPI, services: Services) -> None:
-    """Take the answers to all chats apart. Raises ConfigError for a parser that does not exist."""
+    """Parse the answers to all chats. Raises ConfigError for a parser that does not exist."""
     app.state.openai_serving_chat.parsers = ChatAnswers(services.args)

@@ -20,9 +20,8 @@ _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:argument
 class CallScanner:
     """Feed it text until `done` or `broken`.
 
-    name: the function, as soon as it is known. raw: all text that was taken. The arguments are passed on as the model writes
-    them, while it does; only when they come before the name, all of it is waited for. broken: this is no
-    call, which `raw` shows.
+    name: the function, as soon as it is known. raw: all text that was taken. The arguments are passed on while the model writes
+    them; only if they come before the name, the whole call is awaited. broken: `raw` is not a call.
     """
 
     def __init__(self) -> None:
@@ -97,14 +96,14 @@ def _unicode(text: str) -> str:
 class HermesToolParser:
     """`text <tool_call>{"name": "f", "arguments": {...}}</tool_call> text`, as Hermes and Qwen write calls.
 
-    What stands between the tags and is no call stays content, tags and all. The text that waits is in `_held`.
+    What is between the tags but is not a call stays content, tags and all. The text that waits is in `_held`.
     """
 
     def __init__(self) -> None:
         self._held = ""
         self._call: CallScanner | None = None
         self._num_calls = 0
-        self._closing = False  # behind a call: its end tag and white space are no content
+        self._closing = False  # after a call: its end tag and white space are not content
 
     def feed(self, text: str, finished: bool) -> AnswerDelta:
         """As `Parser.feed`."""
@@ -157,12 +156,12 @@ class HermesToolParser:
 
 
 class RequiredToolParser:
-    """`[{"name": "f", "parameters": {...}}, ...]`, which the grammar of tool_choice "required" lets come."""
+    """`[{"name": "f", "parameters": {...}}, ...]`, which the grammar of tool_choice "required" allows."""
 
     def __init__(self) -> None:
         self._call: CallScanner | None = None
         self._num_calls = 0
-        self._is_text = False  # no grammar held, as with the echo engine
+        self._is_text = False  # no grammar applied, as with the echo engine
 
     def feed(self, text: str, finished: bool) -> AnswerDelta:
         """As `Parser.feed`."""
