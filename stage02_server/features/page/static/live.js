@@ -1,8 +1,8 @@
-// Part 4 of 4: the live view. It listens while the page is visible and the box is ticked; else the engine tells nothing.
+// Part 4 of 4: the live view. It listens while the page is visible and the box is ticked; otherwise the engine sends nothing.
 
 const live = new EngineState();
 const RETRY_MS = 1000;
-const MANY_BLOCKS = 256; // of a larger cache as many are drawn as have been of use, these at least
+const MANY_BLOCKS = 256; // drawn at least; of a larger cache, as many as have been used
 const MARGIN = 40; // left of the steps: the names of the requests
 const LANES = 16; // requests in the picture of the steps
 const MAX_ROWS = 40; // requests in the table

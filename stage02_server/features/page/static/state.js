@@ -36,7 +36,7 @@ class EngineState {
     return `r${this.labels.get(id) ?? "?"}`;
   }
 
-  /** Take in one trace event. */
+  /** Apply one trace event. */
   apply({ name, req, step, args }) {
     if (name === "sched.state") this.#restart(step, args);
     else if (this.known) EngineState.#RULES[name]?.call(this, args, req, step);
@@ -46,7 +46,7 @@ class EngineState {
     const before = this.steps;
     this.#forget();
     this.known = true;
-    this.steps = before; // what was seen stays seen
+    this.steps = before; // keep what was seen
     this.step = step;
     this.settings = settings;
     this.free = free_blocks;
@@ -121,7 +121,7 @@ class EngineState {
     "sched.token"({ num_tokens, num_output_tokens }, id) {
       const request = this.#request(id);
       request.tokens = request.prompt ? request.prompt + num_output_tokens : request.tokens + num_tokens;
-      request.computed = request.tokens - 1; // drafts that stood are computed, the newest token is not
+      request.computed = request.tokens - 1; // accepted drafts are computed, the newest token is not
     },
     "sched.finished"({ reason, by }, id) {
       Object.assign(this.#request(id), { status: "ended", given: 0, note: by === "outside" ? `${reason}, from outside` : by });

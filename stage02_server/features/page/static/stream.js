@@ -17,7 +17,7 @@ function headers(more = {}) {
   return key ? { Authorization: `Bearer ${key}`, ...more } : more;
 }
 
-class KeyNeeded extends Error {} // nothing to wait for: somebody has to type it
+class KeyNeeded extends Error {} // waiting does not help: somebody has to type it
 
 /** An answer with status 200; every other one is an Error that says in words what is wrong. */
 async function ask(path, how = {}) {
@@ -26,7 +26,7 @@ async function ask(path, how = {}) {
   return response;
 }
 
-/** Throws an error again, the browser's words for a server that is gone as ours. */
+/** Rethrows an error; if the server is gone, with our words and not the browser's. */
 function explain(error) {
   throw error.name === "TypeError" ? new Error(`no answer from ${location.host}: the server has ended, or cannot be reached`) : error;
 }
@@ -38,7 +38,7 @@ async function failure(response) {
   try {
     message = (await response.json()).error.message;
   } catch {
-    // not one of the server's own answers: the status has to do
+    // not one of the server's own answers: use the status
   }
   return new Error(message);
 }
