@@ -124,7 +124,7 @@ def split_words(tokenizer: Tokenizer, tokens: list[int], spaces: bool) -> list[_
 
 
 def _characters(tokenizer: Tokenizer, tokens: list[int]) -> list[_Word]:
-    """The shortest runs of tokens that are whole characters; what is broken in the whole text too stands alone."""
+    """The shortest runs of tokens that are whole characters; what is broken in the whole text too is a run of its own."""
     whole, parts, run = tokenizer.decode(tokens), list[_Word](), list[int]()
     offset = 0  # of the run in the whole text
     for place in range(len(tokens)):

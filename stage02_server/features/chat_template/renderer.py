@@ -44,7 +44,7 @@ class TemplateRenderer:
         except (UnicodeEncodeError, RecursionError) as error:
             raise InvalidRequestError(f"they cannot be encoded: {type(error).__name__}", "messages") from None
         with self._lock:
-            if self._process is None or self._process.poll() is not None:  # somebody has killed it since
+            if self._process is None or self._process.poll() is not None:  # killed since then
                 self._start()
             return self._ask([source, text])
 

@@ -20,7 +20,7 @@ from stagetrace import trace
 async def make_echo_hook(
     request: Any, serving: OpenAIServing, requests: EngineRequests, prompts: list[str | list[int]], receive: Receive
 ) -> EchoHook:
-    """Each prompt as text: as it was sent, or what its token ids stand for. Raises ClientGoneError."""
+    """Each prompt as text: as it was sent, or the text of its token ids. Raises ClientGoneError."""
     tokenizer, prompt_only = serving.engine_client.tokenizer, request.max_tokens == 0
     params = requests.engine_requests[0].sampling_params
     if trace.on:

@@ -141,8 +141,8 @@ def _texts(content: str | list[InputPart], *types: str) -> str | list[ContentPar
 
 
 def to_messages(items: list[InputItem]) -> list[ChatMessageParam]:
-    """A conversation as a chat. Raises InvalidRequestError for what is not text, and for the result of a call that nobody
-    made."""
+    """A conversation as a chat. Raises InvalidRequestError for what is not text, and for the result of a call that
+    was not made."""
     messages: list[ChatMessageParam] = []
     called: set[str] = set()
     for item in items:

@@ -12,7 +12,7 @@ from stage02_server.features.responses.protocol import InputItem
 from stage02_server.features.responses.protocol_output import ResponsesResponse
 from stagetrace import trace
 
-MAX_STORED_CHARACTERS = 64 * 2**20  # of all responses together, beside the bound on their number
+MAX_STORED_CHARACTERS = 64 * 2**20  # of all responses together, besides the bound on their number
 
 
 class EventLog:
