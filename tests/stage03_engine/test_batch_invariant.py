@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +23,7 @@ from stage03_engine.core.models.loader import get_model
 from stage03_engine.core.worker import Worker
 from stage03_engine.errors import ConfigError
 from stage03_engine.llm import LLM
+from stage03_engine.model_path import BUNDLED_FOLDER
 from stage03_engine.sampling_params import SamplingParams
 from stage04_kernels.backends.batch_invariant import ROWS
 
@@ -47,8 +51,13 @@ def answers(llm: LLM, batch: list[tuple[int, int]]) -> list[Answer]:
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def engines(request: pytest.FixtureRequest) -> Iterator[dict[str, LLM]]:
-    llms = {name: LLM("gpt2-tiny", dtype=request.param, **COMMON, **more) for name, more in ENGINES.items()}
+def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, LLM]]:
+    """gpt2-tiny with its first layer only: bfloat16 is slow on most CPUs, and each layer does the same."""
+    folder = Path(shutil.copytree(BUNDLED_FOLDER / "gpt2-tiny", tmp_path_factory.mktemp("models") / "one_layer"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"n_layer": 1}))
+    settings = COMMON | {"dtype": request.param, "load_format": "dummy"}
+    llms = {name: LLM(str(folder), **settings, **more) for name, more in ENGINES.items()}
     yield llms
     preemptions = llms["preemption"].engine_core._core.scheduler.stats.num_preemptions
     accepted = llms["drafts"].engine_core._core.scheduler.stats.spec_decoding.num_accepted_tokens
@@ -60,7 +69,7 @@ def engines(request: pytest.FixtureRequest) -> Iterator[dict[str, LLM]]:
 def test_bit_equal_in_any_company(engines: dict[str, LLM]) -> None:
     alone: dict[tuple[int, int], Answer] = {}
 
-    @settings(max_examples=2, deadline=None, database=None, derandomize=True)
+    @settings(max_examples=4, deadline=None, database=None, derandomize=True)
     @given(
         st.lists(st.tuples(st.integers(0, len(PROMPTS) - 1), st.integers(0, len(PARAMS) - 1)), min_size=2, max_size=7),
         st.permutations(list(ENGINES)),
