@@ -21,6 +21,8 @@ import pytest
 from patience import PATIENCE
 from server_under_test import ServerProcess
 
+from stage03_engine.errors import StagesError
+from stage03_engine.llm import LLM
 from stage03_engine.model_path import BUNDLED_FOLDER
 from stagetrace import read_run
 
@@ -187,18 +189,25 @@ def _damaged(how: str, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("how", ["cut off", "no weights", "other shape", "no memory has that size"])
-def test_a_model_that_cannot_be_loaded_is_one_line_and_exit_code_1(start: Start, tmp_path: Path, how: str) -> None:
-    server = start(model=str(_damaged(how, tmp_path / "model")))
+def test_a_model_that_cannot_be_loaded_is_one_line_and_exit_code_1(start: Start, tmp_path: Path) -> None:
+    """Not even by an exception of torch's own."""
+    server = start(model=str(_damaged("no memory has that size", tmp_path / "model")))
     assert server.wait() == 1
     _one_line(server)
 
 
-@pytest.mark.parametrize("flags", [("--num-gpu-blocks-override", "1000000000000"), ("--kv-cache-memory-bytes", "4T")])
-def test_too_little_memory_is_one_line_and_exit_code_1(start: Start, flags: tuple[str, str]) -> None:
-    server = start(*flags)
-    assert server.wait() == 1
-    assert "memory" in _one_line(server)
+@pytest.mark.parametrize("how", ["cut off", "no weights", "other shape"])
+def test_the_engine_refuses_a_model_that_cannot_be_loaded(tmp_path: Path, how: str) -> None:
+    """What a server would then print is this error."""
+    with pytest.raises(StagesError) as refused:
+        LLM(str(_damaged(how, tmp_path / "model")), kv_cache_memory_bytes=50_000_000)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("setting", [{"num_gpu_blocks_override": 10**12}, {"kv_cache_memory_bytes": 4 * 10**12}])
+def test_the_engine_refuses_a_cache_larger_than_memory(setting: dict[str, int]) -> None:
+    with pytest.raises(StagesError, match="memory"):
+        LLM("gpt2-tiny", **setting)
 
 
 def _one_line(server: ServerProcess) -> str:

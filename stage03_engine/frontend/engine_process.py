@@ -32,7 +32,7 @@ from stagetrace import trace
 
 POLL_MS = 50
 TERMINATE_SECONDS = 5.0
-HELLO_SECONDS = 60.0  # an engine process that only has to import its modules and say hello; loading may take any time
+HELLO_SECONDS = 600.0  # for an engine process to import its modules and say hello (vLLM: VLLM_ENGINE_READY_TIMEOUT_S); loading may take any time
 PREFIX = "stages-"
 LOCKED_FOLDER = "stage03_engine.frontend.features.dead_folders:claim_folder"
 MAX_IPC_PATH = 80  # a Unix socket path has room for 107 bytes; leave some for the file name

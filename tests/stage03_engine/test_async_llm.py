@@ -57,7 +57,10 @@ def shared() -> Iterator[Shared]:
         running = engine()
         llm, registry = loop.run(running.__aenter__())
         yield Shared(loop, llm, registry)
+        process = llm.engine_core._process
+        assert psutil.pid_exists(process.pid) and process._directory.exists()
         loop.run(running.__aexit__(None, None, None))
+        assert not psutil.pid_exists(process.pid) and not process._directory.exists(), "shutdown leaves nothing behind"
 
 
 async def collect(llm: AsyncLLM, name: str, prompt: str, params: SamplingParams) -> tuple[str, list[int]]:
@@ -86,15 +89,12 @@ def test_output_kinds_processes_and_readers_agree(shared: Shared) -> None:
     params = {kind: SamplingParams(temperature=0, max_tokens=24, output_kind=kind) for kind in RequestOutputKind}
     with LLM("gpt2-tiny", kv_cache_memory_bytes=50_000_000) as llm:
         inproc = llm.generate("ROMEO:", params[RequestOutputKind.FINAL_ONLY])[0].outputs[0]
-    with LLM("gpt2-tiny", kv_cache_memory_bytes=50_000_000, multiprocess=True) as llm:
-        sync = llm.generate("ROMEO:", params[RequestOutputKind.FINAL_ONLY])[0].outputs[0]
 
     async def test(llm: AsyncLLM, _: CollectorRegistry) -> None:
         results = await asyncio.gather(*(collect(llm, f"k{k}", "ROMEO:", p) for k, p in params.items()))
         assert results == [(inproc.text, inproc.token_ids)] * 3
 
     shared.run(test)
-    assert (sync.text, sync.token_ids) == (inproc.text, inproc.token_ids)
 
 
 def test_a_slow_reader_gets_merged_deltas_and_loses_nothing(shared: Shared) -> None:
@@ -169,6 +169,7 @@ def test_seeded_requests_do_not_depend_on_their_neighbours(shared: Shared) -> No
 
 
 def test_64_requests_at_once_get_what_each_gets_alone(shared: Shared) -> None:
+    """Every fourth is asked alone too."""
     params = SamplingParams(temperature=0, max_tokens=32)
     prompts = [
         f"{name}: {verb} {i}"
@@ -176,9 +177,9 @@ def test_64_requests_at_once_get_what_each_gets_alone(shared: Shared) -> None:
     ]
 
     async def test(llm: AsyncLLM, _: CollectorRegistry) -> None:
-        alone = [await collect(llm, f"a{i}", prompt, params) for i, prompt in enumerate(prompts)]
+        alone = [await collect(llm, f"a{i}", prompt, params) for i, prompt in enumerate(prompts[::4])]
         together = await asyncio.gather(*(collect(llm, f"t{i}", p, params) for i, p in enumerate(prompts)))
-        assert together == alone
+        assert together[::4] == alone
 
     shared.run(test)
 
@@ -214,22 +215,10 @@ def test_an_exception_in_the_engine_arrives_with_its_reason(monkeypatch: pytest.
     run(test)
 
 
-def test_shutdown_leaves_no_process_and_no_socket() -> None:
-    async def test() -> None:
-        async with engine() as (llm, _):
-            await collect(llm, "r", "ROMEO:", SamplingParams(max_tokens=4))
-            process = llm.engine_core._process
-            assert psutil.pid_exists(process.pid) and process._directory.exists()
-        assert not psutil.pid_exists(process.pid) and not process._directory.exists()
-
-    run(test)
-
-
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
         ({"kv_cache_memory_bytes": 200_000}, "one request may need 512"),
-        ({"num_gpu_blocks_override": 5}, "room for 64 tokens"),
         ({"device": "cuda"}, "torch finds no usable GPU"),
     ],
 )

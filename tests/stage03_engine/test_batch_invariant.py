@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from small_gpt2 import first_layers
 from torch import Tensor, nn
 
 from stage03_engine.arg_utils import EngineArgs
@@ -23,7 +21,6 @@ from stage03_engine.core.models.loader import get_model
 from stage03_engine.core.worker import Worker
 from stage03_engine.errors import ConfigError
 from stage03_engine.llm import LLM
-from stage03_engine.model_path import BUNDLED_FOLDER
 from stage03_engine.sampling_params import SamplingParams
 from stage04_kernels.backends.batch_invariant import ROWS
 
@@ -52,12 +49,9 @@ def answers(llm: LLM, batch: list[tuple[int, int]]) -> list[Answer]:
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, LLM]]:
-    """gpt2-tiny with its first layer only: bfloat16 is slow on most CPUs, and each layer does the same."""
-    folder = Path(shutil.copytree(BUNDLED_FOLDER / "gpt2-tiny", tmp_path_factory.mktemp("models") / "one_layer"))
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"n_layer": 1}))
-    settings = COMMON | {"dtype": request.param, "load_format": "dummy"}
-    llms = {name: LLM(str(folder), **settings, **more) for name, more in ENGINES.items()}
+    """Of one layer: bfloat16 is slow on most CPUs, and each layer does the same."""
+    model = first_layers(tmp_path_factory.mktemp("models") / "one_layer", 1)
+    llms = {name: LLM(model, dtype=request.param, **COMMON, **more) for name, more in ENGINES.items()}
     yield llms
     preemptions = llms["preemption"].engine_core._core.scheduler.stats.num_preemptions
     accepted = llms["drafts"].engine_core._core.scheduler.stats.spec_decoding.num_accepted_tokens

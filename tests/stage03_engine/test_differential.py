@@ -12,6 +12,7 @@ import random
 from collections.abc import Iterator
 
 import pytest
+from small_gpt2 import first_layers
 
 from stage03_engine.frontend.features.inproc_client import InprocClient
 from stage03_engine.llm import LLM
@@ -24,28 +25,32 @@ WORKLOADS, ENGINES_PER_WORKLOAD, BATCHES = 200, 2, 4
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 
 
-def make_engine(number: int) -> LLM:
+def make_engine(model: str, number: int) -> LLM:
     caching, budget, mode, max_num_seqs = COMBINATIONS[number]
     return LLM(
-        "gpt2-tiny", max_model_len=96, block_size=4, num_gpu_blocks_override=30, multiprocess=number % 12 == 5,
+        model, max_model_len=96, block_size=4, num_gpu_blocks_override=30, multiprocess=number % 12 == 5,
         enable_prefix_caching=caching, max_num_batched_tokens=budget, preemption_mode=mode, max_num_seqs=max_num_seqs,
         swap_space=0.01, speculative_config=NGRAM if number % 5 < 2 else None, scheduling_policy="fcfs" if max_num_seqs == 3 else "priority",
     )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def engines() -> Iterator[list[LLM]]:
-    engines = [make_engine(number) for number in range(len(COMBINATIONS))]
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Two layers: enough to mix up the caches of one with those of the other."""
+    return first_layers(tmp_path_factory.mktemp("models") / "two_layers", 2)
+
+
+@pytest.fixture(scope="module")
+def engines(model: str) -> Iterator[list[LLM]]:
+    engines = [make_engine(model, number) for number in range(len(COMBINATIONS))]
     yield engines
     for engine in engines:
         engine.shutdown()
 
 
 @pytest.fixture(scope="module")
-def reference() -> Iterator[LLM]:
-    with LLM(
-        "gpt2-tiny", max_model_len=96, enable_prefix_caching=False, max_num_seqs=1, num_gpu_blocks_override=20
-    ) as llm:
+def reference(model: str) -> Iterator[LLM]:
+    with LLM(model, max_model_len=96, enable_prefix_caching=False, max_num_seqs=1, num_gpu_blocks_override=20) as llm:
         yield llm
 
 

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
+from collections.abc import Iterator
 
 import psutil
 import pytest
@@ -28,11 +28,21 @@ from stage03_engine.sampling_params import SamplingParams
 CONFIG = EngineArgs.from_kwargs(model="gpt2-tiny", kv_cache_memory_bytes=50_000_000)
 
 
-@pytest.fixture
-def client():
-    client = SyncMPClient(CONFIG)
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SyncMPClient]:
+    """One engine for all tests that leave it as it was. It notes when it freezes its garbage."""
+    folder = tmp_path_factory.mktemp("site")
+    noted = f"import gc, pathlib; gc.freeze = pathlib.Path({str(folder / 'frozen')!r}).touch"
+    (folder / "sitecustomize.py").write_text(noted)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{folder}:{os.environ.get('PYTHONPATH', '')}")
+        client = SyncMPClient(CONFIG)
+    assert (folder / "frozen").exists(), "no request waits for the garbage of the start"
     yield client
-    client.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_process, "TERMINATE_SECONDS", PATIENCE)
+        client.shutdown()
+    assert client._process._process.returncode == 0, "an engine that is told to end does so"
 
 
 def request(name: str, max_tokens: int = 4) -> EngineCoreRequest:
@@ -85,24 +95,17 @@ def test_an_id_in_use_is_refused_and_its_owner_is_served(client: SyncMPClient) -
     assert len(errors) == 1 and "already" in errors[0]
 
 
-def test_a_killed_engine_is_an_error_not_a_hang(client: SyncMPClient) -> None:
-    client.add_request(request("r", 400))
-    client.get_output()
-    os.kill(client._process.pid, signal.SIGKILL)
-    with pytest.raises(EngineDeadError):
-        tokens_of(client, "r")
-
-
-def test_an_engine_that_is_told_to_end_does_so_with_exit_code_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also while it starts, however long its imports take."""
+def test_an_engine_that_is_told_to_end_while_it_starts_does_so_with_exit_code_0(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However long its imports take."""
     monkeypatch.setattr(engine_process, "TERMINATE_SECONDS", PATIENCE)
-    for starting in (True, False):
-        process = EngineProcess(CONFIG)
-        if not starting:
-            process.shake_hands()
-        process.shutdown()
-        process.shutdown()
-        assert process._process.returncode == 0
+    process = EngineProcess(CONFIG)
+    assert process._directory.stat().st_mode & 0o777 == 0o700, "the directory of the sockets is private"
+    assert process.handshake_address.startswith("ipc://")
+    process.shutdown()
+    process.shutdown()
+    assert process._process.returncode == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -114,19 +117,16 @@ def test_signals_are_left_to_the_parent(client: SyncMPClient, number: signal.Sig
     assert len(tokens_of(client, "r")) == 199
 
 
-def test_garbage_is_collected_before_the_engine_says_that_it_is_ready(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No request waits for that."""
-    told = f"import gc, pathlib; gc.freeze = pathlib.Path({str(tmp_path / 'frozen')!r}).touch"
-    (tmp_path / "sitecustomize.py").write_text(told)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
-    process = EngineProcess(CONFIG)
+def test_a_killed_engine_is_an_error_not_a_hang() -> None:
+    client = SyncMPClient(CONFIG)
     try:
-        process.shake_hands()
-        assert (tmp_path / "frozen").exists()
+        client.add_request(request("r", 400))
+        client.get_output()
+        os.kill(client._process.pid, signal.SIGKILL)
+        with pytest.raises(EngineDeadError):
+            tokens_of(client, "r")
     finally:
-        process.shutdown()
+        client.shutdown()
 
 
 def test_an_engine_that_dies_during_start_up_is_reported() -> None:
@@ -176,15 +176,6 @@ def test_the_engine_ends_when_its_parent_is_killed() -> None:
     gone, _ = psutil.wait_procs([engine], timeout=PATIENCE)
     assert gone, "the engine outlived its parent"
     assert not os.path.exists(directory)
-
-
-def test_the_socket_directory_is_private() -> None:
-    process = EngineProcess(CONFIG)
-    try:
-        assert process._directory.stat().st_mode & 0o777 == 0o700
-        assert process.handshake_address.startswith("ipc://")
-    finally:
-        process.shutdown()
 
 
 def test_messages_survive_the_wire() -> None:
