@@ -199,7 +199,7 @@ def paged_attention_cpu(
     path. Padding rows of the query come out as zeros."""
     if query.dtype != torch.float32 or query.device.type != "cpu":
         return paged_attention_torch(query, kv_cache, metadata, scale, window)
-    nb.set_num_threads(min(torch.get_num_threads(), nb.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
+    nb.set_num_threads(min(torch.get_num_threads(), nb.config.NUMBA_NUM_THREADS))
     block_size, num_kv_heads = kv_cache.shape[2:4]
     key = ("cpu", block_size, window)
     if key not in metadata.plans:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import httpx
 import pytest
 import torch
 from kernel_guard import BlockOwners, guard
 from server_under_test import ServerProcess
+from small_gpt2 import first_layers
 
 from stage03_engine.core.input_batch import InputBatch
 from stage03_engine.core.model_runner import ModelRunner
@@ -21,8 +24,8 @@ PROMPTS = ["To be, or", "ROMEO:\nWhat", "K"]
 SMALL = {"device": "cpu", "num_gpu_blocks_override": 64}
 
 
-def greedy(backend: str, max_tokens: int = 6) -> list[list[int]]:
-    llm = LLM("gpt2-tiny", attention_backend=backend, max_num_batched_tokens=8, max_num_seqs=4, **SMALL)
+def greedy(backend: str, max_tokens: int = 6, model: str = "gpt2-tiny") -> list[list[int]]:
+    llm = LLM(model, attention_backend=backend, max_num_batched_tokens=8, max_num_seqs=4, **SMALL)
     try:
         outputs = llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True))
     finally:
@@ -62,12 +65,13 @@ def counted(*arguments: object) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name not in ("triton", "reference")])
-def test_every_backend_gives_the_same_tokens(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts in chunks of at most 8 tokens beside decodes; under triton-interpret also norms, activation and sampler are
+def test_every_backend_gives_the_same_tokens(backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of a model of two layers: the interpreter takes its time. Prompts in chunks of at most 8 tokens beside decodes; under triton-interpret also norms, activation and sampler are
     Triton's, and no kernel reads a block that its request does not own."""
     if backend == "triton-interpret":
         hold_reads_against_the_books(monkeypatch)
-    assert greedy(backend) == greedy("reference")
+    model = first_layers(tmp_path / "two_layers", 2)
+    assert greedy(backend, model=model) == greedy("reference", model=model)
 
 
 def test_a_function_of_ones_own_is_called_for_every_layer() -> None:

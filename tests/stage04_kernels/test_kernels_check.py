@@ -50,11 +50,16 @@ def test_check_passes_and_traces_each_row(tmp_path: Path) -> None:
         ["check", "--trace", __file__],
     ],
 )
-def test_a_wrong_command_line_is_one_line_and_exit_code_2(arguments: list[str]) -> None:
-    done = stage04(*arguments)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert len(done.stderr.splitlines()) == 1 and "--help" in done.stderr
+def test_a_wrong_command_line_is_one_line_and_exit_code_2(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code: object = command.main(arguments)
+    except SystemExit as end:
+        code = end.code
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1 and "--help" in err
 
 
 def wrong_attention(*arguments: Any) -> torch.Tensor:
