@@ -6,6 +6,7 @@ import os
 import sys
 
 import httpx
+from hypothesis import HealthCheck, settings
 from patience import PATIENCE
 
 # Before any library is imported: tests never reach a hub, and compute threads do not spin on a shared machine.
@@ -20,3 +21,6 @@ for _name in [name for name in os.environ if name.startswith("STAGES_")]:
 for _part in ("connect", "read", "write", "pool"):  # httpx gives up after 5 seconds, which a busy machine may take
     setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, _part, PATIENCE)
 os.environ["STAGES_CHECK_INVARIANTS"] = "1"  # in every engine that a test starts, also in its own process
+# How long an example takes says how busy the machine is, and nothing about the code.
+settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")

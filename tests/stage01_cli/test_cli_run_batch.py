@@ -85,7 +85,7 @@ def test_an_interrupted_batch_goes_on_where_it_was(engine: str, interruption: st
         try:
             while not (partial.exists() and partial.read_text().endswith("\n")):
                 with pytest.raises(subprocess.TimeoutExpired):  # it must still run
-                    process.wait(timeout=0.05)
+                    process.wait(timeout=0.005)
             if interruption == "SIGTERM":
                 process.send_signal(signal.SIGTERM)
             else:

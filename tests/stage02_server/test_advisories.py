@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from patience import PATIENCE
 from server_under_test import MAX_MODEL_LEN, InProcessServer
 
 from stage02_server.protocol import ChatCompletionRequest, CompletionRequest
@@ -147,7 +148,7 @@ def test_no_grammar_is_worked_on_where_all_clients_wait(server: InProcessServer,
     """The API process looks at its length and little more; the engine, which may refuse it, is an echo here."""
     begin = time.process_time()
     server.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1} | fields)
-    assert time.process_time() - begin < 2
+    assert time.process_time() - begin < 0.1 * PATIENCE  # seconds of this process alone; it takes some thousandths
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, '{"prompt": ' + "[" * 100_000, "1" * 5000])
