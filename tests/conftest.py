@@ -22,5 +22,7 @@ for _part in ("connect", "read", "write", "pool"):  # httpx gives up after 5 sec
     setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, _part, PATIENCE)
 os.environ["STAGES_CHECK_INVARIANTS"] = "1"  # in every engine that a test starts, also in its own process
 # How long an example takes says how busy the machine is, and nothing about the code.
-settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "tests", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
 settings.load_profile("tests")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, settings, strategies as st
 from server_under_test import MAX_MODEL_LEN, InProcessServer, events
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(max_examples=60, deadline=None)
 
 scalars = (
     st.none()

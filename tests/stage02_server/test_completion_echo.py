@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, settings, strategies as st
 from server_under_test import EOS, MAX_MODEL_LEN, InProcessServer, events
 
 PATH = "/v1/completions"
-quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(max_examples=60, deadline=None)
 texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=10)
 prompts = texts | st.lists(st.integers(0, EOS), min_size=1, max_size=30)
 

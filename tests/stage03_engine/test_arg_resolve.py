@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from stage03_engine.arg_utils import EngineArgs, engine_settings
 from stage03_engine.args import FlexibleArgumentParser, Resolved, resolve_settings
@@ -17,7 +17,7 @@ PARSER = FlexibleArgumentParser(prog="test")
 PARSER.add_argument("model_tag", nargs="?")
 EngineArgs.add_cli_args(PARSER)
 FIXED = ["--load-format=dummy", "--device=cpu", "--model=gpt2"]
-shared_file = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+shared_file = settings(deadline=None)
 
 VALUES: dict[str, st.SearchStrategy[Any]] = {
     "max_model_len": st.integers(1, 1024),  # default None, detected

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, settings, strategies as st
 from patience import PATIENCE
 
 from stage03_engine.errors import ConfigError, ModelNotFoundError, StagesError
@@ -181,7 +181,7 @@ ANYTHING = st.recursive(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(deadline=None)
 @given(changes=st.dictionaries(st.sampled_from([*CONFIG, "n_inner", "n_ctx", "dtype"]), ANYTHING, max_size=3))
 def test_any_config_gives_a_sound_shape_or_a_refusal(changes: dict[str, Any], tmp_path: Path) -> None:
     try:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from stage03_engine.config import ModelConfig, VllmConfig
 from stage03_engine.core.features.pooling.labels import CLASSIFIER, classifier_name
@@ -149,7 +149,7 @@ KEYS = [
 ]  # fmt: skip
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=200)
 @given(
     changes=st.dictionaries(st.sampled_from(KEYS), ANYTHING, max_size=3),
     family=st.sampled_from([{}, MISTRAL, QWEN2, QWEN3]),

@@ -6,7 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from stagetrace.__main__ import main
 from stagetrace.commands.figure import KINDS
@@ -15,7 +15,7 @@ RECORDED = Path(__file__).parent.parent.parent / "trace" / "recorded"
 SMALL = ["one_request", "preemption", "client_abort", "engine_death"]
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None)
 @given(run=st.sampled_from(SMALL), data=st.data())
 def test_whatever_is_missing_no_view_breaks(run: str, data: st.DataObject, tmp_path: Path) -> None:
     """A filter left events out, a crash lost the end, rotation lost the beginning, or a process was not recorded."""
