@@ -1,11 +1,13 @@
-"""Start-up and size of the processes, as a user would measure them from outside (`make bench`)."""
+"""Start-up, size and death of the processes, as a user would measure them from outside (`make bench`)."""
 
 from __future__ import annotations
 
 import statistics
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import psutil
@@ -60,3 +62,36 @@ def test_serve_to_health(benchmark: BenchmarkFixture, engine: str) -> None:
     benchmark.pedantic(start, rounds=1)
     benchmark.extra_info["seconds_to_health"] = round(statistics.median(times), 2)
     benchmark.extra_info.update(memory)
+
+
+def test_answers_after_the_engine_is_killed(benchmark: BenchmarkFixture) -> None:
+    """From the kill to the last of 16 streaming clients' answers: to be within 2 s."""
+    times = []
+
+    def kill() -> None:
+        server = ServerProcess("gpt2-tiny", "--host", "127.0.0.1", "--port", "0")
+        try:
+            url = server.wait_until_ready()
+            [engine] = psutil.Process(server.process.pid).children()
+            all_stream = threading.Barrier(17)
+
+            def ask() -> float:
+                body = {"prompt": "ROMEO:", "max_tokens": 400, "ignore_eos": True, "stream": True}
+                with httpx.stream("POST", url + "/v1/completions", json=body) as answer:
+                    lines = answer.iter_lines()
+                    next(lines)
+                    all_stream.wait()
+                    assert any('"error"' in line for line in lines)
+                return time.perf_counter()
+
+            with ThreadPoolExecutor(16) as pool:
+                answers = [pool.submit(ask) for _ in range(16)]
+                all_stream.wait()
+                killed = time.perf_counter()
+                engine.kill()
+                times.append(max(answer.result() for answer in answers) - killed)
+        finally:
+            server.close()
+
+    benchmark.pedantic(kill, rounds=5)
+    benchmark.extra_info["seconds_to_the_last_answer"] = round(statistics.median(times), 3)
