@@ -112,21 +112,23 @@ COMPLETION_FEATURES = mixins(
 class CompletionRequest(*COMPLETION_FEATURES, SamplingRequest):  # type: ignore[misc]
     """POST /v1/completions."""
 
-    prompt: Text | TokenIds | Several[Text] | Several[TokenIds] = Field(
-        description="A text, a list of token ids, or a list of either: each is a prompt of its own."
+    prompt: Text | TokenIds | Several[Text] | Several[TokenIds] | None = Field(
+        default=None, description="A text, a list of token ids, or a list of either: each is a prompt of its own."
     )
-    max_tokens: Int64 | None = Field(default=16, description="Most tokens of an answer.")
+    max_tokens: Int64 | None = Field(default=16, description="Most tokens of an answer; null is 16 too.")
     add_special_tokens: bool = Field(default=True, description="Add the tokens that the tokenizer puts around a text.")
 
     def prompts(self) -> list[str | list[int]]:
-        """One or more prompts, each as text or as token ids. `[]` counts as one empty prompt (and is refused later)."""
-        if isinstance(self.prompt, list) and self.prompt and isinstance(self.prompt[0], str | list):
+        """One or more prompts, each as text or as token ids. Raises InvalidRequestError if there is none."""
+        if not self.prompt:
+            raise InvalidRequestError("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
+        if isinstance(self.prompt, list) and isinstance(self.prompt[0], str | list):
             return list(self.prompt)
-        return [self.prompt]  # type: ignore[list-item]
+        return [self.prompt]
 
     def to_sampling_params(self, defaults: dict[str, Any] | None = None) -> SamplingParams:
         """Raises InvalidRequestError."""
-        return self._sampling_params(defaults, self.max_tokens)
+        return self._sampling_params(defaults, 16 if self.max_tokens is None else self.max_tokens)
 
 
 class ContentPart(BaseModel):

@@ -30,7 +30,7 @@ class OpenAIServingModels:
 
     def check(self, name: str | None) -> str:
         """The name to answer with. No name is fine: there is only one model. Raises APIError 404 for an unknown name."""
-        if name is None:
+        if not name:
             return self.names[0]
         # The model that everyone calls GPT-2 is "gpt2" on the hub.
         if name not in self.names and name.replace("gpt-2", "gpt2") not in self.names:

@@ -133,11 +133,6 @@ def test_prefix_caching_shows_in_the_usage_and_salts_keep_tenants_apart(server: 
     assert "vllm:prefix_cache_hits_total" in metrics and "vllm:prefix_cache_queries_total" in metrics
 
 
-def test_a_priority_needs_the_policy(server: ServerProcess) -> None:
-    refused = httpx.post(server.url + "/v1/completions", json={"prompt": "a", "priority": 1})
-    assert refused.status_code == 400 and refused.json()["error"]["param"] == "priority"
-
-
 def test_a_client_that_leaves_frees_its_blocks(server: ServerProcess) -> None:
     body = {"prompt": "ROMEO:", "max_tokens": 500, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", server.url + "/v1/completions", json=body) as response:

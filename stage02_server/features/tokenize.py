@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Annotated
 
 from fastapi import APIRouter, FastAPI, Request, Response
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, StrictInt
 
 from stage02_server.api_server import Services
 from stage02_server.chat_template import ChatTemplate
 from stage02_server.protocol import ChatMessageParam, ChatTemplateFields, RequestModel
-from stage02_server.protocol_types import Text, TokenIds
+from stage02_server.protocol_types import Text
 from stage02_server.routes import OpenAIServingModels
 from stage02_server.streaming import answer
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.tokenizer import Tokenizer
 
 router = APIRouter()
+TokenId = Annotated[StrictInt, Field(ge=0, lt=2**63)]
+MAX_TOKEN_IDS = 2**32  # the tokenizers library can be asked for no more
 
 
 class TokenizeRequest(ChatTemplateFields):
@@ -31,13 +34,15 @@ class TokenizeRequest(ChatTemplateFields):
     add_special_tokens: bool | None = Field(  # None: with a prompt yes, with messages as in a chat
         default=None, description="Add the tokens that the tokenizer puts around a text."
     )
-    return_token_strs: bool | None = Field(default=False, description="Tell the text of each token.")
+    return_token_strs: bool | None = Field(default=False, description="Tell each token as the vocabulary spells it.")
 
 
 class DetokenizeRequest(RequestModel):
     """POST /detokenize."""
 
-    tokens: TokenIds = Field(description="Token ids.")
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)] = Field(
+        description="Token ids; those outside the vocabulary stand for no text."
+    )
 
 
 class TokenizeResponse(BaseModel):
@@ -46,7 +51,7 @@ class TokenizeResponse(BaseModel):
     count: int = Field(description="How many tokens.")
     max_model_len: int = Field(description="Most tokens of a prompt and its answer together.")
     tokens: list[int] = Field(description="The token ids.")
-    token_strs: list[str] | None = Field(default=None, description="The text of each token.")
+    token_strs: list[str] | None = Field(default=None, description='Each token as the vocabulary spells it: "Ġworld".')
 
 
 class DetokenizeResponse(BaseModel):
@@ -75,17 +80,14 @@ class OpenAIServingTokenization:
         else:
             text, special = request.prompt, request.add_special_tokens is not False
         tokens = self._tokenizer.encode(text, special)
-        strings = [self._tokenizer.token_text(token) for token in tokens] if request.return_token_strs else None
+        strings = [self._tokenizer.token(token) for token in tokens] if request.return_token_strs else None
         return TokenizeResponse(count=len(tokens), max_model_len=self._max_model_len, tokens=tokens, token_strs=strings)
 
     def create_detokenize(self, request: DetokenizeRequest) -> DetokenizeResponse:
-        """Raises APIError and InvalidRequestError."""
+        """Raises APIError."""
         self._models.check(request.model)
-        for token in request.tokens:
-            if not 0 <= token < self._tokenizer.vocab_size:
-                limit = self._tokenizer.vocab_size - 1
-                raise InvalidRequestError(f"Token id {token} is out of the vocabulary: ids are 0 to {limit}.", "tokens")
-        return DetokenizeResponse(prompt=self._tokenizer.decode(request.tokens, skip_special_tokens=False))
+        known = [token for token in request.tokens if token < MAX_TOKEN_IDS]
+        return DetokenizeResponse(prompt=self._tokenizer.decode(known, skip_special_tokens=False))
 
 
 @router.post("/tokenize")

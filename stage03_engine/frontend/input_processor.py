@@ -45,7 +45,6 @@ class InputProcessor:
         self._max_model_len = config.max_model_len
         self._vocab_size = config.shape.vocab_size
         self._makes_text = not TEXT_TASKS.isdisjoint(config.supported_tasks)
-        self._has_priorities = config.scheduler_config.scheduling_policy == "priority"
         self._stream_interval = config.scheduler_config.stream_interval
         if trace.on:
             trace.emit("input_processor.created")
@@ -63,21 +62,22 @@ class InputProcessor:
         """Tokenize and validate one prompt, given as text or as token ids.
 
         `add_special_tokens` puts the model's beginning-of-text token, if it has one, before a text. `max_tokens` is clipped to
-        the context that the prompt leaves; None becomes all of it. `priority` (smaller goes first) needs --scheduling-policy
-        priority. Only requests with the same `cache_salt` share cached prefixes.
-        Raises InvalidRequestError for an empty or too long prompt, ids out of the vocabulary, impossible `max_tokens`, a
-        priority without that policy, an empty or very long salt.
+        the context that the prompt leaves; None becomes all of it. `priority` (smaller goes first) counts with
+        --scheduling-policy priority only. Only requests with the same `cache_salt` share cached prefixes.
+        Raises InvalidRequestError for an empty or too long prompt, ids out of the vocabulary, impossible `max_tokens`, an
+        empty or very long salt.
         """
         if not self._makes_text:
             raise InvalidRequestError("This engine makes vectors, not text: see --runner and --convert.", "model")
-        self.check_scheduling(priority, cache_salt)
+        self.check_salt(cache_salt)
         token_ids = self.tokenize(prompt, add_special_tokens)
         named = {name: field for field, name in params.hooks("input").items()}
         hooks: list[InputHook] = [load_feature(name, field)(self) for name, field in named.items()]
         for hook in hooks:
             token_ids = hook.prompt(token_ids, params)
         room = self._room(token_ids, params)
-        self.check_ids("logprob_token_ids", params.logprob_token_ids or ())
+        for field in ("stop_token_ids", "logprob_token_ids"):
+            self.check_ids(field, getattr(params, field) or ())
         params = msgspec.structs.replace(
             params,
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
@@ -115,22 +115,18 @@ class InputProcessor:
             )
         return room
 
-    def check_scheduling(self, priority: int, cache_salt: str | None) -> None:
-        """Raises InvalidRequestError for a priority without that policy, or a salt that is empty or very long."""
-        if priority != 0 and not self._has_priorities:
-            raise InvalidRequestError("priority needs a server with --scheduling-policy priority.", "priority")
+    def check_salt(self, cache_salt: str | None) -> None:
+        """Raises InvalidRequestError for a salt that is empty or very long."""
         if cache_salt is not None and not 1 <= len(cache_salt) <= MAX_SALT_LENGTH:
             raise InvalidRequestError(f"cache_salt must have 1 to {MAX_SALT_LENGTH} characters.", "cache_salt")
 
     def check_ids(self, field: str, ids: Collection[int]) -> None:
-        """Raises InvalidRequestError for token ids out of the vocabulary."""
-        if len(ids) > self._vocab_size:
-            raise InvalidRequestError(f"{field} must name at most {self._vocab_size} ids, got {len(ids)}.", field)
-        for token_id in ids:
-            if not 0 <= token_id < self._vocab_size:
-                raise InvalidRequestError(
-                    f"{field} names token id {token_id}: ids are 0 to {self._vocab_size - 1}.", field
-                )
+        """Raises InvalidRequestError that names the token ids out of the vocabulary, ten of them at most."""
+        if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:
+            wrong = [str(token_id) for token_id in ids if not 0 <= token_id < self._vocab_size]
+            shown = ", ".join(wrong[:10]) + ", ..." * (len(wrong) > 10)
+            reason = f"{field} names token ids out of vocabulary: {shown}; the vocabulary size is {self._vocab_size}."
+            raise InvalidRequestError(reason, field)
 
     def _stop_token_ids(self, params: SamplingParams) -> list[int]:
         """The request's own, and the model's end-of-text tokens besides `eos_token_id` (Llama 3 has three in all)."""
@@ -142,11 +138,7 @@ class InputProcessor:
         if isinstance(prompt, str):
             self.check_text(prompt)
             return self.tokenizer.encode(prompt, add_special_tokens)
-        if prompt and not 0 <= min(prompt) <= max(prompt) < self._vocab_size:
-            wrong = next(token_id for token_id in prompt if not 0 <= token_id < self._vocab_size)
-            raise InvalidRequestError(
-                f"Token id {wrong} is out of the vocabulary: ids are 0 to {self._vocab_size - 1}.", "prompt"
-            )
+        self.check_ids("prompt", prompt)
         return list(prompt)
 
     def check_text(self, prompt: str) -> None:

@@ -60,7 +60,11 @@ def test_a_stream_adds_up_to_the_whole_answer(server: InProcessServer, body: dic
     if scoring:
         body = body | {"echo": True, "max_tokens": 0}
     whole = choices_of(server, body)
-    assert joined(server, body) == {choice["index"]: choice for choice in whole}
+    told = [choice.pop("prompt_logprobs") for choice in whole]  # which a stream has no place for
+    assert all((one is None) == (not body["echo"] or body["logprobs"] is None) for one in told)
+    streamed = joined(server, body)
+    assert [choice.pop("prompt_logprobs") for choice in streamed.values()] == [None] * len(streamed)
+    assert streamed == {choice["index"]: choice for choice in whole}
 
 
 @quick
@@ -115,8 +119,7 @@ def test_prompt_logprobs_beside_echo_are_as_many_as_asked_for(server: InProcessS
         (choice,) = choices_of(server, body | {"logprobs": logprobs, "prompt_logprobs": of_prompt})
         positions = (choice["logprobs"] or {"top_logprobs": []})["top_logprobs"][1:]
         assert {len(p) for p in positions} == (set() if logprobs is None else {logprobs})
-        entries = choice["prompt_logprobs"]
-        assert entries is None if of_prompt is None else {len(e) for e in entries[1:]} == {of_prompt}
+        assert {len(entry) for entry in choice["prompt_logprobs"][1:]} == {of_prompt or logprobs}
 
 
 @pytest.mark.parametrize(

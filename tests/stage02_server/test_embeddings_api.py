@@ -207,7 +207,6 @@ IMPOSSIBLE: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/embeddings", {"input": "a", "normalize": True, "use_activation": False}, "normalize"),
     ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": MAX_MODEL_LEN + 1}, "truncate_prompt_tokens"),
-    ("/v1/embeddings", {"input": "a", "priority": 3}, "priority"),
     ("/v1/embeddings", {"input": "a", "cache_salt": ""}, "cache_salt"),
     ("/pooling", {"input": "a", "task": "plugin"}, "body.task"),
     ("/score", {}, "text_1"),

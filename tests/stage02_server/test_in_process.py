@@ -93,7 +93,7 @@ def test_prefix_cache_and_refusals(server: ServerProcess) -> None:
     assert cached() == 0 < cached()
     assert httpx.post(server.url + "/reset_prefix_cache").status_code == 200
     assert cached() == 0
-    assert post(server.url, prompt="a", priority=1).status_code == 400
+    assert post(server.url, prompt="a", stop_token_ids=[-1]).status_code == 400
     refused = post(server.url, prompt="a", structured_outputs={"grammar": "root ::= nothing"})
     assert refused.status_code == 400 and httpx.get(server.url + "/health").status_code == 200
 

@@ -20,6 +20,7 @@ STREAM = {"stream": True}
 USAGE = STREAM | {"stream_options": {"include_usage": True}}
 EVERY = STREAM | {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 A, B = 64, 65  # token ids of "a" and "b"
+FIRST = 127  # that of the byte 0xC3, with which "é" begins
 ABSENT = "nothing at this place"
 
 Row = tuple[str, str, dict[str, Any], dict[str, Any]]
@@ -45,6 +46,21 @@ LOGPROBS: list[Row] = [
       "#choices.0.logprobs.content.0.top_logprobs": 2}),
     ("a chat's tokens as ids, with their bytes", CHAT, USER_AB | {"logprobs": True, "return_tokens_as_token_ids": True},
      {"choices.0.logprobs.content.0.token": "token_id:64", "choices.0.logprobs.content.0.bytes": [97]}),
+    ("a character's text comes with its last byte", COMPLETIONS, {"prompt": "aé😀", "logprobs": 0, "max_tokens": 7},
+     {"choices.0.logprobs.tokens": ["a", "", "é", "", "", "", "😀"], "choices.0.logprobs.text_offset": [0, 1, 1, 2, 2, 2, 2],
+      "choices.0.logprobs.top_logprobs.1": {"": 0.0}, "choices.0.logprobs.top_logprobs.2": {"é": 0.0}}),
+    ("and what no byte completes has none", COMPLETIONS, {"prompt": [FIRST, A], "logprobs": 0, "max_tokens": 2},
+     {"choices.0.logprobs.tokens": ["", "a"], "choices.0.logprobs.text_offset": [0, 0]}),
+    ("a likely token is completed by what came before it", COMPLETIONS, {"prompt": "éè", "logprobs": 2, "max_tokens": 2},
+     {"choices.0.logprobs.top_logprobs.1": {"é": 0.0, "ê": -9999.0}}),
+    ("of two with one text the last one counts", COMPLETIONS, {"prompt": "é", "logprobs": 2, "max_tokens": 1},
+     {"choices.0.logprobs.top_logprobs.0": {"": -9999.0}}),
+    ("in a chat too, where the bytes stay apart", CHAT,
+     {"messages": [{"role": "user", "content": "é"}], "logprobs": True, "max_tokens": 2},
+     {"choices.0.logprobs.content.0.token": "", "choices.0.logprobs.content.0.bytes": [0xC3],
+      "choices.0.logprobs.content.1.token": "é", "choices.0.logprobs.content.1.bytes": [0xA9]}),
+    ("and over the chunks of a stream", CHAT, {"messages": [{"role": "user", "content": "é"}], "logprobs": True, "max_tokens": 2} | STREAM,
+     {"1.choices.0.logprobs.content.1.token": "é"}),
     ("every chunk has those of its own tokens", COMPLETIONS, AB | STREAM | {"logprobs": 0, "max_tokens": 1},
      {"0.choices.0.logprobs.tokens": ["a"]}),
 ]  # fmt: skip
@@ -57,6 +73,16 @@ ECHO: list[Row] = [
     ("max_tokens 0 scores the prompt", COMPLETIONS, AB | {"echo": True, "logprobs": 0, "max_tokens": 0},
      {"choices.0.text": "ab", "choices.0.logprobs.tokens": ["a", "b"], "choices.0.finish_reason": "length",
       "usage.completion_tokens": 0}),
+    ("and tells them in vLLM's shape too", COMPLETIONS, AB | {"echo": True, "logprobs": 0, "max_tokens": 0},
+     {"choices.0.prompt_logprobs": [None, {"65": {"logprob": 0.0, "rank": 1, "decoded_token": "b"}}]}),
+    ("null for a single token", COMPLETIONS, {"prompt": "a", "echo": True, "logprobs": 1, "max_tokens": 0},
+     {"choices.0.prompt_logprobs": [None]}),
+    ("not without logprobs", COMPLETIONS, AB | {"echo": True, "max_tokens": 0}, {"choices.0.prompt_logprobs": None}),
+    ("not in a stream", COMPLETIONS, AB | STREAM | {"echo": True, "logprobs": 1, "max_tokens": 0},
+     {"0.choices.0.prompt_logprobs": None}),
+    ("a prompt's character is told with its last byte", COMPLETIONS, {"prompt": "aé", "echo": True, "logprobs": 0, "max_tokens": 0},
+     {"choices.0.logprobs.tokens": ["a", "", "é"], "choices.0.logprobs.text_offset": [0, 1, 1],
+      f"choices.0.prompt_logprobs.1.{FIRST}.decoded_token": "", "choices.0.prompt_logprobs.2.102.decoded_token": "é"}),
     ("whatever the engine would have said", COMPLETIONS, {"prompt": [EOS, A], "echo": True, "max_tokens": 0},
      {"choices.0.finish_reason": "length", "choices.0.stop_reason": None, "choices.0.text": "a"}),
     ("without echo nothing is said of the prompt", COMPLETIONS, AB | {"logprobs": 0, "max_tokens": 1},
@@ -72,6 +98,7 @@ ECHO: list[Row] = [
 STOP: list[Row] = [
     ("length at max_tokens", COMPLETIONS, AB | {"max_tokens": 2}, {"choices.0.finish_reason": "length", "choices.0.stop_reason": None}),
     ("16 tokens unless told otherwise", COMPLETIONS, AB, {"usage.completion_tokens": 16}),
+    ("null tells nothing", COMPLETIONS, AB | {"max_tokens": None}, {"usage.completion_tokens": 16}),
     ("a chat fills the context", CHAT, USER_AB, {"usage.total_tokens": MAX_MODEL_LEN, "choices.0.finish_reason": "length"}),
     ("a stop string is cut off", COMPLETIONS, {"prompt": "abcd", "stop": ["cd"]},
      {"choices.0.text": "ab", "choices.0.finish_reason": "stop", "choices.0.stop_reason": "cd"}),
@@ -101,6 +128,8 @@ STREAMING: list[Row] = [
      {"0.usage.completion_tokens": 1, "0.usage.prompt_tokens": 2, "-1.choices": []}),
     ("continuous_usage_stats alone is nothing", COMPLETIONS, AB | STREAM | {"stream_options": {"continuous_usage_stats": True}},
      {"0.usage": ABSENT, "-1.usage": ABSENT}),
+    ("none of them before the first token", CHAT, USER_AB | EVERY | {"max_tokens": 1},
+     {"0.usage.completion_tokens": 0, "1.usage.completion_tokens": 1, "-1.usage.completion_tokens": 1}),
     ("a chat's usage", CHAT, USER_AB | USAGE | {"max_tokens": 3}, {"-1.choices": [], "-1.usage.completion_tokens": 3}),
     ("token ids: the prompt's once", COMPLETIONS, AB | STREAM | {"max_tokens": 1, "return_token_ids": True},
      {"0.choices.0.prompt_token_ids": [A, B], "0.choices.0.token_ids": [A]}),
@@ -126,6 +155,14 @@ ANSWERS: list[Row] = [
     ("a chat's prompt stands beside its choices", CHAT, USER_AB | {"max_tokens": 1, "return_token_ids": True},
      {"prompt_token_ids": [A, B], "choices.0.token_ids": [A]}),
     ("a chat's prompt as text", CHAT, USER_AB | {"max_tokens": 1, "return_prompt_text": True}, {"prompt_text": "ab"}),
+    ("an empty name is the served model's", COMPLETIONS, AB | {"model": "", "max_tokens": 1}, {"model": "byte-model"}),
+    ("a priority is fine without its policy", COMPLETIONS, AB | {"priority": -3, "max_tokens": 1}, {"#choices": 1}),
+    ("stream_options that ask for nothing need no stream", COMPLETIONS, AB | {"stream_options": {}}, {"usage.total_tokens": 18}),
+    ("no embeddings beside a prompt", COMPLETIONS, AB | {"prompt_embeds": [], "max_tokens": 1}, {"#choices": 1}),
+    ("logit_bias by numbers as text", COMPLETIONS, AB | {"logit_bias": {"5": 1, " 6": -200}}, {"#choices": 1}),
+    ("named tokens stand behind the drawn one", CHAT, USER_AB | {"logprobs": True, "logprob_token_ids": [B, A, B], "max_tokens": 1},
+     {"choices.0.logprobs.content.0.top_logprobs.0.token": "a", "choices.0.logprobs.content.0.top_logprobs.1.token": "b",
+      "#choices.0.logprobs.content.0.top_logprobs": 2}),
     ("no text of the prompt unless asked for", CHAT, USER_AB | {"max_tokens": 1}, {"prompt_text": None}),
     ("the end of text is among the ids", COMPLETIONS, {"prompt": [A, EOS], "return_token_ids": True}, {"choices.0.token_ids": [A, EOS]}),
     ("max_tokens is clipped to the context", COMPLETIONS, AB | {"max_tokens": MAX_MODEL_LEN}, {"usage.total_tokens": MAX_MODEL_LEN}),
@@ -218,7 +255,12 @@ ERRORS: list[tuple[str, dict[str, Any], int, str, str]] = [
     ("routed experts", {"routed_experts_prompt_start": 1}, 400, "BadRequestError", "routed_experts_prompt_start"),
     ("a search of the web", {"web_search_options": {}}, 400, "BadRequestError", "web_search_options"),
     ("another verbosity", {"verbosity": "low"}, 400, "BadRequestError", "verbosity"),
-    ("stream_options without a stream", {"stream_options": {}}, 400, "BadRequestError", "stream_options"),
+    ("stream_options without a stream", {"stream_options": {"include_usage": False}}, 400, "BadRequestError", "stream_options"),
+    ("and of any other name", {"stream_options": {"other": 1}}, 400, "BadRequestError", "stream_options"),
+    ("a stop token out of the vocabulary", {"stop_token_ids": [A, EOS + 1]}, 400, "BadRequestError", "stop_token_ids"),
+    ("or below it", {"stop_token_ids": [-1]}, 400, "BadRequestError", "stop_token_ids"),
+    ("no prompt at all", {"prompt": None}, 400, "BadRequestError", "prompt"),
+    ("embeddings instead of a prompt", {"prompt": None, "prompt_embeds": "AAAA"}, 400, "BadRequestError", "prompt_embeds"),
     ("prompt_logprobs in a stream", {"stream": True, "prompt_logprobs": 1}, 400, "BadRequestError", "prompt_logprobs"),
     ("a wrong type", {"echo": [1]}, 400, "Bad Request", "body.echo"),
 ]  # fmt: skip
@@ -230,6 +272,30 @@ def test_error(
 ) -> None:
     error = server.post(COMPLETIONS, AB | body).json()["error"]
     assert (error["code"], error["type"], error["param"]) == (status, type, param) and error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "named"),
+    [
+        (COMPLETIONS, {"prompt": [A, 300, 400]}, ["300", "400", "out of vocabulary", "257"]),
+        (COMPLETIONS, {"prompt": [1000] * 60}, ["1000, ...", "257"]),
+        (COMPLETIONS, AB | {"stop_token_ids": [-1]}, ["stop_token_ids", "-1", "257"]),
+        (COMPLETIONS, AB | {"allowed_token_ids": [A, 300]}, ["allowed_token_ids", "300", "257"]),
+        (COMPLETIONS, AB | {"logprobs": 1, "logprob_token_ids": [257]}, ["logprob_token_ids", "257"]),
+        (CHAT, USER_AB | {"logit_bias": {"300": 1, "5": 1, "-7": 1}}, ["logit_bias", "300", "-7", "257"]),
+        (CHAT, USER_AB | {"logit_bias": {"yes": 1, "5": 1, "1.5": 1}}, ["logit_bias", "'yes'", "'1.5'"]),
+        (CHAT, USER_AB | {"logit_bias": {"y" * 5000: 1, str(10**40): 1}}, ["'yyy", "'1000"]),
+        (COMPLETIONS, {"prompt": None}, ["Either prompt or prompt_embeds must be provided and non-empty."]),
+        (COMPLETIONS, {"prompt": None, "prompt_embeds": []}, ["Either prompt or prompt_embeds must be provided"]),
+        (COMPLETIONS, {}, ["Either prompt or prompt_embeds must be provided"]),
+    ],
+    ids=str,
+)
+def test_an_error_names_what_was_wrong(
+    server: InProcessServer, path: str, body: dict[str, Any], named: list[str]
+) -> None:
+    error = server.post(path, body).json()["error"]
+    assert error["code"] == 400 and all(part in error["message"] for part in named) and len(error["message"]) < 300
 
 
 @pytest.mark.parametrize("content", ["", "x" * MAX_MODEL_LEN])
@@ -246,9 +312,10 @@ def test_flags_that_change_every_answer(make_server: Any) -> None:
         assert answer["choices"][0]["logprobs"]["tokens"] == [token]
     for options in ({}, {"stream_options": {"include_usage": False}}):
         first, last = events(server.post(COMPLETIONS, body | STREAM | options).text)
-        assert first["usage"] is None and (last["choices"], last["usage"]["total_tokens"]) == ([], 3)
-    every = {"stream_options": {"continuous_usage_stats": True}}
-    assert events(server.post(COMPLETIONS, body | STREAM | every).text)[0]["usage"]["total_tokens"] == 3
+        assert first["usage"]["total_tokens"] == 3 == last["usage"]["total_tokens"] and last["choices"] == []
+    chunks = events(server.post(CHAT, USER_AB | STREAM | {"max_tokens": 2}).text)
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [0, 1, 2, 2]
+    assert server.post(COMPLETIONS, body).json()["usage"]["total_tokens"] == 3
 
 
 @settings(max_examples=40, deadline=None)

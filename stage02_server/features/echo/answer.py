@@ -6,15 +6,19 @@ from typing import Any
 
 from starlette.types import Receive
 
-from stage02_server.features.logprobs.answer import add_token, spelled
+from stage02_server.features.logprobs.answer import add_token, shown_id
 from stage02_server.features.logprobs.fields import CompletionLogProbs
+from stage02_server.features.token_texts import TokenTexts
 from stage02_server.protocol_types import AnswerHook
 from stage02_server.serving_engine import EngineRequests, OpenAIServing
 from stage02_server.streaming import in_thread_if_long
 from stage03_engine.frontend.tokenizer import Tokenizer
 from stage03_engine.messages import TokenLogprobs
+from stage03_engine.mixins import mixins
 from stage03_engine.outputs import CompletionOutput, RequestOutput
 from stagetrace import trace
+
+PROMPT_LOGPROBS = "stage02_server.features.prompt_logprobs.answer:PromptLogprobsHook"
 
 
 async def make_echo_hook(
@@ -35,7 +39,10 @@ async def make_echo_hook(
         ]
 
     as_ids = params.logprobs is not None and request.tokens_as_ids(serving.args)
-    return EchoHook(requests, tokenizer, await in_thread_if_long(prompts, receive, texts), prompt_only, as_ids)
+    echo = EchoHook(requests, tokenizer, await in_thread_if_long(prompts, receive, texts), prompt_only, as_ids)
+    if params.logprobs is not None and not request.stream and getattr(request, "prompt_logprobs", None) is None:
+        echo.parts = [hook(requests, tokenizer, params.logprobs) for hook in mixins(PROMPT_LOGPROBS)]
+    return echo
 
 
 class EchoHook(AnswerHook):
@@ -47,11 +54,14 @@ class EchoHook(AnswerHook):
         self._requests, self._tokenizer, self._texts, self._prompt_only = requests, tokenizer, texts, prompt_only
         self._as_ids = as_ids  # tokens in logprobs read "token_id:5"
         self._prompt_logprobs: dict[int, list[TokenLogprobs | None]] = {}
+        self.parts: list[AnswerHook] = []  # puts the same logprobs into the field prompt_logprobs
 
     def output(self, prompt: int, output: RequestOutput) -> None:
         """Keeps the prompt's logprobs, which come with the first output."""
         if output.prompt_logprobs is not None:
             self._prompt_logprobs[prompt] = output.prompt_logprobs
+        for part in self.parts:
+            part.output(prompt, output)
         if self._prompt_only:
             for answer in output.outputs:
                 answer.text, answer.token_ids = "", []
@@ -61,6 +71,8 @@ class EchoHook(AnswerHook):
     def choice(self, index: int, choice: Any, output: CompletionOutput, first: bool) -> None:
         """The prompt goes before the first piece, and the offsets of all count from its beginning."""
         text = self._texts[index // self._requests.n]
+        for part in self.parts:
+            part.choice(index, choice, output, first)
         if getattr(choice, "logprobs", None) is not None:
             choice.logprobs.text_offset = [offset + len(text) for offset in choice.logprobs.text_offset]
         if not first:
@@ -77,10 +89,23 @@ class EchoHook(AnswerHook):
         request = requests.engine_requests[index // requests.n]
         num_likely = request.sampling_params.logprobs or 0
         positions = self._prompt_logprobs.get(index // requests.n, [])
-        stream, offset, result = tokenizer.stream([]), 0, CompletionLogProbs()
+        all_texts, offset, result = TokenTexts(tokenizer), 0, CompletionLogProbs()
         for token_id, position in zip(request.prompt_token_ids, positions, strict=True):
-            add_token(result, tokenizer, token_id, position, num_likely, offset, self._as_ids)
-            hidden = tokenizer.is_special(token_id)
-            if not hidden or text.startswith(tokenizer.token_text(token_id), offset):
-                offset += len(stream.push(*spelled(tokenizer, token_id)))
+            shown = tokenizer.token_text(token_id)
+            if position is None:
+                add_unpredicted(result, shown_id(token_id) if self._as_ids else shown)
+            else:
+                texts = all_texts.at(position)
+                shown = texts[token_id]
+                add_token(result, texts, position, num_likely, offset, self._as_ids)
+            if not tokenizer.is_special(token_id) or text.startswith(shown, offset):
+                offset += len(shown)
         return result
+
+
+def add_unpredicted(result: CompletionLogProbs, name: str) -> None:
+    """Add the first token of a prompt."""
+    result.text_offset.append(0)
+    result.tokens.append(name)
+    result.token_logprobs.append(None)
+    result.top_logprobs.append(None)

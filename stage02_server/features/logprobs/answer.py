@@ -5,9 +5,11 @@ Source: vllm/entrypoints/openai/serving_completion.py (_create_completion_logpro
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 from stage02_server.features.logprobs.fields import ChatLogProb, ChatLogProbs, CompletionLogProbs, TokenLogProb
+from stage02_server.features.token_texts import TokenTexts
 from stage02_server.protocol_types import AnswerHook
 from stage02_server.serving_engine import EngineRequests
 from stage03_engine.frontend.tokenizer import Tokenizer
@@ -22,38 +24,22 @@ def finite(logprob: float) -> float:
     return max(logprob, LOWEST_LOGPROB)
 
 
-def token_name(tokenizer: Tokenizer, token_id: int, as_id: bool) -> str:
-    """A token's name in logprobs: its text, or with `return_tokens_as_token_ids` "token_id:5"."""
-    return f"token_id:{token_id}" if as_id else tokenizer.token_text(token_id)
-
-
-def spelled(tokenizer: Tokenizer, token_id: int) -> tuple[str, bytes]:
-    """The token as the vocabulary writes it, and its bytes."""
-    return tokenizer.token(token_id), tokenizer.token_bytes(token_id)
+def shown_id(token_id: int) -> str:
+    """A token's name in logprobs with `return_tokens_as_token_ids`."""
+    return f"token_id:{token_id}"
 
 
 def add_token(
-    result: CompletionLogProbs,
-    tokenizer: Tokenizer,
-    token_id: int,
-    position: TokenLogprobs | None,
-    num_top: int,
-    offset: int,
-    as_ids: bool,
+    result: CompletionLogProbs, texts: dict[int, str], position: TokenLogprobs, num_top: int, offset: int, as_ids: bool
 ) -> None:
-    """Add one token, and `num_top` others in its place. `position` is None for the first token of a prompt, which nothing
-    predicts; `offset` counts characters."""
+    """Add the chosen token of a position, and `num_top` others in its place. `texts` are those of its tokens; `offset` counts
+    characters. Of several tokens with one text, such as parts of characters, the last one counts."""
     result.text_offset.append(offset)
-    result.tokens.append(token_name(tokenizer, token_id, as_ids))
-    if position is None:
-        result.token_logprobs.append(None)
-        result.top_logprobs.append(None)
-        return
+    names = {token_id: shown_id(token_id) for token_id in texts} if as_ids else texts
+    result.tokens.append(names[position.token_ids[0]])
     result.token_logprobs.append(finite(position.logprobs[0]))
-    top: dict[str, float] = {}
-    for likely, logprob in zip(position.token_ids[: 1 + num_top], position.logprobs):
-        top.setdefault(token_name(tokenizer, likely, as_ids), finite(logprob))  # parts of characters may look alike
-    result.top_logprobs.append(top)
+    logprobs = dict(zip(position.token_ids[: 1 + num_top], position.logprobs))
+    result.top_logprobs.append({names[token_id]: finite(logprob) for token_id, logprob in logprobs.items()})
 
 
 class LogprobsWriter:
@@ -61,36 +47,44 @@ class LogprobsWriter:
     begins inside a character has the offset of that character, and one that the text does not show takes no room."""
 
     def __init__(self, tokenizer: Tokenizer, requests: EngineRequests, index: int, as_ids: bool) -> None:
-        request = requests.engine_requests[index // requests.n]
-        params = request.sampling_params
+        params = requests.engine_requests[index // requests.n].sampling_params
         self._tokenizer, self._as_ids = tokenizer, as_ids
         self._num_top, self._skip_special = params.num_logprobs or 0, params.skip_special_tokens
-        self._stream = tokenizer.stream(request.prompt_token_ids, self._skip_special)
+        self._texts = TokenTexts(tokenizer)
         self._offset = 0
 
     def write(self, positions: list[TokenLogprobs]) -> CompletionLogProbs:
         """The next tokens."""
         result = CompletionLogProbs()
         for position in positions:
-            token_id = position.token_ids[0]
-            add_token(result, self._tokenizer, token_id, position, self._num_top, self._offset, self._as_ids)
+            texts, token_id = self._texts.at(position), position.token_ids[0]
+            add_token(result, texts, position, self._num_top, self._offset, self._as_ids)
             if not (self._skip_special and self._tokenizer.is_special(token_id)):
-                self._offset += len(self._stream.push(*spelled(self._tokenizer, token_id)))
+                self._offset += len(texts[token_id])
         return result
 
 
-def chat_logprobs(positions: list[TokenLogprobs], tokenizer: Tokenizer, as_ids: bool = False) -> list[ChatLogProb]:
-    """An entry per position, which holds the sampled token first, then the others. `as_ids`: tokens read "token_id:5"."""
+class ChatLogprobsWriter:
+    """The same in the form of chats: an entry per position. `all_tokens`: the chosen token stands first among the others."""
 
-    def shown(token_id: int, logprob: float) -> TokenLogProb:
-        text, raw = token_name(tokenizer, token_id, as_ids), tokenizer.token_bytes(token_id)
-        return TokenLogProb(token=text, logprob=finite(logprob), bytes=list(raw))
+    def __init__(self, tokenizer: Tokenizer, as_ids: bool = False, all_tokens: bool = False) -> None:
+        self._tokenizer, self._as_ids, self._all_tokens = tokenizer, as_ids, all_tokens
+        self._texts = TokenTexts(tokenizer)
 
-    content = []
-    for position in positions:
-        sampled, *top = [shown(*pair) for pair in zip(position.token_ids, position.logprobs, strict=True)]
-        content.append(ChatLogProb(**sampled.model_dump(), top_logprobs=top))
-    return content
+    def write(self, positions: list[TokenLogprobs]) -> list[ChatLogProb]:
+        """The next tokens."""
+        return [self._entry(position) for position in positions]
+
+    def _entry(self, position: TokenLogprobs) -> ChatLogProb:
+        texts = self._texts.at(position)
+
+        def shown(token_id: int, logprob: float) -> TokenLogProb:
+            text, raw = shown_id(token_id) if self._as_ids else texts[token_id], self._tokenizer.token_bytes(token_id)
+            return TokenLogProb(token=text, logprob=finite(logprob), bytes=list(raw))
+
+        pairs = list(zip(position.token_ids, position.logprobs, strict=True))
+        top = list(dict(pairs).items()) if self._all_tokens else pairs[1:]
+        return ChatLogProb(**shown(*pairs[0]).model_dump(), top_logprobs=[shown(*pair) for pair in top])
 
 
 class CompletionLogprobsHook(AnswerHook):
@@ -111,10 +105,11 @@ class CompletionLogprobsHook(AnswerHook):
 class ChatLogprobsHook(AnswerHook):
     """The same in the form of chats."""
 
-    def __init__(self, tokenizer: Tokenizer, as_ids: bool) -> None:
-        self._tokenizer, self._as_ids = tokenizer, as_ids
+    def __init__(self, requests: EngineRequests, tokenizer: Tokenizer, as_ids: bool) -> None:
+        named = requests.engine_requests[0].sampling_params.logprob_token_ids is not None
+        self._writers: dict[int, ChatLogprobsWriter] = defaultdict(lambda: ChatLogprobsWriter(tokenizer, as_ids, named))
 
     def choice(self, index: int, choice: Any, output: CompletionOutput, first: bool) -> None:
         """What `output` adds."""
         if output.logprobs is not None:
-            choice.logprobs = ChatLogProbs(content=chat_logprobs(output.logprobs, self._tokenizer, self._as_ids))
+            choice.logprobs = ChatLogProbs(content=self._writers[index].write(output.logprobs))

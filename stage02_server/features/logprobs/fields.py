@@ -74,7 +74,7 @@ class ChatLogprobs(LogprobsFields):
             return None
         from stage02_server.features.logprobs.answer import ChatLogprobsHook
 
-        return ChatLogprobsHook(serving.engine_client.tokenizer, self.tokens_as_ids(serving.args))
+        return ChatLogprobsHook(requests, serving.engine_client.tokenizer, self.tokens_as_ids(serving.args))
 
 
 def checked_top_logprobs(asked: int | None) -> int:

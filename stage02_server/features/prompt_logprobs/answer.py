@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from stage02_server.features.prompt_logprobs.fields import PromptLogprob
+from stage02_server.features.token_texts import TokenTexts
 from stage02_server.protocol_types import AnswerHook
 from stage02_server.serving_engine import EngineRequests
 from stage03_engine.frontend.tokenizer import Tokenizer
@@ -24,15 +25,18 @@ class PromptLogprobsHook(AnswerHook):
     def output(self, prompt: int, output: RequestOutput) -> None:
         """Keeps what comes with the first output."""
         if output.prompt_logprobs is not None:
-            self._found[prompt] = [None if entry is None else self._position(entry) for entry in output.prompt_logprobs]
+            texts, entries = TokenTexts(self._tokenizer), output.prompt_logprobs
+            self._found[prompt] = [
+                None if entry is None else self._position(entry, texts.at(entry)) for entry in entries
+            ]
 
-    def _position(self, entry: TokenLogprobs) -> dict[int, PromptLogprob]:
-        """The tokens that could have stood there, by id."""
+    def _position(self, entry: TokenLogprobs, texts: dict[int, str]) -> dict[int, PromptLogprob]:
+        """The tokens that could have stood there, by id, with their texts."""
         position: dict[int, PromptLogprob] = {}
         ranks = [entry.sampled_rank, *range(1, self._k + 1)]
         for token_id, logprob, rank in zip(entry.token_ids, entry.logprobs, ranks):
-            text, shown = self._tokenizer.token_text(token_id), max(logprob, LOWEST_LOGPROB)
-            position.setdefault(token_id, PromptLogprob(logprob=shown, rank=rank, decoded_token=text))
+            shown = PromptLogprob(logprob=max(logprob, LOWEST_LOGPROB), rank=rank, decoded_token=texts[token_id])
+            position.setdefault(token_id, shown)
         return position
 
     def choice(self, index: int, choice: Any, output: CompletionOutput, first: bool) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from stage02_server.errors import as_api_error
-from stage02_server.features.logprobs.answer import chat_logprobs
+from stage02_server.features.logprobs.answer import ChatLogprobsWriter
 from stage02_server.features.logprobs.fields import ChatLogProb
 from stage02_server.features.responses.items import Event, OutputItems, Piece, pieces
 from stage02_server.features.responses.protocol import InputItem, ResponsesRequest
@@ -77,6 +77,7 @@ class ResponseMaker:
         self._include_reasoning = request.include_reasoning
         self._output = OutputItems()
         self._reasoning = ""
+        self._logprobs_writer = ChatLogprobsWriter(tokenizer)
         self._logprobs: list[ChatLogProb] = []  # of tokens that no message has had yet
         self._finish_reason: str | None = None
         self._num_events = 0
@@ -107,7 +108,7 @@ class ResponseMaker:
 
     def add(self, output: CompletionOutput) -> Iterator[bytes]:
         """What is new in an output of the engine."""
-        self._logprobs += chat_logprobs(output.logprobs or [], self._tokenizer)
+        self._logprobs += self._logprobs_writer.write(output.logprobs or [])
         self._finish_reason = output.finish_reason
         for piece in self._pieces(output):
             if piece.kind == "reasoning":

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field, FiniteFloat
 
 from stage02_server.protocol_types import Int32, Int64, RequestFields, Text
+from stage03_engine.errors import InvalidRequestError
 
+INTEGER = re.compile(r"\s*[+-]?\d{1,19}\s*")  # no vocabulary has longer ids
 Scalar = bool | Int64 | FiniteFloat | Text
 
 _SAME_NAME = (
-    "best_of", "logprob_token_ids", "min_p", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words",
+    "best_of", "logprob_token_ids", "min_p", "repetition_penalty", "allowed_token_ids", "bad_words",
     "min_tokens", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens",
     "spaces_between_special_tokens", "truncate_prompt_tokens", "truncation_side", "stream_interval",
 )  # fmt: skip
@@ -38,7 +41,7 @@ class SamplingFields(RequestFields):
     repetition_penalty: FiniteFloat | None = Field(
         default=None, description="Above 1: tokens of the prompt and of the answer become less likely."
     )
-    logit_bias: dict[Int64, FiniteFloat] | None = Field(
+    logit_bias: dict[Text, FiniteFloat] | None = Field(
         default=None,
         description="Token id to a number that is added to its logit; -100 forbids it, 100 all but forces it.",
     )
@@ -73,7 +76,7 @@ class SamplingFields(RequestFields):
     )
 
     def apply(self, params: dict[str, Any]) -> None:
-        """Raises InvalidRequestError for sizes and counts that make no sense."""
+        """Raises InvalidRequestError for sizes and counts that make no sense, and for biases of what is no token id."""
         if self.repetition_detection is not None:
             from stage03_engine.params.repetition_detection import RepetitionDetectionParams
 
@@ -81,5 +84,16 @@ class SamplingFields(RequestFields):
         for name in _SAME_NAME:
             if (value := getattr(self, name)) is not None:
                 params[name] = value
+        if self.logit_bias is not None:
+            params["logit_bias"] = biases_by_id(self.logit_bias)
         if self.vllm_xargs:
             params["extra_args"] = self.vllm_xargs
+
+
+def biases_by_id(biases: dict[str, float]) -> dict[int, float]:
+    """The same with numbers as keys: in JSON a key is a text. Raises InvalidRequestError that names the keys that are no
+    integers, ten of them at most."""
+    if wrong := [key for key in biases if not INTEGER.fullmatch(key)]:
+        shown = ", ".join(repr(key[:40]) for key in wrong[:10]) + ", ..." * (len(wrong) > 10)
+        raise InvalidRequestError(f"logit_bias: its keys are token ids, which {shown} cannot be.", "logit_bias")
+    return {int(key): bias for key, bias in biases.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from stage02_server.protocol_types import AnswerHook, RequestFields
 from stage03_engine.errors import InvalidRequestError
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 class StreamOptions(BaseModel):
     """How a stream reports usage."""
 
+    model_config = ConfigDict(extra="allow")  # ignored, but counted as given
+
     include_usage: bool | None = Field(default=False, description="End the stream with the number of tokens.")
     continuous_usage_stats: bool | None = Field(default=False, description="Tell the number of tokens in every chunk.")
 
@@ -28,8 +30,9 @@ class StreamUsageFields(RequestFields):
     stream_options: StreamOptions | None = Field(default=None, description="What a stream tells beside the text.")
 
     def apply(self, params: dict[str, Any]) -> None:
-        """Raises InvalidRequestError without a stream."""
-        if self.stream_options is not None and not getattr(self, "stream", False):
+        """Raises InvalidRequestError for options without a stream. `{}` asks for nothing, and is fine without one."""
+        given = self.stream_options is not None and self.stream_options.model_fields_set
+        if given and not getattr(self, "stream", False):
             raise InvalidRequestError("stream_options can only be given together with stream=true.", "stream_options")
 
     async def hook(
@@ -48,6 +51,6 @@ class ContinuousUsage(AnswerHook):
         self._requests = requests
 
     def chunk(self, index: int, chunk: Any) -> None:
-        """The usage so far."""
-        requests = self._requests
-        chunk.usage = requests.usage_of([index // requests.n], requests.num_tokens[index])
+        """The usage so far; a chat's first chunk says who speaks, and comes before any token."""
+        requests, speaks = self._requests, "role" in getattr(chunk.choices[0], "delta", ())
+        chunk.usage = requests.usage_of([index // requests.n], 0 if speaks else requests.num_tokens[index])

@@ -11,4 +11,6 @@ from stage03_engine.config import option
 class StreamUsageFlags:
     """What every stream tells."""
 
-    enable_force_include_usage: bool = option(False, "end every stream with the usage, asked for or not")
+    enable_force_include_usage: bool = option(
+        False, "tell the usage in every chunk of every stream and at its end, asked for or not"
+    )

@@ -1,4 +1,4 @@
-"""`--enable-force-include-usage`: every stream ends with the usage."""
+"""`--enable-force-include-usage`: every stream tells the usage, in each chunk and at its end, as vLLM's do."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from stage02_server.api_server import Services
+from stage02_server.features.stream_usage.fields import ContinuousUsage
 from stage02_server.protocol_types import AnswerHook
 from stage02_server.serving_engine import EngineRequests
 
@@ -15,9 +16,9 @@ def install(app: FastAPI, services: Services) -> None:
     """Change all streams of the handlers."""
     for handler in app.state._state.values():
         if hasattr(handler, "hook_factories"):
-            handler.hook_factories.append(_ends_with_usage)
+            handler.hook_factories.append(_with_usage)
 
 
-def _ends_with_usage(requests: EngineRequests, prompts: list[Any]) -> AnswerHook:
+def _with_usage(requests: EngineRequests, prompts: list[Any]) -> AnswerHook:
     requests.ends_with_usage = True
-    return AnswerHook()
+    return ContinuousUsage(requests)

@@ -45,7 +45,7 @@ def process_pooling_inputs(
     """
     config = processor.vllm_config
     _check(config, params)
-    processor.check_scheduling(priority, cache_salt)
+    processor.check_salt(cache_salt)
     if isinstance(prompt, tuple):
         if truncation_side == "left":
             raise InvalidRequestError(

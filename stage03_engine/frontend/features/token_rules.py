@@ -14,12 +14,15 @@ class TokenRules(InputHook):
 
     def resolve(self, params: SamplingParams) -> SamplingParams:
         """Raises InvalidRequestError for ids out of the vocabulary, and if nothing may be written before `min_tokens`."""
-        for field in ("logit_bias", "allowed_token_ids"):
-            self.processor.check_ids(field, getattr(params, field) or ())
-        vocab_size = self.processor.vllm_config.shape.vocab_size
+        vocab_size, allowed = self.processor.vllm_config.shape.vocab_size, params.allowed_token_ids or []
+        if len(allowed) > vocab_size:
+            reason = f"allowed_token_ids must name at most {vocab_size} ids, got {len(allowed)}."
+            raise InvalidRequestError(reason, "allowed_token_ids")
+        self.processor.check_ids("allowed_token_ids", allowed)
+        self.processor.check_ids("logit_bias", params.logit_bias)
         named = {*params.stop_token_ids, self.processor.tokenizer.eos_token_id}
         ends = {i for i in named if i is not None and 0 <= i < vocab_size}
-        if params.min_tokens and params.allowed_token_ids and not set(params.allowed_token_ids) - ends:
+        if params.min_tokens and allowed and not set(allowed) - ends:
             raise InvalidRequestError("allowed_token_ids leaves nothing to write before min_tokens.", "min_tokens")
         return msgspec.structs.replace(
             params,
