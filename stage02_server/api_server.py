@@ -96,6 +96,8 @@ TOOL_FLAGS = (
 )  # fmt: skip
 HTTP_FEATURES = (  # each is called with (app, services); the first of two routes for one path wins
     Feature("stage02_server.features.tokenize:install"),
+    Feature("stage02_server.features.sagemaker:install"),
+    Feature("stage02_server.features.tokenizer_info.routes:install"),
     Feature("stage02_server.features.pooling.routes:install", tasks=("embed", "classify"), needs=COLLECT),
     Feature("stage02_server.features.audio.routes:install", tasks=("transcription",), needs=COLLECT),
     Feature("stage02_server.features.admin.routes:install"),

@@ -27,6 +27,7 @@ FEATURE_FLAGS = mixins(
     "stage02_server.features.logprobs.flags:LogprobsFlags",
     "stage02_server.features.stream_usage.flags:StreamUsageFlags",
     "stage02_server.features.responses.flags:ResponsesFlags",
+    "stage02_server.features.tokenizer_info.flags:TokenizerInfoFlags",
 )
 
 

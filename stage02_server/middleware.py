@@ -24,6 +24,7 @@ PREFIX = {
     "/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-", "/v1/responses": "resp_", "/v1/embeddings": "embd-",
     "/pooling": "pool-", "/v1/audio/transcriptions": "trsc-", "/v1/audio/translations": "trsl-", "/score": "score-",
     "/classify": "classify-", "/v1/score": "score-", "/rerank": "rerank-", "/v1/rerank": "rerank-", "/v2/rerank": "rerank-",
+    "/invocations": "invocation-",
 }  # fmt: skip
 ACCEPTED_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 CONNECTION = "stages.connection"  # in a scope's extensions: `abort` ends the connection without waiting for its client

@@ -26,7 +26,6 @@ ABSENT: dict[str, tuple[str, str]] = {
     "/v1/messages": ("POST", _NO_ANTHROPIC),
     "/v1/messages/count_tokens": ("POST", _NO_ANTHROPIC + ", and /tokenize to count"),
     "/v1/chat/completions/batch": ("POST", "send one request per chat to /v1/chat/completions; they run together"),
-    "/invocations": ("POST", "SageMaker's interface is not built; send the body to the route that it is meant for"),
     "/inference/v1/generate": ("POST", "send token ids as prompt to /v1/completions"),
     "/v1/realtime": ("GET", "its model writes text and has no realtime task"),
     # The engine's internals
@@ -76,6 +75,8 @@ HOW = {
 
 FEATURES: dict[str, tuple[str, ...]] = {
     "stage02_server.features.tokenize": ("POST /tokenize", "POST /detokenize"),
+    "stage02_server.features.sagemaker": ("POST /invocations",),
+    "stage02_server.features.tokenizer_info.routes": ("GET /tokenizer_info",),
     "stage02_server.features.admin.routes": (
         "GET /load", "GET /server_info", "POST /abort_requests", "POST /start_profile", "POST /stop_profile",
         "POST /reset_prefix_cache",

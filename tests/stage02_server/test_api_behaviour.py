@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from server_under_test import EOS, MAX_MODEL_LEN, InProcessServer
+from server_under_test import EOS, MAX_MODEL_LEN, InProcessServer, byte_config, events
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -268,3 +271,56 @@ def test_an_unexpected_error_says_nothing_about_the_inside(make_server: Any, mon
         assert "secret" not in response.text
     monkeypatch.undo()
     assert server.post(COMPLETIONS, {"prompt": "x"}).status_code == 200
+
+
+def test_invocations_is_every_route_at_once(server: InProcessServer) -> None:
+    """What SageMaker sends to its one address is answered as by the route that it is meant for, streams and refusals too."""
+    me = {"X-Request-Id": "me"}
+    for path, prefix, body in (
+        (COMPLETIONS, "cmpl-", {"prompt": "ab", "max_tokens": 3}),
+        (CHAT, "chatcmpl-", {"messages": [{"role": "user", "content": "ab"}], "max_tokens": 3}),
+    ):
+        own, found = (server.post(each, body, headers=me).json() for each in (path, "/invocations"))
+        assert found["id"] == prefix + "me" and found | {"created": 0} == own | {"created": 0}
+        assert server.post("/invocations", body).json()["id"].startswith(prefix)
+        assert server.post("/invocations", body | {"request_id": "mine"}).json()["id"] == prefix + "mine"
+        assert server.post("/invocations", body | {"request_id": "mine"}, headers=me).json()["id"] == prefix + "me"
+        chunks = events(server.post("/invocations", body | {"stream": True}, headers=me).text)
+        assert {chunk["id"] for chunk in chunks} == {prefix + "me"} and chunks[0]["choices"]
+        for wrong in ({"temperature": "warm"}, {"max_tokens": -1}, {"model": "other"}, {"n": [1] * 70_000}):
+            own, found = (server.post(each, body | wrong) for each in (path, "/invocations"))
+            assert (found.status_code, found.json()) == (own.status_code, own.json())
+    for body in ({}, {"input": "a"}, {"model": "byte-model"}):
+        response = server.post("/invocations", body)
+        assert_error(response, 400, BAD_REQUEST, None)
+        assert "/v1/completions takes prompt or prompt_embeds" in response.json()["error"]["message"]
+    assert_error(server.post("/invocations", [1]), 400, BAD_FORM, "body")
+    assert server.engine.num_unfinished_requests == 0
+    for method in ("GET", "POST"):
+        assert server.request(method, "/ping").status_code == 200
+
+
+def test_the_tokenizers_settings_are_told_on_request(server: InProcessServer, make_server: Any, tmp_path: Path) -> None:
+    refused = server.request("GET", "/tokenizer_info")
+    assert_error(refused, 404, "NotFoundError", None)
+    assert "--enable-tokenizer-info-endpoint" in refused.json()["error"]["message"]
+    bare = make_server(enable_tokenizer_info_endpoint=True).request("GET", "/tokenizer_info").json()
+    assert bare.keys() == {"tokenizer_class", "added_tokens_decoder"}, "the stand-in has no files"
+    shown = bare["added_tokens_decoder"][str(EOS)]
+    assert (shown["content"], shown["special"]) == ("<|endoftext|>", True)
+    own = {
+        "tokenizer_class": "GPT2Tokenizer",
+        "bos_token": "<s>",
+        "add_prefix_space": False,
+        "chat_template": "{{ own }}",
+    }
+    hidden = {"name_or_path": "/home/me/model", "vocab_file": "/home/me/model/vocab.json"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(own | hidden))
+    found = byte_config()
+    config = replace(found, model_config=replace(found.model_config, tokenizer_path=str(tmp_path)))
+    tokenizer = server.engine.tokenizer.backend
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    for template, shown in ((None, "{{ own }}"), ("{{ mine }}", "{{ mine }}")):
+        asked = make_server(config=config, chat_template=template, enable_tokenizer_info_endpoint=True)
+        answer = asked.request("GET", "/tokenizer_info").json()
+        assert answer == own | {"chat_template": shown, "added_tokens_decoder": bare["added_tokens_decoder"]}

@@ -21,6 +21,7 @@ from stage03_engine.core.features.pooling.flags import PoolingConfig
 from stage03_engine.frontend.tokenizer import init_tokenizer_from_configs
 from stage03_engine.llm import LLM
 
+CUTTABLE = PoolingConfig(runner_type="pooling", is_matryoshka=True)
 SIZE = 8  # hidden size of the byte model
 TOKENIZER = init_tokenizer_from_configs(byte_config())  # one token per byte
 TEXTS = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12)
@@ -39,7 +40,7 @@ def decoded(text: str) -> list[float]:
 
 @pytest.fixture(scope="module")
 def pooling() -> Iterator[InProcessServer]:
-    server = InProcessServer(config=replace(byte_config(), pooling_config=PoolingConfig(runner_type="pooling")))
+    server = InProcessServer(config=replace(byte_config(), pooling_config=CUTTABLE))
     yield server
     server.close()
 
@@ -239,6 +240,46 @@ def test_each_server_has_its_own_tasks(server: InProcessServer, pooling: InProce
         ("/v1/embeddings", {"input": "a"}), ("/pooling", {"input": "a"}), ("/score", score), ("/rerank", rerank),
     ):  # fmt: skip
         assert "--runner pooling" in refused(server, path, body, 404, "model")
+
+
+@pytest.mark.parametrize(
+    ("pooling_config", "fine", "wrong", "said"),
+    [
+        (
+            PoolingConfig(runner_type="pooling"),
+            None,
+            SIZE,
+            'Model "byte-model" does not support matryoshka representation',
+        ),
+        (replace(CUTTABLE, matryoshka_dimensions=(2, 4)), 4, 3, "must be one of 2, 4, got 3"),
+        (CUTTABLE, SIZE, SIZE + 1, f"in [1, {SIZE}]"),
+        (replace(CUTTABLE, matryoshka_dimensions=(2, SIZE + 1)), 2, SIZE + 1, f"in [1, {SIZE}]"),
+    ],
+)
+def test_only_a_model_that_was_trained_for_it_has_shorter_vectors(
+    make_server: Callable[..., InProcessServer], pooling_config: PoolingConfig, fine: int | None, wrong: int, said: str
+) -> None:
+    server = make_server(config=replace(byte_config(), pooling_config=pooling_config))
+    (entry,) = server.post("/v1/embeddings", {"input": "abc", "dimensions": fine, "normalize": False}).json()["data"]
+    assert entry["embedding"] == counts("abc", normalize=False, size=fine or SIZE)
+    for path in ("/v1/embeddings", "/pooling"):
+        assert said in refused(server, path, {"input": "abc", "dimensions": wrong}, 400, "dimensions")
+
+
+def test_invocations_finds_the_kind_of_vectors(pooling: InProcessServer) -> None:
+    """By the fields of the body; and the answer is the route's own."""
+    for path, body in (
+        ("/v1/embeddings", {"input": "abc"}),
+        ("/v1/embeddings", {"messages": [{"role": "user", "content": "abc"}]}),
+        ("/rerank", {"query": "ab", "documents": ["a", "b"]}),
+        ("/score", {"queries": "a", "documents": ["a", "b"]}),
+        ("/score", {"text_1": "a", "text_2": "b"}),
+    ):
+        own, found = pooling.post(path, body).json(), pooling.post("/invocations", body).json()
+        assert found.pop("id").split("-")[0] == own.pop("id").split("-")[0]
+        assert found | {"created": 0} == own | {"created": 0}
+    assert "/v1/embeddings takes input or messages" in refused(pooling, "/invocations", {"prompt": "a"}, 400, None)
+    refused(pooling, "/invocations", {"input": 1}, 400, "body.input")
 
 
 def test_an_unknown_model_is_a_404(pooling: InProcessServer) -> None:

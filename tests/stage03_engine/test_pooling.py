@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from array import array
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ import torch
 from hypothesis import given, settings, strategies as st
 from transformers import GPT2Model
 
+from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.core.features.pooling.flags import parse_pooling
 from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.llm import LLM
+from stage03_engine.model_path import BUNDLED_FOLDER
 from stage03_engine.outputs import RequestOutput
 from stage03_engine.params.pooling_params import POOLING_TYPES, PoolingParams
 from stage03_engine.replay.replay import replay
@@ -34,10 +37,24 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+def copy_of_gpt2_tiny(folder: Path, **config: Any) -> str:
+    """The same model, whose config.json says more."""
+    own = BUNDLED_FOLDER / "gpt2-tiny"
+    for file in own.iterdir():
+        if file.name != "config.json":
+            (folder / file.name).symlink_to(file)
+    (folder / "config.json").write_text(json.dumps(json.loads((own / "config.json").read_text()) | config))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def cuttable(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return copy_of_gpt2_tiny(tmp_path_factory.mktemp("cuttable"), is_matryoshka=True)
+
+
 @pytest.fixture(scope="module")
 def reference() -> Any:
-    with LLM("gpt2-tiny", kv_cache_memory_bytes=50_000_000) as llm:
-        path = llm.vllm_config.model_config.model_path
+    path = BUNDLED_FOLDER / "gpt2-tiny"
     model = GPT2Model.from_pretrained(path, dtype=torch.float32).eval()
 
     def vectors(ids: list[int], params: PoolingParams) -> torch.Tensor:
@@ -68,9 +85,9 @@ all_params = st.builds(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_equal_to_transformers_however_the_prompts_are_computed(layout: str, reference: Any) -> None:
+def test_equal_to_transformers_however_the_prompts_are_computed(layout: str, cuttable: str, reference: Any) -> None:
     preemptions = hits = 0
-    with LLM("gpt2-tiny", runner="pooling", check_invariants=True, **LAYOUTS[layout]) as llm:
+    with LLM(cuttable, runner="pooling", check_invariants=True, **LAYOUTS[layout]) as llm:
         ids = llm.tokenizer.encode(TEXT)
         slices = st.tuples(st.integers(0, 3), st.integers(5, 30)).map(lambda pair: ids[pair[0] : pair[1]])
 
@@ -107,17 +124,17 @@ def test_only_what_pools_the_last_token_reads_the_prefix_cache() -> None:
         assert llm.encode(ids, PoolingParams(task="token_embed"))[0].num_cached_tokens == 0
 
 
-def test_the_servers_settings_count_for_what_the_request_leaves_open(reference: Any) -> None:
+def test_the_servers_settings_count_for_what_the_request_leaves_open(cuttable: str, reference: Any) -> None:
     config = {"pooling_type": "mean", "normalize": False, "dimensions": 5}
-    with LLM("gpt2-tiny", convert="embed", pooler_config=config, kv_cache_memory_bytes=50_000_000) as llm:
+    with LLM(cuttable, convert="embed", pooler_config=config, kv_cache_memory_bytes=50_000_000) as llm:
         wanted = PoolingParams(pooling_type="MEAN", normalize=False, dimensions=5)
         assert_right(llm.encode(TEXT)[0], wanted, reference)
         assert_right(llm.encode(TEXT, PoolingParams(dimensions=9, pooling_type="LAST"))[0],
                      PoolingParams(normalize=False, dimensions=9), reference)  # fmt: skip
 
 
-def test_limits_of_requests() -> None:
-    with LLM("gpt2-tiny", runner="pooling", kv_cache_memory_bytes=50_000_000, max_model_len=16) as llm:
+def test_limits_of_requests(cuttable: str) -> None:
+    with LLM(cuttable, runner="pooling", kv_cache_memory_bytes=50_000_000, max_model_len=16) as llm:
         assert len(llm.encode([3] * 16)) == 1, "no token follows, so the prompt may fill the context"
         for prompt, params, field in (
             ([3] * 17, PoolingParams(), "input"),
@@ -133,6 +150,25 @@ def test_limits_of_requests() -> None:
             llm.generate("a", SamplingParams(max_tokens=1))
     with LLM("gpt2-tiny", kv_cache_memory_bytes=50_000_000) as llm, pytest.raises(InvalidRequestError, match="runner"):
         llm.encode("a")
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes"),
+    [({"is_matryoshka": True}, (True, None)), ({"matryoshka_dimensions": [64, 128]}, (True, (64, 128))),
+     ({}, (False, None)), ({"is_matryoshka": False, "matryoshka_dimensions": None}, (False, None))],
+)  # fmt: skip
+def test_the_models_own_config_says_whether_its_vectors_can_be_cut(
+    config: dict[str, Any], sizes: tuple[bool, tuple[int, ...] | None], tmp_path: Path
+) -> None:
+    made = EngineArgs.from_kwargs(model=copy_of_gpt2_tiny(tmp_path, **config), runner="pooling").pooling_config
+    assert (made.is_matryoshka, made.matryoshka_dimensions) == sizes
+
+
+@pytest.mark.parametrize("sizes", ["64", [0], [1.5], [True], {"a": 1}])
+def test_a_config_with_impossible_sizes_is_refused(sizes: Any, tmp_path: Path) -> None:
+    model = copy_of_gpt2_tiny(tmp_path, matryoshka_dimensions=sizes)
+    with pytest.raises(ConfigError, match="list of positive integers"):
+        EngineArgs.from_kwargs(model=model, runner="pooling")
 
 
 @pytest.mark.parametrize(

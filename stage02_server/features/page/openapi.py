@@ -20,7 +20,9 @@ from stage03_engine.mixins import mixins
 EMPTY = {"/health", "/ping", "/reset_prefix_cache"}
 """Routes whose 200 has no body."""
 
-STREAMED = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/responses/{response_id}"}
+STREAMED = {
+    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/responses/{response_id}", "/invocations",
+}  # fmt: skip
 """Routes that answer with server-sent events where the request asks for them."""
 
 _WALK = "stage02_server.protocol_response"

@@ -68,7 +68,9 @@ class EmbeddingRequest(InputRequest):
     encoding_format: Literal["float", "base64"] = Field(
         default="float", description="Numbers as a list, or as bytes in base64."
     )
-    dimensions: Int32 | None = Field(default=None, description="Keep so many of a vector's first numbers.")
+    dimensions: Int32 | None = Field(
+        default=None, description="Keep so many of a vector's first numbers, if the model was trained for it."
+    )
     normalize: bool | None = Field(
         default=None, description="Scale the vector to length 1."
     )  # use_activation under vLLM's older name

@@ -70,16 +70,31 @@ def process_pooling_inputs(
 
 
 def _check(config: VllmConfig, params: PoolingParams) -> None:
-    hidden_size = config.shape.hidden_size
     if not config.is_pooling:
         raise InvalidRequestError("This engine makes text; vectors need one with --runner pooling.", "model")
     if params.task not in config.supported_tasks:
         raise InvalidRequestError(f"This engine's model has no {params.task} task.", "task")
     if params.dimensions is not None and params.task not in ("embed", "token_embed"):
         raise InvalidRequestError("dimensions cuts embeddings; classes are all or none.", "dimensions")
-    if params.dimensions is not None and not 1 <= params.dimensions <= hidden_size:
+    if params.dimensions is not None:
+        _check_dimensions(config, params.dimensions)
+
+
+def _check_dimensions(config: VllmConfig, dimensions: int) -> None:
+    """Raises InvalidRequestError if the model's vectors cannot be cut to this size."""
+    name, pooling, hidden_size = config.model_config.model, config.pooling_config, config.shape.hidden_size
+    if not pooling.is_matryoshka:
         raise InvalidRequestError(
-            f"dimensions must be in [1, {hidden_size}], the model's hidden size, got {params.dimensions}.", "dimensions"
+            f'Model "{name}" does not support matryoshka representation: it was not trained to keep the meaning of a vector in '
+            "its first numbers. Leave dimensions out.",
+            "dimensions",
+        )
+    if pooling.matryoshka_dimensions and dimensions not in pooling.matryoshka_dimensions:
+        sizes = ", ".join(map(str, pooling.matryoshka_dimensions))
+        raise InvalidRequestError(f"dimensions must be one of {sizes}, got {dimensions}.", "dimensions")
+    if not 1 <= dimensions <= hidden_size:
+        raise InvalidRequestError(
+            f"dimensions must be in [1, {hidden_size}], the model's hidden size, got {dimensions}.", "dimensions"
         )
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stage03_engine.args.fields import internal, option
 from stage03_engine.args.parser import did_you_mean
 from stage03_engine.errors import ConfigError
+from stage03_engine.hf_config import read_json
 from stage03_engine.params.pooling_params import POOLING_TYPES
 
 if TYPE_CHECKING:
@@ -45,6 +47,8 @@ class PoolingConfig:
     pooling_type: str = internal("LAST")
     use_activation: bool = internal(True)
     dimensions: int | None = internal(None)
+    is_matryoshka: bool = internal(False)  # the first numbers of a vector, however many, are a vector too
+    matryoshka_dimensions: tuple[int, ...] | None = internal(None)  # or only so many of them
 
 
 @dataclass(frozen=True)
@@ -72,13 +76,15 @@ class PoolingFlags:
 
     @staticmethod
     def resolve(values: Mapping[str, Any], files: ModelFiles) -> dict[str, Any]:
-        """How the engine pools, and the labels if it classifies."""
+        """How the engine pools, whether its vectors can be cut, and the labels if it classifies."""
         runner, convert, pooler = (values[name] for name in ("runner", "convert", "pooler_config"))
         computed = parse_pooling(runner, convert, pooler, has_head=bool(getattr(files.shape, "labels", ())))
         if computed["convert_type"] == "classify":
             from stage03_engine.core.features.pooling.labels import classifier_shape
 
             computed["shape"] = classifier_shape(files.shape, files.model_path)
+        if computed["runner_type"] == "pooling" and files.model_path is not None:
+            computed |= parse_matryoshka(Path(files.model_path) / "config.json")
         return computed
 
     def check(self: Any) -> None:
@@ -127,6 +133,17 @@ def parse_pooling(runner: str, convert: str, given: dict[str, Any] | None, has_h
         "use_activation": values.get("use_activation", True),
         "dimensions": values.get("dimensions"),
     }
+
+
+def parse_matryoshka(path: Path) -> dict[str, Any]:
+    """What config.json says about cutting vectors: `is_matryoshka`, or the sizes, `matryoshka_dimensions`. Only a model trained
+    for it keeps the meaning of a vector in its first numbers (Kusupati et al. 2022). Raises ConfigError."""
+    config = read_json(path)
+    sizes = config.get("matryoshka_dimensions") or []
+    if not isinstance(sizes, list) or any(type(size) is not int or size < 1 for size in sizes):
+        raise ConfigError(f"{path}: matryoshka_dimensions must be a list of positive integers")
+    is_matryoshka = bool(sizes) or config.get("is_matryoshka") is True
+    return {"is_matryoshka": is_matryoshka, "matryoshka_dimensions": tuple(sizes) or None}
 
 
 def _checked(given: dict[str, Any]) -> dict[str, Any]:
