@@ -128,6 +128,7 @@ class ObservabilityConfig(
         _FEATURES + "recording.flags:Trace",
         _FEATURES + "profiler.flags:ProfilerDir",
         _FEATURES + "debug.flags:TraceLayers",
+        "stage03_engine.frontend.features.hidden_metrics.flags:HiddenMetrics",
     )
 ):
     """What the engine shows to the outside."""
@@ -150,6 +151,7 @@ class VllmConfig(
         _FEATURES + "distributed.flags:ParallelFlags",
         _FEATURES + "profiler.flags:ProfilerFlags",
         _FEATURES + "recording.flags:RecordingFlags",
+        "stage03_engine.frontend.features.hidden_metrics.flags:HiddenMetricsFlags",
     )
 ):
     """Everything that the front end and the engine core share; sent in the handshake as msgpack.

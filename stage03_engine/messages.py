@@ -65,9 +65,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, gc=False):
     priority: int = 0  # a smaller number goes first, under --scheduling-policy priority
     cache_salt: str | None = None  # only requests with the same salt share cached prefixes
     cause: str | None = None
-    task: Any = (
-        None  # what it asks for instead of text, or besides the prompt: PoolingParams, AudioInput (see `payload`)
-    )
+    task: Any = None  # what it asks for instead of text: PoolingParams, AudioInput (see `payload`)
 
 
 class AbortRequests(msgspec.Struct, array_like=True, gc=False):
@@ -109,14 +107,13 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False, omit_defaults=
     new_logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token id or stop string that ended it
-    queued_seconds: float | None = (
-        None  # with the first token only: from arrival in the engine to first being scheduled
-    )
+    queued_seconds: float | None = None  # with the first token only: from its arrival until it was first scheduled
     error: str | None = None  # with FinishReason.ERROR
     num_cached_tokens: int = 0  # prompt tokens that were found in the prefix cache
     error_param: str | None = None  # the field of the request to blame for the error, if any
     ended_by_grammar: bool = False  # with FinishReason.STOP: the newest token is text, unlike a stop token
     result: dict[str, Any] | None = None  # what features add, by name: "pooled", "speech", "prompt_logprobs"
+    num_preemptions: int = 0  # of the request so far
 
 
 class SpecDecodingStats(msgspec.Struct, array_like=True, gc=False):
@@ -133,6 +130,7 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
 
     num_running: int = 0
     num_waiting: int = 0
+    num_deferred: int = 0  # of those that wait: not for room, but until a feature has prepared them
     kv_cache_usage: float = 0.0
     num_preemptions: int = 0
     prefix_cache_queries: int = 0

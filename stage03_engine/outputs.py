@@ -44,9 +44,7 @@ class RequestOutput:
     finished: bool = False
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # one entry per prompt token, None for the first
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
-    result: dict[str, Any] | None = (
-        None  # what features add, by name: "pooled", "speech" (see messages.EngineCoreOutput)
-    )
+    result: dict[str, Any] | None = None  # what features add, by name (see messages.EngineCoreOutput)
 
     def add(self, newer: RequestOutput, aggregate: bool) -> None:
         """Merge a newer output of the same request that came before this one was read.

@@ -47,14 +47,10 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logprobs: int | None = None  # k: the k most likely tokens and the sampled one; 0: the sampled one only
-    logprob_token_ids: list[int] | None = (
-        None  # with logprobs: these tokens are reported instead of the most likely ones
-    )
+    logprob_token_ids: list[int] | None = None  # with logprobs: report these tokens, not the most likely ones
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True  # byte-level tokenizers write none either way
-    stream_interval: int | None = (
-        None  # tokens from one output of a stream to the next; None: as --stream-interval says
-    )
+    stream_interval: int | None = None  # tokens from one output of a stream to the next; None: --stream-interval
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     # Computed from the others:
     num_answers: int = 1  # sequences to generate for the prompt

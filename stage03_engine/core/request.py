@@ -35,6 +35,7 @@ class Request:
         self.cache_salt = message.cache_salt
         self.block_hashes: list[bytes] = []  # one per full block of all_token_ids, computed when needed
         self.num_traced_hashes = 0  # of them, those that a trace holds
+        self.num_preemptions = 0
         self.num_cached_tokens = 0  # found in the prefix cache when it was first admitted
         self.request_id = message.request_id
         self.sampling_params = message.sampling_params

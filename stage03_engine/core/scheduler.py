@@ -192,6 +192,7 @@ class Scheduler:
                 swapped=kept, needed_by=needed_by.request_id, free_before=free_before,
             )  # fmt: skip
         request.status = RequestStatus.PREEMPTED
+        request.num_preemptions += 1
         self.stats.num_preemptions += 1
         self.waiting.add(request)
         output.preempted_req_ids.append(request_id)
@@ -283,7 +284,7 @@ class Scheduler:
             new_token_ids = new.new_token_ids
             if request_id in runner_output.logprobs:
                 new.new_logprobs = runner_output.logprobs[request_id][: len(new_token_ids)]
-            new.num_cached_tokens = request.num_cached_tokens
+            new.num_cached_tokens, new.num_preemptions = request.num_cached_tokens, request.num_preemptions
             new.queued_seconds, request.queued_seconds = request.queued_seconds, None
             for hook in self.hooks:
                 by = hook.sampled(request, new, output, runner_output) or by

@@ -28,6 +28,7 @@ class RequestStats:
     arrival: float
     num_prompt_tokens: int
     num_output_tokens: int = 0
+    num_preemptions: int = 0
     first_token: float = 0.0
     last_token: float = 0.0
     queue_seconds: float = 0.0
@@ -43,6 +44,7 @@ class FinishedStats:
     e2e_seconds: float
     prefill_seconds: float  # first step to first token, sockets included
     decode_seconds: float  # first to last token
+    num_preemptions: int = 0
 
 
 @dataclass
@@ -73,7 +75,7 @@ class IterationStats:
 
     def update(self, request: RequestStats, output: EngineCoreOutput, reason: FinishReason | None) -> None:
         """Count one request's output of this step; `reason` is why it ends, if it ends."""
-        num_new_tokens = len(output.new_token_ids)
+        num_new_tokens, request.num_preemptions = len(output.new_token_ids), output.num_preemptions
         if num_new_tokens:
             self._count_tokens(request, num_new_tokens, output.queued_seconds)
         elif output.result is not None:  # no token came, so nothing else counts the prompt
@@ -84,7 +86,7 @@ class IterationStats:
                 FinishedStats(
                     str(reason), request.num_prompt_tokens, request.num_output_tokens, self.now - request.arrival,
                     max(0.0, request.first_token - request.arrival - request.queue_seconds),
-                    request.last_token - request.first_token,
+                    request.last_token - request.first_token, request.num_preemptions,
                 )
             )  # fmt: skip
 

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from server_under_test import InProcessServer, ServerProcess
+from server_under_test import InProcessServer, RecordingEcho, ServerProcess, byte_config
+
+from stage03_engine.arg_utils import EngineArgs
+from stage03_engine.errors import ConfigError
+from stage03_engine.messages import EngineCoreOutputs, SchedulerStats
 
 LABELS = {"model_name", "engine"}
 VLLM_METRICS = {  # name -> kind; what vLLM documents for every model that generates text on one engine
     "vllm:num_requests_running": "gauge",
     "vllm:num_requests_waiting": "gauge",
+    "vllm:num_requests_waiting_by_reason": "gauge",
     "vllm:kv_cache_usage_perc": "gauge",
     "vllm:num_preemptions": "counter",
     "vllm:prefix_cache_queries": "counter",
@@ -28,6 +34,7 @@ VLLM_METRICS = {  # name -> kind; what vLLM documents for every model that gener
     "vllm:request_prompt_tokens": "histogram",
     "vllm:request_generation_tokens": "histogram",
     "vllm:request_max_num_generation_tokens": "histogram",
+    "vllm:request_num_preemptions": "histogram",
     "vllm:request_params_n": "histogram",
     "vllm:request_params_max_tokens": "histogram",
     "vllm:time_to_first_token_seconds": "histogram",
@@ -65,7 +72,7 @@ def test_a_metric_of_vllm_is_there_with_its_labels(server: InProcessServer, name
     families = {f.name: f for f in text_string_to_metric_families(server.request("GET", "/metrics").text)}
     family = families[name]
     assert family.type == kind and family.documentation
-    labels = set(family.samples[0].labels) - {"le", "finished_reason"}
+    labels = set(family.samples[0].labels) - {"le", "finished_reason", "reason"}
     assert labels >= {"block_size", "engine"} if name == "vllm:cache_config_info" else labels == LABELS
 
 
@@ -92,6 +99,7 @@ def test_the_numbers_agree_with_the_answers(make_server: Callable[..., InProcess
     assert values["vllm:generation_tokens_total"] == outputs == values["vllm:request_generation_tokens_sum"]
     assert values["vllm:request_success_total"] == answers == values["vllm:e2e_request_latency_seconds_count"]
     assert values["vllm:time_to_first_token_seconds_count"] == answers
+    assert values["vllm:request_num_preemptions_count"] == answers and values["vllm:request_num_preemptions_sum"] == 0
     assert values["vllm:inter_token_latency_seconds_count"] == outputs - answers
     assert values["vllm:request_time_per_output_token_seconds_count"] == answers - 2  # not for answers of one token
     assert values["vllm:prompt_tokens_total"] == 3 + 3 + 3 * 4
@@ -119,3 +127,55 @@ def test_the_intervals_of_a_request_add_up(real: ServerProcess) -> None:
     assert total["request_queue_time"] + prefill == pytest.approx(total["time_to_first_token"])
     assert total["time_to_first_token"] + decode == pytest.approx(total["e2e_request_latency"])
     assert decode == pytest.approx(19 * total["request_time_per_output_token"])
+
+
+class Crowded(RecordingEcho):
+    """Its requests were preempted twice, and five more wait, two of them for their grammars."""
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        outputs = await super().get_output_async()
+        for output in outputs.outputs:
+            output.num_preemptions = 2
+        outputs.scheduler_stats = SchedulerStats(
+            num_waiting=5, num_deferred=2, kv_cache_usage=0.5, prefix_cache_queries=9, prefix_cache_hits=4
+        )
+        return outputs
+
+
+def test_why_requests_wait_and_how_often_they_were_preempted(make_server: Callable[..., InProcessServer]) -> None:
+    server = make_server(Crowded())
+    assert server.post("/v1/completions", {"prompt": "ab", "max_tokens": 3}).status_code == 200
+    text = server.request("GET", "/metrics").text
+    labels = 'engine="0",model_name="byte-model"'
+    assert f'vllm:num_requests_waiting_by_reason{{{labels},reason="capacity"}} 3.0' in text
+    assert f'vllm:num_requests_waiting_by_reason{{{labels},reason="deferred"}} 2.0' in text
+    assert 'vllm:request_num_preemptions_bucket{engine="0",le="1.0",model_name="byte-model"} 0.0' in text
+    assert 'vllm:request_num_preemptions_bucket{engine="0",le="2.0",model_name="byte-model"} 1.0' in text
+
+
+OLD_NAMES = {
+    "vllm:gpu_cache_usage_perc": 0.5, "vllm:gpu_prefix_cache_queries_total": 9.0, "vllm:gpu_prefix_cache_hits_total": 4.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("version", "gpu", "tpot"),
+    [(None, False, False), ("0.9.2", True, True), ("0.10", True, True), ("0.11.1", False, True), ("0.12", False, False), ("1.0", False, False)],
+)  # fmt: skip
+def test_older_names_of_metrics(version: str | None, gpu: bool, tpot: bool) -> None:
+    config = byte_config()
+    observed = replace(config.observability_config, show_hidden_metrics_for_version=version)
+    server = InProcessServer(Crowded(), replace(config, observability_config=observed))
+    try:
+        assert server.post("/v1/completions", {"prompt": "ab", "max_tokens": 3}).status_code == 200
+        values = samples(server.request("GET", "/metrics").text)
+        assert {name: values[name] for name in OLD_NAMES if name in values} == (OLD_NAMES if gpu else {})
+        assert values.get("vllm:time_per_output_token_seconds_count") == (2 if tpot else None)
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize("version", ["", "x", "0", "0.11.x", "0.11.0.0", "-1.0", "9" * 5000 + ".0"])
+def test_what_is_no_version_is_refused(version: str) -> None:
+    with pytest.raises(ConfigError, match="must be a version of vLLM such as 0.11"):
+        EngineArgs.from_kwargs(model="gpt2-tiny", show_hidden_metrics_for_version=version)

@@ -301,6 +301,20 @@ def test_who_resumes_does_not_compute_everything_again(how: str) -> None:
         assert resumed.num_computed_tokens >= 16
 
 
+def test_every_output_says_how_often_its_request_was_preempted() -> None:
+    scheduler = make_scheduler(8, 64, 1 + 10)
+    runner = ToyRunner(scheduler)
+    for name, token in (("a", 1), ("b", 2)):
+        scheduler.add_request(make_request(name, [token] * 18, SamplingParams(max_tokens=15, ignore_eos=True)))
+    told: dict[str, list[int]] = {"a": [], "b": []}
+    while scheduler.has_unfinished_requests:
+        decision = scheduler.schedule()
+        for output in scheduler.update_from_output(decision, runner.execute(decision)):
+            told[output.request_id].append(output.num_preemptions)
+    assert told["a"] == [0] * 15 and len(told["b"]) == 15
+    assert told["b"] == sorted(told["b"]) and told["b"][0] == 0 and told["b"][-1] == scheduler.stats.num_preemptions > 0
+
+
 def test_what_is_still_cached_is_not_swapped_back_over() -> None:
     scheduler = make_scheduler(8, 64, 1 + 10, caching=True, swap_blocks=20)
     runner = ToyRunner(scheduler)

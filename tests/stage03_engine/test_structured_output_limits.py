@@ -216,10 +216,15 @@ def test_a_grammar_that_compiles_holds_up_nobody_behind_it() -> None:
     slow = Wanted(choice=[f"{random.Random(i).random()}" for i in range(1500)])
     core.add_request(EngineCoreRequest("slow", [5], params(slow, max_tokens=3), eos_token_id=0))
     core.add_request(EngineCoreRequest("quick", [5], params(None, max_tokens=3), eos_token_id=0))
-    order = []
+    order, deferred = [], []
     while core.scheduler.has_unfinished_requests:
-        order += [output.request_id for output in core.step().outputs]
+        outputs = core.step()
+        order += [output.request_id for output in outputs.outputs]
+        assert outputs.scheduler_stats is not None
+        deferred.append(outputs.scheduler_stats.num_deferred)
+        assert outputs.scheduler_stats.num_waiting >= deferred[-1]
     assert order[0] == "quick" and "slow" in order
+    assert deferred[0] == 1 and deferred[-1] == 0, "it waits for its grammar, not for room"
     core.shutdown()
 
 

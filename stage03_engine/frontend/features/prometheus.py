@@ -7,6 +7,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from stage03_engine.config import VllmConfig
 from stage03_engine.frontend.metrics import FinishedStats, IterationStats, StatLogger
 from stage03_engine.messages import FinishReason, SchedulerStats
+from stage03_engine.mixins import mixins
+
+HIDDEN_METRICS = "stage03_engine.frontend.features.hidden_metrics.logger:HiddenMetricsLogger"
 
 TTFT_BUCKETS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0
@@ -26,6 +29,7 @@ INTERVAL_BUCKETS = (
 )  # fmt: skip
 STEP_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 ANSWER_BUCKETS = (1, 2, 5, 10, 20)
+PREEMPTION_BUCKETS = (1, 2, 3, 4, 5, 10, 20)
 CACHE_SETTINGS = (
     "block_size", "enable_prefix_caching", "gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override",
     "swap_space",
@@ -84,14 +88,26 @@ class PrometheusStatLogger(StatLogger):
         self._n = histogram("request_params_n", "The `n` of requests.", ANSWER_BUCKETS)
         self._max_tokens = histogram("request_params_max_tokens", "The `max_tokens` of requests.", lengths)
         self._longest = histogram("request_max_num_generation_tokens", "Tokens of a request's longest answer.", lengths)
-        success = Counter(
-            "vllm:request_success", "Requests that ended, by reason.", [*names, "finished_reason"], registry=registry
-        )
-        self._success = {str(reason): success.labels(**values, finished_reason=str(reason)) for reason in FinishReason}
+        self._preemptions = histogram("request_num_preemptions", "Preemptions per request.", PREEMPTION_BUCKETS)
+        self._add_reasons(registry, values)
         self._seen = SchedulerStats()
         _cache_config_info(config, registry, engine="0")
+        self._more: list[StatLogger] = [kind(config, registry, model_name) for kind in mixins(HIDDEN_METRICS)]
+
+    def _add_reasons(self, registry: CollectorRegistry, values: dict[str, str]) -> None:
+        """The metrics that have a label more, with each of its values from the start."""
+        text = "Of those that wait: for room (capacity), or until they are ready (deferred)."
+        waiting = Gauge("vllm:num_requests_waiting_by_reason", text, [*values, "reason"], registry=registry)
+        self._waiting_by_reason = {
+            reason: waiting.labels(**values, reason=reason) for reason in ("capacity", "deferred")
+        }
+        text = "Requests that ended, by reason."
+        success = Counter("vllm:request_success", text, [*values, "finished_reason"], registry=registry)
+        self._success = {str(reason): success.labels(**values, finished_reason=str(reason)) for reason in FinishReason}
 
     def record(self, scheduler: SchedulerStats | None, iteration: IterationStats) -> None:
+        for logger in self._more:
+            logger.record(scheduler, iteration)
         if scheduler is not None:
             self._record_scheduler(scheduler)
         self._prompt_tokens.inc(iteration.num_prompt_tokens)
@@ -115,6 +131,8 @@ class PrometheusStatLogger(StatLogger):
         """The scheduler counts since its start; a Counter takes what is new."""
         self._running.set(now.num_running)
         self._waiting.set(now.num_waiting)
+        self._waiting_by_reason["capacity"].set(now.num_waiting - now.num_deferred)
+        self._waiting_by_reason["deferred"].set(now.num_deferred)
         self._kv_usage.set(now.kv_cache_usage)
         for name, metric in self._totals.items():
             metric.inc(getattr(now, name) - getattr(self._seen, name))
@@ -127,6 +145,7 @@ class PrometheusStatLogger(StatLogger):
         self._e2e.observe(request.e2e_seconds)
         self._prompt_len.observe(request.num_prompt_tokens)
         self._output_len.observe(request.num_output_tokens)
+        self._preemptions.observe(request.num_preemptions)
         if request.num_output_tokens == 0:  # it ended before its first token: there are no intervals
             return
         self._prefill.observe(request.prefill_seconds)

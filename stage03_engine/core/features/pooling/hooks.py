@@ -46,6 +46,7 @@ class PoolingSchedulerHook(SchedulerHook):
                 trace.emit("sched.pooled", req=request_id, step=output.step, vectors=len(vectors), dimensions=numbers)
             ended = EngineCoreOutput(request_id, [], finish_reason=FinishReason.STOP, result={"pooled": vectors})
             ended.num_cached_tokens, ended.queued_seconds = request.num_cached_tokens, request.queued_seconds
+            ended.num_preemptions = request.num_preemptions
             outputs.append(ended)
             self.scheduler._finish(request, FinishReason.STOP, by="pooled")
         return outputs

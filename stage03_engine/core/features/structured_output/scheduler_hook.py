@@ -45,7 +45,8 @@ class GrammarSchedulerHook(SchedulerHook):
         requests = self.scheduler.requests
         refused = [output for output in self.manager.poll() if output.request_id in requests]
         self.scheduler.finish_requests([output.request_id for output in refused], FinishReason.ERROR)
-        blocked = self.manager.num_not_ready == len(requests)
+        self.scheduler.stats.num_deferred = self.manager.num_not_ready
+        blocked = self.scheduler.stats.num_deferred == len(requests)
         if blocked:
             self.manager.wait(WAIT_SECONDS)
         return refused, not blocked
