@@ -28,10 +28,10 @@ class RequestStats:
     arrival: float
     num_prompt_tokens: int
     num_output_tokens: int = 0
-    num_preemptions: int = 0
     first_token: float = 0.0
     last_token: float = 0.0
     queue_seconds: float = 0.0
+    num_preemptions: int = 0
 
 
 @dataclass

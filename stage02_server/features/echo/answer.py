@@ -8,7 +8,7 @@ from starlette.types import Receive
 
 from stage02_server.features.logprobs.answer import add_token, shown_id
 from stage02_server.features.logprobs.fields import CompletionLogProbs
-from stage02_server.features.token_texts import TokenTexts
+from stage02_server.features.logprobs.token_texts import TokenTexts
 from stage02_server.protocol_types import AnswerHook
 from stage02_server.serving_engine import EngineRequests, OpenAIServing
 from stage02_server.streaming import in_thread_if_long

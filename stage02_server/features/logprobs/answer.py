@@ -9,7 +9,7 @@ from collections import defaultdict
 from typing import Any
 
 from stage02_server.features.logprobs.fields import ChatLogProb, ChatLogProbs, CompletionLogProbs, TokenLogProb
-from stage02_server.features.token_texts import TokenTexts
+from stage02_server.features.logprobs.token_texts import TokenTexts
 from stage02_server.protocol_types import AnswerHook
 from stage02_server.serving_engine import EngineRequests
 from stage03_engine.frontend.tokenizer import Tokenizer

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from stage02_server.features.logprobs.token_texts import TokenTexts
 from stage02_server.features.prompt_logprobs.fields import PromptLogprob
-from stage02_server.features.token_texts import TokenTexts
 from stage02_server.protocol_types import AnswerHook
 from stage02_server.serving_engine import EngineRequests
 from stage03_engine.frontend.tokenizer import Tokenizer
