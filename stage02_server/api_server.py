@@ -97,7 +97,7 @@ TOOL_FLAGS = (
 HTTP_FEATURES = (  # each is called with (app, services); the first of two routes for one path wins
     Feature("stage02_server.features.tokenize:install"),
     Feature("stage02_server.features.sagemaker:install"),
-    Feature("stage02_server.features.tokenizer_info.routes:install"),
+    Feature("stage02_server.features.tokenizer_info.routes:install", flags=("enable_tokenizer_info_endpoint",)),
     Feature("stage02_server.features.pooling.routes:install", tasks=("embed", "classify"), needs=COLLECT),
     Feature("stage02_server.features.audio.routes:install", tasks=("transcription",), needs=COLLECT),
     Feature("stage02_server.features.admin.routes:install"),

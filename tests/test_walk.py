@@ -154,6 +154,7 @@ ON_BY_DEFAULT = {
     "stage02_server.features.responses",  # /v1/responses, which parses answers and tools with
     "stage02_server.features.tools",
     "stage02_server.features.structured_outputs",
+    "stage02_server.features.sagemaker",  # /invocations
     "stage02_server.features.tokenize",
     "stage03_engine.core.features.memory_profile",  # how much memory the largest step takes
     "stage03_engine.frontend.features.dead_folders",  # sockets that killed servers left behind

@@ -73,10 +73,13 @@ HOW = {
 """Task -> what would have it."""
 
 
+OFF: dict[str, tuple[str, str]] = {"/tokenizer_info": ("GET", "--enable-tokenizer-info-endpoint")}
+"""Path -> its method, and the flag that switches it on."""
+
+
 FEATURES: dict[str, tuple[str, ...]] = {
     "stage02_server.features.tokenize": ("POST /tokenize", "POST /detokenize"),
     "stage02_server.features.sagemaker": ("POST /invocations",),
-    "stage02_server.features.tokenizer_info.routes": ("GET /tokenizer_info",),
     "stage02_server.features.admin.routes": (
         "GET /load", "GET /server_info", "POST /abort_requests", "POST /start_profile", "POST /stop_profile",
         "POST /reset_prefix_cache",
@@ -104,6 +107,12 @@ async def refuse_task(raw_request: Request) -> Response:
     raise not_found(f"This server has no {path}: the feature behind it is not installed.")
 
 
+async def refuse_off(raw_request: Request) -> Response:
+    """Raises APIError 404."""
+    path = raw_request.scope["route"].path
+    raise not_found(f"This server has no {path}: start it with {OFF[path][1]}.")
+
+
 async def refuse_feature(raw_request: Request) -> Response:
     """Raises APIError 404."""
     raise not_found(f"This server has no {raw_request.scope['route'].path}: the feature behind it is not installed.")
@@ -111,7 +120,7 @@ async def refuse_feature(raw_request: Request) -> Response:
 
 def install(app: FastAPI, services: Services) -> None:
     """Add the refusals after all other routes."""
-    for handler, routes in ((refuse, ABSENT), (refuse_task, TASKS)):
+    for handler, routes in ((refuse, ABSENT), (refuse_task, TASKS), (refuse_off, OFF)):
         for path, (method, _) in routes.items():
             app.add_api_route(path, handler, methods=[method], include_in_schema=False)
     for module, routes_of_feature in FEATURES.items():

