@@ -154,7 +154,7 @@ def test_blocks_and_why_the_answer_ends(
 
 
 @given(text=st.text(alphabet='ab é✓<tool_c>{}"', max_size=20), limit=st.integers(1, 40), thinks=st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_stream_and_a_whole_answer_say_the_same(server: InProcessServer, text: str, limit: int, thinks: bool) -> None:
     body = said(("</think>" if not thinks else "") + text + "x", max_tokens=limit, tools=[LOOK])
     streamed = message_of(events_of(server.post(MESSAGES, body | {"stream": True}).text))
