@@ -400,7 +400,7 @@ def test_what_changes_nothing_is_accepted(server: InProcessServer) -> None:
     neutral = {
         "metadata": {"user_id": "x"}, "service_tier": "auto", "mcp_servers": [], "temperature": 1.0, "top_p": 1.0, "top_k": 5,
         "thinking": {"type": "enabled", "budget_tokens": 1024}, "mm_payload": "none", "system": "", "tools": [],
-        "tool_choice": {"type": "auto"}, "cache_salt": "x", "unheard_of": 1, "output_config": {"effort": "low"},
+        "tool_choice": {"type": "auto"}, "cache_salt": "x", "context_management": {"edits": []}, "unheard_of": 1, "output_config": {"effort": "low"},
     }  # fmt: skip
     plain = ask(server, said("</think>Hello"))
     assert without_ids(ask(server, said("</think>Hello") | neutral)) == without_ids(plain)
