@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from stage03_engine.errors import ConfigError
-from stage03_engine.mixins import is_there, load
+from stage03_engine.mixins import is_there, load, load_feature
 from stage03_engine.model_shape import ModelShape
 
 MAX_LAYERS = 1024  # several times as many as any model has; each takes memory before the weights are read
@@ -75,20 +75,21 @@ class Config:
         return tuple(dict.fromkeys(ids))
 
 
-_MORE_ACTIVATIONS = "stage04_kernels.features.activations.names"
+_MORE_ACTIVATIONS = "stage04_kernels.features.activations.names:ACTIVATIONS"
 
 
 def read_gpt2(config: Config, architecture: str) -> ModelShape:
     """GPT-2's config.json, with its own names for the sizes. Raises ConfigError."""
-    more = load(f"{_MORE_ACTIVATIONS}:ACTIVATIONS") if is_there(_MORE_ACTIVATIONS) else ()
-    config.only({"activation_function": ("gelu_new", "gelu_pytorch_tanh", *more), "add_cross_attention": (False,)})
+    own, activation = ("gelu_new", "gelu_pytorch_tanh"), config.values.get("activation_function", "gelu_new")
+    more = () if activation in own else load_feature(_MORE_ACTIVATIONS, f"activation_function = {activation!r}")
+    config.only({"activation_function": (*own, *more), "add_cross_attention": (False,)})
     context_key = "n_ctx" if "n_positions" not in config.values and "n_ctx" in config.values else "n_positions"
     intermediate_size = config.size("n_inner", 4 * config.size("n_embd"))
     shape = plain_shape(config, architecture, intermediate_size, "n_embd", "n_head", "n_layer", context_key)
     return replace(
         shape,
         layer_norm_epsilon=config.epsilon("layer_norm_epsilon", 1e-5),
-        activation_function=config.values.get("activation_function", "gelu_new"),
+        activation_function=activation,
         scale_attn_weights=config.flag("scale_attn_weights", True),
         scale_attn_by_inverse_layer_idx=config.flag("scale_attn_by_inverse_layer_idx", False),
         tie_word_embeddings=config.flag("tie_word_embeddings", True),

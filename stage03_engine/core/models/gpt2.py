@@ -124,8 +124,7 @@ class GPT2LMHeadModel(nn.Module):
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """[num_rows, hidden_size] -> float32 [num_rows, vocab_size]. Only for sampled rows: this is the model's largest
         matrix."""
-        output = self.wte if self.lm_head is None else self.lm_head
-        return F.linear(hidden_states, output.weight).float()
+        return F.linear(hidden_states, (self.lm_head or self.wte).weight).float()
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Raises ConfigError for a checkpoint that does not fit."""
