@@ -179,6 +179,13 @@ def test_unusable_configs_are_refused(changes: dict[str, Any], message: str, tmp
     assert str(tmp_path / "config.json") in str(refusal.value)
 
 
+def test_an_activation_whose_feature_was_taken_out_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stage03_engine.hf_config._MORE_ACTIVATIONS", "stage04_kernels.features.gone:ACTIVATIONS")
+    assert read_shape(model_folder(tmp_path)).activation_function == "gelu_new"
+    with pytest.raises(ConfigError, match="^activation_function = 'relu' is not installed$"):
+        read_shape(model_folder(tmp_path, activation_function="relu"))
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b"null", b"[" * 100_000])
 def test_corrupt_configs_are_refused_in_one_line(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(content)
