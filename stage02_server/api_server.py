@@ -91,6 +91,8 @@ MIDDLEWARE = (  # outermost first; each is called with (app, args)
 )
 
 COLLECT = ("stage02_server.features.collect",)
+PARSED = ("stage02_server.features.tools", "stage02_server.features.structured_outputs")
+LOGPROBS = "stage02_server.features.logprobs"
 TOOL_FLAGS = (
     "enable_auto_tool_choice", "tool_call_parser", "tool_parser_plugin", "reasoning_parser", "reasoning_parser_plugin"
 )  # fmt: skip
@@ -104,15 +106,8 @@ HTTP_FEATURES = (  # each is called with (app, services); the first of two route
     Feature("stage02_server.features.admin.state_metric:install"),
     Feature("stage02_server.features.page.routes:install"),
     Feature("stage02_server.features.page.docs:install"),
-    Feature(
-        "stage02_server.features.responses.routes:install",
-        tasks=("generate",),
-        needs=(
-            "stage02_server.features.tools",
-            "stage02_server.features.structured_outputs",
-            "stage02_server.features.logprobs",
-        ),
-    ),
+    Feature("stage02_server.features.responses.routes:install", tasks=("generate",), needs=(*PARSED, LOGPROBS)),
+    Feature("stage02_server.features.messages.routes:install", tasks=("generate",), needs=PARSED),
     Feature("stage02_server.features.tools.install:install", flags=TOOL_FLAGS),
     Feature("stage02_server.features.per_request_metrics.install:install", flags=("enable_per_request_metrics",)),
     Feature("stage02_server.features.admin.request_logger:install", flags=("enable_log_requests",)),

@@ -21,10 +21,10 @@ from stage03_engine.mixins import mixins
 from stagetrace import trace
 
 PREFIX = {
-    "/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-", "/v1/responses": "resp_", "/v1/embeddings": "embd-",
-    "/pooling": "pool-", "/v1/audio/transcriptions": "trsc-", "/v1/audio/translations": "trsl-", "/score": "score-",
-    "/classify": "classify-", "/v1/score": "score-", "/rerank": "rerank-", "/v1/rerank": "rerank-", "/v2/rerank": "rerank-",
-    "/invocations": "invocation-",
+    "/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-", "/v1/responses": "resp_", "/v1/messages": "msg_",
+    "/v1/embeddings": "embd-", "/pooling": "pool-", "/v1/audio/transcriptions": "trsc-", "/score": "score-",
+    "/v1/audio/translations": "trsl-", "/v1/score": "score-", "/classify": "classify-", "/invocations": "invocation-",
+    "/rerank": "rerank-", "/v1/rerank": "rerank-", "/v2/rerank": "rerank-",
 }  # fmt: skip
 ACCEPTED_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 CONNECTION = "stages.connection"  # in a scope's extensions: `abort` ends the connection without waiting for its client
@@ -138,7 +138,8 @@ class RequestMiddleware:
             return
         req = None
         state = scope.setdefault("state", {})
-        if (path := route_path(scope)) in PREFIX:
+        path = state["path"] = route_path(scope)
+        if path in PREFIX:
             # Anyone who knows its id can read a stored response, so clients cannot choose it.
             chosen = None if path == "/v1/responses" else Headers(scope=scope).get("x-request-id")
             state["ids"] = make_ids(PREFIX[path], chosen)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from stage03_engine.errors import ConfigError
-from stage03_engine.mixins import is_there, load
+from stage03_engine.mixins import is_there, load, load_feature
 from stage03_engine.model_shape import ModelShape
 
 MAX_LAYERS = 1024  # several times as many as any model has; each takes memory before the weights are read
@@ -57,7 +57,7 @@ class Config:
         """Refuse any other value of these keys."""
         for key, allowed in fixed.items():
             if key in self.values and self.values[key] not in allowed:
-                self.refuse(f"{key} = {self.values[key]!r} is not supported; only {allowed[0]!r} is")
+                self.refuse(f"{key} = {self.values[key]!r} is not supported, only {', '.join(map(repr, allowed))}")
 
     def dtype(self) -> str:
         """The number format of the weights."""
@@ -75,35 +75,31 @@ class Config:
         return tuple(dict.fromkeys(ids))
 
 
-_GPT2_FIXED = {
-    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-    "scale_attn_weights": (True,),
-    "scale_attn_by_inverse_layer_idx": (False,),
-    "add_cross_attention": (False,),
-    "tie_word_embeddings": (True,),
-}
-"""Keys that change GPT-2's mathematics, and the values that are supported."""
+_MORE_ACTIVATIONS = "stage04_kernels.features.activations.names:ACTIVATIONS"
 
 
 def read_gpt2(config: Config, architecture: str) -> ModelShape:
     """GPT-2's config.json, with its own names for the sizes. Raises ConfigError."""
-    config.only(_GPT2_FIXED)
+    own, activation = ("gelu_new", "gelu_pytorch_tanh"), config.values.get("activation_function", "gelu_new")
+    more = () if activation in own else load_feature(_MORE_ACTIVATIONS, f"activation_function = {activation!r}")
+    config.only({"activation_function": (*own, *more), "add_cross_attention": (False,)})
     context_key = "n_ctx" if "n_positions" not in config.values and "n_ctx" in config.values else "n_positions"
     intermediate_size = config.size("n_inner", 4 * config.size("n_embd"))
-    keys = ("n_embd", "n_head", "n_layer", context_key)
-    shape = plain_shape(config, architecture, intermediate_size, *keys)
-    return replace(shape, layer_norm_epsilon=config.epsilon("layer_norm_epsilon", 1e-5))
+    shape = plain_shape(config, architecture, intermediate_size, "n_embd", "n_head", "n_layer", context_key)
+    return replace(
+        shape,
+        layer_norm_epsilon=config.epsilon("layer_norm_epsilon", 1e-5),
+        activation_function=activation,
+        scale_attn_weights=config.flag("scale_attn_weights", True),
+        scale_attn_by_inverse_layer_idx=config.flag("scale_attn_by_inverse_layer_idx", False),
+        tie_word_embeddings=config.flag("tie_word_embeddings", True),
+    )
 
 
 def plain_shape(
-    config: Config,
-    architecture: str,
-    intermediate_size: int,
-    hidden_key: str,
-    heads_key: str,
-    layers_key: str,
+    config: Config, architecture: str, intermediate_size: int, hidden_key: str, heads_key: str, layers_key: str,
     context_key: str,
-) -> ModelShape:
+) -> ModelShape:  # fmt: skip
     """A decoder whose heads split the hidden size evenly and share no keys."""
     hidden_size, num_heads = config.size(hidden_key), config.size(heads_key)
     if hidden_size % num_heads:

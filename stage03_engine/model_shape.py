@@ -29,6 +29,10 @@ class ModelShape(*mixins(_FIELDS + "LlamaShape", _FIELDS + "WhisperShape", _FIEL
     torch_dtype: str = "float32"
     eos_token_id: int | None = None
     more_eos_token_ids: tuple[int, ...] = ()  # some models have several tokens that end a text
+    activation_function: str = "gelu_new"  # between the two matrices of GPT-2's MLP
+    scale_attn_weights: bool = True  # by 1 / sqrt(head_dim), and with the next one by 1 / the layer's number too
+    scale_attn_by_inverse_layer_idx: bool = False
+    tie_word_embeddings: bool = True  # the output matrix is the token embedding
 
 
 def _gpt2(num_layers: int, num_heads: int, hidden_size: int) -> ModelShape:

@@ -66,6 +66,15 @@ OTHERS = {
 """Attention backends that bring their own; every other one uses torch's."""
 
 
+MORE_ACTIVATIONS = "stage04_kernels.features.activations.names:ACTIVATIONS"  # than GPT-2's own
+
+
+def activation(name: str, backend: str) -> Callable[[Tensor], Tensor]:
+    """The activation that a checkpoint names: GPT-2's own of this backend, any other one in torch."""
+    own = name in ("gelu_new", "gelu_pytorch_tanh")  # two ways to compute one formula
+    return layer_kernels(backend).gelu if own else load(load(MORE_ACTIVATIONS)[name])
+
+
 def layer_kernels(backend: str) -> LayerKernels:
     """The norms and activations that go with an attention backend."""
     found: LayerKernels = load(OTHERS[backend]) if backend in OTHERS else TORCH

@@ -176,10 +176,10 @@ def sample_random(logits: Tensor, seeds: list[int], positions: list[int]) -> Ten
 
 
 def gather_logprobs(logits: Tensor, token_ids: Tensor, num_logprobs: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Token ids and log-probabilities [num_rows, num_logprobs + 1] (given token first, then the most likely), and ranks."""
+    """Token ids and log-probabilities [num_rows, min(num_logprobs, vocab) + 1] (given token first, then the likeliest), ranks."""
     logprobs = logits.float().log_softmax(dim=-1)
     chosen = logprobs.gather(1, token_ids[:, None])  # [num_rows, 1]
-    best = logprobs.topk(num_logprobs, dim=-1)
+    best = logprobs.topk(min(num_logprobs, logits.shape[1]), dim=-1)
     ranks = (logprobs > chosen).sum(dim=-1) + 1
     return torch.cat([token_ids[:, None], best.indices], 1), torch.cat([chosen, best.values], 1), ranks
 

@@ -151,7 +151,8 @@ ON_BY_DEFAULT = {
     "stage02_server.features.logprobs",
     "stage02_server.features.page",  # the page at /
     "stage02_server.features.refusals",  # why another route of vLLM's is a 404
-    "stage02_server.features.responses",  # /v1/responses, which parses answers and tools with
+    "stage02_server.features.messages",  # /v1/messages
+    "stage02_server.features.responses",  # /v1/responses, which parses answers and tools with, as the messages do
     "stage02_server.features.tools",
     "stage02_server.features.structured_outputs",
     "stage02_server.features.sagemaker",  # /invocations

@@ -15,7 +15,6 @@ _NO_DECISIONS = "its model writes text and has no {} task"
 _NO_WEIGHT_UPDATES = "weights are loaded once, when the server starts"
 _NO_SLEEP = "the engine keeps its weights and its cache in memory for as long as it runs"
 _NO_LORA = "LoRA adapters are not built"
-_NO_ANTHROPIC = "Anthropic's Messages API is not built; use /v1/chat/completions or /v1/responses"
 _NO_EXPERTS = "there is one engine without expert parallelism, so nothing scales"
 
 ABSENT: dict[str, tuple[str, str]] = {
@@ -23,8 +22,6 @@ ABSENT: dict[str, tuple[str, str]] = {
     "/v1/systemone": ("POST", _NO_DECISIONS.format("structured decision")),
     "/v1/decisions": ("POST", _NO_DECISIONS.format("decision")),
     "/generative_scoring": ("POST", "ask /v1/completions for logprobs, with echo and max_tokens 0 to score a text"),
-    "/v1/messages": ("POST", _NO_ANTHROPIC),
-    "/v1/messages/count_tokens": ("POST", _NO_ANTHROPIC + ", and /tokenize to count"),
     "/v1/chat/completions/batch": ("POST", "send one request per chat to /v1/chat/completions; they run together"),
     "/inference/v1/generate": ("POST", "send token ids as prompt to /v1/completions"),
     "/v1/realtime": ("GET", "its model writes text and has no realtime task"),
@@ -50,6 +47,8 @@ TASKS: dict[str, tuple[str, str]] = {
     "/v1/responses": ("POST", "generate"),
     "/v1/responses/{response_id}": ("GET", "generate"),
     "/v1/responses/{response_id}/cancel": ("POST", "generate"),
+    "/v1/messages": ("POST", "generate"),
+    "/v1/messages/count_tokens": ("POST", "generate"),
     "/v1/embeddings": ("POST", "embed"),
     "/pooling": ("POST", "token_embed"),
     "/classify": ("POST", "classify"),

@@ -28,7 +28,6 @@ class LlamaShape:
     attention_bias: bool = False  # of the query, key and value matrices
     attention_output_bias: bool = False
     qk_norm: bool = False  # RMSNorm over each head of queries and keys
-    tie_word_embeddings: bool = True  # the output matrix is the token embedding
 
 
 @dataclass(frozen=True, kw_only=True)

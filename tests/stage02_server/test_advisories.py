@@ -159,7 +159,7 @@ def test_deep_and_long_json(server: InProcessServer, text: str) -> None:
 # --- a template that comes with a request is a program that a stranger wrote
 
 
-@pytest.mark.parametrize("path", [CHAT, "/tokenize", COMPLETIONS, "/v1/responses"])
+@pytest.mark.parametrize("path", [CHAT, "/tokenize", COMPLETIONS, "/v1/responses", "/v1/messages"])
 @pytest.mark.parametrize(
     "smuggled",
     [
@@ -172,13 +172,15 @@ def test_deep_and_long_json(server: InProcessServer, text: str) -> None:
 def test_no_request_brings_its_own_template(server: InProcessServer, path: str, smuggled: dict[str, Any]) -> None:
     body = (
         {"messages": MESSAGES, "max_tokens": 20}
-        if path in (CHAT, "/tokenize")
+        if path in (CHAT, "/tokenize", "/v1/messages")
         else {"prompt": "Hello", "input": "Hello"}
     )
+    body |= {"model": "byte-model"}
     response = server.post(path, body | smuggled)
     assert response.status_code in (200, 400, 404)
     if response.status_code == 200:  # a field that does not exist on this route changes nothing
         plain = server.post(path, body).json()
+        assert response.json().get("content") == plain.get("content")
         assert response.json().get("choices") == plain.get("choices") and response.json().get("tokens") == plain.get(
             "tokens"
         )

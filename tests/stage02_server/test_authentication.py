@@ -76,6 +76,13 @@ def test_each_key_opens(locked: InProcessServer, key: str, scheme: str) -> None:
     assert call(locked, "/v1/models", [(b"authorization", f"{scheme} {key}".encode())])[0] == 200
 
 
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("more", [[], bearer("not-ours")], ids=str)
+def test_each_key_opens_as_clients_of_anthropic_send_it(locked: InProcessServer, key: str, more: Headers) -> None:
+    """They send a bearer token as well where the environment has one, which may be meant for somebody else."""
+    assert call(locked, "/v1/models", [(b"x-api-key", key.encode()), *more])[0] == 200
+
+
 @pytest.mark.parametrize(
     "headers",
     [
@@ -89,7 +96,12 @@ def test_each_key_opens(locked: InProcessServer, key: str, scheme: str) -> None:
         [(b"authorization", b"Basic first-key")],
         [(b"authorization", b"Bearer \xff\xfe")],
         [(b"authorization", b"Bearer wrong"), *bearer("first-key")],
-        [(b"x-api-key", b"first-key")],
+        [(b"x-api-key", b"")],
+        [(b"x-api-key", b"first-ke")],
+        [(b"x-api-key", b"Bearer first-key")],
+        [(b"x-api-key", b"first-key"), (b"x-api-key", b"first-key")],
+        [(b"x-api-key", b"wrong"), *bearer("wrong")],
+        [(b"x-api-key", b"wrong"), (b"authorization", b"Basic first-key")],
         [(b"cookie", b"authorization=Bearer first-key")],
     ],
     ids=str,

@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import anthropic
 import httpx
 import pytest
-from patience import PATIENCE
+from patience import PATIENCE, wait_until
 from server_under_test import ServerProcess
 
 PROMPT = "To be, or not to be"
@@ -99,6 +102,73 @@ def test_llm(url: str, greedy_chat: str, tmp_path: Path) -> None:
         )
         assert result.returncode == 0, result.stderr
         assert result.stdout.rstrip("\n") == greedy_chat.rstrip("\n")
+
+
+@pytest.fixture(scope="module")
+def claude(url: str) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=url.removesuffix("/v1"), api_key="none", max_retries=0) as client:
+        yield client
+
+
+SAID: dict[str, Any] = {
+    "model": "gpt2-tiny", "max_tokens": 8, "messages": [{"role": "user", "content": PROMPT}],
+    "extra_body": {"temperature": 0},  # newer versions of the client have no argument for it
+}  # fmt: skip
+
+
+def test_anthropic(claude: anthropic.Anthropic, greedy_chat: str) -> None:
+    answer = claude.messages.create(**SAID)
+    assert answer.content[0].text == greedy_chat and answer.stop_reason == "max_tokens"
+    counted = claude.messages.count_tokens(model="gpt2-tiny", messages=SAID["messages"]).input_tokens
+    assert counted == answer.usage.input_tokens + answer.usage.cache_read_input_tokens
+    with claude.messages.stream(**SAID) as stream:
+        assert "".join(stream.text_stream) == greedy_chat
+        assert stream.get_final_message().usage.output_tokens == 8
+    stopped = claude.messages.create(**SAID, stop_sequences=[greedy_chat[3]])
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", greedy_chat[3])
+    with pytest.raises(anthropic.NotFoundError) as refusal:
+        claude.messages.create(**SAID | {"model": "other"})
+    assert refusal.value.type == "not_found_error"
+    with pytest.raises(anthropic.BadRequestError, match="output_config.format cannot be used as a grammar"):
+        form = {"type": "json_schema", "schema": {"type": 7}}
+        claude.messages.create(**SAID, output_config={"format": form}, stream=True)  # type: ignore[call-overload]
+
+
+def test_anthropic_calls_tools(claude: anthropic.Anthropic) -> None:
+    """A tool is called, its result goes back, and the conversation goes on; also in a stream."""
+    schema = {"properties": {"at": {"enum": ["sun", "moon"]}}, "required": ["at"]}
+    tool: Any = {"name": "look", "description": "See.", "input_schema": schema}
+    for choice in ({"type": "tool", "name": "look"}, {"type": "any", "disable_parallel_tool_use": True}):
+        more: Any = {"max_tokens": 60, "tools": [tool], "tool_choice": choice}
+        answer = claude.messages.create(**SAID | more)
+        with claude.messages.stream(**SAID | more) as stream:
+            streamed = stream.get_final_message()
+        for message in (answer, streamed):
+            [call] = message.content
+            assert message.stop_reason == "tool_use" and call.name == "look" and call.input["at"] in ("sun", "moon")
+        assert answer.content[0].input == streamed.content[0].input
+        result = {"type": "tool_result", "tool_use_id": answer.content[0].id, "content": "It is bright."}
+        talk: Any = [
+            *SAID["messages"],
+            {"role": "assistant", "content": answer.content},
+            {"role": "user", "content": [result]},
+        ]
+        last = claude.messages.create(**SAID | {"messages": talk, "tools": [tool], "tool_choice": {"type": "none"}})
+        assert last.content[0].type == "text"
+
+
+def test_anthropic_leaves_a_stream(claude: anthropic.Anthropic, url: str) -> None:
+    """Its request ends in the engine too."""
+
+    def aborted() -> float:
+        metrics = httpx.get(url.removesuffix("/v1") + "/metrics").text
+        line = next(line for line in metrics.splitlines() if re.match(r'vllm:request_success_total.*"abort"', line))
+        return float(line.split()[-1])
+
+    before = aborted()
+    with claude.messages.stream(**SAID | {"max_tokens": 400}) as stream:
+        next(iter(stream.text_stream))
+    wait_until(lambda: aborted() == before + 1, "the engine goes on")
 
 
 NODE_SESSION = """

@@ -86,6 +86,10 @@ GENERATING: list[tuple[str, Callable[[str], dict[str, Any]]]] = [
     ("/v1/completions", lambda text: {"prompt": ["a", text, "b"], "max_tokens": 2, "echo": True}),
     ("/v1/chat/completions", lambda text: {"messages": [{"role": "user", "content": text}], "max_tokens": 2}),
     ("/v1/responses", lambda text: {"input": text, "max_output_tokens": 2}),
+    (
+        "/v1/messages",
+        lambda text: {"model": "byte-model", "messages": [{"role": "user", "content": text}], "max_tokens": 2},
+    ),
 ]
 POOLING: list[tuple[str, Callable[[str], dict[str, Any]]]] = [
     ("/v1/embeddings", lambda text: {"input": ["a", text]}),

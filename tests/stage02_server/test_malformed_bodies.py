@@ -17,6 +17,8 @@ from server_under_test import InProcessServer
 VALID: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "a b", "max_tokens": 4},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a b"}], "max_tokens": 4},
+    "/v1/messages": {"model": "byte-model", "messages": [{"role": "user", "content": "a b"}], "max_tokens": 4},
+    "/v1/messages/count_tokens": {"model": "byte-model", "messages": [{"role": "user", "content": "a b"}]},
     "/tokenize": {"prompt": "a b"},
     "/detokenize": {"tokens": [97, 98]},
     "/abort_requests": {"request_ids": ["cmpl-x"]},
@@ -29,6 +31,7 @@ FIELDS = [
     "length_penalty", "early_stopping", "min_tokens", "ignore_eos", "bad_words", "allowed_token_ids", "priority",
     "cache_salt", "truncate_prompt_tokens", "vllm_xargs", "tools", "tool_choice", "chat_template", "tokens",
     "add_special_tokens", "return_token_strs", "request_ids", "request_id", "kv_transfer_params", "documents",
+    "system", "thinking", "output_config", "stop_sequences", "metadata",
 ]  # fmt: skip
 odd_numbers = st.sampled_from(
     [0, -1, 1, 2**31, -(2**31) - 1, 2**63, 2**64, 10**30, 1e308, -1e308, 1e-320, float("nan"), float("inf"), -0.0]
@@ -67,10 +70,12 @@ def check(server: InProcessServer, path: str, body: bytes, content_type: str) ->
     assert answer.status_code < 500, answer.text
     if answer.status_code >= 400:
         error = answer.json()["error"]
-        assert error["code"] == answer.status_code and error["message"] and error["type"]
+        assert path.startswith("/v1/messages") or error["code"] == answer.status_code
+        assert error["message"] and error["type"]
         assert len(answer.content) < 3000, "the offending value comes back"
     elif answer.headers.get("content-type", "").startswith("text/event-stream"):
-        assert '"InternalServerError"' not in answer.text and answer.text.endswith("data: [DONE]\n\n")
+        assert '"InternalServerError"' not in answer.text and '"api_error"' not in answer.text
+        assert answer.text.endswith(("data: [DONE]\n\n", 'data: {"type": "message_stop"}\n\n'))
     follow(server)
 
 

@@ -51,7 +51,8 @@ def test_errors_streams_and_empty_answers_are_described(url: str) -> None:
         for operation in operations.values():
             answers = operation["responses"]
             assert "422" not in answers, path
-            assert answers["default"]["content"]["application/json"]["schema"]["$ref"].endswith("/ErrorResponse")
+            shape = "AnthropicErrorResponse" if path.startswith("/v1/messages") else "ErrorResponse"
+            assert answers["default"]["content"]["application/json"]["schema"]["$ref"].endswith(f"/{shape}")
     completion = description["paths"]["/v1/completions"]["post"]["responses"]["200"]
     assert completion["content"].keys() == {"application/json", "text/event-stream"}
     assert "content" not in description["paths"]["/health"]["get"]["responses"]["200"]

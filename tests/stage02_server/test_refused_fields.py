@@ -36,6 +36,8 @@ def test_every_field_of_a_feature_is_listed() -> None:
         ("request", {"suffix": "x"}, "suffix is not supported by this server; leave it out."),
         ("request", {"best_of": 2}, "best_of belongs to the feature sampling, which is not installed."),
         ("request", {"suffix": "", "audio": None, "tools": [], "nobody_knows_it": 1}, None),
+        ("messages", {"mcp_servers": [{}]}, "mcp_servers is not supported by this server; leave it out."),
+        ("messages", {"mcp_servers": [], "best_of": 2, "context_management": {"edits": []}}, None),
         ("pooling", {"endianness": "big"}, "endianness is not supported by this server; leave it out."),
         ("pooling", {"endianness": "little", "best_of": 2}, None),
     ],

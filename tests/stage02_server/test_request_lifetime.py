@@ -80,12 +80,13 @@ async def send_and_leave(server: InProcessServer, path: str, body: dict[str, Any
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/messages"])
 def test_a_client_that_leaves_is_aborted_in_the_engine(
     make_server: MakeServer, path: str, n: int, stream: bool
 ) -> None:
     server = make_server(RecordingEcho(tick_seconds=3600))  # the engine alone would never finish
     body = {"prompt": "x", "messages": [{"role": "user", "content": "x"}], "n": n, "stream": stream}
+    body |= {"model": "byte-model", "max_tokens": 50}
     server.run(send_and_leave(server, path, body))
     assert len(server.client.added) >= 1
     assert sorted(server.client.aborted) == sorted(server.client.added)

@@ -125,6 +125,15 @@ def test_every_family_answers_with_classes_without_any_flag(family: str, tmp_pat
             llm.generate("a")
 
 
+def test_a_relative_of_gpt2_answers_with_classes(tmp_path: Path) -> None:
+    """Its output matrix is not there, as in every classifier, whatever its config.json says."""
+    other = {"activation_function": "relu", "scale_attn_by_inverse_layer_idx": True, "tie_word_embeddings": False}
+    model = classifier(tmp_path, "gpt2", num_labels=2, **other)
+    with LLM(str(tmp_path), **ROOMY) as llm:
+        (output,) = llm.encode("to be, or not")
+        assert_right(model, output, PoolingParams(task="classify"))
+
+
 @pytest.mark.parametrize(
     ("settings_of_model", "activation"),
     [

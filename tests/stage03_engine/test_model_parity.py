@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.activations import ACT2CLS
 
 import stage03_engine.bundled
 from stage03_engine.arg_utils import EngineArgs
@@ -45,9 +47,10 @@ def hf_model(folder: Path) -> GPT2LMHeadModel:
     return GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def our_logits(folder: Path, tokens: list[int]) -> torch.Tensor:
+def our_logits(folder: Path, tokens: list[int], backend: str = "auto") -> torch.Tensor:
     """Logits of every position, [num_tokens, vocab], through the paged path: one request whose blocks lie out of order."""
-    config = EngineArgs.from_kwargs(model=str(folder), tokenizer=str(BUNDLED), device="cpu")
+    how = {"tokenizer": str(BUNDLED), "device": "cpu", "attention_backend": backend}
+    config = EngineArgs.from_kwargs(model=str(folder), **how)
     model = get_model(config, torch.float32, torch.device("cpu"))
     shape, block_size, n = config.shape, 4, len(tokens)
     table = torch.randperm(-(-n // block_size), generator=torch.Generator().manual_seed(0)) + 1
@@ -76,6 +79,101 @@ def test_logits_agree_with_transformers(which: str, random_folder: Path) -> None
         expected = reference(tokens[None]).logits[0]
     difference = (our_logits(folder, tokens.tolist()) - expected).abs().max().item()
     assert difference <= 1e-4
+
+
+RELATIVES: dict[str, dict[str, Any]] = {
+    "own output matrix": {"tie_word_embeddings": False},
+    "scaled by layer": {"scale_attn_by_inverse_layer_idx": True},
+    "not scaled": {"scale_attn_weights": False},
+    "scaled by layer alone": {"scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True},
+    "upcast": {
+        "reorder_and_upcast_attn": True,
+        "scale_attn_by_inverse_layer_idx": True,
+        "attn_implementation": "eager",
+    },
+    "narrow MLP": {"n_inner": 7},
+    "three tokens": {"vocab_size": 3, "tie_word_embeddings": False},
+    "one token": {"vocab_size": 1},
+    "heads of 1": {"n_embd": 3, "n_head": 3},
+    "heads of 7": {"n_embd": 21, "n_head": 3},
+    "heads of 80": {"n_embd": 160, "n_head": 2},
+    "one head of 256": {"n_embd": 256, "n_head": 1},
+    "one head of 300": {"n_embd": 300, "n_head": 1},
+    "all at once": {
+        "tie_word_embeddings": False,
+        "scale_attn_by_inverse_layer_idx": True,
+        "activation_function": "relu2",
+    },
+}
+"""What else transformers reads as GPT-2."""
+ACTIVATIONS = {name: {"activation_function": name} for name in ACT2CLS if name not in ("prelu", "xielu")}
+
+
+def relative(folder: Path, **changes: Any) -> GPT2LMHeadModel:
+    """A small GPT-2 with random weights large enough that every part matters, which transformers saved in `folder`."""
+    torch.manual_seed(4)
+    small = {"vocab_size": 101, "n_positions": 32, "n_embd": 24, "n_layer": 3, "n_head": 2}
+    model = GPT2LMHeadModel(GPT2Config(**small | {"bos_token_id": 0, "eos_token_id": 0} | changes)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    return model
+
+
+ATTENDS = ("scaled by layer", "scaled by layer alone", "heads of 1", "heads of 7", "heads of 80", "one head of 300")
+
+
+@pytest.mark.parametrize(
+    ("which", "backend"),
+    [(which, "torch") for which in RELATIVES]
+    + [(which, backend) for which in ATTENDS for backend in ("cpu", "triton-interpret", "reference")],
+)
+def test_every_relative_of_gpt2_agrees_with_transformers(which: str, backend: str, tmp_path: Path) -> None:
+    reference = relative(tmp_path, **RELATIVES[which])
+    tokens = torch.randint(reference.config.vocab_size, (20,), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected = reference(tokens[None]).logits[0]
+    assert expected.std() > 0.1 or expected.shape[1] == 1
+    torch.testing.assert_close(our_logits(tmp_path, tokens.tolist(), backend), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_every_activation_is_that_of_transformers(name: str, tmp_path: Path) -> None:
+    reference = relative(tmp_path, **ACTIVATIONS[name])
+    tokens = list(range(20))
+    with torch.inference_mode():
+        expected = reference(torch.tensor([tokens])).logits[0]
+    torch.testing.assert_close(our_logits(tmp_path, tokens), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("which", "backend"),
+    [("all at once", "torch"), ("all at once", "cpu"), ("one token", "torch"), ("three tokens", "torch"),
+     ("three tokens", "triton-interpret")],
+)  # fmt: skip
+def test_a_relative_writes_what_transformers_writes(which: str, backend: str, tmp_path: Path) -> None:
+    """Through the whole engine, in chunks and beside others; a sampled answer stays within the vocabulary."""
+    model = relative(tmp_path, **RELATIVES[which])
+    vocab_size = model.config.vocab_size
+    prompt = [token % vocab_size for token in range(2, 8)]
+    expected = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt)),
+        do_sample=False,
+        max_new_tokens=4,
+        pad_token_id=0,
+        eos_token_id=None,
+    )[0, len(prompt) :].tolist()
+    how = {"attention_backend": backend, "max_num_batched_tokens": 4, "max_num_seqs": 3, "num_gpu_blocks_override": 20}
+    with LLM(str(tmp_path), tokenizer=str(BUNDLED), device="cpu", **how) as llm:
+        greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        drawn = SamplingParams(
+            temperature=1, top_k=2, top_p=0.9, min_p=0.01, seed=1, logprobs=5, max_tokens=4, ignore_eos=True
+        )
+        outputs = llm.generate([prompt, prompt, prompt], [greedy, drawn, greedy])
+    assert [outputs[0].outputs[0].token_ids, outputs[2].outputs[0].token_ids] == [expected, expected]
+    assert len(outputs[1].outputs[0].token_ids) == 4 and set(outputs[1].outputs[0].token_ids) <= set(range(vocab_size))
 
 
 def hf_greedy(prompts: list[list[int]], count: int) -> list[list[int]]:

@@ -137,6 +137,13 @@ def test_every_shard_must_be_there(tmp_path: Path) -> None:
         ({"torch_dtype": ...}, "torch_dtype", "float32"),
         ({"eos_token_id": ...}, "eos_token_id", None),
         ({"layer_norm_epsilon": ...}, "layer_norm_epsilon", 1e-5),
+        ({"activation_function": ...}, "activation_function", "gelu_new"),
+        ({"activation_function": "relu"}, "activation_function", "relu"),
+        ({"scale_attn_weights": False}, "scale_attn_weights", False),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx", True),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings", False),
+        ({"tie_word_embeddings": ...}, "tie_word_embeddings", True),
+        ({"vocab_size": 3}, "vocab_size", 3),
     ],
 )
 def test_shapes_are_read(changes: dict[str, Any], field: str, value: Any, tmp_path: Path) -> None:
@@ -157,14 +164,26 @@ def test_shapes_are_read(changes: dict[str, Any], field: str, value: Any, tmp_pa
         ({"layer_norm_epsilon": float("nan")}, "layer_norm_epsilon"),
         ({"torch_dtype": "int8"}, "number format 'int8' is not supported"),
         ({"eos_token_id": [1, "2"]}, "eos_token_id must be an integer or a list"),
-        ({"activation_function": "relu"}, "activation_function = 'relu' is not supported"),
-        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True is not supported"),
+        ({"activation_function": "prelu"}, "activation_function = 'prelu' is not supported, only 'gelu_new', "),
+        ({"activation_function": None}, "activation_function = None is not supported"),
+        ({"activation_function": ["relu"]}, "activation_function = .'relu'. is not supported"),
+        ({"add_cross_attention": True}, "add_cross_attention = True is not supported"),
+        ({"scale_attn_by_inverse_layer_idx": 1}, "scale_attn_by_inverse_layer_idx must be true or false, not 1"),
+        ({"scale_attn_weights": "no"}, "scale_attn_weights must be true or false"),
+        ({"tie_word_embeddings": None}, "tie_word_embeddings must be true or false"),
     ],
 )
 def test_unusable_configs_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message) as refusal:
         resolve_model(str(model_folder(tmp_path, **changes)), "dummy")
     assert str(tmp_path / "config.json") in str(refusal.value)
+
+
+def test_an_activation_whose_feature_was_taken_out_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stage03_engine.hf_config._MORE_ACTIVATIONS", "stage04_kernels.features.gone:ACTIVATIONS")
+    assert read_shape(model_folder(tmp_path)).activation_function == "gelu_new"
+    with pytest.raises(ConfigError, match="^activation_function = 'relu' is not installed$"):
+        read_shape(model_folder(tmp_path, activation_function="relu"))
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b"null", b"[" * 100_000])
@@ -175,6 +194,7 @@ def test_corrupt_configs_are_refused_in_one_line(content: bytes, tmp_path: Path)
     assert "\n" not in str(refusal.value)
 
 
+RELATIVES = ["activation_function", "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "tie_word_embeddings"]
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=2),
@@ -182,7 +202,9 @@ ANYTHING = st.recursive(
 
 
 @settings(deadline=None)
-@given(changes=st.dictionaries(st.sampled_from([*CONFIG, "n_inner", "n_ctx", "dtype"]), ANYTHING, max_size=3))
+@given(
+    changes=st.dictionaries(st.sampled_from([*CONFIG, "n_inner", "n_ctx", "dtype", *RELATIVES]), ANYTHING, max_size=3)
+)
 def test_any_config_gives_a_sound_shape_or_a_refusal(changes: dict[str, Any], tmp_path: Path) -> None:
     try:
         shape = read_shape(model_folder(tmp_path, **changes))

@@ -26,7 +26,8 @@ OPEN_PATHS = frozenset(
 
 
 class AuthenticationMiddleware:
-    """Refuses with a 401 what is not on the open list and has no `Authorization: Bearer KEY` with one of the keys."""
+    """Refuses with a 401 what is not on the open list and has none of the keys, as `Authorization: Bearer KEY` or, as Anthropic's
+    clients send it, as `x-api-key: KEY`."""
 
     def __init__(self, app: ASGIApp, args: HardeningFlags) -> None:
         self._app = app
@@ -36,15 +37,21 @@ class AuthenticationMiddleware:
         if scope["type"] == "lifespan" or route_path(scope) in OPEN_PATHS or self._has_key(scope):
             await self._app(scope, receive, send)
             return
-        error = APIError(401, "AuthenticationError", "Send a valid API key, as the header Authorization: Bearer KEY.")
+        text = "Send a valid API key, as the header Authorization: Bearer KEY or x-api-key: KEY."
+        error = APIError(401, "AuthenticationError", text)
         response = error_response(scope, error)
         response.headers["WWW-Authenticate"] = "Bearer"
         await response(scope, receive, send)
 
     def _has_key(self, scope: Scope) -> bool:
         """Compares digests, with every key and each in constant time: how long it takes says nothing about a key."""
-        given = Headers(scope=scope).getlist("authorization")
-        scheme, _, key = given[0].partition(" ") if len(given) == 1 else ("", "", "")
+        headers = Headers(scope=scope)
+        bearers, keys = headers.getlist("authorization"), headers.getlist("x-api-key")
+        scheme, _, bearer = bearers[0].partition(" ") if len(bearers) == 1 else ("", "", "")
+        known = self._is_known(bearer), self._is_known(keys[0] if keys else "")
+        return (scheme.lower() == "bearer" and known[0]) or (len(keys) == 1 and known[1])
+
+    def _is_known(self, key: str) -> bool:
         digest = hashlib.sha256(key.strip().encode("latin-1")).digest()  # Headers decodes the bytes as Latin-1
-        equal = [hmac.compare_digest(digest, known) for known in self._digests]
-        return scheme.lower() == "bearer" and any(equal)
+        equal = [hmac.compare_digest(digest, known) for known in self._digests]  # all of them, whichever is equal
+        return any(equal)

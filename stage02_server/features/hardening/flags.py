@@ -46,7 +46,7 @@ class HardeningFlags:
         default=None,
         repr=False,
         metadata={
-            "help": "keys, of which a client must send one as `Authorization: Bearer KEY`; other users of this machine can "
+            "help": "keys, of which a client must send one as `Authorization: Bearer KEY` or `x-api-key: KEY`; other users of this machine can "
             "read command lines, so better the variable STAGES_API_KEY"
         },
     )

@@ -21,12 +21,13 @@ EMPTY = {"/health", "/ping", "/reset_prefix_cache"}
 """Routes whose 200 has no body."""
 
 STREAMED = {
-    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/responses/{response_id}", "/invocations",
+    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/responses/{response_id}", "/v1/messages", "/invocations",
 }  # fmt: skip
 """Routes that answer with server-sent events where the request asks for them."""
 
 _WALK = "stage02_server.protocol_response"
 _RESPONSES = "stage02_server.features.responses.protocol_output"
+_MESSAGES = "stage02_server.features.messages.protocol_answer"
 _POOLING = "stage02_server.features.pooling.protocol"
 ANSWERS = {
     "/v1/completions": f"{_WALK}:CompletionResponse",
@@ -34,6 +35,8 @@ ANSWERS = {
     "/v1/responses": f"{_RESPONSES}:ResponsesResponse",
     "/v1/responses/{response_id}": f"{_RESPONSES}:ResponsesResponse",
     "/v1/responses/{response_id}/cancel": f"{_RESPONSES}:ResponsesResponse",
+    "/v1/messages": f"{_MESSAGES}:AnthropicMessagesResponse",
+    "/v1/messages/count_tokens": f"{_MESSAGES}:AnthropicCountTokensResponse",
     "/v1/models": f"{_WALK}:ModelList",
     "/tokenize": "stage02_server.features.tokenize:TokenizeResponse",
     "/detokenize": "stage02_server.features.tokenize:DetokenizeResponse",
@@ -44,6 +47,9 @@ ANSWERS = {
     **dict.fromkeys(["/rerank", "/v1/rerank", "/v2/rerank"], f"{_POOLING}:RerankResponse"),
 }
 """What the JSON of a 200 looks like. The handlers encode it themselves, so FastAPI does not know it."""
+
+OWN_ERRORS = {"/v1/messages": f"{_MESSAGES}:AnthropicErrorResponse"}
+"""Beginning of a path -> the shape of its errors, where it is not OpenAI's."""
 
 OTHER_TYPE = {"/metrics": "text/plain", "/v1/engine/events": "text/event-stream"}
 """Routes whose 200 is not JSON at all."""
@@ -65,8 +71,9 @@ def _described(description: dict[str, Any]) -> dict[str, Any]:
     schemas.update(answers)
     for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's own shape of an error, which no route sends
         schemas.pop(name, None)
-    error = {"$ref": "#/components/schemas/ErrorResponse"}
     for path, operations in description["paths"].items():
+        own = [shape.partition(":")[2] for begin, shape in OWN_ERRORS.items() if path.startswith(begin)]
+        error = {"$ref": f"#/components/schemas/{(*own, 'ErrorResponse')[0]}"}
         for operation in operations.values():
             responses = operation["responses"]
             responses.pop("422", None)
@@ -89,7 +96,7 @@ def _described(description: dict[str, Any]) -> dict[str, Any]:
 def _shapes_of_answers() -> dict[str, Any]:
     """The JSON schemas of all answers and of what they hold, by name."""
     shapes: dict[str, Any] = {}
-    models: tuple[type[BaseModel], ...] = (ErrorResponse, *mixins(*ANSWERS.values()))
+    models: tuple[type[BaseModel], ...] = (ErrorResponse, *mixins(*ANSWERS.values(), *OWN_ERRORS.values()))
     for model in models:
         own = model.model_json_schema(ref_template="#/components/schemas/{model}")
         shapes.update(own.pop("$defs", {}))

@@ -6,11 +6,9 @@ streaming_events.py). One item is open at a time, and its place in `output` is t
 
 from __future__ import annotations
 
-import re
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from stage02_server.features.logprobs.fields import ChatLogProb
 from stage02_server.features.responses.protocol_output import (
@@ -22,47 +20,9 @@ from stage02_server.features.responses.protocol_output import (
     ReasoningItem,
     ReasoningText,
 )
-from stage02_server.features.tools.answer_parser import AnswerDelta, AnswerParser
+from stage02_server.features.tools.pieces import Piece
 
-_STEP = re.compile(r"[\w\s]+|.", re.DOTALL)
 Event = tuple[str, dict[str, Any]]  # the type of an event without "response.", and its fields
-
-
-@dataclass
-class Piece:
-    """A piece of an answer that belongs to one item. `call` is the number of a tool call, whose first piece has the name."""
-
-    kind: Literal["reasoning", "content", "call"]
-    text: str
-    call: int | None = None
-    name: str | None = None
-
-
-def _pieces_of(delta: AnswerDelta) -> Iterator[Piece]:
-    if delta.reasoning:
-        yield Piece("reasoning", delta.reasoning)
-    if delta.content:
-        yield Piece("content", delta.content)
-    for number, call in delta.calls.items():
-        yield Piece("call", call.arguments, number, call.name)
-
-
-def pieces(parser: AnswerParser, text: str, finished: bool) -> list[Piece]:
-    """The next text of an answer as pieces in their order.
-
-    A delta of the parser does not say which came first, content or a call. So it gets the text in steps: words, and all that
-    is no letter and no space alone. Then the items are the same, in the same order, however the text was cut, and for a
-    whole answer too.
-    """
-    found: list[Piece] = []
-    steps = [parser.feed(step, False) for step in _STEP.findall(text)]
-    for delta in [*steps, parser.feed("", True)] if finished else steps:
-        for piece in _pieces_of(delta):
-            if found and (found[-1].kind, found[-1].call) == (piece.kind, piece.call):
-                found[-1].text += piece.text
-            else:
-                found.append(piece)
-    return found
 
 
 def without_bytes(logprobs: list[ChatLogProb]) -> list[dict[str, Any]]:

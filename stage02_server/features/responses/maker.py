@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from stage02_server.errors import as_api_error
 from stage02_server.features.logprobs.answer import ChatLogprobsWriter
 from stage02_server.features.logprobs.fields import ChatLogProb
-from stage02_server.features.responses.items import Event, OutputItems, Piece, pieces
+from stage02_server.features.responses.items import Event, OutputItems
 from stage02_server.features.responses.protocol import InputItem, ResponsesRequest
 from stage02_server.features.responses.protocol_output import (
     IncompleteDetails,
@@ -27,6 +27,7 @@ from stage02_server.features.responses.protocol_output import (
     ResponseUsage,
 )
 from stage02_server.features.tools.answer_parser import AnswerParser
+from stage02_server.features.tools.pieces import Piece, pieces
 from stage02_server.serving_engine import EngineRequests
 from stage03_engine.frontend.tokenizer import Tokenizer
 from stage03_engine.outputs import CompletionOutput

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field
 
 from stage02_server.features.logprobs.fields import checked_top_logprobs
 from stage02_server.features.tools.fields import (
@@ -17,6 +15,7 @@ from stage02_server.features.tools.fields import (
     ToolChoice,
     ToolParam,
 )
+from stage02_server.features.tools.json_values import RepeatedJson
 from stage02_server.features.tools.tool_choice import force_tool
 from stage02_server.protocol import (
     BEAM_SEARCH,
@@ -33,25 +32,6 @@ from stage03_engine.mixins import mixins
 from stage03_engine.sampling_params import SamplingParams
 
 OBJECT_CHARACTERS = 600  # what an item or a part takes in memory besides its text, as so many bytes
-MAX_DEPTH = 128  # pydantic writes no JSON that is nested twice as deep
-
-
-def _is_deep(value: Any, left: int) -> bool:
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return left == 0 or any(_is_deep(item, left - 1) for item in inner)
-
-
-def _repeatable(value: dict[str, Any]) -> dict[str, Any]:
-    if _is_deep(value, MAX_DEPTH):
-        raise PydanticCustomError("too_deep", "Input must be nested less than {depth} deep", {"depth": MAX_DEPTH})
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise PydanticCustomError("not_unicode", "Input holds half of a surrogate pair, which is not Unicode") from None
-    return value
-
-
-RepeatedJson = Annotated[dict[str, Any], AfterValidator(_repeatable)]  # the answer repeats it, so it must be JSON again
 
 
 class InputPart(BaseModel):

@@ -26,6 +26,7 @@ from stage02_server.features.responses.protocol import (
 from stage02_server.features.responses.protocol_output import ResponsesResponse
 from stage02_server.features.responses.store import EventLog, ResponseStore, StoredResponse
 from stage02_server.features.structured_outputs.refusal_first import RefusalFirst
+from stage02_server.features.tools.prompt import prompt_of
 from stage02_server.middleware import RequestIds
 from stage02_server.protocol import ChatCompletionRequest, ChatMessageParam
 from stage02_server.routes import OpenAIServingModels
@@ -68,7 +69,7 @@ class OpenAIServingResponses(OpenAIServing):
         items = [*self._earlier(request), *request.items()]
         chat = self._as_chat(request, items)
         params = request.to_sampling_params(self.defaults, chat)
-        prompt = await self._prompt(chat, ids)
+        prompt = await prompt_of(chat, self._template, self._chat.parsers, ids)
         special = self._template.adds_special_tokens(None)
         requests = await self.make_requests(request, [prompt], params, ids, model, raw_request.receive, special)
         structured = params.structured_outputs is not None
@@ -124,15 +125,6 @@ class OpenAIServingResponses(OpenAIServing):
                 f"{LOGPROBS} cannot be told of an answer that may call tools; leave one of both out.", "include"
             )
         return chat
-
-    async def _prompt(self, chat: ChatCompletionRequest, ids: RequestIds) -> str:
-        parsers = self._chat.parsers
-        shown = chat if parsers is None else parsers.shown_to_template(chat)
-        prompt = await asyncio.to_thread(self._template.apply, chat.messages, shown)
-        if trace.on:
-            count = len(chat.messages)
-            trace.emit("request.templated", req=ids.engine_id(0), messages=count, characters=len(prompt))
-        return prompt
 
     async def _events(
         self, maker: ResponseMaker, source: Outputs, entry: StoredResponse, keep: bool

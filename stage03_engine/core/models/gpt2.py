@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from stage03_engine.core.models.layers import assign_weights, embedding
 from stage03_engine.model_shape import ModelShape
 from stage04_kernels.attention import AttentionMetadata, get_backend
-from stage04_kernels.layers import layer_kernels
+from stage04_kernels.layers import activation, layer_kernels
 
 _CAUSAL_MASKS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)$")
 
@@ -50,9 +50,12 @@ class LayerNorm(nn.Module):
 class GPT2Attention(nn.Module):
     """Queries, keys and values from one matrix; paged attention; output projection."""
 
-    def __init__(self, shape: ModelShape, backend: str) -> None:
+    def __init__(self, shape: ModelShape, backend: str, layer: int) -> None:
         super().__init__()
-        self.num_heads, self.head_dim, self.scale = shape.num_heads, shape.head_dim, shape.head_dim**-0.5
+        self.num_heads, self.head_dim = shape.num_heads, shape.head_dim
+        self.scale = shape.head_dim**-0.5 if shape.scale_attn_weights else 1.0
+        if shape.scale_attn_by_inverse_layer_idx:
+            self.scale /= layer + 1
         self.attention = get_backend(backend)
         self.c_attn = Conv1D(shape.hidden_size, 3 * shape.hidden_size)
         self.c_proj = Conv1D(shape.hidden_size, shape.hidden_size)
@@ -65,16 +68,16 @@ class GPT2Attention(nn.Module):
 
 
 class GPT2MLP(nn.Module):
-    """Widen, GELU (the tanh approximation, which GPT-2 was trained with), narrow."""
+    """Widen, the activation (GELU in the tanh approximation, unless the checkpoint names another one), narrow."""
 
     def __init__(self, shape: ModelShape, backend: str) -> None:
         super().__init__()
-        self.gelu = layer_kernels(backend).gelu
+        self.activation = activation(shape.activation_function, backend)
         self.c_fc = Conv1D(shape.hidden_size, shape.intermediate_size)
         self.c_proj = Conv1D(shape.intermediate_size, shape.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.c_proj(self.gelu(self.c_fc(x)))
+        return self.c_proj(self.activation(self.c_fc(x)))
 
 
 class GPT2Block(nn.Module):
@@ -83,10 +86,10 @@ class GPT2Block(nn.Module):
     x is what the half before adds to the residual stream; the next norm adds it, in one pass.
     """
 
-    def __init__(self, shape: ModelShape, backend: str) -> None:
+    def __init__(self, shape: ModelShape, backend: str, layer: int) -> None:
         super().__init__()
         self.ln_1 = LayerNorm(shape.hidden_size, shape.layer_norm_epsilon, backend)
-        self.attn = GPT2Attention(shape, backend)
+        self.attn = GPT2Attention(shape, backend, layer)
         self.ln_2 = LayerNorm(shape.hidden_size, shape.layer_norm_epsilon, backend)
         self.mlp = GPT2MLP(shape, backend)
 
@@ -99,14 +102,15 @@ class GPT2Block(nn.Module):
 
 
 class GPT2LMHeadModel(nn.Module):
-    """Token and position embedding, blocks, final norm; the logits reuse the token embedding (tied weights)."""
+    """Token and position embedding, blocks, final norm; the output matrix is the token embedding again (tied weights), or one of its own."""
 
     def __init__(self, shape: ModelShape, backend: str = "torch") -> None:
         super().__init__()
         self.wte = embedding(shape.vocab_size, shape.hidden_size)
         self.wpe = embedding(shape.max_position_embeddings, shape.hidden_size)
-        self.h = nn.ModuleList(GPT2Block(shape, backend) for _ in range(shape.num_layers))
+        self.h = nn.ModuleList(GPT2Block(shape, backend, layer) for layer in range(shape.num_layers))
         self.ln_f = LayerNorm(shape.hidden_size, shape.layer_norm_epsilon, backend)
+        self.lm_head = None if shape.tie_word_embeddings else embedding(shape.vocab_size, shape.hidden_size)
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, kv_caches: list[Tensor], metadata: AttentionMetadata
@@ -120,15 +124,13 @@ class GPT2LMHeadModel(nn.Module):
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """[num_rows, hidden_size] -> float32 [num_rows, vocab_size]. Only for sampled rows: this is the model's largest
         matrix."""
-        return F.linear(hidden_states, self.wte.weight).float()
+        return F.linear(hidden_states, (self.lm_head or self.wte).weight).float()
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Raises ConfigError for a checkpoint that does not fit."""
-        assign_weights(self, tensors, gpt2_name)
+        assign_weights(self, tensors, self._parameter_name)
 
-
-def gpt2_name(name: str) -> str | None:
-    """A checkpoint's tensor name -> the parameter's name here, or None for what is not needed (stored causal masks, the
-    output matrix, which is the token embedding again)."""
-    name = name.removeprefix("transformer.")
-    return None if name == "lm_head.weight" or _CAUSAL_MASKS.search(name) else name
+    def _parameter_name(self, name: str) -> str | None:
+        """None for what is not needed: stored causal masks, an output matrix that is the token embedding again."""
+        again = name == "lm_head.weight" and self.lm_head is None
+        return None if again or _CAUSAL_MASKS.search(name) else name.removeprefix("transformer.")

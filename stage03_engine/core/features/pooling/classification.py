@@ -20,7 +20,7 @@ class GPT2ForSequenceClassification(GPT2LMHeadModel):
     """GPT-2 with a head."""
 
     def __init__(self, shape: ModelShape, backend: str = "torch") -> None:
-        super().__init__(shape, backend)
+        super().__init__(replace(shape, tie_word_embeddings=True), backend)
         self.score = Linear(shape.hidden_size, len(shape.labels))
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ class LlamaForSequenceClassification(LlamaForCausalLM):
     """The Llama family with a head."""
 
     def __init__(self, shape: ModelShape, backend: str = "torch") -> None:
-        super().__init__(replace(shape, tie_word_embeddings=True), backend)  # type: ignore[call-arg]
+        super().__init__(replace(shape, tie_word_embeddings=True), backend)
         self.score = Linear(shape.hidden_size, len(shape.labels))
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:

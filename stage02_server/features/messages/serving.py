@@ -1,0 +1,124 @@
+"""/v1/messages and /v1/messages/count_tokens (vllm/entrypoints/anthropic/serving.py, AnthropicServingMessages).
+
+A request becomes a chat, which takes the path of all chats up to the engine; its answer becomes blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from functools import partial
+
+from starlette.requests import Request
+
+from stage02_server.chat_template import ChatTemplate
+from stage02_server.cli_args import FrontendArgs
+from stage02_server.errors import as_reported
+from stage02_server.features.messages.errors import error_event
+from stage02_server.features.messages.maker import MessageMaker
+from stage02_server.features.messages.protocol import (
+    AnthropicCountTokensRequest,
+    AnthropicMessagesRequest,
+    in_words_of_messages,
+)
+from stage02_server.features.messages.protocol_answer import (
+    AnthropicContextManagement,
+    AnthropicCountTokensResponse,
+    AnthropicMessagesResponse,
+)
+from stage02_server.features.structured_outputs.fields import is_structured
+from stage02_server.features.tools.prompt import prompt_of
+from stage02_server.middleware import RequestIds
+from stage02_server.routes import OpenAIServingModels
+from stage02_server.serving_chat import OpenAIServingChat
+from stage02_server.serving_engine import OpenAIServing, Outputs
+from stage02_server.streaming import in_thread_if_long, run_until_disconnect
+from stage03_engine.errors import InvalidRequestError
+from stage03_engine.frontend.async_llm import AsyncLLM
+from stagetrace import trace
+
+Answer = AnthropicMessagesResponse | AsyncGenerator[bytes, None]  # whole, or its events
+
+
+class AnthropicServingMessages(OpenAIServing):
+    """Answers conversations in Anthropic's form."""
+
+    def __init__(
+        self,
+        engine_client: AsyncLLM,
+        models: OpenAIServingModels,
+        template: ChatTemplate,
+        args: FrontendArgs,
+        chat: OpenAIServingChat,
+    ) -> None:
+        super().__init__(engine_client, models, args)
+        self._template, self._chat = template, chat
+
+    async def create_messages(self, request: AnthropicMessagesRequest, raw_request: Request) -> Answer:
+        """The message, or its events. Raises every refusal before a stream begins."""
+        try:
+            return await self._create(request, raw_request)
+        except InvalidRequestError as error:
+            raise in_words_of_messages(error) from error
+
+    async def _create(self, request: AnthropicMessagesRequest, raw_request: Request) -> Answer:
+        chat, ids, receive = request.as_chat(), raw_request.state.ids, raw_request.receive
+        model = self.check(chat)
+        self.trace_validated(chat, ids, model, 1)
+        params, parsers = chat.to_sampling_params(self.defaults), self._chat.parsers_for(chat)
+        prompt = await prompt_of(chat, self._template, parsers, ids)
+        special = self._template.adds_special_tokens(None)
+        requests = await self.make_requests(chat, [prompt], params, ids, model, receive, special)
+        parser = None if parsers is None else parsers.parser(chat, prompt, is_structured(requests))
+        maker = MessageMaker(requests, parser)
+        events = _events(maker, await self.begin(requests, receive))
+        if request.stream:
+            return _sent(events, ids)
+        await run_until_disconnect(receive, _drain(events))
+        return maker.message
+
+    async def count_tokens(
+        self, request: AnthropicCountTokensRequest, raw_request: Request
+    ) -> AnthropicCountTokensResponse:
+        """How many tokens the prompt has. Raises APIError, InvalidRequestError, and ClientGoneError."""
+        chat = request.as_chat()
+        self.check(chat)
+        prompt = await prompt_of(chat, self._template, self._chat.parsers_for(chat))
+        encode = partial(self.engine_client.tokenizer.encode, prompt, self._template.adds_special_tokens(None))
+        count = len(await in_thread_if_long([prompt], raw_request.receive, encode))
+        same = AnthropicContextManagement(original_input_tokens=count)
+        return AnthropicCountTokensResponse(input_tokens=count, context_management=same)
+
+
+async def _events(maker: MessageMaker, source: Outputs) -> AsyncGenerator[bytes, None]:
+    """Every event of a message that succeeds. Raises what the engine raises, and APIError."""
+    async with aclosing(source) as outputs:
+        async for _, output in outputs:
+            for event in maker.add(output.outputs[0]):
+                yield event
+    for event in maker.end():
+        yield event
+
+
+async def _drain(events: AsyncGenerator[bytes, None]) -> None:
+    async with aclosing(events):
+        async for _ in events:
+            pass
+
+
+async def _sent(events: AsyncGenerator[bytes, None], ids: RequestIds) -> AsyncGenerator[bytes, None]:
+    """The same events; an error becomes the last of them, as the HTTP status has been sent by then."""
+    async with aclosing(_until_failure(events, ids)) as all_events:
+        async for event in all_events:
+            if trace.on:
+                trace.emit("sse.chunk", req=ids.engine_id(0), cause=ids.cause, bytes=len(event))
+            yield event
+
+
+async def _until_failure(events: AsyncGenerator[bytes, None], ids: RequestIds) -> AsyncGenerator[bytes, None]:
+    try:
+        async with aclosing(events):
+            async for event in events:
+                yield event
+    except Exception as error:
+        yield error_event(as_reported(error, ids.response))
