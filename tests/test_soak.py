@@ -23,7 +23,7 @@ from server_under_test import ServerProcess
 
 NUM_BLOCKS = 200  # too few for 64 clients: some requests are preempted
 FLAGS = ("--host", "127.0.0.1", "--port", "0", "--num-gpu-blocks-override", str(NUM_BLOCKS), "--check-invariants",
-         "--disable-uvicorn-access-log")  # fmt: skip
+         "--disable-uvicorn-access-log", "--server-dev-mode")  # fmt: skip
 WORDS = [
     "To",
     "be",

@@ -49,7 +49,6 @@ class AsyncLLM:
         self.listeners: list[OutputListener] = []
         self.dead_error: EngineDeadError | None = None
         self.ready: EngineReady | None = None  # what the engine core said when it could serve
-        self.num_waiting_requests = 0  # in the scheduler, after its last step
         self._dead = asyncio.Event()
         self._output_handler: asyncio.Task[None] | None = None
 
@@ -151,8 +150,6 @@ class AsyncLLM:
         _, reqs_to_abort = self.output_processor.process_outputs(outputs.outputs, iteration)
         if reqs_to_abort:
             await self.engine_core.abort_requests_async(reqs_to_abort)
-        if outputs.scheduler_stats is not None:
-            self.num_waiting_requests = outputs.scheduler_stats.num_waiting
         for stat_logger in self.stat_loggers:
             stat_logger.record(outputs.scheduler_stats, iteration)
 
