@@ -17,7 +17,8 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from stage02_server.cli_args import FrontendArgs, configure_logging
+from stage02_server.cli_args import FrontendArgs
+from stage03_engine.args.log import announce
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import ConfigError, StagesError
 from stage03_engine.mixins import is_there, load, mixins
@@ -195,7 +196,6 @@ def serve(vllm_config: VllmConfig, args: FrontendArgs) -> int:
 
     if PROCESS.is_on(args):
         PROCESS.load()(args)
-    configure_logging()
     try:
         return uvloop.run(run_server(vllm_config, args))
     except KeyboardInterrupt:  # Ctrl-C in the moment before the event loop listens to signals
@@ -208,6 +208,7 @@ async def run_server(vllm_config: VllmConfig, args: FrontendArgs) -> int:
     with stop.installed():
         connection = CONNECTION.load()(args) if CONNECTION.is_on(args) else {}
         address, sock = setup_server(args, "https" if connection.get("ssl_certfile") else "http")
+        announce(vllm_config, args)
         with sock:
             try:
                 exit_code = await run_server_worker(address, sock, vllm_config, args, stop, connection)
@@ -285,7 +286,7 @@ async def build_async_engine_client(
 ) -> AsyncIterator[AsyncLLM]:
     """The engine's front end; its engine process starts to load. Both end with the `with` block."""
     from stage03_engine.frontend.async_llm import AsyncLLM
-    from stage03_engine.frontend.metrics import LoggingStatLogger, StatLogger
+    from stage03_engine.frontend.metrics import default_stat_loggers
 
     model = vllm_config.model_config
     if trace.on:
@@ -294,12 +295,9 @@ async def build_async_engine_client(
             device=vllm_config.device_config.device,
         )  # fmt: skip
     model_name = served_model_names(vllm_config, args)[0]
-    stat_loggers: list[StatLogger] = [
-        kind(vllm_config, registry, model_name)
-        for kind in mixins("stage03_engine.frontend.features.prometheus:PrometheusStatLogger")
-    ]
-    if not vllm_config.observability_config.disable_log_stats:
-        stat_loggers.append(LoggingStatLogger(vllm_config))
+    stat_loggers = default_stat_loggers(vllm_config)
+    for kind in mixins("stage03_engine.frontend.features.prometheus:PrometheusStatLogger"):
+        stat_loggers.append(kind(vllm_config, registry, model_name))
     client = make_core_client(vllm_config, args)
     engine = AsyncLLM.from_vllm_config(vllm_config, client=client, stat_loggers=stat_loggers)
     try:

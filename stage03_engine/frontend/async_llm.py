@@ -13,7 +13,7 @@ from stage03_engine.config import VllmConfig
 from stage03_engine.errors import EngineDeadError
 from stage03_engine.frontend.core_client import AsyncEngineCoreClient, AsyncMPClient
 from stage03_engine.frontend.input_processor import InputProcessor
-from stage03_engine.frontend.metrics import IterationStats, LoggingStatLogger, StatLogger
+from stage03_engine.frontend.metrics import IterationStats, StatLogger, default_stat_loggers
 from stage03_engine.frontend.output_processor import OutputProcessor, RequestOutputCollector
 from stage03_engine.frontend.tokenizer import init_tokenizer_from_configs
 from stage03_engine.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady
@@ -63,11 +63,9 @@ class AsyncLLM:
 
         `client` replaces the engine process. Raises ConfigError if the tokenizer is unusable.
         """
-        if stat_loggers is None:
-            stat_loggers = [] if config.observability_config.disable_log_stats else [LoggingStatLogger(config)]
         engine = client or AsyncMPClient(config)
         try:
-            return cls(config, engine, stat_loggers)
+            return cls(config, engine, default_stat_loggers(config) if stat_loggers is None else stat_loggers)
         except BaseException:
             engine.shutdown()
             raise

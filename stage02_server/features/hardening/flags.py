@@ -66,9 +66,6 @@ class HardeningFlags:
         (), "module.name of ASGI middleware of your own, a class or a coroutine function; may be given several times"
     )
     enable_request_id_headers: bool = option(False, "answer with the header X-Request-Id")
-    log_config_file: str | None = option(
-        None, "JSON file that sets up logging, in the form of Python's logging.config.dictConfig"
-    )
     uvicorn_log_level: str = option(
         "info", "log level of the HTTP server", ("trace", "debug", "info", "warning", "error", "critical")
     )
