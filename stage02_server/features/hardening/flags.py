@@ -47,7 +47,7 @@ class HardeningFlags:
         repr=False,
         metadata={
             "help": "keys, of which a client must send one as `Authorization: Bearer KEY`; other users of this machine can "
-            "read command lines, so better the variable STAGES_API_KEY"
+            "read command lines, so better the variable STAGES_API_KEY (or VLLM_API_KEY)"
         },
     )
     ssl_certfile: str | None = option(None, "certificate file (PEM); the server then speaks HTTPS")
