@@ -51,7 +51,7 @@ class Processes:
     def __init__(self, server: ServerProcess) -> None:
         self.api = psutil.Process(server.process.pid)
         self.all = [self.api, *self.api.children(recursive=True)]
-        [self.engine] = [p for p in self.all if "stage03_engine.core" in " ".join(p.cmdline())]
+        [self.engine] = [p for p in self.all if " ".join(p.cmdline()).startswith("stages::EngineCore")]
         self.sockets = Path(self.engine.cmdline()[0].split()[-2].removeprefix("ipc://")).parent
         assert self.sockets.is_dir()
         for process in self.all:

@@ -24,7 +24,9 @@ MODEL = "gpt2-tiny"
 
 def engine_of(server: ServerProcess) -> psutil.Process:
     [engine] = [
-        p for p in psutil.Process(server.process.pid).children() if "stage03_engine.core" in " ".join(p.cmdline())
+        p
+        for p in psutil.Process(server.process.pid).children()
+        if " ".join(p.cmdline()).startswith("stages::EngineCore")
     ]
     return engine
 
