@@ -17,7 +17,8 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from stage02_server.cli_args import FrontendArgs, configure_logging
+from stage02_server.cli_args import FrontendArgs
+from stage03_engine.args.log import announce
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import ConfigError, StagesError
 from stage03_engine.mixins import is_there, load, mixins
@@ -80,9 +81,10 @@ MIDDLEWARE = (  # outermost first; each is called with (app, args)
     ),
     Feature("stage02_server.middleware:RequestMiddleware"),
     Feature(
-        "stage02_server.features.admin.server_load:ServerLoadMiddleware",
-        flags=("max_queue_len", "enable_server_load_tracking"),
+        "stage02_server.features.admin.admission:AdmissionMiddleware",
+        flags=("max_num_queued_reqs", "max_num_queued_tokens"),
     ),
+    Feature("stage02_server.features.admin.server_load:ServerLoadMiddleware", flags=("enable_server_load_tracking",)),
     Feature("stage02_server.features.hardening.middleware:OwnMiddleware", flags=("middleware",)),
     Feature("stage02_server.features.hardening.middleware:AllowedOriginsMiddleware", flags=("allowed_origins",)),
     Feature("stage02_server.features.hardening.authentication:AuthenticationMiddleware", flags=("api_key",)),
@@ -110,6 +112,7 @@ HTTP_FEATURES = (  # each is called with (app, services); the first of two route
     Feature("stage02_server.features.messages.routes:install", tasks=("generate",), needs=PARSED),
     Feature("stage02_server.features.tools.install:install", flags=TOOL_FLAGS),
     Feature("stage02_server.features.per_request_metrics.install:install", flags=("enable_per_request_metrics",)),
+    Feature("stage02_server.features.admin.admission:install"),
     Feature("stage02_server.features.admin.request_logger:install", flags=("enable_log_requests",)),
     Feature("stage02_server.features.stream_usage.install:install", flags=("enable_force_include_usage",)),
     Feature("stage02_server.features.refusals:install"),
@@ -188,7 +191,6 @@ def serve(vllm_config: VllmConfig, args: FrontendArgs) -> int:
 
     if PROCESS.is_on(args):
         PROCESS.load()(args)
-    configure_logging()
     try:
         return uvloop.run(run_server(vllm_config, args))
     except KeyboardInterrupt:  # Ctrl-C in the moment before the event loop listens to signals
@@ -201,6 +203,7 @@ async def run_server(vllm_config: VllmConfig, args: FrontendArgs) -> int:
     with stop.installed():
         connection = CONNECTION.load()(args) if CONNECTION.is_on(args) else {}
         address, sock = setup_server(args, "https" if connection.get("ssl_certfile") else "http")
+        announce(vllm_config, args)
         with sock:
             try:
                 exit_code = await run_server_worker(address, sock, vllm_config, args, stop, connection)
@@ -278,7 +281,7 @@ async def build_async_engine_client(
 ) -> AsyncIterator[AsyncLLM]:
     """The engine's front end; its engine process starts to load. Both end with the `with` block."""
     from stage03_engine.frontend.async_llm import AsyncLLM
-    from stage03_engine.frontend.metrics import LoggingStatLogger, StatLogger
+    from stage03_engine.frontend.metrics import default_stat_loggers
 
     model = vllm_config.model_config
     if trace.on:
@@ -287,12 +290,9 @@ async def build_async_engine_client(
             device=vllm_config.device_config.device,
         )  # fmt: skip
     model_name = served_model_names(vllm_config, args)[0]
-    stat_loggers: list[StatLogger] = [
-        kind(vllm_config, registry, model_name)
-        for kind in mixins("stage03_engine.frontend.features.prometheus:PrometheusStatLogger")
-    ]
-    if not vllm_config.observability_config.disable_log_stats:
-        stat_loggers.append(LoggingStatLogger(vllm_config))
+    stat_loggers = default_stat_loggers(vllm_config)
+    for kind in mixins("stage03_engine.frontend.features.prometheus:PrometheusStatLogger"):
+        stat_loggers.append(kind(vllm_config, registry, model_name))
     client = make_core_client(vllm_config, args)
     engine = AsyncLLM.from_vllm_config(vllm_config, client=client, stat_loggers=stat_loggers)
     try:

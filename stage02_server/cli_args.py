@@ -1,18 +1,17 @@
-"""The arguments of `serve`: those of the engine and of the HTTP server, parsed and resolved together, and its log.
+"""The arguments of `serve`: those of the engine and of the HTTP server, parsed and resolved together.
 
 `stages serve` and `python -m stage02_server serve` share them. Source: vllm/entrypoints/openai/cli_args.py (FrontendArgs,
-make_arg_parser, validate_parsed_serve_args), vllm/logger.py. Imports no web framework.
+make_arg_parser, validate_parsed_serve_args). Imports no web framework.
 """
 
 from __future__ import annotations
 
 import argparse
-import logging
-import sys
 from dataclasses import dataclass, fields
 
 from stage03_engine.arg_utils import AsyncEngineArgs, engine_settings
 from stage03_engine.args import FlexibleArgumentParser, Resolved, add_flags, resolve_cli, settings_of
+from stage03_engine.args.log import log_of_server
 from stage03_engine.config import option
 from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import mixins
@@ -97,7 +96,7 @@ def add_serve_args(parser: FlexibleArgumentParser) -> None:
 
 
 def resolve_serve_args(args: argparse.Namespace, *more_sections: type) -> ServeArgs:
-    """Resolve all settings from command line, environment, config file and defaults.
+    """Resolve all settings from command line, environment, config file and defaults, and set up the log.
 
     `more_sections` are dataclasses whose flags the command added itself. Raises ConfigError.
     """
@@ -107,13 +106,5 @@ def resolve_serve_args(args: argparse.Namespace, *more_sections: type) -> ServeA
     settings = resolve_cli(known, args, refused_tables=["engine", "server"])
     frontend_args = FrontendArgs(**{field.name: settings[field.name].value for field in fields(FrontendArgs)})
     frontend_args.check()
+    log_of_server(settings, dry_run=getattr(args, "dry_run", False))
     return ServeArgs(AsyncEngineArgs(settings), frontend_args, settings)
-
-
-FORMAT = "%(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s"
-DATE_FORMAT = "%m-%d %H:%M:%S"
-
-
-def configure_logging() -> None:
-    """Everything from INFO upwards to stderr, one line per record; does nothing if logging is already set up."""
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=FORMAT, datefmt=DATE_FORMAT)

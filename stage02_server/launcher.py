@@ -21,6 +21,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from stage02_server.api_server import Services, StopRequested, StopSignals
+from stage03_engine.args.log import seconds_since_start
 from stagetrace import trace
 
 logger = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ async def serve_http(
     if trace.on:
         trace.emit("server.listening", address=address)
     lifecycle.announce()
-    logger.info("Serving %s on %s", services.models.names[0], address)
+    logger.info("Ready after %.1f s. Serving %s on %s", seconds_since_start(), services.models.names[0], address)
     await _until_the_end(services, server, serving, stop)
     lifecycle.end(failed=engine.errored)
     return 1 if engine.errored else 0

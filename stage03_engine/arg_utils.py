@@ -9,8 +9,10 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from stage03_engine.args.check import check_config
+from stage03_engine.args.environment import check_variables
 from stage03_engine.args.fields import Setting, add_flags, settings_of
 from stage03_engine.args.generation import default_sampling_params
+from stage03_engine.args.log import not_default
 from stage03_engine.args.parser import FlexibleArgumentParser, did_you_mean, refuse_absent
 from stage03_engine.args.resolve import (
     Resolved,
@@ -25,7 +27,6 @@ from stage03_engine.mixins import each
 from stage03_engine.model_path import ModelFiles, resolve_model
 from stage04_kernels.attention import resolve_backend
 from stagetrace import trace
-from stagetrace.redact import redact_values
 
 _DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
@@ -86,21 +87,18 @@ class EngineArgs:
         files = resolve_model(model.value, self.settings["load_format"].value, self.settings["tokenizer"].value)
         dtype_name = _DTYPE_ALIASES.get(dtype.value, dtype.value)
         settings = self.settings | {"model": _aliased(model, files.name), "dtype": _aliased(dtype, dtype_name)}
-        settings = with_detected(settings, detect_settings(files.shape, settings["device"].value))
         for detect in each(VllmConfig, "detect"):
             settings = with_detected(settings, detect(_values(settings)))
+        settings = with_detected(settings, detect_settings(files.shape, settings["device"].value))
         device = settings["device"].value
         backend = (resolve_backend("auto", device), f"device is {device}")
         settings = with_detected(settings, {"attention_backend": backend})
         config = _build(settings, files)
         check_config(config)
+        check_variables(os.environ, settings)
         if trace.on:
-            given = {
-                name: f"{found.value} from {found.origin}"
-                for name, found in settings.items()
-                if found.source != "default"
-            }
-            trace.emit("config.resolved", settings=redact_values(given), defaults=len(settings) - len(given))
+            given = not_default(settings)
+            trace.emit("config.resolved", settings=given, defaults=len(settings) - len(given))
         return config, settings
 
 

@@ -107,7 +107,11 @@ class SchedulerConfig(
 
 @dataclass(frozen=True)
 class DeviceConfig(
-    *mixins(_FEATURES + "batch_invariant.flags:BatchInvariant", _FEATURES + "cuda_graphs.flags:EnforceEager")  # type: ignore[misc]
+    *mixins(  # type: ignore[misc]
+        _FEATURES + "batch_invariant.flags:BatchInvariant",
+        _FEATURES + "cuda_graphs.flags:EnforceEager",
+        _FEATURES + "cpu_binding.flags:ThreadsBind",
+    )
 ):
     """Where the model runs."""
 
@@ -125,6 +129,7 @@ class DeviceConfig(
 @dataclass(frozen=True)
 class ObservabilityConfig(
     *mixins(  # type: ignore[misc]
+        "stage03_engine.args.log:LogFlags",
         _FEATURES + "recording.flags:Trace",
         _FEATURES + "profiler.flags:ProfilerDir",
         _FEATURES + "debug.flags:TraceLayers",
@@ -147,6 +152,7 @@ class VllmConfig(
         _FEATURES + "logits_processor.flags:LogitsProcessorFlags",
         _FEATURES + "batch_invariant.flags:BatchInvariantFlags",
         _FEATURES + "cuda_graphs.flags:CudaGraphFlags",
+        _FEATURES + "cpu_binding.flags:BindingFlags",
         _FEATURES + "debug.flags:DebugFlags",
         _FEATURES + "distributed.flags:ParallelFlags",
         _FEATURES + "profiler.flags:ProfilerFlags",
@@ -162,7 +168,7 @@ class VllmConfig(
     - `resolve(values, files)`, static: internal fields computed from the settings and the model's files
     - `check(self)`: raises ConfigError if the settings are impossible together
     - `tasks(self)`: what requests may ask for, if the feature changes it
-    - `hooks(self)`: seam ("scheduler", "runner" or "trace") -> the hooks that the settings switch on, as "module:Class"
+    - `hooks(self)`: seam ("scheduler", "runner", "trace" or "process") -> the hooks that the settings switch on, as "module:Class"
     """
 
     model_config: ModelConfig = ModelConfig()
@@ -189,7 +195,7 @@ class VllmConfig(
         return next((found for tasks in each(VllmConfig, "tasks") if (found := tasks(self))), ("generate",))
 
     def hooks(self, seam: str) -> list[str]:
-        """The hooks ("module:Class") that the settings switch on at `seam`: "scheduler", "runner" or "trace"."""
+        """The hooks ("module:Class") that the settings switch on at `seam`: "scheduler", "runner", "trace" or "process"."""
         return [name for hooks in each(VllmConfig, "hooks") for name in hooks(self).get(seam, [])]
 
     def hash(self) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from stage03_engine.arg_utils import EngineArgs
+from stage03_engine.args.environment import multiprocessing_wanted
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.core_client import EngineCoreClient
@@ -37,11 +38,13 @@ class LLM:
 
     >>> LLM("gpt2-tiny").generate("To be, or", SamplingParams(temperature=0, max_tokens=8))[0].outputs[0].text
 
-    `multiprocess` puts the engine core into a process of its own, as the server does; otherwise it runs right here. The
+    `multiprocess` puts the engine core into a process of its own, as the server does; False (the default, unless
+    VLLM_ENABLE_V1_MULTIPROCESSING=1) lets it run right here. The
     keywords are the fields of the configuration classes, e.g. `block_size=8`. Raises ConfigError, ModelNotFoundError.
     """
 
-    def __init__(self, model: str = "gpt2-tiny", *, multiprocess: bool = False, **engine_args: Any) -> None:
+    def __init__(self, model: str = "gpt2-tiny", *, multiprocess: bool | None = None, **engine_args: Any) -> None:
+        multiprocess = multiprocessing_wanted() if multiprocess is None else multiprocess
         self._setup(EngineArgs.from_kwargs(model=model, **engine_args), multiprocess)
 
     @classmethod

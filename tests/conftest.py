@@ -16,7 +16,7 @@ os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_WAIT_P
 # Libraries are installed without byte code. Unless somebody writes it, each of some hundred processes compiles torch again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
-for _name in [name for name in os.environ if name.startswith("STAGES_")]:
+for _name in [name for name in os.environ if name.startswith(("STAGES_", "VLLM_"))]:
     del os.environ[_name]  # settings of whoever runs the tests must not decide them
 for _part in ("connect", "read", "write", "pool"):  # httpx gives up after 5 seconds, which a busy machine may take
     setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, _part, PATIENCE)

@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import threading
@@ -50,8 +51,8 @@ class Processes:
     def __init__(self, server: ServerProcess) -> None:
         self.api = psutil.Process(server.process.pid)
         self.all = [self.api, *self.api.children(recursive=True)]
-        [self.engine] = [p for p in self.all if "stage03_engine.core" in p.cmdline()]
-        self.sockets = Path(self.engine.cmdline()[-2].removeprefix("ipc://")).parent
+        [self.engine] = [p for p in self.all if " ".join(p.cmdline()).startswith("stages::EngineCore")]
+        self.sockets = Path(self.engine.cmdline()[0].split()[-2].removeprefix("ipc://")).parent
         assert self.sockets.is_dir()
         for process in self.all:
             maps = Path(f"/proc/{process.pid}/maps")
@@ -212,7 +213,7 @@ def test_the_engine_refuses_a_cache_larger_than_memory(setting: dict[str, int]) 
 
 def _one_line(server: ServerProcess) -> str:
     """What a failed start says, beside the log."""
-    lines = [line for line in server.lines if not line.startswith(("INFO ", "WARNING "))]
+    lines = [line for line in server.lines if not re.match(r"\(\w+ pid=\d+\) (INFO|WARNING) ", line)]
     assert len(lines) == 1 and lines[0].startswith("stages: error: "), lines
     return lines[0]
 

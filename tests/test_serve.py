@@ -23,13 +23,17 @@ MODEL = "gpt2-tiny"
 
 
 def engine_of(server: ServerProcess) -> psutil.Process:
-    [engine] = [p for p in psutil.Process(server.process.pid).children() if "stage03_engine.core" in p.cmdline()]
+    [engine] = [
+        p
+        for p in psutil.Process(server.process.pid).children()
+        if " ".join(p.cmdline()).startswith("stages::EngineCore")
+    ]
     return engine
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    server = ServerProcess(*FLAGS)
+    server = ServerProcess(*FLAGS, "--server-dev-mode")  # for /reset_prefix_cache
     server.wait_until_ready()
     yield server
     server.close()

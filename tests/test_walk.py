@@ -159,6 +159,7 @@ ON_BY_DEFAULT = {
     "stage02_server.features.tokenize",
     "stage03_engine.core.features.memory_profile",  # how much memory the largest step takes
     "stage03_engine.frontend.features.dead_folders",  # sockets that killed servers left behind
+    "stage03_engine.frontend.features.logging_stats",  # a line of the log every ten seconds
     "stage03_engine.frontend.features.prometheus",  # /metrics
     "stage03_engine.frontend.features.token_length",  # for the limit of long prompts
 }

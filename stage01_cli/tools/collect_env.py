@@ -19,7 +19,7 @@ PACKAGES = (
     "vllm-in-stages", "torch", "triton", "numpy", "safetensors", "tokenizers", "huggingface-hub", "fastapi",
     "pydantic", "uvicorn", "uvloop", "pyzmq", "msgspec", "openai", "transformers",
 )  # fmt: skip
-PREFIXES = ("STAGES_", "HF_", "OMP_", "KMP_", "CUDA_", "TRITON_", "TOKENIZERS_")
+PREFIXES = ("STAGES_", "VLLM_", "HF_", "OMP_", "KMP_", "CUDA_", "TRITON_", "TOKENIZERS_")
 SECRET_WORDS = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 
 

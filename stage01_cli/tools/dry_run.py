@@ -1,4 +1,4 @@
-"""The table of `stages serve --dry-run`: every setting, its value, and where that came from.
+"""The table of `stages serve --dry-run`: every setting, its value, and where that came from; and the memory of a start.
 
 vLLM logs only the arguments that differ from their defaults (entrypoints/utils.py, log_non_default_args).
 """
@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from stage01_cli.tools.memory import check_kv_cache, reckon, rows
+from stage01_cli.tools.start_checks import check_start
 from stage02_server.cli_args import FrontendArgs
 from stage03_engine.args import Resolved, settings_of
 from stage03_engine.config import SECTIONS, VllmConfig
@@ -17,13 +19,20 @@ from stagetrace.redact import HIDDEN
 
 
 def table(config: VllmConfig, settings: Mapping[str, Resolved], *more_sections: type) -> str:
-    """One line per setting, in three columns, grouped as in `--help`; last, what was read from the model's folder."""
+    """One line per setting, in three columns, grouped as in `--help`; last, what was read from the model's folder, and the
+    memory that a start would take. Raises StagesError for what the start would refuse."""
+    check_start(config, settings)
     groups: list[tuple[str, list[tuple[str, str, str]]]] = []
     for section in [*SECTIONS.values(), FrontendArgs, *more_sections]:
         found = [(each, settings[each.name]) for each in settings_of(section)]
-        rows = [(each.name, _shown(known.value, each.secret), known.origin) for each, known in found]
-        groups.append((section.__name__, rows))
+        shown = [(each.name, _shown(known.value, each.secret), known.origin) for each, known in found]
+        groups.append((section.__name__, shown))
     groups.append(("Model", _model_rows(config)))
+    if "transcription" not in config.supported_tasks:  # a core of its own, without a paged KV cache
+        memory = reckon(config)
+        if settings["engine"].value == "core":
+            check_kv_cache(config, memory)
+        groups.append(("Memory", rows(config, memory)))
     all_rows = [row for _, group in groups for row in group]
     widths = [min(32, max(len(row[column]) for row in all_rows)) for column in (0, 1)]  # a long path may stick out
     lines = []

@@ -15,7 +15,7 @@ from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import is_there
 from stage03_engine.tracing import open_trace
 
-GUARDS = ("api_key", "max_queue_len")
+GUARDS = ("api_key", "max_num_queued_reqs", "max_num_queued_tokens")
 """The limits that protect `serve` from strangers. A batch has none, and sends at most `--max-inflight` at a time."""
 
 

@@ -72,7 +72,14 @@ HOW = {
 """Task -> what would have it."""
 
 
-OFF: dict[str, tuple[str, str]] = {"/tokenizer_info": ("GET", "--enable-tokenizer-info-endpoint")}
+_DEV_MODE = "--server-dev-mode, or VLLM_SERVER_DEV_MODE=1"
+OFF: dict[str, tuple[str, str]] = {
+    "/tokenizer_info": ("GET", "--enable-tokenizer-info-endpoint"),
+    # They show or change what is not the caller's.
+    "/server_info": ("GET", _DEV_MODE),
+    "/abort_requests": ("POST", _DEV_MODE),
+    "/reset_prefix_cache": ("POST", _DEV_MODE),
+}
 """Path -> its method, and the flag that switches it on."""
 
 

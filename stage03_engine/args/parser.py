@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 from typing import Any, NoReturn
 
 from stage03_engine.errors import ConfigError
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`; did you mean --port?` when a known word is close to `word`, else an empty string."""
+def did_you_mean(word: str, known: Iterable[str], works: Callable[[str], bool] = lambda name: True) -> str:
+    """`; did you mean --port?` when a known word is close to `word`, and the closest one is of any use (`works`); else an
+    empty string."""
     import difflib  # only needed on the way to an error
 
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else ""
+    return f"; did you mean {close[0]}?" if close and works(close[0]) else ""
 
 
 def refuse_absent(flag: str) -> None:
@@ -82,13 +83,18 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         """One line instead of argparse's usage dump."""
         raise ConfigError(message)
 
+    def _works(self, flag: str) -> bool:
+        """False for a flag that is refused, and for one whose help says that it is not built."""
+        action = self._option_string_actions[flag]
+        return not hasattr(action, "refusal") and "built" not in (action.help or "")
+
     def _refuse(self, unknown: list[str]) -> NoReturn:
         flags = [word for word in unknown if word.startswith("-")]
         if not flags:
             self.error(f"unexpected argument {unknown[0]!r}; see {self.prog} --help")
         flag = flags[0].partition("=")[0]
         refuse_absent(flag)
-        suggestion = did_you_mean(flag, self._option_string_actions)
+        suggestion = did_you_mean(flag, self._option_string_actions, self._works)
         self.error(f"unknown flag {flag}" + (suggestion or f"; see {self.prog} --help"))
 
 

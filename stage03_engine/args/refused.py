@@ -45,6 +45,12 @@ def absent_feature(flag: str) -> str | None:
     return None
 
 
+def feature_settings() -> set[str]:
+    """The names of all settings of features, of whatever stage, installed or not."""
+    flags = " ".join(refused_toml()["features"].values()).split()
+    return {flag.removeprefix("--").replace("-", "_") for flag in flags}
+
+
 def check_unknown_fields(fields: Mapping[str, Any], table: str) -> None:
     """`fields` are those of a request that its model does not have. Raises InvalidRequestError for one that asks for something
     and is in `table`, or belongs to a feature that is not installed; unknown fields are ignored, as in vLLM."""
@@ -67,13 +73,13 @@ class _Refused(argparse.Action):
     ) -> None:
         nargs = None if isinstance(harmless, str) else 0
         super().__init__(option_strings, dest, nargs, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-        self._reason, self._harmless = reason, harmless
+        self.refusal, self._harmless = reason, harmless
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         flag = option_string or ""
         accepted = _same(values, self._harmless) if isinstance(self._harmless, str) else self._harmless[flag]
         if not accepted:
-            raise ConfigError(_refusal(flag, self._harmless, self._reason))
+            raise ConfigError(_refusal(flag, self._harmless, self.refusal))
 
 
 def _refusal(flag: str, harmless: Mapping[str, bool] | str, reason: str) -> str:

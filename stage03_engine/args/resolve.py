@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from stage03_engine.args.environment import COUNTERPARTS, check_fixed, value_of
 from stage03_engine.args.fields import Setting
 from stage03_engine.args.parser import did_you_mean, refuse_absent
 from stage03_engine.errors import ConfigError
@@ -47,7 +48,8 @@ def resolve_settings(
 ) -> dict[str, Resolved]:
     """One Resolved per setting, from all sources but detection.
 
-    `given` maps names to what the command line (or the caller) gave. An empty environment variable counts as not set.
+    `given` maps names to what the command line (or the caller) gave. An empty environment variable counts as not set; one of
+    vLLM's counts after our own for the same setting.
     `refused_tables` name tables of refused.toml, whose flags the config file may hold at their harmless values.
     Raises ConfigError that names the flag, the variable, or the file and its key.
     """
@@ -66,7 +68,29 @@ def resolve_settings(
         else:
             found = Resolved(setting.default, "default")
         resolved[name] = found
-    return resolved
+    check_fixed(environ)
+    return resolved | _from_vllm_variables(settings, resolved, environ)
+
+
+def _from_vllm_variables(
+    settings: Sequence[Setting], resolved: Mapping[str, Resolved], environ: Mapping[str, str]
+) -> dict[str, Resolved]:
+    """What vLLM's variables say for settings that neither the command line nor a variable of ours gave. Raises ConfigError."""
+    found, known = {}, {setting.name: setting for setting in settings}
+    for variable, counterpart in COUNTERPARTS.items():
+        name, value = counterpart.setting, value_of(variable, environ)
+        if value is None or name not in known:
+            continue
+        value = _accept(known[name], value, f"environment variable {variable}")
+        only_on = counterpart.only_on
+        if resolved[name].source in ("config file", "default") and only_on in (None, _device(resolved)):
+            found[name] = Resolved(value, "environment", variable)
+    return found
+
+
+def _device(resolved: Mapping[str, Resolved]) -> str:
+    asked = resolved["device"].value
+    return detect_device()[0] if asked == "auto" else str(asked)
 
 
 def resolve_cli(

@@ -22,6 +22,7 @@ import msgspec
 import zmq
 
 from stage03_engine import messages
+from stage03_engine.args.log import enter_process, seconds_since_start
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.engine_core import EngineCore
 from stage03_engine.errors import StagesError
@@ -205,6 +206,7 @@ def _startup_handshake(socket: zmq.Socket, engine_index: int) -> EngineInit:
     init = messages.decode_handshake(socket.recv())
     assert isinstance(init, EngineInit)
     open_trace(init.config, run_id=init.run_id)
+    enter_process(f"EngineCore_DP{engine_index}", init.config)
     return init
 
 
@@ -232,6 +234,8 @@ def run_engine_core(handshake_address: str, engine_index: int) -> int:
         ready = EngineReady(engine.core.num_gpu_blocks, init.config.max_model_len)
         if trace.on:
             ready.cause = trace.emit("engine.ready", num_blocks=ready.num_gpu_blocks, max_model_len=ready.max_model_len)
+        tokens = (ready.num_gpu_blocks - 1) * init.config.cache_config.block_size
+        logger.info("Ready after %.1f s, with a KV cache for %d tokens", seconds_since_start(), tokens)
         handshake.send(messages.encode(ready))
         engine.run_busy_loop()
     except SystemExit:

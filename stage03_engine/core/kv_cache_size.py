@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from stage03_engine.config import VllmConfig
@@ -17,10 +18,15 @@ the same default)."""
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float": 4, "half": 2}
 
 
+def item_bytes(config: VllmConfig) -> int:
+    """Bytes of one number of the weights and the KV cache."""
+    return _ITEM_BYTES[config.model_config.dtype]
+
+
 def kv_block_bytes(config: VllmConfig) -> int:
     """Bytes of one KV-cache block over all layers: keys and values."""
-    shape, dtype = config.shape, config.model_config.dtype
-    per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * _ITEM_BYTES[dtype]
+    shape = config.shape
+    per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * item_bytes(config)
     return per_token * config.cache_config.block_size
 
 
@@ -32,20 +38,29 @@ class MeasuresMemory(Protocol):
 
 
 def decide_num_blocks(config: VllmConfig, executor: MeasuresMemory) -> int:
-    """The number of blocks, the null block included.
+    """The number of blocks, the null block included. Raises ConfigError when not even one request of full length fits."""
+    block_bytes = executor.kv_block_bytes()
+    rule, num_blocks = choose_num_blocks(config, block_bytes, executor.determine_available_memory)
+    if trace.on:
+        size = num_blocks * block_bytes
+        trace.emit("kv_cache.profiled", available_bytes=size, block_bytes=block_bytes, num_blocks=num_blocks, rule=rule)
+    return num_blocks
+
+
+def choose_num_blocks(config: VllmConfig, block_bytes: int, measure: Callable[[], int]) -> tuple[str, int]:
+    """(the rule that decides, the number of blocks); `measure` gives the free memory in bytes.
 
     In this order: --num-gpu-blocks-override, --kv-cache-memory-bytes, measured free memory. On a CPU the measured size is
     capped at 4 GiB, and on any device at what --max-num-seqs requests of full length can use.
     Raises ConfigError when not even one request of full length fits.
     """
-    cache, block_bytes = config.cache_config, executor.kv_block_bytes()
-    blocks_per_request = cdiv(config.max_model_len, cache.block_size)
+    cache, blocks_per_request = config.cache_config, cdiv(config.max_model_len, config.cache_config.block_size)
     if cache.num_gpu_blocks_override is not None:
         rule, num_blocks = "num_gpu_blocks_override", cache.num_gpu_blocks_override
     elif cache.kv_cache_memory_bytes is not None:
         rule, num_blocks = "kv_cache_memory_bytes", cache.kv_cache_memory_bytes // block_bytes
     else:
-        rule, available = "free memory", executor.determine_available_memory()
+        rule, available = "free memory", measure()
         if config.device_config.device == "cpu" and available > CPU_DEFAULT_BYTES:
             rule, available = "CPU default", CPU_DEFAULT_BYTES
         num_blocks = available // block_bytes
@@ -57,12 +72,4 @@ def decide_num_blocks(config: VllmConfig, executor: MeasuresMemory) -> int:
             f"the KV cache has room for {max(0, num_blocks - 1) * cache.block_size} tokens ({rule}), but one request may need "
             f"{config.max_model_len}: lower --max-model-len, or raise --kv-cache-memory-bytes or --gpu-memory-utilization"
         )
-    if trace.on:
-        trace.emit(
-            "kv_cache.profiled",
-            available_bytes=num_blocks * block_bytes,
-            block_bytes=block_bytes,
-            num_blocks=num_blocks,
-            rule=rule,
-        )
-    return num_blocks
+    return rule, num_blocks

@@ -47,16 +47,18 @@ class Worker:
         self.model_runner.load_model()
 
     def determine_available_memory(self) -> int:
-        """Bytes for the KV cache = total memory x gpu_memory_utilization - what is in use at the peak of the largest step."""
+        """Bytes for the KV cache = total memory x gpu_memory_utilization - what is in use at the peak of the largest step:
+        of a GPU by anybody, of a CPU's memory by this process."""
         utilization = self.config.cache_config.gpu_memory_utilization
         installed = is_there(MEASURE_ACTIVATIONS.partition(":")[0])
         activations = load(MEASURE_ACTIVATIONS)(self.model_runner) if installed else 0
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info()
-        else:
+            used = total - free + activations
+        else:  # other programs share this memory: they bound what is free, but their use is not ours
             free, total = psutil.virtual_memory().available, psutil.virtual_memory().total
-        used = total - free + activations
-        available = max(0, int(total * utilization) - used)
+            used = psutil.Process().memory_info().rss + activations
+        available = max(0, min(int(total * utilization) - used, free))
         if trace.on:
             trace.emit("memory.profiled", total=total, used=used, utilization=utilization, available=available)
         return available

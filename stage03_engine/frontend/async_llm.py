@@ -13,7 +13,7 @@ from stage03_engine.config import VllmConfig
 from stage03_engine.errors import EngineDeadError
 from stage03_engine.frontend.core_client import AsyncEngineCoreClient, AsyncMPClient
 from stage03_engine.frontend.input_processor import InputProcessor
-from stage03_engine.frontend.metrics import IterationStats, LoggingStatLogger, StatLogger
+from stage03_engine.frontend.metrics import IterationStats, StatLogger, default_stat_loggers
 from stage03_engine.frontend.output_processor import OutputProcessor, RequestOutputCollector
 from stage03_engine.frontend.tokenizer import init_tokenizer_from_configs
 from stage03_engine.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady
@@ -49,7 +49,6 @@ class AsyncLLM:
         self.listeners: list[OutputListener] = []
         self.dead_error: EngineDeadError | None = None
         self.ready: EngineReady | None = None  # what the engine core said when it could serve
-        self.num_waiting_requests = 0  # in the scheduler, after its last step
         self._dead = asyncio.Event()
         self._output_handler: asyncio.Task[None] | None = None
 
@@ -64,11 +63,9 @@ class AsyncLLM:
 
         `client` replaces the engine process. Raises ConfigError if the tokenizer is unusable.
         """
-        if stat_loggers is None:
-            stat_loggers = [] if config.observability_config.disable_log_stats else [LoggingStatLogger(config)]
         engine = client or AsyncMPClient(config)
         try:
-            return cls(config, engine, stat_loggers)
+            return cls(config, engine, default_stat_loggers(config) if stat_loggers is None else stat_loggers)
         except BaseException:
             engine.shutdown()
             raise
@@ -151,8 +148,6 @@ class AsyncLLM:
         _, reqs_to_abort = self.output_processor.process_outputs(outputs.outputs, iteration)
         if reqs_to_abort:
             await self.engine_core.abort_requests_async(reqs_to_abort)
-        if outputs.scheduler_stats is not None:
-            self.num_waiting_requests = outputs.scheduler_stats.num_waiting
         for stat_logger in self.stat_loggers:
             stat_logger.record(outputs.scheduler_stats, iteration)
 

@@ -1,5 +1,5 @@
-"""Statistics of requests: counted per engine step, then handed to stat loggers. One writes a line every ten seconds; the
-one for Prometheus is a feature.
+"""Statistics of requests: counted per engine step, then handed to stat loggers, which are features: one writes a line every ten
+seconds, the other is for Prometheus.
 
 All times are seconds of time.monotonic(), measured in the front end: they include the queue and the sockets, as a client
 sees them. A request's intervals are queue | prefill | decode; prefill ends with the first token, inference is both.
@@ -8,17 +8,13 @@ Source: vllm/v1/metrics/stats.py and loggers.py.
 
 from __future__ import annotations
 
-import logging
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.messages import EngineCoreOutput, FinishReason, SchedulerStats
-
-logger = logging.getLogger(__name__)
-
-LOG_INTERVAL_SECONDS = 10.0
+from stage03_engine.mixins import mixins
 
 
 @dataclass
@@ -123,23 +119,8 @@ class StatLogger(ABC):
         """A client left before its request ended."""
 
 
-class LoggingStatLogger(StatLogger):
-    """Writes one log line every ten seconds while steps run."""
-
-    def __init__(self, config: VllmConfig) -> None:
-        self._last_log = time.monotonic()
-        self._prompt_tokens = 0
-        self._generation_tokens = 0
-
-    def record(self, scheduler: SchedulerStats | None, iteration: IterationStats) -> None:
-        self._prompt_tokens += iteration.num_prompt_tokens
-        self._generation_tokens += iteration.num_generation_tokens
-        elapsed = iteration.now - self._last_log
-        if elapsed < LOG_INTERVAL_SECONDS or scheduler is None:
-            return
-        logger.info(
-            "prompt %.1f tokens/s, generation %.1f tokens/s, running %d, waiting %d, KV cache %.1f%% used, preemptions %d",
-            self._prompt_tokens / elapsed, self._generation_tokens / elapsed, scheduler.num_running,
-            scheduler.num_waiting, 100 * scheduler.kv_cache_usage, scheduler.num_preemptions,
-        )  # fmt: skip
-        self._last_log, self._prompt_tokens, self._generation_tokens = iteration.now, 0, 0
+def default_stat_loggers(config: VllmConfig) -> list[StatLogger]:
+    """The one that writes to the log, unless --disable-log-stats."""
+    if config.observability_config.disable_log_stats:
+        return []
+    return [kind(config) for kind in mixins("stage03_engine.frontend.features.logging_stats:LoggingStatLogger")]

@@ -49,7 +49,7 @@ def without_names(body: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_batch_is_answered_as_over_http(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STAGES_API_KEY", "secret")  # for those who come over HTTP
-    monkeypatch.setenv("STAGES_MAX_QUEUE_LEN", "1")
+    monkeypatch.setenv("STAGES_MAX_NUM_QUEUED_REQS", "1")
     source = write(tmp_path / "in.jsonl", BODIES)
     done = run(*SMALL, "--engine", "echo", "-i", source, "-o", tmp_path / "out.jsonl", "--trace", tmp_path / "trace")
     assert done.returncode == 0, done.stderr

@@ -85,7 +85,9 @@ def test_both_commands_hand_the_same_configuration_to_stage_2(module: str, serve
     words = [*DUMMY, "--block-size=4", "--port=0", "--served-model-name", "a", "b"]
     assert importlib.import_module(module).main(words) == 5
     [(vllm_config, frontend_args)] = served
-    assert vllm_config == EngineArgs.from_kwargs(model="gpt2", load_format="dummy", device="cpu", block_size=4)
+    assert vllm_config == EngineArgs.from_kwargs(
+        model="gpt2", load_format="dummy", device="cpu", block_size=4, log_level="INFO"
+    )
     assert frontend_args == FrontendArgs(port=0, served_model_name=("a", "b"))
 
 

@@ -237,7 +237,7 @@ class Broken:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_defect_tells_nothing_of_the_inside(make_server: MakeServer, stream: bool) -> None:
-    server = make_server()
+    server = make_server(server_dev_mode=True)
     handler = server.app.state.openai_serving_completion
 
     async def fails(*_: Any) -> Any:

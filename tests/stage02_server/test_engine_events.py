@@ -121,7 +121,7 @@ def test_the_stream_ends_with_the_engine(start: Callable[..., ServerProcess], tm
 
 
 def test_an_idle_engine_tells_a_newcomer_and_a_reset(start: Callable[..., ServerProcess]) -> None:
-    server = start()
+    server = start("--server-dev-mode")
     httpx.post(server.url + "/v1/completions", json=ASK | {"prompt": "word " * 40})
     first = Watcher(server.url)
     first.wait_for("sched.state")

@@ -44,7 +44,7 @@ def start() -> Iterator[Start]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    server = ServerProcess(*FLAGS, "--in-process")
+    server = ServerProcess(*FLAGS, "--in-process", "--server-dev-mode")  # for /reset_prefix_cache
     server.wait_until_ready()
     yield server
     server.close()

@@ -207,10 +207,10 @@ def test_requests_that_miss_the_deadline_are_told(make_server: MakeServer, strea
     assert client.aborted == client.added and server.engine.num_unfinished_requests == 0
 
 
-def test_the_prefix_cache_is_reset_unless_requests_run(server: InProcessServer, make_server: MakeServer) -> None:
-    assert server.post("/reset_prefix_cache", None).status_code == 200
+def test_the_prefix_cache_is_reset_unless_requests_run(make_server: MakeServer) -> None:
+    assert make_server(server_dev_mode=True).post("/reset_prefix_cache", None).status_code == 200
     hanging = HangingEcho()
-    busy = make_server(hanging)
+    busy = make_server(hanging, server_dev_mode=True)
 
     async def reset_during_a_request() -> int:
         running = asyncio.create_task(busy.send("POST", COMPLETIONS, json={"prompt": "abc", "max_tokens": 9}))

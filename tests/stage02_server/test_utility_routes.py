@@ -46,9 +46,11 @@ def test_load_counts_the_work_in_progress(make_server: MakeServer, tracking: boo
 
 
 def test_what_is_not_the_callers_is_off_by_default(server: InProcessServer) -> None:
-    for method, path in (("GET", "/server_info"), ("POST", "/abort_requests")):
+    schema = server.request("GET", "/openapi.json").json()["paths"]
+    for method, path in (("GET", "/server_info"), ("POST", "/abort_requests"), ("POST", "/reset_prefix_cache")):
         answer = server.request(method, path, **({"json": {"request_ids": []}} if method == "POST" else {}))
-        assert answer.status_code == 404 and "--server-dev-mode" in answer.json()["error"]["message"]
+        assert answer.status_code == 404 and "VLLM_SERVER_DEV_MODE=1" in answer.json()["error"]["message"]
+        assert path not in schema
     for path in ("/start_profile", "/stop_profile"):
         answer = server.request("POST", path)
         assert answer.status_code == 404 and "--profiler-dir" in answer.json()["error"]["message"]

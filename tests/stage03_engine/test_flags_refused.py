@@ -45,6 +45,45 @@ def test_short_names(short: str, long: str) -> None:
     assert parser.parse_args(["serve", short, "2"]) == parser.parse_args(["serve", f"--{long}=2"])
 
 
+REASONS = {
+    "-O3": "torch.compile", "--async-scheduling": "nothing is scheduled ahead", "--skip-tokenizer-init": "needs the tokenizer",
+    "--revision x": "branch main", "--hf-token x": "HF_TOKEN", "--download-dir /x": "HF_HOME", "--enable-sleep-mode": "cannot sleep",
+    "--hf-overrides {\"a\":1}": "config.json", "--model-impl transformers": "the classes of this project", "--device-ids 1": "CUDA_VISIBLE_DEVICES",
+    "--numa-bind": "VLLM_CPU_OMP_THREADS_BIND", "--worker-cls a.B": "the worker is", "--watchdog-config {}": "hangs",
+    "--cpu-offload-gb 4": "weights stay", "--max-num-scheduled-tokens 9": "--max-num-batched-tokens", "--watermark 0.1": "held back",
+    "--performance-mode throughput": "presets", "--compilation-config {\"a\":1}": "torch.compile", "--diffusion-config {}": "diffusion",
+    "--max-num-active-seqs 3": "--max-num-seqs", "--enable-mamba-cache-stochastic-rounding": "state-space",
+    "--tokens-only": "always takes texts", "--cohere-format x": "Cohere's API", "--kv-sharing-fast-prefill": "between layers",
+}  # fmt: skip
+"""What is typed -> what the reason must be about. These once had the reason of another flag."""
+
+
+@pytest.mark.parametrize(("words", "reason"), REASONS.items())
+def test_the_reason_is_about_the_flag(words: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match="is not supported") as refused:
+        make_parser("serve").parse_args(["serve", *words.split()])
+    assert reason in str(refused.value).partition(": ")[2]
+
+
+def test_a_hint_names_no_flag_that_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each flag of the tables with a letter missing: what it is taken for, if anything, can be used."""
+    monkeypatch.setattr("stage03_engine.args.parser.refuse_absent", lambda flag: None)
+    tables = refused_toml()
+    flags = [
+        flag for name in ("engine", "server") for flag in " ".join(tables[name].values()).replace(",", " ").split()
+    ]
+    typos = [flag.strip("+").partition("=")[0].rstrip("*")[:-1] for flag in flags[::7] if flag.startswith("--")]
+    command = make_parser("serve")._subparsers._group_actions[0].choices["serve"]  # type: ignore[index,union-attr]
+    for typo in [*typos, "--headles", "--tensor-parallel", "--api-server-coun"]:
+        with pytest.raises(ConfigError) as refused:
+            command.parse_args([typo, "1"])
+        hint = str(refused.value).partition("did you mean ")[2].rstrip("?")
+        action = command._option_string_actions.get(hint)
+        assert not hint or (not hasattr(action, "refusal") and "built" not in (action.help or "")), (typo, hint)
+    with pytest.raises(ConfigError, match="did you mean --max-num-seqs"):
+        command.parse_args(["--max-num-seq", "1"])
+
+
 def number(text: str) -> float | str:
     try:
         return float(text)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.core.kv_cache_size import CPU_DEFAULT_BYTES, decide_num_blocks
 from stage03_engine.errors import ConfigError
+from stage03_engine.llm import LLM
+from stage03_engine.sampling_params import SamplingParams
 
 BLOCK_BYTES = 1 << 20
 PER_REQUEST = 512 // 16
@@ -52,3 +56,15 @@ def test_one_request_of_full_length_must_fit(count: int) -> None:
     with pytest.raises(ConfigError, match="one request may need 512"):
         blocks(count * BLOCK_BYTES)
     assert blocks((PER_REQUEST + 1) * BLOCK_BYTES) == PER_REQUEST + 1
+
+
+def test_memory_of_other_programs_does_not_count_as_the_engines_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 256 GiB others use 250. A twentieth is ours, less what this process holds, as far as that is free."""
+    memory = SimpleNamespace(total=256 << 30, available=6 << 30)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    with LLM("gpt2-tiny", gpu_memory_utilization=0.05, max_num_seqs=4) as llm:
+        (output,) = llm.generate("To be", SamplingParams(max_tokens=1, temperature=0))
+    assert output.outputs[0].token_ids
+    memory.available = 1 << 10
+    with pytest.raises(ConfigError, match="one request may need 512"):
+        LLM("gpt2-tiny", gpu_memory_utilization=0.05)

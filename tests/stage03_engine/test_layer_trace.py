@@ -133,4 +133,4 @@ def test_start_up_tells_settings_worker_and_memory(tmp_path: Path) -> None:
     assert resolved["num_threads"].endswith("cores)") and named["config.resolved"]["defaults"] > 20
     assert named["worker.created"]["device"] == "cpu" and named["worker.created"]["threads"] >= 1
     memory = named["memory.profiled"]
-    assert memory["available"] == max(0, int(memory["total"] * memory["utilization"]) - memory["used"])
+    assert memory["available"] <= max(0, int(memory["total"] * memory["utilization"]) - memory["used"])

@@ -202,7 +202,7 @@ def test_a_step_that_takes_too_long_ends_its_request_alone(
 def test_a_stopped_engine_leaves_no_checking_process_behind() -> None:
     with LLM("gpt2-tiny", multiprocess=True, **SMALL) as llm:
         llm.generate(PROMPT, params(Wanted(regex="[ab]{3}")))
-        [engine] = [p for p in psutil.Process().children() if "stage03_engine.core" in p.cmdline()]
+        [engine] = [p for p in psutil.Process().children() if " ".join(p.cmdline()).startswith("stages::EngineCore")]
         helpers = engine.children(recursive=True)
         assert len(helpers) == 1
         engine.kill()

@@ -49,7 +49,11 @@ def test_a_server_that_was_stopped_leaves_a_consistent_recording(server: ServerP
 
 @pytest.mark.parametrize("who", ["engine", "API server"])
 def test_after_kill_9_it_is_said_what_is_missing_and_why(server: ServerProcess, who: str, tmp_path: Path) -> None:
-    [engine] = [p for p in psutil.Process(server.process.pid).children() if "stage03_engine.core" in p.cmdline()]
+    [engine] = [
+        p
+        for p in psutil.Process(server.process.pid).children()
+        if " ".join(p.cmdline()).startswith("stages::EngineCore")
+    ]
     victim = engine.pid if who == "engine" else server.process.pid
     stream(server.url, then=lambda: os.kill(victim, signal.SIGKILL))
     server.wait()

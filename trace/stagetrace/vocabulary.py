@@ -88,7 +88,7 @@ _ROWS = [
     _optional("whisper.loaded", 5, ENGINE, {"tensors": "int", "bytes": "int"}, "A Whisper model is in place, in an engine core of its own.",
         "model_executor/models/whisper.py"),
     _optional("memory.profiled", 5, ENGINE, {"total": "int", "used": "int", "utilization": "float", "available": "int"},
-        "After a trial of the largest step: bytes of the device, bytes in use at its peak, the share that we may use, and what is left for the KV cache.",
+        "After a trial of the largest step: bytes of the device, bytes in use at its peak (on a CPU by this process), the share that we may use, and what is left for the KV cache.",
         "v1/worker/gpu_worker.py determine_available_memory"),
     Row("kv_cache.profiled", 5, ENGINE, {"available_bytes": "int", "block_bytes": "int", "num_blocks": "int", "rule": "str"},
         "How many KV-cache blocks there will be, and which rule decided.", "v1/engine/core.py _initialize_kv_caches"),

@@ -14,17 +14,28 @@ class AdminFlags:
 
     enable_server_load_tracking: bool = option(False, "count the requests in progress for GET /load")
     server_dev_mode: bool = option(
-        False, "answer GET /server_info and POST /abort_requests, which show and change what is not the caller's"
+        False,
+        "answer GET /server_info, POST /abort_requests and POST /reset_prefix_cache, which show and change what is not the "
+        "caller's (vLLM: VLLM_SERVER_DEV_MODE=1)",
     )
-    max_queue_len: int | None = option(
-        None, "requests that may wait; one more is refused with 429 and Retry-After; no limit if not given"
+    max_num_queued_reqs: int | None = option(
+        None,
+        "most requests that wait or run, each counted as often as it has answers; one more is refused with 503 and "
+        "Retry-After; no limit if not given",
+    )
+    max_num_queued_tokens: int | None = option(
+        None,
+        "prompt tokens of requests without a first output, from which on a request is refused with 503 and Retry-After; no "
+        "limit if not given",
     )
     enable_log_requests: bool = option(False, "a log line per prompt, with its text and its sampling parameters")
     max_log_len: int | None = option(None, "most characters and token ids of a prompt in the log; all if not given")
 
     def check(self) -> None:
         """Raises ConfigError for a limit below its least value."""
-        if self.max_queue_len is not None and self.max_queue_len < 1:
-            raise ConfigError(f"max_queue_len must be at least 1, not {self.max_queue_len}; leave it out for no limit")
+        for name in ("max_num_queued_reqs", "max_num_queued_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, not {value}; leave it out for no limit")
         if self.max_log_len is not None and self.max_log_len < 0:
             raise ConfigError(f"max_log_len must be at least 0, not {self.max_log_len}")

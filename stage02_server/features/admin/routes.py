@@ -1,6 +1,6 @@
 """Routes for operators: load, settings, aborting, profiling (vllm/entrypoints/serve, basic and dev routers).
 
-What shows or changes other people's requests answers 404 unless the server was started with the flag that asks for it.
+What shows or changes other people's requests is in `dev_router`, whose routes exist only with --server-dev-mode.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from stage02_server.features.admin.end_requests import end_requests, running_req
 from stage02_server.features.admin.server_load import ServerLoad
 from stage02_server.protocol_types import Text
 
-router = APIRouter()
+router, dev_router = APIRouter(), APIRouter()
 MAX_ABORTS = 1000
 
 
@@ -39,27 +39,20 @@ async def get_server_load(raw_request: Request) -> dict[str, int]:
     return {"server_load": state.server_load.in_progress if tracks else 0}
 
 
-def _for_developers(raw_request: Request) -> None:
-    if not raw_request.app.state.services.args.server_dev_mode:
-        raise not_found("This route is for developers: start the server with --server-dev-mode.")
-
-
-@router.get("/server_info")
+@dev_router.get("/server_info")
 async def show_server_info(
     raw_request: Request, config_format: Annotated[Literal["text", "json"], Query(description="text or json.")] = "text"
 ) -> dict[str, Any]:
     """All settings of the engine, as Python writes them or as JSON."""
-    _for_developers(raw_request)
     config = raw_request.app.state.services.engine.vllm_config
     config = replace(config, cache_config=replace(config.cache_config, prefix_caching_hash_seed=None))  # a secret
     return {"vllm_config": msgspec.to_builtins(config) if config_format == "json" else str(config)}
 
 
-@router.post("/abort_requests")
+@dev_router.post("/abort_requests")
 async def abort_requests(body: AbortRequest, raw_request: Request) -> Response:
     """End requests by the ids of their answers; each gets what there is, with the finish reason "abort". Ids that do not
     run are ignored: they may just have ended."""
-    _for_developers(raw_request)
     engine = raw_request.app.state.services.engine
     for response_id in body.request_ids:
         # The engine's ids end in the number of the prompt, after a random part if the client chose the id.
@@ -91,7 +84,7 @@ async def stop_profile(raw_request: Request) -> Response:
     return await _profile(raw_request, start=False)
 
 
-@router.post("/reset_prefix_cache")
+@dev_router.post("/reset_prefix_cache")
 async def reset_prefix_cache(raw_request: Request) -> Response:
     """Forget all cached prefixes; 409 while requests run, because their blocks are in use."""
     if await raw_request.app.state.services.engine.call("reset_prefix_cache"):
@@ -102,6 +95,8 @@ async def reset_prefix_cache(raw_request: Request) -> Response:
 
 
 def install(app: FastAPI, services: Services) -> None:
-    """Add the routes, and the count behind `/load` and `--max-queue-len`."""
-    app.state.server_load = ServerLoad(services.engine, services.args.max_queue_len)
+    """Add the routes, and the count behind `/load`."""
+    app.state.server_load = ServerLoad()
     app.include_router(router)
+    if services.args.server_dev_mode:
+        app.include_router(dev_router)

@@ -19,8 +19,9 @@ from stage02_server.api_server import (
     build_async_engine_client,
     init_app_state,
 )
-from stage02_server.cli_args import FrontendArgs, configure_logging
+from stage02_server.cli_args import FrontendArgs
 from stage02_server.features.batch.batch_file import BatchOutput, BatchRequest
+from stage03_engine.args.log import announce
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import StagesError
 from stagetrace import trace
@@ -54,7 +55,7 @@ def run_batch(vllm_config: VllmConfig, args: FrontendArgs, job: BatchJob) -> Non
     """Answer every request of the batch. Raises StagesError if the engine cannot start, and BatchInterruptedError."""
     import uvloop
 
-    configure_logging()
+    announce(vllm_config, args)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line per request
     try:
         uvloop.run(_run(vllm_config, args, job))

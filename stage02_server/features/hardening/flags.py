@@ -47,7 +47,7 @@ class HardeningFlags:
         repr=False,
         metadata={
             "help": "keys, of which a client must send one as `Authorization: Bearer KEY` or `x-api-key: KEY`; other users of this machine can "
-            "read command lines, so better the variable STAGES_API_KEY"
+            "read command lines, so better the variable STAGES_API_KEY (or VLLM_API_KEY)"
         },
     )
     ssl_certfile: str | None = option(None, "certificate file (PEM); the server then speaks HTTPS")
@@ -66,9 +66,6 @@ class HardeningFlags:
         (), "module.name of ASGI middleware of your own, a class or a coroutine function; may be given several times"
     )
     enable_request_id_headers: bool = option(False, "answer with the header X-Request-Id")
-    log_config_file: str | None = option(
-        None, "JSON file that sets up logging, in the form of Python's logging.config.dictConfig"
-    )
     uvicorn_log_level: str = option(
         "info", "log level of the HTTP server", ("trace", "debug", "info", "warning", "error", "critical")
     )

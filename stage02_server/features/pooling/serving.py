@@ -78,6 +78,7 @@ class PoolingBatches:
     """
 
     request_logger: Any = None  # with --enable-log-requests
+    admit: Any = None  # with --max-num-queued-reqs and its like
 
     def __init__(self, engine_client: AsyncLLM, models: OpenAIServingModels, template: ChatTemplate) -> None:
         self.engine_client = engine_client
@@ -136,6 +137,8 @@ class PoolingBatches:
         make = partial(self._requests, request, prompts, params, ids, add_special_tokens)
         requests = await in_thread_if_long(texts, raw_request.receive, make)
         self._check_size(requests, params)
+        if self.admit is not None:
+            self.admit(requests)
         if self.request_logger is not None:
             for engine_request, (_, prompt) in zip(requests, prompts, strict=True):
                 self.request_logger.log_inputs(engine_request, prompt)

@@ -1,0 +1,165 @@
+"""How much memory a start would take, reckoned without torch: for `serve --dry-run`.
+
+vLLM measures this when it starts (v1/worker/gpu_worker.py determine_available_memory). The weights and the KV cache are exact
+here; the activations are an estimate.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from stage03_engine.config import VllmConfig
+from stage03_engine.core.kv_cache_size import choose_num_blocks, item_bytes, kv_block_bytes
+from stage03_engine.errors import ConfigError, ModelNotFoundError
+from stage03_engine.model_shape import ModelShape
+
+MIB, GIB = 1 << 20, 1 << 30
+_NO_PARAMETER = re.compile(r"(^|\.)attn\.(masked_)?bias$|\.inv_freq$")  # masks and tables that are computed, not loaded
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a start; `available` is what the flags let the engine have on its device, None if only the device knows."""
+
+    num_parameters: int
+    weights: int
+    per_token: int
+    per_request: int  # of full length
+    for_all: int  # max_num_seqs of them
+    activations: int
+    step_tokens: int
+    available: int | None
+
+    @property
+    def sum(self) -> int:
+        """With all requests at full length."""
+        return self.weights + self.for_all + self.activations
+
+
+def reckon(config: VllmConfig) -> Memory:
+    """Raises ModelNotFoundError and ConfigError for weights that cannot be read."""
+    size, scheduler = item_bytes(config), config.scheduler_config
+    parameters = count_parameters(config)
+    block, block_size = kv_block_bytes(config), config.cache_config.block_size
+    per_request = block * math.ceil(config.max_model_len / block_size)
+    tokens = min(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * config.max_model_len)
+    return Memory(
+        parameters, parameters * size, block // block_size, per_request, per_request * scheduler.max_num_seqs,
+        _activations(config.shape, tokens, min(tokens, scheduler.max_num_seqs), size), tokens, _available(config),
+    )  # fmt: skip
+
+
+def check_kv_cache(config: VllmConfig, memory: Memory) -> None:
+    """Raises ConfigError if the KV cache would not hold one request of full length."""
+    cache = config.cache_config
+    if cache.num_gpu_blocks_override is None and cache.kv_cache_memory_bytes is None and memory.available is None:
+        return
+    left = max(0, (memory.available or 0) - memory.weights - memory.activations)
+    choose_num_blocks(config, kv_block_bytes(config), lambda: left)
+
+
+def count_parameters(config: VllmConfig) -> int:
+    """From the heads of the safetensors files, or from the model's shape. Raises ModelNotFoundError, ConfigError."""
+    model = config.model_config
+    if model.load_format == "dummy" or model.model_path is None:
+        return _parameters_of(config.shape)
+    tied = getattr(config.shape, "tie_word_embeddings", True)
+    shapes = {name: shape for file in _files(Path(model.model_path)) for name, shape in _tensors(file).items()}
+    return sum(
+        math.prod(shape)
+        for name, shape in shapes.items()
+        if not _NO_PARAMETER.search(name) and not (tied and name == "lm_head.weight")
+    )
+
+
+def _files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            return [folder / shard for shard in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ConfigError(f"cannot read the list of weight files in {index}: {error!r}") from error
+    single = folder / "model.safetensors"
+    files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelNotFoundError(f"no *.safetensors file in {folder}")
+    return files
+
+
+def _tensors(file: Path) -> dict[str, list[int]]:
+    """Name -> shape, from the file's head: its length in 8 bytes, then JSON."""
+    try:
+        with file.open("rb") as opened:
+            (length,) = struct.unpack("<Q", opened.read(8))
+            if length > file.stat().st_size:
+                raise ValueError("it is cut off")
+            head = json.loads(opened.read(length))
+        return {name: entry["shape"] for name, entry in head.items() if name != "__metadata__"}
+    except (OSError, ValueError, struct.error, KeyError, AttributeError, TypeError) as error:
+        raise ConfigError(f"cannot read the weights in {file}: {error}") from error
+
+
+def _parameters_of(shape: ModelShape) -> int:
+    """Embeddings, layers, and the norm at the end; for GPT-2 and the Llama family."""
+    gpt2 = shape.architecture.startswith("GPT2")
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    attention = hidden * (queries + 2 * keys) + queries * hidden
+    attention += (queries + 2 * keys) * (gpt2 or shape.attention_bias) + hidden * (gpt2 or shape.attention_output_bias)
+    attention += 2 * shape.head_dim * getattr(shape, "qk_norm", False)
+    mlp = 2 * hidden * inner + inner + hidden if gpt2 else 3 * hidden * inner
+    norm = 2 * hidden if gpt2 else hidden
+    embeddings = shape.vocab_size * hidden * (1 if getattr(shape, "tie_word_embeddings", True) else 2)
+    positions = shape.max_position_embeddings * hidden if gpt2 else 0
+    return embeddings + positions + shape.num_layers * (attention + mlp + 2 * norm) + norm
+
+
+def _activations(shape: ModelShape, tokens: int, rows: int, size: int) -> int:
+    """The widest moment of a step: a layer's states on both sides of its MLP, or the sampler's copies of the logits."""
+    layer = tokens * (4 * shape.hidden_size + 2 * shape.intermediate_size) * size
+    sampler = rows * shape.vocab_size * 4 * 3  # float32
+    return max(layer, sampler)
+
+
+def _available(config: VllmConfig) -> int | None:
+    if config.device_config.device != "cpu":
+        return None
+    import psutil
+
+    machine = psutil.virtual_memory()
+    return min(int(machine.total * config.cache_config.gpu_memory_utilization), machine.available)
+
+
+def shown(count: int) -> str:
+    """Bytes for people."""
+    if count < MIB:
+        return f"{count / 1024:.1f} KiB"
+    return f"{count / MIB:.1f} MiB" if count < GIB else f"{count / GIB:.2f} GiB"
+
+
+def rows(config: VllmConfig, memory: Memory) -> list[tuple[str, str, str]]:
+    """(name, size, how it is made up) for the table."""
+    model, scheduler = config.model_config, config.scheduler_config
+    found = [
+        ("weights", shown(memory.weights), f"{memory.num_parameters:,} parameters in {model.dtype}"),
+        ("kv_cache_per_token", shown(memory.per_token), f"keys and values of {config.shape.num_layers} layers"),
+        ("kv_cache_per_request", shown(memory.per_request), f"of {config.max_model_len} tokens (max_model_len)"),
+        ("kv_cache_for_all", shown(memory.for_all), f"{scheduler.max_num_seqs} of them (max_num_seqs)"),
+        ("activations", shown(memory.activations), f"about, of a step of {memory.step_tokens} tokens"),
+        (
+            "sum",
+            shown(memory.sum),
+            "with all requests at full length; the KV cache takes what there is, and others wait",
+        ),
+    ]
+    if memory.available is not None:
+        share = config.cache_config.gpu_memory_utilization
+        found.append(
+            ("available", shown(memory.available), f"free now, at most {share:g} of it all (gpu_memory_utilization)")
+        )
+    return found

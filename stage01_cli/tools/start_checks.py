@@ -1,0 +1,66 @@
+"""What a start would refuse, found without one: for `serve --dry-run`. Imports no torch, and opens nothing.
+
+What only the device or the moment knows is left to the start: whether a port is free, whether a kernel compiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from importlib.util import find_spec
+
+from stage02_server.cli_args import FrontendArgs
+from stage03_engine.args import Resolved
+from stage03_engine.args.import_class import import_class
+from stage03_engine.args.resolve import detect_device
+from stage03_engine.config import VllmConfig
+from stage03_engine.errors import ConfigError
+from stage03_engine.frontend.tokenizer import get_tokenizer
+from stage03_engine.mixins import is_there
+from stagetrace import trace
+
+NEEDS = {"cpu": "numba", "triton": "triton", "triton-interpret": "triton"}  # attention backend -> its package
+ABOUT_THE_APP = (
+    "chat_template", "default_chat_template_kwargs", "middleware", "tool_call_parser", "tool_parser_plugin",
+    "reasoning_parser", "reasoning_parser_plugin", "enable_auto_tool_choice",
+)  # fmt: skip
+ECHO_ENGINE = "stage02_server.features.echo_engine"
+
+
+def check_start(config: VllmConfig, settings: Mapping[str, Resolved]) -> None:
+    """Raises the StagesError of the start. Ends the recording of the trace: what is tried here is no part of it."""
+    trace.close()
+    if settings["engine"].value == "core":
+        _check_device(config)
+    for name in ("scheduler_cls", "block_pool_cls"):
+        if (path := settings[name].value) is not None:
+            import_class(path, "--" + name.replace("_", "-"))
+    if config.model_config.tokenizer_path is not None:
+        get_tokenizer(config.model_config.tokenizer_path)
+    if any(settings[name].value for name in ABOUT_THE_APP if name in settings) and is_there(ECHO_ENGINE):
+        _check_app(config, FrontendArgs(**{each.name: settings[each.name].value for each in fields(FrontendArgs)}))
+
+
+def _check_device(config: VllmConfig) -> None:
+    device, backend = config.device_config.device, config.device_config.attention_backend
+    found, why = detect_device()
+    if device == "cuda" and found != "cuda":
+        raise ConfigError(f"--device cuda: there is no usable GPU ({why}); use --device cpu")
+    if backend in NEEDS and find_spec(NEEDS[backend]) is None:
+        raise ConfigError(f"the attention backend {backend} needs {NEEDS[backend]}, which is not installed")
+    if ":" in backend and not is_there(backend.partition(":")[0]):
+        raise ConfigError(
+            f"the attention backend {backend} cannot be loaded: there is no module {backend.partition(':')[0]}"
+        )
+
+
+def _check_app(config: VllmConfig, args: FrontendArgs) -> None:
+    """Build the application as the start does, on an engine without a model."""
+    from prometheus_client import CollectorRegistry
+
+    from stage02_server.api_server import build_app, init_app_state
+    from stage02_server.features.echo_engine import EchoCoreClient
+    from stage03_engine.frontend.async_llm import AsyncLLM
+
+    engine = AsyncLLM(config, EchoCoreClient(config), [])
+    init_app_state(engine, build_app(args), args, CollectorRegistry())

@@ -1,0 +1,153 @@
+"""The log of each process (vllm/logger.py, vllm/entrypoints/utils.py log_non_default_args): where it goes, what stands before each
+line, and the lines about the start itself. vLLM puts the process before each line in the same way (decorate_logs).
+"""
+
+from __future__ import annotations
+
+import json
+import logging.config
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from stage03_engine.args.fields import option, settings_of
+from stage03_engine.errors import ConfigError
+from stage03_engine.mixins import load
+from stagetrace.redact import HIDDEN, redact_values
+
+if TYPE_CHECKING:
+    from stage03_engine.args.resolve import Resolved
+    from stage03_engine.config import VllmConfig
+
+logger = logging.getLogger(__name__)
+FORMAT = "%(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s"
+DATE_FORMAT = "%m-%d %H:%M:%S"
+LEVELS = ("CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG", "NOTSET")
+OWN_LOGGERS = ("stage01_cli", "stage02_server", "stage03_engine", "stage04_kernels")
+
+
+@dataclass(frozen=True)
+class LogFlags:
+    """Part of ObservabilityConfig."""
+
+    log_level: str | None = option(
+        None,
+        "least level of our own lines in the log: INFO for a server, WARNING for other commands (vLLM: VLLM_LOGGING_LEVEL)",
+        LEVELS,
+    )
+    log_config_file: str | None = option(
+        None, "JSON file that sets up logging, in the form of Python's logging.config.dictConfig"
+    )
+    configure_logging: bool = option(
+        True, "set up logging at all; without, Python's own rules decide (vLLM: VLLM_CONFIGURE_LOGGING)"
+    )
+    log_stats_interval: float = option(
+        10.0, "seconds from one line with statistics to the next, while there is work", at_least=0.1
+    )
+    fail_on_environ_validation: bool = option(
+        False, "refuse a variable VLLM_* or STAGES_* that nothing reads, instead of a warning"
+    )
+
+
+def configure_logging(process: str, flags: Any) -> None:
+    """Everything from INFO upwards to stderr, one line per record, unless logging is set up already or `flags` (LogFlags) say
+    otherwise. Raises ConfigError for a log configuration that cannot be used."""
+    if not flags.configure_logging:
+        return
+    if flags.log_config_file is not None:
+        load_log_config(flags.log_config_file)
+    who = f"({process} pid={os.getpid()}) "
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=who + FORMAT, datefmt=DATE_FORMAT)
+    if flags.log_level != "INFO":
+        for name in OWN_LOGGERS:
+            logging.getLogger(name).setLevel(flags.log_level or "WARNING")
+
+
+def log_of_server(settings: dict[str, Resolved], dry_run: bool) -> None:
+    """Choose the level of a server's log if none was, and set the log up. Raises ConfigError."""
+    if settings["log_level"].value is None:
+        settings["log_level"] = replace(settings["log_level"], value="INFO")
+    if not dry_run:
+        configure_logging("APIServer", LogFlags(**{each.name: settings[each.name].value for each in fields(LogFlags)}))
+
+
+def read_log_config(path: str) -> dict[str, Any]:
+    """The JSON object in a file of `--log-config-file`. Raises ConfigError."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            config: Any = json.load(file)
+        if not isinstance(config, dict):
+            raise ValueError("it must hold a JSON object")
+        return config
+    except OSError as error:
+        raise ConfigError(f"cannot read log_config_file {path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"log_config_file {path} cannot be used: {error}") from error
+
+
+def load_log_config(path: str) -> None:
+    """Set logging up as the file says. Raises ConfigError.
+
+    Loggers that exist already stay, unless the file says otherwise: Python's default would silence the server's own.
+    """
+    config = read_log_config(path)
+    try:
+        logging.config.dictConfig({"disable_existing_loggers": False} | config)
+    except (OSError, ValueError, TypeError, AttributeError, ImportError) as error:
+        raise ConfigError(f"log_config_file {path} cannot be used: {error}") from error
+
+
+def name_process(process: str) -> None:
+    """Show the process under its name in `ps` and `top` (vLLM: set_process_title). The rest of its command line stays."""
+    try:
+        from setproctitle import getproctitle, setproctitle
+    except ModuleNotFoundError:  # only a name
+        return
+    _, *words = getproctitle().split(" ")
+    setproctitle(" ".join([f"stages::{process}", *words]))
+
+
+def enter_process(process: str, config: VllmConfig) -> None:
+    """In a process that was started for the server: its name, its log, and what features do first. Raises ConfigError."""
+    name_process(process)
+    configure_logging(process, config.observability_config)
+    for hook in config.hooks("process"):
+        load(hook)(config)
+
+
+def not_default(settings: Mapping[str, Resolved]) -> dict[str, str]:
+    """Setting -> its value and origin, of those that are not at their default; without secrets."""
+    given = {name: f"{one.value} from {one.origin}" for name, one in settings.items() if one.source != "default"}
+    return redact_values(given)
+
+
+def announce(config: VllmConfig, *more_sections: Any) -> None:
+    """Log the version, the model and the settings that are not at their default (those that were detected too); and warn if the
+    answers will mean nothing. `more_sections` hold the settings of the server."""
+    model = config.model_config
+    logger.info("vLLM in stages %s, model %s", _version(), model.model)
+    sections = [*(getattr(config, each.name) for each in fields(config)), *more_sections]
+    values = [(each, getattr(section, each.name)) for section in sections for each in settings_of(type(section))]
+    shown = {each.name: HIDDEN if each.secret else str(value) for each, value in values if value != each.default}
+    logger.info("Settings: %s", ", ".join(f"{name}={value}" for name, value in redact_values(shown).items()))
+    if model.load_format == "dummy":
+        tokenizer = " and the tokenizer is a stand-in, a token per byte" if model.tokenizer_path is None else ""
+        logger.warning("The weights are random%s (--load-format dummy): the answers mean nothing.", tokenizer)
+
+
+def _version() -> str:
+    try:
+        return version("vllm-in-stages")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+def seconds_since_start() -> float:
+    """How long this process has existed."""
+    import psutil  # only for this line
+
+    return time.time() - psutil.Process().create_time()

@@ -1,0 +1,121 @@
+"""`serve --dry-run`: the memory that a start would take, and what a start would refuse."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from stage01_cli.main import main
+from stage01_cli.tools.memory import count_parameters, reckon
+from stage03_engine.arg_utils import EngineArgs
+from stage03_engine.core.kv_cache_size import kv_block_bytes
+from stage03_engine.core.models.registry import model_class
+
+BUNDLED = Path(__file__).parent.parent.parent / "stage03_engine/bundled/gpt2-tiny"
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+QWEN = LLAMA | {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "head_dim": 16,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.mark.parametrize(
+    "config",
+    ["gpt2-tiny", "gpt2", "gpt2-medium", LLAMA, LLAMA | {"attention_bias": True, "tie_word_embeddings": True}, QWEN],
+    ids=lambda config: config if isinstance(config, str) else config["model_type"],
+)
+def test_the_weights_are_counted_as_the_engine_has_them(config: str | dict[str, object], tmp_path: Path) -> None:
+    """From a file's head, or from the shape alone."""
+    model, settings = config, {"load_format": "auto" if config == "gpt2-tiny" else "dummy"}
+    if isinstance(config, dict):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        (tmp_path / "tokenizer.json").write_bytes((BUNDLED / "tokenizer.json").read_bytes())
+        model = str(tmp_path)
+    made = EngineArgs.from_kwargs(model=model, device="cpu", **settings)
+    with torch.device("meta"):
+        real = model_class(made.shape.architecture)(made.shape, "torch")
+    assert count_parameters(made) == sum(parameter.numel() for parameter in real.parameters())
+
+
+def test_masks_in_a_checkpoint_are_no_weights(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    for file in ("config.json", "tokenizer.json"):
+        (tmp_path / file).write_bytes((BUNDLED / file).read_bytes())
+    tensors = load_file(BUNDLED / "model.safetensors")
+    mask = next(name for name in tensors if name.endswith("attn.c_attn.bias")).replace("c_attn.", "")
+    save_file(tensors | {mask: torch.ones(1, 1, 512, 512)}, tmp_path / "model.safetensors")
+    both = [EngineArgs.from_kwargs(model=model) for model in (str(tmp_path), "gpt2-tiny")]
+    assert count_parameters(both[0]) == count_parameters(both[1])
+    (tmp_path / "model.safetensors").write_bytes(b"cut off")
+    assert main(["serve", str(tmp_path), "--dry-run"]) == 2
+
+
+def test_the_sum_is_of_all_requests(capsys: pytest.CaptureFixture[str]) -> None:
+    config = EngineArgs.from_kwargs(model="gpt2-tiny", max_num_seqs=3, block_size=100, dtype="bfloat16")
+    memory = reckon(config)
+    assert memory.per_request == 6 * kv_block_bytes(config)  # 512 tokens are 5.12 blocks
+    assert memory.per_token == 2 * 6 * 256 * 2 and memory.weights == 2 * memory.num_parameters
+    assert memory.sum == memory.weights + 3 * memory.per_request + memory.activations and memory.activations > 0
+    assert main(["serve", "gpt2-tiny", "--dry-run", "--max-num-seqs", "3"]) == 0
+    shown = capsys.readouterr().out.partition("\nMemory\n")[2].split()
+    names = (
+        "weights",
+        "kv_cache_per_token",
+        "kv_cache_per_request",
+        "kv_cache_for_all",
+        "activations",
+        "sum",
+        "available",
+    )
+    assert set(names) <= set(shown)
+
+
+REFUSED = {
+    "--device cuda": "there is no usable GPU",
+    "--num-gpu-blocks-override 5": "one request may need 512",
+    "--kv-cache-memory-bytes 100k": "one request may need 512",
+    "--gpu-memory-utilization 0.0001": "one request may need 512",
+    "--scheduler-cls no.such:Scheduler": "--scheduler-cls no.such:Scheduler",
+    "--block-pool-cls no.such:Pool": "--block-pool-cls no.such:Pool",
+    "--attention-backend no.such:attention": "no.such",
+    "--chat-template /no/such.jinja": "cannot read the chat template",
+    "--middleware no.such.Layer": "--middleware no.such.Layer",
+    "--tool-call-parser nobody --enable-auto-tool-choice": "'nobody' is not known",
+    "--log-config-file /no/such.json": "cannot read log_config_file",
+}
+
+
+@pytest.mark.parametrize(("words", "said"), REFUSED.items())
+def test_what_a_start_refuses_is_refused(
+    words: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    assert main(["serve", "gpt2-tiny", "--dry-run", *words.split()]) == 2
+    printed = capsys.readouterr()
+    assert said in printed.err and len(printed.err.splitlines()) == 1 and not printed.out
+
+
+def test_a_tokenizer_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for file in ("config.json", "model.safetensors"):
+        (tmp_path / file).symlink_to(BUNDLED / file)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert main(["serve", str(tmp_path), "--dry-run"]) == 2
+    assert "cannot read the tokenizer" in capsys.readouterr().err
+
+
+def test_it_needs_no_torch() -> None:
+    import subprocess
+
+    code = "import sys; from stage01_cli.main import main; main(['serve', 'gpt2-tiny', '--dry-run']); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"

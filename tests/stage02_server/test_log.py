@@ -1,0 +1,124 @@
+"""The log of a server: who speaks, what it was started with, when it is ready, and what it does."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from server_under_test import ServerProcess
+
+from stage03_engine.arg_utils import EngineArgs
+from stage03_engine.frontend.features.logging_stats import LoggingStatLogger
+from stage03_engine.frontend.metrics import IterationStats
+from stage03_engine.messages import SchedulerStats
+
+FLAGS = ("--load-format", "dummy", "--host", "127.0.0.1", "--port", "0", "--num-gpu-blocks-override", "65")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    server = ServerProcess("gpt2", *FLAGS, "--api-key", "sk-secret", "--log-stats-interval", "0.5")
+    server.wait_until_ready()
+    yield server
+    server.close()
+
+
+def the_line(server: ServerProcess, pattern: str) -> re.Match[str]:
+    [found] = [match for line in server.lines if (match := re.search(pattern, line))]
+    return found
+
+
+def test_each_line_says_which_process_speaks(server: ServerProcess) -> None:
+    who = [
+        re.match(r"\((APIServer|EngineCore_DP0) pid=(\d+)\) (INFO|WARNING) \d\d-\d\d ", line) for line in server.lines
+    ]
+    assert all(who), server.lines
+    by_process = {match[1]: int(match[2]) for match in who if match}
+    assert by_process["APIServer"] == server.process.pid and by_process["EngineCore_DP0"] != server.process.pid
+
+
+def test_it_says_version_settings_and_when_it_is_ready(server: ServerProcess) -> None:
+    assert the_line(server, r"vLLM in stages (\d\S*), model gpt2$")
+    settings = the_line(server, r"Settings: (.*)$")[1]
+    assert {"load_format=dummy", "num_gpu_blocks_override=65", "port=0", "api_key=***"} <= set(settings.split(", "))
+    assert "sk-secret" not in "".join(server.lines) and "block_size" not in settings
+    assert the_line(server, r"EngineCore.* Ready after \d+\.\d s, with a KV cache for 1024 tokens$")
+    assert the_line(server, r"APIServer.* Ready after \d+\.\d s\. Serving gpt2 on ")
+
+
+def test_random_weights_and_a_stand_in_tokenizer_are_one_warning(server: ServerProcess) -> None:
+    [warning] = [line for line in server.lines if "WARNING" in line]
+    assert "weights are random" in warning and "tokenizer is a stand-in" in warning
+
+
+def test_statistics_come_while_there_is_work(server: ServerProcess) -> None:
+    """In the end a line says that nobody runs; then there is silence until the next request."""
+    ask = {"prompt": "x" * 40, "max_tokens": 4, "temperature": 0}
+    for _ in range(2):
+        key = {"Authorization": "Bearer sk-secret"}
+        assert httpx.post(server.url + "/v1/completions", json=ask, headers=key).status_code == 200
+        server.wait_for(
+            r"Engine 000: Avg prompt throughput: [1-9]\d*\.\d tokens/s, Avg generation throughput: [1-9]\d*\.\d tokens/s, "
+            r"Running: \d+ reqs, Waiting: \d+ reqs, KV cache usage: \d+\.\d%, Prefix cache hit rate: \d+\.\d%"
+        )
+        server.wait_for(r"prompt throughput: 0\.0 .*generation throughput: 0\.0 .*Running: 0 reqs, Waiting: 0 reqs")
+
+
+class Clock:
+    """The timer of an event loop, wound by hand."""
+
+    def __init__(self) -> None:
+        self.due: list[Callable[[], Any]] = []
+
+    def call_later(self, seconds: float, callback: Callable[[], Any]) -> object:
+        assert seconds == 10
+        self.due.append(callback)
+        return self
+
+    def tick(self) -> None:
+        due, self.due = self.due, []
+        for callback in due:
+            callback()
+
+
+def test_a_burst_is_told_at_its_own_rate(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """However long nothing ran before, the tokens are shared out over the interval that began with them."""
+    clock = Clock()
+    monkeypatch.setattr(asyncio, "get_running_loop", lambda: clock)
+    caplog.set_level("INFO")
+    stats = LoggingStatLogger(EngineArgs.from_kwargs(model="gpt2-tiny"))
+    stats.record(SchedulerStats(), IterationStats())  # an idle engine says so too
+    assert not clock.due
+    running = SchedulerStats(
+        num_running=2, num_waiting=1, kv_cache_usage=0.25, prefix_cache_queries=100, prefix_cache_hits=50
+    )
+    for _ in range(100):
+        stats.record(running, IterationStats(num_prompt_tokens=1, num_generation_tokens=16))
+    assert len(clock.due) == 1
+    for line in (
+        "Avg prompt throughput: 10.0 tokens/s, Avg generation throughput: 160.0 tokens/s, Running: 2 reqs, Waiting: 1 reqs, "
+        "KV cache usage: 25.0%, Prefix cache hit rate: 50.0%",
+        "Avg prompt throughput: 0.0 tokens/s, Avg generation throughput: 0.0 tokens/s, Running: 2 reqs",
+    ):
+        clock.tick()
+        assert line in caplog.messages[-1] and len(clock.due) == 1  # a step that takes longer is work too
+    stats.record(SchedulerStats(prefix_cache_queries=100, prefix_cache_hits=50), IterationStats())
+    clock.tick()
+    assert "Running: 0 reqs" in caplog.messages[-1] and not clock.due
+    assert len(caplog.messages) == 3
+
+
+def test_the_level_is_for_our_own_lines(start_server: Callable[..., ServerProcess]) -> None:
+    server = start_server(
+        "gpt2-tiny", "--engine", "echo", "--host", "127.0.0.1", "--port", "0", "--log-level", "WARNING"
+    )
+    server.wait_for("Application startup complete")  # uvicorn's own
+    server.process.terminate()
+    assert server.wait() == 0
+    assert server.lines and not any(
+        "Serving" in line or "Stopped" in line or "Settings" in line for line in server.lines
+    )
