@@ -22,7 +22,7 @@ class Row:
     main_path: bool = True
 
 
-CLI, SERVER, ENGINE, KERNELS = "stage01_cli", "stage02_server", "stage03_engine", "stage04_kernels"
+SERVER, ENGINE, KERNELS = "stage02_server", "stage03_engine", "stage04_kernels"
 
 
 def _optional(name: str, phase: int, stage: str, args: dict[str, str], meaning: str, vllm: str) -> Row:
@@ -34,15 +34,17 @@ _ROWS = [
         "First record of a file: which run, which versions, how to turn monotonic time into wall clock time; what a filter left out (nothing when it is empty), and how "
         "many older files of this process came before, kept or gone.", "-"),
     # Phase 1: CLI entry
-    Row("cli.main", 1, CLI, {"argv": "list[str]"}, "The command line program started.", "entrypoints/cli/main.py main"),
-    Row("cli.env_setup", 1, CLI, {"set": "dict[str, str]"}, "Process-wide environment variables were set, before any library reads them.",
+    Row("cli.main", 1, ENGINE, {"argv": "list[str]"}, "The command line program started.", "entrypoints/cli/main.py main"),
+    Row("cli.env_setup", 1, ENGINE, {"set": "dict[str, str]"}, "Process-wide environment variables were set, before any library reads them.",
         "entrypoints/utils.py cli_env_setup"),
-    Row("cli.parsed", 1, CLI, {"subparser": "str"}, "Arguments were parsed; the subcommand is known.", "utils FlexibleArgumentParser.parse_args"),
-    Row("cli.dispatch", 1, CLI, {"function": "str"}, "Control passes to the subcommand.", "entrypoints/cli/main.py dispatch_function"),
+    Row("cli.parser_created", 1, ENGINE, {"program": "str", "subcommands": "list[str]"}, "The parser exists: these subcommands, and the flags of the chosen one.",
+        "entrypoints/cli/main.py FlexibleArgumentParser, add_subparsers"),
+    Row("cli.parsed", 1, ENGINE, {"subparser": "str"}, "Arguments were parsed; the subcommand is known.", "utils FlexibleArgumentParser.parse_args"),
+    Row("cli.dispatch", 1, ENGINE, {"function": "str"}, "Control passes to the subcommand.", "entrypoints/cli/main.py dispatch_function"),
     # Phase 2: serve
-    Row("serve.model_tag", 2, CLI, {"model": "str", "source": "str"}, "The model to serve was chosen (positional tag before --model).",
+    Row("serve.model_tag", 2, SERVER, {"model": "str", "source": "str"}, "The model to serve was chosen (positional tag before --model).",
         "entrypoints/cli/serve.py ServeSubcommand.cmd"),
-    Row("serve.decision", 2, CLI, {"branch": "str", "headless": "bool", "api_server_count": "int"},
+    Row("serve.decision", 2, SERVER, {"branch": "str", "headless": "bool", "api_server_count": "int"},
         "The decision tree: headless, one API server, or several.", "entrypoints/cli/serve.py ServeSubcommand.cmd"),
     Row("config.resolved", 2, ENGINE, {"settings": "dict[str, str]", "defaults": "int"},
         "Every setting has its value: where the non-default ones came from, and how many are defaults.", "engine/arg_utils.py EngineArgs.create_engine_config"),

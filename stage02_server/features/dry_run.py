@@ -1,4 +1,4 @@
-"""The table of `stages serve --dry-run`: every setting, its value, and where that came from.
+"""The table of `serve --dry-run`: every setting, its value, and where that came from.
 
 vLLM logs only the arguments that differ from their defaults (entrypoints/utils.py, log_non_default_args).
 """
