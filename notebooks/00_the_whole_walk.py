@@ -9,7 +9,7 @@
 # | phase | what happens | here | vLLM (V1) |
 # |---|---|---|---|
 # | 1 CLI | parse, dispatch | [`main`](../stage01_cli/main.py) | `entrypoints/cli/main.py` |
-# | 2 serve | model, form of server | [`ServeSubcommand`](../stage01_cli/serve.py) | `entrypoints/cli/serve.py` |
+# | 2 serve | model, form of server | [`ServeSubcommand`](../stage02_server/serve.py) | `entrypoints/cli/serve.py` |
 # | 3 API server | socket, app, state | [`build_app`](../stage02_server/api_server.py) | `entrypoints/openai/api_server.py` |
 # | 4 AsyncLLM | tokenizer, processors, client | [`AsyncLLM`](../stage03_engine/frontend/async_llm.py) | `v1/engine/async_llm.py` |
 # | 5 EngineCore | process, weights, KV cache, loop | [`EngineCoreProc`](../stage03_engine/core/engine_core_proc.py) | `v1/engine/core.py` |

@@ -6,10 +6,10 @@
 #
 # | part | here | vLLM |
 # |---|---|---|
-# | the subcommand | [`ServeSubcommand.cmd`](../stage01_cli/serve.py) | `entrypoints/cli/serve.py` ServeSubcommand.cmd |
+# | the subcommand | [`ServeSubcommand.cmd`](../stage02_server/serve.py) | `entrypoints/cli/serve.py` ServeSubcommand.cmd |
 # | model tag | [`resolve_cli`](../stage03_engine/args/resolve.py) | the same file: `args.model = args.model_tag` |
 # | where the files are | [`resolve_model`](../stage03_engine/model_path.py) | `transformers_utils/config.py`, `repo_utils.py` |
-# | decision tree | [`decide`](../stage01_cli/serve.py) | `entrypoints/cli/serve.py`: run_headless, run_multi_api_server, run_server |
+# | decision tree | [`decide`](../stage02_server/serve.py) | `entrypoints/cli/serve.py`: run_headless, run_multi_api_server, run_server |
 
 # %%
 import argparse
@@ -17,7 +17,7 @@ import itertools
 
 import lab
 
-from stage01_cli.serve import ServeSubcommand, decide
+from stage02_server.serve import ServeSubcommand, decide
 from stage03_engine.errors import StagesError
 
 lab.source(ServeSubcommand.cmd)
@@ -167,7 +167,7 @@ for line in subprocess.run(command, capture_output=True, text=True, check=True).
 # - the model is the tag, else the flag, else the variable (an empty one counts as not set), else the default `gpt2-tiny`;
 # - the branch is `run_headless` when headless, or when count is below 1; else `run_multi_api_server` when count is above 1; else `run_server`.
 #
-# The real parts are [`resolve_cli`](../stage03_engine/args/resolve.py) and [`decide`](../stage01_cli/serve.py).
+# The real parts are [`resolve_cli`](../stage03_engine/args/resolve.py) and [`decide`](../stage02_server/serve.py).
 
 # %% tags=["exercise"]
 REAL_BRANCH = {(h, n): branch(h, n)[0] for h in (False, True) for n in range(-1, 5)}

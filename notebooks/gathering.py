@@ -10,9 +10,18 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from stage03_engine.core.hooks import SchedulerHook
 from stage03_engine.core.request import Request
 from stage03_engine.core.scheduler import Scheduler
-from stage03_engine.messages import FinishReason
+from stage03_engine.messages import EngineCoreOutput, FinishReason
+
+
+class Closed(SchedulerHook):
+    """No step while the scheduler idles, also when a message asks for its numbers."""
+
+    def poll(self) -> tuple[list[EngineCoreOutput], bool]:
+        """Whether any request can run."""
+        return [], self.scheduler.has_unfinished_requests
 
 
 class Gathering(Scheduler):
@@ -23,6 +32,7 @@ class Gathering(Scheduler):
         super().__init__(*args)
         self._expected = int(os.environ.get("GATHER_REQUESTS", "1"))
         self._abort_step = int(os.environ.get("GATHER_ABORT_STEP", "0"))
+        self.hooks.append(Closed(self, None))  # type: ignore[arg-type]  # it needs no configuration
 
     @property
     def has_unfinished_requests(self) -> bool:

@@ -5,32 +5,27 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from stage02_server.cli_args import add_serve_args, resolve_serve_args
-from stage03_engine.args import FlexibleArgumentParser, cli_env_setup, run_command
-from stage03_engine.tracing import open_trace
-from stagetrace import trace
+from stage02_server.serve import ServeSubcommand
+from stage03_engine.args import FlexibleArgumentParser, run_program
+
+PROGRAM = "python -m stage02_server"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse `argv`, serve until a signal ends it, and return the exit code."""
-    try:
-        return run_command(lambda: _serve(argv))
-    finally:
-        trace.close()
+    return run_program(PROGRAM, ["serve"], make_parser, argv, traced=["serve"])
 
 
-def _serve(argv: Sequence[str] | None) -> int:
-    trace.hold("APIServer")
-    cli_env_setup()
-    parser = FlexibleArgumentParser(prog="python -m stage02_server", description="The OpenAI-compatible server.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="serve")
-    add_serve_args(commands.add_parser("serve", help="serve one model over HTTP", description=parser.description))
-    serve_args = resolve_serve_args(parser.parse_args(argv))
-    vllm_config, _ = serve_args.engine_args.create_engine_config()
-    open_trace(vllm_config)
-    from stage02_server.api_server import serve  # late: --help and errors need no web framework
-
-    return serve(vllm_config, serve_args.frontend_args)
+def make_parser(chosen: str | None) -> FlexibleArgumentParser:
+    """A parser with one subcommand, the same as that of `stages`."""
+    parser = FlexibleArgumentParser(prog=PROGRAM, description="The OpenAI-compatible server.")
+    commands = parser.add_subparsers(dest="subparser", metavar="serve")
+    serve = commands.add_parser("serve", help="serve one model over HTTP", description=parser.description)
+    if chosen == "serve":
+        command = ServeSubcommand()
+        command.add_arguments(serve)
+        serve.set_defaults(dispatch_function=command.cmd)
+    return parser
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import gc
 import logging
 import signal
 import socket
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -92,6 +92,7 @@ MIDDLEWARE = (  # outermost first; each is called with (app, args)
     Feature("stage02_server.features.hardening.keep_alive:KeepAliveMiddleware", flags=("sse_keep_alive_interval",)),
 )
 
+REFUSALS = "stage02_server.features.refusals"
 COLLECT = ("stage02_server.features.collect",)
 PARSED = ("stage02_server.features.tools", "stage02_server.features.structured_outputs")
 LOGPROBS = "stage02_server.features.logprobs"
@@ -115,7 +116,7 @@ HTTP_FEATURES = (  # each is called with (app, services); the first of two route
     Feature("stage02_server.features.admin.admission:install"),
     Feature("stage02_server.features.admin.request_logger:install", flags=("enable_log_requests",)),
     Feature("stage02_server.features.stream_usage.install:install", flags=("enable_force_include_usage",)),
-    Feature("stage02_server.features.refusals:install"),
+    Feature(f"{REFUSALS}:install"),
 )
 
 ECHO_ENGINE = "stage02_server.features.echo_engine"
@@ -345,7 +346,7 @@ def build_app(args: FrontendArgs) -> FastAPI:
     app.middleware_stack = app.build_middleware_stack()  # now, because a user's layer may fail
     app.include_router(router)
     if trace.on:
-        trace.emit("server.app_built", routes=len(app.routes))
+        trace.emit("server.app_built", middleware=len(layers))
     return app
 
 
@@ -370,4 +371,15 @@ def init_app_state(engine: AsyncLLM, app: FastAPI, args: FrontendArgs, registry:
     if config.model_config.default_sampling_params:
         logger.info("Sampling defaults of this model: %s.", config.model_config.default_sampling_params)
     if trace.on:
-        trace.emit("server.state_ready", served_model_names=list(names))
+        trace.emit("server.state_ready", served_model_names=list(names), paths=len(served_paths(app.routes)))
+
+
+def served_paths(routes: Iterable[Any]) -> set[str]:
+    """The paths of these routes and of the routers among them, without those that are refused with a reason."""
+    paths: set[str] = set()
+    for route in routes:
+        if (router := getattr(route, "original_router", None)) is not None:  # newer versions of FastAPI nest them
+            paths |= served_paths(router.routes)
+        elif not getattr(route, "endpoint", route).__module__.startswith(REFUSALS):
+            paths.add(route.path)
+    return paths

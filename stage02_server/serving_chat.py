@@ -121,6 +121,9 @@ class OpenAIServingChat(OpenAIServing):
         params, receive = request.to_sampling_params(self.defaults), raw_request.receive
         parsers = self.parsers_for(request)
         shown = request if parsers is None else parsers.shown_to_template(request)
+        if trace.on:
+            kind = type(self.engine_client.tokenizer).__name__
+            trace.emit("tokenizer.requested", req=ids.engine_id(0), tokenizer=kind)
         prompt = await asyncio.to_thread(self._template.apply, request.messages, shown)
         if trace.on:
             count = len(request.messages)

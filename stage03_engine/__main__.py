@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
+from collections.abc import Iterator
 
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.args.command import cli_env_setup, run_command
@@ -59,11 +61,12 @@ def _print_completion(config: VllmConfig, args: argparse.Namespace, params: Samp
     from stage03_engine.llm import LLM
 
     with LLM.from_vllm_config(config, multiprocess=args.multiprocess) as llm:
-        outputs = llm.stream(args.prompt, params)
-        print(args.prompt, end="", flush=True)
-        for output in outputs:
-            print(output.outputs[0].text, end="", flush=True)
-        print()
+        texts = (output.outputs[0].text for output in llm.stream(args.prompt, params))
+        pieces: Iterator[str] = itertools.chain([args.prompt], texts, ["\n"])
+        if getattr(config.observability_config, "trace_console", False):  # a [TRACE] line would end up inside the text
+            pieces = iter(["".join(pieces)])
+        for piece in pieces:
+            print(piece, end="", flush=True)
 
 
 def main() -> int:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
+
+import msgspec
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import EngineDeadError, StagesError
 from stage03_engine.mixins import load
+from stage03_engine.sampling_params import SamplingParams
 from stagetrace import trace
+from stagetrace.redact import HIDDEN
 
 
 def open_trace(config: VllmConfig, *, run_id: str = "", private: Collection[str] = ()) -> None:
@@ -30,3 +35,16 @@ def trace_message(error: Exception | str) -> str:
         return str(error)
     text = str(error) if isinstance(error, str | EngineDeadError) else f"{type(error).__name__}: {error}"
     return text if trace.prompts else text.partition(":")[0]
+
+
+def traced_params(params: SamplingParams) -> dict[str, Any]:
+    """The sampling parameters that differ from their defaults. Numbers and switches are shown; whatever may hold a client's
+    words or tokens (stop strings, bad words, a grammar, a bias) only with `--trace-prompts`."""
+    defaults, given = SamplingParams(), msgspec.to_builtins(params)
+    given = {name: given[name] for name in given if getattr(params, name) != getattr(defaults, name)}
+    given = {
+        name: given[name] for name in given if name not in ("num_answers", "num_likely_tokens")
+    }  # follow from others
+    if trace.prompts:
+        return given
+    return {name: value if isinstance(value, int | float) else HIDDEN for name, value in given.items()}

@@ -1,4 +1,4 @@
-"""The whole system as a user meets it: `serve gpt2-tiny` in its processes, real clients, signals, and its own trace."""
+"""The whole system as a user meets it: `serve gpt2-tiny` in its processes, real clients, signals."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ import psutil
 import pytest
 from patience import PATIENCE, wait_until
 from server_under_test import ServerProcess
-
-from stagetrace import VOCABULARY, read_run
 
 FLAGS = ("gpt2-tiny", "--host", "127.0.0.1", "--port", "0", "--kv-cache-memory-bytes", "200000000")
 MODEL = "gpt2-tiny"
@@ -175,38 +173,6 @@ def test_sigterm_lets_running_requests_finish(start: Callable[..., ServerProcess
     assert '"finish_reason":"length"' in "".join(rest)
     assert server.wait() == 0
     assert not engine.is_running()
-
-
-def test_one_request_leaves_a_trace_through_all_nine_phases(
-    start: Callable[..., ServerProcess], tmp_path: Path
-) -> None:
-    """By `stages serve`, so that phases 1 and 2 are there too."""
-    server = ServerProcess(*FLAGS, "--trace", str(tmp_path), command="stage01_cli.main")
-    try:
-        server.wait_until_ready()
-        body = {"prompt": "ROMEO:", "max_tokens": 5, "stream": True, "temperature": 0}
-        assert httpx.post(server.url + "/v1/completions", json=body).text.endswith("data: [DONE]\n\n")
-        os.kill(server.process.pid, signal.SIGTERM)
-        assert server.wait() == 0
-    finally:
-        server.close()
-    run = read_run(tmp_path)
-    emitted = {event.name for event in run.events}
-    assert emitted <= VOCABULARY.keys()
-    assert {row.name for row in VOCABULARY.values() if row.main_path} <= emitted
-    assert len(run.run_ids) == 1 and {e.proc for e in run.events} == {"APIServer", "EngineCore_DP0"}
-    first = {}
-    for event in run.events:
-        first.setdefault(event.phase, event.name)
-    assert [phase for phase in first if phase] == list(range(1, 10))
-    [request_id] = {e.req for e in run.named("sched.queued")}
-    story = [e.name for e in run.of_request(request_id or "")]
-    assert story.index("request.sampling_params") < story.index("request.tokenized") < story.index("zmq.request_sent")
-    assert story.index("zmq.request_sent") < story.index("zmq.request_received") < story.index("sched.admit")
-    assert story.count("sched.token") == 5 == story.count("sched.scheduled")
-    assert story.count("sched.finished") == story.count("request.finished") == 1
-    sent = {e.ref for e in run.named("zmq.request_sent")}
-    assert {e.cause for e in run.named("zmq.request_received")} == sent
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from importlib import import_module
 
-from stage01_cli.main import CLISubcommand
-from stage03_engine.args import FlexibleArgumentParser
+from stage03_engine.args import CLISubcommand, FlexibleArgumentParser
 from stage03_engine.errors import ConfigError
 
 BENCHMARKS = {

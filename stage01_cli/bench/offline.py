@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from stage01_cli.bench.result import write_json
-from stage01_cli.main import CLISubcommand
 from stage03_engine.arg_utils import AsyncEngineArgs, engine_settings
-from stage03_engine.args import FlexibleArgumentParser, Resolved, add_flags, resolve_cli, settings_of
+from stage03_engine.args import CLISubcommand, FlexibleArgumentParser, Resolved, add_flags, resolve_cli, settings_of
 from stage03_engine.config import VllmConfig, option
 from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.tracing import open_trace

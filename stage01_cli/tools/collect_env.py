@@ -11,8 +11,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from stage01_cli.main import CLISubcommand
-from stage03_engine.args import FlexibleArgumentParser
+from stage03_engine.args import CLISubcommand, FlexibleArgumentParser
 from stage03_engine.args.resolve import available_cores, detect_device
 
 PACKAGES = (

@@ -7,9 +7,8 @@ from collections import Counter
 from dataclasses import fields, replace
 from pathlib import Path
 
-from stage01_cli.main import CLISubcommand
 from stage02_server.cli_args import FrontendArgs, add_serve_args, resolve_serve_args
-from stage03_engine.args import FlexibleArgumentParser
+from stage03_engine.args import CLISubcommand, FlexibleArgumentParser
 from stage03_engine.args.fields import parse_int
 from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import is_there

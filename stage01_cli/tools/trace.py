@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from stage01_cli.main import CLISubcommand
-from stage03_engine.args import FlexibleArgumentParser
+from stage03_engine.args import CLISubcommand, FlexibleArgumentParser
 from stage03_engine.errors import ConfigError
 from stagetrace.commands import add_commands, run_chosen
 from stagetrace.errors import TraceError

@@ -44,7 +44,7 @@ class EchoCoreClient(AsyncEngineCoreClient):
         self._running: dict[str, _Running] = {}
         self._work = asyncio.Event()
         if trace.on:
-            trace.emit("client.created", kind="EchoCoreClient")
+            trace.emit("client.created", kind="EchoCoreClient", engine_ranks=[])
 
     async def start(self) -> EngineReady:
         return EngineReady(num_gpu_blocks=0, max_model_len=self._config.max_model_len)

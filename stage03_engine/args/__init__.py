@@ -4,12 +4,13 @@ vLLM keeps these in vllm/utils (FlexibleArgumentParser) and vllm/engine/arg_util
 because stages 1, 2 and 3 each have a command of their own, and nothing may import from a stage above.
 """
 
-from stage03_engine.args.command import cli_env_setup, run_command
+from stage03_engine.args.command import CLISubcommand, cli_env_setup, run_command, run_program
 from stage03_engine.args.fields import Setting, add_flags, settings_of
 from stage03_engine.args.parser import FlexibleArgumentParser, did_you_mean
 from stage03_engine.args.resolve import Resolved, resolve_cli, resolve_settings, with_detected
 
 __all__ = [
+    "CLISubcommand",
     "FlexibleArgumentParser",
     "Resolved",
     "Setting",
@@ -19,6 +20,7 @@ __all__ = [
     "resolve_cli",
     "resolve_settings",
     "run_command",
+    "run_program",
     "settings_of",
     "with_detected",
 ]

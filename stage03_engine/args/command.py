@@ -1,14 +1,22 @@
-"""What every command does around its own work (vllm/entrypoints/utils.py)."""
+"""What every command does around its own work: environment, parser, dispatch, errors to exit codes.
+
+Source: vllm/entrypoints/utils.py, vllm/entrypoints/cli/main.py and types.py (CLISubcommand).
+"""
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
-from stage03_engine.errors import StagesError
+from stage03_engine.args.parser import FlexibleArgumentParser, did_you_mean
+from stage03_engine.errors import ConfigError, StagesError
+from stagetrace import trace
+from stagetrace.redact import redact_argv, redact_values
 
 _ENVIRONMENT = {
     # Compute threads, the API server's event loop and the client share few cores. An OpenMP thread that waits for work
@@ -66,3 +74,61 @@ def run_command(command: Callable[[], int]) -> int:
         return StagesError.exit_code
     except KeyboardInterrupt:
         return 130
+
+
+class CLISubcommand(ABC):
+    """One subcommand of a program. It imports what it needs in `cmd`, so that its `--help` stays quick."""
+
+    @abstractmethod
+    def add_arguments(self, parser: FlexibleArgumentParser) -> None:
+        """Add the command's own flags."""
+
+    @abstractmethod
+    def cmd(self, args: argparse.Namespace) -> int:
+        """Do the work and return the exit code. Raises StagesError for what the user can fix."""
+
+
+MakeParser = Callable[[str | None], FlexibleArgumentParser]
+
+
+def run_program(
+    program: str, commands: Collection[str], make_parser: MakeParser, argv: Sequence[str] | None, traced: Collection[str],
+) -> int:  # fmt: skip
+    """Phase 1 of the walk, of `stages` and of `python -m stage02_server`: environment, parser, dispatch. Returns the exit code.
+
+    `make_parser(command)` adds only that command's flags, and sets `dispatch_function` to its `cmd`; None: no command was
+    named. The commands in `traced` open a trace of the process, which becomes the API server.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return run_command(lambda: _dispatch(program, commands, make_parser, words, traced))
+    finally:
+        trace.close()
+
+
+def _dispatch(
+    program: str, commands: Collection[str], make_parser: MakeParser, words: list[str], traced: Collection[str]
+) -> int:
+    chosen = words[0] if words and not words[0].startswith("-") else None
+    if chosen in traced:  # whether to record is itself a flag: until it is parsed, events are held
+        trace.hold("APIServer")
+    if trace.on:
+        trace.emit("cli.main", argv=redact_argv(words))
+    env = cli_env_setup()
+    if trace.on:
+        trace.emit("cli.env_setup", set=redact_values(env))
+    if chosen is not None and chosen not in commands:
+        raise ConfigError(f"no command {chosen!r}{did_you_mean(chosen, commands)}; see {program} --help")
+    parser = make_parser(chosen)
+    if trace.on:
+        trace.emit("cli.parser_created", program=program, subcommands=list(commands))
+    # Without a command only the first flag counts: argparse would take the value of an unknown one for the command.
+    args = parser.parse_args(words if chosen is not None else words[:1])
+    if trace.on:
+        trace.emit("cli.parsed", subparser=str(args.subparser))
+    if args.subparser is None:
+        parser.print_help(sys.stderr)
+        return ConfigError.exit_code
+    if trace.on:
+        trace.emit("cli.dispatch", function=args.dispatch_function.__qualname__)
+    return args.dispatch_function(args)

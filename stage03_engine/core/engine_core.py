@@ -88,16 +88,21 @@ class EngineCore:
         ended, can_run = self._poll_hooks()
         if not can_run or not self.scheduler.requests:
             return self._observed(EngineCoreOutputs(ended, self.scheduler.make_stats()))
+        step = self.scheduler.step + 1
         if trace.on:
-            step, running, waiting = self.scheduler.step + 1, len(self.scheduler.running), len(self.scheduler.waiting)
+            running, waiting = len(self.scheduler.running), len(self.scheduler.waiting)
             trace.emit("engine.step", ph="B", step=step, running=running, waiting=waiting)
         scheduler_output = self.scheduler.schedule()
         self._note_queue_times(scheduler_output)
+        if trace.on:
+            trace.emit("executor.execute", ph="B", step=step, num_reqs=len(scheduler_output.num_scheduled_tokens))
         runner_output = self.executor.execute_model(scheduler_output)
+        if trace.on:
+            trace.emit("executor.execute", ph="E", step=step, num_reqs=len(runner_output.sampled_token_ids))
         outputs = self.scheduler.update_from_output(scheduler_output, runner_output)
         if trace.on:
             running, waiting = len(self.scheduler.running), len(self.scheduler.waiting)
-            trace.emit("engine.step", ph="E", step=scheduler_output.step, running=running, waiting=waiting)
+            trace.emit("engine.step", ph="E", step=step, running=running, waiting=waiting)
         stats = self.scheduler.make_stats()
         return self._observed(EngineCoreOutputs(ended + outputs, stats, step=scheduler_output.step))
 

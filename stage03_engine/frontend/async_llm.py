@@ -18,7 +18,7 @@ from stage03_engine.frontend.output_processor import OutputProcessor, RequestOut
 from stage03_engine.frontend.tokenizer import init_tokenizer_from_configs
 from stage03_engine.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady
 from stage03_engine.outputs import RequestOutput
-from stage03_engine.tracing import trace_message
+from stage03_engine.tracing import trace_message, traced_params
 from stagetrace import trace
 
 
@@ -46,6 +46,8 @@ class AsyncLLM:
         self.input_processor = InputProcessor(config, self.tokenizer)
         self.output_processor = OutputProcessor(self.tokenizer)
         self.stat_loggers = stat_loggers
+        if trace.on:
+            trace.emit("stat_loggers.created", loggers=[type(each).__name__ for each in stat_loggers])
         self.listeners: list[OutputListener] = []
         self.dead_error: EngineDeadError | None = None
         self.ready: EngineReady | None = None  # what the engine core said when it could serve
@@ -87,15 +89,16 @@ class AsyncLLM:
         """
         request_id = request.request_id
         if trace.on:
-            trace.emit("generate.start", req=request_id)
-        finished = False
+            given = traced_params(request.sampling_params)
+            trace.emit("generate.start", req=request_id, sampling_params=given)
+        finished, number = False, 0
         try:
             queue = await self.add_request(request, prompt)
             while not finished:
                 output = await queue.get()
-                finished = output.finished
+                finished, number = output.finished, number + 1
                 if trace.on:
-                    trace.emit("generate.yield", req=request_id, finished=finished)
+                    trace.emit("generate.yield", req=request_id, number=number, finished=finished)
                 yield output
         finally:
             # Cancelled, closed early, or failed: nobody reads the rest, so the engine must stop.
@@ -150,6 +153,9 @@ class AsyncLLM:
             await self.engine_core.abort_requests_async(reqs_to_abort)
         for stat_logger in self.stat_loggers:
             stat_logger.record(outputs.scheduler_stats, iteration)
+        if trace.on and self.stat_loggers and outputs.outputs:
+            tokens, finished = iteration.num_generation_tokens, len(iteration.finished)
+            trace.emit("stats.recorded", step=outputs.step, generation_tokens=tokens, finished=finished)
 
     def _die(self, error: EngineDeadError) -> None:
         if trace.on:

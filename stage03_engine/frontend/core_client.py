@@ -145,7 +145,7 @@ class AsyncMPClient(AsyncEngineCoreClient):
 
     def start_process(self) -> None:
         if trace.on:
-            trace.emit("client.created", kind="AsyncMPClient")
+            trace.emit("client.created", kind="AsyncMPClient", engine_ranks=[0])
         self._process = EngineProcess(self._config)
 
     async def start(self) -> EngineReady:

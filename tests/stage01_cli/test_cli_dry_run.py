@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stage01_cli.main import main
-from stage01_cli.tools.memory import count_parameters, reckon
+from stage02_server.features.dry_run.memory import count_parameters, reckon
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.core.kv_cache_size import kv_block_bytes
 from stage03_engine.core.models.registry import model_class

@@ -46,10 +46,11 @@ def test_every_command_has_help(command: str) -> None:
     assert done.stdout.startswith(f"usage: stages {command}")
 
 
-def test_without_a_command_the_help_goes_to_stderr() -> None:
-    done = stages()
+@pytest.mark.parametrize("module", ["stage01_cli", "stage02_server"])
+def test_without_a_command_the_help_goes_to_stderr(module: str) -> None:
+    done = stages(module=module)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == stages("--help").stdout
+    assert done.stderr == stages("--help", module=module).stdout
 
 
 def test_version() -> None:
@@ -143,9 +144,12 @@ def test_a_bad_variable_is_one_line_too() -> None:
 @pytest.mark.parametrize(
     "words, message",
     [
-        ([], "the following arguments are required: serve"),
-        (["gpt2"], "argument serve: invalid choice: 'gpt2'"),
-        (["serve", "--headless"], "unknown flag --headless"),
+        (["gpt2"], "no command 'gpt2'; see python -m stage02_server --help"),
+        (["serv"], "no command 'serv'; did you mean serve?; see python -m stage02_server --help"),
+        (
+            ["serve", "--headless"],
+            "engines without an API server (headless, or api_server_count below 1) are not built yet",
+        ),
         (["serve", "--blok-size", "3"], "unknown flag --blok-size; did you mean --block-size?"),
         (["serve", "./missing"], "no model at './missing': no such folder"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 import types
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from stage03_engine.arg_utils import EngineArgs, engine_settings
 from stage03_engine.args import settings_of
 from stagetrace import read_run, trace
 
+BOTH = pytest.mark.parametrize("module", ["stage01_cli.main", "stage02_server.__main__"])
 DUMMY = ["serve", "gpt2", "--load-format=dummy", "--device=cpu"]
 
 
@@ -40,9 +42,9 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return calls
 
 
-def dry_run(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, list[str]]:
+def dry_run(capsys: pytest.CaptureFixture[str], *words: str, module: str = "stage01_cli.main") -> dict[str, list[str]]:
     """Setting -> [value, origin], as `--dry-run` prints them."""
-    assert main([*DUMMY, "--dry-run", *words]) == 0
+    assert importlib.import_module(module).main([*DUMMY, "--dry-run", *words]) == 0
     printed = capsys.readouterr()
     assert printed.err == ""
     rows = [line.split(maxsplit=2) for line in printed.out.splitlines() if line.startswith("  ")]
@@ -80,7 +82,7 @@ def test_the_dry_run_starts_no_server(capsys: pytest.CaptureFixture[str], served
     assert served == []
 
 
-@pytest.mark.parametrize("module", ["stage01_cli.main", "stage02_server.__main__"])
+@BOTH
 def test_both_commands_hand_the_same_configuration_to_stage_2(module: str, served: list[Any]) -> None:
     words = [*DUMMY, "--block-size=4", "--port=0", "--served-model-name", "a", "b"]
     assert importlib.import_module(module).main(words) == 5
@@ -104,13 +106,33 @@ def test_lists_are_words_or_json(served: list[Any]) -> None:
     assert [call[1].served_model_name for call in served] == [("a", "b")] * 2
 
 
-def test_phases_1_and_2_are_traced_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    dry_run(capsys, f"--trace={tmp_path}")
+def test_both_commands_know_the_same_flags_and_refuse_alike(capsys: pytest.CaptureFixture[str]) -> None:
+    def flags(module: str) -> dict[str, str | None]:
+        parser = importlib.import_module(module).make_parser("serve")
+        [commands] = [action for action in parser._actions if action.dest == "subparser"]
+        return {flag: action.help for flag, action in commands.choices["serve"]._option_string_actions.items()}
+
+    assert flags("stage01_cli.main") == flags("stage02_server.__main__")
+    assert {"--dry-run", "--headless", "--api-server-count", "-asc"} <= flags("stage02_server.__main__").keys()
+    said = []
+    for module, program in (("stage01_cli.main", "stages"), ("stage02_server.__main__", "python -m stage02_server")):
+        for words in (["--headless"], ["--api-server-count", "2"], ["-asc=0"], ["--dry-run=1"], ["--headles"]):
+            assert importlib.import_module(module).main([*DUMMY, *words]) == 2
+        for words in (["serv"], ["--no-such-flag"], []):
+            assert importlib.import_module(module).main(words) == 2
+        said.append(capsys.readouterr().err.replace(f"see {program}", "see PROGRAM").splitlines()[:7])
+    assert said[0] == said[1] and all(line.startswith("stages: error: ") for line in said[0])
+
+
+@BOTH
+def test_phases_1_and_2_are_traced_in_order(module: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dry_run(capsys, f"--trace={tmp_path}", module=module)
     run = read_run(tmp_path)
     names = [
         "run.start",
         "cli.main",
         "cli.env_setup",
+        "cli.parser_created",
         "cli.parsed",
         "cli.dispatch",
         "serve.model_tag",
@@ -131,7 +153,7 @@ def test_the_trace_is_off_unless_asked_for(served: list[Any], capfd: pytest.Capt
     assert not trace.on
     main([*DUMMY, "--trace-console"])
     lines = capfd.readouterr().err.splitlines()
-    assert lines[1].startswith("APIServer      [TRACE] (main.py) cli.main argv=['serve', 'gpt2'")
+    assert re.match(r"APIServer      \S+ phase 1 \[TRACE\] \(command.py\) cli.main argv=\['serve', 'gpt2'", lines[1])
 
 
 def test_the_variable_stages_trace_turns_the_trace_on(tmp_path: Path, served: list[Any]) -> None:

@@ -192,6 +192,8 @@ def test_the_trace_tells_start_request_and_stop_in_order(start_server: StartServ
     for event in mine:
         assert set(event.args) == set(VOCABULARY[event.name].args), event
     start = [
+        "serve.model_tag",
+        "serve.decision",
         "server.socket_bound",
         "server.engine_config",
         "server.app_built",
@@ -201,12 +203,15 @@ def test_the_trace_tells_start_request_and_stop_in_order(start_server: StartServ
         "server.state",
     ]
     streamed = ["http.request", "request.validated", "request.sampling_params", *["sse.chunk"] * 4]
-    chat = ["http.request", "request.validated", "request.templated", "request.sampling_params", "http.response"]
+    chat = [
+        "http.request", "request.validated", "tokenizer.requested", "request.templated", "request.sampling_params",
+        "http.response",
+    ]  # fmt: skip
     refused = ["http.request", "request.validated", "request.sampling_params", "request.refused", "http.response"]
     stop = ["server.draining", "server.state", "server.state", "server.stopped"]
     assert [event.name for event in mine] == [*start, *streamed, *chat, *refused, *stop]
     states = [event.args["state"] for event in mine if event.name == "server.state"]
     assert states == ["starting", "ready", "draining", "stopped"]
-    (chat_id,) = {event.req for event in mine[14:19]}
+    (chat_id,) = {event.req for event in mine[16:22]}
     assert chat_id == f"{answer['id']}-0"
     assert "generate.start" in {event.name for event in run.of_request(chat_id)}  # the engine knows it by the same name

@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,9 @@ from stage03_engine.frontend.features.beam_search import BeamSearch, BeamSearchP
 from stage03_engine.llm import LLM
 from stage03_engine.messages import EngineCoreRequest, TokenLogprobs
 from stage03_engine.outputs import CompletionOutput, RequestOutput
+from stagetrace import read_run, trace
+from stagetrace.__main__ import main
+from stagetrace.ids import is_beam, root_of
 
 EOS = 0
 PROMPTS = ["To be, or", "ROMEO:", "My lord, I", "KING"]
@@ -141,7 +145,33 @@ def test_a_width_that_holds_everything_finds_the_best_sequence(seed: int, early:
     assert len({beam.token_ids for beam in found}) == len(found)
 
 
-def test_a_cancelled_search_leaves_nothing_running() -> None:
+def test_in_a_trace_the_steps_belong_to_the_one_request_that_searches(
+    llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace.open(str(tmp_path))
+    try:
+        [output] = llm.beam_search("To be, or", BeamSearchParams(beam_width=3, max_tokens=4, length_penalty=2.0))
+    finally:
+        trace.close()
+    run = read_run(tmp_path)
+    [start], [end], steps = run.named("beam.start"), run.named("beam.finished"), run.named("beam.step")
+    assert {event.req for event in (start, end, *steps)} == {output.request_id} and len(steps) == 4
+    assert start.args == {
+        "beam_width": 3, "max_tokens": 4, "num_prompt_tokens": 4, "length_penalty": 2.0, "early_stopping": False
+    }  # fmt: skip
+    assert end.args == {"reason": "length", "sequences": 3, "num_output_tokens": 4}
+    others = {event.req for event in run.events if event.req is not None} - {output.request_id}
+    assert len(others) == 1 + 3 * 3 and all(is_beam(each) and root_of(each) == output.request_id for each in others)
+    assert main(["show", str(tmp_path)]) == 0
+    _, row = capsys.readouterr().out.splitlines()
+    assert row.split()[0] == output.request_id and row.split()[2:6] == ["4", "0", "4", "0"] and "length" in row
+    assert main(["show", str(tmp_path), "--req", output.request_id]) == 0
+    assert "prompt 4 tokens; output 4 tokens; end: length" in capsys.readouterr().out
+    assert main(["stats", str(tmp_path)]) == 0
+    assert "requests: 1, 1 of them with tokens (4)" in capsys.readouterr().out
+
+
+def test_a_cancelled_search_leaves_nothing_running(tmp_path: Path) -> None:
     async def test() -> None:
         open_now = 0
 
@@ -163,7 +193,12 @@ def test_a_cancelled_search_leaves_nothing_running() -> None:
             await task
         assert open_now == 0
 
-    asyncio.run(test())
+    trace.open(str(tmp_path))
+    try:
+        asyncio.run(test())
+    finally:
+        trace.close()
+    assert [event.args["reason"] for event in read_run(tmp_path).named("beam.finished")] == ["abort"]
 
 
 @pytest.mark.parametrize(

@@ -45,21 +45,23 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, int, dic
     return "gpt2-tiny", 6, {"batch_invariant": "invariant" in request.param}
 
 
-def test_each_forward_pass_is_an_embedding_and_the_two_halves_of_each_layer(
+def test_each_forward_pass_is_embeddings_layers_and_a_final_norm(
     model: tuple[str, int, dict[str, Any]], tmp_path: Path
 ) -> None:
     name, num_layers, settings = model
     events, tokens = run(tmp_path / "deep", name, GREEDY, trace_layers=True, **settings)
     flat, same_tokens = run(tmp_path / "flat", name, GREEDY, **settings)
     assert tokens == same_tokens
-    assert not {e.name for e in flat} & {"model.embedding", "model.attention", "model.mlp"}
+    assert {e.name for e in flat if e.name.startswith("model.")} == {"model.forward", "model.logits"}
     spans = [e for e in events if e.name.startswith("model.") and e.name != "model.logits"]
-    halves = [
-        (ph, name, layer) for layer in range(num_layers) for name in ("model.attention", "model.mlp") for ph in "BE"
-    ]
+    layer = ("B attention", "B kv_write", "E kv_write", "E attention", "B mlp", "E mlp")
+    layers = [(part[0], f"model.{part[2:]}", number) for number in range(num_layers) for part in layer]
+    learnt = (
+        [(ph, "model.positional_embedding", None) for ph in "BE"] if "gpt2" in name else []
+    )  # Llama rotates instead
     one_pass = [
-        ("B", "model.forward", None), ("B", "model.embedding", None), ("E", "model.embedding", None), *halves,
-        ("E", "model.forward", None),
+        ("B", "model.forward", None), ("B", "model.embedding", None), *learnt, ("E", "model.embedding", None), *layers,
+        ("B", "model.final_norm", None), ("E", "model.final_norm", None), ("E", "model.forward", None),
     ]  # fmt: skip
     assert [(e.ph, e.name, e.args.get("layer")) for e in spans] == one_pass * 5
     assert [e.step for e in spans] == [step for step in range(1, 6) for _ in one_pass]
@@ -74,7 +76,17 @@ def test_without_the_flag_there_are_no_hooks() -> None:
     with LLM("gpt2-tiny", **SMALL) as llm:
         assert hooks(llm) == 0
     with LLM("gpt2-tiny", trace_layers=True, **SMALL) as llm:
-        assert hooks(llm) == 2 + 6 * 4
+        assert hooks(llm) == 2 + 2 + 6 * 4 + 2
+
+
+def test_a_backend_of_one_launch_has_no_span_for_its_kv_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from stage04_kernels import paged_attention
+
+    monkeypatch.setattr(paged_attention, "in_one", lambda *args: paged_attention.torch_attention(*args), raising=False)
+    events, _ = run(
+        tmp_path, "gpt2-tiny", GREEDY, trace_layers=True, attention_backend="stage04_kernels.paged_attention:in_one"
+    )
+    assert {"model.attention"} == {e.name for e in events} & {"model.attention", "model.kv_write"}
 
 
 class Before(LogitsProcessor):

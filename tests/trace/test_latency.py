@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from stagetrace import Event, Recording, tell
+from stagetrace import VOCABULARY, Event, Recording, tell
 from stagetrace.read.bounded import tell_bounded
 from stagetrace.read.busy_time import StartUp, StepTime
 from stagetrace.read.latency import PARTS, divide, of_request, percentile, split_tpot, split_ttft
@@ -198,8 +198,60 @@ def test_the_steps_add_up_to_the_time_of_the_engine(run: str) -> None:
     assert steps.total_ns == (max(edges) - min(edges) if edges else 0) and min(steps.parts.values()) >= 0
     begun = [event for event in events if event.proc == "APIServer" and event.phase and event.phase <= 5]
     listening = next(event for event in begun if event.name == "server.listening")
-    times = [time for (proc, _), time in start_up.phases.items() if proc == "APIServer"]
+    times = [time for (proc, _), time in start_up.parts.items() if proc == "APIServer"]
     assert sum(times) == listening.ts - begun[0].ts
+
+
+def test_start_up_tells_work_from_waiting_and_knows_the_imports_of_the_engine() -> None:
+    now, start_up = 0, StartUp()
+
+    def at(after: int, name: str, process: int, /, **args: Any) -> None:
+        nonlocal now
+        now += after
+        phase = VOCABULARY[name].phase
+        start_up.feed(
+            Event(1, 1, now, process, {1: "APIServer", 2: "Engine"}[process], "i", name, phase, "x:1", args=args)
+        )
+
+    at(5, "cli.main", 1)
+    at(10, "server.socket_bound", 1)
+    at(20, "engine.spawned", 1, pid=2)
+    at(30, "tokenizer.loaded", 1)
+    at(40, "http.request", 1)  # somebody asks for its health
+    at(1, "http.response", 1)
+    at(50, "server.state_ready", 1)
+    at(900, "engine.hello", 2)  # the process has started, and imported torch
+    at(2, "engine.init_sent", 1)
+    at(70, "weights.loaded", 2)
+    at(3, "engine.busy_loop", 2)
+    at(4, "output_handler.started", 1)
+    at(6, "server.listening", 1)
+    at(7, "http.request", 1)
+    told = {(proc, part.name): time for (proc, part), time in start_up.parts.items()}
+    assert told.pop(("Engine", "EngineCore: the process starts, and imports torch")) == 30 + 40 + 1 + 50 + 900
+    assert told.pop(("APIServer", "waits for the engine")) == 902 + 70 + 3 + 4
+    assert told == {
+        ("APIServer", "CLI"): 0, ("APIServer", "API server"): 10 + 91 + 6, ("APIServer", "AsyncLLM"): 30,
+        ("APIServer", "EngineCore"): 20, ("Engine", "EngineCore"): 2 + 70 + 3,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_the_compiler_of_a_grammar_is_no_queue(cached: bool) -> None:
+    script = Script()
+    script.at(1, "zmq.request_sent", req="r0", type="ADD")
+    script.at(1, "zmq.request_received", 2, "r0")
+    if cached:
+        script.at(3, "grammar.compiled", 2, "r0")
+    script.at(5, "sched.queued", 2, "r0", num_prompt_tokens=2)
+    if not cached:
+        script.at(70, "grammar.compiled", 2, "r0")
+    script.at(9, "sched.admit", 2, "r0", 1)
+    script.at(20, "sched.token", 2, "r0", 1, num_tokens=1, num_output_tokens=1)
+    script.at(4, "request.detokenized", req="r0", num_tokens=1)
+    parts = of_request(tell(script.events).requests["r0"]).ttft
+    expected = {"ipc in": 1, "queue": 5 + 9 + 3 * cached, "prefill": 20, "detokenize": 4}
+    assert parts == expected | ({} if cached else {"grammar": 70})
 
 
 @settings(max_examples=200, deadline=None)

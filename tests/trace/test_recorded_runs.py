@@ -12,6 +12,8 @@ import pytest
 
 from stagetrace import VOCABULARY, Event, Story, read_run, tell
 from stagetrace.__main__ import main
+from stagetrace.check.invariant_rules import well_formed
+from stagetrace.check.invariants import Notes
 from stagetrace.commands import COMMANDS
 
 ROOT = Path(__file__).parents[2]
@@ -20,17 +22,18 @@ RUNS = sorted(path.name for path in RECORDED.iterdir())
 BUGS = ["bug_leak", "bug_stall", "bug_starvation"]
 
 EXPECTED: dict[int, list[str]] = {
-    1: ["cli.main", "cli.env_setup", "cli.parsed", "cli.dispatch"],
+    1: ["cli.main", "cli.env_setup", "cli.parser_created", "cli.parsed", "cli.dispatch"],
     2: ["serve.model_tag", "serve.decision"],
     3: ["server.socket_bound", "server.engine_config", "server.app_built", "server.state_ready", "server.listening"],
     4: ["async_llm.init", "client.created", "tokenizer.loaded", "input_processor.created", "output_processor.created",
-        "output_handler.started"],
+        "stat_loggers.created", "output_handler.started"],
     5: ["engine.spawned", "engine.hello", "engine.init_sent", "executor.created", "weights.loaded", "kv_cache.profiled",
         "kv_cache.allocated", "scheduler.created", "engine.threads_started", "engine.ready", "engine.busy_loop"],
     6: ["http.request", "request.validated", "request.sampling_params"],
     7: ["request.tokenized", "generate.start", "request.registered", "zmq.request_sent", "zmq.request_received"],
-    8: ["sched.queued", "engine.step begin", "sched.admit", "sched.scheduled", "sched.output", "runner.prepared",
-        "model.forward begin", "model.forward end", "model.logits", "sampler.sampled", "sched.token", "engine.step end"],
+    8: ["sched.queued", "engine.step begin", "sched.admit", "sched.scheduled", "sched.output", "executor.execute begin",
+        "runner.prepared", "model.forward begin", "model.forward end", "model.logits", "sampler.sampled",
+        "executor.execute end", "sched.token", "engine.step end"],
     9: ["zmq.outputs_sent", "zmq.outputs_received", "request.detokenized", "request.collected", "generate.yield",
         "sse.chunk", "request.finished"],
 }  # fmt: skip
@@ -84,10 +87,25 @@ def test_every_expected_kind_of_event_is_in_the_recording() -> None:
 def test_a_run_reads_and_speaks_the_vocabulary(name: str) -> None:
     run = read_run(RECORDED / name)
     assert len(run.run_ids) == 1 and run.torn <= (name == "engine_death")
-    for event in run.events:
-        row = VOCABULARY[event.name]
-        assert event.phase == row.phase
-        assert event.name == "run.start" or event.args.keys() == row.args.keys(), f"{event.name}: make recordings"
+    notes = Notes()
+    wrong = [event.name for event in run.events if not well_formed(event, notes)]
+    assert not wrong, f"make recordings: {list(notes.findings.values())}"
+
+
+@cache
+def emitters() -> dict[str, set[str]]:
+    """Event -> the files of the stages that emit it."""
+    found: dict[str, set[str]] = {"run.start": {"open.py"}}
+    for path in ROOT.glob("stage0*/**/*.py"):
+        for name in re.findall(r'trace\.emit\(\s*"([\w.]+)"', path.read_text(encoding="utf-8")):
+            found.setdefault(name, set()).add(path.name)
+    return found
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_files_that_a_run_names_still_emit_its_events(name: str) -> None:
+    said = {(event.name, event.src.partition(":")[0]) for event in events_of(name)}
+    assert not {(event, file) for event, file in said if file not in emitters().get(event, set())}, "make recordings"
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -106,6 +124,8 @@ def test_each_run_shows_what_it_is_about() -> None:
     assert any(s.missing == 1 for step in chunks for s in step.scheduled.values()), "a chunk beside decode"
     assert len(mixed.requests) == 8 and len(story_of("one_request").requests) == 1
     assert sum(r.num_preemptions for r in story_of("preemption").requests.values()) >= 5
+    again = story_of("preemption").requests.values()
+    assert all(r.num_cached_tokens <= r.num_prompt_tokens for r in again), "what it computed itself is no prefix hit"
     hits = [r.num_cached_tokens for r in story_of("prefix_hits").requests.values()]
     assert hits[0] == 0 and min(hits[1:]) >= 16
     verified = [event.args for event in events_of("speculative") if event.name == "spec.verified"]
@@ -114,6 +134,13 @@ def test_each_run_shows_what_it_is_about() -> None:
     death = story_of("engine_death")
     assert [r.reason for r in death.requests.values()] == ["length", None] and len(death.steps) > 40
     assert any(event.name == "engine.dead" for event in events_of("engine_death"))
+
+
+@pytest.mark.parametrize("name", ["mixed", "preemption", "client_abort", *BUGS, *(f"{bug}_healthy" for bug in BUGS)])
+def test_where_clients_come_together_the_engine_begins_when_all_are_there(name: str) -> None:
+    """So recording again gives the same decisions on every machine (notebooks/gathering.py)."""
+    story = story_of(name)
+    assert story.steps[0].waiting == len(story.requests)
 
 
 @pytest.mark.parametrize("name", BUGS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from patience import PATIENCE
 from server_under_test import InProcessServer
 
+from stage02_server.api_server import served_paths
 from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import SamplingParams
 from stage03_engine.tracing import open_trace
@@ -55,12 +57,21 @@ def test_with_leave_the_whole_conversation(tmp_path: Path) -> None:
     assert run.named("sched.queued")[0].args["params"]["stop_token_ids"] == STOP_IDS
 
 
-@pytest.mark.parametrize("flags", [[], ["--trace-prompts"]], ids=["without", "with"])
+@pytest.mark.parametrize(
+    "flags", [[], ["--trace-prompts", "--trace-console", "--multiprocess"]], ids=["without", "with"]
+)
 def test_the_prompt_on_a_command_line_is_a_prompt(flags: list[str], tmp_path: Path) -> None:
     words = ["generate", "gpt2-tiny", PROMPT, "--stop", STOP, "--max-tokens", "3", "--kv-cache-memory-bytes", "20M"]
     command = [sys.executable, "-m", "stage03_engine", *words, "--trace", str(tmp_path), *flags]
-    subprocess.run(command, check=True, capture_output=True, timeout=PATIENCE)
-    [start] = [e for e in read_run(tmp_path).events if e.name == "run.start"]
+    pipe = subprocess.PIPE  # one for both, as a terminal is
+    done = subprocess.run(command, check=True, stdout=pipe, stderr=subprocess.STDOUT, text=True, timeout=PATIENCE)
+    lines = done.stdout.splitlines()
+    shown = [
+        line for line in lines if re.match(r"(LLM|EngineCore_DP0) +\d\d:\d\d:\d\d\.\d{6} phase \d \[TRACE\] \(", line)
+    ]
+    assert bool(shown) == ("--trace-console" in flags)
+    assert "".join(line for line in lines if line not in shown).startswith(PROMPT), "no event stands inside the text"
+    [start] = [e for e in read_run(tmp_path).events if e.name == "run.start" and e.proc == "LLM"]
     assert (PROMPT in start.args["argv"], STOP in start.args["argv"]) == (bool(flags), bool(flags))
     assert "--max-tokens" in start.args["argv"]
 
@@ -82,6 +93,41 @@ def test_an_http_body_leaves_nothing(tmp_path: Path) -> None:
     finally:
         server.close()
         trace.close()
-    said = json.dumps([event.args for event in read_run(tmp_path).events])
-    assert "http.request" in {e.name for e in read_run(tmp_path).events}
+    run = read_run(tmp_path)
+    first = run.named("generate.start")[0].args["sampling_params"]
+    assert first == {"max_tokens": 4, "stop": "***", "output_kind": 2, "stream_interval": 1}
+    said = json.dumps([event.args for event in run.events])
+    assert "http.request" in {e.name for e in run.events}
     assert not [word for word in ("giraffe", "okapi", "tapir") if word in said]
+
+
+def test_generate_tells_every_parameter_that_is_not_a_default_and_counts_its_outputs(tmp_path: Path) -> None:
+    trace.open(str(tmp_path), prompts=True)
+    server = InProcessServer()
+    try:
+        chosen = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "n": 2, "seed": 3, "stop": ["okapi"]}
+        body = {"max_tokens": 3, "presence_penalty": 0.5, "logit_bias": {"5": 1.0}, "ignore_eos": True} | chosen
+        server.post("/v1/completions", {"prompt": "abc", "stream": True} | body)
+        server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 2})
+    finally:
+        server.close()
+        trace.close()
+    run = read_run(tmp_path)
+    first, second = (event.args["sampling_params"] for event in run.named("generate.start"))
+    assert {name: first[name] for name in chosen} == chosen and first["presence_penalty"] == 0.5
+    assert first["logit_bias"] == {"5": 1.0} and first["ignore_eos"] is True and first["max_tokens"] == 3
+    assert "top_p" not in second and "temperature" not in second, "a default is not told"
+    request_id = run.named("generate.start")[0].req
+    yields = [event.args for event in run.named("generate.yield") if event.req == request_id]
+    assert [args["number"] for args in yields] == list(range(1, len(yields) + 1))
+    assert [args["finished"] for args in yields] == [False] * (len(yields) - 1) + [True]
+    assert [event.args for event in run.named("stat_loggers.created")] == [{"loggers": ["PrometheusStatLogger"]}]
+    assert sum(event.args["generation_tokens"] for event in run.named("stats.recorded")) == 2 * 3 + 2
+    assert sum(event.args["finished"] for event in run.named("stats.recorded")) == 2 + 1
+    assert [event.args["engine_ranks"] for event in run.named("client.created")] == [[]], "the echo engine has none"
+    chat = [event.name for event in run.events if event.req == run.named("tokenizer.requested")[0].req]
+    assert chat.index("request.validated") < chat.index("tokenizer.requested") < chat.index("request.templated")
+    paths = served_paths(server.app.routes)
+    assert run.named("server.state_ready")[0].args["paths"] == len(paths)
+    assert {"/v1/completions", "/v1/models/{name:path}", "/metrics", "/docs"} <= paths, "the features' are among them"
+    assert "/v1/embeddings" not in paths, "refused: it needs another model"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from datetime import date, datetime, time
 from pathlib import Path
 
 import msgspec
@@ -41,11 +42,17 @@ def test_the_console_line_is_the_same_event(tmp_path: Path, capfd: pytest.Captur
     recorder.emit("sched.admit", req="r0", step=3, new_blocks=[4, 5], num_prompt_tokens=9)
     recorder.emit("engine.step", ph="B", step=3, running=1, waiting=0)
     recorder.close()
-    lines = capfd.readouterr().err.splitlines()[1:]
-    who = "EngineCore_DP0 [TRACE] (test_recorder_reader.py)"
-    assert lines[0] == f"{who} sched.admit req=r0 step=3 new_blocks=[4, 5] num_prompt_tokens=9"
-    assert lines[1] == f"{who} engine.step begin step=3 running=1 waiting=0"
-    assert lines == ["EngineCore_DP0 " + event.console_line() for event in list(read_run(tmp_path).events)[1:]]
+    _, *lines = capfd.readouterr().err.splitlines()
+    header, *events = read_run(tmp_path).events
+    what = "[TRACE] (test_recorder_reader.py)"
+    assert lines[0].endswith(f" phase 8 {what} sched.admit req=r0 step=3 new_blocks=[4, 5] num_prompt_tokens=9")
+    assert lines[1].endswith(f" phase 8 {what} engine.step begin step=3 running=1 waiting=0")
+    wall = header.args["wall_clock_ns"] - header.args["monotonic_ns"]
+    for line, event in zip(lines, events, strict=True):
+        who, clock, rest = line.split(" ", 2)
+        assert (who, rest) == ("EngineCore_DP0", f"phase {event.phase} {event.console_line()}")
+        said = datetime.combine(date.today(), time.fromisoformat(clock)).timestamp()
+        assert abs((event.ts + wall) / 1e9 - said) % 86400 < 1, "the local time of the event, as in the log"
 
 
 def test_off_means_off_and_dropped_events_are_gone(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_the_console_lines_of_two_processes_with_many_threads_are_whole_and_in_o
         process, rest = line[:14], line[14:]
         assert process.rstrip() in ("APIServer", "EngineCore_DP0") and line.count("[TRACE]") == 1, line
         if "run.start" not in line:
-            head, name, request, step, text, *_ = rest.removeprefix(" [TRACE] ").split(" ")
+            head, name, request, step, text, *_ = rest.partition(" [TRACE] ")[2].split(" ")
             assert (head, name) == ("(<string>)", "sched.queued") and text.startswith("text=")
             number = int(step.removeprefix("step="))
             assert text.count("#") == number * 40 % 5000 or (rest.endswith("...") and number * 40 % 5000 > 3900)

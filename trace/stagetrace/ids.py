@@ -18,6 +18,13 @@ import re
 _CHILD = re.compile(r"(?:\d+|beam\d+\.\d+)_")
 _PROMPT = re.compile(r"((?:cmpl|chatcmpl)-.+)-\d+")
 
+_BEAM = re.compile(r"beam\d+\.\d+_")
+
+
+def is_beam(request_id: str) -> bool:
+    """Is this one step of one beam, and so a part of the request that searches?"""
+    return _BEAM.match(request_id) is not None
+
 
 def root_of(request_id: str) -> str:
     """The root of the request that `request_id` belongs to: `0_cmpl-1f0c-1` -> `cmpl-1f0c`."""

@@ -59,6 +59,7 @@ class Recorder:
         self._watcher: Callable[[Event], None] | None = None
         self._watched: Collection[str] = ()
         self._console = False
+        self._wall_clock_ns = 0  # of this machine, when its monotonic clock was 0
         self._opened_at = ""  # file:line of the call of open
         self._run: dict[str, Any] = {}  # what every run.start of this process says
         self._places: dict[tuple[int, int], str] = {}  # (id of the code, place in it) -> file:line
@@ -88,6 +89,7 @@ class Recorder:
         held, self._held = self._held or [], None
         self._opened_at = self._new_place(sys._getframe(1))
         self._pid, self._console, self.prompts = os.getpid(), console, prompts
+        self._wall_clock_ns = time.time_ns() - time.monotonic_ns()
         self._filter = events if events is not None and events.active else None
         self.run_id = run_id or uuid.uuid4().hex[:12]
         words = [os.path.basename(sys.argv[0]), *sys.argv[1:]] if sys.argv else []
@@ -204,9 +206,14 @@ class Recorder:
             args=self._run | clocks | {"part": part},
         )  # fmt: skip
 
+    def _clock(self, ts: int) -> str:
+        """`11:02:03.123456`, the local time of an event: the same clock for all processes, and that of the log."""
+        seconds, rest = divmod(ts + self._wall_clock_ns, 1_000_000_000)
+        return f"{time.strftime('%H:%M:%S', time.localtime(seconds))}.{rest // 1000:06d}"
+
     def _print(self, event: Event) -> None:
         try:
-            write_console_line(f"{self.proc:<14} {event.console_line()}")
+            write_console_line(f"{self.proc:<14} {self._clock(event.ts)} phase {event.phase} {event.console_line()}")
         except OSError:  # its reader is gone; that must not end the engine
             self._console = False
 

@@ -55,7 +55,7 @@ class AsyncInprocClient(AsyncEngineCoreClient):
         self._work = asyncio.Event()
         self._dead: EngineDeadError | None = None
         if trace.on:
-            trace.emit("client.created", kind="AsyncInprocClient")
+            trace.emit("client.created", kind="AsyncInprocClient", engine_ranks=[0])
 
     async def start(self) -> EngineReady:
         """Load the model, blocking the event loop. Raises StagesError."""

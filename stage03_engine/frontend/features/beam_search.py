@@ -100,6 +100,12 @@ class BeamSearch:
         self.running = [Beam()]
         self.finished: list[Beam] = []  # the best so far, in descending order of their scores
         self.done = False
+        if trace.on:
+            trace.emit(
+                "beam.start", req=request.request_id, beam_width=params.beam_width, max_tokens=settings.max_tokens,
+                num_prompt_tokens=len(request.prompt_token_ids), length_penalty=params.length_penalty,
+                early_stopping=params.early_stopping,
+            )  # fmt: skip
 
     def step_requests(self) -> list[EngineCoreRequest]:
         """One request per running beam."""
@@ -150,7 +156,17 @@ class BeamSearch:
             text_ids = list(beam.token_ids[:-1] if stopped else beam.token_ids)
             text, reason = tokenizer.decode(text_ids, skip), "stop" if stopped else "length"
             answers.append(CompletionOutput(index, text, list(beam.token_ids), None, reason, None, beam.logprob))
+        best = answers[0]
+        self.trace_end(str(best.finish_reason), len(best.token_ids))
         return RequestOutput(self.request.request_id, prompt, self.request.prompt_token_ids, answers, finished=True)
+
+    def trace_end(self, reason: str, num_output_tokens: int = 0) -> None:
+        """Trace that the search is over: the reason and the length of the best sequence."""
+        if trace.on:
+            req, sequences = self.request.request_id, len(self.finished)
+            trace.emit(
+                "beam.finished", req=req, reason=reason, sequences=sequences, num_output_tokens=num_output_tokens
+            )
 
 
 def candidates_of(output: RequestOutput) -> TokenLogprobs:
@@ -207,6 +223,9 @@ async def run_search(search: BeamSearch, generate: Generate) -> None:
         tasks = [asyncio.create_task(ask(request)) for request in search.step_requests()]
         try:
             search.advance(await asyncio.gather(*tasks))
+        except BaseException:  # its client left, or the engine is dead
+            search.trace_end("abort")
+            raise
         finally:
             for task in tasks:
                 task.cancel()

@@ -29,7 +29,7 @@ class InprocClient(EngineCoreClient):
     def __init__(self, engine_core: EngineCoreLike) -> None:
         self._core = engine_core
         if trace.on:
-            trace.emit("client.created", kind="InprocClient")
+            trace.emit("client.created", kind="InprocClient", engine_ranks=[0])
 
     def add_request(self, request: EngineCoreRequest) -> None:
         self._core.add_request(request)

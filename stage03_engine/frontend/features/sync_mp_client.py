@@ -35,7 +35,7 @@ class SyncMPClient(EngineCoreClient):
             self.shutdown()
             raise
         if trace.on:
-            trace.emit("client.created", kind="SyncMPClient")
+            trace.emit("client.created", kind="SyncMPClient", engine_ranks=[0])
 
     def add_request(self, request: EngineCoreRequest) -> None:
         self._send(EngineCoreRequestType.ADD, request, request.request_id)

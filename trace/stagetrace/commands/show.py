@@ -6,7 +6,7 @@ import argparse
 
 from stagetrace.commands.common import add_run, open_recording
 from stagetrace.event import Event
-from stagetrace.ids import root_of
+from stagetrace.ids import is_beam, root_of
 from stagetrace.read.bounded import tell_bounded
 from stagetrace.read.latency import PARTS, Latency, of_request
 from stagetrace.read.narrative import Line, Narrator
@@ -52,6 +52,8 @@ def _print_list(recording: Recording) -> None:
     rows: list[tuple[int, list[str]]] = []
 
     def ended(request: RequestStory) -> None:
+        if is_beam(request.request_id):  # a part of the request that searches
+            return
         latency = of_request(request)
         rows.append((latency.arrival_ns, _row(request, latency, start)))
 
@@ -66,7 +68,7 @@ def _row(request: RequestStory, latency: Latency, start: int) -> list[str]:
         end = f"-> {len(children)} requests"
     else:
         end = _end(request)
-    prompt = str(request.num_prompt_tokens) if "sched.queued" in request.first else "-"
+    prompt = str(request.num_prompt_tokens or "-")
     output = max(request.num_output_tokens, latency.num_tokens)  # the engine's events may be lost
     return [
         short_id(request.request_id), f"{(latency.arrival_ns - start) / 1e6:.1f}", prompt,

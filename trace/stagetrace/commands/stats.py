@@ -8,12 +8,12 @@ from dataclasses import asdict
 from typing import Any
 
 from stagetrace.commands.common import add_run, open_recording
+from stagetrace.ids import is_beam
 from stagetrace.read.bounded import tell_bounded
 from stagetrace.read.busy_time import STEP_PARTS, StartUp, StepTime
 from stagetrace.read.latency import PARTS, Latency, Split, of_request, split_tpot, split_ttft
+from stagetrace.read.story import RequestStory
 from stagetrace.read.terminal import milliseconds, short_id, table
-
-_PHASES = {1: "CLI", 2: "serve", 3: "API server", 4: "AsyncLLM", 5: "EngineCore"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +28,9 @@ def run(args: argparse.Namespace) -> int:
     latencies: list[Latency] = []
     steps, start_up = StepTime(), StartUp()
 
-    def ended(request: Any) -> None:
+    def ended(request: RequestStory) -> None:
+        if is_beam(request.request_id):  # a part of the request that searches
+            return
         latency = of_request(request)
         if request.delivery.tokens or not request.delivery.children:  # the children of a request have its tokens
             latencies.append(latency)
@@ -56,10 +58,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print_start_up(start_up: StartUp) -> None:
-    if start_up.phases:
+    if start_up.parts:
         rows = [
-            [str(phase), _PHASES[phase], proc, milliseconds(time)]
-            for (proc, phase), time in sorted(start_up.phases.items(), key=lambda item: (item[0][1], item[0][0]))
+            [str(part.phase or "-"), part.name, proc, milliseconds(time)]
+            for (proc, part), time in sorted(start_up.parts.items(), key=lambda item: (item[0][1].rank, item[0][0]))
         ]
         print("start-up: the time before each event counts towards its phase; processes run in parallel")
         print(table(["phase", "", "process", "ms"], rows, left=(1, 2)) + "\n")
@@ -105,7 +107,10 @@ def _print_requests(latencies: list[Latency]) -> None:
 def _numbers(latencies: list[Latency], steps: StepTime, start_up: StartUp) -> dict[str, Any]:
     splits = {"ttft_ns": split_ttft(latencies), "tpot_ns": split_tpot(latencies)}
     return {
-        "start_up_ns": [{"process": key[0], "phase": key[1], "ns": ns} for key, ns in start_up.phases.items()],
+        "start_up_ns": [
+            {"process": proc, "phase": part.phase, "part": part.name, "ns": ns}
+            for (proc, part), ns in start_up.parts.items()
+        ],
         "engine": {"steps": steps.num_steps, "tokens": steps.num_tokens, "parts_ns": steps.parts},
         **{name: None if split is None else asdict(split) for name, split in splits.items()},
         "requests": [asdict(latency) for latency in latencies],

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from stagetrace.figures.names import columns, drawn_names, milliseconds, plural, short_names
 from stagetrace.figures.style import INK, KINDS, Box, Look, boxes, legend, new_figure, note, row_labels, write
+from stagetrace.ids import is_beam
 from stagetrace.read.latency import PARTS, Latency, of_request
 from stagetrace.read.story import Story
 
@@ -16,6 +17,7 @@ LOOKS = {
     "http": Look("#009e73", "ooo", "white"),
     "tokenize": Look("#f0e442", "---"),
     "ipc in": Look("#cc79a7", "///"),
+    "grammar": Look("#cc79a7", "..."),
     "queue": KINDS["wait"],
     "prefill": KINDS["prefill"],
     "preempted": KINDS["preempted"],
@@ -30,7 +32,7 @@ FIRST_TOKEN = {"first token at the client (TTFT)": ("D", "white")}
 
 def answered(story: Story) -> list[Latency]:
     """The latencies of all requests whose tokens reached the client, in the order of arrival."""
-    latencies = map(of_request, story.requests.values())
+    latencies = (of_request(each) for each in story.requests.values() if not is_beam(each.request_id))
     return sorted((one for one in latencies if one.ttft_ns is not None), key=lambda one: one.arrival_ns)
 
 

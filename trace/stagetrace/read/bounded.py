@@ -43,4 +43,4 @@ def _is_end(event: Event, request: RequestStory) -> bool:
         return bool(event.args["finished"])
     if event.name == "request.finished":
         return "generate.start" not in request.first  # no caller will be handed an output of this very id
-    return event.name in ("request.aborted", "request.refused")
+    return event.name in ("request.aborted", "request.refused", "beam.finished")

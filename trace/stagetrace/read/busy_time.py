@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from stagetrace.event import Event
 from stagetrace.read.story import StepStory
 
@@ -14,6 +16,13 @@ STEP_PARTS = {
     "between": "between two steps: messages are read, or there is nothing to do",
 }
 """What the engine does with its time, from its first step to its last."""
+
+
+_AFTER_A_WAIT = {
+    "engine.init_sent",
+    "output_handler.started",
+    "client.created",
+}  # the engine said hello, or that it is ready
 
 
 class StepTime:
@@ -46,23 +55,61 @@ class StepTime:
         return sum(self.parts.values())
 
 
+@dataclass(frozen=True)
+class StartPart:
+    """One thing that a process does before it serves; `rank` is its place in a table."""
+
+    name: str
+    phase: int  # 0: of no phase, because the process only waits
+    rank: int
+
+
+_PHASES = {phase: StartPart(name, phase, phase) for phase, name in
+           enumerate(("CLI", "serve", "API server", "AsyncLLM", "EngineCore"), start=1)}  # fmt: skip
+BIRTH = StartPart("EngineCore: the process starts, and imports torch", 5, 5)
+WAITING = StartPart("waits for the engine", 0, 6)
+
+
 class StartUp:
-    """What each process did before it served, by phase: the time before an event counts towards the event's phase."""
+    """What each process did before it served. The time before an event counts towards the event's phase, with two exceptions:
+
+    - A process that another one spawned begins at that moment: until its first event it starts, and imports.
+    - A front end whose engine is a process of its own waits from its last own event until the engine says hello, and again
+      until the engine is ready. Only the short work after each belongs to a phase, and it has no event of its own.
+    """
 
     def __init__(self) -> None:
-        self.phases: dict[tuple[str, int], int] = {}  # (process, phase) -> nanoseconds
+        self.parts: dict[tuple[str, StartPart], int] = {}  # (process, part) -> nanoseconds
         self._last: dict[int, int] = {}  # pid -> time of its event before
-        self._serving: set[int] = set()  # pids
+        self._spawned: dict[int, int] = {}  # pid -> when
+        self._waiting: set[int] = set()  # pids that spawned an engine
+        self._servers: set[int] = set()  # pids with a port: only `server.listening` ends their start
+        self._serving: set[int] = set()
 
     def feed(self, event: Event) -> None:
         """Process the next event."""
-        if event.pid in self._serving or event.phase == 0:
+        pid = event.pid
+        if event.name == "server.socket_bound":
+            self._servers.add(pid)
+        if pid in self._serving or event.phase == 0:
             return
-        if event.phase >= 6:
-            self._serving.add(event.pid)
+        if event.phase >= 6:  # of a server that loads: somebody asks for its health
+            if pid not in self._servers:
+                self._serving.add(pid)
             return
-        key = (event.proc, event.phase)
-        self.phases[key] = self.phases.get(key, 0) + event.ts - self._last.get(event.pid, event.ts)
-        self._last[event.pid] = event.ts
-        if event.name in ("server.listening", "engine.busy_loop"):
-            self._serving.add(event.pid)
+        key = event.proc, self._part(event)
+        began = self._last.get(pid, self._spawned.get(pid, event.ts))
+        self.parts[key] = self.parts.get(key, 0) + event.ts - began
+        self._last[pid] = event.ts
+        if event.name == "engine.spawned":
+            self._spawned[event.args["pid"]] = event.ts
+            self._waiting.add(pid)
+        elif event.name in ("server.listening", "engine.busy_loop"):
+            self._serving.add(pid)
+
+    def _part(self, event: Event) -> StartPart:
+        if event.pid in self._spawned and event.pid not in self._last:
+            return BIRTH
+        if event.pid in self._waiting and event.name in _AFTER_A_WAIT:
+            return WAITING
+        return _PHASES[event.phase]

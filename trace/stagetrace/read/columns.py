@@ -139,6 +139,8 @@ def _value(value: Any) -> str:
         return f"{value:.4g}"
     if isinstance(value, list) and all(isinstance(item, int) for item in value):
         return _ranges(value)
+    if isinstance(value, dict):
+        return cut(printable("{" + ", ".join(f"{key}: {each}" for key, each in value.items()) + "}"), 200)
     return cut(printable(value if isinstance(value, str) else str(value)), 60)
 
 

@@ -29,6 +29,7 @@ PARTS = [
     Part("http", 6, "the HTTP request is parsed and validated, its sampling parameters are made"),
     Part("tokenize", 7, "its text becomes token ids, and it is registered"),
     Part("ipc in", 7, "its message goes to the engine process over ZMQ"),
+    Part("grammar", 8, "in the engine: its grammar is compiled, so it cannot be admitted yet"),
     Part("queue", 8, "in the engine, not admitted: the step in progress ends, others go first, or blocks are missing"),
     Part("prefill", 8, "its prompt is computed or, after a preemption, what was lost"),
     Part("preempted", 8, "it was preempted, and waits to come back"),
@@ -93,6 +94,7 @@ def of_request(request: RequestStory) -> Latency:
     tokens = [(token, _end(token, delivery.arrival_ns > 0)) for token in delivery.tokens]
     tokens = [(token, end) for token, end in tokens if end]
     if not tokens:
+        latency.num_tokens = request.num_output_tokens if "beam.finished" in request.first else 0  # chosen in the end
         return latency
     latency.num_tokens = len(tokens)
     engine = [(span.start_ns, _PART_OF_SPAN[span.kind]) for span in request.spans]
@@ -126,11 +128,20 @@ def _to_first(request: RequestStory, token: Token, engine: list[Change]) -> list
     for name, part in (("zmq.request_sent", "ipc in"), ("zmq.request_received", "queue")):
         if name in request.first:
             changes.append((request.first[name], part))
+    if "grammar.compiled" in request.first:
+        engine = _with_grammar(engine, request.first["grammar.compiled"])
     if token.engine_ns:
         changes += [change for change in engine if change[0] < token.engine_ns]
     elif changes:
         changes.append((changes[-1][0], "unrecorded"))
     return changes + _out(token)
+
+
+def _with_grammar(engine: list[Change], compiled: int) -> list[Change]:
+    """What was taken for the queue was the compiler, until the request's grammar was ready."""
+    before = [(time, "grammar" if part == "queue" else part) for time, part in engine if time < compiled]
+    after = [change for change in engine if change[0] >= compiled]
+    return [*before, (compiled, "queue"), *after] if before and before[-1][1] == "grammar" else engine
 
 
 def _between(tokens: Sequence[tuple[Token, int]], engine: list[Change]) -> dict[str, int]:

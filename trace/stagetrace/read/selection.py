@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 
 from stagetrace.errors import TraceError
 from stagetrace.event import Event
+from stagetrace.ids import is_beam
 from stagetrace.read.terminal import short_id
 from stagetrace.vocabulary import VOCABULARY
 
@@ -84,6 +85,7 @@ def pick_request(part: str, request_ids: Iterable[str]) -> str:
     for fits in (
         [one for one in ids if one == part],
         [one for one in ids if short_id(one) == part],
+        [one for one in ids if part in one and not is_beam(one)],  # a part names the request that searches
         [one for one in ids if part in one],
     ):
         if len(fits) == 1:

@@ -43,7 +43,7 @@ class RequestStory:
     spans: list[Span] = field(default_factory=list)
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
-    num_cached_tokens: int = 0  # found in the prefix cache, at every admission
+    num_cached_tokens: int = 0  # of the prompt: found in the prefix cache when it was first admitted
     num_preemptions: int = 0
     reason: str | None = None  # of the end in the engine: stop, length, abort, error
     token_ns: list[int] = field(default_factory=list)  # when the engine had each output token
@@ -202,7 +202,9 @@ class Story:
         self._span(event, "prefill")
 
     def _prefix_hit(self, event: Event) -> None:
-        self.requests[event.req or ""].num_cached_tokens += event.args["num_tokens"]
+        request = self.requests[event.req or ""]
+        if not request.num_preemptions:  # later it finds what it had computed itself
+            request.num_cached_tokens += event.args["num_tokens"]
         if self._open is not None:
             self._open.prefix_hits[event.req or ""] = event.args["num_tokens"]
         self._blocks(event)
@@ -264,6 +266,13 @@ class Story:
         if self._open is not None:
             self._open.finished[event.req or ""] = event.args["reason"]
 
+    def _beam_start(self, event: Event) -> None:
+        self.requests[event.req or ""].num_prompt_tokens = event.args["num_prompt_tokens"]
+
+    def _beam_finished(self, event: Event) -> None:
+        request = self.requests[event.req or ""]
+        request.reason, request.num_output_tokens = event.args["reason"], event.args["num_output_tokens"]
+
     def _chunk(self, event: Event) -> None:
         self.requests[event.req or ""].chunk_ns.append(event.ts)
 
@@ -300,6 +309,8 @@ _HANDLERS: dict[str, Callable[[Story, Event], None]] = {
     "sampler.sampled": Story._sampled,
     "sched.token": Story._token,
     "sched.finished": Story._finished,
+    "beam.start": Story._beam_start,
+    "beam.finished": Story._beam_finished,
     "sse.chunk": Story._chunk,
     "kv.allocated": Story._blocks,
     "kv.freed": Story._blocks,

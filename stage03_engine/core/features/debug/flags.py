@@ -24,7 +24,8 @@ class TraceLayers:
     """Part of ObservabilityConfig."""
 
     trace_layers: bool = option(
-        False, "record the embedding, and attention and MLP of each layer, as spans of their own (slow)"
+        False,
+        "record embeddings, attention, KV write and MLP of each layer, and the final norm, as spans of their own (slow)",
     )
 
 

@@ -1,13 +1,15 @@
-"""`stages serve`: choose the model and the form of the server, then hand over to stage 2 (vllm/entrypoints/cli/serve.py)."""
+"""The command `serve`: choose the model and the form of the server, then start it (vllm/entrypoints/cli/serve.py).
+
+`stages serve` and `python -m stage02_server serve` are this one command. It lies here, because stage 2 must run without stage 1.
+"""
 
 from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
 
-from stage01_cli.main import CLISubcommand
 from stage02_server.cli_args import add_serve_args, resolve_serve_args
-from stage03_engine.args import FlexibleArgumentParser, add_flags
+from stage03_engine.args import CLISubcommand, FlexibleArgumentParser, add_flags
 from stage03_engine.config import option
 from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import load_feature
@@ -44,7 +46,7 @@ class ServeSubcommand(CLISubcommand):
         vllm_config, settings = serve_args.engine_args.create_engine_config()
         open_trace(vllm_config)
         if args.dry_run:
-            table = load_feature("stage01_cli.tools.dry_run:table", "--dry-run")
+            table = load_feature("stage02_server.features.dry_run.table:table", "--dry-run")
             print(table(vllm_config, settings, LaunchArgs))
             return 0
         from stage02_server.api_server import serve  # late: `serve --help` needs no web framework

@@ -1,4 +1,4 @@
-"""The table of `stages serve --dry-run`: every setting, its value, and where that came from; and the memory of a start.
+"""The table of `serve --dry-run`: every setting, its value, and where that came from; and the memory of a start.
 
 vLLM logs only the arguments that differ from their defaults (entrypoints/utils.py, log_non_default_args).
 """
@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from stage01_cli.tools.memory import check_kv_cache, reckon, rows
-from stage01_cli.tools.start_checks import check_start
 from stage02_server.cli_args import FrontendArgs
+from stage02_server.features.dry_run.memory import check_kv_cache, reckon, rows
+from stage02_server.features.dry_run.start_checks import check_start
 from stage03_engine.args import Resolved, settings_of
 from stage03_engine.config import SECTIONS, VllmConfig
 from stagetrace.redact import HIDDEN
