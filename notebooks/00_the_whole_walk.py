@@ -63,7 +63,8 @@ print("server-sent events:         ", len(request.chunk_ns))
 lab.claim("two processes", len(story.processes) == 2)
 lab.claim(
     "one message in, and one out for each of 8 steps",
-    [sum(m.name == name for m in sent) for name in ("zmq.request_sent", "zmq.outputs_sent")] == [1, 8] and len(story.steps) == 8,
+    [sum(m.name == name for m in sent) for name in ("zmq.request_sent", "zmq.outputs_sent")] == [1, 8]
+    and len(story.steps) == 8,
 )
 
 # %% [markdown]
@@ -139,8 +140,16 @@ lab.table(
     "until the first chunk", "first request, ms", "third request, ms",
 )  # fmt: skip
 parts = {what: (last[b] - last[a]) / 1e6 for (a, _), (b, what) in itertools.pairwise(MARKS)}
-lab.claim("in the third request the model's step takes longest", max(parts, key=parts.get).startswith("first step"), measured=True)
-lab.claim(f"and the message to the engine, {parts['the message to the engine']:.2f} ms, stays below 10 ms", parts["the message to the engine"] < 10, measured=True)
+lab.claim(
+    "in the third request the model's step takes longest",
+    max(parts, key=parts.get).startswith("first step"),
+    measured=True,
+)
+lab.claim(
+    f"and the message to the engine, {parts['the message to the engine']:.2f} ms, stays below 10 ms",
+    parts["the message to the engine"] < 10,
+    measured=True,
+)
 
 # %% [markdown]
 # So remember the order of the right column, not the left one: what remains is the model, even for a model as small as this one.

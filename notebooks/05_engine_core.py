@@ -56,7 +56,10 @@ print(
     [n for n, _ in inspect.getmembers(EngineCoreProc, inspect.isfunction) if "loop" in n or "socket" in n],
 )
 print("main function of the process: ", engine_core_proc.run_engine_core.__name__)
-lab.claim("no CudaExecutor, no run_loop, no ipc_server", not hasattr(worker, "CudaExecutor") and not {"run_loop", "ipc_server"} & set(dir(EngineCoreProc)))
+lab.claim(
+    "no CudaExecutor, no run_loop, no ipc_server",
+    not hasattr(worker, "CudaExecutor") and not {"run_loop", "ipc_server"} & set(dir(EngineCoreProc)),
+)
 
 # %% [markdown]
 # `UniProcExecutor` (one device, in the same process) is also vLLM's default for one GPU; `MultiprocExecutor` is its form for several. The device is the worker's business, not the
@@ -74,9 +77,14 @@ for event in phase5:
     print(f"{event.proc:15} +{(event.ts - previous) / 1e6:8.2f} ms  {event.name:24} {args}")
     previous = event.ts
 until_ready = {b.name: b.ts - a.ts for a, b in pairwise(phase5) if b.ts <= run.named("engine.ready")[0].ts}
-lab.claim("longest is what ends with engine.hello", max(until_ready, key=until_ready.get) == "engine.hello", measured=True)
+lab.claim(
+    "longest is what ends with engine.hello", max(until_ready, key=until_ready.get) == "engine.hello", measured=True
+)
 order = [event.name for event in phase5]
-lab.claim("the weights are loaded before the memory is profiled", order.index("weights.loaded") < order.index("kv_cache.profiled"))
+lab.claim(
+    "the weights are loaded before the memory is profiled",
+    order.index("weights.loaded") < order.index("kv_cache.profiled"),
+)
 
 # %% [markdown]
 # Between `engine.spawned` and `engine.hello` the new process imports torch. On a large model the weights would take longest. The free memory is measured after the weights are
@@ -109,8 +117,12 @@ ways = {
 print("requests, each from sent to decoded, in ms:", [round(ms, 3) for ms in ways["zmq.request_sent"]])
 times = sorted(ways["zmq.outputs_sent"])
 middle = statistics.median(times)
-print(f"outputs: {len(times)} messages, median {middle:.3f} ms, 90th percentile {times[math.ceil(0.9 * len(times)) - 1]:.3f} ms, slowest {times[-1]:.3f} ms")
-print(f"an engine step of this small model: median {statistics.median((s.end_ns - s.start_ns) / 1e6 for s in story.steps):.3f} ms")
+print(
+    f"outputs: {len(times)} messages, median {middle:.3f} ms, 90th percentile {times[math.ceil(0.9 * len(times)) - 1]:.3f} ms, slowest {times[-1]:.3f} ms"
+)
+print(
+    f"an engine step of this small model: median {statistics.median((s.end_ns - s.start_ns) / 1e6 for s in story.steps):.3f} ms"
+)
 
 rows = []
 for one in story.requests.values():
@@ -135,7 +147,9 @@ lab.claim(f"the two messages that nothing else hides take {waited:.2f} ms of a r
 
 # %%
 loop, first_in = run.named("engine.busy_loop")[0], run.named("zmq.request_sent")[0]
-print(f"the first request was sent {(first_in.ts - loop.ts) / 1e6:.2f} ms after the busy loop began; it took {ways['zmq.request_sent'][0]:.3f} ms")
+print(
+    f"the first request was sent {(first_in.ts - loop.ts) / 1e6:.2f} ms after the busy loop began; it took {ways['zmq.request_sent'][0]:.3f} ms"
+)
 lab.claim("the busy loop began before the first request was sent", loop.ts < first_in.ts)
 slowest = max(ways["zmq.request_sent"])
 lab.claim(f"so no request took 10 ms; the slowest took {slowest:.2f} ms", slowest < 10, measured=True)

@@ -272,7 +272,9 @@ got = next(e for e in run.events if e.ts == late.received_ns)
 meanwhile = [e.name for e in run.events if e.pid == got.pid and late.sent_ns < e.ts < late.received_ns]
 counts = sorted(((name, meanwhile.count(name)) for name in set(meanwhile)), key=lambda row: -row[1])
 print(f"{late.name} took {(late.received_ns - late.sent_ns) / 1000:.0f} µs to {got.proc}; meanwhile that process did:")
-lab.table(counts[:6] or [("nothing that the recording shows: its thread waited for a processor", 0)], "event", "how often")
+lab.table(
+    counts[:6] or [("nothing that the recording shows: its thread waited for a processor", 0)], "event", "how often"
+)
 
 # %% [markdown]
 # So the median is what the socket costs, and the slowest is what the receiving process was busy with, or the time until it got a processor.
@@ -284,7 +286,11 @@ for _ in range(2000):
     messages.decode_add(messages.encode(request))
 coding = (time.perf_counter() - begin) / 2000 * 1e6
 print(f"encode and decode a request: {coding:.1f} µs")
-lab.claim("that is less than a fifth of the way in", coding < ways["in: request"][len(ways["in: request"]) // 2] / 5, measured=True)
+lab.claim(
+    "that is less than a fifth of the way in",
+    coding < ways["in: request"][len(ways["in: request"]) // 2] / 5,
+    measured=True,
+)
 begin = time.perf_counter()
 for _ in range(200):
     engine.input_processor.process_inputs("r", text, greedy)
@@ -307,11 +313,22 @@ print(f"tokenize and check it:       {(time.perf_counter() - begin) / 200 * 1e6:
 # %%
 from stage03_engine.core.engine_core_proc import EngineCoreProc
 
-lab.claim("IPC: fewer than one message in ten takes 10 ms", all(t[9 * len(t) // 10] < 10_000 for t in ways.values()), measured=True)
+lab.claim(
+    "IPC: fewer than one message in ten takes 10 ms",
+    all(t[9 * len(t) // 10] < 10_000 for t in ways.values()),
+    measured=True,
+)
 lab.claim("processor: one prompt becomes one request", isinstance(request, messages.EngineCoreRequest))
 lab.claim("message: ids and no text", plain[1] == request.prompt_token_ids and text.encode() not in payload)
-lab.claim("server: none, but two threads", not hasattr(EngineCoreProc, "ipc_server") and run.named("engine.threads_started")[0].args["threads"] == ["input", "output"])
-lab.claim("collector: one for each request, and neither of the older names", not {"AsyncStream", "RequestTracker"} & set(vars(async_llm)) and hasattr(async_llm, "RequestOutputCollector"))
+lab.claim(
+    "server: none, but two threads",
+    not hasattr(EngineCoreProc, "ipc_server")
+    and run.named("engine.threads_started")[0].args["threads"] == ["input", "output"],
+)
+lab.claim(
+    "collector: one for each request, and neither of the older names",
+    not {"AsyncStream", "RequestTracker"} & set(vars(async_llm)) and hasattr(async_llm, "RequestOutputCollector"),
+)
 
 # %% [markdown] tags=["exercise"]
 # ## Exercise: the collector

@@ -20,6 +20,7 @@
 # %%
 import random
 import time
+from functools import partial
 from itertools import pairwise
 
 import lab
@@ -191,7 +192,10 @@ for temperature in (0.5, 1.0, 1.5, 2.0):
     LEFT[temperature] = [int((cut(warm, one(value)) > -torch.inf).sum()) for _, cut, value in cuts]
 lab.table([(t, *counts) for t, counts in LEFT.items()], "temperature", *(f"{name} alone leaves" for name, _, _ in cuts))
 min_p, top_k, top_p = zip(*LEFT.values())
-lab.claim("the higher the temperature, the more min-p and top-p leave", all(a < b for row in (min_p, top_p) for a, b in pairwise(row)))
+lab.claim(
+    "the higher the temperature, the more min-p and top-p leave",
+    all(a < b for row in (min_p, top_p) for a, b in pairwise(row)),
+)
 lab.claim("top-k leaves 20 at every temperature", set(top_k) == {20})
 
 # %% [markdown]
@@ -204,7 +208,14 @@ for (name, values), style in zip(stages.items(), ("-", "--", "-.", ":", "-")):
     probs = probs[probs > 0]
     axes.plot(range(1, len(probs) + 1), probs, style, label=f"{name}: {len(probs)} tokens", linewidth=2)
     axes.plot(len(probs), probs[-1], "k|", markersize=12)
-axes.set(xscale="log", yscale="log", ylim=(1e-5, 0.3), xlabel="rank of the token", ylabel="probability", title="The same logits after each transform")
+axes.set(
+    xscale="log",
+    yscale="log",
+    ylim=(1e-5, 0.3),
+    xlabel="rank of the token",
+    ylabel="probability",
+    title="The same logits after each transform",
+)
 axes.set_xticks([1, 10, 100, 1000], ["1", "10", "100", "1,000"])
 axes.set_yticks([1e-5, 1e-4, 1e-3, 0.01, 0.1], ["0.00001", "0.0001", "0.001", "0.01", "0.1"])
 axes.legend(fontsize=8, loc="lower left")
@@ -412,13 +423,24 @@ points |= {("prefill", n): measure([n], [n], 1) for n in (16, 64, 160)}
 rows = []
 for (kind, tokens), (operations, moved, seconds) in points.items():
     floors = moved / bandwidth * 1e3, operations / peak * 1e3
-    rows.append((f"{kind} of {tokens}", operations / moved, floors[0], floors[1], seconds * 1e3, seconds * 1e3 / tokens))
+    rows.append(
+        (f"{kind} of {tokens}", operations / moved, floors[0], floors[1], seconds * 1e3, seconds * 1e3 / tokens)
+    )
 lab.table(rows, "step", "FLOP/byte", "memory: at least ms", "arithmetic: at least ms", "measured ms", "per token")
 
 one_decode, long_prompt = points["decode", 1], points["prefill", 160]
-lab.claim("a prompt of n tokens has n times the intensity of a decode, roughly", 100 < long_prompt[0] / long_prompt[1] / (one_decode[0] / one_decode[1]) < 220)
-lab.claim("one decode: memory alone takes several times as long as arithmetic alone", one_decode[1] / bandwidth > 3 * one_decode[0] / peak, measured=True)
-lab.claim("a prompt of 160 tokens: the other way round", long_prompt[0] / peak > 3 * long_prompt[1] / bandwidth, measured=True)
+lab.claim(
+    "a prompt of n tokens has n times the intensity of a decode, roughly",
+    100 < long_prompt[0] / long_prompt[1] / (one_decode[0] / one_decode[1]) < 220,
+)
+lab.claim(
+    "one decode: memory alone takes several times as long as arithmetic alone",
+    one_decode[1] / bandwidth > 3 * one_decode[0] / peak,
+    measured=True,
+)
+lab.claim(
+    "a prompt of 160 tokens: the other way round", long_prompt[0] / peak > 3 * long_prompt[1] / bandwidth, measured=True
+)
 
 # %%
 figure, axes = plt.subplots(figsize=(8, 4))
@@ -426,12 +448,30 @@ xs = [0.25, peak / bandwidth, 256]
 axes.plot(xs, [min(peak, bandwidth * x) / 1e9 for x in xs], color="black", label="roofline of this machine")
 axes.axvline(peak / bandwidth, color="grey", linestyle=":", label="ridge")
 for kind, marker, place in (("decode", "o", (0, 11)), ("prefill", "s", (0, -18))):
-    mine = [(operations / moved, operations / seconds / 1e9, n) for (k, n), (operations, moved, seconds) in points.items() if k == kind]
-    axes.plot(*list(zip(*mine))[:2], marker, color=KINDS[kind].face, markeredgecolor="black", markersize=9, label=f"{kind}, with its tokens")
+    mine = [
+        (operations / moved, operations / seconds / 1e9, n)
+        for (k, n), (operations, moved, seconds) in points.items()
+        if k == kind
+    ]
+    axes.plot(
+        *list(zip(*mine))[:2],
+        marker,
+        color=KINDS[kind].face,
+        markeredgecolor="black",
+        markersize=9,
+        label=f"{kind}, with its tokens",
+    )
     for x, y, tokens in mine:
         axes.annotate(str(tokens), (x, y), textcoords="offset points", xytext=place, ha="center", fontsize=9)
 low = min(operations / seconds for operations, _, seconds in points.values()) / 1e9
-axes.set(xscale="log", yscale="log", xlim=(0.2, 300), ylim=(low / 2, peak / 1e9 * 2), xlabel="intensity: FLOP per byte", ylabel="GFLOP/s")
+axes.set(
+    xscale="log",
+    yscale="log",
+    xlim=(0.2, 300),
+    ylim=(low / 2, peak / 1e9 * 2),
+    xlabel="intensity: FLOP per byte",
+    ylabel="GFLOP/s",
+)
 axes.set_xticks([0.25, 1, 4, 16, 64, 256], ["0.25", "1", "4", "16", "64", "256"])
 axes.set_yticks([2, 5, 10, 20, 50, 100], ["2", "5", "10", "20", "50", "100"])
 axes.tick_params(which="minor", labelleft=False, labelbottom=False)
@@ -452,14 +492,36 @@ BATCHES = (1, 2, 4, 8, 16, 32)
 batch = {n: points["decode", n] if ("decode", n) in points else measure([1] * n, [64] * n, 1) for n in BATCHES}
 figure, axes = plt.subplots(figsize=(8, 3.2))
 axes.plot(BATCHES, [seconds * 1e3 for _, _, seconds in batch.values()], "o-", color="black", label="measured")
-axes.plot(BATCHES, [moved / bandwidth * 1e3 for _, moved, _ in batch.values()], "--", color="#0072b2", label="memory: at least")
-axes.plot(BATCHES, [operations / peak * 1e3 for operations, _, _ in batch.values()], ":", color="#d55e00", label="arithmetic: at least", linewidth=2)
-axes.set(xlabel="requests that decode together", ylabel="ms a step", ylim=(0, None), title="The time of a step against the batch")
+axes.plot(
+    BATCHES,
+    [moved / bandwidth * 1e3 for _, moved, _ in batch.values()],
+    "--",
+    color="#0072b2",
+    label="memory: at least",
+)
+axes.plot(
+    BATCHES,
+    [operations / peak * 1e3 for operations, _, _ in batch.values()],
+    ":",
+    color="#d55e00",
+    label="arithmetic: at least",
+    linewidth=2,
+)
+axes.set(
+    xlabel="requests that decode together",
+    ylabel="ms a step",
+    ylim=(0, None),
+    title="The time of a step against the batch",
+)
 axes.legend(fontsize=8)
 plt.show()
 growth = batch[32][2] / batch[1][2]
 print(f"32 requests take {growth:.1f} times as long as one: {growth / 32:.2f} of its time for each token")
-lab.claim("no step is faster than its floors", all(t > max(m / bandwidth, o / peak) * 0.9 for o, m, t in batch.values()), measured=True)
+lab.claim(
+    "no step is faster than its floors",
+    all(t > max(m / bandwidth, o / peak) * 0.9 for o, m, t in batch.values()),
+    measured=True,
+)
 lab.claim("a token of 32 costs less than half a token alone", growth < 16, measured=True)
 
 # %% [markdown]
@@ -467,14 +529,21 @@ lab.claim("a token of 32 costs less than half a token alone", growth < 16, measu
 # only that. Below are the same products, as many of them and of the same size, once with a matrix of its own for each (they come from memory), and once
 # with the same matrix every time (it stays in the processor's cache). Whatever gets faster did wait for memory:
 
+
 # %%
+def products(x, matrices):
+    """The product of x with each matrix."""
+    for matrix in matrices:
+        F.linear(x, matrix)
+
+
 SIDE = 512
 weights = torch.randn(128, SIDE, SIDE)  # 134 MB, far more than the cache holds; one of them is 1 MB
 rows, gain = [], {}
 for count_rows in (1, 8, 128):
     x = torch.randn(count_rows, SIDE)
-    from_memory = best_time(lambda: [F.linear(x, w) for w in weights], 2)
-    from_cache = best_time(lambda: [F.linear(x, weights[0]) for _ in weights], 2)
+    from_memory = best_time(partial(products, x, weights), 2)
+    from_cache = best_time(partial(products, x, [weights[0]] * len(weights)), 2)
     gain[count_rows] = from_memory / from_cache
     rows.append((count_rows, from_memory * 1e3, from_cache * 1e3, gain[count_rows]))
 lab.table(rows, "rows", "own matrix each, ms", "same matrix, ms", "times")
@@ -498,7 +567,9 @@ for context in (16, 64, 160):
     cached = measure([1], [context], 2)[2]
     again = points["prefill", context][2]  # to compute the whole context again is a prefill of it
     factors.append(again / cached)
-    print(f"context {context:4}: with the cache {cached * 1e3:6.1f} ms, without {again * 1e3:7.1f} ms, factor {factors[-1]:5.1f}")
+    print(
+        f"context {context:4}: with the cache {cached * 1e3:6.1f} ms, without {again * 1e3:7.1f} ms, factor {factors[-1]:5.1f}"
+    )
 lab.claim("the factor grows with the context", factors == sorted(factors), measured=True)
 big.shutdown()
 
@@ -529,11 +600,25 @@ from stage03_engine.core import worker
 from stage03_engine.core.engine_core_proc import EngineCoreProc
 from stage04_kernels import sampler
 
-lab.claim("roofline: decode left of the ridge, the long prompt right of it", one_decode[0] / one_decode[1] < peak / bandwidth < long_prompt[0] / long_prompt[1], measured=True)
-lab.claim("phases: in step 2 one request lacked 1 token and one lacked 5", second.num_scheduled_tokens == {"a": 1, "b": 5})
-lab.claim("loop: run_busy_loop, and not async", not inspect.iscoroutinefunction(EngineCoreProc.run_busy_loop) and not hasattr(EngineCoreProc, "run_loop"))
-lab.claim("executor: no CudaExecutor", not hasattr(worker, "CudaExecutor") and type(core.executor) is worker.UniProcExecutor)
-lab.claim("weights: the same memory before and after all steps of this page", [p.data_ptr() for p in model.parameters()] == weights_at)
+lab.claim(
+    "roofline: decode left of the ridge, the long prompt right of it",
+    one_decode[0] / one_decode[1] < peak / bandwidth < long_prompt[0] / long_prompt[1],
+    measured=True,
+)
+lab.claim(
+    "phases: in step 2 one request lacked 1 token and one lacked 5", second.num_scheduled_tokens == {"a": 1, "b": 5}
+)
+lab.claim(
+    "loop: run_busy_loop, and not async",
+    not inspect.iscoroutinefunction(EngineCoreProc.run_busy_loop) and not hasattr(EngineCoreProc, "run_loop"),
+)
+lab.claim(
+    "executor: no CudaExecutor", not hasattr(worker, "CudaExecutor") and type(core.executor) is worker.UniProcExecutor
+)
+lab.claim(
+    "weights: the same memory before and after all steps of this page",
+    [p.data_ptr() for p in model.parameters()] == weights_at,
+)
 lab.claim("KV cache: the step's 8 slots were filled before anything was sampled", (before, after) == (0, 8))
 lab.claim("draw: the sampler has no multinomial", "multinomial" not in inspect.getsource(sampler))
 lab.claim("5773: not in this model's step, whose vocabulary ends at 2047", shape.vocab_size > 5773 >= logits.shape[-1])

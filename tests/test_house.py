@@ -179,7 +179,8 @@ def test_trace_stays_pythons_own_module() -> None:
 
 
 HOSTED = re.compile(
-    r"(?:github\.com|githubusercontent\.com|colab\.research\.google\.com|gitlab\.com|bitbucket\.org|huggingface\.co)[/:]+[\w./-]*", re.I
+    r"(?:github\.com|githubusercontent\.com|colab\.research\.google\.com|gitlab\.com|bitbucket\.org|huggingface\.co)[/:]+[\w./-]*",
+    re.I,
 )
 OTHERS = ("github.com/guidance-ai/llguidance",)
 """Addresses of other projects that our texts point to. A new one is added here by somebody who looked at who owns it."""
@@ -192,7 +193,9 @@ def test_no_address_that_somebody_else_could_take() -> None:
     for name in filter(None, listed.split("\0")):
         text = (ROOT / name).read_bytes().decode("utf-8", "ignore") if (ROOT / name).is_file() else ""
         found = [address for address in HOSTED.findall(text) if not address.lower().startswith(OTHERS)]
-        found += re.findall(r"pip3? install [^\n`]*?['\" ]vllm-in-stages\b", text)  # the name on the package index is not ours
+        found += re.findall(
+            r"pip3? install [^\n`]*?['\" ]vllm-in-stages\b", text
+        )  # the name on the package index is not ours
         wrong += [f"{name}: {address}" for address in found if name != "tests/test_house.py"]
     assert not wrong
 

@@ -11,7 +11,6 @@ import shlex
 import socket
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,9 @@ SETTINGS = ["--no-browser", "--ServerApp.token=", "--ServerApp.open_browser=Fals
 
 def command() -> list[str]:
     """The words of `make notebooks` behind `jupyter`."""
-    said = subprocess.run(["make", "--dry-run", "notebooks"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        ["make", "--dry-run", "notebooks"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     (line,) = [line for line in said.splitlines() if "jupyter lab" in line]
     return shlex.split(line.partition("jupyter ")[2])
 
