@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDED = ROOT / "trace" / "recorded"
+GPT2_TOKENS = {
+    0: "!", 30: "?", 257: " a", 345: " you", 389: " are", 640: " time", 995: " world", 1264: "201", 1374: " How", 2402: " upon",
+    5773: "asts", 7454: "Once", 15496: "Hello",
+}  # fmt: skip
+"""An excerpt of GPT-2's vocabulary (vocab.json), for what is said of it: the bundled model has a vocabulary of its own."""
 NOT_HERE = "does not hold in this run"
 warnings.filterwarnings("ignore", message="IProgress not found")  # of a progress bar that nothing here shows
 
