@@ -6,6 +6,7 @@ import ast
 import json
 import re
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import nbformat
@@ -80,7 +81,7 @@ def test_what_is_often_said_names_who_says_it_and_is_looked_at(source: Path) -> 
     """Each entry of such a list names a description of the map; the next cell has a claim for each."""
     cells = build.read_source(source).cells
     assert len(DESCRIPTIONS) == 5
-    for cell, claims in zip(cells, cells[1:]):
+    for cell, claims in pairwise(cells):
         if "**What is often said**" in cell.source:
             entries = re.split(r"^> - ", cell.source, flags=re.M)[1:]
             assert entries and not [entry for entry in entries if not any(name in entry for name in DESCRIPTIONS)]

@@ -17,9 +17,9 @@ class AdminFlags:
         False, "answer GET /server_info and POST /abort_requests, which show and change what is not the caller's"
     )
     max_queue_len: int | None = option(
-        None, "requests that may wait; one more is refused with 429 and Retry-After; no limit if not given"
+        None, "maximum number of waiting requests; one more is refused with 429 and Retry-After; no limit if not given"
     )
-    enable_log_requests: bool = option(False, "a log line per prompt, with its text and its sampling parameters")
+    enable_log_requests: bool = option(False, "log each prompt, with its text and its sampling parameters")
     max_log_len: int | None = option(None, "most characters and token ids of a prompt in the log; all if not given")
 
     def check(self) -> None:
