@@ -69,7 +69,9 @@ class SamplingRequest(*FEATURES, RequestModel):  # type: ignore[misc]
     top_k: Int32 | None = Field(
         default=None, description="Sample from this many of the likeliest tokens; 0 and -1 mean all."
     )
-    frequency_penalty: FiniteFloat | None = Field(default=0.0, description="Lowers a token's logit each time it is used.")
+    frequency_penalty: FiniteFloat | None = Field(
+        default=0.0, description="Lowers a token's logit each time it is used."
+    )
     presence_penalty: FiniteFloat | None = Field(default=0.0, description="Lowers the logit of a used token once.")
     seed: Int64 | None = Field(default=None, description="The same seed gives the same answer, whatever else runs.")
     stop: Text | list[Text] | None = Field(default=None, description="Up to four texts; the answer ends before them.")
