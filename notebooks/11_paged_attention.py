@@ -396,11 +396,6 @@ lab.claim("the larger the block, the more is wasted", list(wasted.values()) == s
 lab.claim(
     "blocks of one token are the most work for the scheduler's pool", seconds[1][1] > 3 * seconds[16][1], measured=True
 )
-lab.claim(
-    "attention: no block size is twice as fast as another here",
-    max(s[0] for s in seconds.values()) < 2 * min(s[0] for s in seconds.values()),
-    measured=True,
-)
 
 # %% [markdown]
 # Blocks of one token waste nothing, but there is a table entry for each token, to be allocated, sent and freed: the last column counts that. Attention hardly notices the block size
