@@ -238,10 +238,10 @@ alone = draw(logits, [7])
 crowd = draw(logits.repeat(5, 1), [1, 2, 7, 3, 4])
 print("seed 7 alone:", alone[0], "  seed 7 in a batch of five:", crowd[2], "  its neighbours:", crowd[:2] + crowd[3:])
 
-drawn = torch.tensor(draw(logits.repeat(4000, 1), list(range(4000))))
+drawn = torch.tensor(draw(logits.repeat(2000, 1), list(range(2000))))
 for token in logits[0].topk(3).indices.tolist():
     wanted, got = logits.softmax(-1)[0, token].item(), (drawn == token).float().mean().item()
-    print(f"{llm.tokenizer.token_text(token)!r}: probability {wanted:.3f}, drawn in {got:.3f} of 4000 seeds")
+    print(f"{llm.tokenizer.token_text(token)!r}: probability {wanted:.3f}, drawn in {got:.3f} of 2000 seeds")
 lab.claim("the neighbours of a seeded draw change nothing", crowd[2] == alone[0])
 
 # %% [markdown]
@@ -488,7 +488,7 @@ plt.show()
 # with few rows that copying is most of its work. So the time of a step against the number of requests, with both floors below it:
 
 # %%
-BATCHES = (1, 2, 4, 8, 16, 32)
+BATCHES = (1, 2, 4, 16, 32)
 batch = {n: points["decode", n] if ("decode", n) in points else measure([1] * n, [64] * n, 1) for n in BATCHES}
 figure, axes = plt.subplots(figsize=(8, 3.2))
 axes.plot(BATCHES, [seconds * 1e3 for _, _, seconds in batch.values()], "o-", color="black", label="measured")
@@ -538,7 +538,7 @@ def products(x, matrices):
 
 
 SIDE = 512
-weights = torch.randn(128, SIDE, SIDE)  # 134 MB, far more than the cache holds; one of them is 1 MB
+weights = torch.randn(64, SIDE, SIDE)  # 67 MB, far more than the cache holds; one of them is 1 MB
 rows, gain = [], {}
 for count_rows in (1, 8, 128):
     x = torch.randn(count_rows, SIDE)
