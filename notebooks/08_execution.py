@@ -366,9 +366,10 @@ for event in read_run(folder).events:
 
 # %%
 def best_time(work, repeats):
-    """Seconds of the fastest of some runs, after one to warm up. They are seconds of this thread on a processor (torch computes in
+    """Seconds of the fastest of some runs, after one to warm up (a single run needs none: it follows others). They are seconds of this thread on a processor (torch computes in
     it alone here), so that what else runs on the machine counts little."""
-    work()
+    if repeats > 1:
+        work()
     times = []
     for _ in range(repeats):
         begin = time.thread_time()
