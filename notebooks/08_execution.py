@@ -490,7 +490,7 @@ plt.show()
 
 # %%
 BATCHES = (1, 2, 4, 16, 32)
-batch = {n: points["decode", n] if ("decode", n) in points else measure([1] * n, [64] * n, 1) for n in BATCHES}
+batch = {n: points["decode", n] if ("decode", n) in points else measure([1] * n, [64] * n, 2) for n in BATCHES}
 figure, axes = plt.subplots(figsize=(8, 3.2))
 axes.plot(BATCHES, [seconds * 1e3 for _, _, seconds in batch.values()], "o-", color="black", label="measured")
 axes.plot(
