@@ -33,7 +33,8 @@ bench: $(DEV)  ## measurements, as ratios within one run
 
 notebooks: .venv/.notebooks  ## JupyterLab on the first notebook; ARGS goes to it
 	$(BIN)/jupyter trust notebooks/*.ipynb >/dev/null  # else Jupyter hides the stored players until their cells run
-	exec $(BIN)/jupyter lab notebooks/00_the_whole_walk.ipynb $(ARGS)
+	exec $(BIN)/jupyter lab --config=notebooks/jupyter_config.py --ServerApp.root_dir=. \
+		--LabApp.default_url=/lab/tree/notebooks/00_the_whole_walk.ipynb $(ARGS)
 
 notebooks-build: $(DEV)  ## execute the notebooks' sources and write the .ipynb files; ARGS names some of them, e.g. 00
 	$(BIN)/python notebooks/build.py $(ARGS)

@@ -60,6 +60,12 @@ print("messages towards the engine:", sum(m.name == "zmq.request_sent" for m in 
 print("messages from the engine:   ", sum(m.name == "zmq.outputs_sent" for m in sent))
 print("engine steps:               ", len(story.steps))
 print("server-sent events:         ", len(request.chunk_ns))
+lab.claim("two processes", len(story.processes) == 2)
+lab.claim(
+    "one message in, and one out for each of 8 steps",
+    [sum(m.name == name for m in sent) for name in ("zmq.request_sent", "zmq.outputs_sent")] == [1, 8]
+    and len(story.steps) == 8,
+)
 
 # %% [markdown]
 # The prompt's tokens and the first output token come from one step: the step that computes the prompt's last token also has its
@@ -122,7 +128,7 @@ print(f"\nTTFT: {ttft:.2f} ms; each further token: {(tokens[-1] - tokens[0]) / 1
 
 # %% [markdown]
 # The first request after the start pays for what is used for the first time: pydantic's validators, torch's first matrix products, pages of the weights that nobody has
-# read yet, an engine that is still tidying up when the message comes. Let the server answer three times, and compare:
+# read yet. Let the server answer three times, and compare:
 
 # %%
 with lab.serve() as warm:
@@ -133,6 +139,17 @@ lab.table(
     [(what, one, (last[b] - last[a]) / 1e6) for (what, one), (a, _), (b, _) in zip(rows, MARKS, MARKS[1:])],
     "until the first chunk", "first request, ms", "third request, ms",
 )  # fmt: skip
+parts = {what: (last[b] - last[a]) / 1e6 for (a, _), (b, what) in itertools.pairwise(MARKS)}
+lab.claim(
+    "in the third request the model's step takes longest",
+    max(parts, key=parts.get).startswith("first step"),
+    measured=True,
+)
+lab.claim(
+    f"and the message to the engine, {parts['the message to the engine']:.2f} ms, stays below 10 ms",
+    parts["the message to the engine"] < 10,
+    measured=True,
+)
 
 # %% [markdown]
 # So remember the order of the right column, not the left one: what remains is the model, even for a model as small as this one.
@@ -148,19 +165,20 @@ from stagetrace import player
 player.show(server.folder, height=640)
 
 # %% [markdown]
-# ## What is said about this walk, and what is so
+# ## What is said about this walk
 #
-# Descriptions of `vllm serve gpt2` differ from each other, and from the system. What readers stumble over most, and where it is measured here:
+# Five descriptions of `vllm serve gpt2` ([which they are](MAP.md)) differ from each other, and from the system. What readers stumble over
+# most is below. Do you believe it? The notebook on the right lets you predict, and then looks.
 #
-# | said | so | shown in |
+# | said | in | looked at in |
 # |---|---|---|
-# | an executor called `CudaExecutor`, `engine_core.run_loop()`, an `ipc_server` | `UniProcExecutor`, `run_busy_loop`, two ZMQ sockets | [05](05_engine_core.ipynb) |
-# | 10-50 ms for a message between the processes | the right column above, and many more messages | [05](05_engine_core.ipynb) |
-# | " world" is token 5773 | another number | [04](04_async_llm.ipynb) |
-# | the environment wins over the command line | the other way round | [01](01_cli.ipynb) |
-# | GPT-2 answers chats through its chat template | it has none | [06](06_request.ipynb) |
-# | the scheduler has a prefill phase and a decode phase | one token budget for all | [10](10_scheduler_lab.ipynb) |
-# | prefill is memory-bound, decode compute-bound | the other way round | [08](08_execution.ipynb) |
+# | an executor called `CudaExecutor`, `engine_core.run_loop()`, an `ipc_server` | *Execution Flow*, phases 4, 5, 8 | [05](05_engine_core.ipynb) |
+# | 10-50 ms of a request are the way between the processes | *Execution Flow*, summary | [05](05_engine_core.ipynb), [07](07_into_the_engine.ipynb) |
+# | " world" is token 5773 | *Execution Flow*, 8.2 and 9.2 | [04](04_async_llm.ipynb) |
+# | the environment wins over the command line | *Code Flow Trace*, configuration resolution order | [01](01_cli.ipynb) |
+# | GPT-2 answers chats through its chat template | *Execution Flow*, 6.3 | [06](06_request.ipynb) |
+# | the scheduler decides between a prefill and a decode phase | *REST API to Inference*, layer 6 | [10](10_scheduler_lab.ipynb) |
+# | prefill is memory-bound, decode compute-bound | *REST API to Inference*, optimizations | [08](08_execution.ipynb) |
 #
 # %% [markdown] tags=["exercise"]
 # ## Exercise: put two processes' events into one order

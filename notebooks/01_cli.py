@@ -68,6 +68,14 @@ lab.table(
     [(name, *facts) for name, facts in measured.items()], "command line", "CPU s", "MB", "modules", "of the large ones"
 )
 print(f"\nimport torch / --help: {measured['import torch'][0] / measured['--help'][0]:.0f} times the CPU time")
+lab.claim(
+    "no command line imports torch or fastapi",
+    all(
+        "torch" not in facts[3] and "fastapi" not in facts[3]
+        for name, facts in measured.items()
+        if name != "import torch"
+    ),
+)
 
 # %% [markdown]
 # None of these imports torch, and none imports the web framework: `--dry-run` ends before the server begins. `collect-env` asks for versions by
@@ -84,6 +92,7 @@ with lab.serve() as server:
         module = process.cmdline()[2]
         rows.append((module, process.memory_info().rss // 2**20, any("libtorch" in name for name in libraries)))
 lab.table(rows, "python -m", "MB", "has torch's library")
+lab.claim("the API server has not, its engine has", [row[2] for row in rows] == [False, True])
 
 # %% [markdown]
 # ## What is parsed
@@ -134,15 +143,21 @@ def dry_run(*flags, **environment):
 
 # %% [markdown] tags=["predict"]
 # > **Predict.** `--port 7001`, `STAGES_PORT=7002`, `port: 7003` in the config file: which port? And `max_num_seqs`, with 32 in the
-# > environment and 33 in the file? Popular descriptions of this order let the environment win over the command line.
+# > environment and 33 in the file? *Code Flow Trace* (configuration resolution order; [all five descriptions](MAP.md)) lets the environment win over the command line.
 
 # %%
 shown = ("port", "max_num_seqs", "block_size", "dtype", "model", "host")
+resolved = {}
 for line in dry_run(
     "--port", "7001", "--config", str(folder / "config.yaml"), STAGES_PORT="7002", STAGES_MAX_NUM_SEQS="32"
 ):
     if line.split()[0] in shown:
         print(line.replace(str(folder), "FOLDER"))
+        resolved[line.split()[0]] = line.split()[1]
+lab.claim(
+    "the command line wins over the environment, and that over the file",
+    (resolved["port"], resolved["max_num_seqs"], resolved["block_size"]) == ("7001", "32", "8"),
+)
 
 # %% [markdown]
 # What is typed now is the most deliberate, so it wins: command line, environment, config file, default; `detected` fills what is still

@@ -25,7 +25,8 @@ lab.source(ServeSubcommand.cmd)
 # %% [markdown]
 # ## Which model
 #
-# Popular write-ups serve with `vllm serve --model gpt2`; the positional form `vllm serve gpt2` is the one that the command's help shows. Here both work.
+# Three of the [five descriptions](MAP.md) (*Code Flow Trace*, *Executive Summary*, *Component Initialization*) serve with `vllm serve --model gpt2`; the positional form `vllm serve gpt2`
+# is the one that the command's help shows. Here both work.
 
 # %% [markdown] tags=["predict"]
 # > **Predict.** What is served, or what is the error?
@@ -69,6 +70,7 @@ lab.table(
     "model or error",
     "origin or message",
 )
+lab.claim("the tag and the flag alone give the same model", choose("gpt2")[0] == choose(None, "gpt2")[0] == "gpt2")
 
 # %% [markdown]
 # ## Where its files are
@@ -140,6 +142,10 @@ wanted = (
 )
 lab.table(
     [(e.phase, e.name, e.proc, e.pid) for e in run.events if e.name in wanted], "phase", "event", "process", "pid"
+)
+lab.claim(
+    "cli.main and server.listening have one pid, engine.busy_loop has another",
+    run.named("cli.main")[0].pid == run.named("server.listening")[0].pid != run.named("engine.busy_loop")[0].pid,
 )
 
 # %% [markdown]

@@ -82,6 +82,17 @@ print(
     f"until listening: {ms['server.listening']:.0f} ms; one after the other it would be about {ms['server.listening'] + min(both):.0f} ms"
 )
 print(f"weights of the bundled model: {ms['weights.loaded'] - ms['executor.created']:.1f} ms of that")
+lab.claim(
+    "bound, engine started, application built, weights loaded, KV cache allocated, listening: in this order",
+    ms["server.socket_bound"] < ms["engine.spawned"] < ms["server.app_built"]
+    and ms["engine.spawned"] < ms["weights.loaded"] < ms["kv_cache.allocated"] < ms["server.listening"],
+)
+longest = max(SPANS, key=lambda span: ms[span[3]] - ms[span[2]])
+lab.claim(
+    "longest is the import of torch, or the wait for the engine that does it",
+    longest[1] in ("start Python, import torch", "wait for the engine"),
+    measured=True,
+)
 
 # %% [markdown]
 # The engine process is started before the web framework is imported; that is why `build_app` imports FastAPI inside the function. For a small model the

@@ -84,22 +84,24 @@ lab.table(rows, "token", "its bytes", "decoded alone", "sent to the client")
 # %% [markdown]
 # Nothing: bytes wait until they form whole characters. Decoding each token alone would give replacement characters.
 #
-# **A number that is often given wrongly.** In GPT-2's vocabulary, popular walk-throughs call 5773 the token " world". Here is an excerpt of the real
-# vocabulary (`Ġ` is its way to write a space):
+# **A number that is often given wrongly.** *Execution Flow* (8.2, 9.2; [all five descriptions](MAP.md)) calls 5773 the token " world" of GPT-2. Here is an excerpt of the real
+# vocabulary:
 
 # %%
-EXCERPT = {"Once": 7454, "Ġupon": 2402, "Ġa": 257, "Ġtime": 640, "Ġworld": 995, "asts": 5773}  # from GPT-2's vocab.json
-names = {number: token.replace("Ġ", " ") for token, number in EXCERPT.items()}
-print("5773 is", repr(names[5773]), "and ' world' is", EXCERPT["Ġworld"])
-print("'Once upon a time' is", [EXCERPT[token] for token in ("Once", "Ġupon", "Ġa", "Ġtime")])
+number_of = {text: number for number, text in lab.GPT2_TOKENS.items()}  # an excerpt of GPT-2's vocab.json
+print("5773 is", repr(lab.GPT2_TOKENS[5773]), "and ' world' is", number_of[" world"])
+print("'Once upon a time' is", [number_of[token] for token in ("Once", " upon", " a", " time")])
 try:
     gpt2 = EngineArgs.from_kwargs(model="gpt2", load_format="dummy", tokenizer="gpt2")
     from stage03_engine.frontend.tokenizer import init_tokenizer_from_configs
 
     real = init_tokenizer_from_configs(gpt2)
-    print("from the Hugging Face cache:", real.encode(" world"), real.encode("Once upon a time"))
 except Exception as error:
     print("(gpt2's own tokenizer is not on this machine, so only the excerpt is shown:", type(error).__name__ + ")")
+else:
+    texts = {number: real.decode([number]) for number in lab.GPT2_TOKENS}
+    lab.claim("the excerpt is what gpt2's own tokenizer says", texts == lab.GPT2_TOKENS)
+lab.claim("5773 is not ' world'", lab.GPT2_TOKENS[5773] != " world" and number_of[" world"] == 995)
 
 # %% [markdown]
 # ## Stop strings
@@ -156,6 +158,7 @@ with lab.record("APIServer") as folder:
 received = read_run(folder).named("zmq.outputs_received")
 print("tokens:  ", sum(n for pieces in answers for _, _, n in pieces))
 print("messages:", len(received), "with so many outputs each:", [event.args["num_outputs"] for event in received])
+lab.claim("a few more messages than 12, not 60", 12 <= len(received) < 30)
 
 # %% [markdown]
 # One message per engine step holds the outputs of everybody in that step. The requests did not arrive in the same instant, so the first and the last steps are not
@@ -170,7 +173,7 @@ print("messages:", len(received), "with so many outputs each:", [event.args["num
 fast, slow = await asyncio.gather(ask("fast", "ROMEO:", 24), ask("slow", "ROMEO:", 24, pause=0.03))
 for name, pieces in (("fast", fast), ("slow", slow)):
     print(f"{name}: {len(pieces):2} pieces, tokens in each: {[n for _, _, n in pieces]}")
-print("same text:", "".join(t for _, t, _ in fast) == "".join(t for _, t, _ in slow))
+lab.claim("same text", "".join(t for _, t, _ in fast) == "".join(t for _, t, _ in slow))
 
 # %% [markdown]
 # So memory does not grow with the slowness of a client, the engine never waits for one, and no token is lost.

@@ -18,6 +18,7 @@
 import math
 import statistics
 import time
+from itertools import pairwise
 
 import lab
 import psutil
@@ -37,8 +38,8 @@ run = read_run(server.folder)
 # %% [markdown]
 # ## Names that do not exist
 #
-# Popular descriptions of this start-up speak of an executor called `CudaExecutor`, of `engine_core.run_loop()` and of an `ipc_server`. vLLM has none of the three. What is in
-# these places is found by asking the code:
+# One description of this start-up (*Execution Flow*, phases 4, 5 and 8; [all five](MAP.md)) speaks of an executor called `CudaExecutor`, of `engine_core.run_loop()` and of an
+# `ipc_server`. vLLM has none of the three. What is in these places is found by asking the code:
 
 # %%
 import inspect
@@ -55,6 +56,10 @@ print(
     [n for n, _ in inspect.getmembers(EngineCoreProc, inspect.isfunction) if "loop" in n or "socket" in n],
 )
 print("main function of the process: ", engine_core_proc.run_engine_core.__name__)
+lab.claim(
+    "no CudaExecutor, no run_loop, no ipc_server",
+    not hasattr(worker, "CudaExecutor") and not {"run_loop", "ipc_server"} & set(dir(EngineCoreProc)),
+)
 
 # %% [markdown]
 # `UniProcExecutor` (one device, in the same process) is also vLLM's default for one GPU; `MultiprocExecutor` is its form for several. The device is the worker's business, not the
@@ -71,27 +76,21 @@ for event in phase5:
     args = {key: value for key, value in event.args.items() if not isinstance(value, dict)}
     print(f"{event.proc:15} +{(event.ts - previous) / 1e6:8.2f} ms  {event.name:24} {args}")
     previous = event.ts
+until_ready = {b.name: b.ts - a.ts for a, b in pairwise(phase5) if b.ts <= run.named("engine.ready")[0].ts}
+lab.claim(
+    "longest is what ends with engine.hello", max(until_ready, key=until_ready.get) == "engine.hello", measured=True
+)
+order = [event.name for event in phase5]
+lab.claim(
+    "the weights are loaded before the memory is profiled",
+    order.index("weights.loaded") < order.index("kv_cache.profiled"),
+)
 
 # %% [markdown]
 # Between `engine.spawned` and `engine.hello` the new process imports torch. On a large model the weights would take longest. The free memory is measured after the weights are
 # loaded, because the KV cache gets what they leave.
 
 # %% [markdown]
-# ## Handshake and clocks
-#
-# Three messages: hello (engine → front end), init (configuration and socket addresses), ready. The engine's hello carries what its clock shows. The front end subtracts that from its own
-# clock when the message arrives:
-
-# %%
-(sent,) = run.named("engine.init_sent")
-(hello,) = run.named("engine.hello")
-print(f"clock_offset_ns = {sent.args['clock_offset_ns']:,}")
-print(f"time stamps: init_sent - hello = {sent.ts - hello.ts:,} ns")
-
-# %% [markdown]
-# On one host both processes read the same monotonic clock, so the "offset" is really the travel time of the message: an upper bound of the difference. Two hosts would have clocks
-# that began at different moments; then this number would be large, and a reader could correct by it. The recording is ordered by causes first, so it does not need the clocks to agree.
-#
 # ## What goes over the sockets
 #
 # Messages are `msgspec` structs in msgpack, never pickle: whoever can write to a socket could otherwise run code in the engine.
@@ -106,31 +105,74 @@ print(len(wire), "bytes:", wire)
 print(messages.decode_add(wire).sampling_params.max_tokens, "tokens at most")
 
 # %% [markdown] tags=["predict"]
-# > **Predict.** Popular descriptions put the overhead of this inter-process communication at 10-50 ms per message. What do you expect: 10 ms, 1 ms, 0.1 ms?
+# > **Predict.** *Execution Flow* (summary) gives "IPC overhead: ~10-50ms" of a warm request of 50 to 200 ms. What do you expect for one message: 10 ms, 1 ms, 0.1 ms? And a
+# > request of 60 tokens needs one message in and 60 out: does it wait for all 61?
 
 # %%
 story = tell(run.events)
-sent = {
+ways = {
     name: [(m.received_ns - m.sent_ns) / 1e6 for m in story.messages if m.name == name]
     for name in ("zmq.request_sent", "zmq.outputs_sent")
 }
-print("requests, each from sent to decoded, in ms:", [round(ms, 3) for ms in sent["zmq.request_sent"]])
-times = sorted(sent["zmq.outputs_sent"])
+print("requests, each from sent to decoded, in ms:", [round(ms, 3) for ms in ways["zmq.request_sent"]])
+times = sorted(ways["zmq.outputs_sent"])
 middle = statistics.median(times)
 print(
-    f"outputs: {len(times)} messages, median {middle:.3f} ms, 90th percentile {times[math.ceil(0.9 * len(times)) - 1]:.3f} ms"
+    f"outputs: {len(times)} messages, median {middle:.3f} ms, 90th percentile {times[math.ceil(0.9 * len(times)) - 1]:.3f} ms, slowest {times[-1]:.3f} ms"
 )
-received, loop = run.named("zmq.request_received")[0], run.named("engine.busy_loop")[0]
-print(f"the first request was decoded {(received.ts - loop.ts) / 1e6:+.2f} ms after the busy loop began")
-steps = statistics.median((step.end_ns - step.start_ns) / 1e6 for step in story.steps)
-print(f"10 ms would be {10 / middle:.0f} times the median of the outputs")
-print(f"an engine step of this small model: median {steps:.3f} ms")
+print(
+    f"an engine step of this small model: median {statistics.median((s.end_ns - s.start_ns) / 1e6 for s in story.steps):.3f} ms"
+)
+
+rows = []
+for one in story.requests.values():
+    mine = [s for s in story.steps if one.request_id in s.scheduled]
+    way_in = next((m.received_ns - m.sent_ns) / 1e6 for m in story.messages if m.req == one.request_id)
+    outs = [(m.received_ns - m.sent_ns) / 1e6 for m in story.messages if m.step in {s.step for s in mine}]
+    whole = (one.last["generate.yield"] - one.first["generate.start"]) / 1e6
+    rows.append((whole, (mine[-1].end_ns - mine[0].start_ns) / 1e6, way_in + sum(outs), way_in + outs[-1]))
+lab.table(rows, "whole request, ms", "first step to last", "all its messages", "the way in and the last way out")
+lab.claim(f"the median message takes {middle:.2f} ms, less than a tenth of 10 ms", middle < 1, measured=True)
+waited = statistics.median(row[3] for row in rows)
+lab.claim(f"the two messages that nothing else hides take {waited:.2f} ms of a request", waited < 10, measured=True)
 
 # %% [markdown]
-# Before it says `engine.ready`, the engine collects its garbage for good (`gc.collect` and `gc.freeze` in
-# [`run_engine_core`](../stage03_engine/core/engine_core_proc.py)): its start takes a little longer, and no request waits for that.
+# One message takes a fraction of a millisecond. Add up all messages of a long request, and you may well come to ten milliseconds or more: that is how such a number can be found. But the
+# engine does not wait for its messages. It computes the next step while the last one's outputs travel, so a request waits for the first message in and the last one out;
+# the others cost it next to nothing. And the number does not depend on the length of the answer.
 #
-# This is measured with the recorder on, which adds its own work, and on a small shared machine.
+# A single message can be slow: the thread that should read it must get a processor first. Before it says `engine.ready`, the engine collects its garbage for good (`gc.collect` and `gc.freeze` in
+# [`run_engine_core`](../stage03_engine/core/engine_core_proc.py)). If it said so first, the first request would meet a process that holds Python's lock for 10 to 40 ms, and would seem to
+# take that long over the socket:
+
+# %%
+loop, first_in = run.named("engine.busy_loop")[0], run.named("zmq.request_sent")[0]
+print(
+    f"the first request was sent {(first_in.ts - loop.ts) / 1e6:.2f} ms after the busy loop began; it took {ways['zmq.request_sent'][0]:.3f} ms"
+)
+lab.claim("the busy loop began before the first request was sent", loop.ts < first_in.ts)
+slowest = max(ways["zmq.request_sent"])
+lab.claim(f"so no request took 10 ms; the slowest took {slowest:.2f} ms", slowest < 10, measured=True)
+
+# %% [markdown]
+# (Measured with the recorder on, which adds its own work, and on a small shared machine.)
+#
+# ## Handshake and clocks
+#
+# Both time stamps of a message must be of one clock. Is that so? Start-up needs three messages: hello (engine → front end), init (configuration and socket addresses), ready. The engine's hello
+# carries what its clock shows. The front end subtracts that from its own clock when the message arrives:
+
+# %%
+(sent,) = run.named("engine.init_sent")
+(hello,) = run.named("engine.hello")
+offset, between = sent.args["clock_offset_ns"], sent.ts - hello.ts
+print(f"clock_offset_ns = {offset:,}")
+print(f"time stamps: init_sent - hello = {between:,} ns")
+lab.claim("the offset is positive, and no longer than the time from hello to init", 0 < offset <= between)
+
+# %% [markdown]
+# On one host both processes read the same monotonic clock, so the "offset" is really the travel time of the message: an upper bound of the difference. Two hosts would have clocks
+# that began at different moments; then this number would be large, and a reader could correct by it. The recording is ordered by causes first, so it does not need the clocks to agree.
 
 # %% [markdown]
 # ## Weights and KV cache, in bytes
@@ -184,6 +226,7 @@ lab.table(
     "MiB for one full context",
 )
 print("\nblock bytes in the recording:", profiled.args["block_bytes"])
+lab.claim("the formula gives what the engine allocated", rows[0][4] == profiled.args["block_bytes"])
 
 # %% [markdown]
 # ## How many blocks
@@ -249,6 +292,7 @@ lab.source(EngineCoreProc.run_busy_loop)
 print()
 lab.source(EngineCoreProc._process_input_queue)
 print(f"\nCPU time of the idle engine process in one second: {idle_cpu_seconds:.2f} s")
+lab.claim("idle, it takes less than a tenth of a processor", idle_cpu_seconds < 0.1, measured=True)
 print("threads of its own, in the recording:", run.named("engine.threads_started")[0].args["threads"])
 
 # %% [markdown] tags=["exercise"]

@@ -58,7 +58,8 @@ for line in server.stream("/v1/completions", body, X_Request_Id="hamlet"):
 # The engine knows no messages. A template turns them into one text.
 
 # %% [markdown] tags=["predict"]
-# > **Predict.** GPT-2 has no chat template. What is the prompt for the messages (system: "Be brief.", user: "Who are you?")? What would vLLM do?
+# > **Predict.** *Execution Flow* (6.3; [all five descriptions](MAP.md)) applies "the chat template" of GPT-2, which has none. What is the prompt for the messages (system: "Be brief.",
+# > user: "Who are you?")? What would vLLM do?
 
 # %%
 from stage02_server.chat_template import ChatTemplate
@@ -72,6 +73,10 @@ messages = [ChatMessageParam(role="system", content="Be brief."), ChatMessagePar
 print("no template:", repr(ChatTemplate(FrontendArgs(), tokenizer).apply(messages)))
 CHATML = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}<|assistant|>"
 print("a template: ", repr(ChatTemplate(FrontendArgs(chat_template=CHATML), tokenizer).apply(messages)))
+lab.claim(
+    "no template: the contents, one after the other",
+    "".join(ChatTemplate(FrontendArgs(), tokenizer).apply(messages).split()) == "Bebrief.Whoareyou?",
+)
 
 # %% [markdown]
 # Plain concatenation, with no mark of who said what; the server says so once in its log. vLLM refuses to chat with such a model instead. A template comes with the model, or from
@@ -185,6 +190,10 @@ refused = run.named("request.refused")
 print(
     f"\n{len(refused)} refused; phases that they reached:",
     sorted({e.phase for r in refused if r.req for e in run.of_request(r.req)}),
+)
+lab.claim(
+    "no refused request reached phases 7 and 8",
+    not {7, 8} & {e.phase for r in refused if r.req for e in run.of_request(r.req)},
 )
 
 # %% [markdown] tags=["exercise"]

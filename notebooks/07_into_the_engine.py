@@ -147,8 +147,8 @@ pieces = [output.outputs[0].text async for output in engine.generate(request, te
 print("pieces:", pieces)
 
 # %% [markdown] tags=["predict"]
-# > **Predict.** Popular descriptions give 10 to 50 ms for the way between the two processes. What do you expect for one message of
-# > this size over a Unix socket: seconds, milliseconds, microseconds? Is it more on the way in, or on the way out?
+# > **Predict.** For one message of this size over a Unix socket: is it more on the way in, or on the way out? How much of it is
+# > encoding and decoding, and what is the rest?
 
 # %%
 for number in range(40):
@@ -219,7 +219,9 @@ lab.picture(process_lanes(story, req="m20"))
 # %%
 show_way_in("r0")
 is_ready, loop_began = run.named("engine.ready")[0].ts, run.named("engine.busy_loop")[0].ts
-print(f"\nfrom engine.ready to engine.busy_loop: {(loop_began - is_ready) / 1e6:.0f} ms")
+print(f"\nfrom engine.ready to engine.busy_loop: {(loop_began - is_ready) / 1e6:.2f} ms")
+(first_sent,) = [e for e in run.named("zmq.request_sent") if e.req == "r0"]
+lab.claim("the busy loop began before the first request was sent", loop_began < first_sent.ts)
 
 # %% [markdown]
 # It does not: the busy loop runs before the request comes. The engine collects garbage once (`gc.collect` in
@@ -248,6 +250,7 @@ lab.table(
 both = sum(t[len(t) // 2] for t in ways.values())
 print(f"\na whole request of 8 tokens: {whole[len(whole) // 2] / 1000:.1f} ms at the median")
 print(f"one message in and one out: {both / 1000:.3f} ms; 10 ms would be {10_000 / both:.0f} times as much")
+lab.claim("one message in and one out take less than 2 ms at the median", both < 2000, measured=True)
 
 # %%
 figure, axes = plt.subplots(figsize=(8, 2.8))
@@ -256,35 +259,76 @@ for (name, times), hatch in zip(ways.items(), ("//", "")):
     axes.hist(times, bins=edges, label=name, hatch=hatch, alpha=0.7, edgecolor="black")
 axes.axvspan(10_000, 50_000, color="grey", alpha=0.3, label="what is often said")
 axes.set(xscale="log", xlabel="µs from send to decoded", ylabel="messages", title="The way between the two processes")
+axes.set_xticks([10, 100, 1000, 10_000, 100_000], ["10", "100", "1,000", "10,000", "100,000"])
 axes.legend(fontsize=8)
 plt.show()
 
 # %% [markdown]
-# Most of it is the operating system waking the thread that waits for the message. Encoding and decoding are small against that:
+# And the slowest? What ran in the receiving process between the two stamps of that message is in the recording:
+
+# %%
+late = max((m for m in story.messages if m.received_ns), key=lambda m: m.received_ns - m.sent_ns)
+got = next(e for e in run.events if e.ts == late.received_ns)
+meanwhile = [e.name for e in run.events if e.pid == got.pid and late.sent_ns < e.ts < late.received_ns]
+counts = sorted(((name, meanwhile.count(name)) for name in set(meanwhile)), key=lambda row: -row[1])
+print(f"{late.name} took {(late.received_ns - late.sent_ns) / 1000:.0f} µs to {got.proc}; meanwhile that process did:")
+lab.table(
+    counts[:6] or [("nothing that the recording shows: its thread waited for a processor", 0)], "event", "how often"
+)
+
+# %% [markdown]
+# So the median is what the socket costs, and the slowest is what the receiving process was busy with, or the time until it got a processor.
+# Most of the median is the operating system waking the thread that waits for the message. Encoding and decoding are small against that:
 
 # %%
 begin = time.perf_counter()
 for _ in range(2000):
     messages.decode_add(messages.encode(request))
-print(f"encode and decode a request: {(time.perf_counter() - begin) / 2000 * 1e6:.1f} µs")
+coding = (time.perf_counter() - begin) / 2000 * 1e6
+print(f"encode and decode a request: {coding:.1f} µs")
+lab.claim(
+    "that is less than a fifth of the way in",
+    coding < ways["in: request"][len(ways["in: request"]) // 2] / 5,
+    measured=True,
+)
 begin = time.perf_counter()
 for _ in range(200):
     engine.input_processor.process_inputs("r", text, greedy)
 print(f"tokenize and check it:       {(time.perf_counter() - begin) / 200 * 1e6:.1f} µs")
 
 # %% [markdown]
-# > **What is often said**
+# > **What is often said**, and in which of the [five descriptions](MAP.md)
 # >
-# > - *"IPC overhead: 10 to 50 ms."* Measured above. If your server shows that much, something else holds it up: look for what runs on
-# >   the event loop.
-# > - *"`add_request` tokenizes, then `Processor` batches."* The processor turns one prompt into one request. Batches are made in the
-# >   engine, anew in each step.
-# > - *"The request carries `prompt='Hello'`."* The message carries token ids. (In GPT-2's vocabulary "Hello" is 15496, as they say, but
-# >   " world" is 995, not 5773.)
-# > - *"`await self.ipc_server.get_requests()`."* There is no such server. The front end binds a ROUTER and a PULL socket; the engine
-# >   connects a DEALER and a PUSH. A thread on each side of the engine reads and writes them.
-# > - *"`AsyncStream`, `RequestTracker`."* Names of the older `AsyncLLMEngine`. Now it is one `RequestOutputCollector` a request, without a
-# >   queue of its own.
+# > - *"IPC overhead: ~10-50ms"* (*Execution Flow*, summary). Measured above, and in notebook 05 for a whole request. If your server shows that
+# >   much, something else holds it up: look for what runs on the event loop.
+# > - *"Processor batches request"* (*Executive Summary*, request flow). The processor turns one prompt into one request. Batches are made
+# >   in the engine, anew in each step.
+# > - *The message of a request carries `prompt="Hello"`* (*Execution Flow*, 7.1 and 9.2). It carries token ids. (In GPT-2's vocabulary "Hello" is
+# >   15496, as they say, but " world" is 995, not 5773: notebook 04.)
+# > - *`await self.ipc_server.get_requests()`* (*Execution Flow*, 8.1). There is no such server. The front end binds a ROUTER and a PULL
+# >   socket; the engine connects a DEALER and a PUSH. A thread on each side of the engine reads and writes them.
+# > - *`AsyncStream`, `RequestTracker`* (*REST API to Inference*, layer 4). Names of the older `AsyncLLMEngine`. Now it is one
+# >   `RequestOutputCollector` a request, without a queue of its own.
+
+# %%
+from stage03_engine.core.engine_core_proc import EngineCoreProc
+
+lab.claim(
+    "IPC: fewer than one message in ten takes 10 ms",
+    all(t[9 * len(t) // 10] < 10_000 for t in ways.values()),
+    measured=True,
+)
+lab.claim("processor: one prompt becomes one request", isinstance(request, messages.EngineCoreRequest))
+lab.claim("message: ids and no text", plain[1] == request.prompt_token_ids and text.encode() not in payload)
+lab.claim(
+    "server: none, but two threads",
+    not hasattr(EngineCoreProc, "ipc_server")
+    and run.named("engine.threads_started")[0].args["threads"] == ["input", "output"],
+)
+lab.claim(
+    "collector: one for each request, and neither of the older names",
+    not {"AsyncStream", "RequestTracker"} & set(vars(async_llm)) and hasattr(async_llm, "RequestOutputCollector"),
+)
 
 # %% [markdown] tags=["exercise"]
 # ## Exercise: the collector

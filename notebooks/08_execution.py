@@ -20,14 +20,17 @@
 # %%
 import random
 import time
+from functools import partial
 from itertools import pairwise
 
 import lab
 import matplotlib.pyplot as plt
 import torch
+import torch.nn.functional as F
 
 from stage03_engine.core.model_runner import ModelRunner
 from stage03_engine.core.sched_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from stage03_engine.core.scheduler import Scheduler
 from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import SamplingParams
 from stage04_kernels.lab.cases import make_metadata
@@ -40,6 +43,7 @@ from stage04_kernels.sampler import (
     sample,
 )
 from stagetrace import read_run
+from stagetrace.figures.style import KINDS
 
 torch.set_grad_enabled(False)
 torch.set_num_threads(1)
@@ -79,7 +83,8 @@ for new in first.scheduled_new_reqs:
     )
 
 # %% [markdown]
-# The decision names no phase. `a` gets all of its tokens. `b` gets what is left of the budget: a chunk of its prompt.
+# The decision names no phase. `a` gets all of its tokens. `b` gets what is left of the budget: a chunk of its prompt. So `a` alone has a
+# new token at the end of this step; `b` will have its first when its prompt is computed, in the second step.
 #
 # ## Inputs
 #
@@ -128,6 +133,7 @@ show(inputs, list(first.num_scheduled_tokens))
 
 # %%
 model, caches = runner.model, runner.kv_caches
+weights_at = [p.data_ptr() for p in model.parameters()]
 print("cache of a layer:", list(caches[0].shape), " (keys and values, blocks, slots, heads, head_dim)")
 before = int((caches[0][0].abs().sum((-1, -2)) > 0).sum())
 
@@ -173,16 +179,46 @@ for name, values in stages.items():
     shown = "  ".join(f"{llm.tokenizer.token_text(int(i))!r} {p:.3f}" for p, i in zip(best.values, best.indices))
     print(f"{name:16} {int((values > -torch.inf).sum()):5} tokens left   {shown}")
 
+# %% [markdown]
+# And the temperature? It multiplies all logits by the same factor: the order stays, only the distances change. A higher one makes the
+# distribution flatter. So more tokens are above min-p's threshold (a share of the largest probability), and top-p needs more of them to reach its sum.
+# Top-k counts, and does not notice:
+
 # %%
-order = logits[0].argsort(descending=True)[:16]
-figure, axes = plt.subplots(figsize=(8.5, 3))
-for offset, ((name, values), hatch) in enumerate(zip(stages.items(), ("", "//", "..", "xx", "--"))):
-    heights = values.softmax(-1)[0, order]
-    places = [i + (offset - 2) * 0.16 for i in range(len(order))]
-    axes.bar(places, heights, width=0.16, label=name, hatch=hatch, edgecolor="white", linewidth=0.3)
-axes.set_xticks(range(len(order)), [repr(llm.tokenizer.token_text(int(i))) for i in order], rotation=45, ha="right")
-axes.set(ylabel="probability", title="The same logits after each transform: what is cut goes to the rest")
-axes.legend(fontsize=8)
+LEFT = {}
+for temperature in (0.5, 1.0, 1.5, 2.0):
+    warm = apply_temperature(logits, one(temperature))
+    cuts = [("min-p 0.05", apply_min_p, 0.05), ("top-k 20", apply_top_k, 20), ("top-p 0.8", apply_top_p, 0.8)]
+    LEFT[temperature] = [int((cut(warm, one(value)) > -torch.inf).sum()) for _, cut, value in cuts]
+lab.table([(t, *counts) for t, counts in LEFT.items()], "temperature", *(f"{name} alone leaves" for name, _, _ in cuts))
+min_p, top_k, top_p = zip(*LEFT.values())
+lab.claim(
+    "the higher the temperature, the more min-p and top-p leave",
+    all(a < b for row in (min_p, top_p) for a, b in pairwise(row)),
+)
+lab.claim("top-k leaves 20 at every temperature", set(top_k) == {20})
+
+# %% [markdown]
+# The same as a picture: all tokens that are left, in the order of their probability. Each cut ends its line, and lifts it: what was cut goes to the rest.
+
+# %%
+figure, axes = plt.subplots(figsize=(8.5, 3.4))
+for (name, values), style in zip(stages.items(), ("-", "--", "-.", ":", "-")):
+    probs = values.softmax(-1)[0].sort(descending=True).values
+    probs = probs[probs > 0]
+    axes.plot(range(1, len(probs) + 1), probs, style, label=f"{name}: {len(probs)} tokens", linewidth=2)
+    axes.plot(len(probs), probs[-1], "k|", markersize=12)
+axes.set(
+    xscale="log",
+    yscale="log",
+    ylim=(1e-5, 0.3),
+    xlabel="rank of the token",
+    ylabel="probability",
+    title="The same logits after each transform",
+)
+axes.set_xticks([1, 10, 100, 1000], ["1", "10", "100", "1,000"])
+axes.set_yticks([1e-5, 1e-4, 1e-3, 0.01, 0.1], ["0.00001", "0.0001", "0.001", "0.01", "0.1"])
+axes.legend(fontsize=8, loc="lower left")
 plt.show()
 
 # %% [markdown]
@@ -202,10 +238,11 @@ alone = draw(logits, [7])
 crowd = draw(logits.repeat(5, 1), [1, 2, 7, 3, 4])
 print("seed 7 alone:", alone[0], "  seed 7 in a batch of five:", crowd[2], "  its neighbours:", crowd[:2] + crowd[3:])
 
-drawn = torch.tensor(draw(logits.repeat(4000, 1), list(range(4000))))
+drawn = torch.tensor(draw(logits.repeat(2000, 1), list(range(2000))))
 for token in logits[0].topk(3).indices.tolist():
     wanted, got = logits.softmax(-1)[0, token].item(), (drawn == token).float().mean().item()
-    print(f"{llm.tokenizer.token_text(token)!r}: probability {wanted:.3f}, drawn in {got:.3f} of 4000 seeds")
+    print(f"{llm.tokenizer.token_text(token)!r}: probability {wanted:.3f}, drawn in {got:.3f} of 2000 seeds")
+lab.claim("the neighbours of a seeded draw change nothing", crowd[2] == alone[0])
 
 # %% [markdown]
 # ## Update
@@ -242,13 +279,17 @@ runner._update_states(second)
 show(runner._prepare_inputs(second), list(second.num_scheduled_tokens))
 
 # %% [markdown]
-# Deltas only: the worker knows the requests, and gets the blocks that their tables grow by. `a` brings one token (what is called
-# decode), `b` its next chunk (what is called prefill), in one row, in one call of the model. Nothing in the code says which is which.
+# Deltas only. The worker knows the token ids of `a`, so they are not sent again; it gets the blocks that the table of `b` grows by, not the
+# table; and what the budget was is nothing to it. `a` brings one token (what is called decode), `b` its next chunk (what is called prefill), in
+# one row, in one call of the model. Nothing in the code says which is which.
 #
-# This is all that a step is, and the engine's code for it is as short:
+# This is all that a step is. Below is the engine's code for it: the frame, and what it calls, schedule, execute and update. Beside what you did by
+# hand, these have the hooks that features plug into, and the guarded lines that write the trace:
 
 # %%
-lab.source(type(core).step)
+for part in (type(core).step, Scheduler.schedule, ModelRunner.execute_model, Scheduler.update_from_output):
+    lab.source(part)
+    print()
 
 # %% [markdown]
 # ## Where the time of a step goes
@@ -312,11 +353,11 @@ for event in read_run(folder).events:
 # A computation that does F operations and moves B bytes takes at least `F / peak` and at least `B / bandwidth` seconds. Which of
 # the two is larger depends on its *intensity* F / B, against the machine's own ratio peak / bandwidth, the *ridge*. Left of the ridge
 # memory is the limit, right of it arithmetic.
-#
-# A prompt of n tokens reads every weight once and uses it n times. A decode reads every weight once and uses it once.
 
 # %% [markdown] tags=["predict"]
-# > **Predict.** Popular descriptions say: prefill is memory-bound, decode is compute-bound. Where do you put the two?
+# > **Predict.** *REST API to Inference* (optimizations, "Prefill vs Decode") says: prefill is memory-bound, decode is compute-bound. How many
+# > times does a prompt of n tokens use each weight that is read, and how many times does a decode? So where do you put the two? And what happens to the
+# > time of a step when 4 requests decode together, or 16?
 
 # %% [markdown]
 # gpt2-tiny would fit into the processor's cache and show nothing, so this cell takes GPT-2's own shape with random weights
@@ -325,9 +366,10 @@ for event in read_run(folder).events:
 
 # %%
 def best_time(work, repeats):
-    """Seconds of the fastest of some runs, after one to warm up. They are seconds of this thread on a processor (torch computes in
+    """Seconds of the fastest of some runs, after one to warm up (a single run needs none: it follows others). They are seconds of this thread on a processor (torch computes in
     it alone here), so that what else runs on the machine counts little."""
-    work()
+    if repeats > 1:
+        work()
     times = []
     for _ in range(repeats):
         begin = time.thread_time()
@@ -377,92 +419,210 @@ def measure(query_lens, seq_lens, repeats):
     return (*count(query_lens, seq_lens), best_time(step, repeats))
 
 
-points = {f"decode, {n} at once": measure([1] * n, [64] * n, 2) for n in (1, 4, 16)}
-points |= {f"prefill, {n} tokens": measure([n], [n], 1) for n in (16, 64, 160)}
-print("step                    ms   per token   FLOP/byte   GFLOP/s   GB/s   nearer to")
-for name, (operations, moved, seconds) in points.items():
-    tokens = int(name.split(",")[1].split()[0])
-    compute_share, memory_share = operations / seconds / peak, moved / seconds / bandwidth
-    limit = "memory limit" if memory_share > compute_share else "compute limit"
-    print(
-        f"{name:19}{seconds * 1e3:7.1f}{seconds * 1e3 / tokens:12.2f}{operations / moved:12.1f}"
-        f"{operations / seconds / 1e9:10.1f}{moved / seconds / 1e9:7.1f}   {limit}"
+points = {("decode", n): measure([1] * n, [64] * n, 2) for n in (1, 4, 16)}
+points |= {("prefill", n): measure([n], [n], 1) for n in (16, 64, 160)}
+rows = []
+for (kind, tokens), (operations, moved, seconds) in points.items():
+    floors = moved / bandwidth * 1e3, operations / peak * 1e3
+    rows.append(
+        (f"{kind} of {tokens}", operations / moved, floors[0], floors[1], seconds * 1e3, seconds * 1e3 / tokens)
     )
+lab.table(rows, "step", "FLOP/byte", "memory: at least ms", "arithmetic: at least ms", "measured ms", "per token")
+
+one_decode, long_prompt = points["decode", 1], points["prefill", 160]
+lab.claim(
+    "a prompt of n tokens has n times the intensity of a decode, roughly",
+    100 < long_prompt[0] / long_prompt[1] / (one_decode[0] / one_decode[1]) < 220,
+)
+lab.claim(
+    "one decode: memory alone takes several times as long as arithmetic alone",
+    one_decode[1] / bandwidth > 3 * one_decode[0] / peak,
+    measured=True,
+)
+lab.claim(
+    "a prompt of 160 tokens: the other way round", long_prompt[0] / peak > 3 * long_prompt[1] / bandwidth, measured=True
+)
 
 # %%
 figure, axes = plt.subplots(figsize=(8, 4))
 xs = [0.25, peak / bandwidth, 256]
 axes.plot(xs, [min(peak, bandwidth * x) / 1e9 for x in xs], color="black", label="roofline of this machine")
 axes.axvline(peak / bandwidth, color="grey", linestyle=":", label="ridge")
-for name, (operations, moved, seconds) in points.items():
-    is_decode = name.startswith("decode")
+for kind, marker, place in (("decode", "o", (0, 11)), ("prefill", "s", (0, -18))):
+    mine = [
+        (operations / moved, operations / seconds / 1e9, n)
+        for (k, n), (operations, moved, seconds) in points.items()
+        if k == kind
+    ]
     axes.plot(
-        operations / moved,
-        operations / seconds / 1e9,
-        "o" if is_decode else "s",
-        color="#0072B2" if is_decode else "#D55E00",
+        *list(zip(*mine))[:2],
+        marker,
+        color=KINDS[kind].face,
+        markeredgecolor="black",
         markersize=9,
+        label=f"{kind}, with its tokens",
     )
-    axes.annotate(
-        name,
-        (operations / moved, operations / seconds / 1e9),
-        textcoords="offset points",
-        xytext=(8, 4) if is_decode else (8, -10),
-        fontsize=8,
-    )
+    for x, y, tokens in mine:
+        axes.annotate(str(tokens), (x, y), textcoords="offset points", xytext=place, ha="center", fontsize=9)
+low = min(operations / seconds for operations, _, seconds in points.values()) / 1e9
 axes.set(
     xscale="log",
     yscale="log",
-    xlim=(0.2, 900),
-    ylim=(0.7 * min(p[0] / p[2] for p in points.values()) / 1e9, None),
+    xlim=(0.2, 300),
+    ylim=(low / 2, peak / 1e9 * 2),
     xlabel="intensity: FLOP per byte",
     ylabel="GFLOP/s",
-    title="Circles: decode. Squares: prefill",
 )
+axes.set_xticks([0.25, 1, 4, 16, 64, 256], ["0.25", "1", "4", "16", "64", "256"])
+axes.set_yticks([2, 5, 10, 20, 50, 100], ["2", "5", "10", "20", "50", "100"])
+axes.tick_params(which="minor", labelleft=False, labelbottom=False)
 axes.legend(fontsize=8)
 plt.show()
 
 # %% [markdown]
-# It is the other way round. A decode of one request sits under the slope: it waits for memory, and decodes that run together take
-# much less time than one after the other, because they share the weights that are read. That is the whole reason for batching. A long prompt sits under
-# the flat part: there arithmetic is the limit, and more of it takes more time. A GPU has its ridge further right, so even more
-# requests can decode together there before arithmetic counts:
+# It is the other way round. A prompt of n tokens reads every weight once and uses it n times; a decode uses it once. A decode of one request sits under
+# the slope, and its arithmetic would take a small part of its time. A long prompt sits under the flat part.
+#
+# The roof says what is impossible, not what a program reaches. Left of the ridge, a perfect machine would take the same time for 4 decodes as for
+# one, since the bytes are the same. This processor does not: with one row, torch's product walks along the weights, nearly as fast as memory
+# gives them; with two or more it takes another routine, which first copies pieces of the weights into an order of its own, and
+# with few rows that copying is most of its work. So the time of a step against the number of requests, with both floors below it:
+
+# %%
+BATCHES = (1, 2, 4, 16, 32)
+batch = {n: points["decode", n] if ("decode", n) in points else measure([1] * n, [64] * n, 2) for n in BATCHES}
+figure, axes = plt.subplots(figsize=(8, 3.2))
+axes.plot(BATCHES, [seconds * 1e3 for _, _, seconds in batch.values()], "o-", color="black", label="measured")
+axes.plot(
+    BATCHES,
+    [moved / bandwidth * 1e3 for _, moved, _ in batch.values()],
+    "--",
+    color="#0072b2",
+    label="memory: at least",
+)
+axes.plot(
+    BATCHES,
+    [operations / peak * 1e3 for operations, _, _ in batch.values()],
+    ":",
+    color="#d55e00",
+    label="arithmetic: at least",
+    linewidth=2,
+)
+axes.set(
+    xlabel="requests that decode together",
+    ylabel="ms a step",
+    ylim=(0, None),
+    title="The time of a step against the batch",
+)
+axes.legend(fontsize=8)
+plt.show()
+growth = batch[32][2] / batch[1][2]
+print(f"32 requests take {growth:.1f} times as long as one: {growth / 32:.2f} of its time for each token")
+lab.claim(
+    "no step is faster than its floors",
+    all(t > max(m / bandwidth, o / peak) * 0.9 for o, m, t in batch.values()),
+    measured=True,
+)
+lab.claim("a token of 32 costs less than half a token alone", growth < 16, measured=True)
+
+# %% [markdown]
+# That decodes share the weights which are read is the reason for batching. But is it really *memory* that one row waits for, and not the call, or the copying? Change
+# only that. Below are the same products, as many of them and of the same size, once with a matrix of its own for each (they come from memory), and once
+# with the same matrix every time (it stays in the processor's cache). Whatever gets faster did wait for memory:
+
+
+# %%
+def products(x, matrices):
+    """The product of x with each matrix."""
+    for matrix in matrices:
+        F.linear(x, matrix)
+
+
+SIDE = 512
+weights = torch.randn(64, SIDE, SIDE)  # 67 MB, far more than the cache holds; one of them is 1 MB
+rows, gain = [], {}
+for count_rows in (1, 8, 128):
+    x = torch.randn(count_rows, SIDE)
+    from_memory = best_time(partial(products, x, weights), 2)
+    from_cache = best_time(partial(products, x, [weights[0]] * len(weights)), 2)
+    gain[count_rows] = from_memory / from_cache
+    rows.append((count_rows, from_memory * 1e3, from_cache * 1e3, gain[count_rows]))
+lab.table(rows, "rows", "own matrix each, ms", "same matrix, ms", "times")
+lab.claim("with one row most of the time was waiting for memory", gain[1] > 1.5, measured=True)
+lab.claim("with 128 rows next to nothing of it was", gain[128] < 1.3, measured=True)
+
+# %% [markdown]
+# A GPU reads as fast with 16 rows as with one, and has its ridge further right, so that even more requests can decode together there before arithmetic counts:
 
 # %%
 for gpu, flops, bytes_per_second in (("A100 SXM 80 GB", 312e12, 2.039e12), ("H100 SXM", 989e12, 3.35e12)):
     print(f"{gpu}: ridge at {flops / bytes_per_second:.0f} FLOP/byte (data sheet, bf16 without sparsity)")
 
 # %% [markdown] tags=["predict"]
-# > **Predict.** "The KV cache makes decoding 100 times faster." Compute the next token with the cache, and without one by running
-# > the whole context again. Is the factor a constant?
+# > **Predict.** *REST API to Inference* (KV cache): "~100x speedup for long sequences". Compute the next token with the cache, and without one
+# > by running the whole context again. Is the factor a constant?
 
 # %%
+factors = []
 for context in (16, 64, 160):
     cached = measure([1], [context], 2)[2]
-    again = points[f"prefill, {context} tokens"][2]  # to compute the whole context again is a prefill of it
+    again = points["prefill", context][2]  # to compute the whole context again is a prefill of it
+    factors.append(again / cached)
     print(
-        f"context {context:4}: with the cache {cached * 1e3:6.1f} ms, without {again * 1e3:7.1f} ms, factor {again / cached:5.1f}"
+        f"context {context:4}: with the cache {cached * 1e3:6.1f} ms, without {again * 1e3:7.1f} ms, factor {factors[-1]:5.1f}"
     )
+lab.claim("the factor grows with the context", factors == sorted(factors), measured=True)
 big.shutdown()
 
 # %% [markdown]
 # No constant: the factor grows with the context, from nothing to as much as you like.
 
 # %% [markdown]
-# > **What is often said**
+# > **What is often said**, and in which of the [five descriptions](MAP.md)
 # >
-# > - *"Prefill is memory-bound, decode is compute-bound."* See above.
-# > - *"The scheduler decides between a prefill and a decode phase."* In V1 there is neither: one token budget, and requests that lack
-# >   one token or many. `SequenceGroup` and `ExecuteModelRequest` are names of the older engine; now there is one `Request`, and a
+# > - *"Slower (memory-bound)"* for prefill, *"Faster (compute-bound)"* for decode (*REST API to Inference*, optimizations). See above.
+# > - *"Prefill vs decode phase decision"* (*REST API to Inference*, layer 6; *Component Initialization* too). In V1 there is no phase: one token budget, and
+# >   requests that lack one token or many. `SequenceGroup` and `ExecuteModelRequest` are names of the older engine; now there is one `Request`, and a
 # >   `SchedulerOutput` in deltas.
-# > - *"`EngineCore.run_loop` awaits `ipc_server.get_requests()`."* The loop is `run_busy_loop`. It is not async. Two threads read and
+# > - *`EngineCore.run_loop` awaits `ipc_server.get_requests()`* (*Execution Flow*, 8.1). The loop is `run_busy_loop`. It is not async. Two threads read and
 # >   write the sockets, so that a step never waits for one (`core/engine_core_proc.py`).
-# > - *"`CudaExecutor` in `cuda_executor.py`."* No such class: one device is `UniProcExecutor`, several are `MultiprocExecutor`.
-# > - *"Weights are loaded or unloaded if needed"* within a step: never. *"The KV cache is updated after sampling"*: it is written in
-# >   each layer, before that layer's attention reads it (you saw the slots fill). What is sampled has no keys until the next step.
-# > - *"`torch.multinomial` draws the token."* vLLM draws with an exponential race too, since it needs no synchronisation with the
+# > - *`CudaExecutor` in `cuda_executor.py`* (*Execution Flow*, 8.2). No such class: one device is `UniProcExecutor`, several are `MultiprocExecutor`.
+# > - *"Load/Unload Weights (if needed)"* within a step (*Execution Flow*, 8.2): never; they stay where they were loaded.
+# > - *"Update KV Cache"* after sampling (*Execution Flow*, 8.2). It is written in each layer, before that layer's attention reads it (you saw
+# >   the slots fill). What is sampled has no keys until the next step.
+# > - *`torch.multinomial` draws the token* (*Execution Flow*, 8.2). vLLM draws with an exponential race too, since it needs no synchronisation with the
 # >   host; here it also makes a seeded draw independent of the batch.
-# > - *"The next token is 5773, ' world'."* In GPT-2's vocabulary " world" is 995.
+# > - *`next_tokens = [5773]  # " world"`* (*Execution Flow*, 8.2). In GPT-2's vocabulary " world" is 995: notebook 04.
+
+# %%
+import inspect
+
+from stage03_engine.core import worker
+from stage03_engine.core.engine_core_proc import EngineCoreProc
+from stage04_kernels import sampler
+
+lab.claim(
+    "roofline: decode left of the ridge, the long prompt right of it",
+    one_decode[0] / one_decode[1] < peak / bandwidth < long_prompt[0] / long_prompt[1],
+    measured=True,
+)
+lab.claim(
+    "phases: in step 2 one request lacked 1 token and one lacked 5", second.num_scheduled_tokens == {"a": 1, "b": 5}
+)
+lab.claim(
+    "loop: run_busy_loop, and not async",
+    not inspect.iscoroutinefunction(EngineCoreProc.run_busy_loop) and not hasattr(EngineCoreProc, "run_loop"),
+)
+lab.claim(
+    "executor: no CudaExecutor", not hasattr(worker, "CudaExecutor") and type(core.executor) is worker.UniProcExecutor
+)
+lab.claim(
+    "weights: the same memory before and after all steps of this page",
+    [p.data_ptr() for p in model.parameters()] == weights_at,
+)
+lab.claim("KV cache: the step's 8 slots were filled before anything was sampled", (before, after) == (0, 8))
+lab.claim("draw: the sampler has no multinomial", "multinomial" not in inspect.getsource(sampler))
+lab.claim("5773: another token of GPT-2", lab.GPT2_TOKENS[5773] != " world" and lab.GPT2_TOKENS[995] == " world")
 
 # %% [markdown] tags=["exercise"]
 # ## Exercise: build the inputs of a step

@@ -222,26 +222,33 @@ print(
 # %%
 story = tell(read_run(server.folder).events)
 request = next(r for name, r in story.requests.items() if "sse" in name)
-zero = request.first["generate.start"]
+chunks_ns = request.chunk_ns[:-1]  # the last is [DONE]
+leaves = [next(t for t in chunks_ns if t >= token) for token in request.token_ns]  # the chunk that a token leaves in
+delays = [(left - token) / 1e6 for token, left in zip(request.token_ns, leaves)]
+gaps = [(b - a) / 1e6 for a, b in pairwise(request.token_ns)]
 figure, axes = plt.subplots(figsize=(8, 3))
-axes.plot(
-    [(t - zero) / 1e6 for t in request.token_ns],
-    range(1, len(request.token_ns) + 1),
-    "o",
-    label="token in the engine",
-    markersize=5,
+axes.bar(
+    range(1, len(delays) + 1),
+    delays,
+    color="#e69f00",
+    edgecolor="black",
+    linewidth=0.4,
+    label="from the token in the engine to its chunk",
 )
 axes.plot(
-    [(t - zero) / 1e6 for t in request.chunk_ns],
-    range(1, len(request.chunk_ns) + 1),
-    "x",
-    label="chunk left the server",
-    markersize=6,
+    range(2, len(gaps) + 2),
+    gaps,
+    ".-",
+    color="#0072b2",
+    label="from the token before it to the token: a step of the engine",
 )
-axes.set(xlabel="ms since generate()", ylabel="number", title="From token to chunk")
-axes.legend()
+axes.set(xlabel="token of the answer", ylabel="ms", title="From token to chunk")
+axes.legend(fontsize=8)
 plt.show()
+middle, step = sorted(delays)[len(delays) // 2], sorted(gaps)[len(gaps) // 2]
 print(f"{len(request.token_ns)} tokens, {len(request.chunk_ns)} chunks, of which one is [DONE]")
+print(f"median from token to chunk {middle:.2f} ms, from token to token {step:.2f} ms")
+lab.claim("a chunk leaves before the next token is there", middle < step, measured=True)
 
 # %% [markdown]
 # And what each client waited for, by cause. (The parts add up: [`Latency`](../trace/stagetrace/read/latency.py).)
@@ -250,7 +257,7 @@ print(f"{len(request.token_ns)} tokens, {len(request.chunk_ns)} chunks, of which
 lab.picture(latency_breakdown(story))
 
 # %% [markdown]
-# The client of a whole answer has nothing until the last token: all of that is `response`. `ipc out` is the time from send to decoded. It holds
+# The client of a whole answer has nothing until the last token: its mark stands at the end of the bar, and all of that wait is `response`. `ipc out` is the time from send to decoded. It holds
 # what the front end waits for a processor, so on a busy machine it grows; notebook 07 measures the socket.
 #
 # When there are fewer chunks than tokens, two tokens shared one: the collector merges what its reader has not fetched yet (notebook 07),
@@ -274,16 +281,31 @@ print(
 )
 
 # %% [markdown]
-# > **What is often said**
+# > **What is often said**, and in which of the [five descriptions](MAP.md)
 # >
-# > - *"The engine detokenizes and checks stop strings"* (`_process_model_outputs`). In the older engine. In V1 the core makes token ids; text
-# >   exists in the front end only, and so do stop strings.
-# > - *"Output processing: 1 to 5 ms."* Measured here: microseconds a token, above.
-# > - *"`finish_reason='stop_string'`."* The value is `stop`, for the end-of-text token, a stop token and a stop string alike; vLLM's own
-# >   field `stop_reason` says which string or token it was.
-# > - *"`generate()` yields the text so far, and the last output holds all of it."* That depends on `output_kind`: a stream asks for `DELTA`, a
+# > - *The engine detokenizes and checks stop strings* (`_process_model_outputs`; *REST API to Inference*, layer 12). In the older engine. In V1 the core
+# >   makes token ids; text exists in the front end only, and so do stop strings.
+# > - *"Output processing: ~1-5ms"* (*Execution Flow*, summary). Measured here: microseconds a token.
+# > - *`finish_reason="length",  # or "stop_string"`* (*Execution Flow*, 9.2). The value is `stop`, for the end-of-text token, a stop token and a stop string
+# >   alike; vLLM's own field `stop_reason` says which string or token it was.
+# > - *`generate()` yields the text so far, and the last output holds all of it* (*Execution Flow*, 9.2). That depends on `output_kind`: a stream asks for `DELTA`, a
 # >   whole answer for `FINAL_ONLY`. Otherwise each chunk would grow.
-# > - *"[5773, 0, 1264, 389, 345, 30] is ' world! How are you?'"* In GPT-2's vocabulary " world" is 995 and " How" is 1374.
+# > - *`[5773, 0, 1264, 389, 345, 30]` is " world! How are you?"* (*Execution Flow*, 9.2). In GPT-2's vocabulary " world" is 995 and " How" is 1374.
+
+# %%
+core_events = {e.name for e in run.events if e.proc.startswith("EngineCore")}
+lab.claim(
+    "text: no event of the engine process detokenizes",
+    "request.detokenized" not in core_events and "request.stop_matched" not in core_events,
+)
+per_piece = times[len(times) // 2] / 1000
+lab.claim(f"output processing: {per_piece:.0f} µs a token, below 1 ms", per_piece < 1000, measured=True)
+lab.claim(
+    "finish_reason: stop, and the string in stop_reason", (cut.finish_reason, cut.stop_reason) == ("stop", "so, my")
+)
+lab.claim("chunks: each holds its own piece, since they add up to the whole", streamed == whole)
+said = "".join(lab.GPT2_TOKENS[i] for i in (5773, 0, 1264, 389, 345, 30))
+lab.claim(f"ids: these are {said!r}", said != " world! How are you?")
 
 # %% [markdown] tags=["exercise"]
 # ## Exercise: the incremental detokenizer

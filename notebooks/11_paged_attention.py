@@ -19,6 +19,7 @@
 # %%
 import math
 import random
+import time
 from itertools import pairwise
 
 import lab
@@ -26,6 +27,10 @@ import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
 
+from stage03_engine.core.block_pool import BlockPool
+from stage03_engine.core.request import RequestStatus
+from stage03_engine.core.sched_output import SchedulerOutput
+from stage03_engine.core.scheduler import Scheduler
 from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import SamplingParams
 from stage04_kernels.attention import get_backend
@@ -33,6 +38,7 @@ from stage04_kernels.backends.reference import gather_context, paged_attention_r
 from stage04_kernels.lab.cases import make_attention_case, make_metadata
 from stage04_kernels.lab.tolerances import TOLERANCES
 from stage04_kernels.paged_attention import paged_attention_torch, write_kv, write_then_attend
+from stagetrace import read_run, tell
 
 torch.manual_seed(0)
 torch.set_grad_enabled(False)
@@ -96,7 +102,7 @@ gathered_keys = torch.cat([pool_keys[block] for block in table])[:10]
 gathered_values = torch.cat([pool_values[block] for block in table])[:10]
 gathered = torch.softmax(gathered_keys @ query * scale, 0) @ gathered_values
 
-print("gathered equals contiguous, bit for bit:", torch.equal(contiguous, gathered))
+lab.claim("gathered equals contiguous, bit for bit", torch.equal(contiguous, gathered))
 
 # %% [markdown]
 # Gathering gives the same tensor, so the result is the same bits. But it copies all keys and values of the context for every
@@ -189,7 +195,7 @@ query_lens = [end - begin for begin, end in pairwise(start)]
 moved = make_metadata(query_lens, case.metadata.seq_lens_cpu, tables, 4)
 again = paged_attention_torch(case.query, moved_cache, moved, case.scale)
 print("blocks that moved:", int((place != torch.arange(num_blocks)).sum()), "of", num_blocks)
-print("results are equal, bit for bit:", torch.equal(paged, again))
+lab.claim("results are equal, bit for bit", torch.equal(paged, again))
 
 # %% [markdown]
 # None. Where a block lies is never part of the arithmetic. That is what lets two requests share a block (prefix caching), and lets a
@@ -228,6 +234,7 @@ with LLM("gpt2-tiny", max_num_seqs=24, num_gpu_blocks_override=1024, enable_pref
                 sum(len(manager.block_table(r.request_id)) * block_size for r in live),
                 sum(min(r.num_prompt_tokens + r.sampling_params.max_tokens, max_model_len) for r in live),
                 len(live) * max_model_len,
+                len(live),
             )
             rows.append(row)
         return result
@@ -240,48 +247,189 @@ used = sum(row[0] for row in rows)
 print(f"{len(rows)} steps; share of the held slots that hold a token, over all steps:")
 for name, column in (("pages", 1), ("asked for", 2), ("longest", 3)):
     print(f"  {name:10} {100 * used / sum(row[column] for row in rows):5.1f} %")
+pages, asked, longest = (used / sum(row[column] for row in rows) for column in (1, 2, 3))
+lab.claim("pages waste least, the longest context most", pages > asked > longest)
+lab.claim(
+    "at every step, pages waste less than one block for each request",
+    all(0 <= row[1] - row[0] < block_size * row[4] for row in rows),
+)
 
 # %%
-figure, axes = plt.subplots(figsize=(8, 3.2))
-styles = [("tokens", "-"), ("pages", "--"), ("asked for", "-."), ("longest", ":")]
-for (name, style), series in zip(styles, zip(*rows)):
-    axes.plot(range(1, len(rows) + 1), series, style, label=name, linewidth=2)
-axes.set(xlabel="step", ylabel="slots of the KV cache", yscale="log", title="Slots held for the running requests")
-axes.legend()
+figure, (slots, share) = plt.subplots(1, 2, figsize=(10, 3.2))
+tokens, *ways = list(zip(*rows))[:4]
+steps = range(1, len(rows) + 1)
+slots.fill_between(steps, tokens, color="#56b4e9", label="tokens")
+for (name, style), held in zip((("pages", "-"), ("asked for", "--")), ways):
+    slots.plot(steps, held, style, color="black", label=name)
+slots.set(xlabel="step", ylabel="slots", ylim=(0, None), title="Slots held (longest: up to " + f"{max(ways[2]):,})")
+for (name, style), held in zip((("pages", "-"), ("asked for", "--"), ("longest", ":")), ways):
+    share.plot(steps, [100 * t / h for t, h in zip(tokens, held)], style, color="black", label=name)
+share.set(xlabel="step", ylabel="%", ylim=(0, 105), title="Share of the held slots that hold a token")
+slots.legend(fontsize=8)
+share.legend(fontsize=8, loc="upper right", bbox_to_anchor=(1, 0.78))
+figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# Pages lie on the line of the tokens: what they waste is the unfilled rest of each request's last block, less than one block each.
-# Many requests stop early (here at the end of a speech), and that is where `asked for` loses. What is not wasted is room for more
-# requests in the same memory, and so for larger batches.
+# The space between the tokens and the line above them is waste. With pages it is the unfilled rest of each request's last block, less than one block each; towards
+# the end, when two short requests run, that is a larger share of little. Many requests stop early (here at the end of a speech), and that is where `asked for` loses.
+#
+# ## What the saved memory is good for
+#
+# What is not wasted is room for more requests in the same memory, and so for larger batches. Is that worth anything? The same 24 requests, in a KV cache of 1,024
+# slots, which is two contexts of this model:
+
+# %% [markdown] tags=["predict"]
+# > **Predict.** With `longest`, how many requests run at the same time? With pages, how many do you expect, and how many times as many tokens a second: 10
+# > times, 2 times, or no more, since the arithmetic is the same?
+
+# %%
+RESERVE = {
+    "longest": lambda request: max_model_len,
+    "asked for": lambda request: min(request.num_prompt_tokens + request.sampling_params.max_tokens, max_model_len),
+    "pages": lambda request: 0,
+}
+
+
+class Reserving(Scheduler):
+    """Admits a request only when the slots that it reserves are free; within them, blocks are given as ever."""
+
+    reserve = None
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        allocate, num_slots = self.kv_cache_manager.allocate_slots, 64 * block_size
+
+        def allocate_if_reserved(request, *rest):
+            held = [r for r in self.running if r is not request]
+            if (
+                request.status != RequestStatus.RUNNING
+                and sum(map(RESERVE[self.reserve], [*held, request])) > num_slots
+            ):
+                return None
+            return allocate(request, *rest)
+
+        self.kv_cache_manager.allocate_slots = allocate_if_reserved
+
+
+rows, second, texts = [], {}, {}
+for Reserving.reserve in RESERVE:
+    with (
+        LLM(
+            "gpt2-tiny",
+            max_num_seqs=24,
+            num_gpu_blocks_override=65,
+            enable_prefix_caching=False,
+            scheduler_cls=f"{__name__}:Reserving",
+        ) as llm,
+        lab.record("LLM") as folder,
+    ):
+        made = llm.generate(prompts, params)
+    story = tell(read_run(folder).events)
+    busy = sum(s.end_ns - s.start_ns for s in story.steps) / 1e9
+    tokens = sum(len(o.outputs[0].token_ids) for o in made)
+    texts[Reserving.reserve] = [o.outputs[0].text for o in made]
+    at_once = [len(s.scheduled) for s in story.steps]
+    second[Reserving.reserve] = tokens / busy
+    preemptions = sum(len(s.preempted) for s in story.steps)
+    rows.append(
+        (Reserving.reserve, max(at_once), sum(at_once) / len(at_once), len(story.steps), preemptions, tokens / busy)
+    )
+lab.table(rows, "reserves", "most at once", "at once, mean", "steps", "preemptions", "tokens a second")
+mean, steps = {row[0]: row[2] for row in rows}, {row[0]: row[3] for row in rows}
+lab.claim("the same texts", texts["pages"] == texts["asked for"] == texts["longest"])
+lab.claim(
+    "pages: larger batches than with either reservation, and fewer steps",
+    mean["pages"] > mean["asked for"] > mean["longest"] and steps["pages"] < steps["asked for"] < steps["longest"],
+)
+lab.claim(
+    "so pages give more tokens a second than longest, in the same memory",
+    second["pages"] > second["longest"],
+    measured=True,
+)
+
+# %% [markdown]
+# That is the whole chain: less waste, larger batches, fewer steps, more tokens a second. It ends where a larger batch no longer helps (notebook 08: on this processor, a step of
+# many decodes takes longer than a step of one), and it has a price: what is not reserved may run out, and then somebody is preempted (notebook 10).
 
 # %% [markdown] tags=["predict"]
 # > **Predict.** Smaller blocks waste less. Which block size wastes least, and what does it cost?
 
 # %%
 lengths = [len(o.prompt_token_ids) + len(o.outputs[0].token_ids) for o in outputs]
-print("block size   wasted slots   table entries")
+
+
+def fastest(work, *arguments):
+    """Seconds of this thread on a processor, of the fastest of 20 calls."""
+    times = []
+    for _ in range(20):
+        begin = time.thread_time()
+        work(*arguments)
+        times.append(time.thread_time() - begin)
+    return min(times)
+
+
+def give_and_take(pool, size):
+    """Blocks for each request, and back."""
+    for length in lengths:
+        pool.free(pool.allocate(-(-length // size)))
+
+
+rows, seconds, wasted = [], {}, {}
 for size in (1, 4, 16, 64, 256):
     blocks = sum(-(-length // size) for length in lengths)
-    print(f"{size:10}   {100 * (1 - sum(lengths) / (blocks * size)):10.1f} %   {blocks:13}")
+    wasted[size] = 1 - sum(lengths) / (blocks * size)
+    case = make_attention_case([1] * 8, [255] * 8, block_size=size, num_heads=4, num_kv_heads=4, head_dim=64)
+    arguments = (case.query, case.kv_cache, case.metadata, case.scale)
+    paged_attention_torch(*arguments)
+    seconds[size] = [fastest(paged_attention_torch, *arguments), fastest(give_and_take, BlockPool(blocks + 1), size)]
+    rows.append((size, f"{100 * wasted[size]:.1f} %", blocks, *(f"{each * 1e6:.0f}" for each in seconds[size])))
+lab.table(
+    rows,
+    "block size",
+    "wasted slots",
+    "table entries",
+    "attention of 8 decodes over 256 tokens, µs",
+    "all blocks given and taken back, µs",
+)
+lab.claim("the larger the block, the more is wasted", list(wasted.values()) == sorted(wasted.values()))
+lab.claim(
+    "blocks of one token are the most work for the scheduler's pool", seconds[1][1] > 3 * seconds[16][1], measured=True
+)
 
 # %% [markdown]
-# Blocks of one token waste nothing, but there is a table entry for each token, and a kernel reads memory in scattered pieces that are
-# too small. Large blocks waste like contiguous pieces, and fewer prefixes fill a block that others can share. 16 is vLLM's default
-# on GPUs, and the default here.
+# Blocks of one token waste nothing, but there is a table entry for each token, to be allocated, sent and freed: the last column counts that. Attention hardly notices the block size
+# here, since torch gathers rows wherever they lie, and the row of one token is long enough for a processor. (A GPU kernel reads a block at a time, and wants it wide.) Large
+# blocks waste like contiguous pieces, and fewer prefixes fill a block that others can share. Beyond 16 there is little to win, and slots to lose: 16 is vLLM's default on GPUs,
+# and the default here.
 
 # %% [markdown]
-# > **What is often said**
+# > **What is often said**, and in which of the [five descriptions](MAP.md)
 # >
-# > - *"Block 0: Req1 tokens."* Block 0 is given to nobody, in vLLM's V1 engine as here: it is the null block
+# > - *"Block 0: Req1 tokens"* (*REST API to Inference*, block-wise cache). Block 0 is given to nobody, in vLLM's V1 engine as here: it is the null block
 # >   (`NULL_BLOCK` in `block_pool.py`). Padding in a block table points there, so that a stray read hits nobody's tokens. (The
 # >   kernels know nothing of that: in the random batches above block 0 is one like any other.)
-# > - *"Blocks are copied for beam search" and "swapped to the CPU when the GPU is full".* That was the older engine. In V1, block
+# > - *"Copy blocks for beam search"*, *"Swap to CPU when GPU full"* (*REST API to Inference*, block-wise cache). That was the older engine. In V1, block
 # >   tables are append-only and shared blocks are found by the hash of their tokens; beam search is a client like any other
-# >   (`frontend/beam_search.py`), and a preempted request is computed again. Swapping exists here as an option, to compare
+# >   (`frontend/features/beam_search.py`), and a preempted request is computed again. Swapping exists here as an option, to compare
 # >   (`--preemption-mode swap`).
-# > - *"PagedAttention and FlashAttention are alternatives."* They answer different questions. Paging says where keys and values
-# >   lie; FlashAttention says in which order softmax is computed. A kernel can do both, and vLLM's does.
+# > - *Block-wise cache and "Flash Attention" are two optimizations side by side* (*REST API to Inference*, optimizations 3 and 4), and elsewhere even alternatives. They answer
+# >   different questions. Paging says where keys and values lie; FlashAttention says in which order softmax is computed. A kernel can do both, and vLLM's does.
+
+# %%
+from stage03_engine.core.block_pool import NULL_BLOCK
+
+lab.claim(
+    "block 0: a pool of 8 blocks hands out 1 to 7",
+    NULL_BLOCK == 0 and sorted(BlockPool(8).allocate(7)) == list(range(1, 8)),
+)
+lab.claim(
+    "copies: the decision of a step has no list of blocks to copy",
+    "blocks_to_copy" not in SchedulerOutput.__struct_fields__,
+)
+lab.claim(
+    "both at once: online softmax over pages is the attention over one piece", (online - contiguous).abs().max() < 1e-6
+)
 
 # %% [markdown] tags=["exercise"]
 # ## Exercise: write it

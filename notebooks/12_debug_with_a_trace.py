@@ -23,6 +23,7 @@ import contextlib
 import io
 import random
 import re
+import statistics
 import sys
 from itertools import pairwise
 
@@ -118,8 +119,39 @@ for name in ("bug_starvation_healthy", "bug_starvation"):
 # The proof: the recording holds all that the scheduler was told. The reference scheduler, given the same, decides otherwise in just that way.
 
 # %%
-for result in replay(lab.RECORDED / "bug_starvation"):
-    print(short(str(result)))
+(again,) = replay(lab.RECORDED / "bug_starvation")
+print(short(str(again)))
+
+# %% [markdown]
+# `diff` says step 19, and `replay` says 20. Both are right, about different things. `diff` compares all that the engine recorded, also what it says about who waits: in step 19 both
+# engines preempt `r3`, and put it at different ends of the queue. `replay` compares decisions: who gets how many tokens, which blocks, who is admitted or preempted. Those of step 19 are
+# the same; the first decision that the other queue changes is the next one. So `diff` shows the cause, and `replay` its first effect:
+
+# %%
+two = [lab.RECORDED / name for name in ("bug_starvation_healthy", "bug_starvation")]
+seen = compare(*two, only_core=True).steps[0].b.step
+decided = int(re.search(r"step (\d+): the first decision that differs", str(again))[1])
+by_step = {name: {s.step: s for s in runs[name].steps} for name in ("bug_starvation_healthy", "bug_starvation")}
+decisions = [
+    ({short(r): s.num_tokens for r, s in step.scheduled.items()}, list(map(short, step.preempted)))
+    for step in (by_step[name][seen] for name in by_step)
+]
+queues = [
+    [short(step.held_back["first"]), *map(short, step.held_back["behind"])]
+    for step in (by_step[name][seen] for name in by_step)
+]
+print(
+    f"step {seen}: tokens {decisions[0][0]}, preempted {decisions[0][1]}\n  healthy queue   {queues[0]}\n  the other queue {queues[1]}"
+)
+lab.claim(
+    f"in step {seen} both decide the same, and only the queues differ",
+    decisions[0] == decisions[1] and queues[0] != queues[1],
+)
+lab.claim(
+    "the queues hold the same requests, and the preempted one is first in one and last in the other",
+    sorted(queues[0]) == sorted(queues[1]) and [queues[0][0], queues[1][-1]] == decisions[0][1] * 2,
+)
+lab.claim(f"the first decision that differs is that of the next step, {decided}", decided == seen + 1)
 
 # %% [markdown]
 # And the code. The rule *nobody overtakes* hangs on one number, the order of arrival. The operator's scheduler gives a preempted
@@ -132,9 +164,38 @@ from buggy_schedulers import Overtaken
 lab.source(Overtaken)
 
 # %% [markdown]
-# Why was the throughput better? A newcomer with a short prompt fits into the few free blocks that the preempted request cannot use, and
-# the engine has fewer steps to do in all. The price is paid by the few who were sent away. Throughput and averages hide that; the
-# longest pause of each request does not.
+# Why was the throughput better? The same answers in fewer steps: then fewer of the 4 places were empty. Count the empty ones, while somebody waited and when nobody waited any more:
+
+# %%
+rows = []
+for name in ("bug_starvation_healthy", "bug_starvation"):
+    steps = runs[name].steps
+    empty = [4 - len(s.scheduled) for s in steps]
+    held = [bool(s.held_back) for s in steps]
+    rows.append(
+        (
+            name,
+            len(steps),
+            sum(e for e, h in zip(empty, held) if h),
+            sum(e for e, h in zip(empty, held) if not h),
+            sum(s.total_tokens for s in steps),
+        )
+    )
+lab.table(rows, "run", "steps", "empty places while somebody waited", "and when nobody did", "tokens computed")
+(_, steps_a, waiting_a, tail_a, work_a), (_, steps_b, waiting_b, tail_b, work_b) = rows
+lab.claim(
+    "the saved steps are the empty places that were saved",
+    4 * (steps_a - steps_b) == (waiting_a - waiting_b) + (tail_a - tail_b),
+)
+lab.claim(
+    "a part of them while somebody waited, the larger part at the end", 0 < waiting_a - waiting_b < tail_a - tail_b
+)
+lab.claim("although more tokens were computed: what a preempted request lost", work_b > work_a)
+
+# %% [markdown]
+# So there are two causes. A newcomer with a short prompt fits into the few free blocks that the preempted request cannot use: fewer places are empty while requests wait. And those who
+# were let in early are gone early, so that the end, when a last request runs alone, is shorter. Neither makes less work: more tokens are computed, and the step count hides it. The price is paid
+# by the few who were sent away. Throughput and averages hide that too; the longest pause of each request does not.
 #
 # ## Case 2, yours: it gets slower until somebody restarts it
 #
@@ -205,15 +266,31 @@ def truth_3():
 print(judge(answer_3, truth_3()))
 
 # %% [markdown]
-# > **What is often said**
+# > **What is often said**, and in which of the [five descriptions](MAP.md)
 # >
-# > - *"Add more `print`s"*, or *"attach `pdb` to the engine"*. The engine is another process whose lines mix with others, and a stopped engine
-# >   is another engine: what you look for is in the order of many requests. A recording keeps that order. (For one request and a debugger
-# >   there is `--in-process`.)
-# > - *"Look at the average latency"*, and at the troubleshooting table. All three engines give right answers, and an average hides
-# >   the one request that stood still.
-# > - *"Preemption is swapping"*, so a preempted request would come back for free. It computes again what it lost: the pictures show the
+# > - *Print a `[TRACE]` line in each function* (*Execution Flow*, all phases), or attach `pdb` to the engine. The engine is another process whose lines mix with others, and
+# >   a stopped engine is another engine: what you look for is in the order of many requests. A recording keeps that order. (For one request and a debugger there is `--in-process`.)
+# > - *"API timeouts: server overloaded"*, *"Memory leak: check for stuck requests or restart server"* (*Executive Summary*, common issues), and the average latency. All three
+# >   engines answer, none is overloaded, and an average hides the one request that stood still.
+# > - *"Swap in blocks from CPU"* (*REST API to Inference*, layer 8), so a preempted request would come back for free. It computes again what it lost: the pictures show the
 # >   prefill after each pause.
+
+# %%
+order = read_run(lab.RECORDED / "bug_starvation").events
+known = {event.ref: place for place, event in enumerate(order)}
+links = [(known[event.cause], place) for place, event in enumerate(order) if event.cause in known]
+lab.claim(
+    f"prints: of {len(links)} events caused by another process, none stands before its cause",
+    links and all(a < b for a, b in links),
+)
+mean = {name: statistics.mean(row[1] for row in pauses(name)) for name in ("bug_starvation_healthy", "bug_starvation")}
+later = mean["bug_starvation"] / mean["bug_starvation_healthy"] - 1
+lab.claim(
+    f"averages: the mean request ends {100 * later:.0f} % later, and {victim} pauses {ours[victim] / healthy[victim]:.0f} times as long",
+    abs(later) < 0.05 and ours[victim] > 2 * healthy[victim],
+)
+back = [step.scheduled[r].num_tokens for step in runs["bug_starvation"].steps for r in step.resumed]
+lab.claim("swapping: who comes back computes its tokens again", back and min(back) > 1)
 
 # %% [markdown] tags=["exercise"]
 # ## Exercise: the check that finds it by itself

@@ -2,8 +2,8 @@
 
 `python notebooks/build.py` makes all, `python notebooks/build.py 00 05` makes some. `make notebooks-build` runs this.
 
-A source begins with a markdown cell whose first line is the title. Here the Colab badge is added to that cell, and
-the set-up cell after it. What may change from run to run, beyond what the cells print, is left out: cell ids count up, there are
+A source begins with a markdown cell whose first line is the title; the set-up cell is added after it. A notebook in which a claim does
+not hold is not written. What may change from run to run, beyond what the cells print, is left out: cell ids count up, there are
 no times of execution, metadata is sorted, and paths of the machine become neutral.
 """
 
@@ -18,29 +18,22 @@ from pathlib import Path
 
 import jupytext
 import nbformat
+from lab import NOT_HERE
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 
 FOLDER = Path(__file__).resolve().parent
-REPOSITORY = "vllm-in-stages/vllm-in-stages"  # on GitHub
 CELL_SECONDS = 30
 KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
-BADGE = (
-    "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
-    f"(https://colab.research.google.com/github/{REPOSITORY}/blob/main/notebooks/{{name}}.ipynb)"
-)
-SETUP = f"""\
-# Where the project is not installed (on Colab): fetch and install it. Elsewhere this does nothing.
+SETUP = """\
+# The notebooks run in the environment that `make notebooks` makes. Where that is missing, this cell says so; else it does nothing.
 import importlib.util
-import os
-import subprocess
-import sys
 
 if importlib.util.find_spec("stagetrace") is None:
-    subprocess.run(["git", "clone", "--quiet", "--depth", "1", "https://github.com/{REPOSITORY}"], check=True)
-    os.chdir("{REPOSITORY.partition("/")[2]}/notebooks")
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--editable", "..[trace]"], check=True)
-    sys.path += [os.getcwd(), os.path.abspath(".."), os.path.abspath("../trace")]"""
+    raise ModuleNotFoundError(
+        "this Python does not have the project; in the project's folder, run `make notebooks`, "
+        "or `pip install --constraint constraints.txt --editable '.[notebooks]'` in an environment of your own"
+    )"""
 
 
 def sources() -> list[Path]:
@@ -52,10 +45,8 @@ def read_source(path: Path) -> NotebookNode:
     """The notebook that a source describes, not executed. Raises ValueError when it does not begin with a title."""
     notebook = jupytext.read(path, fmt="py:percent")
     first = notebook.cells[0]
-    title, _, rest = first.source.partition("\n")
-    if first.cell_type != "markdown" or not title.startswith("# "):
+    if first.cell_type != "markdown" or not first.source.startswith("# "):
         raise ValueError(f"{path.name} must begin with a markdown cell whose first line is `# Title`")
-    first.source = f"{title}\n\n{BADGE.format(name=path.stem)}\n{rest}".rstrip()
     notebook.cells.insert(1, nbformat.v4.new_code_cell(SETUP))
     notebook.metadata = nbformat.from_dict({"kernelspec": KERNEL, "language_info": {"name": "python"}})
     for number, cell in enumerate(notebook.cells):
@@ -76,7 +67,10 @@ def execute(notebook: NotebookNode) -> NotebookNode:
 
 
 def write(notebook: NotebookNode, path: Path) -> None:
-    """Write an executed notebook so that the same outputs make the same file."""
+    """Write an executed notebook so that the same outputs make the same file. Raises SystemExit if a measured claim did not hold."""
+    said = [output.text for cell in notebook.cells for output in cell.get("outputs", []) if "text" in output]
+    if missed := [line for line in "".join(said).splitlines() if line.startswith(NOT_HERE)]:
+        raise SystemExit("\n".join([f"{path.name} is not written; build it again when the machine is idle", *missed]))
     notebook.metadata = nbformat.from_dict({"kernelspec": KERNEL, "language_info": {"name": "python"}})
     for cell in notebook.cells:
         if cell.cell_type == "code":

@@ -1,4 +1,4 @@
-"""What the notebooks share: a server to ask, a recording of what happened here, tables, captions, and the check of an exercise."""
+"""What the notebooks share: a server to ask, a recording of what happened here, tables, captions, claims, and the check of an exercise."""
 
 from __future__ import annotations
 
@@ -26,6 +26,12 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDED = ROOT / "trace" / "recorded"
+GPT2_TOKENS = {
+    0: "!", 30: "?", 257: " a", 345: " you", 389: " are", 640: " time", 995: " world", 1264: "201", 1374: " How", 2402: " upon",
+    5773: "asts", 7454: "Once", 15496: "Hello",
+}  # fmt: skip
+"""An excerpt of GPT-2's vocabulary (vocab.json), for what is said of it: the bundled model has a vocabulary of its own."""
+NOT_HERE = "does not hold in this run"
 warnings.filterwarnings("ignore", message="IProgress not found")  # of a progress bar that nothing here shows
 
 
@@ -146,6 +152,16 @@ def source(thing: Any, first: int | None = None, last: int | None = None) -> Non
     where = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path.name
     print(f"# {where}, line {start + (first or 1) - 1}")
     print("".join(lines[(first or 1) - 1 : last]).rstrip())
+
+
+def claim(sentence: str, holds: bool, measured: bool = False) -> None:
+    """Print a sentence about the run above, after looking whether it holds. Raises AssertionError if it does not.
+
+    What was `measured` in time may fail on a machine that is busy with something else; then the cell says so and goes on.
+    """
+    if not holds and not measured:
+        raise AssertionError(f"{NOT_HERE}: {sentence}")
+    print(f"holds: {sentence}" if holds else f"{NOT_HERE} (is the machine busy?): {sentence}")
 
 
 def check(yours: Callable[..., Any], real: Callable[..., Any], cases: Iterable[Sequence[Any]]) -> None:

@@ -30,7 +30,7 @@ class RequestModel(*mixins("stage02_server.features.hardening.fields:BoundedBody
     refused: ClassVar[str] = "request"  # the table of fields that are known and refused
     features: ClassVar[tuple[type[RequestFields], ...]] = ()  # whose fields the request has
 
-    model: Text | None = Field(default=None, description="A name that /v1/models tells; the served model if not given.")
+    model: Text | None = Field(default=None, description="A name that /v1/models lists; the served model if omitted.")
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
@@ -61,20 +61,22 @@ FEATURES = mixins(
 class SamplingRequest(*FEATURES, RequestModel):  # type: ignore[misc]
     """What completions and chats have in common. None means the default of `SamplingParams`."""
 
-    n: Int32 | None = Field(default=1, description="How many answers to each prompt.")
+    n: Int32 | None = Field(default=1, description="Number of answers to each prompt.")
     temperature: FiniteFloat | None = Field(default=None, description="0 takes the likeliest token each time.")
     top_p: FiniteFloat | None = Field(
-        default=None, description="Draw from the likeliest tokens up to this probability."
+        default=None, description="Sample from the likeliest tokens whose probabilities add up to this."
     )
     top_k: Int32 | None = Field(
-        default=None, description="Draw from so many of the likeliest tokens; 0 and -1 take all."
+        default=None, description="Sample from this many of the likeliest tokens; 0 and -1 mean all."
     )
-    frequency_penalty: FiniteFloat | None = Field(default=0.0, description="Per time that the answer has the token.")
-    presence_penalty: FiniteFloat | None = Field(default=0.0, description="Once for a token that the answer has.")
+    frequency_penalty: FiniteFloat | None = Field(
+        default=0.0, description="Lowers a token's logit each time it is used."
+    )
+    presence_penalty: FiniteFloat | None = Field(default=0.0, description="Lowers the logit of a used token once.")
     seed: Int64 | None = Field(default=None, description="The same seed gives the same answer, whatever else runs.")
     stop: Text | list[Text] | None = Field(default=None, description="Up to four texts; the answer ends before them.")
     request_id: RequestId | None = Field(
-        default=None, description="A part of the answer's id; X-Request-Id goes first."
+        default=None, description="Part of the answer's id; X-Request-Id takes precedence."
     )
     stream: bool | None = Field(default=False, description="Send the answer piece by piece, as server-sent events.")
     user: Text | None = Field(default=None, description="Accepted, and not used.")
@@ -115,7 +117,7 @@ class CompletionRequest(*COMPLETION_FEATURES, SamplingRequest):  # type: ignore[
     prompt: Text | TokenIds | Several[Text] | Several[TokenIds] | None = Field(
         default=None, description="A text, a list of token ids, or a list of either: each is a prompt of its own."
     )
-    max_tokens: Int64 | None = Field(default=16, description="Most tokens of an answer; null is 16 too.")
+    max_tokens: Int64 | None = Field(default=16, description="Maximum number of tokens of an answer; null is 16 too.")
     add_special_tokens: bool = Field(default=True, description="Add the tokens that the tokenizer puts around a text.")
 
     def prompts(self) -> list[str | list[int]]:
@@ -162,7 +164,7 @@ class ChatMessageParam(BaseModel):
 
     role: Text = Field(description="Who speaks: system, developer, user, assistant or tool.")
     content: Text | list[ContentPart | Text] | None = Field(default=None, description="A text, or a list of parts.")
-    name: Text | None = Field(default=None, description="Who of several speakers of this role.")
+    name: Text | None = Field(default=None, description="Name of the speaker, if several have this role.")
     tool_calls: list[MessageToolCall] | None = Field(default=None, description="The calls that this answer made.")
     tool_call_id: Text | None = Field(default=None, description="The call whose result this message is.")
     reasoning: Text | None = Field(default=None, description="What the model thought before it answered.")
@@ -193,7 +195,7 @@ class ChatCompletionRequest(*CHAT_FEATURES, ChatTemplateFields, SamplingRequest)
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessageParam], Field(fail_fast=True)] = Field(description="The oldest message first.")
-    max_tokens: Int64 | None = Field(default=None, description="Most tokens of an answer.")
+    max_tokens: Int64 | None = Field(default=None, description="Maximum number of tokens of an answer.")
     max_completion_tokens: Int64 | None = Field(default=None, description="OpenAI's newer name of max_tokens.")
     add_special_tokens: bool | None = Field(  # None: templates write them, a chat without a template gets them
         default=None, description="Add the tokens that the tokenizer puts around a text."

@@ -41,15 +41,13 @@ class ModelConfig(*mixins(_FEATURES + "logits_processor.flags:LogitsProcessors")
     load_format: str = option(
         "auto", "auto = safetensors; dummy = random weights, nothing is downloaded", ("auto", "safetensors", "dummy")
     )
-    seed: int = option(
-        0, "seed of the engine: random weights, and sampling of requests that bring no seed of their own"
-    )
+    seed: int = option(0, "seed of the engine: random weights, and sampling of requests without a seed of their own")
     generation_config: str = option(
         "auto",
         "where sampling defaults come from: auto = generation_config.json of the model, vllm = nowhere, or a folder",
     )
     override_generation_config: dict[str, Any] | None = option(
-        None, 'sampling defaults that go before those, as JSON: {"temperature": 0.5, "top_k": 20}'
+        None, 'sampling defaults that take precedence over those, as JSON: {"temperature": 0.5, "top_k": 20}'
     )
     default_sampling_params: dict[str, Any] | None = internal(None)  # computed from these two
     model_path: str | None = internal(None)  # resolved folder; None for dummy weights of a known shape
@@ -86,12 +84,12 @@ class SchedulerConfig(
 ):
     """How much one engine step may do."""
 
-    max_num_seqs: int = option(256, "most requests in one step", at_least=1)
+    max_num_seqs: int = option(256, "maximum number of requests in one step", at_least=1)
     max_num_batched_tokens: int = option(2048, "token budget of one step", at_least=1)
     enable_chunked_prefill: bool = option(True, "split a prompt over several steps when it does not fit the budget")
     long_prefill_token_threshold: int = option(
         0,
-        "most tokens that one request gets in a step while others are there, so that a long prompt leaves room; 0 = off",
+        "maximum number of tokens that one request gets in a step while there are others, so that a long prompt leaves room; 0 = off",
         at_least=0,
     )
     stream_interval: int = option(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -175,6 +176,28 @@ def test_trace_stays_pythons_own_module() -> None:
     code = "import trace, stagetrace; print(trace.Trace, stagetrace.trace.on)"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert result.stdout.strip() == "<class 'trace.Trace'> False"
+
+
+HOSTED = re.compile(
+    r"(?:github\.com|githubusercontent\.com|colab\.research\.google\.com|gitlab\.com|bitbucket\.org|huggingface\.co)[/:]+[\w./-]*",
+    re.I,
+)
+OTHERS = ("github.com/guidance-ai/llguidance",)
+"""Addresses of other projects that our texts point to. A new one is added here by somebody who looked at who owns it."""
+
+
+def test_no_address_that_somebody_else_could_take() -> None:
+    """The project has no address of its own: whoever registered one that stands here would run code on a reader's machine."""
+    wrong = []
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.decode()
+    for name in filter(None, listed.split("\0")):
+        text = (ROOT / name).read_bytes().decode("utf-8", "ignore") if (ROOT / name).is_file() else ""
+        found = [address for address in HOSTED.findall(text) if not address.lower().startswith(OTHERS)]
+        found += re.findall(
+            r"pip3? install [^\n`]*?['\" ]vllm-in-stages\b", text
+        )  # the name on the package index is not ours
+        wrong += [f"{name}: {address}" for address in found if name != "tests/test_house.py"]
+    assert not wrong
 
 
 def test_top_level_is_the_card() -> None:

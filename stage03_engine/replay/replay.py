@@ -168,7 +168,7 @@ class Replay:
         """Let the scheduler decide; None when it decides otherwise than recorded."""
         if not step.decided:
             raise TraceError(
-                f"step {step.step} has no decision: it was recorded with a scheduler of the user's own that tells no events"
+                f"step {step.step} has no decision: it was recorded with a scheduler of the user's own that emits no events"
             )
         before = self._snapshot()
         if "grammar" in self._hooks:

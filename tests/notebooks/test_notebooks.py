@@ -6,6 +6,7 @@ import ast
 import json
 import re
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import nbformat
@@ -14,6 +15,7 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT / "notebooks"))
 import build  # noqa: E402
+import lab  # noqa: E402
 
 SOURCES = build.sources()
 EACH = pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
@@ -52,6 +54,8 @@ def test_the_committed_notebook_has_outputs_and_no_errors(source: Path) -> None:
     assert path.stat().st_size < MAX_BYTES
     text = json.dumps(outputs)
     assert "PASS: the same as" in text and "FAIL on case" not in text
+    assert "holds: " in text and lab.NOT_HERE not in text
+    assert "Falling back" not in text and "Warning" not in text
     assert not re.search(r"/(home|root|work)/|/tmp/[a-z]\w*/(?!stages-)", text), "a path of some machine"
 
 
@@ -67,6 +71,46 @@ def test_a_reader_finds_question_prediction_and_exercise(source: Path) -> None:
         if "predict" in cell.metadata.get("tags", []):
             assert cell.source.startswith("> **Predict.**")
     assert re.search(r"`(v1|entrypoints|engine|model_executor|utils)[/.]", "\n".join(c.source for c in cells))
+
+
+DESCRIPTIONS = re.findall(r"^\| (\*[^*|]+\*) \|", (build.FOLDER / "MAP.md").read_text(encoding="utf-8"), re.M)
+
+
+@EACH
+def test_what_is_often_said_names_who_says_it_and_is_looked_at(source: Path) -> None:
+    """Each entry of such a list names a description of the map; the next cell has a claim for each."""
+    cells = build.read_source(source).cells
+    assert len(DESCRIPTIONS) == 5
+    for cell, claims in pairwise(cells):
+        if "**What is often said**" in cell.source:
+            entries = re.split(r"^> - ", cell.source, flags=re.M)[1:]
+            assert entries and not [entry for entry in entries if not any(name in entry for name in DESCRIPTIONS)]
+            assert claims.source.count("lab.claim(") == len(entries)
+            assert "(MAP.md)" in cell.source
+
+
+def test_a_claim_that_does_not_hold_is_noticed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    lab.claim("two is more than one", 2 > 1)
+    assert capsys.readouterr().out == "holds: two is more than one\n"
+    with pytest.raises(AssertionError, match="does not hold in this run: one is more than two"):
+        lab.claim("one is more than two", 1 > 2)
+    lab.claim(
+        "it was fast", False, measured=True
+    )  # on a busy machine: the reader's notebook goes on, a built one is not written
+    output = nbformat.v4.new_output("stream", name="stdout", text=capsys.readouterr().out)
+    cell = nbformat.v4.new_code_cell("", outputs=[output])
+    with pytest.raises(SystemExit, match="is the machine busy.*it was fast"):
+        build.write(nbformat.v4.new_notebook(cells=[cell]), tmp_path / "x.ipynb")
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_the_project_the_first_cell_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    exec(build.SETUP, {})
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r"make notebooks.*pip install.*--editable '\.\[notebooks\]'"):
+        exec(build.SETUP, {})
 
 
 def defined(path: Path) -> set[str]:

@@ -15,6 +15,7 @@ from patience import PATIENCE
 from stagetrace import Event, Recording, Run, read_run
 from stagetrace.check.difference import StepFacts, compare
 from stagetrace.errors import TraceError
+from stagetrace.figures.style import KINDS, request_look
 from stagetrace.player import data, page, show
 from stagetrace.player.data import page_data, short_names
 
@@ -261,6 +262,23 @@ def test_a_quiet_page_for_who_wants_one(opened: Any) -> None:
         player = opened(RECORDED / "mixed", reduced_motion=motion)
         player.read(sent)
         assert player.page.evaluate(animation) == expected
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_has_the_colours_of_the_figures(opened: Any, scheme: str) -> None:
+    player = opened(RECORDED / "preemption", color_scheme=scheme)
+    border = "kind => getComputedStyle(document.querySelector(`.legend .t-${kind}`)).borderTopColor"
+    for kind in ("prefill", "decode", "preempted"):
+        assert player.page.evaluate(border, kind) == rgb(KINDS[kind].face)
+    player.read(600)
+    stripes = "[...document.querySelectorAll('.rows [data-request]')].map(e => [Number(e.dataset.id.match(/r(\\d+)/)[1]), getComputedStyle(e).borderLeftColor])"
+    found = player.page.evaluate(stripes)
+    assert len(found) > 3 and found == [[place, rgb(request_look(place).face)] for place, _ in found]
+
+
+def rgb(colour: str) -> str:
+    """`#0072b2` as a browser writes it."""
+    return f"rgb({', '.join(str(int(colour[i : i + 2], 16)) for i in (1, 3, 5))})"
 
 
 CONTRAST = """() => {

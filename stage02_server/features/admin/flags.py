@@ -28,7 +28,7 @@ class AdminFlags:
         "prompt tokens of requests without a first output, from which on a request is refused with 503 and Retry-After; no "
         "limit if not given",
     )
-    enable_log_requests: bool = option(False, "a log line per prompt, with its text and its sampling parameters")
+    enable_log_requests: bool = option(False, "log each prompt, with its text and its sampling parameters")
     max_log_len: int | None = option(None, "most characters and token ids of a prompt in the log; all if not given")
 
     def check(self) -> None:

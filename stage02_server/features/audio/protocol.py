@@ -37,7 +37,7 @@ class TranscriptionRequest(RequestModel):
     timestamp_granularities: list[Literal["segment", "word"]] = Field(
         default=[],
         alias="timestamp_granularities[]",
-        description="segment, word, or both: whose times to tell, with verbose_json.",
+        description="segment, word, or both: which time stamps verbose_json contains.",
     )
     temperature: FiniteFloat = Field(
         default=0.0, description="0 takes the likeliest token each time; higher values draw more freely."
@@ -48,7 +48,7 @@ class TranscriptionRequest(RequestModel):
     top_k: Int32 = Field(default=0, description="Draw only from so many of the likeliest tokens; 0 and -1 take all.")
     min_p: FiniteFloat = Field(
         default=0.0,
-        description="Draw only from tokens that have at least this share of the likeliest one's probability.",
+        description="Sample only tokens with at least this share of the likeliest token's probability.",
     )
     frequency_penalty: FiniteFloat = Field(
         default=0.0, description="Above 0: a token becomes less likely each time that the answer has it."

@@ -27,7 +27,7 @@ class ChatTemplateKwargs(RequestFields):
         default=None, description="Texts that the chat template may show to the model."
     )
     reasoning_effort: Text | None = Field(
-        default=None, description="How much the model shall think; the chat template sees it."
+        default=None, description="How much the model should think; the chat template sees it."
     )
 
 
@@ -39,7 +39,7 @@ class Continuation(RequestFields):
     add_generation_prompt: bool | None = Field(
         default=True, description="End the prompt with the beginning of an answer."
     )
-    continue_final_message: bool | None = Field(default=False, description="The answer goes on with the last message.")
+    continue_final_message: bool | None = Field(default=False, description="The answer continues the last message.")
 
     async def hook(
         self, serving: OpenAIServing, requests: EngineRequests, prompts: list[str | list[int]], receive: Receive

@@ -34,7 +34,7 @@ class HardeningFlags:
         60, "seconds that a client has to send the body, and one more per 8 KiB of it (408 beyond); 0 = no limit"
     )
     response_stall_timeout: float = option(
-        120, "seconds after which a client that reads nothing of an answer that waits for it is cut off; 0 = no limit"
+        120, "seconds after which a client that has stopped reading its answer is disconnected; 0 = no limit"
     )
     h11_max_incomplete_event_size: int = option(4194304, "most bytes of a request's header (431 beyond)")
     h11_max_header_count: int = option(256, "most fields of a request's header (431 beyond)")

@@ -33,7 +33,7 @@ class CompletionLogprobs(LogprobsFields):
 
     logprobs: Int32 | None = Field(
         default=None,
-        description="The log-probability of each token, and of so many of the likeliest ones in its place.",
+        description="Return the log probability of each token, and of this many of the likeliest tokens in its place.",
     )
 
     def apply(self, params: dict[str, Any]) -> None:
@@ -54,9 +54,9 @@ class CompletionLogprobs(LogprobsFields):
 class ChatLogprobs(LogprobsFields):
     """The form of chats."""
 
-    logprobs: bool | None = Field(default=False, description="Tell the log-probability of each token.")
+    logprobs: bool | None = Field(default=False, description="Return the log probability of each token.")
     top_logprobs: Int32 | None = Field(
-        default=None, description="With logprobs: those of so many of the likeliest tokens as well."
+        default=None, description="With logprobs: also those of this many of the likeliest tokens."
     )
 
     def apply(self, params: dict[str, Any]) -> None:

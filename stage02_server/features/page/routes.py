@@ -62,7 +62,7 @@ async def show_page(raw_request: Request) -> Response:
 @router.get("/v1/engine/events")
 async def stream_engine_events(raw_request: Request) -> Response:
     """What the scheduler decides, as server-sent events, one trace event each, its present state first. No prompts, no
-    tokens. The engine tells nothing while nobody listens."""
+    tokens. The engine emits nothing while no client listens."""
     if not is_there("stage03_engine.frontend.features.engine_watch"):
         raise not_found("The live view is not installed: the engine's front end has no engine_watch.")
     from stage03_engine.frontend.features.engine_watch import EngineWatch, WatchError

@@ -9,8 +9,8 @@ from stage03_engine.config import option
 
 @dataclass(frozen=True)
 class MetricsFlags:
-    """What answers tell of their times."""
+    """Whether answers report how long they waited and took."""
 
     enable_per_request_metrics: bool = option(
-        False, "tell in `metrics` of each answer how long it waited and took; in a stream with the usage"
+        False, "report in `metrics` how long each answer waited and took; in a stream, with the usage"
     )

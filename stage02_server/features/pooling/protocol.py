@@ -21,7 +21,7 @@ class PoolingBase(RequestModel):
     refused: ClassVar[str] = "pooling"
 
     truncate_prompt_tokens: Int64 | None = Field(
-        default=None, description="Cut a longer prompt to so many tokens; -1: to what the context holds."
+        default=None, description="Truncate a longer prompt to this many tokens; -1: to the length of the context."
     )
     truncation_side: Literal["left", "right"] | None = Field(
         default=None, description="Which side of the prompt is cut off."

@@ -297,10 +297,10 @@ class TextConfig(BaseModel):
 
 
 class ReasoningConfig(BaseModel):
-    """The field `reasoning`: how much thinking the chat template is to ask for. Nobody writes summaries of it."""
+    """The field `reasoning`: how much thinking the chat template is to ask for. No summary of the reasoning is written."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
-        default=None, description="How much the model shall think; the chat template sees it."
+        default=None, description="How much the model should think; the chat template sees it."
     )
     summary: Literal["auto", "concise", "detailed"] | None = Field(
         default=None, description="Summaries are not written."
@@ -320,14 +320,14 @@ class ResponsesRequest(*mixins(BEAM_SEARCH), SamplingRequest):  # type: ignore[m
     )
     store: bool | None = Field(default=True, description="Keep the response for later requests.")
     background: bool | None = Field(
-        default=False, description="Answer at once, and work on; GET tells when it is done."
+        default=False, description="Answer at once and go on working; GET reports when it is done."
     )
     max_output_tokens: Int64 | None = Field(
         default=None, description="Most tokens of the answer, its reasoning included."
     )
     include: list[Include] | None = Field(default=None, description="What the answer shall hold besides.")
     top_logprobs: Int32 | None = Field(
-        default=0, description="With logprobs: those of so many of the likeliest tokens as well."
+        default=0, description="With logprobs: also those of this many of the likeliest tokens."
     )
     text: TextConfig | None = Field(default=None, description="What form the text of the answer has.")
     tools: Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
@@ -341,7 +341,7 @@ class ResponsesRequest(*mixins(BEAM_SEARCH), SamplingRequest):  # type: ignore[m
         default=None, description="Most calls of tools that the server runs; it runs none."
     )  # OpenAI counts built-in tools here; there are none
     reasoning: ReasoningConfig | None = Field(default=None, description="How much the model shall think.")
-    include_reasoning: bool = Field(default=True, description="Tell what --reasoning-parser takes for reasoning.")
+    include_reasoning: bool = Field(default=True, description="Return the reasoning that --reasoning-parser finds.")
     chat_template_kwargs: dict[Text, Any] | None = Field(default=None, description="Variables for the chat template.")
     truncation: Literal["auto", "disabled"] | None = Field(
         default="disabled", description='With "auto", a prompt that is too long loses its beginning.'

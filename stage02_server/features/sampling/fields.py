@@ -24,11 +24,9 @@ _SAME_NAME = (
 class RepetitionDetection(BaseModel):
     """When an output that repeats itself ends."""
 
-    max_pattern_size: Int32 = Field(default=0, description="Tokens of the longest circle to look for.")
-    min_pattern_size: Int32 = Field(default=0, description="Tokens of the shortest circle to look for.")
-    min_count: Int32 = Field(
-        default=0, description="How many times the same tokens must have come one after the other."
-    )
+    max_pattern_size: Int32 = Field(default=0, description="Number of tokens of the longest pattern to look for.")
+    min_pattern_size: Int32 = Field(default=0, description="Number of tokens of the shortest pattern to look for.")
+    min_count: Int32 = Field(default=0, description="How many times in a row the pattern must occur.")
 
 
 class SamplingFields(RequestFields):
@@ -36,40 +34,41 @@ class SamplingFields(RequestFields):
 
     min_p: FiniteFloat | None = Field(
         default=None,
-        description="Draw only from tokens that have at least this share of the likeliest one's probability.",
+        description="Sample only tokens with at least this share of the likeliest token's probability.",
     )
     repetition_penalty: FiniteFloat | None = Field(
         default=None, description="Above 1: tokens of the prompt and of the answer become less likely."
     )
     logit_bias: dict[Text, FiniteFloat] | None = Field(
         default=None,
-        description="Token id to a number that is added to its logit; -100 forbids it, 100 all but forces it.",
+        description="Maps a token id to a number that is added to its logit; -100 forbids the token, 100 all but forces it.",
     )
-    allowed_token_ids: list[Int64] | None = Field(default=None, description="Nothing but these tokens may be written.")
-    bad_words: list[Text] | None = Field(default=None, description="Words that may not be written.")
-    min_tokens: Int64 | None = Field(default=0, description="Before so many tokens the answer does not end.")
+    allowed_token_ids: list[Int64] | None = Field(default=None, description="The answer may contain only these tokens.")
+    bad_words: list[Text] | None = Field(default=None, description="Words that the answer must not contain.")
+    min_tokens: Int64 | None = Field(default=0, description="The answer has at least this many tokens.")
     stop_token_ids: list[Int64] | None = Field(default=None, description="Tokens that end the answer.")
-    include_stop_str_in_output: bool = Field(default=False, description="Leave the text that ended the answer in it.")
-    ignore_eos: bool = Field(default=False, description="Write on behind the end-of-text token.")
+    include_stop_str_in_output: bool = Field(
+        default=False, description="Keep the stop string at the end of the answer."
+    )
+    ignore_eos: bool = Field(default=False, description="Continue past the end-of-text token.")
     skip_special_tokens: bool | None = Field(
         default=True, description="Leave tokens such as the end of text out of the answer."
     )
     spaces_between_special_tokens: bool | None = Field(default=True, description="Put spaces between special tokens.")
     truncate_prompt_tokens: Int64 | None = Field(
-        default=None, description="Cut a longer prompt to so many tokens; -1: to what the context holds."
+        default=None, description="Truncate a longer prompt to this many tokens; -1: to the length of the context."
     )
     truncation_side: Literal["left", "right"] | None = Field(
         default=None, description="Which side of the prompt is cut off."
     )
     stream_interval: Int32 | None = Field(default=None, description="Tokens from one chunk of the stream to the next.")
-    best_of: Int32 | None = Field(
-        default=None, description="So many answers are made, and the n likeliest of them returned."
-    )
+    best_of: Int32 | None = Field(default=None, description="Generate this many answers and return the n likeliest.")
     repetition_detection: RepetitionDetection | None = Field(
-        default=None, description="End an answer that goes round in circles."
+        default=None, description="End an answer that repeats itself."
     )
     logprob_token_ids: list[Int64] | None = Field(
-        default=None, description="With logprobs: tell those of these tokens instead of the likeliest ones'."
+        default=None,
+        description="With logprobs: report the log probabilities of these tokens instead of the likeliest ones.",
     )
     vllm_xargs: dict[Text, Scalar | list[Scalar]] | None = Field(
         default=None, description="Values for logits processors of your own."

@@ -21,13 +21,15 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="allow")  # ignored, but counted as given
 
     include_usage: bool | None = Field(default=False, description="End the stream with the number of tokens.")
-    continuous_usage_stats: bool | None = Field(default=False, description="Tell the number of tokens in every chunk.")
+    continuous_usage_stats: bool | None = Field(
+        default=False, description="Report the number of tokens in every chunk."
+    )
 
 
 class StreamUsageFields(RequestFields):
     """`continuous_usage_stats` has no effect in a stream that does not end with the usage."""
 
-    stream_options: StreamOptions | None = Field(default=None, description="What a stream tells beside the text.")
+    stream_options: StreamOptions | None = Field(default=None, description="What a stream reports besides the text.")
 
     def apply(self, params: dict[str, Any]) -> None:
         """Raises InvalidRequestError for options without a stream. `{}` asks for nothing, and is fine without one."""

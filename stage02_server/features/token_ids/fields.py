@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 class ReturnTokenIds(RequestFields):
     """In a stream the prompt's come once per answer, with its first chunk."""
 
-    return_token_ids: bool | None = Field(default=False, description="Tell the token ids of the prompt and the answer.")
+    return_token_ids: bool | None = Field(
+        default=False, description="Return the token ids of the prompt and the answer."
+    )
 
     async def hook(
         self, serving: OpenAIServing, requests: EngineRequests, prompts: list[str | list[int]], receive: Receive
@@ -30,7 +32,9 @@ class ReturnTokenIds(RequestFields):
 class ReturnPromptText(RequestFields):
     """Of chats."""
 
-    return_prompt_text: bool | None = Field(default=False, description="Tell what the template made of the messages.")
+    return_prompt_text: bool | None = Field(
+        default=False, description="Return the prompt that the template made of the messages."
+    )
 
     async def hook(
         self, serving: OpenAIServing, requests: EngineRequests, prompts: list[str | list[int]], receive: Receive

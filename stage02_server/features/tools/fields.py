@@ -70,7 +70,7 @@ class ToolFields(RequestFields):
         default=None, description="none, auto, required, or one function by its name."
     )
     parallel_tool_calls: bool | None = Field(default=True, description="Whether an answer may have more than one call.")
-    include_reasoning: bool = Field(default=True, description="Tell what --reasoning-parser takes for reasoning.")
+    include_reasoning: bool = Field(default=True, description="Return the reasoning that --reasoning-parser finds.")
 
     @property
     def forces_call(self) -> bool:

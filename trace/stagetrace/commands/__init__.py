@@ -25,7 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "why": ("stagetrace.commands.why", "why a request waited, was preempted, or got what it got in a step"),
     "diff": ("stagetrace.commands.diff", "the first difference between two recordings"),
-    "check": ("stagetrace.commands.check", "is the recording consistent, and what is missing?"),
+    "check": ("stagetrace.commands.check", "whether the recording is consistent, and what is missing"),
     "export": ("stagetrace.commands.export", "Perfetto, OpenTelemetry, CSV, or one HTML page"),
     "figure": ("stagetrace.commands.figure", "draw a recording, or print the same as a table"),
 }

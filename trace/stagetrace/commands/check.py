@@ -1,4 +1,4 @@
-"""`check RUN`: is the recording consistent, and what is missing?"""
+"""`check RUN`: whether the recording is consistent, and what is missing"""
 
 from __future__ import annotations
 

@@ -55,7 +55,9 @@ def _otlp(recording: Recording, target: str) -> None:
     try:
         from stagetrace.export import otlp
     except ImportError as error:
-        raise TraceError(f"OTLP needs opentelemetry ({error}): pip install 'vllm-in-stages[trace]'") from error
+        raise TraceError(
+            f"OTLP needs opentelemetry ({error}): pip install --editable '.[trace]' in the project's folder adds it"
+        ) from error
     if "://" in target:
         otlp.send(recording, target)
     else:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from stagetrace.figures.style import KINDS, request_look
 from stagetrace.player.data import page_data
 from stagetrace.read.reader import Recording, Run
 
@@ -29,13 +30,20 @@ def page(recording: str | Path | Recording | Run, compare: str | Path | Recordin
     parts = {
         "TITLE": html.escape(" and ".join(run["title"] for run in data)),
         "SCRIPT_HASH": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        "STYLE": _template("player.css"),
+        "STYLE": _colours() + _template("player.css"),
         "DATA": _harmless(msgspec.json.encode(data, enc_hook=str).decode()),
         "SCRIPT": script,
     }
     text = _template("player.html")
     pieces = text.split("@@")  # text, NAME, text, NAME, ...: what a client wrote is never looked at again
     return "".join(parts[piece] if place % 2 else piece for place, piece in enumerate(pieces))
+
+
+def _colours() -> str:
+    """The figures' colours: a request, and what it does, look the same there and here."""
+    colours = {kind: KINDS[kind].face for kind in ("prefill", "decode", "preempted")}
+    colours |= {f"hue-{place}": request_look(place).face for place in range(7)}
+    return f":root {{ {' '.join(f'--{name}: {colour};' for name, colour in colours.items())} }}\n"
 
 
 def _template(name: str) -> str:

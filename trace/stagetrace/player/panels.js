@@ -16,7 +16,7 @@ function make(tag, attributes = {}, ...children) {
 }
 
 const counted = (n, word) => `${n} ${word}${n === 1 ? "" : "s"}`;
-const hue = (req) => `var(--hue-${req % 8})`; // colours repeat: the name is what tells requests apart
+const hue = (req) => `var(--hue-${req % 7})`; // colours repeat: the name is what tells requests apart
 
 function timeText(us) {
   return us < 1000 ? `${us} µs` : us < 1e6 ? `${(us / 1000).toFixed(3)} ms` : `${(us / 1e6).toFixed(6)} s`;

@@ -15,7 +15,7 @@ class StructuredOutputsConfig:
 
     grammar_cache_size: int = option(
         32,
-        "most grammars at once; those that no request uses any more stay compiled until their place is needed",
+        "maximum number of compiled grammars; unused ones stay compiled until their place is needed",
         at_least=1,
     )
     grammar_compile_seconds: float = option(
@@ -25,7 +25,7 @@ class StructuredOutputsConfig:
         0.5, "seconds that a step waits for one grammar to find the tokens that may follow; then its request ends"
     )
     disable_any_whitespace: bool = option(
-        False, "write JSON in one line: a small model may else fill its answer with spaces"
+        False, "write JSON in one line: otherwise a small model may fill its answer with spaces"
     )
     grammar_memory_bytes: int = option(
         512 * 1024**2, "bytes that compiling one grammar may take (enforced on Linux)", at_least=1
