@@ -20,12 +20,14 @@ sum (log-sum-exp), and `_reduce_splits` weighs the parts by these.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from stage04_kernels.attention import AttentionMetadata
+from stage04_kernels.sampler import to_device
 from stage04_kernels.triton_kernels.tiles import DEFAULT_TILES, AttentionTiles, Tile, next_power_of_2, num_programs
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -199,8 +201,9 @@ def plan_tiles(metadata: AttentionMetadata, tokens_per_tile: int) -> tuple[Tenso
         for first in range(0, starts[request + 1] - starts[request], tokens_per_tile):
             requests.append(request)
             firsts.append(first)
-    both = torch.tensor([requests, firsts], dtype=torch.int32).to(metadata.block_table.device, non_blocking=True)
-    return both[0], both[1]
+    tiles = np.array([requests, firsts], dtype=np.int32)
+    request, first = to_device([tiles[0], tiles[1]], metadata.block_table.device)
+    return request, first
 
 
 def choose_num_splits(num_tiles: int, num_kv_heads: int, metadata: AttentionMetadata, tiles: AttentionTiles) -> int:

@@ -277,7 +277,8 @@ def sample_triton(
         penalty_row = torch.full_like(tokens, -1)
         penalty_row[penalties.rows] = torch.arange(len(penalties.rows), device=logits.device)
         in_prompt, counts = penalties.in_prompt.to(torch.int8).contiguous(), penalties.output_counts.contiguous()
-        repetition, frequency, presence = penalties.repetition, penalties.frequency, penalties.presence
+        factors = (penalties.repetition, penalties.frequency, penalties.presence)
+        repetition, frequency, presence = (factor.contiguous() for factor in factors)
     if num_rows:
         _sample[(num_rows,)](
             tokens, logits, temperature, top_k, top_p, min_p, seeds, positions,
@@ -289,7 +290,5 @@ def sample_triton(
 
 def draw(logits: Tensor, metadata: SamplingMetadata, penalties: Penalties | None) -> Tensor:
     """Penalties, transforms and draws of all rows in one kernel: logits [num_rows, vocab] -> [num_rows] int64."""
-    signed = [seed - (1 << 64) if seed >= 1 << 63 else seed for seed in metadata.seeds]
-    seeds, positions = (torch.tensor(x, dtype=torch.int64).to(logits.device) for x in (signed, metadata.positions))
     transforms = (metadata.top_k, metadata.top_p, metadata.min_p)
-    return sample_triton(logits, metadata.temperature, seeds, positions, *transforms, penalties=penalties)
+    return sample_triton(logits, metadata.temperature, *metadata.noise_keys, *transforms, penalties=penalties)
