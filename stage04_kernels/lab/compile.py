@@ -216,7 +216,8 @@ def compile_variant(variant: Variant, chip: Chip, full: bool = False) -> Resourc
     result = compile_source(variant, chip, "aligned", to_the_end=True)
     for arguments, said in (("ones", "integers at 1"), ("unaligned", "unaligned"))[: 2 if full else 1]:
         other = compile_source(variant, chip, arguments, to_the_end=full)
-        found = other.error or (f"spills {other.spilled_bytes} bytes" if other.spilled_bytes > 0 else "")
+        spills = other.spilled_bytes > 0 and arguments == "ones"  # without wide loads there is no budget
+        found = other.error or (f"spills {other.spilled_bytes} bytes" if spills else "")
         if found:
             result.problems.append(f"{said}: {found}")
             result.with_ones = "no" if arguments == "ones" else result.with_ones
