@@ -24,20 +24,21 @@ from stage04_kernels.sampler import apply_min_p, apply_temperature, apply_top_k,
 from stage04_kernels.triton_kernels import kv_write, layers, logprobs, paged_attention, sampler
 from stage04_kernels.triton_kernels.tiles import ATTENTION_TILES, INTERPRETED, AttentionTiles
 
-MIXED: dict[str, Any] = {"query_lens": [1, 20, 1, 1, 9], "computed": [37, 0, 0, 90, 23]}
+TWO: dict[str, Any] = {"num_heads": 2, "num_kv_heads": 2}  # a program per head: two show the stride between them
+MIXED: dict[str, Any] = {"query_lens": [1, 20, 1, 1, 9], "computed": [37, 0, 0, 90, 23], **TWO}
 SHAPES: dict[str, list[dict[str, Any]]] = {
-    "mixed, any order": [MIXED, {"query_lens": [12, 1, 3], "computed": [50, 64, 0], "block_size": 8}],
+    "mixed, any order": [MIXED, {"query_lens": [12, 1, 3], "computed": [50, 64, 0], "block_size": 8, **TWO}],
     "block edge +-1": [
-        {"query_lens": [1] * 6, "computed": [14, 15, 16, 30, 31, 32]},
-        {"query_lens": [15, 16, 17], "computed": [0, 0, 1]},
+        {"query_lens": [1] * 6, "computed": [14, 15, 16, 30, 31, 32], **TWO},
+        {"query_lens": [15, 16, 17], "computed": [0, 0, 1], **TWO},
     ],
     "GQA and MQA": [{"query_lens": [1, 10], "computed": [20, 6], "num_heads": h, "num_kv_heads": n}
                     for h, n in ((8, 4), (8, 1), (6, 2), (7, 1))],
     "head sizes": [{"query_lens": [1, 5], "computed": [20, 3], "num_heads": 2, "num_kv_heads": 1, "head_dim": n}
                    for n in (32, 64, 80, 128, 256)],
-    "block sizes": [{"query_lens": [1, 9], "computed": [140, 23], "block_size": n} for n in (1, 8, 32, 128)],
-    "longest context": [{"query_lens": [1, 2], "computed": [1023, 700], "num_heads": 2, "num_kv_heads": 2}],
-    "shared blocks, padding": [{"query_lens": [1, 9, 1], "computed": [64, 48, 33], "num_shared": 3, "num_padding": 3}],
+    "block sizes": [{"query_lens": [1, 9], "computed": [140, 23], "block_size": n, **TWO} for n in (1, 8, 32, 128)],
+    "longest context": [{"query_lens": [1, 2], "computed": [1023, 700], **TWO}],
+    "shared blocks, padding": [{"query_lens": [1, 9, 1], "computed": [64, 48, 33], "num_shared": 3, "num_padding": 3, **TWO}],
     "sliding window": [{**MIXED, "window": n} for n in (1, 16, 30)],
 }  # fmt: skip
 

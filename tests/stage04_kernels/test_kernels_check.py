@@ -39,6 +39,19 @@ def test_check_passes_and_traces_each_row(tmp_path: Path) -> None:
     assert run.named("run.start")[0].args["seed"] == 7
 
 
+def test_a_machine_with_torch_triton_and_numpy_alone_runs_the_commands() -> None:
+    """(`compile` runs there in test_triton_compile.py.)"""
+    bare = [sys.executable, str(Path(__file__).parent / "bare_machine.py")]
+    results = {}
+    for words in ("check --only layers", "bench", "roofline", "check --trace x"):
+        done = subprocess.run([*bare, *words.split()], capture_output=True, text=True, timeout=PATIENCE)
+        assert "Traceback" not in done.stderr, done.stderr
+        results[words] = (done.returncode, done.stderr.strip())
+    assert results["check --only layers"] == results["roofline"] == (0, "")
+    assert results["bench"][0] == 2 and "numba" in results["bench"][1]
+    assert results["check --trace x"][0] == 2 and "needs the whole project" in results["check --trace x"][1]
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -69,7 +82,9 @@ def wrong_attention(*arguments: Any) -> torch.Tensor:
 def test_a_wrong_backend_makes_the_check_fail(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A backend whose output is one per cent too large."""
+    """A backend whose output is one per cent too large. (The other right ones are in the whole table, above.)"""
+    for name in ("cpu", "batch_invariant"):
+        monkeypatch.delitem(BACKENDS, name)
     monkeypatch.setitem(BACKENDS, "wrong", f"{__name__}:wrong_attention")
     threads = torch.get_num_threads()
     try:

@@ -6,8 +6,6 @@ and the first one with logprobs would each wait, and all others with them.
 
 from __future__ import annotations
 
-from itertools import product
-
 import torch
 
 from stage03_engine.core.features.memory_profile import dummy_inputs, sampling_settings
@@ -35,6 +33,7 @@ def warm_up(runner: ModelRunner) -> None:
         runner.model(inputs.input_ids, inputs.positions, kv_caches, inputs.metadata)
     vocab = runner.config.shape.vocab_size
     logits = torch.zeros(1, vocab, device=runner.device)
-    for filtered, penalised, num_logprobs in product((False, True), (False, True), (None, 0, 1)):
+    draws = [(filtered, penalised, None) for filtered in (False, True) for penalised in (False, True)]
+    for filtered, penalised, num_logprobs in (*draws, (False, False, 0), (False, False, 1)):
         metadata = sampling_settings(1, vocab, runner.device, filtered, penalised, num_logprobs)
         sample(logits, metadata, runner.config.device_config.attention_backend)
