@@ -21,7 +21,7 @@ from stage04_kernels.lab.check_row import Row
 from stage04_kernels.lab.tolerances import EXACT, TOLERANCES
 from stage04_kernels.logits_processors import Penalties, apply_penalties
 from stage04_kernels.sampler import apply_min_p, apply_temperature, apply_top_k, apply_top_p, gather_logprobs
-from stage04_kernels.triton_kernels import kv_write, layers, logprobs, paged_attention, sampler
+from stage04_kernels.triton_kernels import kv_write, layers, logprobs, one_head, paged_attention, sampler
 from stage04_kernels.triton_kernels.tiles import ATTENTION_TILES, INTERPRETED, AttentionTiles
 
 TWO: dict[str, Any] = {"num_heads": 2, "num_kv_heads": 2}  # a program per head: two show the stride between them
@@ -79,6 +79,20 @@ def _attend(case: AttentionCase, tiles: AttentionTiles, row: Row, num_splits: in
         there.query, there.kv_cache, there.metadata, case.scale, case.window, num_splits=num_splits, tiles=tiles
     )
     row.compare(out.cpu(), slow)
+
+
+def check_one_head(seed: int) -> Iterator[Row]:
+    """The kernel that explains the others."""
+    row = Row("attend_one_head", "paged_attention_reference", TOLERANCES[torch.float32])
+    for num_tokens in (1, 16, 37):
+        case = make_attention_case([num_tokens], [0], num_heads=1, num_kv_heads=1, seed=seed)
+        write_kv_reference(case.key, case.value, case.kv_cache, case.metadata.slot_mapping)
+        slow = paged_attention_reference(case.query, case.kv_cache, case.metadata, case.scale)
+        there = on_device(case)
+        keys, values = (cache.squeeze(2).contiguous() for cache in there.kv_cache)
+        query = there.query.squeeze(1).contiguous()
+        row.compare(one_head.attend_one_head(query, keys, values, there.metadata.block_table[0]).cpu(), slow.squeeze(1))
+    yield row
 
 
 def check_attention_triton(seed: int) -> Iterator[Row]:
@@ -226,6 +240,7 @@ def draw_slowly(
 
 
 CHECKS: list[Callable[[int], Iterator[Row]]] = [
+    check_one_head,
     check_attention_triton,
     check_kv_triton,
     check_layers_triton,

@@ -24,7 +24,7 @@ from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 
-from stage04_kernels.triton_kernels import kv_write, layers, logprobs, paged_attention, sampler
+from stage04_kernels.triton_kernels import kv_write, layers, logprobs, one_head, paged_attention, sampler
 from stage04_kernels.triton_kernels.tiles import NARROW
 
 POINTERS = {"f32": "*fp32", "bf16": "*bf16", "f16": "*fp16", "i32": "*i32", "i64": "*i64", "i8": "*i8"}
@@ -138,6 +138,9 @@ def attention_variants(dtype: str = "bf16") -> Iterator[Variant]:
     yield _attention_variant("prefill 128, window", 128, 4, 512, has_window=True, dtype=dtype)
     yield _attention_variant("decode 128, 4 heads share", 128, 4, 1, dtype=dtype)
     yield _attention_variant("split decode 128, 4 heads share", 128, 4, 1, num_splits=16, dtype=dtype)
+    types = dict.fromkeys(("query_ptr", "key_ptr", "value_ptr", "out_ptr"), "x") | {"block_table_ptr": "i32"}
+    sizes = {"DIM": 64, "ROWS": 16, "KEYS": 16}
+    yield Variant("one head 64, the explanation", one_head._one_head, sizes, types, ("scale",), dtype=dtype)
     constants = {"HEAD_DIM": 128, "PADDED_DIM": 128, "NUM_SPLITS": 16}
     types = {"out_ptr": "x", "part_ptr": "f32", "part_lse_ptr": "f32"}
     yield Variant("reduce_splits", paged_attention._reduce_splits, constants, types, num_warps=1, dtype=dtype)
