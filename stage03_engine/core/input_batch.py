@@ -149,10 +149,8 @@ def make_metadata(
 ) -> AttentionMetadata:
     """What attention needs to know: where each request's tokens begin, its length, its blocks, the slots to write."""
     arrays = [starts.astype(np.int32), seq_lens.astype(np.int32), block_table, slots]
+    first, lengths, table, slot_mapping = to_device(arrays, device)
+    longest_query, longest_context = int(np.diff(starts).max()), int(seq_lens.max())
     return AttentionMetadata(
-        *to_device(arrays, device),
-        query_start_loc_cpu=starts.tolist(),
-        seq_lens_cpu=seq_lens.tolist(),
-        max_query_len=int(np.diff(starts).max()),
-        max_seq_len=int(seq_lens.max()),
+        first, lengths, table, slot_mapping, starts.tolist(), seq_lens.tolist(), longest_query, longest_context
     )

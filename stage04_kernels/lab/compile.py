@@ -166,7 +166,7 @@ def other_variants(dtype: str = "bf16") -> Iterator[Variant]:
 def _norm_variant(name: str, centre: bool, size: int, has_residual: bool, dtype: str) -> Variant:
     """A pointer that a launch leaves out is the constant None."""
     padded = 1 << (size - 1).bit_length()
-    constants = {"SIZE": size, "PADDED_SIZE": padded, "HAS_RESIDUAL": has_residual, "CENTRE": centre}
+    constants: dict[str, Any] = {"SIZE": size, "PADDED_SIZE": padded, "HAS_RESIDUAL": has_residual, "CENTRE": centre}
     types = dict.fromkeys(("x_ptr", "residual_ptr", "weight_ptr", "bias_ptr", "out_ptr"), "x")
     for pointer, is_there in (("residual_ptr", has_residual), ("bias_ptr", centre)):
         if not is_there:

@@ -202,8 +202,8 @@ def plan_tiles(metadata: AttentionMetadata, tokens_per_tile: int) -> tuple[Tenso
             requests.append(request)
             firsts.append(first)
     tiles = np.array([requests, firsts], dtype=np.int32)
-    request, first = to_device([tiles[0], tiles[1]], metadata.block_table.device)
-    return request, first
+    tile_request, tile_first = to_device([tiles[0], tiles[1]], metadata.block_table.device)
+    return tile_request, tile_first
 
 
 def choose_num_splits(num_tiles: int, num_kv_heads: int, metadata: AttentionMetadata, tiles: AttentionTiles) -> int:

@@ -13,8 +13,9 @@ from patience import PATIENCE
 
 from stage04_kernels import __main__ as command
 from stage04_kernels.attention import BACKENDS, get_backend
-from stage04_kernels.lab import check
+from stage04_kernels.lab import bench, check
 from stage04_kernels.lab.tolerances import EXACT, Tolerance
+from stage04_kernels.paged_attention import paged_attention_torch
 from stagetrace import read_run
 
 
@@ -121,3 +122,12 @@ def test_an_exact_row_allows_nothing() -> None:
     row.compare(torch.tensor([3]), torch.tensor([4]))
     row.compare(torch.tensor([3]), torch.tensor([3]))
     assert not row.ok and row.max_error == 1.0 and row.cases == 3
+
+
+@pytest.mark.parametrize(("query_len", "computed"), [(5, 0), (3, 9), (1, 20)])
+def test_what_bench_compares_with_computes_the_same(query_len: int, computed: int) -> None:
+    """Causal: a rival that looks at later keys does other work. (Not compiled: that needs a GPU.)"""
+    case = bench.filled_case([query_len] * 2, [computed] * 2, num_heads=4, num_kv_heads=2)
+    wanted = paged_attention_torch(case.query, case.kv_cache, case.metadata, case.scale)
+    found = bench.flex_attention_call(case, compiled=lambda function: function)()
+    torch.testing.assert_close(found.transpose(1, 2).flatten(0, 1), wanted, atol=1e-5, rtol=1e-5)

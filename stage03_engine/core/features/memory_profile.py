@@ -54,7 +54,8 @@ def profile_run(runner: ModelRunner) -> None:
     logits = runner.model.compute_logits(hidden[:rows])  # type: ignore[operator]
     everything = runner.device.type != "cpu"
     most_likely = MAX_LOGPROBS if everything else None
-    metadata = sampling_settings(*logits.shape, runner.device, everything, everything, most_likely)
+    shape = (logits.shape[0], logits.shape[1])
+    metadata = sampling_settings(*shape, runner.device, everything, everything, most_likely)
     sample(logits, metadata, runner.config.device_config.attention_backend)
 
 
