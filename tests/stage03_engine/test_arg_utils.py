@@ -36,11 +36,12 @@ def test_everything_open_is_detected() -> None:
     assert 1 <= available_cores() <= (os.cpu_count() or 1)
 
 
-def test_the_device_is_named_and_float32_goes_with_the_cpu() -> None:
+def test_the_device_is_named_and_float32_goes_with_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     config = EngineArgs.from_kwargs(model="gpt2", load_format="dummy")
     assert config.device_config.device in ("cpu", "cuda")
+    monkeypatch.setattr(detect, "gpu_capability", lambda: (9, 0))
     on_gpu = EngineArgs.from_kwargs(model="gpt2", load_format="dummy", device="cuda")
-    assert on_gpu.model_config.dtype == on_gpu.shape.torch_dtype
+    assert (on_gpu.shape.torch_dtype, on_gpu.model_config.dtype) == ("float32", "bfloat16")
 
 
 def test_the_alias_is_followed_and_said() -> None:
