@@ -157,6 +157,18 @@ print("largest difference to contiguous:", (online - contiguous).abs().max().ite
 # Equal up to rounding: the sums are formed in another order. That is also why the project compares kernels with a tolerance
 # (`stage04_kernels/lab/tolerances.py`), and why greedy tokens in float32 are what must agree.
 #
+# On a GPU the same loop is a kernel: [`one_head.py`](../stage04_kernels/triton_kernels/one_head.py), some 40 lines of Triton, for all tokens of
+# a prompt. Here Triton's interpreter runs it, with numpy. The last of these ten tokens asks what `query` asks.
+
+# %%
+get_backend("triton-interpret")  # before Triton is imported: its interpreter takes over
+from stage04_kernels.triton_kernels.one_head import attend_one_head
+
+queries = torch.cat([torch.randn(9, len(query)), query[None]])
+by_kernel = attend_one_head(queries, pool_keys, pool_values, torch.tensor(table, dtype=torch.int32), rows=4)
+print("largest difference to contiguous:", (by_kernel[-1] - contiguous).abs().max().item())
+
+# %% [markdown]
 # ## The real function
 #
 # `attention` stores the keys and values of a step in their slots and lets every query token attend to its context. The batch

@@ -31,8 +31,8 @@ class ModelConfig(*mixins(_FEATURES + "logits_processor.flags:LogitsProcessors")
     tokenizer: str | None = option(None, "folder or id of the tokenizer, if it is not the model's own")
     dtype: str = option(
         "auto",
-        "number format of weights and KV cache; auto = float32 on CPU, the model's own on a GPU; half and float are vLLM's "
-        "other names of float16 and float32",
+        "number format of weights and KV cache; auto = float32 on CPU, on a GPU the model's own, or bfloat16 if that is float32 "
+        "(float16 on a GPU without it); half and float are vLLM's other names of float16 and float32",
         DTYPES,
     )
     max_model_len: int | None = option(

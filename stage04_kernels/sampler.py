@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,6 +29,21 @@ GREEDY_BELOW = 1e-5  # temperatures below this mean greedy, as in vLLM
 _MASK64 = (1 << 64) - 1
 
 
+def to_device(arrays: list[np.ndarray], device: torch.device | str) -> list[Tensor]:
+    """The arrays as tensors on `device`; on a GPU in one copy out of pinned memory, for which the host does not wait.
+
+    Each begins at a multiple of 16 bytes: Triton compiles a kernel again for pointers that do not.
+    """
+    if torch.device(device).type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    sizes = [-(-array.nbytes // 16) * 16 for array in arrays]
+    packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=torch.device(device).type == "cuda")
+    for array, part in zip(arrays, packed.split(sizes)):
+        part[: array.nbytes] = torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    parts = zip(arrays, packed.to(device, non_blocking=True).split(sizes))
+    return [part[: a.nbytes].view(torch.from_numpy(a[:0]).dtype).view(a.shape) for a, part in parts]
+
+
 @dataclass(frozen=True)
 class SamplingMetadata:
     """The settings of each row. A tensor is None when its transform is off for all rows, so that it is skipped."""
@@ -38,6 +54,7 @@ class SamplingMetadata:
     min_p: Tensor | None  # [num_rows] float32; 0 = off
     seeds: list[int]  # per row; any 64-bit integer
     positions: list[int]  # per row: how many tokens the request has produced so far
+    noise_keys: tuple[Tensor, Tensor]  # both again, [num_rows] int64 each, beside the logits: a kernel draws by them
     random_rows: list[int]  # the rows that are not greedy
     max_num_logprobs: int | None = None  # None: no logprobs; 0: of the sampled token only; k: of the k most likely too
     rules: LogitsRules | None = None  # None: no row has any
@@ -65,14 +82,15 @@ class SamplingMetadata:
     ) -> SamplingMetadata:
         """Build it from one value per row. A transform is on if any random row uses it."""
         random_rows = [row for row, t in enumerate(temperature) if t >= GREEDY_BELOW]
-        use_top_k = any(top_k[row] > 0 for row in random_rows)
-        use_top_p = any(top_p[row] < 1.0 for row in random_rows)
-        use_min_p = any(min_p[row] > 0.0 for row in random_rows)
+        keys = np.array([[seed & _MASK64 for seed in seeds], positions], dtype=np.uint64).view(np.int64)
+        floats = np.array([temperature, top_p, min_p], dtype=np.float32)
+        tensors = to_device([*keys, np.array(top_k, dtype=np.int64), *floats], device)
         return cls(
-            temperature=torch.tensor(temperature, dtype=torch.float32, device=device),
-            top_k=torch.tensor(top_k, dtype=torch.int64, device=device) if use_top_k else None,
-            top_p=torch.tensor(top_p, dtype=torch.float32, device=device) if use_top_p else None,
-            min_p=torch.tensor(min_p, dtype=torch.float32, device=device) if use_min_p else None,
+            temperature=tensors[3],
+            top_k=tensors[2] if any(top_k[row] > 0 for row in random_rows) else None,
+            top_p=tensors[4] if any(top_p[row] < 1.0 for row in random_rows) else None,
+            min_p=tensors[5] if any(min_p[row] > 0.0 for row in random_rows) else None,
+            noise_keys=(tensors[0], tensors[1]),
             seeds=seeds,
             positions=positions,
             random_rows=random_rows,

@@ -7,6 +7,7 @@ variables (vllm/envs.py). Here each setting has all five, and remembers which on
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -188,6 +189,34 @@ def detect_device() -> tuple[str, str]:
     return "cuda", str(_NVIDIA_DRIVER)
 
 
+def gpu_capability() -> tuple[int, int] | None:
+    """Compute capability of the first GPU that this process may use, asked of the driver's own library (NVML): this process has no
+    torch. None if it does not answer."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    try:
+        nvml, handle = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_void_p()
+        if nvml.nvmlInit_v2() != 0:
+            return None
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        found = nvml.nvmlDeviceGetHandleByIndex_v2(int(first) if first.isdecimal() else 0, ctypes.byref(handle))
+        found = found or nvml.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor))
+        nvml.nvmlShutdown()
+        return None if found != 0 else (major.value, minor.value)
+    except (OSError, AttributeError):  # no such library, or one without these functions
+        return None
+
+
+def gpu_dtype(own: str, capability: tuple[int, int] | None) -> tuple[str, str]:
+    """(number format on a GPU, what decided): the model's own, but 16 bits for float32, and float16 where the chip has no bfloat16
+    (vLLM: _resolve_auto_dtype in config/model.py)."""
+    preferred = "float16" if capability is not None and capability < (8, 0) else "bfloat16"
+    if own == "float32":
+        return preferred, "the model is float32, and a GPU multiplies 16 bits faster"
+    if own == "bfloat16" and preferred == "float16":
+        return preferred, "the model is bfloat16, which this GPU does not have"
+    return own, "the model's own"
+
+
 def available_cores() -> int:
     """CPU cores that this process may use: its affinity mask, cut by the container's quota, at least 1."""
     if hasattr(os, "sched_getaffinity"):
@@ -212,7 +241,7 @@ def detect_settings(shape: ModelShape, device: str) -> dict[str, tuple[Any, str]
     positions = "n_positions" if shape.architecture.startswith("GPT2") else "max_position_embeddings"
     return {
         "device": (found_device, why),
-        "dtype": ("float32", "device is cpu") if device == "cpu" else (shape.torch_dtype, "the model's own"),
+        "dtype": ("float32", "device is cpu") if device == "cpu" else gpu_dtype(shape.torch_dtype, gpu_capability()),
         "max_model_len": (shape.max_position_embeddings, f"{positions} of the model"),
         # One core stays free for the API server and the client: compute threads on all cores would starve them.
         "num_threads": (max(1, cores - 1), f"{cores} cores"),

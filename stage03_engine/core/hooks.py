@@ -108,6 +108,10 @@ class RunnerHook:
         """The weights are loaded. Returns the model to run."""
         return model
 
+    def reserved_bytes(self) -> int:
+        """How much of the device's memory the hook takes once the KV cache is allocated, which leaves room for it."""
+        return 0
+
     def cache_allocated(self, num_blocks: int) -> None:
         """The KV cache is allocated. Raises MemoryError if there is not enough memory for the hook's own."""
 

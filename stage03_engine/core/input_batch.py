@@ -17,6 +17,7 @@ from stage03_engine.core.kv_cache_manager import cdiv
 from stage03_engine.core.sched_output import NewRequestData, SchedulerOutput
 from stage03_engine.sampling_params import SamplingParams
 from stage04_kernels.attention import AttentionMetadata
+from stage04_kernels.sampler import to_device
 
 
 @dataclass
@@ -138,32 +139,18 @@ def prepare_inputs(batch: InputBatch, scheduler_output: SchedulerOutput, device:
     seq_lens = first + counts
     batch.num_computed[rows] = seq_lens
     caught_up = np.flatnonzero(seq_lens >= batch.num_tokens[rows])  # greater if drafts follow
-    return StepInputs(
-        to_device(batch.token_ids[owner, positions], device),
-        to_device(positions, device),
-        make_metadata(starts, seq_lens, batch.block_table[rows], slots, device),
-        to_device(starts[1:][caught_up] - 1, device),
-        rows[caught_up].tolist(),
-        [0] * len(caught_up),
-    )
+    ids, at, last = to_device([batch.token_ids[owner, positions], positions, starts[1:][caught_up] - 1], device)
+    metadata = make_metadata(starts, seq_lens, batch.block_table[rows], slots, device)
+    return StepInputs(ids, at, metadata, last, rows[caught_up].tolist(), [0] * len(caught_up))
 
 
 def make_metadata(
     starts: np.ndarray, seq_lens: np.ndarray, block_table: np.ndarray, slots: np.ndarray, device: torch.device
 ) -> AttentionMetadata:
     """What attention needs to know: where each request's tokens begin, its length, its blocks, the slots to write."""
+    arrays = [starts.astype(np.int32), seq_lens.astype(np.int32), block_table, slots]
+    first, lengths, table, slot_mapping = to_device(arrays, device)
+    longest_query, longest_context = int(np.diff(starts).max()), int(seq_lens.max())
     return AttentionMetadata(
-        query_start_loc=to_device(starts.astype(np.int32), device),
-        seq_lens=to_device(seq_lens.astype(np.int32), device),
-        block_table=to_device(block_table, device),
-        slot_mapping=to_device(slots, device),
-        query_start_loc_cpu=starts.tolist(),
-        seq_lens_cpu=seq_lens.tolist(),
-        max_query_len=int(np.diff(starts).max()),
-        max_seq_len=int(seq_lens.max()),
+        first, lengths, table, slot_mapping, starts.tolist(), seq_lens.tolist(), longest_query, longest_context
     )
-
-
-def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """The array as a tensor on `device`; a copy to a GPU may still be in progress."""
-    return torch.from_numpy(array).to(device, non_blocking=True)

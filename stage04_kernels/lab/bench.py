@@ -1,6 +1,6 @@
 """`python -m stage04_kernels bench`: kernels against the alternatives, as ratios within one run.
 
-On a GPU: CUDA events, medians, and buffers that take turns so that together they are larger than the second-level cache. On a CPU: the
+On a GPU: CUDA graphs, events, medians, and buffers that take turns so that together they are larger than the second-level cache. On a CPU: the
 compiled paged attention against torch's attention on gathered keys and values. vLLM has similar ones in benchmarks/kernels.
 """
 
@@ -51,18 +51,28 @@ def timed_cpu(calls: list[Call], repeats: int = 15) -> list[float]:
 
 
 def timed_cuda(rotating: list[Call], repeats: int = 30) -> float:
-    """Median seconds of a call, on buffers that take turns."""
-    for call in rotating:
-        call()
-    torch.cuda.synchronize()
+    """Median seconds of a call, on buffers that take turns.
+
+    The calls are recorded as one CUDA graph: launched one by one, a kernel of some microseconds would wait for Python, and Python
+    would be measured.
+    """
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for call in (*rotating, *rotating):  # compiles, and fills the allocator's pools
+            call()
+        graph = torch.cuda.CUDAGraph()
+        stream.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            for call in rotating:
+                call()
     times = []
-    for number in range(repeats):
+    for _ in range(repeats):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
-        rotating[number % len(rotating)]()
+        graph.replay()
         end.record()
         end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
+        times.append(begin.elapsed_time(end) / 1e3 / len(rotating))
     return statistics.median(times)
 
 
@@ -125,16 +135,23 @@ def _cuda_cases(count: int, query_lens: list[int], computed: list[int], head_dim
     return [replace(case, kv_cache=case.kv_cache.clone(), query=case.query.clone()) for _ in range(count)]
 
 
-def _flex(case: AttentionCase) -> Call:
-    """torch's flex_attention over gathered keys, the gathering not counted."""
-    from torch.nn.attention.flex_attention import flex_attention
+def flex_attention_call(case: AttentionCase, compiled: Callable[[Any], Any] = torch.compile) -> Call:
+    """torch's flex_attention over gathered keys, causal, the gathering not counted. All requests of the batch are alike.
+    [batch, num_heads, query_len, head_dim]"""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    compiled = torch.compile(flex_attention)
+    attend = compiled(flex_attention)
     batch, heads = len(case.metadata.seq_lens_cpu), case.query.shape[1]
-    table = case.metadata.block_table.long()
-    keys, values = (cache[table].flatten(1, 2).transpose(1, 2).contiguous() for cache in case.kv_cache)
+    table, context = case.metadata.block_table.long(), case.metadata.max_seq_len
+    keys, values = (cache[table].flatten(1, 2)[:, :context].transpose(1, 2).contiguous() for cache in case.kv_cache)
     query = case.query.view(batch, -1, heads, case.query.shape[2]).transpose(1, 2)
-    return lambda: compiled(query, keys, values, scale=case.scale, enable_gqa=True)
+    before = context - query.shape[2]  # positions that come before the first query token
+
+    def visible(request: Tensor, head: Tensor, row: Tensor, position: Tensor) -> Tensor:
+        return position <= row + before
+
+    mask = create_block_mask(visible, None, None, query.shape[2], context, device=str(query.device))
+    return lambda: attend(query, keys, values, block_mask=mask, scale=case.scale, enable_gqa=heads != keys.shape[1])
 
 
 def bench_cuda() -> Iterator[Measured]:
@@ -158,7 +175,7 @@ def bench_cuda() -> Iterator[Measured]:
                 yield Measured(what, seconds, "the copy's rate", share, f"{work.bytes / seconds / 1e12:.2f} TB/s")
             for other, call in (
                 ("torch SDPA on gathered KV", partial(gathered_attention, cases[0])),
-                ("flex_attention, gathered before", _flex(cases[0])),
+                ("flex_attention, gathered before", flex_attention_call(cases[0])),
             ):
                 yield Measured(what, seconds, other, timed_cuda([call]) / seconds, f"{work.matrix_ops / seconds / 1e12:.0f} TFLOP/s")  # fmt: skip
             if query_len > 1:

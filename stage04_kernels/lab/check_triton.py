@@ -21,23 +21,24 @@ from stage04_kernels.lab.check_row import Row
 from stage04_kernels.lab.tolerances import EXACT, TOLERANCES
 from stage04_kernels.logits_processors import Penalties, apply_penalties
 from stage04_kernels.sampler import apply_min_p, apply_temperature, apply_top_k, apply_top_p, gather_logprobs
-from stage04_kernels.triton_kernels import kv_write, layers, logprobs, paged_attention, sampler
+from stage04_kernels.triton_kernels import kv_write, layers, logprobs, one_head, paged_attention, sampler
 from stage04_kernels.triton_kernels.tiles import ATTENTION_TILES, INTERPRETED, AttentionTiles
 
-MIXED: dict[str, Any] = {"query_lens": [1, 20, 1, 1, 9], "computed": [37, 0, 0, 90, 23]}
+TWO: dict[str, Any] = {"num_heads": 2, "num_kv_heads": 2}  # a program per head: two show the stride between them
+MIXED: dict[str, Any] = {"query_lens": [1, 20, 1, 1, 9], "computed": [37, 0, 0, 90, 23], **TWO}
 SHAPES: dict[str, list[dict[str, Any]]] = {
-    "mixed, any order": [MIXED, {"query_lens": [12, 1, 3], "computed": [50, 64, 0], "block_size": 8}],
+    "mixed, any order": [MIXED, {"query_lens": [12, 1, 3], "computed": [50, 64, 0], "block_size": 8, **TWO}],
     "block edge +-1": [
-        {"query_lens": [1] * 6, "computed": [14, 15, 16, 30, 31, 32]},
-        {"query_lens": [15, 16, 17], "computed": [0, 0, 1]},
+        {"query_lens": [1] * 6, "computed": [14, 15, 16, 30, 31, 32], **TWO},
+        {"query_lens": [15, 16, 17], "computed": [0, 0, 1], **TWO},
     ],
     "GQA and MQA": [{"query_lens": [1, 10], "computed": [20, 6], "num_heads": h, "num_kv_heads": n}
                     for h, n in ((8, 4), (8, 1), (6, 2), (7, 1))],
     "head sizes": [{"query_lens": [1, 5], "computed": [20, 3], "num_heads": 2, "num_kv_heads": 1, "head_dim": n}
                    for n in (32, 64, 80, 128, 256)],
-    "block sizes": [{"query_lens": [1, 9], "computed": [140, 23], "block_size": n} for n in (1, 8, 32, 128)],
-    "longest context": [{"query_lens": [1, 2], "computed": [1023, 700], "num_heads": 2, "num_kv_heads": 2}],
-    "shared blocks, padding": [{"query_lens": [1, 9, 1], "computed": [64, 48, 33], "num_shared": 3, "num_padding": 3}],
+    "block sizes": [{"query_lens": [1, 9], "computed": [140, 23], "block_size": n, **TWO} for n in (1, 8, 32, 128)],
+    "longest context": [{"query_lens": [1, 2], "computed": [1023, 700], **TWO}],
+    "shared blocks, padding": [{"query_lens": [1, 9, 1], "computed": [64, 48, 33], "num_shared": 3, "num_padding": 3, **TWO}],
     "sliding window": [{**MIXED, "window": n} for n in (1, 16, 30)],
 }  # fmt: skip
 
@@ -78,6 +79,20 @@ def _attend(case: AttentionCase, tiles: AttentionTiles, row: Row, num_splits: in
         there.query, there.kv_cache, there.metadata, case.scale, case.window, num_splits=num_splits, tiles=tiles
     )
     row.compare(out.cpu(), slow)
+
+
+def check_one_head(seed: int) -> Iterator[Row]:
+    """The kernel that explains the others."""
+    row = Row("attend_one_head", "paged_attention_reference", TOLERANCES[torch.float32])
+    for num_tokens in (1, 16, 37):
+        case = make_attention_case([num_tokens], [0], num_heads=1, num_kv_heads=1, seed=seed)
+        write_kv_reference(case.key, case.value, case.kv_cache, case.metadata.slot_mapping)
+        slow = paged_attention_reference(case.query, case.kv_cache, case.metadata, case.scale)
+        there = on_device(case)
+        keys, values = (cache.squeeze(2).contiguous() for cache in there.kv_cache)
+        query = there.query.squeeze(1).contiguous()
+        row.compare(one_head.attend_one_head(query, keys, values, there.metadata.block_table[0]).cpu(), slow.squeeze(1))
+    yield row
 
 
 def check_attention_triton(seed: int) -> Iterator[Row]:
@@ -225,6 +240,7 @@ def draw_slowly(
 
 
 CHECKS: list[Callable[[int], Iterator[Row]]] = [
+    check_one_head,
     check_attention_triton,
     check_kv_triton,
     check_layers_triton,

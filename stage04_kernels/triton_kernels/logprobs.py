@@ -9,20 +9,19 @@ from torch import Tensor
 
 from stage04_kernels.sampler import SamplerKernels
 from stage04_kernels.triton_kernels.sampler import SEARCH_TILE, TILE, _find_threshold, _ordered, draw
-from stage04_kernels.triton_kernels.tiles import next_power_of_2
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_best"])  # one kernel for any number that a request asks for, 1 and 16 included
 def _logprobs(
     logits_ptr,  # [num_rows, vocab] float32
     token_ptr,  # [num_rows] int64: the sampled tokens
     chosen_ptr,  # [num_rows] float32: their log-probabilities
     rank_ptr,  # [num_rows] int64
-    best_ptr,  # [num_rows, COUNT] float32: the most likely ones, by token
-    best_token_ptr,  # [num_rows, COUNT] int64
+    best_ptr,  # [num_rows, num_best] float32: the most likely ones, by token
+    best_token_ptr,  # [num_rows, num_best] int64
     vocab,
     num_best,
-    COUNT: tl.constexpr,
+    HAS_BEST: tl.constexpr,  # num_best > 0
     TILE: tl.constexpr,
     SEARCH_TILE: tl.constexpr,
 ):
@@ -44,7 +43,7 @@ def _logprobs(
     log_total = largest + tl.log(total)
     tl.store(chosen_ptr + row, chosen - log_total)
     tl.store(rank_ptr + row, (num_larger + 1).to(tl.int64))
-    if COUNT > 0:
+    if HAS_BEST:
         zero = tl.full([], 0, tl.uint32)
         target = num_best.to(tl.float32)
         floor, above = _find_threshold(
@@ -65,8 +64,8 @@ def _logprobs(
             keep = (real & (key > floor)) | ((equal > 0) & (rank <= places))
             place = num_kept + tl.cumsum(keep.to(tl.int32), 0) - 1
             num_kept += tl.sum(keep.to(tl.int32), 0)
-            tl.store(best_ptr + row * COUNT + place, x - log_total, mask=keep)
-            tl.store(best_token_ptr + row * COUNT + place, at.to(tl.int64), mask=keep)
+            tl.store(best_ptr + row * num_best + place, x - log_total, mask=keep)
+            tl.store(best_token_ptr + row * num_best + place, at.to(tl.int64), mask=keep)
 
 
 def gather_logprobs_triton(logits: Tensor, token_ids: Tensor, num_logprobs: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -74,18 +73,17 @@ def gather_logprobs_triton(logits: Tensor, token_ids: Tensor, num_logprobs: int)
     num_rows, vocab = logits.shape
     logits = logits.contiguous()
     count = min(num_logprobs, vocab)
-    width = next_power_of_2(count) if count else 0
     chosen = torch.empty(num_rows, 1, device=logits.device)
     ranks = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    best = torch.full((num_rows, max(width, 1)), -torch.inf, device=logits.device)
-    best_tokens = torch.zeros(num_rows, max(width, 1), dtype=torch.int64, device=logits.device)
+    best = torch.full((num_rows, count), -torch.inf, device=logits.device)
+    best_tokens = torch.zeros(num_rows, count, dtype=torch.int64, device=logits.device)
     if num_rows:
         _logprobs[(num_rows,)](
             logits, token_ids, chosen, ranks, best, best_tokens, vocab, count,
-            COUNT=width, TILE=TILE, SEARCH_TILE=SEARCH_TILE, num_warps=8,
+            HAS_BEST=count > 0, TILE=TILE, SEARCH_TILE=SEARCH_TILE, num_warps=8,
         )  # fmt: skip
-    best, order = best[:, :count].sort(dim=-1, descending=True, stable=True)
-    ids = best_tokens[:, :count].gather(1, order)
+    best, order = best.sort(dim=-1, descending=True, stable=True)
+    ids = best_tokens.gather(1, order)
     return torch.cat([token_ids[:, None], ids], 1), torch.cat([chosen, best], 1), ranks
 
 

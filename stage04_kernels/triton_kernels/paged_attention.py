@@ -20,13 +20,15 @@ sum (log-sum-exp), and `_reduce_splits` weighs the parts by these.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from stage04_kernels.attention import AttentionMetadata
-from stage04_kernels.triton_kernels.tiles import DEFAULT_TILES, AttentionTiles, next_power_of_2, num_programs
+from stage04_kernels.sampler import to_device
+from stage04_kernels.triton_kernels.tiles import DEFAULT_TILES, AttentionTiles, Tile, next_power_of_2, num_programs
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -50,12 +52,17 @@ def _keys_of_program(
 
 
 @triton.jit
+def _load_blocks(table_ptr, key_position, end, BLOCK_SIZE: tl.constexpr):
+    """The block of each position, from the request's row of the block table: [BLOCK_N]."""
+    return tl.load(table_ptr + key_position // BLOCK_SIZE, mask=key_position < end, other=0)
+
+
+@triton.jit
 def _load_keys_and_values(
-    key_ptr, value_ptr, table_ptr, key_position, real_key, dim, real_dim, kv_head, num_kv_heads,
+    key_ptr, value_ptr, block, key_position, real_key, dim, real_dim, kv_head, num_kv_heads,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Keys and values at these positions, through the request's row of the block table, in DTYPE: [BLOCK_N, PADDED_DIM] each."""
-    block = tl.load(table_ptr + key_position // BLOCK_SIZE, mask=real_key, other=0)
+    """Keys and values at these positions, which lie in these blocks, in DTYPE: [BLOCK_N, PADDED_DIM] each."""
     slot = block.to(tl.int64) * BLOCK_SIZE + key_position % BLOCK_SIZE
     at = (slot[:, None] * num_kv_heads + kv_head) * HEAD_DIM + dim[None, :]
     real = real_key[:, None] & real_dim[None, :]
@@ -65,13 +72,13 @@ def _load_keys_and_values(
 
 
 @triton.jit
-def _scores(query, key, key_position, real_key, position, real_row, scale, window, HAS_WINDOW: tl.constexpr):
-    """Scores [BLOCK_M, BLOCK_N] in units of log 2, -inf where a row does not see a key."""
+def _scores(query, key, key_position, first_seen, last_seen, scale, HAS_WINDOW: tl.constexpr):
+    """Scores [BLOCK_M, BLOCK_N], times `scale`; -inf where a row does not see a key."""
     scores = tl.dot(query, tl.trans(key), input_precision="ieee").to(tl.float32) * scale
-    visible = real_row[:, None] & real_key[None, :] & (key_position[None, :] <= position[:, None])
+    visible = key_position[None, :] <= last_seen[:, None]
     if HAS_WINDOW:
-        visible = visible & (key_position[None, :] > position[:, None] - window)
-    return tl.where(visible, scores * LOG2E, float("-inf"))  # exp2 is the chip's own exponential
+        visible = visible & (key_position[None, :] >= first_seen[:, None])
+    return tl.where(visible, scores, float("-inf"))
 
 
 @triton.jit
@@ -130,7 +137,7 @@ def _paged_attention(
     token = first_token + row // GROUP  # within the request
     head = kv_head * GROUP + row % GROUP
     real_row, real_dim = (row // GROUP < BLOCK_M // GROUP) & (token < query_len), dim < HEAD_DIM
-    position = context - query_len + token  # in the context; a row sees the keys up to here
+    position = context - query_len + token  # in the context
     query_row = (query_start + token).to(tl.int64)
     query_at = query_row[:, None] * stride_query_token + head[:, None] * stride_query_head + dim[None, :]
     query = tl.load(query_ptr + query_at, mask=real_row[:, None] & real_dim[None, :], other=0.0)
@@ -140,18 +147,24 @@ def _paged_attention(
     begin, end = _keys_of_program(
         first_token, query_len, context, window, split, BLOCK_M // GROUP, BLOCK_N, NUM_SPLITS, HAS_WINDOW
     )
+    first_seen, last_seen = position - window + 1, tl.where(real_row, tl.minimum(position, end - 1), -1)
+    scale = scale * LOG2E  # exp2 is the chip's own exponential
     table_ptr = block_table_ptr + request.to(tl.int64) * stride_table
     largest, total = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
     mixed = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
+    block = _load_blocks(table_ptr, begin + tl.arange(0, BLOCK_N), end, BLOCK_SIZE)
     for start in range(begin, end, BLOCK_N):
         key_position = start + tl.arange(0, BLOCK_N)
         real_key = key_position < end
+        # A turn early: where keys and values wait for a load of the same turn, Triton's pipeline spends its stages on that.
+        next_block = _load_blocks(table_ptr, key_position + BLOCK_N, end, BLOCK_SIZE)
         key, value = _load_keys_and_values(
-            key_ptr, value_ptr, table_ptr, key_position, real_key, dim, real_dim, kv_head, num_kv_heads,
+            key_ptr, value_ptr, block, key_position, real_key, dim, real_dim, kv_head, num_kv_heads,
             HEAD_DIM, BLOCK_SIZE, query.dtype,
         )  # fmt: skip
-        scores = _scores(query, key, key_position, real_key, position, real_row, scale, window, HAS_WINDOW)
+        scores = _scores(query, key, key_position, first_seen, last_seen, scale, HAS_WINDOW)
         largest, total, mixed = _softmax_step(scores, value, largest, total, mixed)
+        block = next_block
     out_row = (query_row * (num_kv_heads * GROUP) + head) * NUM_SPLITS + split
     _store_rows(out_ptr, lse_ptr, out_row, real_row, dim, real_dim, largest, total, mixed, HEAD_DIM, NUM_SPLITS)
 
@@ -188,8 +201,9 @@ def plan_tiles(metadata: AttentionMetadata, tokens_per_tile: int) -> tuple[Tenso
         for first in range(0, starts[request + 1] - starts[request], tokens_per_tile):
             requests.append(request)
             firsts.append(first)
-    both = torch.tensor([requests, firsts], dtype=torch.int32).to(metadata.block_table.device, non_blocking=True)
-    return both[0], both[1]
+    tiles = np.array([requests, firsts], dtype=np.int32)
+    tile_request, tile_first = to_device([tiles[0], tiles[1]], metadata.block_table.device)
+    return tile_request, tile_first
 
 
 def choose_num_splits(num_tiles: int, num_kv_heads: int, metadata: AttentionMetadata, tiles: AttentionTiles) -> int:
@@ -218,8 +232,9 @@ def paged_attention_triton(
     """
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = kv_cache.shape[3]
-    block_m = tiles.rows(num_heads // num_kv_heads, metadata.max_query_len)
-    tokens = block_m * num_kv_heads // num_heads  # per tile
+    padded_dim = max(16, next_power_of_2(head_dim))
+    tile = tiles.tile(num_heads // num_kv_heads, metadata.max_query_len, padded_dim, query.itemsize, window is not None)
+    tokens = tile.rows * num_kv_heads // num_heads
     if ("triton", tokens) not in metadata.plans:
         metadata.plans["triton", tokens] = plan_tiles(metadata, tokens)
     plan: tuple[Tensor, Tensor] = metadata.plans["triton", tokens]
@@ -229,21 +244,20 @@ def paged_attention_triton(
     if len(plan[0]) == 0:
         return out
     if num_splits == 1:
-        _launch(out, out, query, kv_cache, metadata, plan, scale, window, 1, block_m, tiles)
+        _launch(out, out, query, kv_cache, metadata, plan, scale, window, 1, tile, tiles)
         return out
     part = torch.zeros(num_tokens, num_heads, num_splits, head_dim, device=query.device)
     part_lse = torch.zeros(num_tokens, num_heads, num_splits, device=query.device)
-    _launch(part, part_lse, query, kv_cache, metadata, plan, scale, window, num_splits, block_m, tiles)
+    _launch(part, part_lse, query, kv_cache, metadata, plan, scale, window, num_splits, tile, tiles)
     _reduce_splits[(num_tokens * num_heads,)](
-        out, part, part_lse, HEAD_DIM=head_dim, PADDED_DIM=max(16, next_power_of_2(head_dim)), NUM_SPLITS=num_splits,
-        num_warps=1,
+        out, part, part_lse, HEAD_DIM=head_dim, PADDED_DIM=padded_dim, NUM_SPLITS=num_splits, num_warps=1,
     )  # fmt: skip
     return out
 
 
 def _launch(
     out: Tensor, lse: Tensor, query: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, plan: tuple[Tensor, Tensor],
-    scale: float, window: int | None, num_splits: int, block_m: int, tiles: AttentionTiles,
+    scale: float, window: int | None, num_splits: int, tile: Tile, tiles: AttentionTiles,
 ) -> None:  # fmt: skip
     """Launch `_paged_attention`: the window's presence, and every size of a tile, is a constant of the compiled kernel."""
     query = query if query.stride(2) == 1 else query.contiguous()
@@ -254,6 +268,6 @@ def _launch(
         *plan, scale, window or 0,
         query.stride(0), query.stride(1), metadata.block_table.stride(0), num_kv_heads,
         HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SIZE=block_size, GROUP=query.shape[1] // num_kv_heads,
-        BLOCK_M=block_m, BLOCK_N=tiles.keys(padded_dim), NUM_SPLITS=num_splits, HAS_WINDOW=window is not None,
-        UPCAST=tiles.upcast, num_warps=tiles.warps(block_m, padded_dim), num_stages=tiles.num_stages,
+        BLOCK_M=tile.rows, BLOCK_N=tile.keys, NUM_SPLITS=num_splits, HAS_WINDOW=window is not None,
+        UPCAST=tiles.upcast, num_warps=tile.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip

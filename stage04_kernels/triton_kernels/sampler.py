@@ -140,8 +140,7 @@ def _gumbel(seed, position, start, TILE: tl.constexpr):
 def _keep(
     logits_ptr, prompt_ptr, counts_ptr, inverse_temperature, repetition, frequency, presence, vocab,
     row, top_k_ptr, top_p_ptr, min_p_ptr,
-    HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, HAS_MIN_P: tl.constexpr, HAS_PENALTIES: tl.constexpr,
-    TILE: tl.constexpr, SEARCH_TILE: tl.constexpr,
+    HAS_PENALTIES: tl.constexpr, TILE: tl.constexpr, SEARCH_TILE: tl.constexpr,
 ):  # fmt: skip
     """What min-p, top-k and top-p leave of a row: keys below the floor are out, of those equal to it the first `places` stay."""
     floor = tl.full([], 0, tl.uint32)
@@ -154,28 +153,25 @@ def _keep(
             HAS_PENALTIES,
         )  # fmt: skip
         largest = tl.maximum(largest, tl.max(x, 0))
-    if HAS_MIN_P:
-        min_p = tl.load(min_p_ptr + row)
-        if min_p > 0.0:
-            floor = _ordered(largest + tl.log(min_p))
-    if HAS_TOP_K:
-        top_k = tl.load(top_k_ptr + row)
-        if top_k > 0:
-            target = tl.minimum(top_k, vocab).to(tl.float32)
-            found, above = _find_threshold(
-                logits_ptr, prompt_ptr, counts_ptr, inverse_temperature, repetition, frequency, presence, vocab,
-                largest, floor, 1.0, target, False, HAS_PENALTIES, SEARCH_TILE,
-            )  # fmt: skip
-            if found >= floor:  # else min-p has left fewer than k
-                floor = found
-                places = (target - above).to(tl.int32)
-    if HAS_TOP_P:
-        top_p = tl.load(top_p_ptr + row)
-        if top_p < 1.0:
-            floor, places = _after_top_p(
-                logits_ptr, prompt_ptr, counts_ptr, inverse_temperature, repetition, frequency, presence, vocab,
-                largest, floor, places, top_p, HAS_PENALTIES, TILE, SEARCH_TILE,
-            )  # fmt: skip
+    min_p = tl.load(min_p_ptr + row)
+    if min_p > 0.0:
+        floor = _ordered(largest + tl.log(min_p))
+    top_k = tl.load(top_k_ptr + row)
+    if top_k > 0:
+        target = tl.minimum(top_k, vocab).to(tl.float32)
+        found, above = _find_threshold(
+            logits_ptr, prompt_ptr, counts_ptr, inverse_temperature, repetition, frequency, presence, vocab,
+            largest, floor, 1.0, target, False, HAS_PENALTIES, SEARCH_TILE,
+        )  # fmt: skip
+        if found >= floor:  # else min-p has left fewer than k
+            floor = found
+            places = (target - above).to(tl.int32)
+    top_p = tl.load(top_p_ptr + row)
+    if top_p < 1.0:
+        floor, places = _after_top_p(
+            logits_ptr, prompt_ptr, counts_ptr, inverse_temperature, repetition, frequency, presence, vocab,
+            largest, floor, places, top_p, HAS_PENALTIES, TILE, SEARCH_TILE,
+        )  # fmt: skip
     return floor, places
 
 
@@ -183,7 +179,7 @@ def _keep(
 def _draw(
     logits_ptr, prompt_ptr, counts_ptr, inverse_temperature, repetition, frequency, presence, vocab,
     floor, places, greedy, seed, position,
-    SOME_ARE_OUT: tl.constexpr, HAS_PENALTIES: tl.constexpr, TILE: tl.constexpr,
+    HAS_FILTERS: tl.constexpr, HAS_PENALTIES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """The token with the largest logit, or with the largest sum of logit and noise; of equal ones the first."""
     best = tl.full([], float("-inf"), tl.float32)
@@ -196,7 +192,7 @@ def _draw(
             logits_ptr, prompt_ptr, counts_ptr, at, real, inverse_temperature, repetition, frequency, presence,
             HAS_PENALTIES,
         )  # fmt: skip
-        if SOME_ARE_OUT:
+        if HAS_FILTERS:
             key = _ordered(x)
             equal = (real & (key == floor)).to(tl.int32)
             rank = num_equal + tl.cumsum(equal, 0)
@@ -215,8 +211,7 @@ def _draw(
 def _sample(
     token_ptr, logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr,
     penalty_row_ptr, in_prompt_ptr, counts_ptr, repetition_ptr, frequency_ptr, presence_ptr, vocab,
-    HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, HAS_MIN_P: tl.constexpr, HAS_PENALTIES: tl.constexpr,
-    TILE: tl.constexpr, SEARCH_TILE: tl.constexpr,
+    HAS_FILTERS: tl.constexpr, HAS_PENALTIES: tl.constexpr, TILE: tl.constexpr, SEARCH_TILE: tl.constexpr,
 ):  # fmt: skip
     """One token of one row of logits [num_rows, vocab] float32.
 
@@ -239,16 +234,15 @@ def _sample(
         presence = tl.load(presence_ptr + penalty_row, mask=has_some, other=0.0)
         in_prompt_ptr += penalty_row * vocab
         counts_ptr += penalty_row * vocab
-    SOME_ARE_OUT: tl.constexpr = HAS_TOP_K or HAS_TOP_P or HAS_MIN_P
     floor, places = tl.full([], 0, tl.uint32), tl.full([], 2147483647, tl.int32)
-    if SOME_ARE_OUT and not greedy:
+    if HAS_FILTERS and not greedy:
         floor, places = _keep(
             logits_ptr, in_prompt_ptr, counts_ptr, inverse_temperature, repetition, frequency, presence, vocab,
-            row, top_k_ptr, top_p_ptr, min_p_ptr, HAS_TOP_K, HAS_TOP_P, HAS_MIN_P, HAS_PENALTIES, TILE, SEARCH_TILE,
+            row, top_k_ptr, top_p_ptr, min_p_ptr, HAS_PENALTIES, TILE, SEARCH_TILE,
         )  # fmt: skip
     token = _draw(
         logits_ptr, in_prompt_ptr, counts_ptr, inverse_temperature, repetition, frequency, presence, vocab,
-        floor, places, greedy, tl.load(seed_ptr + row), tl.load(position_ptr + row), SOME_ARE_OUT, HAS_PENALTIES, TILE,
+        floor, places, greedy, tl.load(seed_ptr + row), tl.load(position_ptr + row), HAS_FILTERS, HAS_PENALTIES, TILE,
     )  # fmt: skip
     tl.store(token_ptr + row, token.to(tl.int64))
 
@@ -272,26 +266,29 @@ def sample_triton(
     """
     num_rows, vocab = logits.shape
     logits = logits.contiguous()
+    has_filters = not (top_k is None and top_p is None and min_p is None)
+    if has_filters:  # one kernel for all combinations of them: a launch with a new one would wait for the compiler
+        top_k = torch.zeros_like(seeds) if top_k is None else top_k
+        top_p = torch.ones_like(temperature) if top_p is None else top_p
+        min_p = torch.zeros_like(temperature) if min_p is None else min_p
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     penalty_row = in_prompt = counts = repetition = frequency = presence = None
     if penalties is not None:
         penalty_row = torch.full_like(tokens, -1)
         penalty_row[penalties.rows] = torch.arange(len(penalties.rows), device=logits.device)
         in_prompt, counts = penalties.in_prompt.to(torch.int8).contiguous(), penalties.output_counts.contiguous()
-        repetition, frequency, presence = penalties.repetition, penalties.frequency, penalties.presence
+        factors = (penalties.repetition, penalties.frequency, penalties.presence)
+        repetition, frequency, presence = (factor.contiguous() for factor in factors)
     if num_rows:
         _sample[(num_rows,)](
             tokens, logits, temperature, top_k, top_p, min_p, seeds, positions,
             penalty_row, in_prompt, counts, repetition, frequency, presence, vocab,
-            HAS_TOP_K=top_k is not None, HAS_TOP_P=top_p is not None, HAS_MIN_P=min_p is not None,
-            HAS_PENALTIES=penalties is not None, TILE=TILE, SEARCH_TILE=SEARCH_TILE, num_warps=8,
+            HAS_FILTERS=has_filters, HAS_PENALTIES=penalties is not None, TILE=TILE, SEARCH_TILE=SEARCH_TILE, num_warps=8,
         )  # fmt: skip
     return tokens
 
 
 def draw(logits: Tensor, metadata: SamplingMetadata, penalties: Penalties | None) -> Tensor:
     """Penalties, transforms and draws of all rows in one kernel: logits [num_rows, vocab] -> [num_rows] int64."""
-    signed = [seed - (1 << 64) if seed >= 1 << 63 else seed for seed in metadata.seeds]
-    seeds, positions = (torch.tensor(x, dtype=torch.int64).to(logits.device) for x in (signed, metadata.positions))
     transforms = (metadata.top_k, metadata.top_p, metadata.min_p)
-    return sample_triton(logits, metadata.temperature, seeds, positions, *transforms, penalties=penalties)
+    return sample_triton(logits, metadata.temperature, *metadata.noise_keys, *transforms, penalties=penalties)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from stage03_engine.arg_utils import AsyncEngineArgs, EngineArgs
-from stage03_engine.args import FlexibleArgumentParser, cli_env_setup, run_command
+from stage03_engine.args import FlexibleArgumentParser, cli_env_setup, resolve as detect, run_command
 from stage03_engine.args.resolve import available_cores
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import ConfigError, EngineStartError
@@ -35,11 +36,12 @@ def test_everything_open_is_detected() -> None:
     assert 1 <= available_cores() <= (os.cpu_count() or 1)
 
 
-def test_the_device_is_named_and_float32_goes_with_the_cpu() -> None:
+def test_the_device_is_named_and_float32_goes_with_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     config = EngineArgs.from_kwargs(model="gpt2", load_format="dummy")
     assert config.device_config.device in ("cpu", "cuda")
+    monkeypatch.setattr(detect, "gpu_capability", lambda: (9, 0))
     on_gpu = EngineArgs.from_kwargs(model="gpt2", load_format="dummy", device="cuda")
-    assert on_gpu.model_config.dtype == on_gpu.shape.torch_dtype
+    assert (on_gpu.shape.torch_dtype, on_gpu.model_config.dtype) == ("float32", "bfloat16")
 
 
 def test_the_alias_is_followed_and_said() -> None:
@@ -125,8 +127,6 @@ def test_a_config_survives_the_handshake() -> None:
 
 
 def test_a_hidden_gpu_is_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from stage03_engine.args import resolve as detect
-
     driver = tmp_path / "nvidiactl"
     driver.touch()
     monkeypatch.setattr(detect, "_NVIDIA_DRIVER", driver)
@@ -145,8 +145,6 @@ def test_a_hidden_gpu_is_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 def test_a_container_quota_limits_the_cores(
     quota: str, cores: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from stage03_engine.args import resolve as detect
-
     monkeypatch.setattr(detect, "_CGROUP_QUOTA", tmp_path / "missing")
     unlimited = available_cores()
     (tmp_path / "cpu.max").write_text(quota)
@@ -197,3 +195,28 @@ def test_number_formats_have_two_names(name: str, meant: str) -> None:
     config, settings = AsyncEngineArgs.from_cli_args(args, {}).create_engine_config()
     assert config.model_config.dtype == settings["dtype"].value == meant
     assert settings["dtype"].source == "command line"
+
+
+@pytest.mark.parametrize(
+    ("own", "capability", "chosen"),
+    [
+        ("float32", (9, 0), "bfloat16"), ("float32", (8, 0), "bfloat16"), ("float32", (7, 5), "float16"), ("float32", None, "bfloat16"),
+        ("bfloat16", (8, 9), "bfloat16"), ("bfloat16", (7, 0), "float16"), ("bfloat16", None, "bfloat16"),
+        ("float16", (9, 0), "float16"), ("float16", (7, 5), "float16"),
+    ],
+)  # fmt: skip
+def test_auto_takes_16_bits_on_a_gpu(
+    own: str, capability: tuple[int, int] | None, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(detect, "gpu_capability", lambda: capability)
+    shape = replace(EngineArgs.from_kwargs(**DUMMY).shape, torch_dtype=own)
+    assert detect.detect_settings(shape, "cuda")["dtype"][0] == chosen
+    assert detect.detect_settings(shape, "cpu")["dtype"][0] == "float32"
+
+
+def test_without_a_driver_nobody_knows_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_library(name: str) -> object:
+        raise OSError(name)
+
+    monkeypatch.setattr(detect.ctypes, "CDLL", no_library)
+    assert detect.gpu_capability() is None

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
+from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 import torch
+from triton.runtime import interpreter
 
 from stage03_engine.arg_utils import EngineArgs
-from stage03_engine.core.features.cuda_graphs.cuda_graphs import DecodeGraphs, graph_sizes
+from stage03_engine.core.features import memory_profile
+from stage03_engine.core.features.cuda_graphs import cuda_graphs
+from stage03_engine.core.features.cuda_graphs.cuda_graphs import CudaGraphHook, DecodeGraphs, GraphCapture, graph_sizes
+from stage03_engine.core.features.cuda_graphs.warm_up import warm_up
+from stage03_engine.core.features.memory_profile import dummy_inputs, measure_activations, sampling_settings
+from stage03_engine.core.model_runner import ModelRunner
 from stage03_engine.core.models.loader import get_model
 from stage04_kernels.attention import AttentionMetadata
 from stage04_kernels.lab.cases import make_metadata
+from stage04_kernels.logits_processors import LogitsRules, Penalties
+from stage04_kernels.sampler import SamplingMetadata, sample
 
 os.environ["TRITON_INTERPRET"] = "1"
 BLOCK, MAX_LEN, CPU = 16, 64, torch.device("cpu")
@@ -57,7 +68,7 @@ def test_a_replayed_step_equals_the_model_at_any_batch_size_and_after_larger_one
 
         return replay
 
-    graphs = DecodeGraphs(model, graphed, MAX_LEN // BLOCK, MAX_LEN, 3, CPU, capture)
+    graphs = DecodeGraphs(model, graphed, MAX_LEN // BLOCK, MAX_LEN, [1, 2, 3], CPU, capture)
     with torch.inference_mode():
         for seed, lengths in enumerate([[40, 5, 17], [33], [2, 64], [18]]):
             inputs = step(lengths, seed)
@@ -70,7 +81,115 @@ def test_a_replayed_step_equals_the_model_at_any_batch_size_and_after_larger_one
 
 
 def test_prompts_and_larger_batches_go_the_plain_way(model: torch.nn.Module) -> None:
-    graphs = DecodeGraphs(model, [], 4, MAX_LEN, 2, CPU, capture=lambda run: run)
+    graphs = DecodeGraphs(model, [], 4, MAX_LEN, [1, 2], CPU, capture=lambda run: run)
     assert graphs.fits(step([5, 6], 0)[2])
     assert not graphs.fits(step([5, 6, 7], 0)[2])
     assert not graphs.fits(make_metadata([2], [5], [[1]], BLOCK))
+
+
+class FakeCuda:
+    """What torch.cuda offers, for graphs that record nothing."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.pools: list[object] = []
+        for name in ("CUDAGraph", "Stream", "current_stream", "empty_cache", "synchronize"):
+            monkeypatch.setattr(torch.cuda, name, MagicMock())
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: object())
+        monkeypatch.setattr(torch.cuda, "graph", self.graph)
+
+    @contextmanager
+    def graph(self, graph: object, pool: object = None, stream: object = None) -> Any:
+        self.pools.append(pool)
+        yield
+
+
+def test_all_graphs_record_into_one_pool_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake, ran = FakeCuda(monkeypatch), []
+    capture = GraphCapture()
+    for size in (8, 4, 2):
+        output = torch.zeros(size)
+        assert capture(lambda output=output: ran.append(len(output)) or output)() is output
+    assert len(fake.pools) == 3 and fake.pools[0] is not None and len(set(fake.pools)) == 1
+    assert ran == [8] * 3 + [4] * 3 + [2] * 3  # twice before it is recorded
+
+
+@pytest.fixture
+def runner() -> Any:
+    """On a CPU, through the kernels of a GPU."""
+    settings: dict[str, Any] = {"device": "cpu", "attention_backend": "triton-interpret", "max_num_seqs": 16}
+    runner = ModelRunner(EngineArgs.from_kwargs(model="gpt2-tiny", max_model_len=64, **settings), CPU)
+    runner.load_model()
+    return runner
+
+
+def test_graphs_are_reserved_for_before_the_cache_is_sized(monkeypatch: pytest.MonkeyPatch, runner: Any) -> None:
+    """16 requests: graphs of 16, 8, 4, 2 and 1. The largest takes 500 bytes, the next 10 more, so the five take 540."""
+    FakeCuda(monkeypatch)
+    free = iter([10_000, 9_500, 9_500, 9_490])
+    monkeypatch.setattr(cuda_graphs, "free_bytes", lambda: next(free))
+    monkeypatch.setattr(runner, "device", MagicMock(type="cuda"))
+    recorded: list[int] = []
+
+    def record(self: object, caches: object, sizes: list[int], capture: Callable[..., Any]) -> None:
+        recorded.extend(sizes)
+        for size in sizes:
+            capture(lambda size=size: torch.zeros(size))
+
+    monkeypatch.setattr(CudaGraphHook, "_record", record)
+    monkeypatch.setattr(runner, "new_kv_caches", lambda blocks, device: [])
+    assert CudaGraphHook(runner, runner.config).reserved_bytes() == 540
+    assert recorded == [8, 16]
+
+
+def test_activations_are_counted_once_and_hooks_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocator gives back what the largest step left, before the worker looks at the free memory."""
+    order: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: order.append("empty"))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 1000)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 1700)
+    monkeypatch.setattr(memory_profile, "profile_run", lambda runner: order.append("run"))
+    hooks = [MagicMock(reserved_bytes=lambda: 40), MagicMock(reserved_bytes=lambda: 2)]
+    assert measure_activations(cast(Any, MagicMock(device=MagicMock(type="cuda"), hooks=hooks))) == 742
+    assert order == ["empty", "run", "empty"]
+
+
+def test_the_largest_step_samples_with_everything_on() -> None:
+    metadata = sampling_settings(3, 50, CPU, True, True, 20)
+    assert metadata.top_k is not None and metadata.top_p is not None and metadata.min_p is not None
+    assert metadata.random_rows == [0, 1, 2] and metadata.max_num_logprobs == 20
+    assert metadata.rules is not None and metadata.rules.penalties is not None
+
+
+def test_after_the_warm_up_no_request_compiles_a_kernel(monkeypatch: pytest.MonkeyPatch, runner: Any) -> None:
+    """A kernel is compiled for each choice of its constants: what requests of every kind launch, the warm-up has launched."""
+    launched: set[tuple[str, frozenset[Any]]] = set()
+    call = interpreter.GridExecutor.__call__
+
+    def noted(executor: Any, *arguments: Any, **constants: Any) -> None:
+        missing = {name: None for name, value in zip(executor.arg_names, arguments) if value is None}
+        sizes = {"BLOCK_M", "BLOCK_N"}  # on a GPU there are two of each; the interpreter's follow the batch
+        kept = {name: value for name, value in (missing | constants).items() if name not in sizes}
+        launched.add((executor.fn.__name__, frozenset(kept.items())))
+        call(executor, *arguments, **constants)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", noted)
+    runner.model.h = runner.model.h[:1]  # one layer has all kernels
+    new_kv_caches = runner.new_kv_caches
+    monkeypatch.setattr(runner, "new_kv_caches", lambda blocks, device: new_kv_caches(blocks, device)[:1])
+    warm_up(runner)
+    warm = set(launched)
+    caches, vocab = runner.new_kv_caches(2, CPU), runner.config.shape.vocab_size
+    for length in (1, 5, 60):
+        inputs = dummy_inputs(runner.batch, [length], CPU)
+        runner.model(inputs.input_ids, inputs.positions, caches, inputs.metadata)
+    ones = torch.ones(1)
+    penalties = Penalties(torch.tensor([0]), torch.zeros(1, vocab).bool(), torch.zeros(1, vocab), ones, ones, ones)
+    for top_k, top_p, min_p, num_logprobs, rules in (
+        (0, 1.0, 0.0, 1, None), (0, 0.9, 0.0, None, None), (5, 1.0, 0.1, 16, LogitsRules(penalties=penalties)),
+        (0, 1.0, 0.0, 0, LogitsRules(penalties=penalties)),
+    ):  # fmt: skip
+        metadata = SamplingMetadata.from_lists([1.0], [top_k], [top_p], [min_p], [7], [0], num_logprobs, CPU, rules)
+        sample(torch.randn(1, vocab), metadata, "triton-interpret")
+    assert len(warm) > 8 and launched - warm == set()

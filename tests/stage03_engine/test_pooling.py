@@ -14,11 +14,12 @@ from transformers import GPT2Model
 
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.core.features.pooling.flags import parse_pooling
+from stage03_engine.core.features.pooling.pooler import PoolingState
 from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.llm import LLM
 from stage03_engine.model_path import BUNDLED_FOLDER
 from stage03_engine.outputs import RequestOutput
-from stage03_engine.params.pooling_params import POOLING_TYPES, PoolingParams
+from stage03_engine.params.pooling_params import POOLING_TYPES, PoolingParams, PoolingRule
 from stage03_engine.replay.replay import replay
 from stage03_engine.sampling_params import SamplingParams
 from stagetrace import trace
@@ -67,6 +68,19 @@ def reference() -> Any:
         return states if params.normalize is False else states / states.norm(dim=-1, keepdim=True)
 
     return vectors
+
+
+@pytest.mark.parametrize("kind", ["LAST", "CLS", "MEAN", "ALL"])
+def test_what_the_pooler_keeps_is_its_own(kind: Any) -> None:
+    """A replayed CUDA graph writes the next step's hidden states where this step's were."""
+    state, hidden = PoolingState(PoolingRule(kind, False, 2, None), 2), torch.tensor([[1.0, 2.0]])
+    state.add(hidden, 0)
+    hidden.fill_(9.0)
+    state.add(hidden, 1)
+    hidden.fill_(7.0)
+    one, nine = [1.0, 2.0], [9.0, 9.0]
+    wanted = {"LAST": [nine], "CLS": [one], "MEAN": [[5.0, 5.5]], "ALL": [one, nine]}[kind]
+    assert state.pooled().tolist() == wanted
 
 
 def assert_right(output: RequestOutput, params: PoolingParams, reference: Any) -> None:

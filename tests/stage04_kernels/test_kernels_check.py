@@ -13,8 +13,9 @@ from patience import PATIENCE
 
 from stage04_kernels import __main__ as command
 from stage04_kernels.attention import BACKENDS, get_backend
-from stage04_kernels.lab import check
+from stage04_kernels.lab import bench, check
 from stage04_kernels.lab.tolerances import EXACT, Tolerance
+from stage04_kernels.paged_attention import paged_attention_torch
 from stagetrace import read_run
 
 
@@ -37,6 +38,19 @@ def test_check_passes_and_traces_each_row(tmp_path: Path) -> None:
     assert [row.split("  ")[0].strip() for row in rows] == [event.args["what"] for event in events]
     assert all(event.args["ok"] and event.args["cases"] > 0 for event in events)
     assert run.named("run.start")[0].args["seed"] == 7
+
+
+def test_a_machine_with_torch_triton_and_numpy_alone_runs_the_commands() -> None:
+    """(`compile` runs there in test_triton_compile.py.)"""
+    bare = [sys.executable, str(Path(__file__).parent / "bare_machine.py")]
+    results = {}
+    for words in ("check --only layers", "bench", "roofline", "check --trace x"):
+        done = subprocess.run([*bare, *words.split()], capture_output=True, text=True, timeout=PATIENCE)
+        assert "Traceback" not in done.stderr, done.stderr
+        results[words] = (done.returncode, done.stderr.strip())
+    assert results["check --only layers"] == results["roofline"] == (0, "")
+    assert results["bench"][0] == 2 and "numba" in results["bench"][1]
+    assert results["check --trace x"][0] == 2 and "needs the whole project" in results["check --trace x"][1]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +83,9 @@ def wrong_attention(*arguments: Any) -> torch.Tensor:
 def test_a_wrong_backend_makes_the_check_fail(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A backend whose output is one per cent too large."""
+    """A backend whose output is one per cent too large. (The other right ones are in the whole table, above.)"""
+    for name in ("cpu", "batch_invariant"):
+        monkeypatch.delitem(BACKENDS, name)
     monkeypatch.setitem(BACKENDS, "wrong", f"{__name__}:wrong_attention")
     threads = torch.get_num_threads()
     try:
@@ -106,3 +122,12 @@ def test_an_exact_row_allows_nothing() -> None:
     row.compare(torch.tensor([3]), torch.tensor([4]))
     row.compare(torch.tensor([3]), torch.tensor([3]))
     assert not row.ok and row.max_error == 1.0 and row.cases == 3
+
+
+@pytest.mark.parametrize(("query_len", "computed"), [(5, 0), (3, 9), (1, 20)])
+def test_what_bench_compares_with_computes_the_same(query_len: int, computed: int) -> None:
+    """Causal: a rival that looks at later keys does other work. (Not compiled: that needs a GPU.)"""
+    case = bench.filled_case([query_len] * 2, [computed] * 2, num_heads=4, num_kv_heads=2)
+    wanted = paged_attention_torch(case.query, case.kv_cache, case.metadata, case.scale)
+    found = bench.flex_attention_call(case, compiled=lambda function: function)()
+    torch.testing.assert_close(found.transpose(1, 2).flatten(0, 1), wanted, atol=1e-5, rtol=1e-5)

@@ -6,10 +6,14 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from stage03_engine.core.features.logits_rules import RequestRules, make_rules
+from stage03_engine.sampling_params import SamplingParams
 from stage04_kernels.lab import sampler_reference as reference
 from stage04_kernels.lab.tolerances import TOLERANCES
 from stage04_kernels.sampler import (
@@ -23,6 +27,7 @@ from stage04_kernels.sampler import (
     mix_seed,
     sample,
     sample_random,
+    to_device,
 )
 
 FLOAT32 = TOLERANCES[torch.float32]
@@ -289,3 +294,53 @@ def test_a_transform_that_only_greedy_rows_ask_for_is_off() -> None:
 
 def test_temperatures_below_1e_5_are_greedy() -> None:
     assert metadata_of(4, temperature=[0.0, 9e-6, 1e-5, 1.0]).random_rows == [2, 3]
+
+
+class Copies(TorchDispatchMode):
+    """Notes every copy to another device: how many bytes, and whether the host waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[int, bool]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten._to_copy.default:
+            self.made.append((args[0].nbytes, kwargs.get("non_blocking", False)))
+        return function(*args, **(kwargs or {}))
+
+
+def test_settings_reach_a_device_in_one_copy_that_nobody_waits_for() -> None:
+    with Copies() as copies:
+        metadata = SamplingMetadata.from_lists(
+            [1.0] * 3, [5] * 3, [0.9] * 3, [0.1] * 3, [2**64 - 1] * 3, [0] * 3, device="meta"
+        )
+    assert copies.made == [(3 * 32 + 3 * 16, True)]
+    assert metadata.top_k is not None and metadata.top_k.shape == (3,) and metadata.top_k.dtype == torch.int64
+
+
+def test_packed_arrays_arrive_whole_and_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a second device at hand: pack for one, and stay."""
+    arrays = [
+        np.arange(5),
+        np.array([[1.5, 2.5, 3.5]], dtype=np.float32),
+        np.arange(6, dtype=np.int32)[::2],
+        np.zeros(0),
+    ]
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *args, **kwargs: self)
+    tensors = to_device(arrays, "meta")
+    for array, tensor in zip(arrays, tensors):
+        assert tensor.tolist() == array.tolist() and tensor.dtype == torch.from_numpy(array.copy()).dtype
+        assert tensor.storage_offset() * tensor.itemsize % 16 == 0
+
+
+def test_penalties_bring_their_tokens_to_the_device_and_no_row_as_long_as_the_vocabulary() -> None:
+    vocab, prompt, output = 50_000, np.array([5, 7, 5]), np.array([9, 9, 7])
+    rules = RequestRules(SamplingParams(frequency_penalty=0.5), vocab)
+    with Copies() as copies:
+        there = make_rules([(rules, prompt, output)] * 2, "meta")
+    assert there is not None and there.penalties is not None and there.penalties.output_counts.shape == (2, vocab)
+    assert all(not_waiting for _, not_waiting in copies.made) and sum(size for size, _ in copies.made) < 1000
+    here = make_rules([(None, prompt, output), (rules, prompt, output)])
+    assert here is not None and here.penalties is not None and here.penalties.rows.tolist() == [1]
+    assert here.penalties.in_prompt.nonzero()[:, 1].tolist() == [5, 7]
+    assert {token: here.penalties.output_counts[0, token].item() for token in (5, 7, 9)} == {5: 0, 7: 1, 9: 2}

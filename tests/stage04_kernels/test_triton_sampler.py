@@ -109,3 +109,14 @@ def test_the_samplers_entry_point_takes_this_path() -> None:
     wanted = [int(logits[0].argmax()), *(int((logits[i + 1] + torch.tensor(noise[i])).argmax()) for i in range(2))]
     assert output.sampled_token_ids.tolist() == wanted
     assert output.logprobs is not None and output.logprobs.shape == (3, 3)
+
+
+def test_penalties_may_be_columns_of_a_wider_tensor() -> None:
+    """As a batch brings them: each row has its own three factors."""
+    logits, zero = torch.tensor([[3.0, 2.5, 0.0]] * 2), torch.zeros(2, dtype=torch.int64)
+    factors = torch.tensor([[1.0, 1.0, 0.0], [4.0, 0.0, 0.0]])  # repetition, frequency, presence
+    counts = torch.tensor([[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]])
+    penalties = Penalties(torch.arange(2), counts.bool(), counts, *factors.unbind(1))
+    wanted = apply_penalties(logits, penalties).argmax(1)
+    assert wanted.tolist() == [0, 1]
+    assert torch.equal(sample_triton(logits, torch.zeros(2), zero, zero, penalties=penalties), wanted)

@@ -19,7 +19,7 @@ from stage03_engine.core.hooks import RunnerHook
 from stage03_engine.core.sched_output import NewRequestData, SchedulerOutput
 from stage03_engine.sampling_params import SamplingParams
 from stage04_kernels.logits_processors import LogitsRules, Pairs, Penalties, forbidden_by_bad_words
-from stage04_kernels.sampler import SamplingMetadata
+from stage04_kernels.sampler import SamplingMetadata, to_device
 
 if TYPE_CHECKING:
     from stage03_engine.core.input_batch import StepInputs
@@ -118,7 +118,7 @@ def make_rules(
     return LogitsRules(
         allowed=_pairs([(i, rules.allowed) for i, rules, _, _ in concerned], device),
         forbidden=_pairs([(i, rules.forbidden(output)) for i, rules, _, output in concerned], device),
-        bias=None if biased is None else (biased, torch.from_numpy(values).to(device)),
+        bias=None if biased is None else (biased, to_device([values], device)[0]),
         penalties=_penalties(penalised, device) if penalised else None,
     )
 
@@ -129,20 +129,20 @@ def _pairs(tokens_of: list[tuple[int, np.ndarray]], device: torch.device | str) 
     if not len(tokens):
         return None
     rows = np.repeat([row for row, _ in tokens_of], [len(tokens) for _, tokens in tokens_of])
-    return Pairs(torch.from_numpy(rows).to(device), torch.from_numpy(tokens).to(device))
+    return Pairs(*to_device([rows, tokens], device))
 
 
 def _penalties(rows: list[tuple[int, RequestRules, np.ndarray, np.ndarray]], device: torch.device | str) -> Penalties:
+    """The tokens go to the device, and are counted there: a row of counts is as long as the vocabulary."""
     vocab = rows[0][1].vocab_size
-    in_prompt = np.stack([np.bincount(prompt, minlength=vocab) > 0 for _, _, prompt, _ in rows])
-    counts = np.stack([np.bincount(output, minlength=vocab) for _, _, _, output in rows]).astype(np.float32)
-    settings = np.array(
-        [(r.params.repetition_penalty, r.params.frequency_penalty, r.params.presence_penalty) for _, r, _, _ in rows],
-        dtype=np.float32,
-    )
-    return Penalties(
-        torch.tensor([i for i, _, _, _ in rows], device=device),
-        torch.from_numpy(in_prompt).to(device),
-        torch.from_numpy(counts).to(device),
-        *torch.from_numpy(settings).to(device).unbind(1),
-    )
+    prompts = np.concatenate([i * vocab + prompt for i, (_, _, prompt, _) in enumerate(rows)])
+    outputs = np.concatenate([i * vocab + output for i, (_, _, _, output) in enumerate(rows)])
+    params = [rules.params for _, rules, _, _ in rows]
+    names = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+    factors = [np.array([getattr(p, name) for p in params], dtype=np.float32) for name in names]
+    numbers = np.array([i for i, _, _, _ in rows])
+    row, in_prompt, in_output, *there = to_device([numbers, prompts, outputs, *factors], device)
+    size = len(rows) * vocab
+    seen = torch.zeros(size, dtype=torch.bool, device=device).index_fill_(0, in_prompt, True)
+    counts = torch.zeros(size, device=device).index_add_(0, in_output, torch.ones(len(outputs), device=device))
+    return Penalties(row, seen.view(-1, vocab), counts.view(-1, vocab), *there)

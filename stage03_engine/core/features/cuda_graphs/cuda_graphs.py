@@ -22,23 +22,29 @@ Capture = Callable[[Run], Run]
 """Record what a function does; the result does it again and returns the same tensor."""
 
 
-def capture_cuda_graph(run: Run) -> Run:
-    """A CUDA graph. The first two runs are outside of it: they compile kernels and fill the allocator's pools."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = run()
+class GraphCapture:
+    """Records CUDA graphs that share one pool of memory: they never run at the same time, so a smaller one finds room in what the
+    largest took."""
 
-    def replay() -> Tensor:
-        graph.replay()
-        return output
+    def __init__(self) -> None:
+        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
 
-    return replay
+    def __call__(self, run: Run) -> Run:
+        """The first two runs are outside of the graph: they compile kernels and fill the allocator's pools."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            run()
+            run()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            output = run()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return output
+
+        return replay
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -61,10 +67,10 @@ class DecodeGraphs:
 
     def __init__(
         self, model: Callable[..., Tensor], kv_caches: list[Tensor], max_blocks: int, max_model_len: int,
-        max_num_seqs: int, device: torch.device, capture: Capture = capture_cuda_graph,
+        sizes: list[int], device: torch.device, capture: Capture,
     ) -> None:  # fmt: skip
         self._recorded: dict[int, _Recorded] = {}
-        for size in reversed(graph_sizes(max_num_seqs)):  # the largest first: the others find its memory
+        for size in sorted(sizes, reverse=True):  # the largest first: the others find its memory
             metadata = _fixed_metadata(size, max_blocks, max_model_len, device)
             input_ids = torch.zeros(size, dtype=torch.int64, device=device)
             positions = torch.zeros_like(input_ids)
@@ -109,6 +115,13 @@ def _fixed_metadata(size: int, max_blocks: int, max_model_len: int, device: torc
     )
 
 
+def free_bytes() -> int:
+    """Free memory of the device, what the allocator keeps for later included."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
+
+
 class CudaGraphHook(RunnerHook):
     """Installed on a GPU without `--enforce-eager`."""
 
@@ -117,11 +130,34 @@ class CudaGraphHook(RunnerHook):
     @torch.inference_mode()
     def cache_allocated(self, num_blocks: int) -> None:
         """Record decode steps."""
-        runner = self.runner
-        if runner.device.type == "cuda":
-            max_blocks, max_num_seqs = runner.batch.block_table.shape[1], self.config.scheduler_config.max_num_seqs
-            lengths = (max_blocks, self.config.max_model_len)
-            self.graphs = DecodeGraphs(runner.model, runner.kv_caches, *lengths, max_num_seqs, runner.device)
+        if self.runner.device.type == "cuda":
+            self.graphs = self._record(self.runner.kv_caches, self._sizes(), GraphCapture())
+
+    @torch.inference_mode()
+    def reserved_bytes(self) -> int:
+        """What the recordings will take, before there is a cache: the largest two are made on two blocks and thrown away. The first one
+        shows what all share, the second what each other one adds."""
+        if self.runner.device.type != "cuda":
+            return 0
+        taken: list[int] = []
+        record = GraphCapture()
+
+        def measured(run: Run) -> Run:
+            before = free_bytes()
+            replay = record(run)
+            taken.append(max(0, before - free_bytes()))
+            return replay
+
+        sizes = self._sizes()
+        self._record(self.runner.new_kv_caches(2, self.runner.device), sizes[-2:], measured)
+        return taken[0] + sum(taken[1:]) * (len(sizes) - 1)
+
+    def _sizes(self) -> list[int]:
+        return graph_sizes(self.config.scheduler_config.max_num_seqs)
+
+    def _record(self, kv_caches: list[Tensor], sizes: list[int], capture: Capture) -> DecodeGraphs:
+        max_blocks, device = self.runner.batch.block_table.shape[1], self.runner.device
+        return DecodeGraphs(self.runner.model, kv_caches, max_blocks, self.config.max_model_len, sizes, device, capture)
 
     def forward(self, inputs: StepInputs) -> Tensor | None:
         """Replay a decode step."""

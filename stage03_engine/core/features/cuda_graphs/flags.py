@@ -7,6 +7,8 @@ from typing import Any
 
 from stage03_engine.args.fields import option
 
+_ROOM = "stage03_engine.core.features.cuda_graphs."
+
 
 @dataclass(frozen=True)
 class EnforceEager:
@@ -21,8 +23,10 @@ class CudaGraphFlags:
     """Part of VllmConfig."""
 
     def hooks(self: Any) -> dict[str, list[str]]:
-        """On a GPU the runner replays captured decode steps; a graph has no room for the spans of --trace-layers."""
+        """On a GPU the runner compiles its kernels before the first request, and replays captured decode steps; a graph has no room
+        for the spans of --trace-layers."""
         device, layers = self.device_config, getattr(self.observability_config, "trace_layers", False)
-        if device.attention_backend != "triton" or device.enforce_eager or layers:
+        if device.attention_backend != "triton":
             return {}
-        return {"runner": ["stage03_engine.core.features.cuda_graphs.cuda_graphs:CudaGraphHook"]}
+        graphs = [] if device.enforce_eager or layers else [_ROOM + "cuda_graphs:CudaGraphHook"]
+        return {"runner": [_ROOM + "warm_up:WarmUpHook", *graphs]}

@@ -42,20 +42,23 @@ class PoolingState:
     kept: list[Tensor] = field(default_factory=list)  # float32 [rows, hidden_size]
 
     def add(self, states: Tensor, first: int) -> None:
-        """`states`, [count, hidden_size], are those of the tokens from `first` on. What was added before counts once."""
-        new = states[max(0, self.num_seen - first) :].float()
+        """`states`, [count, hidden_size], are those of the tokens from `first` on. What was added before counts once.
+
+        What is kept is a copy: the next step may write over `states` (CUDA graphs do).
+        """
+        new = states[max(0, self.num_seen - first) :]
         if not len(new):
             return
         self.num_seen = first + len(states)
         if self.rule.pooling_type == "ALL":
-            self.kept.append(new)
+            self.kept.append(new.to(torch.float32, copy=True))
         elif self.rule.pooling_type == "MEAN":
-            total = new.sum(0, keepdim=True)
+            total = new.float().sum(0, keepdim=True)
             self.kept = [self.kept[0] + total if self.kept else total]
         elif self.rule.pooling_type == "LAST":
-            self.kept = [new[-1:]]
+            self.kept = [new[-1:].to(torch.float32, copy=True)]
         elif not self.kept:  # CLS
-            self.kept = [new[:1]]
+            self.kept = [new[:1].to(torch.float32, copy=True)]
 
     def pooled(self) -> Tensor:
         """When all tokens were seen, [rows, hidden_size]: one row, or with ALL one per token."""

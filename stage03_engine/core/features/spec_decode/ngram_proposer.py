@@ -11,13 +11,13 @@ import numpy as np
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.features.spec_decode.flags import SpeculativeConfig
 from stage03_engine.core.hooks import RunnerHook
-from stage03_engine.core.input_batch import InputBatch, StepInputs, to_device
+from stage03_engine.core.input_batch import InputBatch, StepInputs
 from stage03_engine.core.kv_cache_manager import cdiv
 from stage03_engine.core.model_runner import ModelRunner
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
 from stage03_engine.sampling_params import SamplingParams
 from stage04_kernels.features.rejection_sampler import num_accepted
-from stage04_kernels.sampler import SamplerOutput
+from stage04_kernels.sampler import SamplerOutput, to_device
 from stagetrace import trace
 
 NEEDS_ITS_HISTORY: dict[str, object] = {
@@ -120,7 +120,7 @@ class NgramHook(RunnerHook):
                 indices += range(starts[place + 1] - num_drafts - 1, starts[place + 1])
                 rows += [row] * (num_drafts + 1)
                 ahead += range(num_drafts + 1)
-        inputs.logits_indices = to_device(np.array(indices), self.runner.device)
+        inputs.logits_indices = to_device([np.array(indices)], self.runner.device)[0]
         inputs.sampled, inputs.ahead = rows, ahead
 
     def after_sample(self, sampled: dict[str, list[int]], output: SamplerOutput, inputs: StepInputs) -> None:

@@ -6,9 +6,10 @@ import numpy as np
 from torch import Tensor
 
 from stage03_engine.core.hooks import RunnerHook
-from stage03_engine.core.input_batch import StepInputs, to_device
+from stage03_engine.core.input_batch import StepInputs
 from stage03_engine.core.sched_output import SchedulerOutput
 from stage04_kernels.features.bitmask import apply_token_bitmask
+from stage04_kernels.sampler import to_device
 
 
 class GrammarRunnerHook(RunnerHook):
@@ -22,5 +23,5 @@ class GrammarRunnerHook(RunnerHook):
         ids = [self.runner.batch.request_ids[row] for row in inputs.sampled]
         constrained = np.array([i for i, request_id in enumerate(ids) if request_id in masks])
         words = np.frombuffer(b"".join(masks[ids[i]] for i in constrained), dtype=np.int32).copy()
-        bitmask = to_device(words.reshape(len(constrained), -1), device)
-        return apply_token_bitmask(logits, bitmask, to_device(constrained, device))
+        bitmask, rows = to_device([words.reshape(len(constrained), -1), constrained], device)
+        return apply_token_bitmask(logits, bitmask, rows)
