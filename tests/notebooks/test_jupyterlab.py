@@ -98,6 +98,7 @@ def followed() -> set[str]:
     return set()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("source", build.sources(), ids=lambda path: path.stem)
 def test_each_link_opens_its_file(source: Path, lab: str, browser: Any, followed: set[str]) -> None:
     context = browser.new_context(viewport={"width": 1500, "height": 900})
