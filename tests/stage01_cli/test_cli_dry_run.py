@@ -84,6 +84,8 @@ REFUSED = {
     "--device cuda": "there is no usable GPU",
     "--num-gpu-blocks-override 5": "one request may need 512",
     "--kv-cache-memory-bytes 100k": "one request may need 512",
+    "--device cpu --kv-cache-memory-bytes 1000000G": "not enough memory for",
+    "--device cpu --num-gpu-blocks-override 9000000000": "not enough memory for",
     "--gpu-memory-utilization 0.0001": "one request may need 512",
     "--scheduler-cls no.such:Scheduler": "--scheduler-cls no.such:Scheduler",
     "--block-pool-cls no.such:Pool": "--block-pool-cls no.such:Pool",
