@@ -90,8 +90,12 @@ REFUSED = {
     "--scheduler-cls no.such:Scheduler": "--scheduler-cls no.such:Scheduler",
     "--block-pool-cls no.such:Pool": "--block-pool-cls no.such:Pool",
     "--attention-backend no.such:attention": "no.such",
+    "--attention-backend :attention": "attention backend :attention cannot be loaded",
     "--chat-template /no/such.jinja": "cannot read the chat template",
     "--middleware no.such.Layer": "--middleware no.such.Layer",
+    "--middleware json.JSONDecoder": "--middleware json.JSONDecoder: TypeError",
+    "--logits-processors json:JSONDecoder no.such:Processor": "--logits-processors no.such:Processor: there is no module",
+    "--uds /no/such/socket": "cannot listen on /no/such/socket",
     "--tool-call-parser nobody --enable-auto-tool-choice": "'nobody' is not known",
     "--log-config-file /no/such.json": "cannot read log_config_file",
 }
