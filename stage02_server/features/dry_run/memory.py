@@ -66,7 +66,7 @@ def check_kv_cache(config: VllmConfig, memory: Memory) -> None:
 
 
 def _machine() -> int:
-    """All memory of this machine: what is larger, Linux never gives."""
+    """All memory of this machine: Linux gives no single piece that is larger, unless it was told to overcommit."""
     import psutil
 
     return int(psutil.virtual_memory().total + psutil.swap_memory().total)
