@@ -55,13 +55,13 @@ def reckon(config: VllmConfig) -> Memory:
 
 
 def check_kv_cache(config: VllmConfig, memory: Memory) -> None:
-    """Raises ConfigError if the KV cache would not hold one request of full length, or is larger than the machine's memory."""
+    """Raises ConfigError if the KV cache would not hold one request of full length, or is too large to be allocated."""
     cache, block = config.cache_config, kv_block_bytes(config)
     if cache.num_gpu_blocks_override is None and cache.kv_cache_memory_bytes is None and memory.available is None:
         return
     left = max(0, (memory.available or 0) - memory.weights - memory.activations)
     _, num_blocks = choose_num_blocks(config, block, lambda: left)
-    if memory.available is not None and num_blocks * block > _machine():
+    if memory.available is not None and num_blocks * block // config.shape.num_layers > _machine():  # a piece per layer
         raise ConfigError(NO_ROOM.format(num_blocks))
 
 
