@@ -31,7 +31,7 @@ class ServeSubcommand(CLISubcommand):
     def add_arguments(self, parser: FlexibleArgumentParser) -> None:
         """The flags of `serve`."""
         parser.add_argument(
-            "--dry-run", action="store_true", help="print every setting and where it comes from, then exit"
+            "--dry-run", action="store_true", help="print all settings, their origin, and a start's memory; then exit"
         )
         add_serve_args(parser)
         add_flags(parser, LaunchArgs)

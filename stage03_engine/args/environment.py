@@ -21,6 +21,11 @@ def _is_off(text: str) -> bool:
     return not parse_bool(text)
 
 
+def _log_level(text: str) -> str:
+    """Python's other names of a level are vLLM's too."""
+    return {"WARN": "WARNING", "FATAL": "CRITICAL"}.get(text.upper(), text.upper())
+
+
 def _gib(text: str) -> int | None:
     """Bytes; 0 leaves the size open, as in vLLM."""
     if not text.isdecimal() or int(text) > 1 << 20:
@@ -46,7 +51,7 @@ COUNTERPARTS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": Counterpart("in_process", _is_off),
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": Counterpart("timeout_keep_alive"),
     "VLLM_LOGGING_CONFIG_PATH": Counterpart("log_config_file"),
-    "VLLM_LOGGING_LEVEL": Counterpart("log_level", str.upper),
+    "VLLM_LOGGING_LEVEL": Counterpart("log_level", _log_level),
     "VLLM_LOG_STATS_INTERVAL": Counterpart("log_stats_interval"),
     "VLLM_SERVER_DEV_MODE": Counterpart("server_dev_mode"),
     "VLLM_TORCH_PROFILER_DIR": Counterpart("profiler_dir", os.path.expanduser),

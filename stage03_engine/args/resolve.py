@@ -152,7 +152,7 @@ def _read_config_file(path: str, settings: Sequence[Setting], refused_tables: Se
         return {}
     if not isinstance(content, dict):
         raise ConfigError(f"config file {path} must hold a mapping such as `max-num-seqs: 64`")
-    known = [setting.name for setting in settings]
+    known = {setting.name: setting for setting in settings}
     values: dict[str, Any] = {}
     for key, value in content.items():
         name = str(key).replace("-", "_")
@@ -162,7 +162,8 @@ def _read_config_file(path: str, settings: Sequence[Setting], refused_tables: Se
             values[name] = value
         elif not _asks_for_nothing(path, name, value, refused_tables):
             refuse_absent("--" + name.replace("_", "-"))
-            raise ConfigError(f"config file {path}: unknown key {key!r}{did_you_mean(name, known)}")
+            hint = did_you_mean(name, known, lambda close: known[close].is_built)
+            raise ConfigError(f"config file {path}: unknown key {key!r}{hint}")
     return values
 
 

@@ -13,7 +13,9 @@ from stagetrace import trace
 CPU_DEFAULT_BYTES = 4 << 30
 """The most that the KV cache takes on a CPU when no size is given: other programs need memory too (vLLM's CPU backend has
 the same default)."""
-
+NO_ROOM = (
+    "there is not enough memory for {} KV-cache blocks; lower --kv-cache-memory-bytes or --num-gpu-blocks-override"
+)
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float": 4, "half": 2}
 

@@ -11,7 +11,7 @@ import psutil
 import torch
 
 from stage03_engine.config import VllmConfig
-from stage03_engine.core.kv_cache_size import kv_block_bytes
+from stage03_engine.core.kv_cache_size import NO_ROOM, kv_block_bytes
 from stage03_engine.core.model_runner import ModelRunner
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
 from stage03_engine.errors import ConfigError
@@ -68,10 +68,7 @@ class Worker:
         try:
             self.model_runner.initialize_kv_cache(num_blocks)
         except (MemoryError, ValueError, torch.OutOfMemoryError) as error:  # ValueError: too many bytes for numpy
-            raise ConfigError(
-                f"there is not enough memory for {num_blocks} KV-cache blocks; lower --kv-cache-memory-bytes or "
-                "--num-gpu-blocks-override"
-            ) from error
+            raise ConfigError(NO_ROOM.format(num_blocks)) from error
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:

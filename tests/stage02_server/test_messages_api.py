@@ -202,6 +202,7 @@ TALK = [
             "'id': 'toolu_1'}]Hm.;tool=It is\nbright.;user=And?;",
         ),
         (said("x", messages=[*said("a")["messages"], {"role": "system", "content": "b"}]), "user=a;system=b;"),
+        (said("x", messages=[{"role": "ctx", "content": "a"}, {"role": "msg", "content": "b"}]), "user=a;user=b;"),  # Claude Code
     ],
 )  # fmt: skip
 def test_a_conversation_becomes_a_chat(templated: InProcessServer, body: dict[str, Any], prompt: str) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from stage01_cli.main import main
-from stage01_cli.serve import LaunchArgs
 from stage02_server.cli_args import FrontendArgs
+from stage02_server.serve import LaunchArgs
 from stage03_engine.arg_utils import EngineArgs, engine_settings
 from stage03_engine.args.environment import COUNTERPARTS, SERVER_SETTINGS
 from stage03_engine.args.fields import settings_of
@@ -42,6 +42,8 @@ def dry_run(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, str]:
     [
         ("VLLM_API_KEY", "[x", "api_key", "***"),  # a key is text, not a JSON list
         ("VLLM_LOGGING_LEVEL", "debug", "log_level", "DEBUG"),
+        ("VLLM_LOGGING_LEVEL", "warn", "log_level", "WARNING"),  # Python's other names, which vLLM takes
+        ("VLLM_LOGGING_LEVEL", "FATAL", "log_level", "CRITICAL"),
         ("VLLM_CONFIGURE_LOGGING", "0", "configure_logging", "false"),
         ("VLLM_LOG_STATS_INTERVAL", "3", "log_stats_interval", "3.0"),
         ("VLLM_TORCH_PROFILER_DIR", "/tmp/profiles", "profiler_dir", "/tmp/profiles"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields
 from importlib.util import find_spec
+from pathlib import Path
 
 from stage02_server.cli_args import FrontendArgs
 from stage03_engine.args import Resolved
@@ -35,6 +36,12 @@ def check_start(config: VllmConfig, settings: Mapping[str, Resolved]) -> None:
     for name in ("scheduler_cls", "block_pool_cls"):
         if (path := settings[name].value) is not None:
             import_class(path, "--" + name.replace("_", "-"))
+    for path in getattr(config.model_config, "logits_processors", None) or ():  # not imported: it needs torch
+        if not _module_is_there(path):
+            raise ConfigError(f"--logits-processors {path}: there is no module {path.partition(':')[0]}")
+    uds = settings["uds"].value if "uds" in settings else None
+    if uds and not Path(uds).absolute().parent.is_dir():
+        raise ConfigError(f"cannot listen on {uds}: No such file or directory; see --uds")
     if config.model_config.tokenizer_path is not None:
         get_tokenizer(config.model_config.tokenizer_path)
     if any(settings[name].value for name in ABOUT_THE_APP if name in settings) and is_there(ECHO_ENGINE):
@@ -48,10 +55,16 @@ def _check_device(config: VllmConfig) -> None:
         raise ConfigError(f"--device cuda: there is no usable GPU ({why}); use --device cpu")
     if backend in NEEDS and find_spec(NEEDS[backend]) is None:
         raise ConfigError(f"the attention backend {backend} needs {NEEDS[backend]}, which is not installed")
-    if ":" in backend and not is_there(backend.partition(":")[0]):
+    if ":" in backend and not _module_is_there(backend):
         raise ConfigError(
             f"the attention backend {backend} cannot be loaded: there is no module {backend.partition(':')[0]}"
         )
+
+
+def _module_is_there(path: str) -> bool:
+    """Is there the module of `module:name`?"""
+    module = path.partition(":")[0]
+    return bool(module) and is_there(module)
 
 
 def _check_app(config: VllmConfig, args: FrontendArgs) -> None:

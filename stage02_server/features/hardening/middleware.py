@@ -56,12 +56,15 @@ class RequestIdHeaderMiddleware:
 
 
 class OwnMiddleware:
-    """`--middleware`: the user's own layers; the last one is outermost. Raises ConfigError for one that cannot be imported."""
+    """`--middleware`: the user's own layers; the last one is outermost. Raises ConfigError for one that cannot be used."""
 
     def __init__(self, app: ASGIApp, args: HardeningFlags) -> None:
         for path in args.middleware:
             found = _import(path)
-            app = found(app) if isinstance(found, type) else BaseHTTPMiddleware(app, dispatch=found)
+            try:
+                app = found(app) if isinstance(found, type) else BaseHTTPMiddleware(app, dispatch=found)
+            except Exception as error:  # it is the user's code
+                raise ConfigError(f"--middleware {path}: {type(error).__name__}: {error}") from error
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -8,7 +8,7 @@ import json
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, field_validator
 
 from stage02_server.features.tools.fields import (
     MAX_TOOLS,
@@ -39,6 +39,9 @@ BLOCKS = {
     "system": ("text",),
 }
 """Role -> the content blocks that its messages may hold."""
+
+ROLES_OF_CLAUDE_CODE = {"ctx": "user", "msg": "user"}
+"""Roles that Anthropic does not document and Claude Code sends, and what vLLM takes them for (normalize_role)."""
 
 
 class ResultPart(BaseModel):
@@ -98,6 +101,11 @@ class AnthropicMessage(BaseModel):
 
     role: Literal["user", "assistant", "system"] = Field(description="Who speaks.")
     content: Text | list[AnthropicContentBlock] = Field(description="A text, or a list of blocks.")
+
+    @field_validator("role", mode="before")
+    @classmethod
+    def _documented(cls, role: Any) -> Any:
+        return ROLES_OF_CLAUDE_CODE.get(role, role) if isinstance(role, str) else role
 
     def as_chat(self) -> list[ChatMessageParam]:
         """The same as messages of a chat, where the result of each call is a message of its own. Raises

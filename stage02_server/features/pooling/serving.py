@@ -179,9 +179,11 @@ class PoolingBatches:
                     cache_salt=request.cache_salt,
                 )
             except InvalidRequestError as error:  # each route has its own name for a text
-                raise InvalidRequestError(
-                    str(error), field if error.param in ("input", "prompt") else error.param
-                ) from None
+                if error.param not in ("input", "prompt"):
+                    raise
+                text = str(error)
+                shown = field + text.removeprefix("prompt") if text.startswith("prompt ") else text
+                raise InvalidRequestError(shown, field) from None
             requests.append(made)
         return requests
 
