@@ -205,7 +205,9 @@ def test_the_engine_refuses_a_model_that_cannot_be_loaded(tmp_path: Path, how: s
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("setting", [{"num_gpu_blocks_override": 10**12}, {"kv_cache_memory_bytes": 4 * 10**12}])
+@pytest.mark.parametrize(
+    "setting", [{"num_gpu_blocks_override": 10**12}, {"kv_cache_memory_bytes": 2 * psutil.virtual_memory().total}]
+)
 def test_the_engine_refuses_a_cache_larger_than_memory(setting: dict[str, int]) -> None:
     with pytest.raises(StagesError, match="memory"):
         LLM("gpt2-tiny", **setting)

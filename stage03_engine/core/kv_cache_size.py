@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+import psutil
+
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.kv_cache_manager import cdiv
 from stage03_engine.errors import ConfigError
@@ -54,7 +56,7 @@ def choose_num_blocks(config: VllmConfig, block_bytes: int, measure: Callable[[]
 
     In this order: --num-gpu-blocks-override, --kv-cache-memory-bytes, measured free memory. On a CPU the measured size is
     capped at 4 GiB, and on any device at what --max-num-seqs requests of full length can use.
-    Raises ConfigError when not even one request of full length fits.
+    Raises ConfigError when not even one request of full length fits, and on a CPU when the machine has less memory than that.
     """
     cache, blocks_per_request = config.cache_config, cdiv(config.max_model_len, config.cache_config.block_size)
     if cache.num_gpu_blocks_override is not None:
@@ -74,4 +76,6 @@ def choose_num_blocks(config: VllmConfig, block_bytes: int, measure: Callable[[]
             f"the KV cache has room for {max(0, num_blocks - 1) * cache.block_size} tokens ({rule}), but one request may need "
             f"{config.max_model_len}: lower --max-model-len, or raise --kv-cache-memory-bytes or --gpu-memory-utilization"
         )
+    if config.device_config.device == "cpu" and num_blocks * block_bytes > psutil.virtual_memory().total:
+        raise ConfigError(NO_ROOM.format(num_blocks))  # the system would give it, and kill the engine when it fills up
     return rule, num_blocks

@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -80,11 +81,14 @@ def test_the_sum_is_of_all_requests(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(names) <= set(shown)
 
 
+MORE_THAN_THERE_IS = 2 * psutil.virtual_memory().total
+"""Bytes that the system gives in several pieces, and does not have."""
 REFUSED = {
     "--device cuda": "there is no usable GPU",
     "--num-gpu-blocks-override 5": "one request may need 512",
     "--kv-cache-memory-bytes 100k": "one request may need 512",
     "--device cpu --kv-cache-memory-bytes 1000000G": "not enough memory for",
+    f"--device cpu --kv-cache-memory-bytes {MORE_THAN_THERE_IS}": "not enough memory for",
     "--device cpu --num-gpu-blocks-override 9000000000": "not enough memory for",
     "--gpu-memory-utilization 0.0001": "one request may need 512",
     "--scheduler-cls no.such:Scheduler": "--scheduler-cls no.such:Scheduler",
