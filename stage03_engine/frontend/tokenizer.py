@@ -18,6 +18,7 @@ from tokenizers import Tokenizer as Backend
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import ConfigError
+from stage03_engine.hf_config import read_json
 from stage03_engine.mixins import is_there, load
 from stage03_engine.model_path import find_tokenizer
 from stagetrace import trace
@@ -162,10 +163,7 @@ def _load_backend(folder: Path) -> Backend:
 
 def _tokenizer_config(folder: Path) -> dict:
     path = folder / "tokenizer_config.json"
-    try:
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except ValueError as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+    return read_json(path) if path.exists() else {}
 
 
 def _content(token: object) -> str:
