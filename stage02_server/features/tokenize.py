@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, StrictInt
 from stage02_server.api_server import Services
 from stage02_server.chat_template import ChatTemplate
 from stage02_server.protocol import ChatMessageParam, ChatTemplateFields, RequestModel
-from stage02_server.protocol_types import Text
+from stage02_server.protocol_types import ListOf, Text
 from stage02_server.routes import OpenAIServingModels
 from stage02_server.streaming import TOKENIZERS, answer_of, in_thread, in_thread_if_long
 from stage03_engine.errors import InvalidRequestError
@@ -28,7 +28,7 @@ class TokenizeRequest(ChatTemplateFields):
     prompt: Text | None = Field(
         default=None, description="A text, a list of token ids, or a list of either: each is a prompt of its own."
     )
-    messages: list[ChatMessageParam] | None = Field(
+    messages: ListOf[ChatMessageParam] | None = Field(
         default=None, description="The chat so far, the oldest message first."
     )
     add_special_tokens: bool | None = Field(  # None: with a prompt yes, with messages as in a chat
@@ -40,9 +40,7 @@ class TokenizeRequest(ChatTemplateFields):
 class DetokenizeRequest(RequestModel):
     """POST /detokenize."""
 
-    tokens: Annotated[list[TokenId], Field(fail_fast=True)] = Field(
-        description="Token ids; those outside the vocabulary stand for no text."
-    )
+    tokens: ListOf[TokenId] = Field(description="Token ids; those outside the vocabulary stand for no text.")
 
 
 class TokenizeResponse(BaseModel):
