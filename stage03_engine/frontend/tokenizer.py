@@ -115,7 +115,8 @@ class Tokenizer:
         if self._decoder is not None:
             return self.backend.decode(token_ids, skip_special_tokens)
         wanted = [i for i in token_ids if not (skip_special_tokens and i in self._special)]
-        return b"".join(self.token_bytes(i) for i in wanted).decode("utf-8", errors="replace")
+        raw = {i: self.token_bytes(i) for i in set(wanted)}  # a long text repeats its tokens
+        return b"".join([raw[i] for i in wanted]).decode("utf-8", errors="replace")
 
     def stream(self, after: list[int], skip_special_tokens: bool = True) -> TokenStream:
         """For the text of tokens that follow the tokens `after` (the prompt)."""

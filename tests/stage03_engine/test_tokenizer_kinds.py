@@ -194,6 +194,17 @@ def test_special_tokens_of_a_folder(tmp_path: Path) -> None:
     assert (tokenizer.eos_token_id, tokenizer.more_eos_token_ids) == (9, (2,))
 
 
+def test_a_token_is_looked_up_once_however_often_a_text_repeats_it() -> None:
+    """A million ids would otherwise take seconds."""
+    tokenizer, asked = Tokenizer(BACKENDS["llama3"], None), []
+    real = tokenizer.token_bytes
+    tokenizer.token_bytes = lambda token_id: (asked.append(token_id), real(token_id))[1]  # type: ignore[method-assign]
+    first, second = tokenizer.encode("to be", add_special_tokens=False)[:2]
+    asked.clear()
+    assert tokenizer.decode([first, second] * 1000) == (real(first) + real(second)).decode() * 1000
+    assert sorted(asked) == sorted({first, second})
+
+
 @pytest.mark.parametrize("text", ["[]", "5", "{", "[" * 100_000, "\udcff"])
 def test_unusable_settings_of_a_folder_are_refused(text: str, tmp_path: Path) -> None:
     byte_level().save(str(tmp_path / "tokenizer.json"))
