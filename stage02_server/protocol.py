@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 from stage02_server.middleware import ACCEPTED_ID
-from stage02_server.protocol_types import Int32, Int64, RequestFields, Several, Text, TokenIds
+from stage02_server.protocol_types import Int32, Int64, ListOf, RequestFields, Several, Text, TokenIds
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.mixins import load, mixins
 from stage03_engine.sampling_params import RequestOutputKind, SamplingParams
@@ -74,7 +74,7 @@ class SamplingRequest(*FEATURES, RequestModel):  # type: ignore[misc]
     )
     presence_penalty: FiniteFloat | None = Field(default=0.0, description="Lowers the logit of a used token once.")
     seed: Int64 | None = Field(default=None, description="The same seed gives the same answer, whatever else runs.")
-    stop: Text | list[Text] | None = Field(default=None, description="Up to four texts; the answer ends before them.")
+    stop: Text | ListOf[Text] | None = Field(default=None, description="Up to four texts; the answer ends before them.")
     request_id: RequestId | None = Field(
         default=None, description="Part of the answer's id; X-Request-Id takes precedence."
     )
@@ -163,9 +163,9 @@ class ChatMessageParam(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: Text = Field(description="Who speaks: system, developer, user, assistant or tool.")
-    content: Text | list[ContentPart | Text] | None = Field(default=None, description="A text, or a list of parts.")
+    content: Text | ListOf[ContentPart | Text] | None = Field(default=None, description="A text, or a list of parts.")
     name: Text | None = Field(default=None, description="Name of the speaker, if several have this role.")
-    tool_calls: list[MessageToolCall] | None = Field(default=None, description="The calls that this answer made.")
+    tool_calls: ListOf[MessageToolCall] | None = Field(default=None, description="The calls that this answer made.")
     tool_call_id: Text | None = Field(default=None, description="The call whose result this message is.")
     reasoning: Text | None = Field(default=None, description="What the model thought before it answered.")
     reasoning_content: Text | None = Field(default=None, description="An older name of reasoning.")
@@ -194,7 +194,7 @@ CHAT_FEATURES = mixins(
 class ChatCompletionRequest(*CHAT_FEATURES, ChatTemplateFields, SamplingRequest):  # type: ignore[misc]
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessageParam], Field(fail_fast=True)] = Field(description="The oldest message first.")
+    messages: ListOf[ChatMessageParam] = Field(description="The oldest message first.")
     max_tokens: Int64 | None = Field(default=None, description="Maximum number of tokens of an answer.")
     max_completion_tokens: Int64 | None = Field(default=None, description="OpenAI's newer name of max_tokens.")
     add_special_tokens: bool | None = Field(  # None: templates write them, a chat without a template gets them

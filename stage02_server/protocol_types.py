@@ -26,6 +26,7 @@ Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # what msgpack can hold
 # fail_fast: a list of a million wrong items gives one error, not a million.
 TokenIds = Annotated[list[StrictInt], Field(fail_fast=True)]
 T = TypeVar("T")
+ListOf = Annotated[list[T], Field(fail_fast=True)]
 MAX_PROMPTS = 4096
 Several = Annotated[list[T], Field(max_length=MAX_PROMPTS, fail_fast=True)]
 

@@ -66,7 +66,7 @@ def resolve_model(name: str, load_format: str = "auto", tokenizer: str | None = 
     """
     name, dummy = canonical_name(name), load_format == "dummy"
     tokenizer_path = find_tokenizer(tokenizer, dummy) if tokenizer is not None else None
-    if dummy and not Path(name).is_dir() and (known := known_shapes().get(name)) is not None:
+    if dummy and not os.path.isdir(name) and (known := known_shapes().get(name)) is not None:
         return ModelFiles(name, None, tokenizer_path, known, "known shape")
     folder, where = _find(name, "model", _MODEL_FILES, _has_config if dummy else _has_model, offline=dummy)
     if not _has_config(folder):
@@ -97,12 +97,14 @@ def _find(
     """The folder of `name` and where it was found. A folder that the user names is used even if it is incomplete, so
     that the error is about that folder; a cached one is used only if it is complete."""
     path = Path(os.path.expanduser(name))
-    if path.is_dir():
+    if os.path.isdir(path):  # False for a name that is too long; Path.is_dir raises
         return path.resolve(), "folder"
     if name in bundled_models():
         return BUNDLED_FOLDER / name, "bundled"
-    if path.exists() or name.startswith(("/", ".", "~")) or name.count("/") > 1:
-        raise ModelNotFoundError(f"no {what} at {name!r}: {'it is a file' if path.exists() else 'no such folder'}")
+    if os.path.exists(path) or name.startswith(("/", ".", "~")) or name.count("/") > 1:
+        raise ModelNotFoundError(
+            f"no {what} at {name!r}: {'it is a file' if os.path.exists(path) else 'no such folder'}"
+        )
     cached = from_cache(name, patterns)
     if cached is not None and complete(cached):
         return cached, "cache"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -11,9 +11,9 @@ from pydantic import BaseModel, Field, StrictInt
 from stage02_server.api_server import Services
 from stage02_server.chat_template import ChatTemplate
 from stage02_server.protocol import ChatMessageParam, ChatTemplateFields, RequestModel
-from stage02_server.protocol_types import Text
+from stage02_server.protocol_types import ListOf, Text
 from stage02_server.routes import OpenAIServingModels
-from stage02_server.streaming import answer
+from stage02_server.streaming import TOKENIZERS, answer_of, in_thread, in_thread_if_long
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.tokenizer import Tokenizer
 
@@ -28,7 +28,7 @@ class TokenizeRequest(ChatTemplateFields):
     prompt: Text | None = Field(
         default=None, description="A text, a list of token ids, or a list of either: each is a prompt of its own."
     )
-    messages: list[ChatMessageParam] | None = Field(
+    messages: ListOf[ChatMessageParam] | None = Field(
         default=None, description="The chat so far, the oldest message first."
     )
     add_special_tokens: bool | None = Field(  # None: with a prompt yes, with messages as in a chat
@@ -40,9 +40,7 @@ class TokenizeRequest(ChatTemplateFields):
 class DetokenizeRequest(RequestModel):
     """POST /detokenize."""
 
-    tokens: Annotated[list[TokenId], Field(fail_fast=True)] = Field(
-        description="Token ids; those outside the vocabulary stand for no text."
-    )
+    tokens: ListOf[TokenId] = Field(description="Token ids; those outside the vocabulary stand for no text.")
 
 
 class TokenizeResponse(BaseModel):
@@ -92,16 +90,23 @@ class OpenAIServingTokenization:
 
 @router.post("/tokenize")
 async def tokenize(request: TokenizeRequest, raw_request: Request) -> Response:
-    """Text to token ids."""
-    handler = raw_request.app.state.openai_serving_tokenization
-    # The text may be of any length, and tokenizing it must not hold up the streams: in a thread, without the GIL.
-    return answer(await asyncio.to_thread(handler.create_tokenize, request))
+    """Text to token ids. The text may be long: in the threads that tokenize, whose number bounds the memory that this takes."""
+    work, receive = partial(_handler(raw_request).create_tokenize, request), raw_request.receive
+    if request.messages is None:
+        return await answer_of(in_thread_if_long([request.prompt or ""], receive, work))
+    return await answer_of(in_thread(TOKENIZERS, receive, work))
 
 
 @router.post("/detokenize")
 async def detokenize(request: DetokenizeRequest, raw_request: Request) -> Response:
-    """Token ids to text."""
-    return answer(raw_request.app.state.openai_serving_tokenization.create_detokenize(request))
+    """Token ids to text. A million of them take seconds: in a thread too."""
+    work = partial(_handler(raw_request).create_detokenize, request)
+    return await answer_of(in_thread_if_long([request.tokens], raw_request.receive, work))
+
+
+def _handler(raw_request: Request) -> OpenAIServingTokenization:
+    handler: OpenAIServingTokenization = raw_request.app.state.openai_serving_tokenization
+    return handler
 
 
 def install(app: FastAPI, services: Services) -> None:

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer as Backend
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import ConfigError
+from stage03_engine.hf_config import read_json
 from stage03_engine.mixins import is_there, load
 from stage03_engine.model_path import find_tokenizer
 from stagetrace import trace
@@ -114,7 +115,8 @@ class Tokenizer:
         if self._decoder is not None:
             return self.backend.decode(token_ids, skip_special_tokens)
         wanted = [i for i in token_ids if not (skip_special_tokens and i in self._special)]
-        return b"".join(self.token_bytes(i) for i in wanted).decode("utf-8", errors="replace")
+        raw = {i: self.token_bytes(i) for i in set(wanted)}  # a long text repeats its tokens
+        return b"".join([raw[i] for i in wanted]).decode("utf-8", errors="replace")
 
     def stream(self, after: list[int], skip_special_tokens: bool = True) -> TokenStream:
         """For the text of tokens that follow the tokens `after` (the prompt)."""
@@ -162,10 +164,7 @@ def _load_backend(folder: Path) -> Backend:
 
 def _tokenizer_config(folder: Path) -> dict:
     path = folder / "tokenizer_config.json"
-    try:
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except ValueError as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+    return read_json(path) if path.exists() else {}
 
 
 def _content(token: object) -> str:

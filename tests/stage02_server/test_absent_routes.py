@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from server_under_test import InProcessServer
 
@@ -34,6 +36,12 @@ def test_refused_with_the_reason_whatever_the_body(server: InProcessServer, path
     error = answer.json()["error"]
     assert (error["type"], error["param"], error["code"]) == ("NotFoundError", None, 404)
     assert path in error["message"] and reason in error["message"]
+
+
+def test_a_limit_of_the_queue_leaves_the_refusals_as_they_are(make_server: Callable[..., InProcessServer]) -> None:
+    server = make_server(max_num_queued_reqs=1)
+    for path, (method, _) in ABSENT.items():
+        assert server.request(method, path, content=b"{}").status_code == 404, path
 
 
 def test_absent_routes_are_not_in_the_schema_and_take_no_other_method(server: InProcessServer) -> None:

@@ -101,6 +101,18 @@ def test_every_prompt_token_is_where_its_offset_says(
             assert choice["text"].startswith(token, offset)
 
 
+@quick
+@given(prompt=texts)
+def test_the_texts_of_a_prompts_tokens_add_up_to_it(server: InProcessServer, prompt: str) -> None:
+    """Also where the first token, which nothing predicts, is a part of a character."""
+    body = {"prompt": prompt, "echo": True, "max_tokens": 0, "logprobs": 0, "skip_special_tokens": False}
+    (choice,) = choices_of(server, body | {"return_token_ids": True})
+    assert "".join(choice["logprobs"]["tokens"]) == choice["text"] == prompt
+    ids = map(str, choice["prompt_token_ids"][1:])
+    shown = [entry[token]["decoded_token"] for token, entry in zip(ids, choice["prompt_logprobs"][1:], strict=True)]
+    assert choice["logprobs"]["tokens"][1:] == shown
+
+
 def test_scoring_gives_nothing_and_counts_nothing(server: InProcessServer) -> None:
     """What evaluation harnesses send: several prompts as token ids, no output."""
     body = {"prompt": [[1, 2, 3], [4, EOS]], "echo": True, "max_tokens": 0, "logprobs": 1, "temperature": 0}

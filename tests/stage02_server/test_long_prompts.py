@@ -103,6 +103,36 @@ def test_generating(generating: InProcessServer, path: str, body: Callable[[str]
     answers_meanwhile(generating, path, body(LONG_TEXT + "."), body("ab"))
 
 
+def test_tokenizing_without_the_engine(generating: InProcessServer) -> None:
+    answers_meanwhile(generating, "/tokenize", {"prompt": LONG_TEXT}, {"prompt": "ab"})
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": LONG_TEXT}),
+        ("/tokenize", {"messages": [{"role": "user", "content": "a"}]}),  # a template may make a long text of it
+        ("/detokenize", {"tokens": [97] * LONG}),
+    ],
+)
+def test_what_may_take_long_runs_in_the_few_threads_for_it(
+    generating: InProcessServer, path: str, body: dict[str, Any]
+) -> None:
+    """Not in the event loop, and not in the threads that render the templates of all chats."""
+    tokenizer, threads = generating.engine.tokenizer, set[str]()
+
+    def noted(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **more: Any) -> Any:
+            threads.add(threading.current_thread().name)
+            return real(*args, **more)
+
+        return call
+
+    tokenizer.encode, tokenizer.decode = noted(tokenizer.encode), noted(tokenizer.decode)  # type: ignore[method-assign]
+    assert generating.post(path, body).status_code == 200
+    assert len(threads) == 1 and threads.pop().startswith("tokenize")
+
+
 @pytest.mark.parametrize(("path", "body"), POOLING)
 def test_pooling(pooling: InProcessServer, path: str, body: Callable[[str], dict[str, Any]]) -> None:
     answers_meanwhile(pooling, path, body(LONG_TEXT + "."), body("ab"))

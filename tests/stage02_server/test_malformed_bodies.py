@@ -12,7 +12,14 @@ from typing import Any
 import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
+from pydantic import BaseModel, ValidationError
 from server_under_test import InProcessServer
+
+from stage02_server.features.messages.protocol import AnthropicMessagesRequest
+from stage02_server.features.pooling.protocol import EmbeddingRequest
+from stage02_server.features.responses.protocol import ResponsesRequest
+from stage02_server.features.tokenize import DetokenizeRequest, TokenizeRequest
+from stage02_server.protocol import ChatCompletionRequest, CompletionRequest
 
 VALID: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "a b", "max_tokens": 4},
@@ -114,3 +121,36 @@ def test_a_malformed_body_is_refused_and_harms_nobody(
 )  # fmt: skip
 def test_what_parsers_stumble_over(server: InProcessServer, path: str, body: bytes) -> None:
     check(server, path, body, "application/json")
+
+
+PART, CALL = [{"role": "user", "content": [{}] * 1000}], [{"role": "user", "content": "a", "tool_calls": [{}] * 1000}]
+RESULT = [{"role": "user", "content": [{"type": "tool_result", "content": [{}] * 1000}]}]
+WRONG_ITEMS: list[tuple[type[BaseModel], dict[str, Any]]] = [
+    *[(CompletionRequest, {name: [{}] * 1000}) for name in ("prompt", "stop", "bad_words", "guided_choice")],
+    *[
+        (CompletionRequest, {name: [{}] * 1000})
+        for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids")
+    ],
+    *[(kind, {"messages": value}) for kind in (ChatCompletionRequest, TokenizeRequest) for value in (PART, CALL)],
+    *[(AnthropicMessagesRequest, {"messages": value}) for value in (PART, RESULT, [{}] * 1000)],
+    *[(AnthropicMessagesRequest, {name: [{}] * 1000}) for name in ("system", "stop_sequences", "tools")],
+    *[(ResponsesRequest, {"input": value}) for value in (PART, [5] * 1000)],
+    (ResponsesRequest, {"include": [{}] * 1000}),
+    (EmbeddingRequest, {"input": [{}] * 1000}),
+    (DetokenizeRequest, {"tokens": [{}] * 1000}),
+]
+
+
+@pytest.mark.parametrize(("kind", "body"), WRONG_ITEMS)
+def test_of_a_thousand_wrong_items_the_first_is_enough(kind: type[BaseModel], body: dict[str, Any]) -> None:
+    """65,536 errors take a second to write, while all other clients wait."""
+    with pytest.raises(ValidationError) as refusal:
+        kind.model_validate(body)
+    assert refusal.value.error_count() < 20
+
+
+def test_a_body_has_a_bounded_number_of_fields(server: InProcessServer) -> None:
+    many = {f"unknown{number}": number for number in range(1025)}
+    for path in VALID.keys() - {"/abort_requests"}:
+        answer = server.post(path, VALID[path] | many)
+        assert answer.status_code == 400 and "at most 1024 fields" in answer.json()["error"]["message"], path

@@ -113,6 +113,10 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         assert str(path) in str(refusal.value)
     with pytest.raises(ModelNotFoundError, match="has no tokenizer"):
         resolve_model("gpt2", "dummy", tokenizer=str(empty))
+    for name in ("a" * 5000, "/" + "a" * 5000, "a/" + "a" * 300, "a\0b"):  # no path of any file
+        for load_format in ("auto", "dummy"):
+            with pytest.raises(ModelNotFoundError):
+                resolve_model(name, load_format)
 
 
 def test_every_shard_must_be_there(tmp_path: Path) -> None:

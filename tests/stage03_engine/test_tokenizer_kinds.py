@@ -24,7 +24,7 @@ from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.errors import ConfigError
 from stage03_engine.frontend.detokenizer import IncrementalDetokenizer
 from stage03_engine.frontend.features.pooling_inputs import encode_pair
-from stage03_engine.frontend.tokenizer import Tokenizer, init_tokenizer_from_configs
+from stage03_engine.frontend.tokenizer import Tokenizer, get_tokenizer, init_tokenizer_from_configs
 from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import SamplingParams
 
@@ -192,6 +192,25 @@ def test_special_tokens_of_a_folder(tmp_path: Path) -> None:
     assert tokenizer.bos_token == ""
     tokenizer = load(tmp_path, byte_level(), {}, eos_token_id=[9, 2])
     assert (tokenizer.eos_token_id, tokenizer.more_eos_token_ids) == (9, (2,))
+
+
+def test_a_token_is_looked_up_once_however_often_a_text_repeats_it() -> None:
+    """A million ids would otherwise take seconds."""
+    tokenizer, asked = Tokenizer(BACKENDS["llama3"], None), []
+    real = tokenizer.token_bytes
+    tokenizer.token_bytes = lambda token_id: (asked.append(token_id), real(token_id))[1]  # type: ignore[method-assign]
+    first, second = tokenizer.encode("to be", add_special_tokens=False)[:2]
+    asked.clear()
+    assert tokenizer.decode([first, second] * 1000) == (real(first) + real(second)).decode() * 1000
+    assert sorted(asked) == sorted({first, second})
+
+
+@pytest.mark.parametrize("text", ["[]", "5", "{", "[" * 100_000, "\udcff"])
+def test_unusable_settings_of_a_folder_are_refused(text: str, tmp_path: Path) -> None:
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ConfigError, match="tokenizer_config.json"):
+        get_tokenizer(str(tmp_path))
 
 
 def test_chat_templates_of_a_folder(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ WORKING_PATHS = frozenset(
     {
         "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/score", "/v1/rerank",
         "/v2/rerank", "/score", "/rerank", "/pooling", "/classify", "/v1/audio/transcriptions",
-        "/v1/audio/translations", "/generative_scoring", "/invocations",
+        "/v1/audio/translations", "/invocations",
     }
 )  # fmt: skip
 """The routes that give a model work."""

@@ -91,8 +91,8 @@ class EchoHook(AnswerHook):
         positions = self._prompt_logprobs.get(index // requests.n, [])
         all_texts, offset, result = TokenTexts(tokenizer), 0, CompletionLogProbs()
         for token_id, position in zip(request.prompt_token_ids, positions, strict=True):
-            shown = tokenizer.token_text(token_id)
             if position is None:
+                shown = all_texts.first(token_id)
                 add_unpredicted(result, shown_id(token_id) if self._as_ids else shown)
             else:
                 texts = all_texts.at(position)

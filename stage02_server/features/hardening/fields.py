@@ -10,11 +10,14 @@ from pydantic import BaseModel, model_validator
 from stage02_server.errors import APIError
 
 MAX_ITEMS = 65536  # each wrong one costs microseconds and an error, while all others wait
+MAX_FIELDS = 1024  # of the body itself; those that nothing knows are kept, and looked through several times
 
 
 def check_number_of_items(body: dict[str, Any]) -> None:
-    """Raises APIError for a field that holds more than MAX_ITEMS items, at all depths together (token ids may be more), or
-    NaN or Infinity anywhere within it: those pass many comparisons."""
+    """Raises APIError for more than MAX_FIELDS fields, for a field that holds more than MAX_ITEMS items, at all depths together
+    (token ids may be more), or NaN or Infinity anywhere within it: those pass many comparisons."""
+    if len(body) > MAX_FIELDS:
+        raise APIError(400, "BadRequestError", f"The body must have at most {MAX_FIELDS} fields.")
     for name, value in body.items():
         count, waiting = 0, [] if name in ("prompt", "tokens") else [value]
         while waiting:

@@ -20,6 +20,11 @@ class TokenTexts:
         self._tokenizer = tokenizer
         self._before: list[int] = []  # the tokens that were chosen last, the newest at the end
 
+    def first(self, token_id: int) -> str:
+        """The text of the first token of a prompt, which nothing predicted: it has no position."""
+        text, self._before = self._text(token_id), [token_id]
+        return text
+
     def at(self, position: TokenLogprobs) -> dict[int, str]:
         """Token id -> text, of each token that could stand at the next position; the first of them is the chosen one."""
         texts = {token_id: self._text(token_id) for token_id in position.token_ids}

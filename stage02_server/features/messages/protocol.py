@@ -27,7 +27,7 @@ from stage02_server.protocol import (
     MessageToolCall,
     RequestModel,
 )
-from stage02_server.protocol_types import Int32, Int64, Text
+from stage02_server.protocol_types import Int32, Int64, ListOf, Text
 from stage03_engine.errors import InvalidRequestError
 
 BILLING_HEADER = "x-anthropic-billing-header"
@@ -61,7 +61,7 @@ class AnthropicContentBlock(BaseModel):
     name: Text | None = Field(default=None, description="The tool that was called.")
     input: RepeatedJson | None = Field(default=None, description="The arguments of the call.")
     tool_use_id: Text | None = Field(default=None, description="The call whose result this is.")
-    content: Text | list[ResultPart] | None = Field(default=None, description="The result of a call.")
+    content: Text | ListOf[ResultPart] | None = Field(default=None, description="The result of a call.")
     is_error: bool | None = Field(default=None, description="Accepted; the result itself says what failed.")
 
     def call(self) -> MessageToolCall:
@@ -100,7 +100,7 @@ class AnthropicMessage(BaseModel):
     """One message of the conversation."""
 
     role: Literal["user", "assistant", "system"] = Field(description="Who speaks.")
-    content: Text | list[AnthropicContentBlock] = Field(description="A text, or a list of blocks.")
+    content: Text | ListOf[AnthropicContentBlock] = Field(description="A text, or a list of blocks.")
 
     @field_validator("role", mode="before")
     @classmethod
@@ -217,8 +217,10 @@ class AnthropicCountTokensRequest(RequestModel):
     refused: ClassVar[str] = "messages"
 
     model: str = Field(min_length=1, max_length=1024, description="A name that /v1/models tells.")
-    messages: Annotated[list[AnthropicMessage], Field(fail_fast=True)] = Field(description="The oldest message first.")
-    system: Text | list[AnthropicContentBlock] | None = Field(default=None, description="What holds for all messages.")
+    messages: ListOf[AnthropicMessage] = Field(description="The oldest message first.")
+    system: Text | ListOf[AnthropicContentBlock] | None = Field(
+        default=None, description="What holds for all messages."
+    )
     tools: Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
         default=None, description="Tools that the model may call, and the client runs."
     )
@@ -277,7 +279,7 @@ class AnthropicMessagesRequest(AnthropicCountTokensRequest):
     """POST /v1/messages."""
 
     max_tokens: Annotated[Int64, Field(ge=1)] = Field(description="Most tokens of the answer.")
-    stop_sequences: list[Text] | None = Field(
+    stop_sequences: ListOf[Text] | None = Field(
         default=None, description="Up to four texts; the answer ends before them."
     )
     stream: bool | None = Field(default=False, description="Send the answer piece by piece, as server-sent events.")

@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field
 
 from stage02_server.protocol import ChatMessageParam, ChatTemplateFields, RequestModel
 from stage02_server.protocol_response import UsageInfo
-from stage02_server.protocol_types import Int32, Int64, Text, TokenIds
+from stage02_server.protocol_types import Int32, Int64, ListOf, Text, TokenIds
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.params.pooling_params import PoolingParams
 
@@ -34,10 +34,10 @@ class PoolingBase(RequestModel):
 class InputRequest(PoolingBase, ChatTemplateFields):
     """What those have in common that take one kind of text: `input`, or a chat that the chat template turns into one."""
 
-    input: Text | TokenIds | list[Text] | list[TokenIds] | None = Field(
+    input: Text | TokenIds | ListOf[Text] | ListOf[TokenIds] | None = Field(
         default=None, description="A text, a list of token ids, or a list of either."
     )
-    messages: list[ChatMessageParam] | None = Field(
+    messages: ListOf[ChatMessageParam] | None = Field(
         default=None, description="The chat so far, the oldest message first."
     )
     add_generation_prompt: bool | None = Field(
@@ -106,15 +106,15 @@ class ScoreBase(PoolingBase):
 class ScoreRequest(ScoreBase):
     """POST /score: how well texts fit, in pairs. vLLM knows the two sides under four pairs of names."""
 
-    text_1: Text | list[Text] | None = Field(default=None, description="One text or several.")
-    text_2: Text | list[Text] | None = Field(
+    text_1: Text | ListOf[Text] | None = Field(default=None, description="One text or several.")
+    text_2: Text | ListOf[Text] | None = Field(
         default=None, description="What they are compared with: the same number, or any number with one."
     )
-    queries: Text | list[Text] | None = Field(default=None, description="Another name of text_1.")
-    documents: Text | list[Text] | None = Field(default=None, description="Another name of text_2.")
-    items: Text | list[Text] | None = Field(default=None, description="Another name of text_2.")
-    data_1: Text | list[Text] | None = Field(default=None, description="Another name of text_1.")
-    data_2: Text | list[Text] | None = Field(default=None, description="Another name of text_2.")
+    queries: Text | ListOf[Text] | None = Field(default=None, description="Another name of text_1.")
+    documents: Text | ListOf[Text] | None = Field(default=None, description="Another name of text_2.")
+    items: Text | ListOf[Text] | None = Field(default=None, description="Another name of text_2.")
+    data_1: Text | ListOf[Text] | None = Field(default=None, description="Another name of text_1.")
+    data_2: Text | ListOf[Text] | None = Field(default=None, description="Another name of text_2.")
 
     def sides(self) -> tuple[tuple[str, list[str]], tuple[str, list[str]]]:
         """(name of the field, its texts) of both sides: 1 and N texts, or N and N. Raises InvalidRequestError."""

@@ -26,6 +26,7 @@ class PromptLogprobsHook(AnswerHook):
         """Keeps what comes with the first output."""
         if output.prompt_logprobs is not None:
             texts, entries = TokenTexts(self._tokenizer), output.prompt_logprobs
+            texts.first(self._requests.engine_requests[prompt].prompt_token_ids[0])
             self._found[prompt] = [
                 None if entry is None else self._position(entry, texts.at(entry)) for entry in entries
             ]

@@ -26,7 +26,7 @@ from stage02_server.protocol import (
     MessageToolCall,
     SamplingRequest,
 )
-from stage02_server.protocol_types import Int32, Int64, Text
+from stage02_server.protocol_types import Int32, Int64, ListOf, Text
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.mixins import mixins
 from stage03_engine.sampling_params import SamplingParams
@@ -48,14 +48,14 @@ class InputItem(BaseModel):
     role: Literal["user", "assistant", "system", "developer"] | None = Field(
         default=None, description="Who speaks: system, developer, user, assistant or tool."
     )
-    content: Text | list[InputPart] | None = Field(default=None, description="A text, or a list of parts.")
+    content: Text | ListOf[InputPart] | None = Field(default=None, description="A text, or a list of parts.")
     call_id: Text | None = Field(
         default=None, description="Which call; its result has the same."
     )  # of a function call and of its output
     name: Text | None = Field(default=None, description="Its name.")
     arguments: Text | None = Field(default=None, description="The arguments of the call, as JSON in a text.")
-    output: Text | list[InputPart] | None = Field(default=None, description="The result of a call.")
-    summary: list[InputPart] | None = Field(default=None, description="A summary of the reasoning.")
+    output: Text | ListOf[InputPart] | None = Field(default=None, description="The result of a call.")
+    summary: ListOf[InputPart] | None = Field(default=None, description="A summary of the reasoning.")
     encrypted_content: Text | None = Field(default=None, description="Nothing is encrypted here.")
 
     @property
@@ -196,7 +196,7 @@ class ChosenTool(ToolName):
     """{"type": "function", "name": ...}, or {"type": "allowed_tools", "mode": ..., "tools": [...]}: only some of the tools."""
 
     mode: Literal["auto", "required"] | None = Field(default=None, description="auto or required.")
-    tools: list[ToolName] | None = Field(default=None, description="The tools that may be called.")
+    tools: ListOf[ToolName] | None = Field(default=None, description="The tools that may be called.")
 
 
 ResponsesToolChoice = Literal["none", "auto", "required"] | ChosenTool
@@ -313,7 +313,7 @@ class ReasoningConfig(BaseModel):
 class ResponsesRequest(*mixins(BEAM_SEARCH), SamplingRequest):  # type: ignore[misc]
     """POST /v1/responses."""
 
-    input: Text | list[InputItem] = Field(description="A text, or the items of a conversation.")
+    input: Text | ListOf[InputItem] = Field(description="A text, or the items of a conversation.")
     instructions: Text | None = Field(default=None, description="A system message for this response only.")
     previous_response_id: Text | None = Field(
         default=None, description="The stored response whose conversation goes on."
@@ -325,7 +325,7 @@ class ResponsesRequest(*mixins(BEAM_SEARCH), SamplingRequest):  # type: ignore[m
     max_output_tokens: Int64 | None = Field(
         default=None, description="Most tokens of the answer, its reasoning included."
     )
-    include: list[Include] | None = Field(default=None, description="What the answer shall hold besides.")
+    include: ListOf[Include] | None = Field(default=None, description="What the answer shall hold besides.")
     top_logprobs: Int32 | None = Field(
         default=0, description="With logprobs: also those of this many of the likeliest tokens."
     )

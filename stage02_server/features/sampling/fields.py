@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, FiniteFloat
 
-from stage02_server.protocol_types import Int32, Int64, RequestFields, Text
+from stage02_server.protocol_types import Int32, Int64, ListOf, RequestFields, Text
 from stage03_engine.errors import InvalidRequestError
 
 INTEGER = re.compile(r"\s*[+-]?\d{1,19}\s*")  # no vocabulary has longer ids
@@ -43,10 +43,12 @@ class SamplingFields(RequestFields):
         default=None,
         description="Maps a token id to a number that is added to its logit; -100 forbids the token, 100 all but forces it.",
     )
-    allowed_token_ids: list[Int64] | None = Field(default=None, description="The answer may contain only these tokens.")
-    bad_words: list[Text] | None = Field(default=None, description="Words that the answer must not contain.")
+    allowed_token_ids: ListOf[Int64] | None = Field(
+        default=None, description="The answer may contain only these tokens."
+    )
+    bad_words: ListOf[Text] | None = Field(default=None, description="Words that the answer must not contain.")
     min_tokens: Int64 | None = Field(default=0, description="The answer has at least this many tokens.")
-    stop_token_ids: list[Int64] | None = Field(default=None, description="Tokens that end the answer.")
+    stop_token_ids: ListOf[Int64] | None = Field(default=None, description="Tokens that end the answer.")
     include_stop_str_in_output: bool = Field(
         default=False, description="Keep the stop string at the end of the answer."
     )
@@ -66,7 +68,7 @@ class SamplingFields(RequestFields):
     repetition_detection: RepetitionDetection | None = Field(
         default=None, description="End an answer that repeats itself."
     )
-    logprob_token_ids: list[Int64] | None = Field(
+    logprob_token_ids: ListOf[Int64] | None = Field(
         default=None,
         description="With logprobs: report the log probabilities of these tokens instead of the likeliest ones.",
     )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from stage02_server.protocol_types import AnswerHook, RequestFields, Text
+from stage02_server.protocol_types import AnswerHook, ListOf, RequestFields, Text
 
 if TYPE_CHECKING:
     from starlette.types import Receive
@@ -29,7 +29,7 @@ class StructuredOutputsFields(RequestFields):
         default=None, description="A JSON schema that the answer must follow."
     )
     guided_regex: Text | None = Field(default=None, description="A regular expression that the answer must match.")
-    guided_choice: list[Text] | None = Field(default=None, description="Texts, of which the answer must be one.")
+    guided_choice: ListOf[Text] | None = Field(default=None, description="Texts, of which the answer must be one.")
     guided_grammar: Text | None = Field(default=None, description="Rules in GBNF that the answer must follow.")
 
     def apply(self, params: dict[str, Any]) -> None:
