@@ -4,6 +4,7 @@ Both are what the client waits: TTFT from its HTTP request until its first token
 each moment of a wait the awaited token (or the request that it will come from) is in exactly one place; a part is the time
 that it spent there. So the parts add up to the whole, to the nanosecond. What happens meanwhile with other tokens costs the
 client nothing and counts in no part: while a token is on its way to the client, the engine already computes the next.
+What leaves together is awaited until its last token is there: a whole answer until the end of its last decode.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def of_request(request: RequestStory) -> Latency:
     delivery = request.delivery
     arrival = delivery.arrival_ns or min(request.first.values(), default=0)
     latency = Latency(request.request_id, arrival, reason=request.reason)
-    latency.streamed = "http.response" not in request.first
+    latency.streamed = not delivery.whole
     tokens = [(token, _end(token, delivery.arrival_ns > 0)) for token in delivery.tokens]
     tokens = [(token, end) for token, end in tokens if end]
     if not tokens:
@@ -98,7 +99,8 @@ def of_request(request: RequestStory) -> Latency:
         return latency
     latency.num_tokens = len(tokens)
     engine = [(span.start_ns, _PART_OF_SPAN[span.kind]) for span in request.spans]
-    token, end = tokens[0]
+    end = tokens[0][1]
+    token = [token for token, left in tokens if left == end][-1]  # the first chunk could not leave before this one
     latency.ttft_ns = end - arrival
     latency.ttft = divide(arrival, end, "http", _to_first(request, token, engine))
     if len(tokens) > 1 and latency.streamed:
@@ -123,7 +125,7 @@ def _out(token: Token) -> list[Change]:
 
 
 def _to_first(request: RequestStory, token: Token, engine: list[Change]) -> list[Change]:
-    """The path of a request and its first token."""
+    """The path of a request, and of the token that its first chunk waits for."""
     changes = [(request.delivery.params_ns, "tokenize")] if request.delivery.params_ns else []
     for name, part in (("zmq.request_sent", "ipc in"), ("zmq.request_received", "queue")):
         if name in request.first:
