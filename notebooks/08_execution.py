@@ -328,7 +328,8 @@ for part, micros in zip(PARTS, medians):
 # of a step:
 
 # %%
-with lab.record() as folder, LLM("gpt2-tiny", num_gpu_blocks_override=256, max_num_seqs=8, trace_layers=True) as traced:
+folder = lab.new_folder()  # given to the engine, which then also records each transform of the sampler
+with LLM("gpt2-tiny", num_gpu_blocks_override=256, max_num_seqs=8, trace_layers=True, trace=str(folder)) as traced:
     traced.generate(
         ["ROMEO:"] * 8, SamplingParams(temperature=0.8, top_k=20, top_p=0.9, max_tokens=40, ignore_eos=True)
     )
