@@ -409,7 +409,7 @@ lab.claim(
     "blocks of one token are the most work for the scheduler's pool", seconds[1][1] > 3 * seconds[16][1], measured=True
 )
 attention = {size: each[0] for size, each in seconds.items()}
-lab.claim("and for attention", attention[1] == max(attention.values()), measured=True)
+lab.claim("and more work for attention than one entry for all", attention[1] > attention[256], measured=True)
 lab.claim(
     "from 4 to 64 attention takes about as long",
     max(attention[size] for size in (4, 16, 64)) < 1.5 * min(attention[size] for size in (4, 16, 64)),
