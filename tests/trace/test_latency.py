@@ -212,6 +212,18 @@ def test_a_whole_answer_waits_for_its_last_token_and_has_no_tpot(answers: int) -
         assert latency.num_tokens == 3 and not latency.streamed and latency.tpot_ns is None
 
 
+def test_the_client_of_a_beam_search_waits_for_the_search() -> None:
+    script = Script()
+    script.at(1, "http.request", req="cmpl-a-0")
+    script.at(2, "request.sampling_params", req="cmpl-a-0")
+    script.at(3, "beam.start", req="cmpl-a-0", num_prompt_tokens=2)
+    script.at(400, "beam.finished", req="cmpl-a-0", num_output_tokens=5, reason="length")
+    script.at(5, "http.response", req="cmpl-a-0", status=200)
+    latency = of_request(tell(script.events).requests["cmpl-a-0"])
+    assert latency.ttft == {"http": 2, "tokenize": 3, "decode": 400, "response": 5} and latency.ttft_ns == 410
+    assert latency.num_tokens == 5 and latency.tpot_ns is None
+
+
 @pytest.mark.parametrize("run", RUNS)
 def test_the_steps_add_up_to_the_time_of_the_engine(run: str) -> None:
     events = list(Recording(RECORDED / run))

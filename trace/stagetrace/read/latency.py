@@ -34,7 +34,7 @@ PARTS = [
     Part("queue", 8, "in the engine, not admitted: the step in progress ends, others go first, or blocks are missing"),
     Part("prefill", 8, "its prompt is computed or, after a preemption, what was lost"),
     Part("preempted", 8, "it was preempted, and waits to come back"),
-    Part("decode", 8, "the steps that give one token after another, and the time between them"),
+    Part("decode", 8, "the steps that give one token after another, and the time between them; a whole beam search"),
     Part("ipc out", 9, "from the scheduler to the output thread, over ZMQ, decoded by the front end"),
     Part("detokenize", 9, "the token waits for its turn in the front end and becomes text"),
     Part("response", 9, "collector, generate(), JSON, and the chunk leaves for the client"),
@@ -95,7 +95,8 @@ def of_request(request: RequestStory) -> Latency:
     tokens = [(token, _end(token, delivery.arrival_ns > 0)) for token in delivery.tokens]
     tokens = [(token, end) for token, end in tokens if end]
     if not tokens:
-        latency.num_tokens = request.num_output_tokens if "beam.finished" in request.first else 0  # chosen in the end
+        if "beam.finished" in request.first:
+            _of_search(request, latency)
         return latency
     latency.num_tokens = len(tokens)
     engine = [(span.start_ns, _PART_OF_SPAN[span.kind]) for span in request.spans]
@@ -107,6 +108,17 @@ def of_request(request: RequestStory) -> Latency:
         latency.gaps_ns = tokens[-1][1] - end
         latency.gaps = _between(tokens, engine)
     return latency
+
+
+def _of_search(request: RequestStory, latency: Latency) -> None:
+    """Beam search chooses its tokens in the end: until then its client waits for the search as a whole."""
+    latency.num_tokens, first = request.num_output_tokens, request.first
+    end = first.get("http.response") or first.get("sse.chunk")
+    if end is not None and request.delivery.arrival_ns:
+        parts = (("request.sampling_params", "tokenize"), ("beam.start", "decode"), ("beam.finished", "response"))
+        changes = [(first[name], part) for name, part in parts if name in first]
+        latency.ttft_ns = end - latency.arrival_ns
+        latency.ttft = divide(latency.arrival_ns, end, "http", changes)
 
 
 def _end(token: Token, has_client: bool) -> int:
