@@ -212,6 +212,17 @@ def test_a_whole_answer_waits_for_its_last_token_and_has_no_tpot(answers: int) -
         assert latency.num_tokens == 3 and not latency.streamed and latency.tpot_ns is None
 
 
+def test_a_stop_string_is_no_abort_though_the_engine_is_told_to_abort() -> None:
+    script = Script()
+    script.at(1, "sched.queued", 2, "r0", num_prompt_tokens=2)
+    script.at(1, "request.finished", req="r0", reason="stop", num_output_tokens=8)
+    script.at(1, "sched.finished", 2, "r0", 9, reason="abort", freed_blocks=1, by="outside")
+    script.at(1, "sched.queued", 2, "r1", num_prompt_tokens=2)
+    script.at(1, "sched.finished", 2, "r1", 9, reason="abort", freed_blocks=1, by="outside")
+    reasons = {name: told.reason for name, told in tell(script.events).requests.items()}
+    assert reasons == {"r0": "stop", "r1": "abort"}
+
+
 def test_the_client_of_a_beam_search_waits_for_the_search() -> None:
     script = Script()
     script.at(1, "http.request", req="cmpl-a-0")
