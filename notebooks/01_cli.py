@@ -87,11 +87,10 @@ import psutil
 with lab.serve() as server:
     processes = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children()]
     rows = []
-    for process in processes:
+    for name, process in zip(("the API server", "its engine"), processes, strict=True):
         libraries = {os.path.basename(each.path) for each in process.memory_maps()}
-        module = process.cmdline()[2]
-        rows.append((module, process.memory_info().rss // 2**20, any("libtorch" in name for name in libraries)))
-lab.table(rows, "python -m", "MB", "has torch's library")
+        rows.append((name, process.memory_info().rss // 2**20, any("libtorch" in name for name in libraries)))
+lab.table(rows, "process", "MB", "has torch's library")
 lab.claim("the API server has not, its engine has", [row[2] for row in rows] == [False, True])
 
 # %% [markdown]

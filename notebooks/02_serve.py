@@ -152,7 +152,7 @@ lab.claim(
 # ## The whole decision on one page
 #
 # `--dry-run` stops here: every setting, its value, and where it comes from. Below is what came neither from a default nor from the
-# model's folder.
+# model's folder, and the memory that the server would take.
 
 # %%
 import subprocess

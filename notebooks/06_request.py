@@ -21,7 +21,7 @@ import lab
 server = lab.Server(
     "--engine", "echo"
 )  # answers with the prompt itself: this notebook is about what happens before the engine
-print("\n".join(line.partition(" ")[2] for line in server.log[-1:]).replace(server.url, "URL"))
+print(server.log[-1].replace(server.url, "URL"))
 
 # %% [markdown]
 # ## From body to parameters
@@ -116,6 +116,7 @@ BODIES = [
     {"prompt": long_prompt, "max_tokens": 0},
     {"prompt": "x", "echo": True},
     {"prompt": "x", "echoo": True},
+    {"prompt": "x", "suffix": "y"},
     {"prompt": "x", "stream_options": {}},
     {"prompt": "x", "model": "gpt-3"},
 ]
@@ -147,9 +148,20 @@ for body in BODIES:
         said.append((short(body), error["message"]))
 lab.table(rows, "body", "status", "type", "blamed / got", "")
 
+got = {row[0]: row[1:4] for row in rows}
+lab.claim(
+    "500 tokens behind 20 are cut to the 492 that are left, 513 are refused",
+    got['{"prompt": [20 tokens], "max_tokens": 500}'][2] == "492 tokens"
+    and got['{"prompt": [20 tokens], "max_tokens": 513}'][0] == 400,
+)
+lab.claim(
+    "an unknown field is ignored, a known one that is not built is refused",
+    (got['{"prompt": "x", "echoo": true}'][0], got['{"prompt": "x", "suffix": "y"}'][0]) == (200, 400),
+)
+
 # %% [markdown]
 # `max_tokens` is cut to what is left of the context (see the body with 500), but above the context it is an error: that cannot be meant. A field that nobody knows (`echoo`) is ignored, as in vLLM; a known one
-# that is not built (`echo`) is refused, because ignoring it would silently give another answer.
+# that is not built (`suffix`) is refused, because ignoring it would silently give another answer.
 #
 # The messages say what is allowed:
 

@@ -328,7 +328,10 @@ for part, micros in zip(PARTS, medians):
 # of a step:
 
 # %%
-with lab.record() as folder, LLM("gpt2-tiny", num_gpu_blocks_override=256, max_num_seqs=8, trace_layers=True) as traced:
+with (
+    lab.record() as folder,  # told to the engine too, which then records each transform of the sampler
+    LLM("gpt2-tiny", num_gpu_blocks_override=256, max_num_seqs=8, trace_layers=True, trace=str(folder)) as traced,
+):
     traced.generate(
         ["ROMEO:"] * 8, SamplingParams(temperature=0.8, top_k=20, top_p=0.9, max_tokens=40, ignore_eos=True)
     )
@@ -346,6 +349,8 @@ print("\nand the sampler, in step 2:")
 for event in read_run(folder).events:
     if event.step == 2 and event.name.startswith("sampler"):
         print(" ", event.console_line().removeprefix("[TRACE] "))
+applied = [e.args["transform"] for e in read_run(folder).named("sampler.transform") if e.step == 2]
+lab.claim("in the order of the page", applied == ["temperature", "top_k", "top_p", "random_draw"])
 
 # %% [markdown]
 # ## The roofline: which part is limited by what

@@ -33,6 +33,7 @@ from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import SamplingParams
 from stagetrace import read_run, tell
 from stagetrace.figures import latency_breakdown
+from stagetrace.read.latency import of_request
 
 tokenizer = init_tokenizer_from_configs(EngineArgs.from_kwargs(model="gpt2-tiny"))
 
@@ -242,22 +243,34 @@ axes.plot(
     color="#0072b2",
     label="from the token before it to the token: a step of the engine",
 )
-axes.set(xlabel="token of the answer", ylabel="ms", title="From token to chunk")
+axes.set(
+    xlabel="token of the answer", ylabel="ms", ylim=(0, 1.35 * max(delays + gaps)), title="From token to chunk"
+)  # room for the legend
 axes.legend(fontsize=8)
 plt.show()
 middle, step = sorted(delays)[len(delays) // 2], sorted(gaps)[len(gaps) // 2]
 print(f"{len(request.token_ns)} tokens, {len(request.chunk_ns)} chunks, of which one is [DONE]")
 print(f"median from token to chunk {middle:.2f} ms, from token to token {step:.2f} ms")
-lab.claim("a chunk leaves before the next token is there", middle < step, measured=True)
+to_chunk = (
+    sorted(left - token.received_ns for token, left in zip(request.delivery.tokens, leaves))[len(leaves) // 2] / 1e6
+)
+print(f"of that, from the decoded message to the chunk {to_chunk:.2f} ms")
+lab.claim("at the median a chunk leaves before the next token is there", middle < step, measured=True)
 
 # %% [markdown]
 # And what each client waited for, by cause. (The parts add up: [`Latency`](../trace/stagetrace/read/latency.py).)
 
 # %%
 lab.picture(latency_breakdown(story))
+json_parts = of_request(next(r for name, r in story.requests.items() if "json" in name)).ttft
+lab.claim(
+    "what the client of the whole answer waits for is mostly decode",
+    json_parts["decode"] > sum(json_parts.values()) / 2,
+    measured=True,
+)
 
 # %% [markdown]
-# The client of a whole answer has nothing until the last token: its mark stands at the end of the bar, and all of that wait is `response`. `ipc out` is the time from send to decoded. It holds
+# The client of a whole answer has nothing until the last token: its mark stands at the end of the bar, and its wait holds all decodes. `ipc out` is the time from send to decoded. It holds
 # what the front end waits for a processor, so on a busy machine it grows; notebook 07 measures the socket.
 #
 # When there are fewer chunks than tokens, two tokens shared one: the collector merges what its reader has not fetched yet (notebook 07),
@@ -285,7 +298,8 @@ print(
 # >
 # > - *The engine detokenizes and checks stop strings* (`_process_model_outputs`; *REST API to Inference*, layer 12). In the older engine. In V1 the core
 # >   makes token ids; text exists in the front end only, and so do stop strings.
-# > - *"Output processing: ~1-5ms"* (*Execution Flow*, summary). Measured here: microseconds a token.
+# > - *"Output processing: ~1-5ms"* (*Execution Flow*, summary), without saying of what. To detokenize a token takes microseconds. To make a chunk of it and
+# >   send it takes more, and near that number: collector, `generate()`, JSON and the event loop, for each chunk.
 # > - *`finish_reason="length",  # or "stop_string"`* (*Execution Flow*, 9.2). The value is `stop`, for the end-of-text token, a stop token and a stop string
 # >   alike; vLLM's own field `stop_reason` says which string or token it was.
 # > - *`generate()` yields the text so far, and the last output holds all of it* (*Execution Flow*, 9.2). That depends on `output_kind`: a stream asks for `DELTA`, a
@@ -299,7 +313,11 @@ lab.claim(
     "request.detokenized" not in core_events and "request.stop_matched" not in core_events,
 )
 per_piece = times[len(times) // 2] / 1000
-lab.claim(f"output processing: {per_piece:.0f} µs a token, below 1 ms", per_piece < 1000, measured=True)
+lab.claim(
+    f"output processing: {per_piece:.0f} µs to detokenize a token, {to_chunk:.2f} ms from its message to its chunk",
+    per_piece < 1000 and to_chunk < 5,
+    measured=True,
+)
 lab.claim(
     "finish_reason: stop, and the string in stop_reason", (cut.finish_reason, cut.stop_reason) == ("stop", "so, my")
 )

@@ -168,8 +168,21 @@ lab.table(
     "run", "steps", "tokens in the largest step with a decode", "tokens of all steps",
 )  # fmt: skip
 
+
+def when(run, name):
+    """The steps that gave a request its tokens."""
+    return [s.step for s in run.story.steps if name in s.tokens]
+
+
+of_prompt = sum("e" in s.scheduled and s.scheduled["e"].missing > 1 for s in chunks.story.steps)
+print(f"\nwith a budget of 16 the prompt of e takes {of_prompt} steps")
+same = [name for name in first.tokens if when(whole, name) == when(chunks, name)]
+print("tokens in the same steps as with whole prompts:", same)
+lab.claim("the others that ran already lose no step", set(same) == {"a", "b", "c", "d"})
+lab.claim("f, which came while e took all that was left, begins later", when(whole, "f")[0] < when(chunks, "f")[0])
+
 # %% [markdown]
-# Chunks do not make the work less. They bound how much of it stands between two tokens of everybody else. That is a trade, and clients pay it in milliseconds.
+# Whoever runs is served first, so the chunks cost the decodes no step; they cost `e` itself, and the newcomer behind it. Chunks do not make the work less. They bound how much of it stands between two tokens of everybody else. That is a trade, and clients pay it in milliseconds.
 
 # %% [markdown] tags=["predict"]
 # > **Predict.** Four requests decode, and then a prompt of more than 200 tokens arrives. With which budget, 16, 64 or 256, does the newcomer have its first token

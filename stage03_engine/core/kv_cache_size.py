@@ -72,9 +72,10 @@ def choose_num_blocks(config: VllmConfig, block_bytes: int, measure: Callable[[]
         if num_blocks > useful:
             rule, num_blocks = "max_num_seqs x max_model_len", useful
     if num_blocks - 1 < blocks_per_request:
+        more = "--kv-cache-memory-bytes or --gpu-memory-utilization" if " " in rule else "--" + rule.replace("_", "-")
         raise ConfigError(
             f"the KV cache has room for {max(0, num_blocks - 1) * cache.block_size} tokens ({rule}), but one request may need "
-            f"{config.max_model_len}: lower --max-model-len, or raise --kv-cache-memory-bytes or --gpu-memory-utilization"
+            f"{config.max_model_len}: lower --max-model-len, or raise {more}"
         )
     if config.device_config.device == "cpu" and num_blocks * block_bytes > psutil.virtual_memory().total:
         raise ConfigError(NO_ROOM.format(num_blocks))  # the system would give it, and kill the engine when it fills up

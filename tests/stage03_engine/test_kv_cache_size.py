@@ -58,6 +58,19 @@ def test_one_request_of_full_length_must_fit(count: int) -> None:
     assert blocks((PER_REQUEST + 1) * BLOCK_BYTES) == PER_REQUEST + 1
 
 
+@pytest.mark.parametrize(
+    ("settings", "flag"),
+    [
+        ({"num_gpu_blocks_override": 24}, "raise --num-gpu-blocks-override"),
+        ({"kv_cache_memory_bytes": 24 * BLOCK_BYTES}, "raise --kv-cache-memory-bytes"),
+        ({}, "raise --kv-cache-memory-bytes or --gpu-memory-utilization"),
+    ],
+)
+def test_the_error_names_the_flag_that_helps(settings: dict[str, int], flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"lower --max-model-len, or {flag}$"):
+        blocks(24 * BLOCK_BYTES, **settings)
+
+
 def test_memory_of_other_programs_does_not_count_as_the_engines_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 256 GiB others use 250. A twentieth is ours, less what this process holds, as far as that is free."""
     memory = SimpleNamespace(total=256 << 30, available=6 << 30)

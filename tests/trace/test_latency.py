@@ -184,6 +184,57 @@ def test_the_answers_and_prompts_of_one_http_request_share_its_arrival_and_chunk
     assert ttft == {"cmpl-a-0": 85, "cmpl-a-1": None, "0_cmpl-a-1": 65, "1_cmpl-a-1": 65}
 
 
+@pytest.mark.parametrize("answers", [1, 2])
+def test_a_whole_answer_waits_for_its_last_token_and_has_no_tpot(answers: int) -> None:
+    """While the first token waits for the others in the front end, the client waits for steps of the engine."""
+    script = Script()
+    script.at(1, "http.request", req="cmpl-a-0")
+    script.at(2, "request.sampling_params", req="cmpl-a-0")
+    names = ["cmpl-a-0"] if answers == 1 else ["0_cmpl-a-0", "1_cmpl-a-0"]
+    if answers == 2:
+        script.at(0, "request.fanned_out", req="cmpl-a-0", children=2)
+    for name in names:
+        script.at(0, "sched.queued", 2, name, num_prompt_tokens=4)
+        script.at(0, "sched.admit", 2, name, 1)
+    for step, missing in ((1, 4), (2, 1), (3, 1)):
+        for name in names:
+            given_now = {"num_tokens": missing, "num_computed": 0, "missing": missing, "budget_left": 9}
+            script.at(0, "sched.scheduled", 2, name, step, **given_now, new_blocks=[])
+        script.at(100, "engine.step", 2, step=step, ph="E")
+        for name in names:
+            script.at(0, "sched.token", 2, name, step, num_tokens=1, num_output_tokens=step)
+            script.at(0, "request.detokenized", req=name, num_tokens=1)
+    script.at(5, "generate.yield", req="cmpl-a-0", finished=True)
+    script.at(5, "http.response", req="cmpl-a-0")
+    requests = tell(script.events).requests
+    for latency in (of_request(requests[name]) for name in names):
+        assert latency.ttft == {"http": 2, "prefill": 100, "decode": 200, "response": 10}
+        assert latency.num_tokens == 3 and not latency.streamed and latency.tpot_ns is None
+
+
+def test_a_stop_string_is_no_abort_though_the_engine_is_told_to_abort() -> None:
+    script = Script()
+    script.at(1, "sched.queued", 2, "r0", num_prompt_tokens=2)
+    script.at(1, "request.finished", req="r0", reason="stop", num_output_tokens=8)
+    script.at(1, "sched.finished", 2, "r0", 9, reason="abort", freed_blocks=1, by="outside")
+    script.at(1, "sched.queued", 2, "r1", num_prompt_tokens=2)
+    script.at(1, "sched.finished", 2, "r1", 9, reason="abort", freed_blocks=1, by="outside")
+    reasons = {name: told.reason for name, told in tell(script.events).requests.items()}
+    assert reasons == {"r0": "stop", "r1": "abort"}
+
+
+def test_the_client_of_a_beam_search_waits_for_the_search() -> None:
+    script = Script()
+    script.at(1, "http.request", req="cmpl-a-0")
+    script.at(2, "request.sampling_params", req="cmpl-a-0")
+    script.at(3, "beam.start", req="cmpl-a-0", num_prompt_tokens=2)
+    script.at(400, "beam.finished", req="cmpl-a-0", num_output_tokens=5, reason="length")
+    script.at(5, "http.response", req="cmpl-a-0", status=200)
+    latency = of_request(tell(script.events).requests["cmpl-a-0"])
+    assert latency.ttft == {"http": 2, "tokenize": 3, "decode": 400, "response": 5} and latency.ttft_ns == 410
+    assert latency.num_tokens == 5 and latency.tpot_ns is None
+
+
 @pytest.mark.parametrize("run", RUNS)
 def test_the_steps_add_up_to_the_time_of_the_engine(run: str) -> None:
     events = list(Recording(RECORDED / run))

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from stage02_server.middleware import PREFIX
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.errors import ConfigError
 from stagetrace import EventFilter, Recorder, read_run, root_of
+from stagetrace.read.terminal import short_id
 
 SMALL = {"model": "gpt2-tiny", "device": "cpu"}
 
@@ -108,10 +110,18 @@ def test_about_the_share_is_kept_and_every_process_decides_alike(ids: list[Any],
     [
         ("cmpl-ab-0", "cmpl-ab"), ("chatcmpl-ab-12", "chatcmpl-ab"), ("2_cmpl-a-b-3", "cmpl-a-b"), ("beam1.4_cmpl-ab-0", "cmpl-ab"),
         ("r7", "r7"), ("0_r7", "r7"), ("beam0.0_r7", "r7"), ("mine-7", "mine-7"), ("cmpl-7_x-2-0", "cmpl-7_x-2"),
+        ("msg_a-1f-0", "msg_a-1f"), ("0_resp_ab-0", "resp_ab"), ("embd-ab-3", "embd-ab"), ("invocation-ab-0", "invocation-ab"),
     ],
 )  # fmt: skip
 def test_the_root_of_an_id(request_id: str, root: str) -> None:
     assert root_of(request_id) == root
+
+
+@pytest.mark.parametrize("path", PREFIX)
+def test_the_ids_of_every_path_have_a_root_and_a_short_form(path: str) -> None:
+    assert root_of(f"{PREFIX[path]}mine-0123abcd-0") == f"{PREFIX[path]}mine-0123abcd"
+    assert short_id(f"{PREFIX[path]}mine-0123abcd-0") == "mine"
+    assert short_id(f"1_{PREFIX[path]}{'0123abcd' * 4}-2") == "1_0123abcd#2"
 
 
 def test_request_patterns_take_the_id_or_the_root(tmp_path: Path) -> None:

@@ -16,7 +16,9 @@ from __future__ import annotations
 import re
 
 _CHILD = re.compile(r"(?:\d+|beam\d+\.\d+)_")
-_PROMPT = re.compile(r"((?:cmpl|chatcmpl)-.+)-\d+")
+KIND = r"(?:(?:cmpl|chatcmpl|embd|pool|trsc|trsl|score|classify|invocation|rerank)-|msg_|resp_)"
+"""What the ids of one path of the server begin with."""
+_PROMPT = re.compile(rf"({KIND}.+)-\d+")
 
 _BEAM = re.compile(r"beam\d+\.\d+_")
 

@@ -34,6 +34,7 @@ class Delivery:
     tokens: list[Token] = field(default_factory=list)
     arrival_ns: int = 0  # its HTTP request, which may be that of several requests of the engine; 0: not recorded
     params_ns: int = 0  # its sampling parameters were made
+    whole: bool = False  # the tokens leave in one answer, not in chunks
     parent: str | None = None  # request whose chunks carry these tokens
     children: list[str] = field(default_factory=list)
     num_text: int = 0  # tokens that are text
@@ -135,6 +136,7 @@ class Deliveries:
     def _left(self, event: Event) -> None:
         for delivery in self._family(event.req or ""):
             delivery.left(event.ts)
+            delivery.whole = event.name == "http.response"
 
 
 _HANDLERS: dict[str, Callable[[Deliveries, Event], None]] = {

@@ -4,6 +4,7 @@ Both are what the client waits: TTFT from its HTTP request until its first token
 each moment of a wait the awaited token (or the request that it will come from) is in exactly one place; a part is the time
 that it spent there. So the parts add up to the whole, to the nanosecond. What happens meanwhile with other tokens costs the
 client nothing and counts in no part: while a token is on its way to the client, the engine already computes the next.
+What leaves together is awaited until its last token is there: a whole answer until the end of its last decode.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ PARTS = [
     Part("queue", 8, "in the engine, not admitted: the step in progress ends, others go first, or blocks are missing"),
     Part("prefill", 8, "its prompt is computed or, after a preemption, what was lost"),
     Part("preempted", 8, "it was preempted, and waits to come back"),
-    Part("decode", 8, "the steps that give one token after another, and the time between them"),
+    Part("decode", 8, "the steps that give one token after another, and the time between them; a whole beam search"),
     Part("ipc out", 9, "from the scheduler to the output thread, over ZMQ, decoded by the front end"),
     Part("detokenize", 9, "the token waits for its turn in the front end and becomes text"),
     Part("response", 9, "collector, generate(), JSON, and the chunk leaves for the client"),
@@ -90,21 +91,34 @@ def of_request(request: RequestStory) -> Latency:
     delivery = request.delivery
     arrival = delivery.arrival_ns or min(request.first.values(), default=0)
     latency = Latency(request.request_id, arrival, reason=request.reason)
-    latency.streamed = "http.response" not in request.first
+    latency.streamed = not delivery.whole
     tokens = [(token, _end(token, delivery.arrival_ns > 0)) for token in delivery.tokens]
     tokens = [(token, end) for token, end in tokens if end]
     if not tokens:
-        latency.num_tokens = request.num_output_tokens if "beam.finished" in request.first else 0  # chosen in the end
+        if "beam.finished" in request.first:
+            _of_search(request, latency)
         return latency
     latency.num_tokens = len(tokens)
     engine = [(span.start_ns, _PART_OF_SPAN[span.kind]) for span in request.spans]
-    token, end = tokens[0]
+    end = tokens[0][1]
+    token = [token for token, left in tokens if left == end][-1]  # the first chunk could not leave before this one
     latency.ttft_ns = end - arrival
     latency.ttft = divide(arrival, end, "http", _to_first(request, token, engine))
     if len(tokens) > 1 and latency.streamed:
         latency.gaps_ns = tokens[-1][1] - end
         latency.gaps = _between(tokens, engine)
     return latency
+
+
+def _of_search(request: RequestStory, latency: Latency) -> None:
+    """Beam search chooses its tokens in the end: until then its client waits for the search as a whole."""
+    latency.num_tokens, first = request.num_output_tokens, request.first
+    end = first.get("http.response") or first.get("sse.chunk")
+    if end is not None and request.delivery.arrival_ns:
+        parts = (("request.sampling_params", "tokenize"), ("beam.start", "decode"), ("beam.finished", "response"))
+        changes = [(first[name], part) for name, part in parts if name in first]
+        latency.ttft_ns = end - latency.arrival_ns
+        latency.ttft = divide(latency.arrival_ns, end, "http", changes)
 
 
 def _end(token: Token, has_client: bool) -> int:
@@ -123,7 +137,7 @@ def _out(token: Token) -> list[Change]:
 
 
 def _to_first(request: RequestStory, token: Token, engine: list[Change]) -> list[Change]:
-    """The path of a request and its first token."""
+    """The path of a request, and of the token that its first chunk waits for."""
     changes = [(request.delivery.params_ns, "tokenize")] if request.delivery.params_ns else []
     for name, part in (("zmq.request_sent", "ipc in"), ("zmq.request_received", "queue")):
         if name in request.first:

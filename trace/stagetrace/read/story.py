@@ -45,7 +45,9 @@ class RequestStory:
     num_output_tokens: int = 0
     num_cached_tokens: int = 0  # of the prompt: found in the prefix cache when it was first admitted
     num_preemptions: int = 0
-    reason: str | None = None  # of the end in the engine: stop, length, abort, error
+    reason: str | None = (
+        None  # of its end: stop, length, abort, error; the engine calls a stop string an abort, the front end not
+    )
     token_ns: list[int] = field(default_factory=list)  # when the engine had each output token
     chunk_ns: list[int] = field(default_factory=list)  # when each server-sent event left
     delivery: Delivery = field(default_factory=Delivery)  # the path of each token to the client
@@ -260,11 +262,14 @@ class Story:
 
     def _finished(self, event: Event) -> None:
         request = self.requests[event.req or ""]
-        request.reason = event.args["reason"]
+        request.reason = request.reason or event.args["reason"]
         if request.spans:
             request.spans[-1].end_ns = event.ts
         if self._open is not None:
             self._open.finished[event.req or ""] = event.args["reason"]
+
+    def _answered(self, event: Event) -> None:
+        self.requests[event.req or ""].reason = event.args["reason"]
 
     def _beam_start(self, event: Event) -> None:
         self.requests[event.req or ""].num_prompt_tokens = event.args["num_prompt_tokens"]
@@ -309,6 +314,7 @@ _HANDLERS: dict[str, Callable[[Story, Event], None]] = {
     "sampler.sampled": Story._sampled,
     "sched.token": Story._token,
     "sched.finished": Story._finished,
+    "request.finished": Story._answered,
     "beam.start": Story._beam_start,
     "beam.finished": Story._beam_finished,
     "sse.chunk": Story._chunk,

@@ -23,7 +23,7 @@ REQUESTS: dict[str, Callable[[RequestStory], Any]] = {
     "cached_tokens": lambda r: r.num_cached_tokens,  # found in the prefix cache
     "output_tokens": lambda r: r.num_output_tokens,
     "preemptions": lambda r: r.num_preemptions,
-    "reason": lambda r: r.reason,  # of its end in the engine
+    "reason": lambda r: r.reason,  # of its end
     "first_event_ns": lambda r: min(r.first.values()),
     "queued_ns": lambda r: r.first.get("sched.queued"),
     "first_token_ns": lambda r: r.token_ns[0] if r.token_ns else None,  # in the engine

@@ -9,6 +9,8 @@ import shutil
 import sys
 from collections.abc import Sequence
 
+from stagetrace.ids import KIND
+
 RESET, BOLD, DIM = "\x1b[0m", "\x1b[1m", "\x1b[2m"
 _PHASE_COLOURS = [90, 36, 36, 34, 34, 35, 33, 33, 32, 96]  # of phases 0-9; neighbours that belong together are alike
 PIPE_WIDTH = 120  # columns when the output is no terminal
@@ -57,7 +59,7 @@ def short_id(request_id: str) -> str:
     return (answer or "") + printable(name) + (f"#{prompt}" if prompt != "0" else "")
 
 
-_ENGINE_ID = re.compile(r"((?:\d+|beam\d+\.\d+)_)?(?:cmpl|chatcmpl)-(.+?)(?:-[0-9a-f]{8})?-(\d+)")
+_ENGINE_ID = re.compile(rf"((?:\d+|beam\d+\.\d+)_)?{KIND}(.+?)(?:-[0-9a-f]{{8}})?-(\d+)")
 _HEX = re.compile(r"[0-9a-f]{32}")
 
 
