@@ -23,6 +23,8 @@ from stage03_engine.messages import EngineCoreRequest
 from stage03_engine.mixins import load_feature
 from stage03_engine.outputs import RequestOutput
 from stage03_engine.sampling_params import RequestOutputKind, SamplingParams
+from stage03_engine.tracing import open_trace
+from stagetrace import trace
 
 Prompt = str | list[int]
 INPROC_CLIENT = "stage03_engine.frontend.features.inproc_client:in_this_process"
@@ -40,12 +42,20 @@ class LLM:
 
     `multiprocess` puts the engine core into a process of its own, as the server does; False (the default, unless
     VLLM_ENABLE_V1_MULTIPROCESSING=1) lets it run right here. The
-    keywords are the fields of the configuration classes, e.g. `block_size=8`. Raises ConfigError, ModelNotFoundError.
+    keywords are the fields of the configuration classes, e.g. `block_size=8`; `trace=DIR` records until
+    `shutdown`. Raises ConfigError, ModelNotFoundError.
     """
+
+    _records = False  # the trace of this process is this object's
 
     def __init__(self, model: str = "gpt2-tiny", *, multiprocess: bool | None = None, **engine_args: Any) -> None:
         multiprocess = multiprocessing_wanted() if multiprocess is None else multiprocess
-        self._setup(EngineArgs.from_kwargs(model=model, **engine_args), multiprocess)
+        config = EngineArgs.from_kwargs(model=model, **engine_args)
+        if not trace.on and config.hooks("trace"):
+            trace.hold("LLM")
+            open_trace(config)
+            self._records = True
+        self._setup(config, multiprocess)
 
     @classmethod
     def from_vllm_config(cls, config: VllmConfig, *, multiprocess: bool = False) -> LLM:
@@ -162,6 +172,8 @@ class LLM:
     def shutdown(self) -> None:
         """End the engine. May be called twice."""
         self.engine_core.shutdown()
+        if self._records:
+            trace.close()
 
     def __enter__(self) -> LLM:
         return self

@@ -106,8 +106,9 @@ def test_templates_see_what_the_request_says(make_server: Any) -> None:
     }  # fmt: skip
     assert seen(server, **fields) == [MESSAGES, [tool], [{"text": "x", "size": 10**30}], False, [1], "high"]
     server = make_server(chat_template="{{ tools | tojson }}")
-    prompt = server.post("/tokenize", {"messages": MESSAGES, "tools": [tool], "return_token_strs": True}).json()
-    assert list(json.loads("".join(prompt["token_strs"]))[0]["function"]["parameters"]) == ["type", "b", "a"]
+    tokens = server.post("/tokenize", {"messages": MESSAGES, "tools": [tool]}).json()["tokens"]
+    prompt = server.post("/detokenize", {"tokens": tokens}).json()["prompt"]
+    assert list(json.loads(prompt)[0]["function"]["parameters"]) == ["type", "b", "a"]
 
 
 def test_templates_see_calls_and_their_results(make_server: Any) -> None:

@@ -17,8 +17,7 @@ from stage03_engine.errors import InvalidRequestError
 from stage03_engine.llm import LLM
 from stage03_engine.params.structured_outputs import StructuredOutputsParams as Wanted
 from stage03_engine.sampling_params import RequestOutputKind, SamplingParams
-from stage03_engine.tracing import open_trace
-from stagetrace import read_run, trace
+from stagetrace import read_run
 
 SMALL: dict[str, Any] = {"kv_cache_memory_bytes": 50_000_000, "max_model_len": 256}
 PROMPT = "ROMEO:"
@@ -226,12 +225,10 @@ def test_neighbours_preemption_chunks_and_cache_size_change_nothing() -> None:
 
 def test_the_second_request_finds_its_grammar_compiled(tmp_path: Path) -> None:
     with LLM("gpt2-tiny", trace=str(tmp_path), **SMALL) as llm:
-        open_trace(llm.vllm_config)
         for pattern in ("[ab]{3}", "[cd]{3}", "[ab]{3}"):
             llm.generate(PROMPT, params(Wanted(regex=pattern)))
         with pytest.raises(InvalidRequestError):
             llm.generate(PROMPT, params(Wanted(grammar="root ::= nothing")))
-    trace.close()
     run = read_run(tmp_path)
     assert [e.args["cached"] for e in run.named("grammar.compiled")] == [False, False, True]
     assert run.named("grammar.compiled")[2].args["seconds"] == 0.0

@@ -15,7 +15,6 @@ from server_under_test import InProcessServer
 from stage02_server.api_server import served_paths
 from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import SamplingParams
-from stage03_engine.tracing import open_trace
 from stagetrace import read_run, trace
 
 PROMPT, STOP, STOP_IDS = "KING RICHARD: zebra", "And I am I", [1711, 1722]
@@ -25,12 +24,8 @@ def recorded(folder: Path, prompts: bool) -> tuple[str, str]:
     """(all that the trace says, the answer)"""
     settings = {"kv_cache_memory_bytes": 20_000_000, "device": "cpu", "trace": str(folder), "trace_prompts": prompts}
     with LLM("gpt2-tiny", **settings) as llm:
-        open_trace(llm.vllm_config)
-        try:
-            params = SamplingParams(temperature=0, max_tokens=60, stop=[STOP], stop_token_ids=STOP_IDS)
-            answer = llm.generate(PROMPT, params)[0].outputs[0].text
-        finally:
-            trace.close()
+        params = SamplingParams(temperature=0, max_tokens=60, stop=[STOP], stop_token_ids=STOP_IDS)
+        answer = llm.generate(PROMPT, params)[0].outputs[0].text
     return "".join(path.read_text() for path in folder.glob("*.jsonl")), answer
 
 
