@@ -93,6 +93,8 @@ REFUSED = {
     "--gpu-memory-utilization 0.0001": "one request may need 512",
     "--scheduler-cls no.such:Scheduler": "--scheduler-cls no.such:Scheduler",
     "--block-pool-cls no.such:Pool": "--block-pool-cls no.such:Pool",
+    "--scheduler-cls json:JSONDecoder": "--scheduler-cls json:JSONDecoder: TypeError",
+    "--preemption-mode swap --swap-space 100000": "not enough memory for 100000",
     "--attention-backend no.such:attention": "no.such",
     "--attention-backend :attention": "attention backend :attention cannot be loaded",
     "--chat-template /no/such.jinja": "cannot read the chat template",
@@ -121,6 +123,14 @@ def test_a_tokenizer_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureF
     (tmp_path / "tokenizer.json").write_text("{}")
     assert main(["serve", str(tmp_path), "--dry-run"]) == 2
     assert "cannot read the tokenizer" in capsys.readouterr().err
+
+
+def test_a_chat_template_of_the_model_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for file in ("config.json", "model.safetensors", "tokenizer.json"):
+        (tmp_path / file).symlink_to(BUNDLED / file)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{% for m in %}"}))
+    assert main(["serve", str(tmp_path), "--dry-run"]) == 2
+    assert "not valid Jinja" in capsys.readouterr().err
 
 
 def test_it_needs_no_torch() -> None:

@@ -12,12 +12,12 @@ from pathlib import Path
 
 from stage02_server.cli_args import FrontendArgs
 from stage03_engine.args import Resolved
-from stage03_engine.args.import_class import import_class
 from stage03_engine.args.resolve import detect_device
 from stage03_engine.config import VllmConfig
+from stage03_engine.core.kv_cache_manager import cdiv
 from stage03_engine.errors import ConfigError
 from stage03_engine.frontend.tokenizer import get_tokenizer
-from stage03_engine.mixins import is_there
+from stage03_engine.mixins import is_there, load_feature
 from stagetrace import trace
 
 NEEDS = {"cpu": "numba", "triton": "triton", "triton-interpret": "triton"}  # attention backend -> its package
@@ -25,6 +25,8 @@ ABOUT_THE_APP = (
     "chat_template", "default_chat_template_kwargs", "middleware", "tool_call_parser", "tool_parser_plugin",
     "reasoning_parser", "reasoning_parser_plugin", "enable_auto_tool_choice",
 )  # fmt: skip
+OWN_CLASSES = "stage03_engine.core.features.own_classes:make_scheduler"
+SWAP_BLOCKS = "stage03_engine.core.features.swap_space.swap_space:num_swap_blocks"
 ECHO_ENGINE = "stage02_server.features.echo_engine"
 
 
@@ -33,18 +35,16 @@ def check_start(config: VllmConfig, settings: Mapping[str, Resolved]) -> None:
     trace.close()
     if settings["engine"].value == "core":
         _check_device(config)
-    for name in ("scheduler_cls", "block_pool_cls"):
-        if (path := settings[name].value) is not None:
-            import_class(path, "--" + name.replace("_", "-"))
+    _check_scheduler(config)
     for path in getattr(config.model_config, "logits_processors", None) or ():  # not imported: it needs torch
         if not _module_is_there(path):
             raise ConfigError(f"--logits-processors {path}: there is no module {path.partition(':')[0]}")
     uds = settings["uds"].value if "uds" in settings else None
     if uds and not Path(uds).absolute().parent.is_dir():
         raise ConfigError(f"cannot listen on {uds}: No such file or directory; see --uds")
-    if config.model_config.tokenizer_path is not None:
-        get_tokenizer(config.model_config.tokenizer_path)
-    if any(settings[name].value for name in ABOUT_THE_APP if name in settings) and is_there(ECHO_ENGINE):
+    path = config.model_config.tokenizer_path
+    template = get_tokenizer(path).chat_template if path is not None else None
+    if (template or any(settings[name].value for name in ABOUT_THE_APP if name in settings)) and is_there(ECHO_ENGINE):
         _check_app(config, FrontendArgs(**{each.name: settings[each.name].value for each in fields(FrontendArgs)}))
 
 
@@ -59,6 +59,16 @@ def _check_device(config: VllmConfig) -> None:
         raise ConfigError(
             f"the attention backend {backend} cannot be loaded: there is no module {backend.partition(':')[0]}"
         )
+
+
+def _check_scheduler(config: VllmConfig) -> None:
+    """Make the scheduler and the block pool of one's own, for one request; and see that swapped blocks have room."""
+    cache, scheduling = config.cache_config, config.scheduler_config
+    if cache.block_pool_cls is not None or scheduling.scheduler_cls is not None:
+        num_blocks = cdiv(config.max_model_len, cache.block_size) + 1
+        load_feature(OWN_CLASSES, "a scheduler or a block pool of your own")(config, num_blocks, b"")
+    if getattr(scheduling, "preemption_mode", None) == "swap":
+        load_feature(SWAP_BLOCKS, "--preemption-mode swap")(config)
 
 
 def _module_is_there(path: str) -> bool:

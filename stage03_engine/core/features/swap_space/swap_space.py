@@ -6,6 +6,8 @@ Python, no tensors: the worker does the copying.
 
 from __future__ import annotations
 
+import psutil
+
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.hooks import SchedulerHook
 from stage03_engine.core.kv_cache_manager import cdiv
@@ -13,11 +15,17 @@ from stage03_engine.core.kv_cache_size import kv_block_bytes
 from stage03_engine.core.request import Request
 from stage03_engine.core.sched_output import SchedulerOutput
 from stage03_engine.core.scheduler import Scheduler
+from stage03_engine.errors import ConfigError
 
 
 def num_swap_blocks(config: VllmConfig) -> int:
-    """How many blocks --swap-space has room for."""
-    return int(config.cache_config.swap_space * (1 << 30)) // kv_block_bytes(config)
+    """How many blocks --swap-space has room for. Raises ConfigError if the machine has less memory than that."""
+    size = config.cache_config.swap_space * (1 << 30)
+    if size > psutil.virtual_memory().total:
+        raise ConfigError(
+            f"there is not enough memory for {config.cache_config.swap_space} GiB of swapped blocks; lower --swap-space"
+        )
+    return int(size) // kv_block_bytes(config)
 
 
 class SwapSpace:
