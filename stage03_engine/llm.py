@@ -55,7 +55,11 @@ class LLM:
             trace.hold("LLM")
             open_trace(config)
             self._records = True
-        self._setup(config, multiprocess)
+        try:
+            self._setup(config, multiprocess)
+        except BaseException:
+            self._close_trace()
+            raise
 
     @classmethod
     def from_vllm_config(cls, config: VllmConfig, *, multiprocess: bool = False) -> LLM:
@@ -172,6 +176,9 @@ class LLM:
     def shutdown(self) -> None:
         """End the engine. May be called twice."""
         self.engine_core.shutdown()
+        self._close_trace()
+
+    def _close_trace(self) -> None:
         if self._records:
             trace.close()
 

@@ -226,11 +226,23 @@ def test_what_is_impossible_ends_in_one_line(
 ) -> None:
     """In this process: what the command prints is the same, and torch is there already."""
     monkeypatch.setattr(sys, "argv", ["stages", "generate", *args])
-    code = main()
+    try:
+        code = main()
+    finally:
+        trace.close()  # a process that ends need not; this one goes on
     out, err = capsys.readouterr()
     assert code in (1, 2) and out == ""
     [line] = err.splitlines()
     assert line.startswith("stages: error: ") and word in line
+
+
+def test_a_trace_is_recorded_until_shutdown_and_not_kept_by_an_engine_that_cannot_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        LLM("gpt2-tiny", trace=str(tmp_path / "failed"), num_gpu_blocks_override=3)
+    assert not trace.on
+    with LLM("gpt2-tiny", trace=str(tmp_path / "run"), **SMALL) as llm:
+        llm.generate("ROMEO:", SamplingParams(max_tokens=3, ignore_eos=True))
+    assert not trace.on and len(read_run(tmp_path / "run").named("sched.token")) == 3
 
 
 def test_every_answer_comes_back_whatever_the_output_kind() -> None:

@@ -16,7 +16,7 @@ from stage04_kernels.attention import BACKENDS, get_backend
 from stage04_kernels.lab import bench, check
 from stage04_kernels.lab.tolerances import EXACT, Tolerance
 from stage04_kernels.paged_attention import paged_attention_torch
-from stagetrace import read_run
+from stagetrace import read_run, trace
 
 
 def stage04(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -71,6 +71,8 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(
         code: object = command.main(arguments)
     except SystemExit as end:
         code = end.code
+    finally:
+        trace.close()
     out, err = capsys.readouterr()
     assert (code, out) == (2, "")
     assert len(err.splitlines()) == 1 and "--help" in err
