@@ -70,8 +70,12 @@ SERVER_SETTINGS = (
 
 
 def value_of(variable: str, environ: Mapping[str, str] = os.environ) -> Any:
-    """What a variable of COUNTERPARTS says, None if it is not set or empty. Raises ConfigError that names it."""
-    text = environ.get(variable, "").strip()
+    """What a variable of COUNTERPARTS says, None if it is not set or empty. Raises ConfigError that names it, also for spaces
+    alone: a key of which nothing is left must not open the server."""
+    given = environ.get(variable, "")
+    text = given.strip()
+    if given and not text:
+        raise ConfigError(f"environment variable {variable}: {given!r} is blank; unset it, or give it a value")
     try:
         return COUNTERPARTS[variable].read(text) if text else None
     except ValueError as error:

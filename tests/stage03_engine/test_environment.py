@@ -95,7 +95,7 @@ def test_cores_are_threads(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("variable", "text"),
     [
-        ("VLLM_API_KEY", "k\u00e9y"), ("VLLM_LOGGING_LEVEL", "LOUD"), ("VLLM_CONFIGURE_LOGGING", "2"),
+        ("VLLM_API_KEY", "  "), ("VLLM_API_KEY", "k\u00e9y"), ("VLLM_LOGGING_LEVEL", "LOUD"), ("VLLM_CONFIGURE_LOGGING", "2"),
         ("VLLM_LOG_STATS_INTERVAL", "0"), ("VLLM_CPU_KVCACHE_SPACE", "4GB"), ("VLLM_CPU_KVCACHE_SPACE", "-1"),
         ("VLLM_CPU_KVCACHE_SPACE", "9" * 30), ("VLLM_CPU_OMP_THREADS_BIND", "3-1"), ("VLLM_CPU_OMP_THREADS_BIND", "0|1"),
         ("VLLM_CPU_OMP_THREADS_BIND", "99999"), ("VLLM_ENABLE_V1_MULTIPROCESSING", "maybe"), ("VLLM_USE_V1", "0"),
