@@ -31,7 +31,7 @@ _FEATURES = "stage03_engine.core.features."
 HOOKS = {
     "pooling": _FEATURES + "pooling.hooks:PoolingSchedulerHook",
     "prompt_logprobs": _FEATURES + "prompt_logprobs.scheduler_hook:PromptLogprobsSchedulerHook",
-    "grammar": "stage03_engine.replay.recorded_grammars:RecordedGrammarHook",
+    "grammar": _FEATURES + "structured_output.recorded_grammars:RecordedGrammarHook",
     "drafts": _FEATURES + "spec_decode.draft_scheduler:DraftHook",
     "swapping": _FEATURES + "swap_space.swap_space:SwapHook",
 }

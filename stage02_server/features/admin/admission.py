@@ -16,8 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from stage02_server.api_server import Services
 from stage02_server.errors import RETRY_AFTER_SECONDS, APIError, error_response
 from stage02_server.features.admin.flags import AdminFlags
-from stage02_server.features.admin.server_load import WORKING_PATHS
-from stage02_server.middleware import route_path
+from stage02_server.features.admin.server_load import is_work
 from stage02_server.protocol_types import AnswerHook
 from stage02_server.serving_engine import EngineRequests, Prompts
 from stage03_engine.frontend.async_llm import AsyncLLM
@@ -133,7 +132,7 @@ class AdmissionMiddleware:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or route_path(scope) not in WORKING_PATHS:
+        if not is_work(scope):
             await self._app(scope, receive, send)
             return
         admission: Admission = scope["app"].state.admission

@@ -17,6 +17,11 @@ WORKING_PATHS = frozenset(
 """The routes that give a model work."""
 
 
+def is_work(scope: Scope) -> bool:
+    """Is this a request for the model?"""
+    return scope["type"] == "http" and scope["method"] == "POST" and route_path(scope) in WORKING_PATHS
+
+
 class ServerLoad:
     """Counts the HTTP requests for the model that are in progress."""
 
@@ -31,7 +36,7 @@ class ServerLoadMiddleware:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or route_path(scope) not in WORKING_PATHS:
+        if not is_work(scope):
             await self._app(scope, receive, send)
             return
         load: ServerLoad = scope["app"].state.server_load

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.features.structured_output.manager import StructuredOutputManager
 from stage03_engine.core.features.structured_output.scheduler_hook import GrammarSchedulerHook
 from stage03_engine.core.scheduler import Scheduler
 from stage03_engine.messages import EngineCoreOutput, FinishReason
-from stage03_engine.replay.recording import RecordedStep
 from stage03_engine.sampling_params import SamplingParams
 from stagetrace import Event
+
+if TYPE_CHECKING:
+    from stage03_engine.replay.recording import RecordedStep
 
 
 class RecordedGrammarHook(GrammarSchedulerHook):
