@@ -37,14 +37,16 @@ def trace_message(error: Exception | str) -> str:
     return text if trace.prompts else text.partition(":")[0]
 
 
+DERIVED = ("num_answers", "num_likely_tokens")
+"""Sampling parameters that follow from others."""
+
+
 def traced_params(params: SamplingParams) -> dict[str, Any]:
     """The sampling parameters that differ from their defaults. Numbers and switches are shown; whatever may hold a client's
     words or tokens (stop strings, bad words, a grammar, a bias) only with `--trace-prompts`."""
-    defaults, given = SamplingParams(), msgspec.to_builtins(params)
-    given = {name: given[name] for name in given if getattr(params, name) != getattr(defaults, name)}
-    given = {
-        name: given[name] for name in given if name not in ("num_answers", "num_likely_tokens")
-    }  # follow from others
+    defaults, values = SamplingParams(), msgspec.to_builtins(params)
+    changed = [name for name in values if getattr(params, name) != getattr(defaults, name)]
+    given = {name: values[name] for name in changed if name not in DERIVED}
     if trace.prompts:
         return given
     return {name: value if isinstance(value, int | float) else HIDDEN for name, value in given.items()}
