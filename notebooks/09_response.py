@@ -173,7 +173,7 @@ print(f"made by the engine: {made} tokens; part of the answer: {len(cut.token_id
 # %%
 def post(url, body, name):
     """(seconds until the first byte of the body, seconds until the last, headers, body) of one completion."""
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=20)
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=lab.PATIENCE)
     begin = time.perf_counter()
     connection.request(
         "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json", "X-Request-Id": name}

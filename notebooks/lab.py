@@ -32,6 +32,7 @@ GPT2_TOKENS = {
 }  # fmt: skip
 """An excerpt of GPT-2's vocabulary (vocab.json), for what is said of it: the bundled model has a vocabulary of its own."""
 NOT_HERE = "does not hold in this run"
+PATIENCE = 250  # seconds to wait for a server: only one that hangs takes so long
 warnings.filterwarnings("ignore", message="IProgress not found")  # of a progress bar that nothing here shows
 
 
@@ -83,14 +84,14 @@ class Server:
         names = {name.replace("_", "-"): value for name, value in headers.items()}
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json", **names})
         try:
-            return urllib.request.urlopen(request, timeout=25)
+            return urllib.request.urlopen(request, timeout=PATIENCE)
         except urllib.error.HTTPError as error:  # a refusal is an answer too
             return error
 
     def close(self) -> None:
         """SIGTERM, as an operator would; the recording is complete afterwards."""
         self.process.terminate()
-        self.process.wait(timeout=25)
+        self.process.wait(timeout=PATIENCE)
 
 
 @contextmanager

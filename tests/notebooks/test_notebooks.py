@@ -190,7 +190,7 @@ def with_a_wrong_answer(notebook: nbformat.NotebookNode) -> list[nbformat.Notebo
 
 @EACH
 def test_the_notebook_runs_and_its_check_can_fail(source: Path) -> None:
-    """No cell may take CELL_SECONDS: the client then raises."""
+    """No cell hangs (CELL_SECONDS): the client then raises."""
     notebook = build.read_source(source)
     notebook.cells += with_a_wrong_answer(notebook)
     build.execute(notebook)
