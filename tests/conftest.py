@@ -13,6 +13,7 @@ from patience import PATIENCE
 # Triton kernels are interpreted: they run on any machine, and slowly.
 os.environ["TRITON_INTERPRET"] = "1"
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="0")
+os.environ["OMP_NUM_THREADS"] = "1"  # there is a test process per core, and what it computes is too small to share
 # Libraries are installed without byte code. Unless somebody writes it, each of some hundred processes compiles torch again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
