@@ -23,6 +23,7 @@ FEATURE_FLAGS = mixins(
     "stage02_server.features.chat_template.flags:ChatTemplateFlags",
     "stage02_server.features.tools.flags:ToolFlags",
     "stage02_server.features.per_request_metrics.flags:MetricsFlags",
+    "stage02_server.features.prompt_tokens_details.flags:PromptTokensDetailsFlags",
     "stage02_server.features.logprobs.flags:LogprobsFlags",
     "stage02_server.features.stream_usage.flags:StreamUsageFlags",
     "stage02_server.features.responses.flags:ResponsesFlags",

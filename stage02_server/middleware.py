@@ -10,6 +10,7 @@ import asyncio
 import re
 import uuid
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
 from starlette.datastructures import Headers
@@ -28,6 +29,8 @@ PREFIX = {
 }  # fmt: skip
 ACCEPTED_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 CONNECTION = "stages.connection"  # in a scope's extensions: `abort` ends the connection without waiting for its client
+TENANT: ContextVar[int | None] = ContextVar("tenant", default=None)
+"""Which of several API keys sent the request that is being served; None with one key, or none."""
 TRACEPARENT = "stage02_server.features.traceparent:parse_traceparent"
 
 

@@ -20,19 +20,12 @@ WITH_THE_USAGE = {"usage", *(name for part in METRICS for name in part.__annotat
 """What a stream sends once, at its end."""
 
 
-class PromptTokensDetails(BaseModel):
-    """How many of the prompt's tokens were found in the prefix cache, and so cost nothing."""
-
-    cached_tokens: int = Field(description="Tokens that were found in the prefix cache.")
-
-
-class UsageInfo(BaseModel):
+class UsageInfo(*mixins("stage02_server.features.prompt_tokens_details.fields:PromptTokensDetailsField"), BaseModel):  # type: ignore[misc]
     """Tokens that a request took. With n > 1 the prompt counts once."""
 
     prompt_tokens: int = Field(description="Tokens of the prompt.")
     total_tokens: int = Field(description="Both.")
     completion_tokens: int = Field(description="Tokens of the answers.")
-    prompt_tokens_details: PromptTokensDetails = Field(description="How many of them were in the prefix cache.")
 
 
 class PlainChoice(BaseModel):

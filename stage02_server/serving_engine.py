@@ -21,7 +21,7 @@ from stage02_server.cli_args import FrontendArgs
 from stage02_server.errors import as_reported, error_json, not_found
 from stage02_server.middleware import RequestIds
 from stage02_server.protocol import SamplingRequest
-from stage02_server.protocol_response import WITH_THE_USAGE, PromptTokensDetails, UsageInfo
+from stage02_server.protocol_response import WITH_THE_USAGE, UsageInfo
 from stage02_server.protocol_types import AnswerHook
 from stage02_server.routes import OpenAIServingModels
 from stage02_server.streaming import in_thread_if_long, run_until_disconnect
@@ -51,7 +51,7 @@ class EngineRequests:
     hooks: list[AnswerHook]
     ends_with_usage: bool = False  # a stream
     num_tokens: Counter[int] = field(default_factory=Counter)  # answer -> its tokens so far
-    cached_tokens: dict[int, int] = field(default_factory=dict)  # prompt -> its tokens from the prefix cache
+    num_cached_tokens: int = 0  # prompt tokens from the prefix cache, with --enable-prompt-tokens-details
 
     def usage(self) -> UsageInfo:
         """The usage of all prompts and answers."""
@@ -59,19 +59,13 @@ class EngineRequests:
 
     def usage_of(self, prompts: Iterable[int], completion_tokens: int) -> UsageInfo:
         """The usage of these prompts and of this many answer tokens."""
-        numbers = list(prompts)
-        prompt = sum(len(self.engine_requests[number].prompt_token_ids) for number in numbers)
-        return make_usage(prompt, completion_tokens, sum(self.cached_tokens.get(number, 0) for number in numbers))
+        prompt = sum(len(self.engine_requests[number].prompt_token_ids) for number in prompts)
+        return make_usage(prompt, completion_tokens)
 
 
-def make_usage(prompt: int, completion: int, cached: int = 0) -> UsageInfo:
-    """From the numbers of prompt tokens, answer tokens, and prompt tokens found in the prefix cache."""
-    return UsageInfo(
-        prompt_tokens=prompt,
-        total_tokens=prompt + completion,
-        completion_tokens=completion,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
-    )
+def make_usage(prompt: int, completion: int) -> UsageInfo:
+    """From the numbers of prompt tokens and of answer tokens."""
+    return UsageInfo(prompt_tokens=prompt, total_tokens=prompt + completion, completion_tokens=completion)
 
 
 def require_task(config: VllmConfig, task: str, how: str) -> None:
@@ -261,7 +255,6 @@ class OpenAIServing:
         """(number of the prompt, output) until every answer is finished. Raises EngineDeadError."""
         async with aclosing(merge_async_iterators(requests.flows)) as merged:
             async for prompt, output in merged:
-                requests.cached_tokens[prompt] = output.num_cached_tokens
                 for hook in requests.hooks:
                     hook.output(prompt, output)
                 for answer in output.outputs:

@@ -31,7 +31,7 @@ def engine_of(server: ServerProcess) -> psutil.Process:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    server = ServerProcess(*FLAGS, "--server-dev-mode")  # for /reset_prefix_cache
+    server = ServerProcess(*FLAGS, "--server-dev-mode", "--enable-prompt-tokens-details")  # for /reset_prefix_cache
     server.wait_until_ready()
     yield server
     server.close()

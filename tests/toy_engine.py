@@ -37,7 +37,7 @@ class RandomGrammars(StructuredOutputManager):
     def __init__(self, rng: random.Random) -> None:
         self.rng, self.ready = rng, dict[str, bool]()
 
-    def grammar_init(self, request_id: str, params: SamplingParams) -> None:
+    def grammar_init(self, request_id: str, params: SamplingParams, salt: str | None = None) -> None:
         self.ready[request_id] = False
 
     def is_ready(self, request_id: str) -> bool:

@@ -6,7 +6,7 @@ Source: vllm/v1/engine/async_llm.py (AsyncLLM).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Protocol
 
 from stage03_engine.config import VllmConfig
@@ -49,6 +49,7 @@ class AsyncLLM:
         if trace.on:
             trace.emit("stat_loggers.created", loggers=[type(each).__name__ for each in stat_loggers])
         self.listeners: list[OutputListener] = []
+        self.outgoing: list[Callable[[EngineCoreRequest], None]] = []  # features that see or change each request
         self.dead_error: EngineDeadError | None = None
         self.ready: EngineReady | None = None  # what the engine core said when it could serve
         self._dead = asyncio.Event()
@@ -108,6 +109,8 @@ class AsyncLLM:
     async def add_request(self, request: EngineCoreRequest, prompt: str | None = None) -> RequestOutputCollector:
         """Register a request and send it to the engine core. Raises EngineDeadError."""
         self.check_health()
+        for feature in self.outgoing:
+            feature(request)
         queue = RequestOutputCollector(request.sampling_params.output_kind)
         for child in self.output_processor.add_request(request, prompt, queue):
             await self.engine_core.add_request_async(child)

@@ -145,5 +145,5 @@ def test_continuous_usage_counts_each_answer(server: InProcessServer, prompt: st
         "prompt_tokens": size,
         "completion_tokens": n * limit,
         "total_tokens": size + n * limit,
-        "prompt_tokens_details": {"cached_tokens": 0},
+        "prompt_tokens_details": None,
     }

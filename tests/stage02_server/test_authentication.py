@@ -20,7 +20,7 @@ Headers = list[tuple[bytes, bytes]]
 
 @pytest.fixture(scope="module")
 def locked() -> Iterator[InProcessServer]:
-    server = InProcessServer(api_key=KEYS)
+    server = InProcessServer(api_key=KEYS, enable_engine_events=True)
     yield server
     server.close()
 

@@ -44,7 +44,8 @@ def start() -> Iterator[Start]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    server = ServerProcess(*FLAGS, "--in-process", "--server-dev-mode")  # for /reset_prefix_cache
+    more = ("--server-dev-mode", "--enable-prompt-tokens-details")  # for /reset_prefix_cache, and to see what it does
+    server = ServerProcess(*FLAGS, "--in-process", *more)
     server.wait_until_ready()
     yield server
     server.close()

@@ -224,6 +224,29 @@ def test_the_pictures_show_who_holds_what(opened: Any, server: ServerProcess) ->
     page.until("live.count('running') === 0 && live.holders.size === 0 && live.free === live.settings.num_blocks")
 
 
+def test_what_several_keys_may_not_watch_it_does_not_ask_for_again(browser: Any) -> None:
+    server = ServerProcess("gpt2-tiny", "--port", "0", "--engine", "echo", "--api-key", "one", "two")
+    try:
+        context = browser.new_context()
+        page = context.new_page()
+        asked: list[str] = []
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(server.wait_until_ready())
+        page.fill("#api-key", "two")
+        page.press("#api-key", "Enter")
+        refused = page.locator("#watch:not(:checked)")
+        refused.wait_for(timeout=1000 * PATIENCE)
+        assert "--enable-engine-events" in page.text_content("#live-status")
+        count = sum(url.endswith("/v1/engine/events") for url in asked)
+        with page.expect_response("**/v1/engine/events", timeout=1000 * PATIENCE):
+            page.click("#watch")  # somebody asks again
+        refused.wait_for(timeout=1000 * PATIENCE)
+        assert sum(url.endswith("/v1/engine/events") for url in asked) == count + 1
+        context.close()
+    finally:
+        server.close()
+
+
 def facts(engine: ToyEngine) -> dict[str, Any]:
     """What is true, in the words of the page."""
     scheduler = engine.scheduler

@@ -16,7 +16,13 @@ from server_under_test import ServerProcess
 @pytest.fixture(scope="module")
 def client() -> Iterator[openai.OpenAI]:
     server = ServerProcess(
-        "gpt2-tiny", "--port", "0", "--kv-cache-memory-bytes", "50000000", "--disable-any-whitespace"
+        "gpt2-tiny",
+        "--port",
+        "0",
+        "--kv-cache-memory-bytes",
+        "50000000",
+        "--disable-any-whitespace",
+        "--enable-prompt-tokens-details",
     )
     try:
         url = server.wait_until_ready()

@@ -97,8 +97,8 @@ def manager() -> Iterator[StructuredOutputManager]:
     manager.shutdown()
 
 
-def begin(manager: StructuredOutputManager, name: str, wanted: Wanted) -> None:
-    manager.grammar_init(name, params(wanted))
+def begin(manager: StructuredOutputManager, name: str, wanted: Wanted, salt: str | None = None) -> None:
+    manager.grammar_init(name, params(wanted), salt)
     while not manager.is_ready(name):
         manager.wait(1.0)
         assert manager.poll() == []
@@ -115,6 +115,17 @@ def test_a_token_that_the_grammar_forbids_ends_the_request(manager: StructuredOu
     forbidden = next(i for i in range(config.shape.vocab_size) if i not in allowed)
     complete, failed = manager.accept_tokens({"good": [allowed[0]], "bad": [forbidden], "none": [1]})
     assert complete == set() and failed.keys() == {"bad"} and "other settings" in (failed["bad"].error or "")
+
+
+def test_only_requests_with_the_same_salt_share_a_compiled_grammar(
+    manager: StructuredOutputManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[tuple[str, str | None]] = []
+    compile = manager._compile
+    monkeypatch.setattr(manager, "_compile", lambda key: (compiled.append(key[1:]), compile(key))[1])
+    for name, salt in (("1", None), ("2", "a"), ("3", "a"), ("4", "b"), ("5", None), ("6", "b")):
+        begin(manager, name, Wanted(regex="[ab]+"), salt)
+    assert [salt for _, salt in compiled] == [None, "a", "b"] and len({text for text, _ in compiled}) == 1
 
 
 def refused(manager: StructuredOutputManager, name: str, wanted: Wanted) -> str:

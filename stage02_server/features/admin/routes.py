@@ -52,12 +52,14 @@ async def show_server_info(
 @dev_router.post("/abort_requests")
 async def abort_requests(body: AbortRequest, raw_request: Request) -> Response:
     """End requests by the ids of their answers; each gets what there is, with the finish reason "abort". Ids that do not
-    run are ignored: they may just have ended."""
-    engine = raw_request.app.state.services.engine
+    run are ignored: they may just have ended. So are those of another API key."""
+    engine, tenants = raw_request.app.state.services.engine, getattr(raw_request.app.state, "tenants", None)
     for response_id in body.request_ids:
         # The engine's ids end in the number of the prompt, after a random part if the client chose the id.
         name = re.compile(rf"{re.escape(response_id)}(-[0-9a-f]{{8}})?-\d+")
         ids = [request_id for request_id in running_request_ids(engine) if name.fullmatch(request_id)]
+        if tenants is not None:  # there are several API keys
+            ids = [request_id for request_id in ids if tenants.owns(request_id)]
         await end_requests(engine, ids, "POST /abort_requests")
     return Response()
 

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from stage02_server.errors import APIError, error_response
 from stage02_server.features.hardening.flags import HardeningFlags
-from stage02_server.middleware import route_path
+from stage02_server.middleware import TENANT, route_path
 
 OPEN_PATHS = frozenset(
     [
@@ -27,31 +27,48 @@ OPEN_PATHS = frozenset(
 
 class AuthenticationMiddleware:
     """Refuses with a 401 what is not on the open list and has none of the keys, as `Authorization: Bearer KEY` or, as Anthropic's
-    clients send it, as `x-api-key: KEY`."""
+    clients send it, as `x-api-key: KEY`. Of several keys each is a tenant (tenants.py), so a request that holds two of them
+    is a 400: it does not say whose it is."""
 
     def __init__(self, app: ASGIApp, args: HardeningFlags) -> None:
         self._app = app
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in args.api_key or ()]
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in dict.fromkeys(args.api_key or ())]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or route_path(scope) in OPEN_PATHS or self._has_key(scope):
+        if scope["type"] == "lifespan" or route_path(scope) in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
+        tenants = self._keys_of(scope)
+        if len(tenants) != 1:
+            await self._refuse(scope, receive, send, bool(tenants))
+            return
+        before = TENANT.set(tenants.pop() if len(self._digests) > 1 else None)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            TENANT.reset(before)
+
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send, several: bool) -> None:
         text = "Send a valid API key, as the header Authorization: Bearer KEY or x-api-key: KEY."
         error = APIError(401, "AuthenticationError", text)
+        if several:
+            text = "Send one API key: the headers Authorization and x-api-key hold two different ones."
+            error = APIError(400, "BadRequestError", text)
         response = error_response(scope, error)
-        response.headers["WWW-Authenticate"] = "Bearer"
+        if not several:
+            response.headers["WWW-Authenticate"] = "Bearer"
         await response(scope, receive, send)
 
-    def _has_key(self, scope: Scope) -> bool:
-        """Compares digests, with every key and each in constant time: how long it takes says nothing about a key."""
+    def _keys_of(self, scope: Scope) -> set[int]:
+        """The numbers of the keys that the request holds. Compares digests, with every key and each in constant time: how
+        long it takes says nothing about a key."""
         headers = Headers(scope=scope)
         bearers, keys = headers.getlist("authorization"), headers.getlist("x-api-key")
         scheme, _, bearer = bearers[0].partition(" ") if len(bearers) == 1 else ("", "", "")
-        known = self._is_known(bearer), self._is_known(keys[0] if keys else "")
-        return (scheme.lower() == "bearer" and known[0]) or (len(keys) == 1 and known[1])
+        by_bearer, by_key = self._numbers_of(bearer), self._numbers_of(keys[0] if keys else "")
+        return (by_bearer if scheme.lower() == "bearer" else set()) | (by_key if len(keys) == 1 else set())
 
-    def _is_known(self, key: str) -> bool:
+    def _numbers_of(self, key: str) -> set[int]:
         digest = hashlib.sha256(key.strip().encode("latin-1")).digest()  # Headers decodes the bytes as Latin-1
         equal = [hmac.compare_digest(digest, known) for known in self._digests]  # all of them, whichever is equal
-        return any(equal)
+        return {number for number, same in enumerate(equal) if same}

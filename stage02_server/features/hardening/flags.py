@@ -50,6 +50,11 @@ class HardeningFlags:
             "read command lines, so better the variable STAGES_API_KEY (or VLLM_API_KEY)"
         },
     )
+    shared_prefix_cache: bool = option(
+        False,
+        "with more than one API key: share cached prefixes and compiled grammars between the keys, each of which can then find out, by the time "
+        "that an answer takes, what the others ask",
+    )
     ssl_certfile: str | None = option(None, "certificate file (PEM); the server then speaks HTTPS")
     ssl_keyfile: str | None = option(None, "file with the certificate's private key, if it is not in the same file")
     ssl_ca_certs: str | None = option(None, "file with the authorities that may sign certificates of clients")

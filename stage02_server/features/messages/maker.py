@@ -147,7 +147,7 @@ class MessageMaker:
 
     def _usage(self) -> AnthropicUsage:
         usage = self._requests.usage()
-        cached = usage.prompt_tokens_details.cached_tokens
+        cached = self._requests.num_cached_tokens  # 0 without --enable-prompt-tokens-details
         return AnthropicUsage(
             input_tokens=usage.prompt_tokens - cached,
             output_tokens=usage.completion_tokens,

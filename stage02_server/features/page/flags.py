@@ -12,3 +12,8 @@ class PageFlags:
     """What browsers are shown."""
 
     disable_fastapi_docs: bool = option(False, "no /docs, /redoc and /openapi.json")
+    enable_engine_events: bool = option(
+        False,
+        "answer GET /v1/engine/events, and so the live view of the page, also with more than one API key: each key then sees "
+        "how many requests run, how long they are, and hashes of their ids",
+    )

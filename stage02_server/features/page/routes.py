@@ -17,7 +17,7 @@ from fastapi import APIRouter, FastAPI, Request, Response
 
 from stage02_server.api_server import Services
 from stage02_server.errors import APIError, not_found
-from stage02_server.middleware import CONNECTION, RequestGate
+from stage02_server.middleware import CONNECTION, TENANT, RequestGate
 from stage02_server.streaming import EventStreamResponse
 from stage03_engine.mixins import is_there
 
@@ -62,14 +62,19 @@ async def show_page(raw_request: Request) -> Response:
 @router.get("/v1/engine/events")
 async def stream_engine_events(raw_request: Request) -> Response:
     """What the scheduler decides, as server-sent events, one trace event each, its present state first. No prompts, no
-    tokens. The engine emits nothing while no client listens."""
+    tokens. The engine emits nothing while no client listens. With several API keys only with --enable-engine-events."""
     if not is_there("stage03_engine.frontend.features.engine_watch"):
         raise not_found("The live view is not installed: the engine's front end has no engine_watch.")
     from stage03_engine.frontend.features.engine_watch import EngineWatch, WatchError
 
     services: Services = raw_request.app.state.services
+    has_tenants = TENANT.get() is not None
+    if has_tenants and not services.args.enable_engine_events:
+        raise not_found(
+            "The live view shows the requests of all API keys: start the server with --enable-engine-events."
+        )
     services.engine.check_health()
-    watch = EngineWatch.of(services.engine)
+    watch = EngineWatch.of(services.engine, hides_ids=has_tenants)
     try:
         queue = await watch.start()
     except WatchError as error:

@@ -25,7 +25,7 @@ from stage02_server.features.pooling.protocol import (
     ScoreRequest,
     ScoreResponse,
 )
-from stage02_server.features.pooling.serving import PoolingBatches, Prompt, numbers, usage_of, vectors_of
+from stage02_server.features.pooling.serving import PoolingBatches, Prompt, numbers, vectors_of
 from stage02_server.protocol import ChatMessageParam, ChatTemplateFields
 from stage02_server.protocol_response import UsageInfo
 from stage02_server.routes import OpenAIServingModels
@@ -88,7 +88,7 @@ class ServingScores(PoolingBatches):
         ones, others = vectors[: len(left[1])], vectors[len(left[1]) :]
         if len(ones) == 1:
             ones = ones * len(others)
-        return [sum(map(mul, one, other)) for one, other in zip(ones, others, strict=True)], usage_of(outputs)
+        return [sum(map(mul, one, other)) for one, other in zip(ones, others, strict=True)], self.usage_of(outputs)
 
     async def _scores_of_pairs(
         self, request: ScoreBase, left: Side, right: Side, raw_request: Request, model: str
@@ -106,7 +106,7 @@ class ServingScores(PoolingBatches):
             pairs = await asyncio.to_thread(_templated, self.template, ones, right)
         params = PoolingParams(task="classify", normalize=request.use_activation)
         outputs = await self.run(request, [(right[0], pair) for pair in pairs], params, raw_request, model)
-        return [numbers(vectors_of(output)[0])[0] for output in outputs], usage_of(outputs)
+        return [numbers(vectors_of(output)[0])[0] for output in outputs], self.usage_of(outputs)
 
 
 def _templated(template: ChatTemplate, ones: list[str], right: Side) -> list[Prompt]:

@@ -29,9 +29,9 @@ from stage02_server.features.pooling.protocol import (
     PoolingResponse,
 )
 from stage02_server.middleware import RequestIds
-from stage02_server.protocol_response import PromptTokensDetails, UsageInfo
+from stage02_server.protocol_response import UsageInfo
 from stage02_server.routes import OpenAIServingModels
-from stage02_server.serving_engine import require_task
+from stage02_server.serving_engine import make_usage, require_task
 from stage02_server.streaming import in_thread_if_long, run_until_disconnect
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.async_llm import AsyncLLM
@@ -63,14 +63,6 @@ def numbers(vector: bytes) -> list[float]:
     return array("f", vector).tolist()
 
 
-def usage_of(outputs: list[RequestOutput]) -> UsageInfo:
-    """Tokens of all prompts; nothing is generated."""
-    total = sum(len(output.prompt_token_ids) for output in outputs)
-    cached = sum(output.num_cached_tokens for output in outputs)
-    details = PromptTokensDetails(cached_tokens=cached)
-    return UsageInfo(prompt_tokens=total, total_tokens=total, completion_tokens=0, prompt_tokens_details=details)
-
-
 class PoolingBatches:
     """What embeddings, pooling, classes and scores share: many prompts in, their vectors out.
 
@@ -79,6 +71,7 @@ class PoolingBatches:
 
     request_logger: Any = None  # with --enable-log-requests
     admit: Any = None  # with --max-num-queued-reqs and its like
+    cached_details: Any = None  # with --enable-prompt-tokens-details
 
     def __init__(self, engine_client: AsyncLLM, models: OpenAIServingModels, template: ChatTemplate) -> None:
         self.engine_client = engine_client
@@ -92,6 +85,14 @@ class PoolingBatches:
         model = self.models.check(request.model)
         request.check_built()
         return model
+
+    def usage_of(self, outputs: list[RequestOutput]) -> UsageInfo:
+        """Tokens of all prompts; nothing is generated."""
+        usage = make_usage(sum(len(output.prompt_token_ids) for output in outputs), 0)
+        if self.cached_details is not None:
+            cached = sum(output.num_cached_tokens for output in outputs)
+            usage.prompt_tokens_details = self.cached_details(cached_tokens=cached)
+        return usage
 
     def check_count(self, count: int, field: str) -> None:
         """Raises InvalidRequestError for more texts, or pairs of texts, than one request may hold."""
@@ -199,7 +200,7 @@ class ServingPooling(PoolingBatches):
             (vector,) = vectors_of(output)
             shown = _base64([vector]) if request.encoding_format == "base64" else numbers(vector)
             data.append(EmbeddingData(index=index, embedding=shown))
-        response_id, usage = raw_request.state.ids.response, usage_of(outputs)
+        response_id, usage = raw_request.state.ids.response, self.usage_of(outputs)
         return EmbeddingResponse(id=response_id, created=created, model=model, data=data, usage=usage)
 
     async def create_pooling(self, request: PoolingRequest, raw_request: Request) -> PoolingResponse:
@@ -210,7 +211,7 @@ class ServingPooling(PoolingBatches):
             PoolingData(index=index, data=_pooled(vectors_of(output), task, request.encoding_format))
             for index, output in enumerate(outputs)
         ]
-        response_id, usage = raw_request.state.ids.response, usage_of(outputs)
+        response_id, usage = raw_request.state.ids.response, self.usage_of(outputs)
         return PoolingResponse(id=response_id, created=created, model=model, data=data, usage=usage)
 
     async def _vectors(
@@ -243,5 +244,5 @@ class ServingClassification(PoolingBatches):
             probs = numbers(vector)
             label = labels[probs.index(max(probs))]
             data.append(ClassificationData(index=index, label=label, probs=probs, num_classes=len(probs)))
-        response_id, usage = raw_request.state.ids.response, usage_of(outputs)
+        response_id, usage = raw_request.state.ids.response, self.usage_of(outputs)
         return ClassificationResponse(id=response_id, created=created, model=model, data=data, usage=usage)

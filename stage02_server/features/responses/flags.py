@@ -13,7 +13,8 @@ class ResponsesFlags:
     """What the server remembers of /v1/responses."""
 
     max_stored_responses: int = option(
-        1000, "responses of /v1/responses that stay in memory, for previous_response_id, GET and cancel; 0 stores none"
+        1000,
+        "responses of /v1/responses that stay in memory for each API key, for previous_response_id, GET and cancel; 0 stores none",
     )
 
     def check(self) -> None:

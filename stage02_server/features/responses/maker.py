@@ -174,7 +174,7 @@ class ResponseMaker:
         reasoning = len(self._tokenizer.encode(self._reasoning, add_special_tokens=False)) if self._reasoning else 0
         return ResponseUsage(
             input_tokens=usage.prompt_tokens,
-            input_tokens_details=InputTokensDetails(cached_tokens=usage.prompt_tokens_details.cached_tokens),
+            input_tokens_details=InputTokensDetails(cached_tokens=self._requests.num_cached_tokens),
             output_tokens=usage.completion_tokens,
             output_tokens_details=OutputTokensDetails(reasoning_tokens=min(reasoning, usage.completion_tokens)),
             total_tokens=usage.total_tokens,

@@ -27,7 +27,7 @@ from stage02_server.features.responses.protocol_output import ResponsesResponse
 from stage02_server.features.responses.store import EventLog, ResponseStore, StoredResponse
 from stage02_server.features.structured_outputs.refusal_first import RefusalFirst
 from stage02_server.features.tools.prompt import prompt_of
-from stage02_server.middleware import RequestIds
+from stage02_server.middleware import TENANT, RequestIds
 from stage02_server.protocol import ChatCompletionRequest, ChatMessageParam
 from stage02_server.routes import OpenAIServingModels
 from stage02_server.serving_chat import OpenAIServingChat
@@ -52,7 +52,17 @@ class OpenAIServingResponses(OpenAIServing):
         chat: OpenAIServingChat,
     ) -> None:
         super().__init__(engine_client, models, args)
-        self._template, self._store, self._chat = template, ResponseStore(args.max_stored_responses), chat
+        self._template, self._chat = template, chat
+        self._num_keys = len(set(getattr(args, "api_key", None) or ())) or 1
+        self._stores: dict[int | None, ResponseStore] = {}  # key -> what it stored
+
+    @property
+    def _store(self) -> ResponseStore:
+        """That of the key that asks: what others stored is not in it, and how much they store changes nothing."""
+        tenant = TENANT.get()
+        if tenant not in self._stores:
+            self._stores[tenant] = ResponseStore(self.args.max_stored_responses, self._num_keys)
+        return self._stores[tenant]
 
     async def create_responses(self, request: ResponsesRequest, raw_request: Request) -> Answer:
         """The response, or its events. Raises every refusal before a stream begins."""

@@ -12,7 +12,7 @@ from stage02_server.features.responses.protocol import InputItem
 from stage02_server.features.responses.protocol_output import ResponsesResponse
 from stagetrace import trace
 
-MAX_STORED_CHARACTERS = 64 * 2**20  # of all responses together, besides the bound on their number
+MAX_STORED_CHARACTERS = 64 * 2**20  # of all responses of all keys together, besides the bound on their number
 
 
 class EventLog:
@@ -71,10 +71,11 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """The last `max_responses` responses. Those that still run are never forgotten."""
+    """The last `max_responses` responses of one API key, in its part of the characters. Those that still run are never
+    forgotten."""
 
-    def __init__(self, max_responses: int) -> None:
-        self._max_responses = max_responses
+    def __init__(self, max_responses: int, num_keys: int = 1) -> None:
+        self._max_responses, self._max_characters = max_responses, MAX_STORED_CHARACTERS // num_keys
         self._entries: dict[str, StoredResponse] = {}  # oldest first
         self._sizes: dict[str, int] = {}  # characters of each; those that have changed last come last
 
@@ -86,7 +87,7 @@ class ResponseStore:
     def add(self, entry: StoredResponse) -> None:
         """Keep a response, and forget the oldest ones if there is no room. Raises APIError when everything still runs."""
         running = [name for name, other in self._entries.items() if other.running]
-        full = sum(self._sizes[name] for name in running) > MAX_STORED_CHARACTERS
+        full = sum(self._sizes[name] for name in running) > self._max_characters
         if entry.running and (full or len(running) >= self._max_responses):
             message = f"{len(running)} background responses are running; cancel one or wait for it."
             raise APIError(429, "RateLimitError", message, headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
@@ -100,7 +101,7 @@ class ResponseStore:
         self._sizes[name] = entry.characters
         evicted, total = 0, sum(self._sizes.values())
         for other in list(self._sizes):
-            if len(self._entries) <= self._max_responses and total <= MAX_STORED_CHARACTERS:
+            if len(self._entries) <= self._max_responses and total <= self._max_characters:
                 break
             if not self._entries[other].running:
                 del self._entries[other]

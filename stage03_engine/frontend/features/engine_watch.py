@@ -6,6 +6,9 @@ The engine sends its events while there is at least one watcher.
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import re
+import secrets
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -24,25 +27,42 @@ WatchQueue = asyncio.Queue[list[bytes] | None]
 """Each item is one step's events, as lines of JSON; None is the end."""
 
 
+_ID = re.compile(rb'"(req|first|needed_by)":"([^"]+)"')  # ids hold no character that JSON escapes
+
+
+def without_ids(line: bytes, secret: bytes) -> bytes:
+    """An event with a hash in the place of each request id; equal ids have equal hashes."""
+
+    def hashed(match: re.Match[bytes]) -> bytes:
+        digest = hashlib.blake2b(match[2], digest_size=8, key=secret).hexdigest()
+        return b'"%s":"%s"' % (match[1], digest.encode())
+
+    return _ID.sub(hashed, line)
+
+
 class WatchError(Exception):
     """This engine cannot be watched, or has too many watchers."""
 
 
 class EngineWatch:
-    """Hands each step's events to every watcher, each with a bounded queue of its own; a listener of AsyncLLM."""
+    """Hands each step's events to every watcher, each with a bounded queue of its own; a listener of AsyncLLM.
 
-    def __init__(self, client: AsyncEngineCoreClient) -> None:
+    `hides_ids`: who watches must not learn by which ids others know their requests.
+    """
+
+    def __init__(self, client: AsyncEngineCoreClient, hides_ids: bool = False) -> None:
         self._client = client
+        self._secret = secrets.token_bytes(32) if hides_ids else None
         self._queues: set[WatchQueue] = set()
         self._closed = False
 
     @classmethod
-    def of(cls, engine: AsyncLLM) -> EngineWatch:
+    def of(cls, engine: AsyncLLM, hides_ids: bool = False) -> EngineWatch:
         """The one that listens to this engine, added when the first watcher comes."""
         for listener in engine.listeners:
             if isinstance(listener, cls):
                 return listener
-        watch = cls(engine.engine_core)
+        watch = cls(engine.engine_core, hides_ids)
         engine.listeners.append(watch)
         return watch
 
@@ -74,6 +94,8 @@ class EngineWatch:
 
     def publish(self, events: list[bytes]) -> None:
         """Put these events into every queue."""
+        if self._secret is not None:
+            events = [without_ids(line, self._secret) for line in events]
         for queue in list(self._queues):
             if queue.qsize() < MAX_STEPS_BEHIND:
                 queue.put_nowait(events)

@@ -32,6 +32,12 @@ async function listen() {
       say("the stream ended; trying again");
     } catch (error) {
       if (mine.signal.aborted) break;
+      if (error instanceof NotOffered) {
+        byId("watch").checked = false; // asking again does not help; ticking the box does it
+        listening = null;
+        say(error.message);
+        return;
+      }
       say(`${error.message.replace(/\.$/, "")}; trying again`);
     }
     await new Promise((wake) => setTimeout(wake, RETRY_MS));

@@ -18,6 +18,7 @@ function headers(more = {}) {
 }
 
 class KeyNeeded extends Error {} // waiting does not help: somebody has to type it
+class NotOffered extends Error {} // nor here: this server has no such route, or keeps it closed
 
 /** An answer with status 200; every other one is an Error that says in words what is wrong. */
 async function ask(path, how = {}) {
@@ -40,7 +41,7 @@ async function failure(response) {
   } catch {
     // not one of the server's own answers: use the status
   }
-  return new Error(message);
+  return response.status === 404 ? new NotOffered(message) : new Error(message);
 }
 
 /** The data of each server-sent event of an answer, as text. */

@@ -31,13 +31,15 @@ if TYPE_CHECKING:
 MAX_COMPILING = 2  # at once; each takes a core
 MAX_STEPPING = 8  # threads that look for the next tokens
 
-Key = tuple[str, str]
+Key = tuple[str, str, str | None]
+"""Kind, text, and the salt of the request: who has another salt must not notice, by the time it takes, what was compiled."""
 
 
 @dataclass
 class _Request:
     params: StructuredOutputsParams
     ignore_eos: bool
+    key: Key
     matcher: Matcher | None = None
     opening: Future[GrammarState] | None = None  # the first state, when the grammar is compiled
     opened: float = 0.0  # when that was asked for
@@ -77,10 +79,11 @@ class StructuredOutputManager:
 
     # From arrival until the first token
 
-    def grammar_init(self, request_id: str, params: SamplingParams) -> None:
-        """Start to compile; returns at once."""
-        assert params.structured_outputs is not None
-        self._requests[request_id] = _Request(params.structured_outputs, params.ignore_eos)
+    def grammar_init(self, request_id: str, params: SamplingParams, salt: str | None = None) -> None:
+        """Start to compile; returns at once. Only requests with the same salt share what is compiled."""
+        wanted = params.structured_outputs
+        assert wanted is not None
+        self._requests[request_id] = _Request(wanted, params.ignore_eos, (*wanted.key, salt))
         self._queued.append(request_id)
         self._start_queued()
 
@@ -117,7 +120,7 @@ class StructuredOutputManager:
         while self._queued:
             request_id = self._queued[0]
             if request_id in self._requests:
-                key = self._requests[request_id].params.key
+                key = self._requests[request_id].key
                 known = key in self._grammars
                 if not known:
                     if not self._make_room():
@@ -145,7 +148,7 @@ class StructuredOutputManager:
                 self._load()
         checker = self._idle_checkers.get()
         try:
-            lark = checker.check(*key)
+            lark = checker.check(*key[:2])
         finally:
             self._idle_checkers.put(checker)
         assert self._backend is not None
@@ -225,7 +228,7 @@ class StructuredOutputManager:
 
     def _fail(self, request_id: str, message: str) -> None:
         """The request ends. Its grammar is compiled anew for the next one: what is compiled grows with use, up to a limit."""
-        if (grammar := self._grammars.pop(self._requests[request_id].params.key, None)) is not None:
+        if (grammar := self._grammars.pop(self._requests[request_id].key, None)) is not None:
             self._queued.extend(i for i in grammar.users if self._requests[i].opening is None)
         self._refuse(request_id, message)
 
@@ -233,7 +236,7 @@ class StructuredOutputManager:
         """The request has ended; one without a grammar is ignored."""
         request = self._requests.pop(request_id, None)
         self._refused.pop(request_id, None)
-        if request is not None and (grammar := self._grammars.get(request.params.key)) is not None:
+        if request is not None and (grammar := self._grammars.get(request.key)) is not None:
             grammar.users.pop(request_id, None)
 
     def _refuse(self, request_id: str, message: str) -> None:

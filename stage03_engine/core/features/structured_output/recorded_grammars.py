@@ -37,7 +37,7 @@ class RecordedGrammars(StructuredOutputManager):
         self.ready: set[str] = set()
         self.ends: dict[str, Event] = {}  # of the step that is being replayed
 
-    def grammar_init(self, request_id: str, params: SamplingParams) -> None:
+    def grammar_init(self, request_id: str, params: SamplingParams, salt: str | None = None) -> None:
         """Nothing compiles here."""
 
     def poll(self) -> list[EngineCoreOutput]:

@@ -34,7 +34,7 @@ class GrammarSchedulerHook(SchedulerHook):
         """Begins to compile its grammar."""
         if request.sampling_params.structured_outputs is not None:
             request.status = RequestStatus.WAITING_FOR_FSM
-            self.manager.grammar_init(request.request_id, request.sampling_params)
+            self.manager.grammar_init(request.request_id, request.sampling_params, request.cache_salt)
 
     def traced_params(self, request: Request) -> dict[str, Any]:
         """That there is a grammar, but not which."""

@@ -1,0 +1,54 @@
+"""Each of several API keys is a tenant: what it asked, another cannot find out (vLLM has one house for all keys).
+
+The number of the key is in `TENANT` while its request is served, and in all tasks that the request starts. Stores of answers
+keep apart by it; here it keeps apart what the engine caches, and says whose a running request is.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+from fastapi import FastAPI
+
+from stage02_server.api_server import Services
+from stage02_server.middleware import TENANT
+from stage03_engine.frontend.async_llm import AsyncLLM
+from stage03_engine.messages import EngineCoreRequest
+
+SPARE = 256  # owners of ended requests that may be kept before they are looked through
+
+
+class Tenants:
+    """Sees every request on its way to the engine core.
+
+    Unless the prefix cache is shared, the salt of the request begins with one of its key, which is random and of one length:
+    no `cache_salt` of another key makes the same one.
+    """
+
+    def __init__(self, engine: AsyncLLM, num_keys: int, shared_prefix_cache: bool) -> None:
+        self._engine = engine
+        self._salts = None if shared_prefix_cache else [secrets.token_hex(16) for _ in range(num_keys)]
+        self._owners: dict[str, int | None] = {}  # request -> its key
+
+    def send(self, request: EngineCoreRequest) -> None:
+        """Note whose the request is, and salt it."""
+        tenant, running = TENANT.get(), self._engine.output_processor.external_req_ids
+        if len(self._owners) > 2 * len(running) + SPARE:
+            self._owners = {request_id: self._owners.get(request_id) for request_id in running}
+        self._owners[request.request_id] = tenant
+        if self._salts is not None:
+            # What no key asked for finds nothing and leaves nothing that could be found.
+            own = secrets.token_hex(16) if tenant is None else self._salts[tenant]
+            request.cache_salt = own + (request.cache_salt or "")
+
+    def owns(self, request_id: str) -> bool:
+        """Does this running request belong to the key that is asking?"""
+        return self._owners.get(request_id) == TENANT.get()
+
+
+def install(app: FastAPI, services: Services) -> None:
+    """With more than one key, see every request."""
+    keys = set(services.args.api_key or ())
+    if len(keys) > 1:
+        app.state.tenants = tenants = Tenants(services.engine, len(keys), services.args.shared_prefix_cache)
+        services.engine.outgoing.append(tenants.send)

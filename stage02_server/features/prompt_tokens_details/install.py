@@ -1,0 +1,48 @@
+"""`--enable-prompt-tokens-details`: what the prefix cache held, in the usage (vllm/entrypoints/openai/serving_engine.py).
+
+Without it nobody is told: the number says what was asked before, perhaps by somebody else.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+
+from stage02_server.api_server import Services
+from stage02_server.features.prompt_tokens_details.fields import PromptTokensDetails
+from stage02_server.protocol_response import UsageInfo
+from stage02_server.protocol_types import AnswerHook
+from stage02_server.serving_engine import EngineRequests, Prompts
+from stage03_engine.outputs import RequestOutput
+
+
+class PromptTokensDetailsHook(AnswerHook):
+    """Counts over the prompts of one HTTP request. Answers whose usage has another shape read the count themselves."""
+
+    def __init__(self, requests: EngineRequests) -> None:
+        self._requests = requests
+        self._cached: dict[int, int] = {}  # prompt -> its tokens from the prefix cache
+
+    def output(self, prompt: int, output: RequestOutput) -> None:
+        """Counts."""
+        self._cached[prompt] = output.num_cached_tokens
+        self._requests.num_cached_tokens = sum(self._cached.values())
+
+    def response(self, response: Any) -> None:
+        """Tells."""
+        if isinstance(response.usage, UsageInfo):
+            response.usage.prompt_tokens_details = PromptTokensDetails(cached_tokens=self._requests.num_cached_tokens)
+
+
+def _hook(requests: EngineRequests, prompts: Prompts) -> AnswerHook:
+    return PromptTokensDetailsHook(requests)
+
+
+def install(app: FastAPI, services: Services) -> None:
+    """Tell it in the answers of all handlers."""
+    for handler in app.state._state.values():
+        if hasattr(handler, "hook_factories"):
+            handler.hook_factories.append(_hook)
+        elif hasattr(handler, "cached_details"):
+            handler.cached_details = PromptTokensDetails
