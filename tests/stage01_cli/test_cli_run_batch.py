@@ -104,6 +104,35 @@ def test_an_interrupted_batch_goes_on_where_it_was(engine: str, interruption: st
     assert target.read_text().startswith(first)  # with the ids of the first run: not asked again
 
 
+FULL_DISK = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500))
+from stage01_cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_full_disk_is_one_line_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    """Files of at most 1,500 bytes: two of four answers."""
+    bodies = [("/v1/completions", {"prompt": "To be", "max_tokens": 1}) for _ in range(4)]
+    source, target = write(tmp_path / "in.jsonl", bodies), tmp_path / "out.jsonl"
+    words = [*SMALL, "--engine", "echo", "--max-inflight", "1", "-i", source, "-o", target]
+    full = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, "run-batch", *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert full.returncode == 1 and "Traceback" not in full.stderr
+    last = full.stderr.splitlines()[-1]
+    assert (
+        last.startswith(f"stages: error: cannot write {target}.partial: File too large; ") and "of 4 requests" in last
+    )
+    assert not target.exists()
+    done = run(*words)
+    assert (done.returncode, done.stdout) == (0, f"4 answered, 0 refused; written to {target}\n"), done.stderr
+
+
 def test_what_is_wrong_is_one_line(tmp_path: Path) -> None:
     source = write(tmp_path / "in.jsonl", BODIES)
     for words, message in (

@@ -76,7 +76,7 @@ async def _run(vllm_config: VllmConfig, args: FrontendArgs, job: BatchJob) -> No
                 init_app_state(engine, app, args, registry)
                 await stop.unless_stopped(engine.start())
                 with _metrics_server(registry, job.metrics_at):
-                    await stop.unless_stopped(_answer_all(app, job))
+                    await stop.unless_stopped(answer_all(app, job))
         except StopRequested:
             raise _interrupted(job, stop.name) from None
     if len(job.output.statuses) < job.total:
@@ -95,8 +95,9 @@ def _interrupted(job: BatchJob, why: str) -> BatchInterruptedError:
     )
 
 
-async def _answer_all(app: Any, job: BatchJob) -> None:
-    """Returns when no request is left, or the engine is dead."""
+async def answer_all(app: Any, job: BatchJob) -> None:
+    """Ask the application for every answer that is missing. Returns when no request is left, or the engine is dead. Raises
+    StagesError if the files of the batch cannot be read or written."""
     import httpx
     from tqdm import tqdm
     from tqdm.contrib.logging import logging_redirect_tqdm
@@ -113,12 +114,44 @@ async def _answer_all(app: Any, job: BatchJob) -> None:
 async def _work(client: httpx.AsyncClient, requests: Iterator[BatchRequest], job: BatchJob, bar: tqdm) -> None:
     """One of `max_inflight` that share an iterator: each asks for the next request when it has its answer."""
     for request in requests:
-        response = await client.post(request.url, json=request.body(job.source))
-        body = response.json()
-        if response.status_code == 503:  # the engine is dead: the request is left for the next run
-            return
-        job.output.write(request, response.status_code, str(body.get("id") or request.id), body)
+        try:
+            status, body = await _ask(client, request, job.source)
+            if status == 503:  # the engine is dead: the request is left for the next run
+                return
+            job.output.write(request, status, _id_of(body) or request.id, body)
+        except StagesError:
+            raise
+        except Exception as error:  # whatever it is, it is about this line
+            logger.warning("the line with custom_id %r failed", request.custom_id, exc_info=error)
+            failed = _refusal(500, "InternalServerError", f"This line could not be answered: {type(error).__name__}.")
+            job.output.write(request, 500, request.id, failed)
         bar.update()
+
+
+async def _ask(client: httpx.AsyncClient, request: BatchRequest, source: Path) -> tuple[int, Any]:
+    """(status, body) of the answer. A line that is no request is refused here."""
+    refusal, content = request.refusal, b""
+    if refusal is None:
+        try:
+            content = request.body(source)
+        except (ValueError, LookupError, TypeError, RecursionError):
+            refusal = "body is nested too deeply, or the line has changed since the batch was read"
+    if refusal is not None:
+        await asyncio.sleep(0)  # a signal is noticed among many such lines too
+        return 400, _refusal(400, "Bad Request", refusal)
+    response = await client.post(request.url, content=content, headers={"Content-Type": "application/json"})
+    return response.status_code, response.json()
+
+
+def _refusal(status: int, kind: str, message: str) -> dict[str, Any]:
+    from stage02_server.errors import APIError, error_object  # brings the web framework
+
+    return error_object(APIError(status, kind, message))
+
+
+def _id_of(body: Any) -> str | None:
+    found = body.get("id") if isinstance(body, dict) else None
+    return found if isinstance(found, str) else None
 
 
 def _metrics_server(registry: Any, at: tuple[str, int] | None) -> Any:
