@@ -19,6 +19,7 @@ from stage03_engine.mixins import mixins
 FEATURE_FLAGS = mixins(
     "stage02_server.features.hardening.flags:HardeningFlags",
     "stage02_server.features.admin.flags:AdminFlags",
+    "stage02_server.features.audio.flags:AudioFlags",
     "stage02_server.features.page.flags:PageFlags",
     "stage02_server.features.chat_template.flags:ChatTemplateFlags",
     "stage02_server.features.tools.flags:ToolFlags",

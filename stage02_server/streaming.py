@@ -21,7 +21,6 @@ LONG = 8192
 thread's round trip takes 0.04 (2 cores, the vocabularies of gpt2-tiny and of GPT-2)."""
 PER_PROMPT = 32  # characters take as long as the fixed work per prompt, 10 µs
 TOKENIZERS = ThreadPoolExecutor(2, "tokenize")
-DECODERS = ThreadPoolExecutor(2, "decode")  # of sound: a file of a few megabytes can briefly need a gigabyte
 
 
 class ClientGoneError(Exception):

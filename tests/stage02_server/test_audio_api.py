@@ -7,11 +7,11 @@ import gc
 import json
 import re
 import shutil
+import tempfile
 import threading
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,9 @@ from server_under_test import InProcessServer, RecordingEcho, ServerProcess, eve
 from small_whisper import NUM_TIMES, Reference, sound, whisper_folder
 
 from stage02_server.features.audio import serving as serving_transcription
-from stage02_server.features.audio.decode import SAMPLE_RATE, decode_audio, split_audio
-from stage02_server.features.audio.serving import _decode
+from stage02_server.features.audio.decode import SAMPLE_RATE, decode_audio
+from stage02_server.features.audio.decoder import SoundDecoder
+from stage02_server.features.audio.pieces import split_audio
 from stage03_engine.arg_utils import EngineArgs
 
 TRANSCRIBE, TRANSLATE = (["startoftranscript", "en", do, "notimestamps"] for do in ("transcribe", "translate"))
@@ -280,28 +281,36 @@ def test_what_was_aborted_is_no_answer(make_server: Any, folder: Path, fields: d
     assert (answer.status_code, answer.json()["error"]["type"]) == (503, "ServiceUnavailableError")
 
 
-def test_two_files_are_decoded_at_a_time(make_server: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each may need a lot of memory for a moment."""
+def test_two_files_are_decoded_at_a_time_and_one_of_each_client(
+    make_server: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever sends many files waits for their own."""
     config = EngineArgs.from_kwargs(model=str(folder))
     server = make_server(RecordingEcho(config=config), config=config)
-    busy, most, meet = [], [], threading.Barrier(2)
+    busy, seen, meet = [], [], threading.Barrier(2)
+    begin = SoundDecoder.begin
 
-    def decode(data: bytes) -> Any:
+    def watched(self: SoundDecoder, data: bytes) -> int:
         busy.append(data)
         meet.wait(PATIENCE)
-        most.append(len(busy))
+        seen.append(sorted(busy))
         meet.wait(PATIENCE)
         busy.remove(data)
-        return _decode(data)
+        return begin(self, sound(0.1))
 
-    monkeypatch.setattr("stage02_server.features.audio.serving._decode", decode)
+    monkeypatch.setattr(SoundDecoder, "begin", watched)
+
+    async def send(client: str) -> httpx.Response:
+        transport = httpx.ASGITransport(server.app, client=(client, 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=PATIENCE) as http:
+            files = {"file": client.encode()}
+            return await http.post("/v1/audio/transcriptions", files=files, data={"language": "en"})
 
     async def six() -> list[httpx.Response]:
-        send, files = partial(server.send, "POST", "/v1/audio/transcriptions", data={"language": "en"}), sound(0.1)
-        return await asyncio.gather(*(send(files={"file": files}) for _ in range(6)))
+        return await asyncio.gather(*(send(client) for client in "aaabbb"))
 
     assert [answer.status_code for answer in server.run(six())] == [200] * 6
-    assert most == [2] * 6
+    assert seen == [[b"a", b"b"]] * 6
 
 
 def test_a_model_without_tokens_for_times_is_asked_for_none(make_server: Any, folder: Path, tmp_path: Path) -> None:
@@ -467,28 +476,56 @@ def test_long_sound_goes_to_the_engine_piece_by_piece(
     assert len(server.client.added) == 5 and server.client.most == (1 if "stream" in fields else 2)
 
 
-def test_sound_takes_no_more_memory_than_there_is_room_for(
-    make_server: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sound_takes_no_more_memory_than_there_is_room_for(make_server: Any, folder: Path) -> None:
     """A small file can hold hours of silence, and a hundred of them all memory."""
-    monkeypatch.setattr(serving_transcription, "MAX_HELD", 40 * SAMPLE_RATE)
     config = EngineArgs.from_kwargs(model=str(folder))
-    server = make_server(RecordingEcho(tick_seconds=0.05, config=config), config=config)
+    server = make_server(
+        RecordingEcho(tick_seconds=30, config=config), config=config, max_audio_seconds=20, server_dev_mode=True
+    )
+    files, path = {"file": sound(15)}, "/v1/audio/transcriptions"
 
-    async def several(count: int, **fields: str) -> list[httpx.Response]:
-        data = {"language": "en", "max_completion_tokens": "2"} | fields
-        files = {"file": sound(15)}
-        path = "/v1/audio/transcriptions"
-        return await asyncio.gather(*(server.send("POST", path, files=files, data=data) for _ in range(count)))
+    async def ask(name: str, **fields: str) -> httpx.Response:
+        headers = {"X-Request-Id": name}
+        return await server.send("POST", path, headers=headers, files=files, data={"language": "en"} | fields)
+
+    async def three(**fields: str) -> list[httpx.Response]:
+        """The third comes while the two others are being answered; 15 seconds each, of 40 at most."""
+        sent = []
+        for name in ("a", "b"):
+            sent.append(asyncio.create_task(ask(name, **fields)))
+            while server.engine.num_unfinished_requests < len(sent):
+                await asyncio.sleep(0)
+        late = await ask("c", **fields)
+        await server.send("POST", "/abort_requests", json={"request_ids": ["trsc-a", "trsc-b"]})
+        return [*await asyncio.gather(*sent), late]
 
     gc.disable()  # a refused request leaves nothing that only a collection would find
     try:
         for _ in range(3):
-            assert [answer.status_code for answer in server.run(several(1, max_completion_tokens="99999"))] == [400]
+            assert server.run(ask("a", max_completion_tokens="99999")).status_code == 400
         for fields in ({}, {"stream": "true"}, {"response_format": "text"}):
-            answers = server.run(several(3, **fields))
-            assert sorted(answer.status_code for answer in answers) == [200, 200, 429]
-            (late,) = [answer for answer in answers if answer.status_code == 429]
+            *_, late = server.run(three(**fields))
+            assert late.status_code == 429, fields
             assert int(late.headers["retry-after"]) > 0 and late.json()["error"]["type"] == "RateLimitError"
     finally:
         gc.enable()
+
+
+def test_a_long_upload_lies_on_the_disk_and_a_full_one_is_a_503(
+    make_server: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = EngineArgs.from_kwargs(model=str(folder))
+    server = make_server(RecordingEcho(config=config), config=config)
+    data, files = (
+        {"language": "en", "max_completion_tokens": "1"},
+        {"file": sound(40)},
+    )  # 1.3 MB, above what stays in memory
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert server.request("POST", "/v1/audio/transcriptions", files=files, data=data).status_code == 200
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    answer = server.request("POST", "/v1/audio/transcriptions", files=files, data=data)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (503, "ServiceUnavailableError")
+    (line,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert "temporary folder" in line.getMessage() and line.exc_info is None
+    short = server.request("POST", "/v1/audio/transcriptions", files={"file": sound(1)}, data=data)
+    assert short.status_code == 200

@@ -14,7 +14,8 @@ from hypothesis import given, settings, strategies as st
 from small_whisper import sound
 
 from stage02_server.features.audio import decode as audio_input
-from stage02_server.features.audio.decode import SAMPLE_RATE, decode_audio, resample, split_audio
+from stage02_server.features.audio.decode import SAMPLE_RATE, decode_audio, resample
+from stage02_server.features.audio.pieces import split_audio
 from stage03_engine.errors import InvalidRequestError
 
 
@@ -63,3 +64,13 @@ def test_a_small_file_that_decodes_to_hours_is_refused(monkeypatch: pytest.Monke
         soundfile.write(file := io.BytesIO(), np.zeros((100_000 // channels + 1, channels)), 8000, format="FLAC")
         with pytest.raises(InvalidRequestError, match="send it in parts"):
             decode_audio(file.getvalue())
+
+
+@pytest.mark.parametrize("rate", [8_000, 44_100, 44_101, 1_000])
+@pytest.mark.parametrize("seconds", [9.99, 10, 11, 21])
+def test_blocks_are_the_whole(rate: int, seconds: float) -> None:
+    """Block by block, the sound is as when it is resampled at once; but for the ends, where the latter hears the other end."""
+    data = sound(seconds, rate=rate)
+    samples, _ = soundfile.read(io.BytesIO(data), dtype="float32")
+    at_once, in_blocks = resample(samples, rate), decode_audio(data)
+    assert len(in_blocks) == len(at_once) and np.abs(in_blocks - at_once)[1600:-1600].max() < 5e-3

@@ -1,41 +1,127 @@
-"""From an uploaded file to pieces of sound that Whisper can take (vllm/entrypoints/openai/speech_to_text.py).
+"""From an uploaded file to the sound that Whisper hears (vllm/entrypoints/openai/speech_to_text.py).
 
-libsndfile decodes (WAV, FLAC, OGG, MP3, ...); the rest is numpy. Imported only by a server whose model transcribes.
+libsndfile decodes (WAV, FLAC, OGG, MP3, ...); the rest is numpy. A small file can hold hours of sound, so neither is ever done with
+the whole: memory depends on the size of a block, and time on the limits. Runs in a process of its own (process.py).
 """
 
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
+from itertools import chain
 
 import numpy as np
 import soundfile
 
+from stage02_server.features.audio.pieces import SAMPLE_RATE
 from stage03_engine.errors import InvalidRequestError
 
-SAMPLE_RATE = 16_000  # of Whisper
-PIECE_SECONDS = 30  # what its encoder takes at once
-SEARCH_SECONDS = 1  # a piece ends at the quietest moment of its last second, so that few words are cut in two
-WINDOW = SAMPLE_RATE // 10
-MAX_SAMPLES = 100_000_000  # of all channels: small files can decode to very long ones
-MAX_SECONDS = 3 * 3600  # a file may say that its rate is 1 Hz: at Whisper's rate it is 16,000 times as long
+MAX_SAMPLES = 100_000_000  # of all channels, in the file: decoding them takes a few seconds
+MAX_RATE = 768_000  # samples per second of a file: memory grows with it
+MAX_SECONDS = 3 * 3600  # the default of --max-audio-seconds
+READ_SAMPLES = 1 << 20  # of all channels, decoded at once
+BLOCK_SECONDS = 10  # that are brought to Whisper's rate at once
+BAD_FILE = (soundfile.SoundFileError, RuntimeError, ValueError, TypeError, AssertionError, OverflowError)
 
 
-def decode_audio(data: bytes) -> np.ndarray:
+class Sound:
+    """An open sound file. Its methods raise InvalidRequestError for what cannot be decoded, or is too much."""
+
+    def __init__(self, data: bytes, max_seconds: int = MAX_SECONDS) -> None:
+        self._data = data
+        with self._opened() as file:
+            self._rate = file.samplerate
+            if self._rate > MAX_RATE:
+                raise InvalidRequestError(f"file has {self._rate} samples per second; at most {MAX_RATE}.", "file")
+            self._limit = min(MAX_SAMPLES // file.channels, max_seconds * self._rate)
+
+    def _opened(self) -> soundfile.SoundFile:
+        try:
+            return soundfile.SoundFile(io.BytesIO(self._data))
+        except BAD_FILE:
+            raise _no_audio() from None
+
+    def length(self) -> int:
+        """How many samples the sound has at Whisper's rate. What a file says about its length may be wrong: all is decoded."""
+        frames = sum(len(block) for block in self._frames())
+        if not frames:
+            raise InvalidRequestError("file holds no sound: its length is 0.", "file")
+        return frames if self._rate == SAMPLE_RATE else max(1, round(frames * SAMPLE_RATE / self._rate))
+
+    def blocks(self) -> Iterator[np.ndarray]:
+        """The sound as float32, mono, 16,000 samples per second, a block at a time."""
+        return resampled(self._frames(), self._rate)
+
+    def _frames(self) -> Iterator[np.ndarray]:
+        """Mono, float32, at the rate of the file, BLOCK_SECONDS at a time; only the last block is shorter."""
+        with self._opened() as file:
+            taken, wanted, parts = 0, BLOCK_SECONDS * self._rate, list[np.ndarray]()
+            while True:
+                missing = wanted - sum(map(len, parts))
+                try:
+                    read = file.read(max(1, min(missing, READ_SAMPLES // file.channels)), "float32", always_2d=True)
+                except BAD_FILE:
+                    raise _no_audio() from None
+                taken += len(read)
+                if taken > self._limit:
+                    raise InvalidRequestError(
+                        f"file holds more than {self._limit / self._rate:.0f} seconds of audio; send it in parts.",
+                        "file",
+                    )
+                parts.append(np.nan_to_num(read.mean(axis=1), nan=0.0, posinf=1.0, neginf=-1.0))
+                if len(read) == missing or not len(read):
+                    block, parts = np.concatenate(parts), []
+                    if len(block):
+                        yield block
+                    if not len(read):
+                        return
+
+
+def _no_audio() -> InvalidRequestError:
+    return InvalidRequestError("file is no audio that can be decoded (WAV, FLAC, OGG, MP3, ...).", "file")
+
+
+def decode_audio(data: bytes, max_seconds: int = MAX_SECONDS) -> np.ndarray:
     """A sound file as float32 [num_samples], mono, 16,000 samples per second. Raises InvalidRequestError."""
-    try:
-        with soundfile.SoundFile(io.BytesIO(data)) as file:
-            limit = min(MAX_SAMPLES // file.channels, MAX_SECONDS * file.samplerate)
-            samples, rate = file.read(limit + 1, dtype="float32", always_2d=True), file.samplerate
-    except (soundfile.SoundFileError, RuntimeError, ValueError, TypeError):
-        raise InvalidRequestError("file is no audio that can be decoded (WAV, FLAC, OGG, MP3, ...).", "file") from None
-    if len(samples) > limit:
-        raise InvalidRequestError(
-            f"file holds more than {limit / rate:.0f} seconds of audio; send it in parts.", "file"
-        )
-    mono = np.nan_to_num(samples.mean(axis=1), nan=0.0, posinf=1.0, neginf=-1.0)
-    if not len(mono):
-        raise InvalidRequestError("file holds no sound: its length is 0.", "file")
-    return resample(mono, rate)
+    sound = Sound(data, max_seconds)
+    sound.length()
+    return np.concatenate(list(sound.blocks()))
+
+
+def resampled(blocks: Iterator[np.ndarray], rate: int) -> Iterator[np.ndarray]:
+    """The same sound at 16,000 samples per second. All blocks but the last have BLOCK_SECONDS.
+
+    Each is resampled between a second of the block before and one of the block after, which fade out, and is cut out
+    again: so no block hears its own end.
+    """
+    before, fade = np.zeros(rate, np.float32), _fade(rate)
+    block = next(blocks, None)
+    if rate == SAMPLE_RATE:
+        yield from (each.astype(np.float32) for each in chain([] if block is None else [block], blocks))
+        return
+    whole = True
+    while block is not None:
+        after = next(blocks, None)
+        if whole and after is None:
+            yield resample(block, rate)
+            return
+        whole = False
+        length = round(len(block) * SAMPLE_RATE / rate)
+        ends = _filled(after if after is not None else block[:0], rate) * fade[::-1]
+        # To whole seconds, whose number of samples is exact at both rates.
+        padded = _filled(block, -(-len(block) // rate) * rate)
+        yield resample(np.concatenate([before * fade, padded, ends]), rate)[SAMPLE_RATE : SAMPLE_RATE + length]
+        before, block = block[-rate:], after
+
+
+def _fade(rate: int) -> np.ndarray:
+    """Rises from 0 to 1 in half a second, and stays there for another."""
+    return np.sin(np.minimum(np.arange(rate) / rate, 0.5) * np.pi).astype(np.float32) ** 2
+
+
+def _filled(samples: np.ndarray, length: int) -> np.ndarray:
+    """The first samples, with zeros behind them if there are too few."""
+    return np.pad(samples[:length], (0, max(0, length - len(samples))))
 
 
 def resample(samples: np.ndarray, rate: int) -> np.ndarray:
@@ -46,15 +132,3 @@ def resample(samples: np.ndarray, rate: int) -> np.ndarray:
     spectrum = np.fft.rfft(samples)
     # irfft pads with zeros, or drops the end, to the given length.
     return (np.fft.irfft(spectrum, n=length) * (length / len(samples))).astype(np.float32)
-
-
-def split_audio(samples: np.ndarray) -> list[np.ndarray]:
-    """Pieces of at most 30 seconds, that together are the whole."""
-    pieces, longest, search = [], PIECE_SECONDS * SAMPLE_RATE, SEARCH_SECONDS * SAMPLE_RATE
-    while len(samples) > longest:
-        windows = samples[longest - search : longest].reshape(-1, WINDOW)
-        quietest = int((windows**2).sum(axis=1).argmin())
-        end = longest - search + quietest * WINDOW + WINDOW // 2
-        pieces.append(samples[:end])
-        samples = samples[end:]
-    return [*pieces, samples]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from typing import Any, ClassVar, Literal
 
 from fastapi.exceptions import RequestValidationError
@@ -10,13 +13,14 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from stage02_server.errors import APIError
+from stage02_server.errors import APIError, unavailable
 from stage02_server.protocol import RequestModel
 from stage02_server.protocol_response import UsageInfo
 from stage02_server.protocol_types import Int32, Int64, Text
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.sampling_params import RequestOutputKind, SamplingParams
 
+logger = logging.getLogger(__name__)
 MAX_FILE_BYTES = 25 * 1024**2  # OpenAI's number, and vLLM's default
 
 
@@ -199,16 +203,27 @@ class TranscriptionChunk(BaseModel):
     usage: UsageInfo | None = None
 
 
-async def read_form(request: Request) -> tuple[TranscriptionRequest, bytes]:
-    """The fields of a multipart body, and the content of its file.
+@asynccontextmanager
+async def read_form(request: Request) -> AsyncIterator[tuple[TranscriptionRequest, UploadFile]]:
+    """The fields of a multipart body, and its file, which may lie on the disk until the `async with` block ends.
 
-    Raises RequestValidationError, InvalidRequestError, and APIError 413 for a file that is too long.
+    Raises RequestValidationError, InvalidRequestError, and APIError: 413 for a file that is too long, 503 if the disk has no
+    room for it.
     """
     try:
-        async with request.form(max_files=1, max_fields=64) as form:  # closes the temporary file of a long upload
-            return _fields(form), await _content(form)
+        form = await request.form(max_files=1, max_fields=64)
     except HTTPException as error:
+        if error.status_code != 400:  # the body is too long
+            raise
         raise APIError(400, "Bad Request", f"The body is no readable form: {error.detail}", "body") from None
+    except OSError as error:
+        logger.warning("an upload cannot be written to the temporary folder: %s", error.strerror or error)
+        raise unavailable("The server has no room for uploads at the moment.") from None
+    try:
+        yield _fields(form), _upload(form)
+    finally:
+        with suppress(OSError):  # a full disk, again
+            await form.close()
 
 
 def _fields(form: FormData) -> TranscriptionRequest:
@@ -222,10 +237,10 @@ def _fields(form: FormData) -> TranscriptionRequest:
         raise RequestValidationError([each | {"loc": ("body", *each["loc"])} for each in error.errors()]) from None
 
 
-async def _content(form: FormData) -> bytes:
+def _upload(form: FormData) -> UploadFile:
     upload = form.get("file")
     if not isinstance(upload, UploadFile):
         raise InvalidRequestError("Send the audio as the file `file` of a multipart/form-data body.", "file")
     if (upload.size or 0) > MAX_FILE_BYTES:
         raise APIError(413, "BadRequestError", f"file must be at most {MAX_FILE_BYTES // 1024**2} MiB.", "file")
-    return await upload.read()
+    return upload

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import re
 import time
-import weakref
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from functools import partial
@@ -20,7 +19,8 @@ import msgspec
 from starlette.requests import Request
 
 from stage02_server.cli_args import FrontendArgs
-from stage02_server.errors import RETRY_AFTER_SECONDS, APIError, as_reported, error_json
+from stage02_server.errors import as_reported, error_json
+from stage02_server.features.audio.decoder import SoundDecoders
 from stage02_server.features.audio.protocol import (
     AudioUsage,
     TranscriptionChoice,
@@ -36,7 +36,7 @@ from stage02_server.features.collect import collect
 from stage02_server.middleware import RequestIds
 from stage02_server.routes import OpenAIServingModels
 from stage02_server.serving_engine import make_usage, require_task
-from stage02_server.streaming import DECODERS, in_thread, run_until_disconnect
+from stage02_server.streaming import run_until_disconnect
 from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.frontend.async_llm import AsyncLLM
 from stage03_engine.messages import EngineCoreRequest
@@ -54,7 +54,6 @@ ENGLISH = "en"
 SAMPLE_RATE = 16_000
 LONGEST = 30 * SAMPLE_RATE  # of what the model hears at once
 PIECES_AT_ONCE = 16  # that the engine has of one request: each is a copy of up to 2 MB
-MAX_HELD = 6 * 3600 * SAMPLE_RATE  # samples of all requests that are being answered: 1.4 GB
 _LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
 
 
@@ -67,7 +66,7 @@ class ServingTranscription:
         self.engine_client = engine_client
         self.models = models
         self.args = args
-        self._num_held = 0  # samples
+        self._decoders = SoundDecoders(args.max_audio_seconds)
         named = {_LANGUAGE.fullmatch(text): token for text, token in engine_client.tokenizer.special_tokens().items()}
         # English-only models have tokens for other languages too, but were never trained on them.
         multilingual = engine_client.vllm_config.shape.multilingual
@@ -79,13 +78,17 @@ class ServingTranscription:
         """The text, the JSON around it, or its stream. Raises every refusal before a stream begins."""
         self.engine_client.check_health()
         require_task(self.engine_client.vllm_config, task, "serve a Whisper model")
-        request, data = await read_form(raw_request)
-        model = self.models.check(request.model)
-        request.check()
-        params = request.to_sampling_params()
-        language = self._spoken(request, task)
-        samples, pieces = await in_thread(DECODERS, raw_request.receive, partial(_decode, data))
-        self._hold(samples)
+        async with read_form(raw_request) as (request, upload):
+            model = self.models.check(request.model)
+            request.check()
+            params = request.to_sampling_params()
+            language = self._spoken(request, task)
+            client = raw_request.client.host if raw_request.client else ""
+            decoding = self._decoders.decode(client, upload.read)
+            samples = await run_until_disconnect(raw_request.receive, decoding)
+        from stage02_server.features.audio.pieces import split_audio  # numpy only where it is needed
+
+        pieces = split_audio(samples)
         ids, first = raw_request.state.ids, 0
         if trace.on:
             trace.emit(
@@ -112,19 +115,6 @@ class ServingTranscription:
         if request.response_format == "text":
             return text
         return TranscriptionResponse(text=text, usage=_audio_usage(seconds))
-
-    def _hold(self, samples: np.ndarray) -> None:
-        """Count sound in memory until its request is answered. Raises APIError 429 if there is no room for it."""
-        if self._num_held + len(samples) > MAX_HELD:
-            message = (
-                f"The server is hearing {self._num_held / SAMPLE_RATE:.0f} seconds of sound already; try again later."
-            )
-            raise APIError(429, "RateLimitError", message, headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
-        self._num_held += len(samples)
-        weakref.finalize(samples, self._let_go, len(samples))  # the pieces are views, so they keep it alive
-
-    def _let_go(self, num_samples: int) -> None:
-        self._num_held -= num_samples
 
     def _spoken(self, request: TranscriptionRequest, task: Task) -> str | None:
         """The language that the request names; None if the model is to detect it. Raises InvalidRequestError for one that the
@@ -234,14 +224,6 @@ class ServingTranscription:
             words=transcript.words if request.wants_words else None,
             usage=_audio_usage(seconds),
         )
-
-
-def _decode(data: bytes) -> tuple[np.ndarray, list[np.ndarray]]:
-    """The whole sound, and its pieces. Raises InvalidRequestError."""
-    from stage02_server.features.audio.decode import decode_audio, split_audio  # numpy only where it is needed
-
-    samples = decode_audio(data)
-    return samples, split_audio(samples)
 
 
 def _audio_usage(seconds: float) -> AudioUsage:

@@ -1,0 +1,155 @@
+"""The server's end of the processes that decode sound (process.py has the other end)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import weakref
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+from stage02_server.errors import RETRY_AFTER_SECONDS, APIError
+from stage03_engine.args.command import signals_are_ours
+from stage03_engine.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+T = TypeVar("T")
+AT_ONCE = 2  # files of all clients
+CPU_SECONDS = 60.0  # for one file: what the limits allow takes about 15
+SAMPLE_RATE = 16_000
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.communicate()
+
+
+class SoundDecoder:
+    """One process, which starts with the first file, and is replaced when it has ended. Its methods wait: call them in a
+    thread. They raise InvalidRequestError whatever the file does."""
+
+    def __init__(self, max_seconds: int, cpu_seconds: float = CPU_SECONDS) -> None:
+        limits = [str(max_seconds), str(cpu_seconds)]
+        self._command = [sys.executable, "-m", "stage02_server.features.audio.process", *limits]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def begin(self, data: bytes) -> int:
+        """How many samples the sound has. `finish` must follow."""
+        import numpy  # noqa: F401 - here, in the thread, the import holds up nobody
+
+        process = self._running()
+        try:
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.write(len(data).to_bytes(8, "little"))
+            process.stdin.write(data)
+            process.stdin.flush()
+            problem, length = json.loads(process.stdout.readline() or b"null") or self._ended(process)
+        except OSError:  # of a pipe whose other end is gone
+            problem, length = self._ended(process)
+        if problem:
+            raise InvalidRequestError(problem, "file")
+        return length
+
+    def finish(self, samples: np.ndarray | None) -> None:
+        """Fill the samples, float32; None drops the sound."""
+        process = self._process
+        assert process is not None and process.stdin is not None and process.stdout is not None
+        rest = memoryview(b"") if samples is None else memoryview(samples).cast("B")
+        try:
+            process.stdin.write(b"\1" if rest else b"\0")
+            process.stdin.flush()
+            while rest and (taken := process.stdout.readinto(rest)):  # type: ignore[attr-defined]
+                rest = rest[taken:]
+        except OSError:
+            pass
+        if rest:
+            raise InvalidRequestError(self._ended(process)[0], "file")
+
+    def kill(self) -> None:
+        """End what runs, from any thread."""
+        if self._process is not None:
+            self._process.kill()
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._process.poll() is not None:
+            if self._process is not None:
+                self._finalizer()
+            pipe = subprocess.PIPE
+            with signals_are_ours():
+                self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+            self._finalizer = weakref.finalize(self, _end, self._process)
+        return self._process
+
+    def _ended(self, process: subprocess.Popen[bytes]) -> tuple[str, int]:
+        """(why, 0), once the process is reaped."""
+        self._finalizer()
+        slow = process.returncode == -signal.SIGPROF
+        return "file takes too long to be decoded." if slow else "file cannot be decoded.", 0
+
+
+class SoundDecoders:
+    """Sound of all clients: two files are decoded at a time, and one of each client. What is held of all requests is bounded
+    too: `max_seconds` of sound are 64 kB each."""
+
+    def __init__(self, max_seconds: int) -> None:
+        self._max_held = 2 * max_seconds * SAMPLE_RATE
+        self._held: dict[int, int] = {}  # number of a sound in memory -> its samples
+        self._count = 0
+        self._threads = ThreadPoolExecutor(AT_ONCE, "decode")
+        self._turns: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
+        self._free: asyncio.Queue[SoundDecoder] = asyncio.Queue()
+        for _ in range(AT_ONCE):
+            self._free.put_nowait(SoundDecoder(max_seconds))
+
+    async def decode(self, client: str, read: Callable[[], Awaitable[bytes]]) -> np.ndarray:
+        """The sound of a file as float32 [num_samples], mono, 16,000 samples per second. The file is read when it is its
+        turn. Raises InvalidRequestError, and APIError 429 if there is no room for so much sound."""
+        turn = self._turns.get(client)
+        if turn is None:
+            turn = self._turns[client] = asyncio.Lock()
+        async with turn:
+            decoder = await self._free.get()
+            try:
+                length = await self._in_thread(decoder, partial(decoder.begin, await read()))
+                try:
+                    samples = self._room_for(length)
+                except APIError:
+                    await self._in_thread(decoder, partial(decoder.finish, None))
+                    raise
+                await self._in_thread(decoder, partial(decoder.finish, samples))
+                return samples
+            finally:
+                self._free.put_nowait(decoder)
+
+    async def _in_thread(self, decoder: SoundDecoder, work: Callable[[], T]) -> T:
+        """The result of `work` with the decoder. If it is cancelled, because the client has left, the decoder's process is
+        ended first: a turn is over only when nothing is left of it."""
+        working = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        try:
+            return await asyncio.shield(working)
+        except asyncio.CancelledError:
+            decoder.kill()
+            await asyncio.wait({working})
+            working.exception()  # it is read by nobody else
+            raise
+
+    def _room_for(self, length: int) -> np.ndarray:
+        """Memory for sound, counted until its request is answered. Raises APIError 429 if there is no room for it."""
+        import numpy as np
+
+        held = sum(list(self._held.values()))  # a list, as a thread may let go meanwhile
+        if held + length > self._max_held:
+            message = f"The server is hearing {held / SAMPLE_RATE:.0f} seconds of sound already; try again later."
+            raise APIError(429, "RateLimitError", message, headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
+        samples = np.empty(length, np.float32)
+        self._count += 1
+        self._held[self._count] = length
+        weakref.finalize(samples, self._held.pop, self._count)  # the pieces are views, so they keep it alive
+        return samples
