@@ -13,8 +13,9 @@ from pathlib import Path
 
 from stage03_engine.args.hub import from_cache, from_hub
 from stage03_engine.args.parser import did_you_mean
-from stage03_engine.errors import ConfigError, ModelNotFoundError
-from stage03_engine.hf_config import read_json, read_shape
+from stage03_engine.args.weight_files import weight_files
+from stage03_engine.errors import ModelNotFoundError
+from stage03_engine.hf_config import read_shape
 from stage03_engine.mixins import is_there, load
 from stage03_engine.model_shape import KNOWN_SHAPES, ModelShape
 
@@ -73,7 +74,7 @@ def resolve_model(name: str, load_format: str = "auto", tokenizer: str | None = 
         raise ModelNotFoundError(f"{folder} is not a model: it has no config.json")
     shape = read_shape(folder)
     if not dummy:
-        _check_weights(folder)
+        weight_files(folder)
     if tokenizer_path is None and _has_tokenizer(folder):
         tokenizer_path = str(folder)
     if tokenizer_path is None and not dummy:
@@ -138,19 +139,3 @@ def _has_tokenizer(folder: Path) -> bool:
 
 def _has_model(folder: Path) -> bool:
     return _has_config(folder) and any(folder.glob("*.safetensors"))
-
-
-def _check_weights(folder: Path) -> None:
-    """Weights are `*.safetensors`; where an index lists shards, all of them. Raises ModelNotFoundError."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        shards = read_json(index).get("weight_map")
-        if not isinstance(shards, dict):
-            raise ConfigError(f"{index}: weight_map must say which file holds which tensor")
-        missing = sorted({str(shard) for shard in shards.values() if not (folder / str(shard)).is_file()})
-        if missing:
-            raise ModelNotFoundError(f"weights are missing in {folder}: {', '.join(missing)}")
-    if not any(folder.glob("*.safetensors")):
-        raise ModelNotFoundError(
-            f"no weights in {folder}: it holds no *.safetensors file; --load-format dummy serves it with random weights"
-        )

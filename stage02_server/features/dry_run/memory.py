@@ -13,9 +13,10 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
+from stage03_engine.args.weight_files import weight_files
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.kv_cache_size import choose_num_blocks, item_bytes, kv_block_bytes
-from stage03_engine.errors import ConfigError, ModelNotFoundError
+from stage03_engine.errors import ConfigError
 from stage03_engine.model_shape import ModelShape
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -69,26 +70,12 @@ def count_parameters(config: VllmConfig) -> int:
     if model.load_format == "dummy" or model.model_path is None:
         return _parameters_of(config.shape)
     tied = getattr(config.shape, "tie_word_embeddings", True)
-    shapes = {name: shape for file in _files(Path(model.model_path)) for name, shape in _tensors(file).items()}
+    shapes = {name: shape for file in weight_files(Path(model.model_path)) for name, shape in _tensors(file).items()}
     return sum(
         math.prod(shape)
         for name, shape in shapes.items()
         if not _NO_PARAMETER.search(name) and not (tied and name == "lm_head.weight")
     )
-
-
-def _files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            return [folder / shard for shard in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ConfigError(f"cannot read the list of weight files in {index}: {error!r}") from error
-    single = folder / "model.safetensors"
-    files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ModelNotFoundError(f"no *.safetensors file in {folder}")
-    return files
 
 
 def _tensors(file: Path) -> dict[str, list[int]]:

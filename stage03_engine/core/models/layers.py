@@ -19,13 +19,19 @@ def embedding(num_rows: int, hidden_size: int) -> nn.Embedding:
     return nn.Embedding.from_pretrained(torch.empty(num_rows, hidden_size))
 
 
+def check_finite(name: str, tensor: Tensor) -> None:
+    """Raises ConfigError for NaN or infinity. Their sum shows them; that of finite numbers may overflow, so it looks again."""
+    if not tensor.sum(dtype=torch.float32).isfinite() and not tensor.float().isfinite().all():
+        raise ConfigError(f"{name} holds NaN or infinity: the weights are broken")
+
+
 def assign_weights(
     model: nn.Module, tensors: Iterable[tuple[str, Tensor]], parameter_name: Callable[[str], str | None]
 ) -> None:
     """Make each checkpoint tensor a parameter of `model` without copying it.
 
     `parameter_name` maps a checkpoint's name to the parameter's, or to None for what is not needed.
-    Raises ConfigError, with names, if a tensor is missing, unknown, duplicate, or of the wrong shape.
+    Raises ConfigError, with names, if a tensor is missing, unknown, duplicate, not finite, or of the wrong shape.
     """
     wanted = dict(model.named_parameters())
     loaded: dict[str, nn.Parameter] = {}
@@ -43,6 +49,7 @@ def assign_weights(
             )
         if not tensor.is_floating_point():
             raise ConfigError(f"{name} holds {tensor.dtype}; quantized weights are not supported")
+        check_finite(name, tensor)
         loaded[target] = nn.Parameter(tensor, requires_grad=False)
     if missing := sorted(wanted.keys() - loaded.keys()):
         raise ConfigError(f"the checkpoint lacks {len(missing)} tensors: {', '.join(missing[:5])}")

@@ -6,7 +6,6 @@ mapping: nothing is read until it is used, nothing is held twice, and two engine
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,38 +14,20 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from stage03_engine.args.weight_files import weight_files
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.models.registry import model_class
-from stage03_engine.errors import ConfigError, ModelNotFoundError
+from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import load_feature
 from stagetrace import trace
 
 DUMMY_WEIGHTS = "stage03_engine.core.features.dummy_weights:dummy_tensors"
 
 
-def checkpoint_files(folder: Path) -> list[Path]:
-    """The files that hold the weights: those of the index if there is one, else model.safetensors, else every
-    *.safetensors. (Some folders hold the same weights again, in their makers' own format, under another name.)
-
-    Raises ModelNotFoundError if there is none, ConfigError for an index that cannot be read.
-    """
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if index.is_file():
-        try:
-            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ConfigError(f"cannot read the list of weight files in {index}: {error!r}") from error
-        return [folder / str(shard) for shard in sorted(shards)]
-    files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ModelNotFoundError(f"no *.safetensors file in {folder}")
-    return files
-
-
 def checkpoint_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """(name, memory-mapped tensor) of every tensor in a folder, one at a time. Raises as `checkpoint_files` does, and
+    """(name, memory-mapped tensor) of every tensor in a folder, one at a time. Raises as `weight_files` does, and
     ConfigError for a file that cannot be read."""
-    for file in checkpoint_files(folder):
+    for file in weight_files(folder):
         try:
             with safe_open(file, framework="pt") as checkpoint:
                 for name in checkpoint.keys():  # noqa: SIM118 - not a dict

@@ -19,6 +19,7 @@ from stage03_engine.config import VllmConfig
 from stage03_engine.core.features.logits_rules import RequestRules, make_rules
 from stage03_engine.core.features.profiler.profiler import TorchProfiler
 from stage03_engine.core.features.whisper.whisper_timestamps import apply_timestamp_rules, token_ends
+from stage03_engine.core.models.layers import check_finite
 from stage03_engine.core.request import Request
 from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.messages import (
@@ -80,10 +81,12 @@ class WhisperCore:
                 torch.manual_seed(model_config.seed)
                 self.model = Whisper(WhisperConfig.from_pretrained(folder)).to(dtype)
             else:
-                self.model = Whisper.from_pretrained(folder, dtype=dtype, local_files_only=True)
+                self.model = Whisper.from_pretrained(folder, dtype=dtype, local_files_only=True, use_safetensors=True)
             self.features = WhisperFeatureExtractor.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError, RuntimeError) as error:
             raise ConfigError(f"cannot load Whisper from {folder}: {error}") from error
+        for name, parameter in self.model.named_parameters():
+            check_finite(name, parameter)
         self.model.eval().to(self.device)
         generation: GenerationConfig = self.model.generation_config
         self._never = list(generation.suppress_tokens or [])
