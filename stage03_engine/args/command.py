@@ -6,6 +6,7 @@ Source: vllm/entrypoints/utils.py, vllm/entrypoints/cli/main.py and types.py (CL
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import signal
 import sys
@@ -54,13 +55,14 @@ def signals_are_ours() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO}
 EXTRAS = {"openai": "client", "numba": "kernels", "triton": "kernels", "matplotlib": "trace", "transformers": "audio"}
 """Package that serving does not need -> the extra of pyproject.toml that installs it."""
 
 
 def run_command(command: Callable[[], int]) -> int:
     """Call `command` and return its exit code. A StagesError becomes one line on stderr and its own exit code;
-    so does a package that `make serve` leaves out. Ctrl-C ends silently with 130."""
+    so do a package that `make serve` leaves out, and a disk that is full. Ctrl-C ends silently with 130."""
     try:
         return command()
     except StagesError as error:
@@ -74,6 +76,18 @@ def run_command(command: Callable[[], int]) -> int:
         return StagesError.exit_code
     except KeyboardInterrupt:
         return 130
+    except Exception as error:
+        if not _is_full_disk(error):
+            raise
+        hint = "see which disk is full, or name another folder for temporary files with the variable TMPDIR"
+        print(f"stages: error: {error}; {hint}", file=sys.stderr)
+        return 1
+
+
+def _is_full_disk(error: Exception) -> bool:
+    """Does a disk, or its owner, let nobody write? ZMQError has an errno too, and tempfile says so when no folder is left."""
+    no_folder_left = isinstance(error, FileNotFoundError) and error.filename is None
+    return no_folder_left or getattr(error, "errno", None) in FULL_DISK
 
 
 class CLISubcommand(ABC):

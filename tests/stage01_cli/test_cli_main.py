@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from patience import PATIENCE
+from server_under_test import ServerProcess
 
 from stage01_cli.main import COMMANDS
 
@@ -187,3 +188,33 @@ def test_ctrl_c_while_modules_are_imported_is_no_traceback(module: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (130, "")
+
+
+NO_ROOM = {
+    "no folder for temporary files": (
+        "import tempfile; tempfile._get_default_tempdir = lambda: (_ for _ in ()).throw("
+        "FileNotFoundError(2, 'No usable temporary directory found in /tmp'))",
+        "No usable temporary directory",
+    ),
+    "a full disk under the sockets' folder": (
+        "import os, tempfile\ndef full(*how, **more): raise OSError(28, os.strerror(28), '/tmp/stages-x')\ntempfile.mkdtemp = full",
+        "No space left on device: '/tmp/stages-x'",
+    ),
+    "a full disk under the sockets": (
+        "import zmq\ndef full(*how): raise zmq.ZMQError(28)\nzmq.Socket.bind = full",
+        "No space left on device",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NO_ROOM)
+def test_a_full_disk_is_one_line(name: str) -> None:
+    patch, says = NO_ROOM[name]
+    server = ServerProcess("gpt2-tiny", "--port", "0", patch=patch)
+    try:
+        assert server.wait() == 1
+        (line,) = [line for line in server.lines if line.startswith("stages: error: ")]
+        assert says in line and "TMPDIR" in line
+        assert not [line for line in server.lines if "Traceback" in line]
+    finally:
+        server.close()

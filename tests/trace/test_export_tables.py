@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import stat
 from pathlib import Path
 
 import pytest
@@ -65,3 +66,13 @@ def test_one_table_alone_and_what_is_refused(tmp_path: Path, capsys: pytest.Capt
     for wrong in (tmp_path / "other.csv", tmp_path / "no" / "folder", tmp_path / "no" / "steps.csv"):
         assert main(["export", run, "--csv", str(wrong)]) == 2
         assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_what_is_exported_is_for_its_owner_alone(tmp_path: Path) -> None:
+    words = ["--csv", "t", "--html", "h", "--perfetto", "p", "--otlp", "o"]
+    words = [word if word.startswith("-") else str(tmp_path / word) for word in words]
+    assert main(["export", str(RECORDED / "one_request"), *words]) == 0
+    made = [*tmp_path.iterdir(), *(tmp_path / "t").iterdir()]
+    assert len(made) == 7
+    assert {stat.S_IMODE(path.stat().st_mode) for path in made if path.is_file()} == {0o600}
+    assert stat.S_IMODE((tmp_path / "t").stat().st_mode) == 0o700

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -183,3 +184,21 @@ def test_a_filter_that_is_off_gives_every_event_its_number(tmp_path: Path) -> No
     recorder.close()
     events: list[Event] = list(read_run(tmp_path).events)
     assert [e.ref for e in events[1:]] == refs
+
+
+def test_a_recording_is_for_its_owner_alone(tmp_path: Path) -> None:
+    """It may hold prompts. A folder that was there keeps its mode."""
+    there = tmp_path / "there"
+    there.mkdir(mode=0o755)
+    for folder, mode in ((there, 0o755), (tmp_path / "new", 0o700)):
+        recorder = Recorder()
+        recorder.open(str(folder), max_bytes=writer.MIN_MAX_BYTES)
+        for _ in range(3):
+            for _ in range(8):
+                recorder.emit("sched.queued", text="#" * 4000)
+            recorder.flush()
+        recorder.close()
+        files = list(folder.iterdir())
+        assert len(files) == 2, "one was rotated"
+        assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
+        assert stat.S_IMODE(folder.stat().st_mode) == mode

@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+from stagetrace.private import FILE_MODE, FOLDER_MODE
+
 WRITE_INTERVAL_SECONDS = 0.1  # kill -9 loses at most what was recorded in this time
 MIN_MAX_BYTES = 1 << 16  # smaller files would hold little besides their own headers
 CONSOLE_BYTES = 4096  # a pipe takes this many bytes in one piece (PIPE_BUF), whoever else writes to it
@@ -36,12 +38,12 @@ class TraceFile:
 
     With `max_bytes` there are at most two files: a file that would pass half of it becomes `<name>.1.jsonl`, in place of the
     one before, and a new one begins. Each begins with the line `header(part)`, part = 0, 1, 2, ... Lines stay in the order of
-    the `add` calls. A disk that is full ends the recording, not the process.
+    the `add` calls. A disk that is full ends the recording, not the process. Folder and files are for their owner alone.
     """
 
     def __init__(self, folder: Path, name: str, header: Callable[[int], bytes], max_bytes: int | None = None) -> None:
         """Creates the folder if it is missing. Raises OSError if it cannot be written."""
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
         self._path, self._older = folder / f"{name}.jsonl", folder / f"{name}.1.jsonl"
         self._header, self._limit = header, None if max_bytes is None else max_bytes // 2
         self._part = 0
@@ -78,7 +80,7 @@ class TraceFile:
             self.flush()
 
     def _open(self) -> None:
-        self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, FILE_MODE)
         self._size = os.fstat(self._fd).st_size
         self._write_all(self._header(self._part))
         self._empty_size = self._size

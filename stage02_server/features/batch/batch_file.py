@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from stage03_engine.errors import ConfigError, StagesError
+from stagetrace.private import private
 
 URLS = (
     "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/pooling", "/classify", "/score",
@@ -145,11 +146,6 @@ def _quoted(value: Any) -> str:
     return text if len(text) <= MAX_QUOTED else text[:MAX_QUOTED] + "..."
 
 
-def _private(path: str, flags: int) -> int:
-    """An opener: a new file is for this user alone, as it holds what was asked and answered."""
-    return os.open(path, flags, 0o600)
-
-
 class BatchOutput:
     """The answers of a batch, kept on disk as they come."""
 
@@ -160,7 +156,7 @@ class BatchOutput:
         self._offsets: dict[str, int] = {}  # id of a request -> where its answer begins in the partial file
         self.statuses: dict[str, int] = {}  # the same -> HTTP status
         try:
-            self._file = open(self.partial, "a+b", opener=_private)
+            self._file = open(self.partial, "a+b", opener=private)
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"{self.partial} is being written by another run of this batch") from None
@@ -211,7 +207,7 @@ class BatchOutput:
         new = self.path.with_name(self.path.name + ".new")
         with self._full_disk(self.path):
             try:
-                with open(new, "wb", opener=_private) as file:
+                with open(new, "wb", opener=private) as file:
                     for request in self._requests:
                         self._file.seek(self._offsets[request.id])
                         file.write(self._file.readline())

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from stagetrace.commands.common import add_run
 from stagetrace.errors import TraceError
+from stagetrace.private import private
 from stagetrace.read.reader import Recording
 
 
@@ -47,7 +48,8 @@ def run(args: argparse.Namespace) -> int:
     if args.html:
         from stagetrace.player import page
 
-        Path(args.html).write_text(page(recording), encoding="utf-8")
+        with open(args.html, "w", encoding="utf-8", opener=private) as file:
+            file.write(page(recording))
     return 0
 
 

@@ -45,6 +45,7 @@ from stagetrace.errors import TraceError
 from stagetrace.event import Event
 from stagetrace.export import genai
 from stagetrace.export.request_parts import EngineRequest, HttpRequest, Part, gather
+from stagetrace.private import private
 from stagetrace.read.story import Story
 
 BATCH = 512  # spans per message to the collector
@@ -261,7 +262,7 @@ def export(events: Iterable[Event], send: Callable[[list[ReadableSpan]], None]) 
 
 def write_file(events: Iterable[Event], path: str | Path) -> None:
     """OTLP JSON, one ExportTraceServiceRequest per line, as a collector's file receiver reads it. Raises OSError."""
-    with open(path, "w", encoding="utf-8") as file:
+    with open(path, "w", encoding="utf-8", opener=private) as file:
 
         def write_batch(spans: list[ReadableSpan]) -> None:
             file.write(json.dumps(_otlp_json(spans)) + "\n")

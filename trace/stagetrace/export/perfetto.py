@@ -24,6 +24,7 @@ import msgspec
 
 from stagetrace.event import Event
 from stagetrace.export.lingering import Lingering
+from stagetrace.private import private
 from stagetrace.read.story import RequestStory, StepStory, Story
 
 REQUESTS_PID = 1 << 23  # above every real process id, as are the numbers of the extra tracks
@@ -237,5 +238,5 @@ def _microseconds(ns: int) -> msgspec.Raw:
 
 def write_perfetto(events: Iterable[Event], path: str | Path) -> None:
     """Write the file that Perfetto opens (ui.perfetto.dev, "Open trace file"). Raises OSError."""
-    with open(path, "wb") as file:
+    with open(path, "wb", opener=private) as file:
         PerfettoWriter(file).write(events)

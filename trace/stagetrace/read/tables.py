@@ -14,6 +14,7 @@ from typing import Any
 
 from stagetrace.errors import TraceError
 from stagetrace.event import Event
+from stagetrace.private import FOLDER_MODE, private
 from stagetrace.read.bounded import tell_bounded
 from stagetrace.read.story import RequestStory, StepStory
 
@@ -94,7 +95,7 @@ def write_tables(events: Iterable[Event], target: str | Path) -> None:
     if not folder.parent.is_dir() or (path.suffix == ".csv" and not folder.is_dir()):
         missing = folder if path.suffix == ".csv" else folder.parent
         raise TraceError(f"{target}: the folder {missing} does not exist; create it first")
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(FOLDER_MODE, exist_ok=True)
     with ExitStack() as stack:
         write = {name: _table(stack, folder / name, _COLUMNS[name]) for name in names}
         requests, steps, each_event = (write.get(name, _leave_out) for name in _COLUMNS)
@@ -107,6 +108,6 @@ def _leave_out(row: object) -> None:
 
 def _table(stack: ExitStack, path: Path, columns: dict[str, Callable[[Any], Any]]) -> Callable[[Any], None]:
     """What writes a row to a new table."""
-    writer = csv.writer(stack.enter_context(open(path, "w", newline="", encoding="utf-8")))
+    writer = csv.writer(stack.enter_context(open(path, "w", newline="", encoding="utf-8", opener=private)))
     writer.writerow(columns)
     return lambda row: writer.writerow([value(row) for value in columns.values()])
