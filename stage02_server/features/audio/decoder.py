@@ -39,6 +39,7 @@ class SoundDecoder:
         limits = [str(max_seconds), str(cpu_seconds)]
         self._command = [sys.executable, "-m", "stage02_server.features.audio.process", *limits]
         self._process: subprocess.Popen[bytes] | None = None
+        self._finalizer: weakref.finalize
 
     def begin(self, data: bytes) -> int:
         """How many samples the sound has. `finish` must follow."""
@@ -61,7 +62,7 @@ class SoundDecoder:
         """Fill the samples, float32; None drops the sound."""
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
-        rest = memoryview(b"") if samples is None else memoryview(samples).cast("B")
+        rest = memoryview(b"") if samples is None else samples.data.cast("B")
         try:
             process.stdin.write(b"\1" if rest else b"\0")
             process.stdin.flush()
