@@ -103,6 +103,8 @@ REFUSED = {
     "--logits-processors json:JSONDecoder no.such:Processor": "--logits-processors no.such:Processor: there is no module",
     "--uds /no/such/socket": "cannot listen on /no/such/socket",
     "--tool-call-parser nobody --enable-auto-tool-choice": "'nobody' is not known",
+    "--profiler-dir /etc/passwd": "cannot write profiles to '/etc/passwd': File exists; see --profiler-dir",
+    "--profiler-dir /etc/passwd/a/b": "cannot write profiles to '/etc/passwd/a/b': Not a directory; see --profiler-dir",
     "--log-config-file /no/such.json": "cannot read log_config_file",
 }
 

@@ -5,6 +5,8 @@ What only the device or the moment knows is left to the start: whether a port is
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Mapping
 from dataclasses import fields
 from importlib.util import find_spec
@@ -39,6 +41,7 @@ def check_start(config: VllmConfig, settings: Mapping[str, Resolved]) -> None:
     for path in getattr(config.model_config, "logits_processors", None) or ():  # not imported: it needs torch
         if not _module_is_there(path):
             raise ConfigError(f"--logits-processors {path}: there is no module {path.partition(':')[0]}")
+    _check_profiler_dir(getattr(config.observability_config, "profiler_dir", None))
     uds = settings["uds"].value if "uds" in settings else None
     if uds and not Path(uds).absolute().parent.is_dir():
         raise ConfigError(f"cannot listen on {uds}: No such file or directory; see --uds")
@@ -69,6 +72,19 @@ def _check_scheduler(config: VllmConfig) -> None:
         load_feature(OWN_CLASSES, "a scheduler or a block pool of your own")(config, num_blocks, b"")
     if getattr(scheduling, "preemption_mode", None) == "swap":
         load_feature(SWAP_BLOCKS, "--preemption-mode swap")(config)
+
+
+def _check_profiler_dir(name: str | None) -> None:
+    """Could the engine make the folder, or write to it?"""
+    if name is None:
+        return
+    path = Path(name).absolute()
+    there = next(each for each in (path, *path.parents) if os.path.lexists(each))
+    problem = None if there.is_dir() else errno.EEXIST if there == path else errno.ENOTDIR
+    if problem is None and not os.access(there, os.W_OK | os.X_OK):
+        problem = errno.EACCES
+    if problem is not None:
+        raise ConfigError(f"cannot write profiles to {name!r}: {os.strerror(problem)}; see --profiler-dir")
 
 
 def _module_is_there(path: str) -> bool:
