@@ -33,7 +33,7 @@ from stage02_server.features.audio.protocol import (
 )
 from stage02_server.features.audio.transcript import Piece, Transcript, to_srt, to_vtt
 from stage02_server.features.collect import collect
-from stage02_server.middleware import RequestIds
+from stage02_server.middleware import TENANT, RequestIds
 from stage02_server.routes import OpenAIServingModels
 from stage02_server.serving_engine import make_usage, require_task
 from stage02_server.streaming import run_until_disconnect
@@ -83,8 +83,8 @@ class ServingTranscription:
             request.check()
             params = request.to_sampling_params()
             language = self._spoken(request, task)
-            client = raw_request.client.host if raw_request.client else ""
-            decoding = self._decoders.decode(client, upload.read)
+            address, key = raw_request.client.host if raw_request.client else "", TENANT.get()
+            decoding = self._decoders.decode(address if key is None else f"key {key}", upload.read)
             samples = await run_until_disconnect(raw_request.receive, decoding)
         from stage02_server.features.audio.pieces import split_audio  # numpy only where it is needed
 
