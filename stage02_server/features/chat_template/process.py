@@ -43,7 +43,7 @@ def _strftime_now(format: str) -> str:
 def _to_json(
     value: Any,
     ensure_ascii: bool = False,
-    indent: int | None = None,
+    indent: int | str | None = None,
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
@@ -53,8 +53,8 @@ def _to_json(
     """
     if not isinstance(ensure_ascii, bool) or not isinstance(sort_keys, bool):
         _refuse("tojson: ensure_ascii and sort_keys must be true or false")
-    if not isinstance(indent, int | None):
-        _refuse("tojson: indent must be a number")
+    if not isinstance(indent, int | str | None):
+        _refuse("tojson: indent must be a number or a text")
     if separators is not None and [type(part) for part in separators] != [str, str]:
         _refuse("tojson: separators must be two texts")
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -34,6 +34,10 @@ class FairThreads:
         self._large: list[Job] = []
         self._lock, self._count = threading.Lock(), 0
 
+    def of(self, size: int) -> Executor:
+        """Where to do work on so many characters, or token ids."""
+        return _Sized(self, size)
+
     def add(self, size: int, work: Callable[[], Any]) -> Future[Any]:
         """The result of `work` on so many characters, once a thread has done it. Cancelled work is not begun."""
         future: Future[Any] = Future()
@@ -77,9 +81,5 @@ class _Sized(Executor):
         return self._threads.add(self._size, lambda: fn(*args, **kwargs))
 
 
-_TOKENIZERS = FairThreads("tokenize")
-
-
-def threads_for(size: int) -> Executor:
-    """Where to do work on so many characters, or token ids."""
-    return _Sized(_TOKENIZERS, size)
+threads_for = FairThreads("tokenize").of
+"""size -> where to do work on so many characters, or token ids."""
