@@ -389,6 +389,9 @@ def test_standstill_of_texts_that_take_long(process: str, name: str) -> None:
         ("/v1/messages/count_tokens", {"model": "gpt2-tiny", "messages": messages}),
     ]  # fmt: skip
     with Standstill(process) as standstill:
-        wait, answers = longest_wait(process, "/tokenize", {"prompt": "To be, or " * 1000}, attack)
-    print(f"{name}: a neighbour's 10,000 characters {wait:.3f} s, health {standstill.seconds:.3f} s, {answers}")
-    assert standstill.seconds < LONGEST and wait < 4 * LONGEST
+        for two in (attack[:2], attack[2:]):
+            wait, answers = longest_wait(process, "/tokenize", {"prompt": "To be, or " * 1000}, two)
+            assert wait < 4 * LONGEST
+            print(f"{name}: a neighbour's 10,000 characters {wait:.3f} s, {answers}")
+    print(f"{name}: health {standstill.seconds:.3f} s")
+    assert standstill.seconds < LONGEST
