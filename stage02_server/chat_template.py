@@ -6,6 +6,7 @@ refuses to chat with such a model.) A template, from `--chat-template`, the mode
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import Any
 
@@ -43,23 +44,25 @@ class ChatTemplate:
         else:
             logger.info("The model has no chat template: chats become the plain concatenation of their messages.")
 
-    def _load(self) -> None:
+    def _load(self) -> Any:
         if self._jinja is None:
             if not is_there(JINJA):
                 raise InvalidRequestError("Chat templates belong to a feature that is not installed.", "messages")
             self._jinja = load(f"{JINJA}:JinjaChatTemplate")(self._args, self._tokenizer)
+        return self._jinja
 
-    def apply(self, messages: list[ChatMessageParam], fields: ChatTemplateFields | None = None) -> str:
-        """The prompt. A template is rendered in another process, which takes a while: call this in a thread. Raises
-        InvalidRequestError if no prompt can be made from them."""
+    async def apply(self, messages: list[ChatMessageParam], fields: ChatTemplateFields | None = None) -> str:
+        """The prompt. Raises InvalidRequestError if none can be made from the messages, APIError if too many others wait."""
         fields = fields or ChatTemplateFields()
         if not messages:
             raise InvalidRequestError("messages must hold at least one message.", "messages")
+        plain = await asyncio.to_thread(self._plain, messages, fields)  # there may be thousands of messages
+        return await self._load().render(messages, fields) if plain is None else plain
+
+    def _plain(self, messages: list[ChatMessageParam], fields: ChatTemplateFields) -> str | None:
         more = any(message.model_fields_set - _PLAIN_FIELDS or message.model_extra for message in messages)
-        if more or any(feature.for_templates for feature in fields.used_features()):
-            self._load()
-        prompt: str | None = None if self._jinja is None else self._jinja.render(messages, fields)
-        return "".join(map(text_of, messages)) if prompt is None else prompt
+        is_plain = not (self._jinja or more or any(feature.for_templates for feature in fields.used_features()))
+        return "".join(map(text_of, messages)) if is_plain else None
 
     def adds_special_tokens(self, asked: bool | None) -> bool:
         """True if the tokenizer is to add the model's beginning-of-text token: what the request asks for, else only

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any, Protocol
 
@@ -20,6 +19,7 @@ from stage02_server.protocol_response import (
 )
 from stage02_server.routes import OpenAIServingModels
 from stage02_server.serving_engine import AnswerMaker, EngineRequests, OpenAIServing
+from stage02_server.streaming import run_until_disconnect
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.async_llm import AsyncLLM
 from stage03_engine.mixins import load
@@ -124,7 +124,7 @@ class OpenAIServingChat(OpenAIServing):
         if trace.on:
             kind = type(self.engine_client.tokenizer).__name__
             trace.emit("tokenizer.requested", req=ids.engine_id(0), tokenizer=kind)
-        prompt = await asyncio.to_thread(self._template.apply, request.messages, shown)
+        prompt = await run_until_disconnect(receive, self._template.apply(request.messages, shown))
         if trace.on:
             count = len(request.messages)
             trace.emit("request.templated", req=ids.engine_id(0), messages=count, characters=len(prompt))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sized
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -15,12 +15,14 @@ from pydantic import BaseModel
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from stage03_engine.mixins import mixins
+
 T = TypeVar("T")
-LONG = 8192
-"""Characters, or token ids, of the prompts of one request. This many take 1 to 3 ms to tokenize, 400,000 take 100 to 200; a
-thread's round trip takes 0.04 (2 cores, the vocabularies of gpt2-tiny and of GPT-2)."""
+LONG = (
+    8192  # characters, or token ids, of one request: they take 1 to 3 ms to tokenize, a thread's round trip takes 0.04
+)
 PER_PROMPT = 32  # characters take as long as the fixed work per prompt, 10 µs
-TOKENIZERS = ThreadPoolExecutor(2, "tokenize")
+FAIR = "stage02_server.features.hardening.fair_threads:threads_for"  # small work does not wait for large
 
 
 class ClientGoneError(Exception):
@@ -50,8 +52,8 @@ async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -
         await asyncio.gather(working, watching, return_exceptions=True)
 
 
-async def in_thread(threads: ThreadPoolExecutor, receive: Receive, work: Callable[[], T]) -> T:
-    """The result of `work`, which runs in the next free thread, first come, first served.
+async def in_thread(threads: Executor | None, receive: Receive, work: Callable[[], T]) -> T:
+    """The result of `work`, which runs in the next free one of these threads, or of asyncio's own.
 
     Raises what `work` raises, and ClientGoneError if the client left; work that has not begun is then dropped.
     """
@@ -65,9 +67,9 @@ async def in_thread(threads: ThreadPoolExecutor, receive: Receive, work: Callabl
 async def in_thread_if_long(prompts: Iterable[Sized], receive: Receive, work: Callable[[], T]) -> T:
     """The result of `work` on these texts and lists of token ids, without a thread if they are short in total.
     Raises as `in_thread` does."""
-    if sum(len(prompt) + PER_PROMPT for prompt in prompts) <= LONG:
+    if (size := sum(len(prompt) + PER_PROMPT for prompt in prompts)) <= LONG:
         return work()
-    return await in_thread(TOKENIZERS, receive, work)
+    return await in_thread(next((threads_for(size) for threads_for in mixins(FAIR)), None), receive, work)
 
 
 Answer = BaseModel | AsyncGenerator[bytes, None]  # whole, or its events

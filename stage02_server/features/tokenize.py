@@ -7,18 +7,22 @@ from typing import Annotated
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from pydantic import BaseModel, Field, StrictInt
+from starlette.types import Receive
 
 from stage02_server.api_server import Services
 from stage02_server.chat_template import ChatTemplate
+from stage02_server.cli_args import FrontendArgs
 from stage02_server.protocol import ChatMessageParam, ChatTemplateFields, RequestModel
 from stage02_server.protocol_types import ListOf, Text
 from stage02_server.routes import OpenAIServingModels
-from stage02_server.streaming import TOKENIZERS, answer_of, in_thread, in_thread_if_long
+from stage02_server.streaming import answer_of, in_thread_if_long, run_until_disconnect
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.tokenizer import Tokenizer
+from stage03_engine.mixins import mixins
 
 router = APIRouter()
 TokenId = Annotated[StrictInt, Field(ge=0, lt=2**63)]
+TEXT_LIMIT = "stage02_server.features.hardening.text_limit:check_length"
 MAX_TOKEN_IDS = 2**32  # the tokenizers library can be asked for no more
 
 
@@ -62,24 +66,39 @@ class OpenAIServingTokenization:
     """Text <-> token ids, without the engine."""
 
     def __init__(
-        self, tokenizer: Tokenizer, models: OpenAIServingModels, template: ChatTemplate, max_model_len: int
+        self,
+        tokenizer: Tokenizer,
+        models: OpenAIServingModels,
+        template: ChatTemplate,
+        max_model_len: int,
+        args: FrontendArgs,
     ) -> None:
         self._tokenizer, self._models, self._template, self._max_model_len = tokenizer, models, template, max_model_len
+        self._args = args
 
-    def create_tokenize(self, request: TokenizeRequest) -> TokenizeResponse:
-        """Raises APIError and InvalidRequestError."""
+    async def create_tokenize(self, request: TokenizeRequest, receive: Receive) -> TokenizeResponse:
+        """Raises APIError, InvalidRequestError and ClientGoneError."""
         self._models.check(request.model)
         request.check_built()
         if (request.prompt is None) == (request.messages is None):
             raise InvalidRequestError("Give either prompt or messages.", "prompt")
         if request.prompt is None:
-            text = self._template.apply(request.messages or [], request)
+            field, work = "messages", self._template.apply(request.messages or [], request)
+            text = await run_until_disconnect(receive, work)
             special = self._template.adds_special_tokens(request.add_special_tokens)
         else:
-            text, special = request.prompt, request.add_special_tokens is not False
+            field, text, special = "prompt", request.prompt, request.add_special_tokens is not False
+        for check in mixins(TEXT_LIMIT):
+            check(self._args, text, field)
+        tokenized = partial(self._tokenized, text, special, bool(request.return_token_strs))
+        return await in_thread_if_long([text], receive, tokenized)
+
+    def _tokenized(self, text: str, special: bool, as_strings: bool) -> TokenizeResponse:
         tokens = self._tokenizer.encode(text, special)
-        strings = [self._tokenizer.token(token) for token in tokens] if request.return_token_strs else None
-        return TokenizeResponse(count=len(tokens), max_model_len=self._max_model_len, tokens=tokens, token_strs=strings)
+        strings = [self._tokenizer.token(token) for token in tokens] if as_strings else None
+        return TokenizeResponse.model_construct(  # without a check of each of some million tokens
+            count=len(tokens), max_model_len=self._max_model_len, tokens=tokens, token_strs=strings
+        )
 
     def create_detokenize(self, request: DetokenizeRequest) -> DetokenizeResponse:
         """Raises APIError."""
@@ -91,10 +110,7 @@ class OpenAIServingTokenization:
 @router.post("/tokenize")
 async def tokenize(request: TokenizeRequest, raw_request: Request) -> Response:
     """Text to token ids. The text may be long: in the threads that tokenize, whose number bounds the memory that this takes."""
-    work, receive = partial(_handler(raw_request).create_tokenize, request), raw_request.receive
-    if request.messages is None:
-        return await answer_of(in_thread_if_long([request.prompt or ""], receive, work))
-    return await answer_of(in_thread(TOKENIZERS, receive, work))
+    return await answer_of(_handler(raw_request).create_tokenize(request, raw_request.receive))
 
 
 @router.post("/detokenize")
@@ -112,6 +128,8 @@ def _handler(raw_request: Request) -> OpenAIServingTokenization:
 def install(app: FastAPI, services: Services) -> None:
     """Add the two routes and their handler."""
     max_model_len = services.engine.vllm_config.max_model_len
-    handler = OpenAIServingTokenization(services.engine.tokenizer, services.models, services.template, max_model_len)
+    handler = OpenAIServingTokenization(
+        services.engine.tokenizer, services.models, services.template, max_model_len, services.args
+    )
     app.state.openai_serving_tokenization = handler
     app.include_router(router)

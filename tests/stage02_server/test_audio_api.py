@@ -313,6 +313,23 @@ def test_two_files_are_decoded_at_a_time_and_one_of_each_client(
     assert seen == [[b"a", b"b"]] * 6
 
 
+def test_a_long_prompt_is_tokenized_in_a_thread(make_server: Any, folder: Path) -> None:
+    config = EngineArgs.from_kwargs(model=str(folder))
+    server = make_server(RecordingEcho(config=config), config=config)
+    tokenizer, threads = server.engine.tokenizer, dict[int, str]()
+    encode = tokenizer.encode
+
+    def noted(text: str, add_special_tokens: bool = True) -> list[int]:
+        threads[len(text)] = threading.current_thread().name
+        return encode(text, add_special_tokens)
+
+    tokenizer.encode = noted
+    for size in (10, 10_000):
+        data, files = {"language": "en", "prompt": "a" * size}, {"file": sound(0.1)}
+        assert server.request("POST", "/v1/audio/transcriptions", data=data, files=files).status_code == 200
+    assert threads[11] == "MainThread" and threads[10_001].startswith("tokenize")
+
+
 def test_a_model_without_tokens_for_times_is_asked_for_none(make_server: Any, folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     shape = json.loads((tmp_path / "config.json").read_text())

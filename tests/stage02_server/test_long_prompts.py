@@ -111,7 +111,7 @@ def test_tokenizing_without_the_engine(generating: InProcessServer) -> None:
     ("path", "body"),
     [
         ("/tokenize", {"prompt": LONG_TEXT}),
-        ("/tokenize", {"messages": [{"role": "user", "content": "a"}]}),  # a template may make a long text of it
+        ("/tokenize", {"messages": [{"role": "user", "content": LONG_TEXT}]}),
         ("/detokenize", {"tokens": [97] * LONG}),
     ],
 )

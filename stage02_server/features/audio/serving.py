@@ -36,7 +36,7 @@ from stage02_server.features.collect import collect
 from stage02_server.middleware import TENANT, RequestIds
 from stage02_server.routes import OpenAIServingModels
 from stage02_server.serving_engine import make_usage, require_task
-from stage02_server.streaming import run_until_disconnect
+from stage02_server.streaming import in_thread_if_long, run_until_disconnect
 from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.frontend.async_llm import AsyncLLM
 from stage03_engine.messages import EngineCoreRequest
@@ -97,7 +97,10 @@ class ServingTranscription:
         if language is None:
             detected = self._detect_language(pieces[0], ids.engine_id(0))
             language, first = await run_until_disconnect(raw_request.receive, detected), 1
-        ask = partial(self._request, self._prompt(request, language, task), params, ids)
+        prompt = partial(self._prompt, request, language, task)
+        ask = partial(
+            self._request, await in_thread_if_long([request.prompt], raw_request.receive, prompt), params, ids
+        )
         if request.timed:
             timed = self._timed(request, ask, samples, language, task, first)
             return await run_until_disconnect(raw_request.receive, timed)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from stage02_server.chat_template import text_of
 from stage02_server.cli_args import FrontendArgs
+from stage02_server.errors import RETRY_AFTER_SECONDS, APIError
 from stage02_server.features.chat_template.messages import plain_message
 from stage02_server.features.chat_template.renderer import TemplateRenderer
 from stage02_server.protocol import ChatMessageParam, ChatTemplateFields
@@ -13,6 +19,7 @@ from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.frontend.tokenizer import Tokenizer
 
 MAX_TEMPLATE_CHARACTERS = 65_536  # of a template that comes with a request
+LONG_CHAT = 65_536  # characters of its JSON; templates take some milliseconds for so many
 _RESERVED = frozenset(
     ("messages", "tools", "documents", "bos_token", "eos_token", "add_generation_prompt", "continue_final_message",
      "chat_template", "tokenize", "return_tensors", "return_dict", "raise_exception", "strftime_now")
@@ -32,7 +39,11 @@ def load_chat_template(given: str | None) -> str | None:
 
 
 class JinjaChatTemplate:
-    """Renders messages, in a sandbox and with limits: process.py says why."""
+    """Renders messages, in a sandbox and with limits: process.py says why.
+
+    There are three processes, so that chats wait for their like only: for short chats, for long chats, and for templates that
+    come with requests, which are strangers' programs. These also never see the chats of others.
+    """
 
     def __init__(self, args: FrontendArgs, tokenizer: Tokenizer) -> None:
         source = load_chat_template(args.chat_template) or tokenizer.chat_template
@@ -41,22 +52,49 @@ class JinjaChatTemplate:
         self._defaults = args.default_chat_template_kwargs or {}
         if wrong := _RESERVED & self._defaults.keys():
             raise ConfigError(f"--default-chat-template-kwargs must not hold {min(wrong)}: the server sets it")
-        self._renderer = TemplateRenderer(source)
+        self._of_short, self._of_long = TemplateRenderer(source), TemplateRenderer(source)
+        self._of_requests, self._num_of_requests = TemplateRenderer(None), 0
+        self._most_of_requests = args.max_request_templates
+        if source is not None:
+            self._of_short.start()
         asked = args.chat_template_content_format
-        self._format = self._renderer.content_format if asked == "auto" else asked
+        self._format = self._of_short.content_format if asked == "auto" else asked
 
-    def render(self, messages: list[ChatMessageParam], fields: ChatTemplateFields) -> str | None:
-        """The prompt; None without a template. Raises InvalidRequestError if none can be made from them."""
+    async def render(self, messages: list[ChatMessageParam], fields: ChatTemplateFields) -> str:
+        """The prompt; without a template the contents of the messages. Raises InvalidRequestError if none can be made from
+        them, APIError 429 if too many requests with templates wait."""
         self._check(fields)
-        templated = self._has_template or fields.chat_template is not None
-        plain = [plain_message(message, self._format if templated else "string") for message in messages]
-        if not templated:
-            return None
+        with self._counted(fields.chat_template):
+            variables = await asyncio.to_thread(self._variables, messages, fields)
+            if variables is None:
+                return await asyncio.to_thread("".join, map(text_of, messages))
+            renderer = self._of_short if len(variables) <= LONG_CHAT else self._of_long
+            if fields.chat_template is not None:
+                renderer = self._of_requests
+            try:
+                return await renderer.render(fields.chat_template, variables)
+            except InvalidRequestError as error:
+                raise _refused(error) from None
+
+    @contextmanager
+    def _counted(self, template: str | None) -> Iterator[None]:
+        """Raises APIError 429 for a request with a template while too many others wait or are rendered."""
+        if template is None:
+            yield
+            return
+        if self._num_of_requests >= self._most_of_requests:
+            raise APIError(
+                429,
+                "RateLimitError",
+                f"{self._num_of_requests} requests with a chat template of their own wait already; try again later.",
+                "chat_template",
+                {"Retry-After": str(RETRY_AFTER_SECONDS)},
+            )
+        self._num_of_requests += 1
         try:
-            prompt = self._renderer.render(fields.chat_template, self._variables(plain, fields))
-        except InvalidRequestError as error:
-            raise InvalidRequestError(f"The chat template does not take these messages: {error}", "messages") from None
-        return _cut_after(prompt, messages[-1], plain[-1]) if fields.continue_final_message else prompt
+            yield
+        finally:
+            self._num_of_requests -= 1
 
     def _check(self, fields: ChatTemplateFields) -> None:
         if fields.continue_final_message and fields.add_generation_prompt is not False:
@@ -78,8 +116,22 @@ class JinjaChatTemplate:
         if wrong := _RESERVED & (fields.chat_template_kwargs or {}).keys():
             raise InvalidRequestError(f"chat_template_kwargs must not hold {min(wrong)}.", "chat_template_kwargs")
 
-    def _variables(self, plain: list[dict[str, Any]], fields: ChatTemplateFields) -> dict[str, Any]:
-        """What the template sees. `tools` and `documents` are always there: templates ask `tools is not none`."""
+    def _variables(self, messages: list[ChatMessageParam], fields: ChatTemplateFields) -> str | None:
+        """What the template sees, as JSON, since MessagePack has no large integers; None without a template. Checks the messages
+        in any case. Takes long for many: call it in a thread. Raises InvalidRequestError."""
+        templated = self._has_template or fields.chat_template is not None
+        plain = [plain_message(message, self._format if templated else "string") for message in messages]
+        if not templated:
+            return None
+        try:
+            text = json.dumps(self._seen(plain, fields), ensure_ascii=False)
+            text.encode()
+        except (UnicodeEncodeError, RecursionError) as error:
+            raise _refused(f"they cannot be encoded: {type(error).__name__}") from None
+        return text
+
+    def _seen(self, plain: list[dict[str, Any]], fields: ChatTemplateFields) -> dict[str, Any]:
+        """The variables. `tools` and `documents` are always there: templates ask `tools is not none`."""
         effort = {} if fields.reasoning_effort is None else {"reasoning_effort": fields.reasoning_effort}
         variables = self._defaults | effort | (fields.chat_template_kwargs or {}) | self._tokens
         variables |= {"messages": plain, "documents": fields.documents, "tools": None}
@@ -92,14 +144,5 @@ class JinjaChatTemplate:
         return variables
 
 
-def _cut_after(prompt: str, message: ChatMessageParam, plain: dict[str, Any]) -> str:
-    """The prompt up to the end of the last message's text, so that the model continues it. A template may strip it."""
-    content = plain["content"]
-    text = content if isinstance(content, str) else content[-1]["text"]
-    for wanted in (text, text.rstrip(), text.strip()):
-        if wanted.strip() and (place := prompt.rfind(wanted)) >= 0:
-            return prompt[: place + len(wanted)]
-    raise InvalidRequestError(
-        f"continue_final_message: the prompt does not hold the last message's text (role {message.role[:50]!r}).",
-        "messages",
-    )
+def _refused(reason: object) -> InvalidRequestError:
+    return InvalidRequestError(f"The chat template does not take these messages: {reason}", "messages")

@@ -6,7 +6,8 @@ system ends this process when a rendering takes too long, and refuses it memory.
 without limits.)
 
 Messages both ways: length, msgpack (framing.py). First [template], answered by [error or "", content
-format]. Then any number of [template or None, variables as JSON], each answered by [error or "", prompt].
+format]. Then any number of [template or None, variables as JSON], each answered by [error or "", prompt]. The prompt ends with
+the last message if the variable `continue_final_message` says so.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any, NoReturn
 from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
 from stage02_server.features.chat_template.framing import read_message, write_message
 
@@ -38,15 +40,48 @@ def _strftime_now(format: str) -> str:
     return datetime.now().strftime(format)
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:
-    """JSON as models were trained on it: Jinja's own filter sorts the keys and escapes <, > and &."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as models were trained on it: Jinja's own filter sorts the keys and escapes <, > and &.
+
+    The arguments are those of transformers. `json.dumps` has more, such as `cls`, which would run what the template gives it.
+    """
+    if not isinstance(ensure_ascii, bool) or not isinstance(sort_keys, bool):
+        _refuse("tojson: ensure_ascii and sort_keys must be true or false")
+    if not isinstance(indent, int | str | None):
+        _refuse("tojson: indent must be a number or a text")
+    if separators is not None and [type(part) for part in separators] != [str, str]:
+        _refuse("tojson: separators must be two texts")
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+class _Namespace(Namespace):
+    """`namespace()`. What a template stores there and can be called is found by the template, as `ns.name`, and by nothing else.
+
+    Filters and Python call methods of what they are given (`dictsort` calls `items`, `escape` calls `__html__`, `dict` calls
+    `keys`): they would run the template's own function without the sandbox, which checks each call in a template.
+    """
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if name != "__class__" and callable(value):
+            raise AttributeError(name)
+        return value
+
+    def __getitem__(self, name: str) -> Any:
+        """Where the sandbox looks for what is no attribute."""
+        return self._Namespace__attrs[name]
 
 
 def make_environment() -> ImmutableSandboxedEnvironment:
     """What templates may use: the same names as in transformers' apply_chat_template."""
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.globals.update(raise_exception=_refuse, strftime_now=_strftime_now)
+    environment.globals.update(raise_exception=_refuse, strftime_now=_strftime_now, namespace=_Namespace)
     environment.filters["tojson"] = _to_json
     return environment
 
@@ -79,14 +114,37 @@ def _render(template: Template, variables: dict[str, Any]) -> str:
         if length > MAX_CHARACTERS:
             raise TemplateError(f"the prompt would have more than {MAX_CHARACTERS} characters")
         pieces.append(piece)
-    return "".join(pieces)
+    prompt = "".join(pieces)
+    if variables.get("continue_final_message"):
+        prompt = _cut_after(prompt, variables["messages"][-1])
+    prompt.encode()  # a template can spell a lone surrogate
+    return prompt
+
+
+def _cut_after(prompt: str, message: dict[str, Any]) -> str:
+    """The prompt up to the end of the last message's text, so that the model continues it. A template may strip it.
+
+    Takes time in proportion to the prompt. `find` guarantees that, `rfind` does not: so both texts are turned round.
+    """
+    content = message["content"]
+    text, turned = content if isinstance(content, str) else content[-1]["text"], prompt[::-1]
+    for wanted in (text, text.rstrip(), text.strip()):
+        if wanted.strip() and (place := turned.find(wanted[::-1])) >= 0:
+            return prompt[: len(prompt) - place]
+    raise TemplateError(
+        "the prompt does not hold the last message's text, which continue_final_message is to continue "
+        f"(role {message['role'][:50]!r})"
+    )
 
 
 def _words(error: Exception) -> str:
     """The error for the client: of limited length, without the address that Python shows for an object."""
     if isinstance(error, MemoryError):
         return "it needs too much memory"
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", str(error) or type(error).__name__)[:300]
+    if isinstance(error, UnicodeEncodeError):
+        return "the prompt would hold a lone surrogate, which is not Unicode text"
+    shown = re.sub(r" at 0x[0-9a-fA-F]+", "", str(error) or type(error).__name__)[:300]
+    return shown.encode(errors="replace").decode()
 
 
 def _limit_seconds(seconds: float) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
 import signal
 import subprocess
 import sys
-import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from stage02_server.features.chat_template.framing import read_message, write_message
@@ -22,31 +22,32 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 class TemplateRenderer:
-    """Renders in a process of its own, one prompt at a time. A process that ended, because a template took too long, is
-    replaced for the next prompt. The last one ends with this object, or with the server."""
+    """Renders in a process of its own, one prompt at a time, first come, first served. The process starts with `start` or with
+    the first prompt; one that ended, because a template took too long, is replaced for the next prompt. The last one ends with
+    this object, or with the server."""
 
     def __init__(self, source: str | None) -> None:
-        """`source` is the template of requests that bring none. Raises ConfigError when it is not valid."""
-        self._source, self._lock, self._process = source, threading.Lock(), None
+        """`source` is the template of prompts that bring none."""
+        self._source, self._process = source, None
+        self._thread = ThreadPoolExecutor(1, "template")
         self.content_format = "string"
-        if source is not None:
-            try:
-                self._start()
-            except InvalidRequestError as error:
-                raise ConfigError(f"the chat template is not valid Jinja: {error}; see --chat-template") from None
 
-    def render(self, source: str | None, variables: dict[str, Any]) -> str:
-        """The prompt of the template `source`, or of the server's own. Waits: call it in a thread. Raises
-        InvalidRequestError whatever the template does."""
+    def start(self) -> None:
+        """Start the process. Raises ConfigError when the template is not valid."""
         try:
-            text = json.dumps(variables, ensure_ascii=False)  # MessagePack has no large integers
-            text.encode()
-        except (UnicodeEncodeError, RecursionError) as error:
-            raise InvalidRequestError(f"they cannot be encoded: {type(error).__name__}", "messages") from None
-        with self._lock:
-            if self._process is None or self._process.poll() is not None:  # killed since then
-                self._start()
-            return self._ask([source, text])
+            self._start()
+        except InvalidRequestError as error:
+            raise ConfigError(f"the chat template is not valid Jinja: {error}; see --chat-template") from None
+
+    async def render(self, source: str | None, variables: str) -> str:
+        """The prompt of the template `source`, or of the server's own, with variables given as JSON. A prompt that nobody waits
+        for any longer is not begun. Raises InvalidRequestError whatever the template does."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._render, source, variables)
+
+    def _render(self, source: str | None, variables: str) -> str:
+        if self._process is None or self._process.poll() is not None:  # killed since then
+            self._start()
+        return self._ask([source, variables])
 
     _process: subprocess.Popen[bytes] | None
     _finalizer: weakref.finalize

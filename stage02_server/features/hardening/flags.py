@@ -10,6 +10,7 @@ from stage03_engine.errors import ConfigError
 
 AT_LEAST = {
     "h11_max_incomplete_event_size": 1024, "h11_max_header_count": 16, "max_request_bytes": 1024,
+    "max_tokenize_characters": 1,
 }  # fmt: skip
 SECONDS = (
     "timeout_keep_alive", "sse_keep_alive_interval", "request_header_timeout", "request_body_timeout",
@@ -40,6 +41,9 @@ class HardeningFlags:
     h11_max_header_count: int = option(256, "most fields of a request's header (431 beyond)")
     max_request_bytes: int = option(
         8388608, "most bytes of a request's body (413 beyond); of uploaded files 32 MiB, or this if it is more"
+    )
+    max_tokenize_characters: int = option(
+        524288, "most characters of a text for /tokenize and /v1/messages/count_tokens (400 beyond)"
     )
     # repr=False marks a secret: no message, table or trace shows its value
     api_key: tuple[str, ...] | None = field(

@@ -35,8 +35,10 @@ from stage02_server.serving_engine import OpenAIServing, Outputs
 from stage02_server.streaming import in_thread_if_long, run_until_disconnect
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.async_llm import AsyncLLM
+from stage03_engine.mixins import mixins
 from stagetrace import trace
 
+TEXT_LIMIT = "stage02_server.features.hardening.text_limit:check_length"
 Answer = AnthropicMessagesResponse | AsyncGenerator[bytes, None]  # whole, or its events
 
 
@@ -66,7 +68,7 @@ class AnthropicServingMessages(OpenAIServing):
         model = self.check(chat)
         self.trace_validated(chat, ids, model, 1)
         params, parsers = chat.to_sampling_params(self.defaults), self._chat.parsers_for(chat)
-        prompt = await prompt_of(chat, self._template, parsers, ids)
+        prompt = await prompt_of(chat, self._template, parsers, receive, ids)
         special = self._template.adds_special_tokens(None)
         requests = await self.make_requests(chat, [prompt], params, ids, model, receive, special)
         parser = None if parsers is None else parsers.parser(chat, prompt, is_structured(requests))
@@ -83,9 +85,12 @@ class AnthropicServingMessages(OpenAIServing):
         """How many tokens the prompt has. Raises APIError, InvalidRequestError, and ClientGoneError."""
         chat = request.as_chat()
         self.check(chat)
-        prompt = await prompt_of(chat, self._template, self._chat.parsers_for(chat))
+        receive = raw_request.receive
+        prompt = await prompt_of(chat, self._template, self._chat.parsers_for(chat), receive)
+        for check in mixins(TEXT_LIMIT):
+            check(self.args, prompt, "messages")
         encode = partial(self.engine_client.tokenizer.encode, prompt, self._template.adds_special_tokens(None))
-        count = len(await in_thread_if_long([prompt], raw_request.receive, encode))
+        count = len(await in_thread_if_long([prompt], receive, encode))
         same = AnthropicContextManagement(original_input_tokens=count)
         return AnthropicCountTokensResponse(input_tokens=count, context_management=same)
 

@@ -7,7 +7,6 @@ which is for chats). For any other model a score is the cosine of two embeddings
 
 from __future__ import annotations
 
-import asyncio
 import time
 from operator import mul
 
@@ -29,6 +28,7 @@ from stage02_server.features.pooling.serving import PoolingBatches, Prompt, numb
 from stage02_server.protocol import ChatMessageParam, ChatTemplateFields
 from stage02_server.protocol_response import UsageInfo
 from stage02_server.routes import OpenAIServingModels
+from stage02_server.streaming import run_until_disconnect
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.async_llm import AsyncLLM
 from stage03_engine.params.pooling_params import PoolingParams
@@ -103,19 +103,19 @@ class ServingScores(PoolingBatches):
         self.check_count(len(others), right[0])
         pairs: list[Prompt] = list(zip(ones, others, strict=True))
         if self._joins:
-            pairs = await asyncio.to_thread(_templated, self.template, ones, right)
+            pairs = await run_until_disconnect(raw_request.receive, _templated(self.template, ones, right))
         params = PoolingParams(task="classify", normalize=request.use_activation)
         outputs = await self.run(request, [(right[0], pair) for pair in pairs], params, raw_request, model)
         return [numbers(vectors_of(output)[0])[0] for output in outputs], self.usage_of(outputs)
 
 
-def _templated(template: ChatTemplate, ones: list[str], right: Side) -> list[Prompt]:
-    """Each pair as the template writes it. Waits for the process that renders. Raises InvalidRequestError."""
+async def _templated(template: ChatTemplate, ones: list[str], right: Side) -> list[Prompt]:
+    """Each pair as the template writes it. Raises InvalidRequestError."""
     prompts: list[Prompt] = []
     for one, other in zip(ones, right[1], strict=True):
         messages = [ChatMessageParam(role="query", content=one), ChatMessageParam(role="document", content=other)]
         try:
-            prompts.append(template.apply(messages, ChatTemplateFields(add_generation_prompt=False)))
+            prompts.append(await template.apply(messages, ChatTemplateFields(add_generation_prompt=False)))
         except InvalidRequestError as error:
             raise InvalidRequestError(str(error), right[0]) from None
     return prompts

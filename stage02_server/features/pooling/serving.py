@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import time
 from array import array
@@ -108,7 +107,7 @@ class PoolingBatches:
             prompts: list[tuple[str, Prompt]] = [("input", prompt) for prompt in inputs]
             return await self.run(request, prompts, params, raw_request, model, special is not False)
         messages = request.messages or []
-        prompt = await asyncio.to_thread(self.template.apply, messages, request)
+        prompt = await run_until_disconnect(raw_request.receive, self.template.apply(messages, request))
         if trace.on:
             req = raw_request.state.ids.engine_id(0)
             trace.emit("request.templated", req=req, messages=len(messages), characters=len(prompt))

@@ -79,7 +79,7 @@ class OpenAIServingResponses(OpenAIServing):
         items = [*self._earlier(request), *request.items()]
         chat = self._as_chat(request, items)
         params = request.to_sampling_params(self.defaults, chat)
-        prompt = await prompt_of(chat, self._template, self._chat.parsers, ids)
+        prompt = await prompt_of(chat, self._template, self._chat.parsers, raw_request.receive, ids)
         special = self._template.adds_special_tokens(None)
         requests = await self.make_requests(request, [prompt], params, ids, model, raw_request.receive, special)
         structured = params.structured_outputs is not None
