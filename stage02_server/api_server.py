@@ -80,15 +80,15 @@ MIDDLEWARE = (  # outermost first; each is called with (app, args)
         "stage02_server.features.hardening.middleware:RequestIdHeaderMiddleware", flags=("enable_request_id_headers",)
     ),
     Feature("stage02_server.middleware:RequestMiddleware"),
-    Feature(
-        "stage02_server.features.admin.admission:AdmissionMiddleware",
-        flags=("max_num_queued_reqs", "max_num_queued_tokens"),
-    ),
     Feature("stage02_server.features.admin.server_load:ServerLoadMiddleware", flags=("enable_server_load_tracking",)),
     Feature("stage02_server.features.hardening.middleware:OwnMiddleware", flags=("middleware",)),
     Feature("stage02_server.features.hardening.middleware:AllowedOriginsMiddleware", flags=("allowed_origins",)),
     Feature("stage02_server.features.hardening.authentication:AuthenticationMiddleware", flags=("api_key",)),
     Feature("stage02_server.features.hardening.request_limits:BodyLimitMiddleware"),
+    Feature(
+        "stage02_server.features.admin.admission:AdmissionMiddleware",  # behind the key and the limits: what they refuse takes no place
+        flags=("max_num_queued_reqs", "max_num_queued_tokens"),
+    ),
     Feature("stage02_server.features.hardening.keep_alive:KeepAliveMiddleware", flags=("sse_keep_alive_interval",)),
 )
 
@@ -338,12 +338,12 @@ def build_app(args: FrontendArgs) -> FastAPI:
     from starlette.middleware import Middleware
 
     from stage02_server.errors import add_exception_handlers
-    from stage02_server.middleware import RequestGate
+    from stage02_server.middleware import PREFIX, RequestGate
     from stage02_server.routes import router
 
     layers = [Middleware(layer.load(), args) for layer in MIDDLEWARE if layer.is_on(args)]
     app = FastAPI(title="vLLM in stages", lifespan=lifespan, openapi_url=None, middleware=layers)
-    app.state.gate = RequestGate()
+    app.state.gate, app.state.prefixes, app.state.unchosen_ids = RequestGate(), dict(PREFIX), set()
     add_exception_handlers(app)
     app.middleware_stack = app.build_middleware_stack()  # now, because a user's layer may fail
     app.include_router(router)

@@ -20,13 +20,10 @@ from stage02_server.cli_args import FrontendArgs
 from stage02_server.errors import error_json, error_response, unavailable
 from stage03_engine.mixins import mixins
 from stagetrace import trace
+from stagetrace.text import bounded
 
-PREFIX = {
-    "/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-", "/v1/responses": "resp_", "/v1/messages": "msg_",
-    "/v1/embeddings": "embd-", "/pooling": "pool-", "/v1/audio/transcriptions": "trsc-", "/score": "score-",
-    "/v1/audio/translations": "trsl-", "/v1/score": "score-", "/classify": "classify-", "/invocations": "invocation-",
-    "/rerank": "rerank-", "/v1/rerank": "rerank-", "/v2/rerank": "rerank-",
-}  # fmt: skip
+PREFIX = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
+"""Path -> how its ids begin, of what gives the model work. Features add theirs to `app.state.prefixes`."""
 ACCEPTED_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 CONNECTION = "stages.connection"  # in a scope's extensions: `abort` ends the connection without waiting for its client
 TENANT: ContextVar[int | None] = ContextVar("tenant", default=None)
@@ -139,13 +136,12 @@ class RequestMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        req = None
+        req, app = None, scope["app"].state
         state = scope.setdefault("state", {})
         path = state["path"] = route_path(scope)
-        if path in PREFIX:
-            # Anyone who knows its id can read a stored response, so clients cannot choose it.
-            chosen = None if path == "/v1/responses" else Headers(scope=scope).get("x-request-id")
-            state["ids"] = make_ids(PREFIX[path], chosen)
+        if path in app.prefixes:
+            chosen = None if path in app.unchosen_ids else Headers(scope=scope).get("x-request-id")
+            state["ids"] = make_ids(app.prefixes[path], chosen)
             req = state["req"] = state["ids"].engine_id(0)
         cause = None
         if trace.on:
@@ -153,11 +149,11 @@ class RequestMiddleware:
             if "ids" in state:
                 state["ids"] = replace(state["ids"], cause=cause)
         answer = _Answer(send, req, cause)
-        refusal = scope["app"].state.services.lifecycle.refusal(path)
+        refusal = app.services.lifecycle.refusal(path)
         if refusal is not None:
             await error_response(scope, refusal)(scope, receive, answer.send)
             return
-        await self._run(scope, receive, answer, scope["app"].state.gate)
+        await self._run(scope, receive, answer, app.gate)
 
     async def _run(self, scope: Scope, receive: Receive, answer: _Answer, gate: RequestGate) -> None:
         task = asyncio.current_task()
@@ -180,17 +176,18 @@ def _trace_arrival(scope: Scope, req: str | None) -> str | None:
     if values := Headers(scope=scope).getlist("traceparent"):
         for parse in mixins(TRACEPARENT):  # none if the feature is not installed
             trace_id, parent_id = parse(values)
-    method, path = scope["method"], scope["path"]
+    method, path = scope["method"], bounded(scope["path"])
     if trace.on:
         return trace.emit("http.request", req=req, method=method, path=path, trace_id=trace_id, parent_id=parent_id)
     return None
 
 
 async def _cut(scope: Scope, receive: Receive, answer: _Answer) -> None:
-    """End an answer that missed the deadline: with a 503, or in a stream with an error event."""
+    """End an answer that missed the deadline: with a 503, or in a stream with an error event, of its own API if that left word."""
     error = unavailable("The server was shut down before this request was finished.")
     if not answer.status:
         await error_response(scope, error)(scope, receive, answer.send)
     elif answer.streams and not answer.complete:
-        last = f"data: {error_json(error)}\n\ndata: [DONE]\n\n".encode()
+        own = scope["state"].get("cut")
+        last = own(error) if own else f"data: {error_json(error)}\n\ndata: [DONE]\n\n".encode()
         await answer.send({"type": "http.response.body", "body": last, "more_body": False})

@@ -13,13 +13,14 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 
 from stage02_server.api_server import Services
-from stage02_server.middleware import PREFIX, RequestIds
+from stage02_server.middleware import RequestIds
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.mixins import is_there, load
 from stagetrace import trace
 
 router = APIRouter()
 INVOCATIONS = "/invocations"
+PREFIXES = {INVOCATIONS: "invocation-"}
 _POOLING = "stage02_server.features.pooling.routes"
 
 
@@ -65,10 +66,10 @@ def read(kind: type[BaseModel], body: dict[str, Any]) -> BaseModel:
         raise RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in error.errors()]) from None
 
 
-def renamed(ids: RequestIds, path: str, request_id: str | None) -> RequestIds:
+def renamed(ids: RequestIds, prefix: str, request_id: str | None) -> RequestIds:
     """The ids of an answer that looks like the route's own. The engine's id stays: it was made before the body was read."""
     named = ids.named(request_id)
-    response = PREFIX[path] + named.response.removeprefix(PREFIX[INVOCATIONS])
+    response = prefix + named.response.removeprefix(PREFIXES[INVOCATIONS])
     if trace.on:
         trace.emit("request.named", req=ids.engine_id(0), response=response)
     return replace(named, response=response)
@@ -81,11 +82,13 @@ async def invocations(body: dict[str, Any], raw_request: Request) -> Response:
     target = target_of(body, services.engine.vllm_config.supported_tasks)
     handler = load(target.handler)
     request = read(get_type_hints(handler)["request"], body)
-    raw_request.state.ids = renamed(raw_request.state.ids, target.path, getattr(request, "request_id", None))
+    prefix = raw_request.app.state.prefixes[target.path]
+    raw_request.state.ids = renamed(raw_request.state.ids, prefix, getattr(request, "request_id", None))
     answer: Response = await handler(request, raw_request)
     return answer
 
 
 def install(app: FastAPI, services: Services) -> None:
     """Add the route."""
+    app.state.prefixes |= PREFIXES
     app.include_router(router)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import json
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -103,6 +104,65 @@ def test_several_prompts_need_a_place_each(make_server: MakeServer) -> None:
     assert server.post(COMPLETIONS, BODY | {"max_tokens": -1}).status_code == 400  # its place is free again
     assert [server.post(COMPLETIONS, BODY).status_code for _ in range(3)] == [200] * 3
     assert rejections(server) == {"max_num_queued_reqs": 1, "max_num_queued_tokens": 0}
+
+
+async def slowly(body: bytes, rest: asyncio.Event) -> AsyncIterator[bytes]:
+    """The first byte of a body, and later the rest."""
+    yield body[:1]
+    await rest.wait()
+    yield body[1:]
+
+
+def test_who_only_begins_to_send_takes_no_place(make_server: MakeServer) -> None:
+    """Neither does one without the key. When the bodies are there at last, each counts."""
+    server = make_server(RecordingEcho(tick_seconds=3600), max_num_queued_reqs=2, api_key=("the-key",))
+    key, text = {"Authorization": "Bearer the-key", "Content-Type": "application/json"}, json.dumps(BODY).encode()
+
+    async def check() -> list[int]:
+        rest = asyncio.Event()
+        posts = (server.send("POST", COMPLETIONS, content=slowly(text, rest), headers=key) for _ in range(12))
+        slow = [asyncio.create_task(each) for each in posts]
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert (await server.send("POST", COMPLETIONS, json=BODY)).status_code == 401
+        quick = [asyncio.create_task(server.send("POST", COMPLETIONS, json=BODY, headers=key)) for _ in range(2)]
+        while server.engine.num_unfinished_requests < 2:
+            assert not any(each.done() for each in (*quick, *slow))
+            await asyncio.sleep(0)
+        for each in quick:
+            each.cancel()
+        await asyncio.gather(*quick, return_exceptions=True)
+        rest.set()
+        while sum(each.done() for each in slow) < 10 or server.engine.num_unfinished_requests < 2:
+            await asyncio.sleep(0)
+        statuses = [each.result().status_code for each in slow if each.done()]
+        for each in slow:
+            each.cancel()
+        await asyncio.gather(*slow, return_exceptions=True)
+        return statuses
+
+    assert server.run(check()) == [503] * 10
+    assert rejections(server) == {"max_num_queued_reqs": 10, "max_num_queued_tokens": 0}
+
+
+def test_a_body_that_is_too_long_or_never_ends_gives_its_place_back(make_server: MakeServer) -> None:
+    server = make_server(max_num_queued_reqs=1, max_request_bytes=1024)
+
+    async def check() -> list[int]:
+        gone, statuses = asyncio.Event(), []
+        leaver = asyncio.create_task(server.send("POST", COMPLETIONS, content=slowly(b"{", gone)))
+        await asyncio.sleep(0)
+        leaver.cancel()
+        await asyncio.gather(leaver, return_exceptions=True)
+        for content in (b"x" * 2000, b"{", b"", json.dumps(BODY).encode()):
+            sent = asyncio.Event()
+            sent.set()
+            headers = {"Content-Type": "application/json"}
+            answer = await server.send("POST", COMPLETIONS, content=slowly(content, sent), headers=headers)
+            statuses.append(answer.status_code)
+        return statuses
+
+    assert server.run(check()) == [413, 400, 400, 200]
 
 
 def test_a_client_that_leaves_gives_its_place_back(make_server: MakeServer) -> None:

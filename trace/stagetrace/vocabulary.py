@@ -111,7 +111,7 @@ _ROWS = [
     _optional("engine.dead", 5, ENGINE, {"message": "str"}, "The front end noticed that the engine process is gone.", "v1/engine/core_client.py EngineDeadError"),
     # Phase 6: request
     Row("http.request", 6, SERVER, {"method": "str", "path": "str", "trace_id": "str | None", "parent_id": "str | None"},
-        "An HTTP request was parsed; the ids are those of the client's own trace, from its header traceparent. Its `req` is the id of its first prompt (stagetrace.ids has the rule).",
+        "An HTTP request was parsed; its path is escaped, and cut after 256 characters. The ids are those of the client's own trace, from its header traceparent. Its `req` is the id of its first prompt (stagetrace.ids has the rule).",
         "openai/api_server.py create_completion, vllm/tracing.py extract_trace_context"),
     _optional("connection.ended", 6, SERVER, {"reason": "str"},
         "A connection was closed by the server: its client sent the header or the body too slowly, left an answer unread, or was the oldest of too many.", "-"),

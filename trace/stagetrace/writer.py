@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from stagetrace.private import FILE_MODE, FOLDER_MODE
+from stagetrace.text import printable
 
 WRITE_INTERVAL_SECONDS = 0.1  # kill -9 loses at most what was recorded in this time
 MIN_MAX_BYTES = 1 << 16  # smaller files would hold little besides their own headers
@@ -22,7 +23,7 @@ def write_console_line(text: str) -> None:
 
     It goes past Python's own buffer, where another thread's half line could lie. Raises OSError if stderr is closed.
     """
-    line = text.replace("\n", "\\n").encode("utf-8", "backslashreplace")
+    line = printable(text).encode("utf-8", "backslashreplace")
     if len(line) >= CONSOLE_BYTES:
         line = line[: CONSOLE_BYTES - 4] + b"..."
     rest = memoryview(line + b"\n")

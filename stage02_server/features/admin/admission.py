@@ -1,8 +1,9 @@
 """`--max-num-queued-reqs` and `--max-num-queued-tokens`: a server that has enough to do refuses more, at once.
 
 Source: vllm/v1/engine/async_llm.py, check_admission. As in vLLM, nothing is refused unless a flag sets a limit. vLLM asks before it
-reads the prompts and once more afterwards. Here the second question also reserves places, so that of a burst nobody passes both
-before the others are counted.
+reads the prompts and once more afterwards. Here a request is asked for when its header is there, with a right key; when its body is
+there it takes a place, and when its prompts are known it takes theirs, so that of a burst nobody passes before the others are
+counted. Who only begins to send takes nobody's place.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from collections.abc import Iterator
 
 from fastapi import FastAPI
 from prometheus_client import Counter
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stage02_server.api_server import Services
 from stage02_server.errors import RETRY_AFTER_SECONDS, APIError, error_response
@@ -62,7 +64,7 @@ class Admission:
         there |= {http_name(request_id) for request_id in there}
         return (counted for own in self._reserved.values() for name, counted in own.items() if name not in there)
 
-    def _check(self, places: int) -> None:
+    def check(self, places: int = 1) -> None:
         """Raises APIError 503 if so many more requests are too many now, and counts the refusal."""
         there = self.num_requests
         if self._max_reqs is not None and there + places > self._max_reqs:
@@ -77,8 +79,8 @@ class Admission:
         raise APIError(503, "ServiceUnavailableError", message, headers=headers)
 
     def enter(self, name: str) -> None:
-        """Reserve a place for an HTTP request whose body is not read yet. Raises APIError 503."""
-        self._check(1)
+        """Reserve a place for an HTTP request whose body is there, but not read yet. Raises APIError 503."""
+        self.check()
         self._reserved[name] = {name: (1, 0)}
 
     def admit(self, requests: list[EngineCoreRequest]) -> None:
@@ -86,7 +88,7 @@ class Admission:
         name = http_name(requests[0].request_id)
         self.leave(name)
         counts = [made.sampling_params.num_answers for made in requests]
-        self._check(sum(counts))
+        self.check(sum(counts))
         self._reserved[name] = {
             made.request_id: (count, count * len(made.prompt_token_ids)) for made, count in zip(requests, counts)
         }
@@ -126,7 +128,7 @@ class _Begun(AnswerHook):
 
 
 class AdmissionMiddleware:
-    """Refuses requests for the model while there is no place for them, before their body is read."""
+    """Refuses requests for the model while there is no place for them: at once, and again when their body has arrived."""
 
     def __init__(self, app: ASGIApp, args: AdminFlags) -> None:
         self._app = app
@@ -138,14 +140,30 @@ class AdmissionMiddleware:
         admission: Admission = scope["app"].state.admission
         name = scope["state"]["ids"].engine
         try:
+            admission.check()
+            arrived = [await _whole_body(receive)]
             admission.enter(name)
-        except APIError as refusal:
+        except (APIError, HTTPException) as refusal:
             await error_response(scope, refusal)(scope, receive, send)
             return
+
+        async def receive_again() -> Message:
+            return arrived.pop() if arrived else await receive()
+
         try:
-            await self._app(scope, receive, send)
+            await self._app(scope, receive_again, send)
         finally:
             admission.leave(name)
+
+
+async def _whole_body(receive: Receive) -> Message:
+    """The body in one message; or that the client has left. Raises HTTPException for a body that is too long."""
+    body = bytearray()
+    while (message := await receive())["type"] == "http.request":
+        body += message.get("body", b"")
+        if not message.get("more_body"):
+            return {"type": "http.request", "body": bytes(body), "more_body": False}
+    return message
 
 
 def install(app: FastAPI, services: Services) -> None:

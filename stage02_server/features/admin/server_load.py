@@ -5,21 +5,11 @@ from __future__ import annotations
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from stage02_server.features.admin.flags import AdminFlags
-from stage02_server.middleware import route_path
-
-WORKING_PATHS = frozenset(
-    {
-        "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/score", "/v1/rerank",
-        "/v2/rerank", "/score", "/rerank", "/pooling", "/classify", "/v1/audio/transcriptions",
-        "/v1/audio/translations", "/invocations",
-    }
-)  # fmt: skip
-"""The routes that give a model work."""
 
 
 def is_work(scope: Scope) -> bool:
-    """Is this a request for the model?"""
-    return scope["type"] == "http" and scope["method"] == "POST" and route_path(scope) in WORKING_PATHS
+    """Is this a request for the model? Those have ids of their own."""
+    return scope["type"] == "http" and scope["method"] == "POST" and "ids" in scope["state"]
 
 
 class ServerLoad:

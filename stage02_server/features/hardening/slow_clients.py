@@ -13,11 +13,9 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
-
 from stage02_server.errors import APIError
 from stage02_server.features.hardening.flags import HardeningFlags
-from stage02_server.features.hardening.request_limits import LimitedHttpProtocol
+from stage02_server.features.hardening.pipelining import PipelinedHttpProtocol
 from stage02_server.middleware import CONNECTION
 from stagetrace import trace
 
@@ -49,11 +47,11 @@ class Unfinished:
         self.num_bytes -= self.connections.pop(connection, 0)
 
 
-class TimedHttpProtocol(LimitedHttpProtocol):
+class TimedHttpProtocol(PipelinedHttpProtocol):
     """A connection with a deadline for what its client must do next: send the header, send the body, read the answer.
 
-    Invariant: one of the two timers runs while the client has to act; none while the client waits. Between two requests
-    uvicorn's own timer runs (`--timeout-keep-alive`).
+    Invariant: one of the two timers runs while the client has to act; none while the client waits, or while nothing is read from
+    it because it is ahead. Between two requests uvicorn's own timer runs (`--timeout-keep-alive`).
     """
 
     header_seconds: float
@@ -71,7 +69,6 @@ class TimedHttpProtocol(LimitedHttpProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """From asyncio: a client has connected and must send a header."""
         super().connection_made(transport)
-        self._cycles: list[RequestResponseCycle] = []  # requests without a complete answer
         self._time_request()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -83,10 +80,10 @@ class TimedHttpProtocol(LimitedHttpProtocol):
                 cycle.disconnected = True
                 cycle.message_event.set()
 
-    def data_received(self, data: bytes) -> None:
-        """From asyncio: bytes, perhaps of several requests."""
+    def parse(self, data: bytes) -> None:
+        """Bytes, perhaps of several requests."""
         self._received += len(data)
-        super().data_received(data)
+        super().parse(data)
         if not self.transport.is_closing():
             self._time_request(len(data))
 
@@ -99,8 +96,6 @@ class TimedHttpProtocol(LimitedHttpProtocol):
         """Parser callback: the request starts to run, or waits for the one before it."""
         super().on_headers_complete()
         self._receiving = "body"
-        self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
-        self._cycles.append(self.cycle)
         self.scope["extensions"] = {CONNECTION: {"abort": self.transport.abort}}
 
     def on_message_complete(self) -> None:
@@ -114,6 +109,7 @@ class TimedHttpProtocol(LimitedHttpProtocol):
         """Start, keep or stop the timer, by what is still missing."""
         answered = self.cycle is None or self.cycle.response_complete
         what = self._receiving or ("header" if answered else "")  # bytes after an answer are a request, or nonsense
+        what = "" if self._flow.full else what
         if what != self._timed:
             self._stop_timer()
             self._timed, self._began, self._received = what, time.monotonic(), 0
@@ -209,6 +205,7 @@ def timed_protocol(args: HardeningFlags) -> type[TimedHttpProtocol]:
     settings: dict[str, Any] = {
         "max_bytes": args.h11_max_incomplete_event_size, "max_headers": args.h11_max_header_count,
         "header_seconds": args.request_header_timeout, "body_seconds": args.request_body_timeout,
-        "stall_seconds": args.response_stall_timeout, "unfinished": Unfinished(min(MAX_UNFINISHED, room)),
+        "stall_seconds": args.response_stall_timeout, "max_pipelined": args.max_pipelined_requests,
+        "unfinished": Unfinished(min(MAX_UNFINISHED, room)),
     }  # fmt: skip
     return type("HttpProtocol", (TimedHttpProtocol,), settings)

@@ -6,6 +6,9 @@ without a network. vLLM has both, by `--enable-offline-docs`.
 
 from __future__ import annotations
 
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from importlib.resources import files
 
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -17,6 +20,9 @@ from stage02_server.errors import not_found
 from stage03_engine.mixins import load
 
 router = APIRouter()
+DESCRIBER = ThreadPoolExecutor(
+    1, "describe"
+)  # one thread: of many who ask at the same time, the first one has the work
 TITLE = "vLLM in stages"
 OPENAPI = "stage02_server.features.page.openapi:describe"  # imports all HTTP features, so it waits until somebody asks
 ASSETS = {
@@ -37,9 +43,21 @@ def _root_path(raw_request: Request) -> str:
 @router.get("/openapi.json", include_in_schema=False)
 async def show_openapi(raw_request: Request) -> Response:
     """The description of all routes; behind a proxy with the path that `--root-path` names."""
-    root_path = _root_path(raw_request)
+    loop = asyncio.get_running_loop()
+    content = await loop.run_in_executor(DESCRIBER, _openapi, _root_path(raw_request))
+    return Response(content, media_type="application/json")
+
+
+@cache
+def _openapi(root_path: str) -> bytes:
+    """Takes seconds: it imports what this server has had no need of."""
     servers = {"servers": [{"url": root_path}]} if root_path else {}
-    return JSONResponse(load(OPENAPI)() | servers)
+    return bytes(JSONResponse(load(OPENAPI)() | servers).body)
+
+
+@cache
+def _asset(name: str) -> bytes:
+    return files("fastapi_offline").joinpath("static", name).read_bytes()
 
 
 @router.get("/docs", include_in_schema=False)
@@ -77,8 +95,7 @@ def show_asset(asset: str) -> Response:
     """A script or style of these pages. Raises APIError 404 for any other name."""
     if asset not in ASSETS:
         raise not_found(f"/docs has no {asset}.")
-    content = files("fastapi_offline").joinpath("static", asset).read_bytes()
-    return Response(content, media_type=ASSETS[asset], headers={"Cache-Control": "max-age=86400"})
+    return Response(_asset(asset), media_type=ASSETS[asset], headers={"Cache-Control": "max-age=86400"})
 
 
 def install(app: FastAPI, services: Services) -> None:

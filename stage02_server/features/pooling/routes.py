@@ -17,6 +17,10 @@ from stage02_server.features.pooling.serving import ServingClassification, Servi
 from stage02_server.streaming import answer_of
 
 router = APIRouter()
+PREFIXES = {
+    "/v1/embeddings": "embd-", "/pooling": "pool-", "/classify": "classify-", "/score": "score-", "/v1/score": "score-",
+    "/rerank": "rerank-", "/v1/rerank": "rerank-", "/v2/rerank": "rerank-",
+}  # fmt: skip
 
 
 @router.post("/v1/embeddings")
@@ -59,4 +63,5 @@ def install(app: FastAPI, services: Services) -> None:
     app.state.serving_classification = ServingClassification(engine, models, template)
     joins = services.args.chat_template is not None
     app.state.serving_scores = ServingScores(engine, models, template, joins=joins)
+    app.state.prefixes |= PREFIXES
     app.include_router(router)

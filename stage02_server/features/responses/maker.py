@@ -169,6 +169,10 @@ class ResponseMaker:
         self.response.error = ResponseError(code=code, message=refusal.message)
         return self._event("failed", response=self.response)
 
+    def cut(self, error: Exception) -> bytes:
+        """The last event of a stream that the end of the server cuts; nothing if the response has its last event already."""
+        return self.fail(error) if self.response.status in ("queued", "in_progress") else b""
+
     def _usage(self) -> ResponseUsage:
         usage = self._requests.usage()
         reasoning = len(self._tokenizer.encode(self._reasoning, add_special_tokens=False)) if self._reasoning else 0

@@ -12,6 +12,7 @@ from stage02_server.features.responses.serving import OpenAIServingResponses
 from stage02_server.streaming import answer, answer_of
 
 router = APIRouter()
+PREFIXES = {"/v1/responses": "resp_"}
 ResponseId = Annotated[str, Path(description="The id of a stored response.")]
 
 
@@ -33,7 +34,8 @@ async def retrieve_responses(
     ] = None,
 ) -> Response:
     """A stored response, or the events of one that is made in the background."""
-    return answer(raw_request.app.state.openai_serving_responses.retrieve(response_id, stream, starting_after))
+    serving: OpenAIServingResponses = raw_request.app.state.openai_serving_responses
+    return answer(serving.retrieve(response_id, stream, starting_after, raw_request))
 
 
 @router.post("/v1/responses/{response_id}/cancel")
@@ -47,4 +49,6 @@ def install(app: FastAPI, services: Services) -> None:
     app.state.openai_serving_responses = OpenAIServingResponses(
         services.engine, services.models, services.template, services.args, app.state.openai_serving_chat
     )
+    app.state.prefixes |= PREFIXES
+    app.state.unchosen_ids |= PREFIXES.keys()  # whoever knows the id of a stored response can read it
     app.include_router(router)

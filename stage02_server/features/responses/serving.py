@@ -88,7 +88,8 @@ class OpenAIServingResponses(OpenAIServing):
         parsers = self._chat.parsers
         parser = None if parsers is None else parsers.parser(chat, prompt, structured)
         maker = ResponseMaker(request, requests, self.engine_client.tokenizer, keep, parser)
-        entry = StoredResponse(maker.response, items)
+        entry = StoredResponse(maker.response, items, cut=maker.cut)
+        raw_request.state.cut = entry.cut
         if request.background:
             return self._in_background(entry, maker, requests, bool(request.stream))
         source = await self.begin(requests, raw_request.receive)
@@ -187,7 +188,7 @@ class OpenAIServingResponses(OpenAIServing):
             entry.log.end()
         self._store.update_size(entry)
 
-    def retrieve(self, response_id: str, stream: bool, starting_after: int | None) -> Answer:
+    def retrieve(self, response_id: str, stream: bool, starting_after: int | None, raw_request: Request) -> Answer:
         """A stored response as it is now, or the events of one that was created with background and stream, from after
         number `starting_after` on. Raises APIError and InvalidRequestError."""
         entry = self._store.get(response_id, "response_id")
@@ -197,6 +198,7 @@ class OpenAIServingResponses(OpenAIServing):
             raise InvalidRequestError(
                 "Only a response created with background=true and stream=true can be streamed.", "stream"
             )
+        raw_request.state.cut = entry.cut
         events = entry.log.read(0 if starting_after is None else starting_after + 1)
         return events
 

@@ -4,7 +4,7 @@ is unbounded and therefore off by default)."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
 from stage02_server.errors import RETRY_AFTER_SECONDS, APIError, not_found
@@ -56,6 +56,9 @@ class StoredResponse:
     items: list[InputItem]  # the output comes last when it is there; without instructions
     log: EventLog | None = None  # only of a background response that is streamed
     task: asyncio.Task[None] | None = field(default=None, repr=False)  # only of a background response
+    cut: Callable[[Exception], bytes] | None = field(
+        default=None, repr=False
+    )  # its last event if the server ends before
 
     @property
     def running(self) -> bool:

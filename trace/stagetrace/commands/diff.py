@@ -9,6 +9,7 @@ from pathlib import Path
 from stagetrace.check.difference import Fact, Lane, StepFacts, compare
 from stagetrace.commands.common import add_run
 from stagetrace.read.engine_state import MANY
+from stagetrace.read.terminal import say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,16 +25,17 @@ def run(args: argparse.Namespace) -> int:
     """0 if they are the same, 1 if they differ."""
     result = compare(args.a, args.b, args.only == "engine")
     for label, path, steps, requests in zip("AB", (args.a, args.b), result.num_steps, result.num_requests):
-        print(f"{label} = {Path(path).name}: {steps} steps, {requests} requests")
+        say(f"{label} = {Path(path).name}: {steps} steps, {requests} requests")
     for line in result.settings:
-        print(f"settings differ: {line}")
+        say(f"settings differ: {line}")
     for number, lane in result.steps.items():
         _print_step(lane, f" of engine {number}" if len(result.steps) > 1 else "")
     if result.requests:
         print(f"{len(result.requests)} requests differ:")
     for name, lane in list(result.requests.items())[:MANY]:
-        print(f"  {name}, its event {lane.place + 1}:")
-        print(f"    A: {lane.a or 'has ended'}\n    B: {lane.b or 'has ended'}")
+        say(f"  {name}, its event {lane.place + 1}:")
+        say(f"    A: {lane.a or 'has ended'}")
+        say(f"    B: {lane.b or 'has ended'}")
     if len(result.requests) > MANY:
         print(f"  and {len(result.requests) - MANY} more")
     if result.same:
@@ -47,7 +49,8 @@ def _print_step(lane: Lane, engine: str) -> None:
     sides = [item if isinstance(item, StepFacts) else None for item in (lane.a, lane.b)]
     for label, side in zip("AB", sides):
         words = side.before.in_words() if side is not None else ["the recording ends before this step"]
-        print("\n".join(f"  {label} before: {line}" for line in words))
+        for line in words:
+            say(f"  {label} before: {line}")
     facts: list[list[Fact]] = [side.facts if side is not None else [] for side in sides]
     same = 0
     for pair in zip_longest(*facts):
@@ -58,6 +61,6 @@ def _print_step(lane: Lane, engine: str) -> None:
         rest = mine[same:]
         own = [fact for fact in rest if fact not in other] or rest
         for fact in own[:MANY]:
-            print(f"  {label} does:   {fact}")
+            say(f"  {label} does:   {fact}")
         if len(own) > MANY:
             print(f"  {label} and {len(own) - MANY} events more")

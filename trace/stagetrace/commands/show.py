@@ -20,11 +20,11 @@ from stagetrace.read.terminal import (
     ascii_if_needed,
     milliseconds,
     phase_colour,
-    printable,
     short_id,
     table,
     wants_colour,
 )
+from stagetrace.text import printable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,7 +102,7 @@ def _print_story(recording: Recording, request_id: str, colour: bool) -> None:
     for line in lines:
         if line.process and line.process != process:
             process = line.process
-            print(ascii_if_needed(f"{BOLD}── {process}{RESET}" if colour else f"── {process}"))
+            print(ascii_if_needed(f"{BOLD}── {printable(process)}{RESET}" if colour else f"── {printable(process)}"))
         print(ascii_if_needed(_line(line, zero, colour)))
 
 

@@ -18,11 +18,11 @@ from stagetrace.read.terminal import (
     ascii_if_needed,
     milliseconds,
     phase_colour,
-    printable,
     short_id,
     wants_colour,
 )
 from stagetrace.read.walk import EngineState, Place, Walk
+from stagetrace.text import printable
 from stagetrace.vocabulary import VOCABULARY
 
 HELP = """Enter, n [N]  the next event, or N events forward
@@ -97,12 +97,15 @@ class _Session:
             head.append(f"step {event.step}")
         if event.req is not None:
             head.append(short_id(event.req))
-        name = self._paint(event.name, BOLD) + {"B": " begin", "E": " end"}.get(event.ph, "")
+        name = self._paint(printable(event.name), BOLD) + {"B": " begin", "E": " end"}.get(event.ph, "")
         lines = ["  ".join(head), f"  {name} {arguments(event.args)}".rstrip()]
         if event.cause is not None:
-            lines.append(f"  caused by {event.cause} (pid:number)")
+            lines.append(f"  caused by {printable(event.cause)} (pid:number)")
         if row is not None:
-            lines += [f"  {row.meaning}", self._paint(f"  in vLLM: {row.vllm}   here: {row.stage}, {event.src}", DIM)]
+            lines += [
+                f"  {row.meaning}",
+                self._paint(f"  in vLLM: {row.vllm}   here: {row.stage}, {printable(event.src)}", DIM),
+            ]
         return [*lines, "  " + _state(place.state), ""]
 
     def _move(self, way: Callable[[Callable[[Place], bool]], bool], text: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from stagetrace.check.reasons import StepReasons, explain, find_request
 from stagetrace.commands.common import add_run
 from stagetrace.errors import TraceError
+from stagetrace.read.terminal import say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,9 +25,9 @@ def run(args: argparse.Namespace) -> int:
     request_id = find_request(args.run, args.req)
     steps = explain(args.run, request_id)
     if args.step is None:
-        print(f"{request_id}:")
+        say(f"{request_id}:")
         for line in _ranges(steps):
-            print(f"  {line}")
+            say(f"  {line}")
         return 0
     first, last, found = None, None, False
     for step in steps:
@@ -44,16 +45,18 @@ def run(args: argparse.Namespace) -> int:
     when = (
         "had not arrived yet" if args.step < first else "had ended already" if args.step > last else "was passed over"
     )
-    print(f"{request_id} in step {args.step}\n- It {when}: {there}.")
+    say(f"{request_id} in step {args.step}")
+    say(f"- It {when}: {there}.")
     return 0
 
 
 def _print_step(request_id: str, step: StepReasons) -> None:
-    print(f"{request_id} in step {step.step}")
+    say(f"{request_id} in step {step.step}")
     for line in step.before:
-        print(f"  before: {line}")
+        say(f"  before: {line}")
     for reason in step.reasons:
-        print(f"- {reason.text}\n    rule: {reason.places}")
+        say(f"- {reason.text}")
+        say(f"    rule: {reason.places}")
 
 
 def _ranges(steps: Iterable[StepReasons]) -> Iterator[str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from stagetrace.event import Event
-from stagetrace.read.terminal import BOLD, DIM, RESET, cut, milliseconds, phase_colour, printable, short_id
+from stagetrace.read.terminal import BOLD, DIM, RESET, cut, milliseconds, phase_colour, short_id
+from stagetrace.text import printable
 
 _LEFT = 33  # columns before the first process: time, phase, step, request
 _MIN_TEXT = 40  # the fewest columns that an event's text needs
@@ -38,7 +39,7 @@ class Columns:
         """Give a process the next column."""
         if pid not in self._lanes:
             self._lanes[pid] = len(self._lanes)
-            self._names[pid] = name
+            self._names[pid] = printable(name)
             self._lay_out()
 
     def note(self, event: Event) -> None:
@@ -73,7 +74,7 @@ class Columns:
     def _body(self, event: Event) -> str:
         """The event in the column of its process, and the arrow of a message that arrives."""
         lane, stride = self._lane(event.pid), self._stride
-        name, words = event.name, self._words(event)
+        name, words = printable(event.name), self._words(event)
         cause = self._sent.get(event.cause or "")
         sender = lane if cause is None else self._lane(cause.pid)
         before = "│".ljust(stride) * lane

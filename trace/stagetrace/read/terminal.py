@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from stagetrace.ids import KIND
+from stagetrace.text import printable
 
 RESET, BOLD, DIM = "\x1b[0m", "\x1b[1m", "\x1b[2m"
 _PHASE_COLOURS = [90, 36, 36, 34, 34, 35, 33, 33, 32, 96]  # of phases 0-9; neighbours that belong together are alike
@@ -53,7 +54,7 @@ def short_id(request_id: str) -> str:
     """
     match = _ENGINE_ID.fullmatch(request_id)
     if match is None:
-        return request_id
+        return printable(request_id)
     answer, name, prompt = match.groups()
     name = name[:8] if _HEX.fullmatch(name) else name
     return (answer or "") + printable(name) + (f"#{prompt}" if prompt != "0" else "")
@@ -63,11 +64,9 @@ _ENGINE_ID = re.compile(rf"((?:\d+|beam\d+\.\d+)_)?{KIND}(.+?)(?:-[0-9a-f]{{8}})
 _HEX = re.compile(r"[0-9a-f]{32}")
 
 
-def printable(text: str) -> str:
-    """Without characters that would control a terminal."""
-    if text.isprintable():
-        return text
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+def say(line: str) -> None:
+    """Print a line without colours. What it quotes of a recording, which may be anybody's, does not control the terminal."""
+    print(printable(line))
 
 
 def ascii_if_needed(text: str) -> str:
@@ -88,7 +87,7 @@ def cut(text: str, width: int) -> str:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> str:
     """Columns under their names, numbers to the right, those in `left` to the left."""
-    lines = [list(head), *map(list, rows)]
+    lines = [[printable(cell) for cell in line] for line in (head, *rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
     return "\n".join(
         "  ".join(

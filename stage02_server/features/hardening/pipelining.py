@@ -1,0 +1,109 @@
+"""Requests that a client sends without waiting for answers: how many of them one connection may have the server keep.
+
+uvicorn parses all that it reads and queues every request. So one client that reads nothing could hand over requests without end,
+and thousands of them came in one piece, which the event loop parsed while all other clients waited.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+from stage02_server.features.hardening.request_limits import LimitedHttpProtocol
+
+LINES = 2  # the fewest of a request: the request line and an empty one
+
+
+class _Flow(FlowControl):
+    """uvicorn's flow control. It resumes reading after every answer, and whenever a handler waits for its client; `full` forbids it."""
+
+    full = False
+
+    def resume_reading(self) -> None:
+        if not self.full:
+            super().resume_reading()
+
+
+class PipelinedHttpProtocol(LimitedHttpProtocol):
+    """HTTP/1.1 in which at most `max_pipelined` requests of a connection wait behind the one that is being answered, with headers of
+    at most `max_bytes` together. What lies behind them is not parsed, and nothing more is read, until half of them have
+    their answers: the client's own sending then comes to a halt, as TCP provides, and no request is refused.
+
+    Invariant: nothing is held back unless the connection is full, and then nothing is read.
+    """
+
+    max_pipelined: int
+
+    _flow: _Flow
+    _held = b""  # read, but not parsed yet
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """From asyncio: a client has connected."""
+        super().connection_made(transport)
+        self.flow = self._flow = _Flow(transport)
+        self._cycles: dict[RequestResponseCycle, int] = {}  # requests without a complete answer -> bytes of the header
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """From asyncio: nothing more will come, and what was held back needs no answer."""
+        self._held = b""
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """From asyncio: bytes, perhaps of several requests."""
+        if self._flow.full:
+            self._held += data
+        else:
+            self.parse(data)
+
+    def parse(self, data: bytes) -> None:
+        """Parse piece by piece, each so small that the requests in it cannot be too many; keep what there is no room for."""
+        at = 0
+        while at < len(data) and not self.transport.is_closing():
+            room = self.max_pipelined + 1 - len(self._cycles)
+            if room <= 0 or sum(self._cycles.values()) > self.max_bytes:
+                self._held = data[at:]
+                self._flow.full = True
+                self._flow.pause_reading()
+                return
+            end = _end_of_lines(data, at, LINES * room)
+            super().data_received(data[at:end])
+            at = end
+
+    def on_headers_complete(self) -> None:
+        """Parser callback: the request starts to run, or waits for the one before it."""
+        super().on_headers_complete()
+        self._forget_answered()
+        self._cycles[self.cycle] = self._header_bytes
+
+    def on_response_complete(self) -> None:
+        """From uvicorn: the whole answer was handed to the transport; the next request runs."""
+        super().on_response_complete()
+        self._forget_answered()
+        if self._flow.full and len(self._cycles) <= (self.max_pipelined + 1) // 2:
+            self.loop.call_soon(
+                self._parse_held
+            )  # not now: parsing may end the connection, and an answer is being sent
+
+    def _forget_answered(self) -> None:
+        """Answers come in the order of the requests."""
+        for cycle in list(self._cycles):
+            if not cycle.response_complete:
+                break
+            del self._cycles[cycle]
+
+    def _parse_held(self) -> None:
+        if self._flow.full and not self.transport.is_closing():
+            data, self._held, self._flow.full = self._held, b"", False
+            self._flow.resume_reading()
+            self.parse(data)
+
+
+def _end_of_lines(data: bytes, at: int, count: int) -> int:
+    """Where the next so many lines end; the end of the data if there are fewer."""
+    for _ in range(count):
+        at = data.find(b"\n", at) + 1
+        if at == 0:
+            return len(data)
+    return at
