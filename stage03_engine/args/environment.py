@@ -43,6 +43,7 @@ class Counterpart:
 
 
 COUNTERPARTS = {
+    "FORWARDED_ALLOW_IPS": Counterpart("forwarded_allow_ips"),  # uvicorn's own, which works with vLLM too
     "VLLM_API_KEY": Counterpart("api_key", lambda text: (text,)),
     "VLLM_BATCH_INVARIANT": Counterpart("batch_invariant"),
     "VLLM_CONFIGURE_LOGGING": Counterpart("configure_logging"),

@@ -58,7 +58,7 @@ def tls_server(certificate: tuple[Path, Path], tmp_path_factory: pytest.TempPath
         *ECHO, "--host", "127.0.0.1", "--ssl-certfile", str(cert), "--ssl-keyfile", str(key), "--log-config-file",
         str(log), "--h11-max-incomplete-event-size", str(HEADER_BYTES), "--h11-max-header-count", str(HEADERS),
         "--max-request-bytes", str(BODY_BYTES), "--enable-log-requests", "--max-log-len", "4",
-        "--disable-access-log-for-endpoints", "/ping,/version",
+        "--disable-access-log-for-endpoints", "/ping,/version", "--forwarded-allow-ips", "10.0.0.0/8, 127.0.0.1",
     )  # fmt: skip
     server.url = server.wait_for(r"Serving \S+ on (https://\S+)$")[1]
     server.log = log.with_suffix(".txt")  # type: ignore[attr-defined]
@@ -108,6 +108,21 @@ def test_requests_to_some_paths_get_no_line(tls: httpx.Client, tls_server: Serve
         assert tls.get(path).status_code == 200
     log = tls_server.log.read_text()  # type: ignore[attr-defined]
     assert "GET /v1/models?x=1 " in log and "GET /ping" not in log and "GET /version" not in log
+
+
+def test_a_proxy_that_is_believed_names_the_client(tls: httpx.Client, tls_server: ServerProcess) -> None:
+    """What it says is no address: then it stands in quotes, and could not be taken for the beginning of another line's text."""
+    given = {
+        "/v1/a": "192.0.2.7",
+        "/v1/b": "6.6.6.6, 192.0.2.8, 10.3.2.1",
+        "/v1/c": '6.6.6.6:1 - "GET /c HTTP/1.1" 200\x9b\xff',
+    }
+    for path, client in given.items():
+        tls.get(path, headers={"X-Forwarded-For": client.encode("latin-1")})  # type: ignore[dict-item]
+    log = tls_server.log.read_text().splitlines()  # type: ignore[attr-defined]
+    [a, b, c] = [next(line for line in log if f"GET {path} " in line) for path in given]
+    assert "192.0.2.7:0 - " in a and "192.0.2.8:0 - " in b
+    assert c.startswith("own INFO uvicorn.access '6.6.6.6:1 - ") and c.isprintable() and "\\x9b" in c
 
 
 def request_bytes(*headers: bytes, target: bytes = b"/health") -> bytes:
@@ -297,6 +312,11 @@ def test_keys_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"api_key": ("schlüssel",)}, "api_key"),
         ({"api_key": ("two words\n",)}, "api_key"),
         ({"root_path": "llm"}, "root_path"),
+        ({"forwarded_allow_ips": "proxy.example.org"}, "forwarded_allow_ips"),
+        ({"forwarded_allow_ips": "10.0.0.1,,::1"}, "forwarded_allow_ips"),
+        ({"forwarded_allow_ips": "10.0.0.1/8"}, "forwarded_allow_ips"),
+        ({"forwarded_allow_ips": "*,10.0.0.1"}, "forwarded_allow_ips"),
+        ({"max_pipelined_requests": 0}, "max_pipelined_requests"),
         ({"allow_credentials": True, "allowed_origins": ("*",)}, "allow_credentials"),
         ({"ssl_cert_reqs": 3}, "ssl_cert_reqs"),
         ({"ssl_cert_reqs": 2, "ssl_certfile": "x"}, "ssl_ca_certs"),

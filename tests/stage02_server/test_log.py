@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import logging
 import re
+import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
 import pytest
+from patience import PATIENCE
 from server_under_test import ServerProcess
 
 from stage03_engine.arg_utils import EngineArgs
+from stage03_engine.args.log import LogFlags, configure_logging
 from stage03_engine.frontend.features.logging_stats import LoggingStatLogger
 from stage03_engine.frontend.metrics import IterationStats
 from stage03_engine.messages import SchedulerStats
@@ -48,6 +53,39 @@ def test_it_says_version_settings_and_when_it_is_ready(server: ServerProcess) ->
     assert "sk-secret" not in "".join(server.lines) and "block_size" not in settings
     assert the_line(server, r"EngineCore.* Ready after \d+\.\d s, with a KV cache for 1024 tokens$")
     assert the_line(server, r"APIServer.* Ready after \d+\.\d s\. Serving gpt2 on ")
+
+
+def test_no_client_writes_a_line_or_steers_the_terminal(server: ServerProcess) -> None:
+    """Nor does one name another client as the sender: nobody is believed, this machine's other programs neither."""
+    url = httpx.URL(server.url)
+    target = "/odd%0aforged%1b[31m%c2%9b%e2%80%ae?a=%0a"
+    forged = '6.6.6.6:1 - "GET /forged HTTP/1.1" 200\x9b'
+    with socket.create_connection((url.host, url.port), timeout=PATIENCE) as client:
+        text = f"GET {target} HTTP/1.1\r\nHost: x\r\nX-Forwarded-For: {forged}\r\nConnection: close\r\n\r\n"
+        client.sendall(text.encode("latin-1"))
+        assert client.recv(99).startswith(b"HTTP/1.1 401")
+    server.wait_for(r"127\.0\.0\.1:\d+ - \"GET /odd\S+ HTTP/1\.1\" 401$")
+    assert all(line.isprintable() for line in server.lines) and not any("6.6.6.6" in line for line in server.lines)
+
+
+def test_whatever_a_record_quotes_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a file of the user's own sets the log up; and each line of a traceback is indented."""
+    monkeypatch.setattr(logging, "_logRecordFactory", logging.getLogRecordFactory())
+    configure_logging("APIServer", LogFlags(configure_logging=False))
+    stream, odd = io.StringIO(), "x\r\n\x1b[2J\x9b\u2028\u202e\ud800\x7f"
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(logging.Formatter("LINE %(message)s"))
+    logger = logging.Logger("of.a.test")
+    logger.addHandler(handler)
+    logger.warning("a %s, %s", odd, [odd])
+    try:
+        raise ValueError(odd + "\nLINE forged")
+    except ValueError:
+        logger.exception("Exception in ASGI application\n")
+    first, second, *traceback = stream.getvalue().splitlines()
+    assert first.startswith("LINE a x\\r\\n\\x1b[2J\\x9b\\u2028\\u202e\\ud800\\x7f, [") and first.isprintable()
+    assert second == "LINE Exception in ASGI application" and any("ValueError: x" in line for line in traceback)
+    assert all(line.startswith("    ") and line.isprintable() for line in traceback)
 
 
 def test_random_weights_and_a_stand_in_tokenizer_are_one_warning(server: ServerProcess) -> None:

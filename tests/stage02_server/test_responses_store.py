@@ -188,6 +188,33 @@ def test_cancel_ends_the_streams_of_all_readers(stuck: InProcessServer) -> None:
     assert numbers(text)[0] == 2 and "response.in_progress" in text
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_the_end_of_the_server_cuts_a_stream_with_its_own_event(stuck: InProcessServer, background: bool) -> None:
+    """Of all who read it: of a response in the background there may be several."""
+
+    async def read() -> list[str]:
+        body = {"input": "x", "stream": True, "background": background}
+        readers = [asyncio.create_task(stuck.send("POST", "/v1/responses", json=body))]
+        while not stuck.client.added:  # type: ignore[attr-defined]
+            await asyncio.sleep(0)
+        if background:
+            name = stuck.client.added[0].rpartition("-")[0]  # type: ignore[attr-defined]
+            get = stuck.send("GET", f"/v1/responses/{name}?stream=true&starting_after=0")
+            readers.append(asyncio.create_task(get))
+        for _ in range(100):
+            await asyncio.sleep(0)
+        stuck.app.state.gate.expire()
+        return [answer.text for answer in await asyncio.gather(*readers)]
+
+    for text in stuck.run(read()):
+        *_, last = text.removesuffix("\n\n").split("\n\n")
+        kind, data = last.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert kind == "event: response.failed" and event["type"] == "response.failed" and "[DONE]" not in text
+        assert event["response"]["status"] == "failed" and "shut down" in event["response"]["error"]["message"]
+        assert event["sequence_number"] == numbers(text)[-2] + 1
+
+
 def test_running_responses_are_not_forgotten_and_bounded(stuck: InProcessServer) -> None:
     names = [stuck.post(RESPONSES, BACKGROUND).json()["id"] for _ in range(2)]
     refused = stuck.post(RESPONSES, BACKGROUND)

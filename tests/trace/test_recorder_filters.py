@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from stage02_server.api_server import HTTP_FEATURES
 from stage02_server.middleware import PREFIX
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.errors import ConfigError
 from stagetrace import EventFilter, Recorder, read_run, root_of
 from stagetrace.read.terminal import short_id
 
+MODULES = [import_module(feature.module) for feature in HTTP_FEATURES]
+PREFIXES = {path: prefix for each in MODULES for path, prefix in getattr(each, "PREFIXES", {}).items()} | PREFIX
 SMALL = {"model": "gpt2-tiny", "device": "cpu"}
 
 
@@ -117,11 +121,12 @@ def test_the_root_of_an_id(request_id: str, root: str) -> None:
     assert root_of(request_id) == root
 
 
-@pytest.mark.parametrize("path", PREFIX)
+@pytest.mark.parametrize("path", PREFIXES)
 def test_the_ids_of_every_path_have_a_root_and_a_short_form(path: str) -> None:
-    assert root_of(f"{PREFIX[path]}mine-0123abcd-0") == f"{PREFIX[path]}mine-0123abcd"
-    assert short_id(f"{PREFIX[path]}mine-0123abcd-0") == "mine"
-    assert short_id(f"1_{PREFIX[path]}{'0123abcd' * 4}-2") == "1_0123abcd#2"
+    assert len(PREFIXES) == 15
+    assert root_of(f"{PREFIXES[path]}mine-0123abcd-0") == f"{PREFIXES[path]}mine-0123abcd"
+    assert short_id(f"{PREFIXES[path]}mine-0123abcd-0") == "mine"
+    assert short_id(f"1_{PREFIXES[path]}{'0123abcd' * 4}-2") == "1_0123abcd#2"
 
 
 def test_request_patterns_take_the_id_or_the_root(tmp_path: Path) -> None:

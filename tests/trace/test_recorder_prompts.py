@@ -6,7 +6,10 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
 
 import pytest
 from patience import PATIENCE
@@ -18,6 +21,13 @@ from stage03_engine.sampling_params import SamplingParams
 from stagetrace import read_run, trace
 
 PROMPT, STOP, STOP_IDS = "KING RICHARD: zebra", "And I am I", [1711, 1722]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[InProcessServer]:
+    server = InProcessServer()
+    yield server
+    server.close()
 
 
 def recorded(folder: Path, prompts: bool) -> tuple[str, str]:
@@ -94,6 +104,60 @@ def test_an_http_body_leaves_nothing(tmp_path: Path) -> None:
     said = json.dumps([event.args for event in run.events])
     assert "http.request" in {e.name for e in run.events}
     assert not [word for word in ("giraffe", "okapi", "tapir") if word in said]
+
+
+@pytest.mark.parametrize(
+    ("path", "shown"),
+    [
+        ("/a%0a[TRACE]%1b[31m%c2%9b%e2%80%ae", "/a\\n[TRACE]\\x1b[31m\\x9b\\u202e"),
+        ("/" + "a" * 255, "/" + "a" * 255),
+        ("/" + "a" * 256, "/" + "a" * 252 + "..."),
+        ("/" + "%00" * 200, "/" + "\\x00" * 63 + "..."),
+        ("/" + "%0a" * 100_000, "/" + "\\n" * 126 + "..."),
+    ],
+    ids=["steers", "long", "too long", "short until it is escaped", "very long"],
+)
+def test_the_path_is_bounded_and_escaped(
+    path: str, shown: str, tmp_path: Path, server: InProcessServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Anybody can choose it, without any key."""
+    trace.open(str(tmp_path), console=True)
+    try:
+        scope = {
+            "type": "http", "method": "GET", "path": unquote(path), "raw_path": path.encode(), "query_string": b"", "headers": [],
+            "root_path": "", "scheme": "http", "server": ("test", 80), "client": None, "http_version": "1.1",
+        }  # fmt: skip
+        sent: list[Any] = []
+
+        async def receive() -> Any:
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        server.run(server.app(scope, receive, send))
+    finally:
+        trace.close()
+    assert sent[0]["status"] == 404
+    [event] = read_run(tmp_path).named("http.request")
+    assert event.args["path"] == shown and len(shown) <= 256
+    lines = [line for line in capfd.readouterr().err.splitlines() if "http.request" in line]
+    assert len(lines) == 1 and lines[0].isprintable() and f"path={shown} " in lines[0]
+
+
+@pytest.mark.parametrize("name", ["a" * 129, "a\n", "a\x1b[31m", "\x9b", ""], ids=ascii)
+def test_an_id_that_could_do_harm_is_not_taken(name: str, tmp_path: Path, server: InProcessServer) -> None:
+    trace.open(str(tmp_path))
+    try:
+        body = {"prompt": "x", "max_tokens": 1}
+        asked = server.post("/v1/completions", body | {"request_id": name})
+        headed = server.post("/v1/completions", body, headers={"X-Request-Id": name.encode("latin-1")})  # type: ignore[dict-item]
+        taken = server.post("/v1/completions", body | {"request_id": "b" * 128})
+    finally:
+        trace.close()
+    assert (asked.status_code, headed.status_code, taken.json()["id"]) == (400, 200, "cmpl-" + "b" * 128)
+    ids = {event.req for event in read_run(tmp_path).events if event.req} | {headed.json()["id"]}
+    assert all((len(each) < 160 and each.isprintable() and name not in each) or not name for each in ids)
 
 
 def test_generate_tells_every_parameter_that_is_not_a_default_and_counts_its_outputs(tmp_path: Path) -> None:

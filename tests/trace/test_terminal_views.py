@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -130,24 +132,38 @@ def test_a_selection_of_nothing_says_so(words: list[str], said: bool, capsys: py
     assert ("no event of this recording is selected" in capsys.readouterr().err) == said
 
 
-def test_what_clients_wrote_cannot_steer_the_terminal(tmp_path: Path, command) -> None:
+def test_what_clients_wrote_cannot_steer_the_terminal(tmp_path: Path, command, monkeypatch: pytest.MonkeyPatch) -> None:
     evil = Event(
         1,
         1,
         5,
         7,
-        "P",
+        "P\x1b[1m\n",
         "i",
-        "cli.main",
-        1,
-        "x:1",
+        "cli.main\x9b",
+        8,
+        "x\x1b:1",
         req="cmpl-\x1b[2J-deadbeef-0",
+        step=1,
+        cause="1\x1b:1",
         args={"argv": ["\x1b]0;x\x07", "a\nb"]},
     )
-    (tmp_path / "P-7.jsonl").write_bytes(encode_line(evil))
-    for words in (["view"], ["show"], ["show", "--req", "cmpl"], ["stats", "--requests"]):
+    odd = Event(1, 2, 6, 7, "P", "i", "sched.admit", 8, "x:1", req="a\x1b[2J\nb", step=1, args={"new_blocks": ["\x9b"]})
+    (tmp_path / "P-7.jsonl").write_bytes(encode_line(evil) + encode_line(odd))
+    for words in (
+        ["view"],
+        ["show"],
+        ["show", "--req", "cmpl"],
+        ["stats", "--requests"],
+        ["check"],
+        ["why", "--req", "a"],
+    ):
         for line in command(words[0], str(tmp_path), *words[1:]):
             assert line.isprintable(), line
+    stepping = io.StringIO("n\nn\nr a\nq\n")
+    monkeypatch.setattr(sys, "stdin", stepping)
+    for line in command("step", str(tmp_path)):
+        assert line.isprintable(), line
 
 
 def test_show_lists_the_requests(command) -> None:

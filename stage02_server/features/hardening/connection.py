@@ -18,6 +18,8 @@ def uvicorn_settings(args: HardeningFlags) -> dict[str, Any]:
         "ssl_cert_reqs": args.ssl_cert_reqs,
         "ssl_ciphers": args.ssl_ciphers or "TLSv1",  # uvicorn's default: OpenSSL's name for a set, not a version of TLS
         "log_level": args.uvicorn_log_level,
+        "proxy_headers": bool((args.forwarded_allow_ips or "").strip()),
+        "forwarded_allow_ips": args.forwarded_allow_ips or "",
         "access_log": not args.disable_uvicorn_access_log,
         "timeout_keep_alive": args.timeout_keep_alive,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import ssl
 from dataclasses import dataclass, field
 
@@ -74,6 +75,11 @@ class HardeningFlags:
     allowed_methods: tuple[str, ...] = option(("*",), "HTTP methods that pages of allowed origins may use")
     allowed_headers: tuple[str, ...] = option(("*",), "headers that pages of allowed origins may send")
     allow_credentials: bool = option(False, "pages of allowed origins may send cookies and logins")
+    forwarded_allow_ips: str | None = option(
+        None,
+        "proxies, with commas between them, whose X-Forwarded-For and X-Forwarded-Proto are believed: addresses, networks, or '*' for "
+        "all; none if not given (uvicorn: FORWARDED_ALLOW_IPS)",
+    )
     root_path: str | None = option(None, "path under which a reverse proxy shows this server, such as /llm")
     middleware: tuple[str, ...] = option(
         (), "module.name of ASGI middleware of your own, a class or a coroutine function; may be given several times"
@@ -108,7 +114,18 @@ class HardeningFlags:
             raise ConfigError(f"ssl_cert_reqs must be 0 (none), 1 (optional) or 2 (required), not {self.ssl_cert_reqs}")
         if self.ssl_cert_reqs and self.ssl_ca_certs is None:
             raise ConfigError("ssl_cert_reqs needs ssl_ca_certs: who signs the certificates of clients")
+        _check_proxies(self.forwarded_allow_ips or "")
         _check_tls(self)
+
+
+def _check_proxies(text: str) -> None:
+    for word in text.split(",") if text.strip() not in ("", "*") else ():
+        try:
+            ipaddress.ip_network(word.strip())
+        except ValueError as error:
+            raise ConfigError(
+                f"forwarded_allow_ips takes addresses and networks such as 10.0.0.0/8, or '*' alone, not {word.strip()!r}: {error}"
+            ) from error
 
 
 def _check_tls(args: HardeningFlags) -> None:

@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 import logging
+import re
 import resource
 from collections.abc import Collection
 
 from stage02_server.features.hardening.flags import HardeningFlags
 
 MAX_OPEN_FILES = 65535
+ADDRESS = re.compile(r"[0-9A-Fa-f.:%\[\]]*")
 
 
 def prepare(args: HardeningFlags) -> None:
     """Set up this process as the flags say."""
+    quote_odd_clients()
     if args.disable_access_log_for_endpoints is not None:
         hide_access_log_of(args.disable_access_log_for_endpoints.split(","))
     set_ulimit()
+
+
+def quote_odd_clients() -> None:
+    """Whoever a believed proxy names as its client stands in quotes in the access log if that is no address: else it could pass
+    for the beginning of another line's text."""
+
+    def quote(record: logging.LogRecord) -> bool:
+        if isinstance(record.args, tuple) and len(record.args) == 5 and not ADDRESS.fullmatch(str(record.args[0])):
+            record.args = (repr(record.args[0]), *record.args[1:])
+        return True
+
+    logging.getLogger("uvicorn.access").addFilter(quote)
 
 
 def hide_access_log_of(paths: Collection[str]) -> None:
