@@ -132,7 +132,9 @@ def test_a_selection_of_nothing_says_so(words: list[str], said: bool, capsys: py
     assert ("no event of this recording is selected" in capsys.readouterr().err) == said
 
 
-def test_what_clients_wrote_cannot_steer_the_terminal(tmp_path: Path, command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_clients_wrote_cannot_steer_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     evil = Event(
         1,
         1,
@@ -150,20 +152,12 @@ def test_what_clients_wrote_cannot_steer_the_terminal(tmp_path: Path, command, m
     )
     odd = Event(1, 2, 6, 7, "P", "i", "sched.admit", 8, "x:1", req="a\x1b[2J\nb", step=1, args={"new_blocks": ["\x9b"]})
     (tmp_path / "P-7.jsonl").write_bytes(encode_line(evil) + encode_line(odd))
-    for words in (
-        ["view"],
-        ["show"],
-        ["show", "--req", "cmpl"],
-        ["stats", "--requests"],
-        ["check"],
-        ["why", "--req", "a"],
-    ):
-        for line in command(words[0], str(tmp_path), *words[1:]):
-            assert line.isprintable(), line
-    stepping = io.StringIO("n\nn\nr a\nq\n")
-    monkeypatch.setattr(sys, "stdin", stepping)
-    for line in command("step", str(tmp_path)):
-        assert line.isprintable(), line
+    monkeypatch.setattr(sys, "stdin", io.StringIO("n\nn\nr a\nq\n"))
+    others = (["show", "--req", "cmpl"], ["stats", "--requests"], ["why", "--req", "a"], ["diff", str(tmp_path)])
+    for word, *rest in (["view"], ["show"], ["check"], ["step"], *others):
+        main([word, str(tmp_path), *rest])  # whatever it finds
+        for line in capsys.readouterr().out.split("\n"):
+            assert line.isprintable(), (word, line)
 
 
 def test_show_lists_the_requests(command) -> None:

@@ -82,6 +82,7 @@ class ResponseMaker:
         self._logprobs: list[ChatLogProb] = []  # of tokens that no message has had yet
         self._finish_reason: str | None = None
         self._num_events = 0
+        self._cut = b""
 
     @property
     def items(self) -> list[InputItem]:
@@ -170,8 +171,11 @@ class ResponseMaker:
         return self._event("failed", response=self.response)
 
     def cut(self, error: Exception) -> bytes:
-        """The last event of a stream that the end of the server cuts; nothing if the response has its last event already."""
-        return self.fail(error) if self.response.status in ("queued", "in_progress") else b""
+        """The last event of a stream that the end of the server cuts, the same for all who read it; nothing if the response had its
+        last event before."""
+        if self.response.status in ("queued", "in_progress"):
+            self._cut = self.fail(error)
+        return self._cut
 
     def _usage(self) -> ResponseUsage:
         usage = self._requests.usage()

@@ -110,7 +110,7 @@ def _line(line: Line, zero: int, colour: bool) -> str:
     time = f"{(line.start_ns - zero) / 1e6:10.3f}"
     until = f" … {(line.end_ns - zero) / 1e6:.3f}" if line.end_ns > line.start_ns else ""
     phase = f"{phase_colour(line.phase)}{line.phase}{RESET}" if colour else str(line.phase)
-    return f"{time}{until:<12}  {phase}  {line.text}"
+    return f"{time}{until:<12}  {phase}  {printable(line.text)}"
 
 
 def _print_summary(request: RequestStory, texts: dict[str, str], colour: bool) -> None:
