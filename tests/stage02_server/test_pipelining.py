@@ -236,8 +236,8 @@ def test_the_standstill_of_pipelined_requests(
             client.settimeout(PATIENCE)
             assert client.recv(12) == b"HTTP/1.1 200"
             assert httpx.get(server.url + "/health").status_code == 200
-        for _ in range(100):
-            assert httpx.get(server.url + "/health").status_code == 200
+        with httpx.Client(base_url=server.url) as neighbour:
+            assert [neighbour.get("/health").status_code for _ in range(50)] == [200] * 50
     assert standstill.seconds < LONGEST
 
 
