@@ -18,7 +18,7 @@ from stage03_engine.args.fields import option, settings_of
 from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import load
 from stagetrace.redact import HIDDEN, redact_values
-from stagetrace.text import printable
+from stagetrace.text import OneLineRecord
 
 if TYPE_CHECKING:
     from stage03_engine.args.resolve import Resolved
@@ -52,20 +52,6 @@ class LogFlags:
     fail_on_environ_validation: bool = option(
         False, "refuse a variable VLLM_* or STAGES_* that nothing reads, instead of a warning"
     )
-
-
-class OneLineRecord(logging.LogRecord):
-    """A record whose message is one line, whoever formats it: what it quotes, of a client or a file, can neither begin another line
-    nor control a terminal. The lines of a traceback are indented, so that none of them looks like a record."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if self.exc_info:
-            lines = logging.Formatter().formatException(self.exc_info).splitlines()
-            self.exc_text = "\n".join("    " + printable(line) for line in lines)
-
-    def getMessage(self) -> str:
-        return printable(super().getMessage().rstrip("\n"))
 
 
 def configure_logging(process: str, flags: Any) -> None:

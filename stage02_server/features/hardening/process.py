@@ -15,7 +15,8 @@ ADDRESS = re.compile(r"[0-9A-Fa-f.:%\[\]]*")
 
 def prepare(args: HardeningFlags) -> None:
     """Set up this process as the flags say."""
-    quote_odd_clients()
+    if args.forwarded_allow_ips:
+        quote_odd_clients()
     if args.disable_access_log_for_endpoints is not None:
         hide_access_log_of(args.disable_access_log_for_endpoints.split(","))
     set_ulimit()

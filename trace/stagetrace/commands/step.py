@@ -91,7 +91,11 @@ class _Session:
     def _lines(self, place: Place) -> list[str]:
         event = place.event
         row = VOCABULARY.get(event.name)
-        head = [f"#{place.number}", f"{milliseconds(event.ts - self._start_ns)} ms", f"{printable(event.proc)} ({event.pid})"]
+        head = [
+            f"#{place.number}",
+            f"{milliseconds(event.ts - self._start_ns)} ms",
+            f"{printable(event.proc)} ({event.pid})",
+        ]
         head.append(self._paint(f"phase {event.phase}", phase_colour(event.phase)))
         if event.step is not None:
             head.append(f"step {event.step}")
