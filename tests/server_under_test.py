@@ -9,15 +9,17 @@ import re
 import subprocess
 import sys
 import threading
+from importlib import import_module
 from typing import Any
 
 import httpx
 from patience import PATIENCE
 from prometheus_client import CollectorRegistry
 
-from stage02_server.api_server import build_app, init_app_state
+from stage02_server.api_server import HTTP_FEATURES, build_app, init_app_state
 from stage02_server.cli_args import FrontendArgs
 from stage02_server.features.echo_engine import EchoCoreClient
+from stage02_server.middleware import PREFIX
 from stage03_engine.config import ModelConfig, VllmConfig
 from stage03_engine.frontend.async_llm import AsyncLLM
 from stage03_engine.frontend.features.prometheus import PrometheusStatLogger
@@ -33,6 +35,13 @@ def byte_config(max_model_len: int = MAX_MODEL_LEN) -> VllmConfig:
         hidden_size=8, intermediate_size=32, max_position_embeddings=max_model_len, eos_token_id=EOS,
     )  # fmt: skip
     return VllmConfig(model_config=ModelConfig(model="byte-model", max_model_len=max_model_len, shape=shape))
+
+
+def all_prefixes() -> dict[str, str]:
+    """Path -> how its ids begin, of every route that gives some model work, served or not."""
+    modules = [import_module(feature.module) for feature in HTTP_FEATURES]
+    features = {path: prefix for each in modules for path, prefix in getattr(each, "PREFIXES", {}).items()}
+    return PREFIX | features
 
 
 class RecordingEcho(EchoCoreClient):

@@ -14,10 +14,9 @@ from typing import Any
 import httpx
 import pytest
 from hypothesis import example, given, settings, strategies as st
-from server_under_test import InProcessServer, RecordingEcho, byte_config
+from server_under_test import InProcessServer, RecordingEcho, all_prefixes, byte_config
 from small_gpt2 import first_layers
 
-from stage02_server.features.admin.server_load import WORKING_PATHS
 from stage02_server.features.page.openapi import describe
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.config import VllmConfig
@@ -300,7 +299,7 @@ def served_configs() -> list[VllmConfig]:
 
 
 def test_each_route_salts_what_it_asks_the_engine() -> None:
-    assert WORK.keys() == {path for path in WORKING_PATHS if "audio" not in path}
+    assert WORK.keys() == {path for path in all_prefixes() if "audio" not in path}
     left = set(WORK)
     for config in served_configs():
         echo = SaltsOfEcho(config)

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
+from server_under_test import all_prefixes
 
-from stage02_server.api_server import HTTP_FEATURES
-from stage02_server.middleware import PREFIX
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.errors import ConfigError
 from stagetrace import EventFilter, Recorder, read_run, root_of
 from stagetrace.read.terminal import short_id
 
-MODULES = [import_module(feature.module) for feature in HTTP_FEATURES]
-PREFIXES = {path: prefix for each in MODULES for path, prefix in getattr(each, "PREFIXES", {}).items()} | PREFIX
+PREFIXES = all_prefixes()
 SMALL = {"model": "gpt2-tiny", "device": "cpu"}
 
 
