@@ -6,8 +6,13 @@ methods, extract_... and extract_..._streaming.)
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
+
+MAX_PIECE = (
+    1024  # characters that a parser gets at once: what it does with the rest of a piece must not grow with the answer
+)
 
 
 @dataclass
@@ -34,6 +39,22 @@ class AnswerDelta:
 
     def __bool__(self) -> bool:
         return bool(self.reasoning or self.content or self.calls)
+
+
+def joined(deltas: Iterable[AnswerDelta]) -> AnswerDelta:
+    """Several deltas as one. Each text is copied once, which adding them one by one would not do."""
+    found = list(deltas)
+    if len(found) == 1:
+        return found[0]
+    whole = AnswerDelta("".join(delta.reasoning for delta in found), "".join(delta.content for delta in found))
+    arguments: dict[int, list[str]] = {}
+    for delta in found:
+        for index, call in delta.calls.items():
+            whole.add_call(index, call.name, "")
+            arguments.setdefault(index, []).append(call.arguments)
+    for index, parts in arguments.items():
+        whole.calls[index].arguments = "".join(parts)
+    return whole
 
 
 class Parser(Protocol):
@@ -64,6 +85,11 @@ class AnswerParser:
 
     def feed(self, text: str, finished: bool) -> AnswerDelta:
         """As `Parser.feed`; without what the request leaves out."""
+        last = max(0, len(text) - 1) // MAX_PIECE
+        pieces = [text[MAX_PIECE * number : MAX_PIECE * (number + 1)] for number in range(last + 1)]
+        return joined(self._feed(piece, finished and number == last) for number, piece in enumerate(pieces))
+
+    def _feed(self, text: str, finished: bool) -> AnswerDelta:
         delta = AnswerDelta(content=text) if self._reasoning is None else self._reasoning.feed(text, finished)
         self.num_characters += len(delta.reasoning)
         reasoning = delta.reasoning if self._include_reasoning else ""
