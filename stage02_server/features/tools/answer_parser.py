@@ -6,7 +6,6 @@ methods, extract_... and extract_..._streaming.)
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -41,14 +40,11 @@ class AnswerDelta:
         return bool(self.reasoning or self.content or self.calls)
 
 
-def joined(deltas: Iterable[AnswerDelta]) -> AnswerDelta:
+def joined(deltas: list[AnswerDelta]) -> AnswerDelta:
     """Several deltas as one. Each text is copied once, which adding them one by one would not do."""
-    found = list(deltas)
-    if len(found) == 1:
-        return found[0]
-    whole = AnswerDelta("".join(delta.reasoning for delta in found), "".join(delta.content for delta in found))
+    whole = AnswerDelta("".join(delta.reasoning for delta in deltas), "".join(delta.content for delta in deltas))
     arguments: dict[int, list[str]] = {}
-    for delta in found:
+    for delta in deltas:
         for index, call in delta.calls.items():
             whole.add_call(index, call.name, "")
             arguments.setdefault(index, []).append(call.arguments)
@@ -85,9 +81,11 @@ class AnswerParser:
 
     def feed(self, text: str, finished: bool) -> AnswerDelta:
         """As `Parser.feed`; without what the request leaves out."""
-        last = max(0, len(text) - 1) // MAX_PIECE
+        if len(text) <= MAX_PIECE:
+            return self._feed(text, finished)
+        last = (len(text) - 1) // MAX_PIECE
         pieces = [text[MAX_PIECE * number : MAX_PIECE * (number + 1)] for number in range(last + 1)]
-        return joined(self._feed(piece, finished and number == last) for number, piece in enumerate(pieces))
+        return joined([self._feed(piece, finished and number == last) for number, piece in enumerate(pieces)])
 
     def _feed(self, text: str, finished: bool) -> AnswerDelta:
         delta = AnswerDelta(content=text) if self._reasoning is None else self._reasoning.feed(text, finished)
