@@ -31,6 +31,7 @@ from stage03_engine.core.features.structured_output.backend_guidance import _des
 from stage03_engine.core.features.structured_output.lark import _escape, _rust_regex
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.detokenizer import IncrementalDetokenizer
+from stage03_engine.frontend.features.engine_watch import _ID as ID_IN_EVENT
 from stage03_engine.frontend.features.repetition_detection import Repetitions
 from stage03_engine.frontend.tokenizer import init_tokenizer_from_configs
 from stage03_engine.params.repetition_detection import RepetitionDetectionParams
@@ -119,6 +120,8 @@ MEETS: dict[str, tuple[Callable[[str], Any], list[str]]] = {
     LARK + r"\\.": (_rust_regex, ["[*\\a*]", "[*\\*"]),
     LARK + r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))": (
         lambda text: re.sub(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))", _escape, text), ["*\\*", "*\\u*", "*\\U1234567*", "*\\u0041*", "*\\\n*"]),
+    """stage03_engine/frontend/features/engine_watch.py: b'"(req|first|needed_by)":"([^"]+)"'""": (
+        lambda text: ID_IN_EVENT.findall(text.encode()), ['*"req":"*', '"req":"*a*', '*"req":"a*', '*"first":"a"*']),
     r"trace/stagetrace/ids.py: (?:\d+|beam\d+\.\d+)_": (root_of, ["*1*", "beam*1*", "beam1.*1*", "*1_*"]),
     r"trace/stagetrace/ids.py: f'({KIND}.+)-\\d+'": (root_of, ["cmpl-*-1*x", "cmpl-*-*", "cmpl-a-*1*x", "*cmpl-*"]),
     r"trace/stagetrace/ids.py: beam\d+\.\d+_": (is_beam, ["beam*1*", "beam1.*1*", "*beam1.*"]),
