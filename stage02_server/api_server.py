@@ -115,6 +115,7 @@ HTTP_FEATURES = (  # each is called with (app, services); the first of two route
     Feature("stage02_server.features.per_request_metrics.install:install", flags=("enable_per_request_metrics",)),
     Feature("stage02_server.features.hardening.tenants:install", flags=("api_key",)),
     Feature("stage02_server.features.prompt_tokens_details.install:install", flags=("enable_prompt_tokens_details",)),
+    Feature("stage02_server.features.hardening.fields:install"),
     Feature("stage02_server.features.admin.admission:install"),
     Feature("stage02_server.features.admin.request_logger:install", flags=("enable_log_requests",)),
     Feature("stage02_server.features.stream_usage.install:install", flags=("enable_force_include_usage",)),

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
+import msgspec
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.types import Receive
@@ -215,7 +216,7 @@ class OpenAIServing:
                 "n",
             )
         process = partial(self._process, request, prompts, params, ids, add_special_tokens)
-        engine_requests = await in_thread_if_long(prompts, receive, process)
+        engine_requests = await in_thread_if_long([*prompts, msgspec.msgpack.encode(params)], receive, process)
         flows = [self._generate(request, engine_request) for engine_request in engine_requests]
         requests = EngineRequests(ids, model, 1 if request.n is None else request.n, engine_requests, flows, [])
         requests.hooks += [factory(requests, prompts) for factory in self.hook_factories]

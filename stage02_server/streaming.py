@@ -65,7 +65,7 @@ async def in_thread(threads: Executor | None, receive: Receive, work: Callable[[
 
 
 async def in_thread_if_long(prompts: Iterable[Sized], receive: Receive, work: Callable[[], T]) -> T:
-    """The result of `work` on these texts and lists of token ids, without a thread if they are short in total.
+    """The result of `work` on these texts, bytes and lists of token ids, without a thread if they are short in total.
     Raises as `in_thread` does."""
     if (size := sum(len(prompt) + PER_PROMPT for prompt in prompts)) <= LONG:
         return work()

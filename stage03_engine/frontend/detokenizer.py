@@ -76,7 +76,7 @@ class IncrementalDetokenizer:
             self.text = self.text[: position + len(stop) if self._include_stop else position]
             self.safe = len(self.text)
             return stop
-        self.safe = len(self.text) - held_back(self.text, self._stops)
+        self.safe = len(self.text) - held_back(self.text[self._searched :], self._stops)
         self._searched = self.safe
         return None
 

@@ -1,6 +1,6 @@
 """What structured output a request may ask for (vllm/sampling_params.py, StructuredOutputsParams).
 
-The API process only makes checks that take one pass over the text; the rest is checked where the grammar is compiled
+The API process only makes checks that take one pass over a bounded text; the rest is checked where the grammar is compiled
 (core/features/structured_output).
 """
 
@@ -31,8 +31,11 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, omit_defaults=True, k
     grammar: str | None = None
     json_object: bool | None = None
     source: str = "structured_outputs"
+    checked: bool = False  # set below, and sent along: the engine process need not check what the front end has checked
 
     def __post_init__(self) -> None:
+        if self.checked:
+            return
         given = [
             kind for kind in KINDS if getattr(self, kind) not in (None, False) or (kind, self.json) == ("json", False)
         ]
@@ -43,28 +46,35 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, omit_defaults=True, k
             self._check(given[0])
         except RecursionError:
             self._refuse("is nested too deeply")
+        msgspec.structs.force_setattr(self, "checked", True)
 
     def _check(self, kind: str) -> None:
+        self._check_length(getattr(self, kind))
         if kind == "json":
             msgspec.structs.force_setattr(self, "json", self._json_text())
         text = self.key[1]
-        if len(text) > MAX_GRAMMAR_CHARACTERS:
-            self._refuse(f"must have at most {MAX_GRAMMAR_CHARACTERS} characters, got {len(text)}")
-        if "\0" in text or any("\ud800" <= c <= "\udfff" for c in text):
+        self._check_length(text)
+        if "\0" in text or not _is_unicode(text):
             self._refuse("must be Unicode text without NUL")
         if kind == "choice" and (not self.choice or not all(self.choice)):
             self._refuse("must be a list of at least one text, none of them empty")
-        if kind == "grammar" and not any(line.partition("::=")[0].strip() == "root" for line in text.splitlines()):
+        if kind == "grammar" and not any(
+            line.partition("::=")[0].strip() == "root" for line in text.splitlines() if "::=" in line
+        ):
             self._refuse("needs a rule `root ::= ...`")
         if kind == "json" and not text.startswith("{") and text != "true":
             self._refuse(f"must be a JSON object or true, got {text[:60]}")
+
+    def _check_length(self, value: Any) -> None:
+        """Looks at no more of the value than it may have, so that nothing long is ever written as text."""
+        if _is_longer(value, MAX_GRAMMAR_CHARACTERS):
+            found = f", got {len(value)}" if isinstance(value, str) else ""
+            self._refuse(f"must have at most {MAX_GRAMMAR_CHARACTERS} characters{found}")
 
     def _json_text(self) -> str:
         """The schema as compact text, with its properties in their order."""
         schema: Any = self.json
         if isinstance(schema, str):
-            if len(schema) > MAX_GRAMMAR_CHARACTERS:
-                self._refuse(f"must have at most {MAX_GRAMMAR_CHARACTERS} characters, got {len(schema)}")
             try:
                 schema = json.loads(
                     schema, parse_constant=lambda name: self._refuse(f"holds {name}, which is not JSON")
@@ -88,6 +98,28 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, omit_defaults=True, k
             if (text := getattr(self, kind)) is not None:
                 return kind, text
         return "json_object", ""
+
+
+def _is_longer(value: Any, most: int) -> bool:
+    """True if the value as JSON surely has more characters: those of its texts, and one more per item."""
+    waiting = [value]
+    while waiting and most >= 0:
+        item = waiting.pop()
+        if isinstance(item, str):
+            most -= len(item)
+        elif isinstance(item, dict | list):
+            most -= len(item)
+            if most >= 0:
+                waiting += [*item, *item.values()] if isinstance(item, dict) else item
+    return most < 0
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class StructuredOutputs:

@@ -10,7 +10,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from patience import PATIENCE
 from server_under_test import InProcessServer, RecordingEcho, ServerProcess, events
+from standstill import LONGEST, Standstill
 
 from stage03_engine.params.structured_outputs import StructuredOutputsParams
 
@@ -49,6 +51,9 @@ REFUSED: list[tuple[dict[str, Any], str, str, str]] = [
     ({"guided_json": "{"}, BAD_REQUEST, "guided_json", "JSON"),
     ({"guided_json": 3}, BAD_FORM, "body.guided_json", "guided_json"),
     ({"guided_regex": "a" * 70_000}, BAD_REQUEST, "guided_regex", "65536"),
+    ({"guided_choice": ["a" * 100] * 1000}, BAD_REQUEST, "guided_choice", "65536"),
+    ({"guided_json": {"title": "a" * 70_000}}, BAD_REQUEST, "guided_json", "65536"),
+    ({"guided_grammar": "\n" * 65_000}, BAD_REQUEST, "guided_grammar", "root"),
     ({"guided_json": {"\ud800": 1}}, BAD_REQUEST, "guided_json", "Unicode"),
     ({"guided_json": {"type": "string", "\ud800": 1}}, BAD_REQUEST, "guided_json", "Unicode"),
     ({"guided_regex": ["a"]}, BAD_FORM, "body.guided_regex", "string"),
@@ -127,6 +132,58 @@ def test_what_reaches_the_engine(
                 if piece["index"] == 1
             ]
             assert "".join(texts) == "Hello"
+
+
+def test_the_settings_of_all_answers_together_are_bounded() -> None:
+    """The engine gets a grammar, or bad words, once per answer: 100 kB could become a gigabyte."""
+    server = InProcessServer(RememberingEcho(), max_settings_bytes=2000)
+    long: dict[str, Any] = {"guided_regex": "a" * 1500, "max_tokens": 2}
+    words = {"bad_words": [f"{number} words" for number in range(100)], "max_tokens": 2}
+    try:
+        for path, body in PATHS:
+            assert server.post(path, body | long).status_code == 200
+            for fields in (long, words):
+                response = server.post(path, body | fields | {"n": 2})
+                assert response.status_code == 400, response.text
+                assert (
+                    response.json()["error"]["param"] == "n"
+                    and "--max-settings-bytes" in response.json()["error"]["message"]
+                )
+        error = server.post(COMPLETIONS, long | {"prompt": ["a", "b"], "stream": True}).json()["error"]
+        assert error["param"] == "prompt" and "2000" in error["message"]
+        assert server.post(COMPLETIONS, {"prompt": ["a"] * 20, "max_tokens": 2}).status_code == 200
+        assert isinstance(server.client, RememberingEcho) and len(server.client.wanted) == 22
+    finally:
+        server.close()
+
+
+@pytest.mark.long
+def test_the_standstill_that_a_grammar_can_cause_is_short() -> None:
+    prompt = {"prompt": "ROMEO:", "max_tokens": 2}
+    attacks: list[dict[str, Any]] = [
+        {"guided_grammar": "\n" * 65_000}, {"guided_grammar": "\n" * 40_000 + 'root ::= "a"'}, {"guided_regex": "[aŁӀ]" * 13_000},
+        {"guided_regex": "[" * 65_000}, {"guided_regex": "a?" * 30_000}, {"guided_choice": ["a"] * 65_536}, {"guided_choice": ["a" * 100] * 65_000},
+        {"guided_json": nested(900)}, {"guided_json": "[" * 65_000}, {"guided_json": {"enum": [f"v{i}" for i in range(6000)]}},
+        {"guided_json": {"enum": ["v" * 100] * 65_000}}, {"guided_json": {"type": "string", "pattern": "[" * 64_000}},
+        {"guided_json": {"allOf": [{"type": "string", "pattern": f".*{i}.*"} for i in range(300)]}},
+        {"stop": ["ab" * 511 + end for end in "cdef"], "max_tokens": 400}, {"bad_words": [f"{i} efgh " * 9 for i in range(256)]},
+        {"n": 128, "temperature": 1, "guided_choice": [f"a{i}" for i in range(7000)]},
+        {"prompt": ["a"] * 4096, "guided_regex": "(a|" + "b" * 64_000 + ")"},
+    ]  # fmt: skip
+    server = ServerProcess("gpt2-tiny", "--port", "0", "--kv-cache-memory-bytes", "50000000")
+    waits: list[tuple[str, float]] = []
+    try:
+        with httpx.Client(base_url=server.wait_until_ready(), timeout=PATIENCE) as client:
+            for fields in attacks:
+                content = json.dumps(prompt | fields).encode()
+                with Standstill(server.url) as standstill:
+                    answer = client.post(COMPLETIONS, content=content, headers={"Content-Type": "application/json"})
+                assert answer.status_code in (200, 400), answer.text
+                waits.append((str(fields)[:60], standstill.seconds))
+    finally:
+        server.close()
+    print(*waits, sep="\n")
+    assert all(seconds < LONGEST for _, seconds in waits), waits
 
 
 @pytest.fixture(scope="module")

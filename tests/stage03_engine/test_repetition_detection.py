@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 from server_under_test import byte_config
 
 from stage03_engine.errors import InvalidRequestError
-from stage03_engine.frontend.features.repetition_detection import find_repetition, repeated_pattern
+from stage03_engine.frontend.features.repetition_detection import Repetitions
 from stage03_engine.frontend.metrics import IterationStats
 from stage03_engine.frontend.output_processor import OutputProcessor
 from stage03_engine.frontend.tokenizer import init_tokenizer_from_configs
@@ -36,6 +36,13 @@ def obvious(sequence: list[int], params: RepetitionDetectionParams) -> int | Non
     return None
 
 
+def repeated_pattern(sequence: list[int], params: RepetitionDetectionParams) -> int | None:
+    """The size of the shortest pattern that the sequence ends with, whatever it repeated before."""
+    repetitions = Repetitions(params)
+    found = [repetitions.find([token]) for token in sequence]
+    return found[-1][1] if found and found[-1] else None
+
+
 @given(before=tokens, pattern=tokens.filter(bool), times=st.integers(0, 5), params=settings_of())
 def test_the_shortest_pattern_at_the_end(
     before: list[int], pattern: list[int], times: int, params: RepetitionDetectionParams
@@ -50,7 +57,10 @@ def test_it_ends_where_it_would_have_ended_one_token_at_a_time(
 ) -> None:
     before, new = sequence[:cut], sequence[cut:]
     ends = [n for n in range(1, len(new) + 1) if len(before) + n >= min_tokens and obvious(before + new[:n], params)]
-    found = find_repetition(before, new, params, min_tokens)
+    repetitions = Repetitions(params, min_tokens)
+    for token in before:
+        repetitions.find([token])
+    found = repetitions.find(new)
     assert (found and found[0]) == (ends[0] if ends else None)
 
 

@@ -21,6 +21,7 @@ from stage02_server.protocol_types import Text
 
 router, dev_router = APIRouter(), APIRouter()
 MAX_ABORTS = 1000
+_RANDOM_PART = re.compile(r"-[0-9a-f]{8}\Z")
 
 
 class AbortRequest(BaseModel):
@@ -54,14 +55,19 @@ async def abort_requests(body: AbortRequest, raw_request: Request) -> Response:
     """End requests by the ids of their answers; each gets what there is, with the finish reason "abort". Ids that do not
     run are ignored: they may just have ended. So are those of another API key."""
     engine, tenants = raw_request.app.state.services.engine, getattr(raw_request.app.state, "tenants", None)
-    for response_id in body.request_ids:
-        # The engine's ids end in the number of the prompt, after a random part if the client chose the id.
-        name = re.compile(rf"{re.escape(response_id)}(-[0-9a-f]{{8}})?-\d+")
-        ids = [request_id for request_id in running_request_ids(engine) if name.fullmatch(request_id)]
-        if tenants is not None:  # there are several API keys
-            ids = [request_id for request_id in ids if tenants.owns(request_id)]
-        await end_requests(engine, ids, "POST /abort_requests")
+    named = set(body.request_ids)
+    ids = [request_id for request_id in running_request_ids(engine) if not named.isdisjoint(_response_ids(request_id))]
+    if tenants is not None:  # there are several API keys
+        ids = [request_id for request_id in ids if tenants.owns(request_id)]
+    await end_requests(engine, ids, "POST /abort_requests")
     return Response()
+
+
+def _response_ids(request_id: str) -> tuple[str, ...]:
+    """The ids that the answer of an engine request may have: its own ends in the number of the prompt, after a random part if the
+    client chose the id."""
+    name, _, number = request_id.rpartition("-")
+    return (name, _RANDOM_PART.sub("", name)) if number.isdecimal() else ()
 
 
 async def _profile(raw_request: Request, start: bool) -> Response:

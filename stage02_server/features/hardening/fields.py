@@ -1,13 +1,24 @@
-"""How many items a request body may have, checked before pydantic validates each of them."""
+"""How much a request may hold: the items of its body, checked before pydantic validates each of them, and what its settings become
+in the engine.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 from pydantic import BaseModel, model_validator
 
 from stage02_server.errors import APIError
+from stage02_server.protocol_types import AnswerHook
+from stage03_engine.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from stage02_server.api_server import Services
+    from stage02_server.serving_engine import EngineRequests, Prompts
 
 MAX_ITEMS = 65536  # each wrong one costs microseconds and an error, while all others wait
 MAX_FIELDS = 1024  # of the body itself; those that nothing knows are kept, and looked through several times
@@ -43,3 +54,31 @@ class BoundedBody(BaseModel):
         if isinstance(body, dict):
             check_number_of_items(body)
         return body
+
+
+class SettingsLimit:
+    """The engine gets the settings of a request (its grammar, bad words, biases, ...) once for each answer to each prompt. So a
+    body of 100 kB could become a gigabyte of messages."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+
+    def hook(self, requests: EngineRequests, prompts: Prompts) -> AnswerHook:
+        """Raises InvalidRequestError."""
+        params = requests.engine_requests[0].sampling_params
+        copies = len(prompts) * params.num_answers
+        if copies > 1 and (size := len(msgspec.msgpack.encode(params))) * copies > self._max_bytes:
+            raise InvalidRequestError(
+                f"The request's settings take {size} bytes for each of {copies} answers; all together may take "
+                f"{self._max_bytes} (--max-settings-bytes).",
+                "prompt" if len(prompts) > 1 else "n",
+            )
+        return AnswerHook()
+
+
+def install(app: FastAPI, services: Services) -> None:
+    """Check the settings of all requests that the handlers get."""
+    limit = SettingsLimit(services.args.max_settings_bytes)
+    for handler in app.state._state.values():
+        if hasattr(handler, "hook_factories"):
+            handler.hook_factories.append(limit.hook)

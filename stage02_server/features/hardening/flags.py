@@ -11,8 +11,7 @@ from stage03_engine.errors import ConfigError
 
 AT_LEAST = {
     "h11_max_incomplete_event_size": 1024, "h11_max_header_count": 16, "max_request_bytes": 1024,
-    "max_tokenize_characters": 1,
-    "max_pipelined_requests": 1,
+    "max_tokenize_characters": 1, "max_settings_bytes": 1024, "max_pipelined_requests": 1,
 }  # fmt: skip
 SECONDS = (
     "timeout_keep_alive", "sse_keep_alive_interval", "request_header_timeout", "request_body_timeout",
@@ -49,6 +48,10 @@ class HardeningFlags:
     )
     max_pipelined_requests: int = option(
         64, "most requests of a connection that wait behind the one that is answered; no more of it is read meanwhile"
+    )
+    max_settings_bytes: int = option(
+        16777216,
+        "most bytes that the settings of a request (grammar, bad words, biases, ...) take for all its prompts and answers (400 beyond)",
     )
     # repr=False marks a secret: no message, table or trace shows its value
     api_key: tuple[str, ...] | None = field(

@@ -51,7 +51,7 @@ class MessageMaker:
     def __init__(self, requests: EngineRequests, parser: AnswerParser | None) -> None:
         self._requests, self._parser = requests, parser
         self._open: tuple[str, int | None] | None = None  # the kind of the open block, and the number of its call
-        self._arguments = ""  # of the open call
+        self._texts: list[str] = []  # of the open block, which gets them when it ends
         self._last: CompletionOutput | None = None
         self.message = AnthropicMessagesResponse(
             id=requests.ids.response, model=requests.model, content=[], usage=self._usage()
@@ -85,14 +85,12 @@ class MessageMaker:
             yield from self._close()
             yield from self._begin(piece)
         index, block = len(self.message.content) - 1, self.message.content[-1]
+        self._texts.append(piece.text)
         if isinstance(block, TextBlock):
-            block.text += piece.text
             delta = {"type": "text_delta", "text": piece.text}
         elif isinstance(block, ThinkingBlock):
-            block.thinking += piece.text
             delta = {"type": "thinking_delta", "thinking": piece.text}
         else:
-            self._arguments += piece.text
             delta = {"type": "input_json_delta", "partial_json": piece.text}
         if piece.text:
             yield _event("content_block_delta", index=index, delta=delta)
@@ -102,7 +100,7 @@ class MessageMaker:
         if piece.kind == "reasoning":
             block = ThinkingBlock()
         elif piece.kind == "call":
-            block, self._arguments = ToolUseBlock(id=f"toolu_{uuid.uuid4().hex}", name=piece.name or ""), ""
+            block = ToolUseBlock(id=f"toolu_{uuid.uuid4().hex}", name=piece.name or "")
         self._open = (piece.kind, piece.call)
         self.message.content.append(block)
         yield _event("content_block_start", index=len(self.message.content) - 1, content_block=block.model_dump())
@@ -112,9 +110,13 @@ class MessageMaker:
         if self._open is None:
             return
         index, block = len(self.message.content) - 1, self.message.content[-1]
+        text, self._texts = "".join(self._texts), []
         if isinstance(block, ToolUseBlock):
-            block.input = arguments_of(self._arguments)
-        elif isinstance(block, ThinkingBlock):
+            block.input = arguments_of(text)
+        elif isinstance(block, TextBlock):
+            block.text = text
+        else:
+            block.thinking = text
             block.signature = uuid.uuid4().hex
             delta = {"type": "signature_delta", "signature": block.signature}
             yield _event("content_block_delta", index=index, delta=delta)

@@ -38,6 +38,7 @@ class OutputItems:
         self.items: list[OutputItem] = []
         self._call: int | None = None  # the number of the open tool call
         self._part: OutputText | ReasoningText | None = None  # of the open message or reasoning
+        self._texts: list[str] = []  # of the open item, which gets them when it ends
 
     @property
     def in_message(self) -> bool:
@@ -50,13 +51,12 @@ class OutputItems:
             yield from self.close("completed")
             yield from self._open(piece)
         item = self.items[-1]
+        self._texts.append(piece.text)
         if isinstance(item, FunctionCallItem):
-            item.arguments += piece.text
             if piece.text:
                 yield self._event("function_call_arguments.delta", item_id=item.id, delta=piece.text)
             return
         assert self._part is not None
-        self._part.text += piece.text
         more: dict[str, Any] = {"delta": piece.text}
         if isinstance(self._part, OutputText):
             self._part.logprobs += logprobs
@@ -70,10 +70,13 @@ class OutputItems:
         if item is None or item.status != "in_progress":
             return
         item.status = status
+        text, self._texts = "".join(self._texts), []
         if isinstance(item, FunctionCallItem):
+            item.arguments = text
             done = {"name": item.name, "arguments": item.arguments}
             yield self._event("function_call_arguments.done", item_id=item.id, **done)
         elif (part := self._part) is not None:
+            part.text = text
             more = {"logprobs": without_bytes(part.logprobs)} if isinstance(part, OutputText) else {}
             where = {"item_id": item.id, "content_index": 0}
             yield self._event(f"{part.type}.done", **where, text=part.text, **more)

@@ -77,7 +77,7 @@ class ResponseMaker:
         self._requests, self._tokenizer, self._parser = requests, tokenizer, parser
         self._include_reasoning = request.include_reasoning
         self._output = OutputItems()
-        self._reasoning = ""
+        self._reasoning: list[str] = []
         self._logprobs_writer = ChatLogprobsWriter(tokenizer)
         self._logprobs: list[ChatLogProb] = []  # of tokens that no message has had yet
         self._finish_reason: str | None = None
@@ -114,7 +114,7 @@ class ResponseMaker:
         self._finish_reason = output.finish_reason
         for piece in self._pieces(output):
             if piece.kind == "reasoning":
-                self._reasoning += piece.text
+                self._reasoning.append(piece.text)
                 if not self._include_reasoning:
                     continue
             yield from self._told(self._output.write(piece, self._taken_logprobs(piece)))
@@ -179,7 +179,8 @@ class ResponseMaker:
 
     def _usage(self) -> ResponseUsage:
         usage = self._requests.usage()
-        reasoning = len(self._tokenizer.encode(self._reasoning, add_special_tokens=False)) if self._reasoning else 0
+        thought = "".join(self._reasoning)
+        reasoning = len(self._tokenizer.encode(thought, add_special_tokens=False)) if thought else 0
         return ResponseUsage(
             input_tokens=usage.prompt_tokens,
             input_tokens_details=InputTokensDetails(cached_tokens=self._requests.num_cached_tokens),

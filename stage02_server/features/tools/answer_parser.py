@@ -9,6 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+MAX_PIECE = (
+    1024  # characters that a parser gets at once: what it does with the rest of a piece must not grow with the answer
+)
+
 
 @dataclass
 class CallDelta:
@@ -34,6 +38,19 @@ class AnswerDelta:
 
     def __bool__(self) -> bool:
         return bool(self.reasoning or self.content or self.calls)
+
+
+def joined(deltas: list[AnswerDelta]) -> AnswerDelta:
+    """Several deltas as one. Each text is copied once, which adding them one by one would not do."""
+    whole = AnswerDelta("".join(delta.reasoning for delta in deltas), "".join(delta.content for delta in deltas))
+    arguments: dict[int, list[str]] = {}
+    for delta in deltas:
+        for index, call in delta.calls.items():
+            whole.add_call(index, call.name, "")
+            arguments.setdefault(index, []).append(call.arguments)
+    for index, parts in arguments.items():
+        whole.calls[index].arguments = "".join(parts)
+    return whole
 
 
 class Parser(Protocol):
@@ -64,6 +81,13 @@ class AnswerParser:
 
     def feed(self, text: str, finished: bool) -> AnswerDelta:
         """As `Parser.feed`; without what the request leaves out."""
+        if len(text) <= MAX_PIECE:
+            return self._feed(text, finished)
+        last = (len(text) - 1) // MAX_PIECE
+        pieces = [text[MAX_PIECE * number : MAX_PIECE * (number + 1)] for number in range(last + 1)]
+        return joined([self._feed(piece, finished and number == last) for number, piece in enumerate(pieces)])
+
+    def _feed(self, text: str, finished: bool) -> AnswerDelta:
         delta = AnswerDelta(content=text) if self._reasoning is None else self._reasoning.feed(text, finished)
         self.num_characters += len(delta.reasoning)
         reasoning = delta.reasoning if self._include_reasoning else ""

@@ -38,12 +38,14 @@ def pieces(parser: AnswerParser, text: str, finished: bool) -> list[Piece]:
     is no letter and no space alone. Then the items are the same, in the same order, however the text was cut, and for a
     whole answer too.
     """
-    found: list[Piece] = []
+    found: list[tuple[Piece, list[str]]] = []  # and its texts
     steps = [parser.feed(step, False) for step in _STEP.findall(text)]
     for delta in [*steps, parser.feed("", True)] if finished else steps:
         for piece in _pieces_of(delta):
-            if found and (found[-1].kind, found[-1].call) == (piece.kind, piece.call):
-                found[-1].text += piece.text
+            if found and (found[-1][0].kind, found[-1][0].call) == (piece.kind, piece.call):
+                found[-1][1].append(piece.text)
             else:
-                found.append(piece)
-    return found
+                found.append((piece, [piece.text]))
+    for piece, texts in found:
+        piece.text = "".join(texts)
+    return [piece for piece, _ in found]

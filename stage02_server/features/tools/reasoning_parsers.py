@@ -15,7 +15,8 @@ class DeepSeekR1Parser:
     with the first tag or without. A prompt that ends with </think> has switched reasoning off."""
 
     def __init__(self, prompt: str) -> None:
-        self._held = ""
+        self._held = ""  # what may become the next tag
+        self._blank: list[str] = []  # before the first tag
         self._begun, self._ended = False, prompt.rstrip().endswith(END)
 
     def feed(self, text: str, finished: bool) -> AnswerDelta:
@@ -25,11 +26,13 @@ class DeepSeekR1Parser:
         text, self._held = self._held + text, ""
         if not self._begun:
             stripped = text.lstrip()
+            self._blank.append(text[: len(text) - len(stripped)])
             if BEGIN.startswith(stripped) and stripped != BEGIN and not finished:
-                self._held = text
+                self._held = stripped
                 return AnswerDelta()
             self._begun = True
-            text = stripped.removeprefix(BEGIN) if stripped.startswith(BEGIN) else text
+            tagged = stripped.startswith(BEGIN)
+            text = stripped.removeprefix(BEGIN) if tagged else "".join(self._blank) + stripped
         reasoning, tag, content = text.partition(END)
         if tag:
             self._ended = True

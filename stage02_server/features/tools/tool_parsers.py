@@ -14,11 +14,11 @@ from stage02_server.features.tools.answer_parser import AnswerDelta, split_held_
 BEGIN, END = "<tool_call>", "</tool_call>"
 
 
-_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*')
 
 
 class CallScanner:
-    """Feed it text until `done` or `broken`.
+    """Feed it text until `done` or `broken`. Looks at each character once.
 
     name: the function, as soon as it is known. raw: all text that was taken. The arguments are passed on while the model writes
     them; only if they come before the name, the whole call is awaited. broken: `raw` is not a call.
@@ -26,32 +26,44 @@ class CallScanner:
 
     def __init__(self) -> None:
         self.name: str | None = None
-        self.raw = ""
         self.done = self.broken = False
+        self._taken: list[str] = []
         self._depth, self._in_string, self._escaped = 0, False, False
-        self._sent = self._end = 0  # the arguments are raw[...:_end], of which raw[...:_sent] was passed on
+        self._headed = (
+            False  # the first inner object has begun: these are the arguments, or they are not where they should be
+        )
         self._open = False  # inside the arguments
+
+    @property
+    def raw(self) -> str:
+        """All text that was taken."""
+        return "".join(self._taken)
 
     def feed(self, text: str) -> tuple[str, str]:
         """(what this adds to the arguments, what is not taken)."""
-        place = len(self.raw)
-        self.raw += text
-        may_begin = "{" in text and not (self._in_string and '"' not in text)  # the brace that _HEAD looks for is new
-        if self.name is None and may_begin and (head := _HEAD.match(self.raw)):
-            self.name, self._open = _string(head[1]), True
-            self._sent = self._end = head.end()
-        while place < len(self.raw) and not self.done:
-            if not self._depth and self.raw[place] not in "{ \t\r\n":
+        begin = end = place = 0  # the arguments are text[begin:end]
+        while place < len(text) and not self.done:
+            char = text[place]
+            if not self._depth and char not in "{ \t\r\n":
                 self.broken = True
                 break
-            self._take(self.raw[place], place)
+            if char == "{" and self._depth == 1 and not self._in_string and not self._headed:
+                self._read_head(text[:place])
+                begin = place
+            self._take(char)
             place += 1
-        taken, rest = self.raw[:place], self.raw[place:]
-        added = self._whole(taken) if self.done and self.name is None else self.raw[self._sent : self._end]
-        self.raw, self._sent = taken, self._end
-        return added, rest
+            if self._open:
+                end, self._open = place, self._depth > 1
+        self._taken.append(text[:place])
+        return self._whole() if self.done and self.name is None else text[begin:end], text[place:]
 
-    def _take(self, char: str, place: int) -> None:
+    def _read_head(self, text: str) -> None:
+        """What comes before the first inner object; `text` is the end of it."""
+        self._headed = True
+        if head := _HEAD.fullmatch(self.raw + text):
+            self.name, self._open = _string(head[1]), True
+
+    def _take(self, char: str) -> None:
         if self._in_string:
             self._escaped, was = char == "\\" and not self._escaped, self._escaped
             self._in_string = char != '"' or was
@@ -62,12 +74,10 @@ class CallScanner:
         elif char in "}]":
             self._depth -= 1
             self.done = self._depth == 0
-        if self._open and place >= self._end:
-            self._end, self._open = place + 1, self._depth > 1
 
-    def _whole(self, text: str) -> str:
+    def _whole(self) -> str:
         """The arguments of a call that is written in another order."""
-        call = _value(text)
+        call = _value(self.raw)
         arguments: Any = call.get("arguments", call.get("parameters")) if isinstance(call, dict) else None
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             self.broken = True

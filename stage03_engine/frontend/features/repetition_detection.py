@@ -7,6 +7,8 @@ without its tokens.
 
 from __future__ import annotations
 
+from collections import deque
+
 from stage03_engine.frontend.output_processor import OutputEnd, OutputHook, RequestState
 from stage03_engine.messages import EngineCoreOutput, FinishReason
 from stage03_engine.params.repetition_detection import REPETITION_DETECTED, RepetitionDetectionParams
@@ -14,13 +16,18 @@ from stagetrace import trace
 
 
 class RepetitionDetectionHook(OutputHook):
-    """Looks at each new token."""
+    """Looks at each new token of one request."""
+
+    def __init__(self) -> None:
+        self._repetitions: Repetitions | None = None
 
     def find_end(self, state: RequestState, output: EngineCoreOutput) -> OutputEnd | None:
         """The engine core's reason to end at the newest token takes precedence."""
-        params, new = state.request.sampling_params, output.new_token_ids
-        seen = new if output.finish_reason is None else new[:-1]
-        found = find_repetition(state.token_ids, seen, params.repetition_detection, params.min_tokens)
+        if self._repetitions is None:
+            params = state.request.sampling_params
+            self._repetitions = Repetitions(params.repetition_detection, params.min_tokens)
+        new = output.new_token_ids
+        found = self._repetitions.find(new if output.finish_reason is None else new[:-1])
         if found is None:
             return None
         count, pattern_size = found
@@ -29,28 +36,38 @@ class RepetitionDetectionHook(OutputHook):
         return OutputEnd(count, FinishReason.REPETITION, REPETITION_DETECTED)
 
 
-def repeated_pattern(token_ids: list[int], params: RepetitionDetectionParams) -> int | None:
-    """The size of the shortest pattern that the sequence ends with `min_count` times; None when there is none."""
-    for size in range(max(1, params.min_pattern_size), params.max_pattern_size + 1):
-        length = size * params.min_count
-        if length > len(token_ids):
-            return None
-        if token_ids[-1] != token_ids[-1 - size]:
-            continue  # the usual case needs no slices
-        tail = token_ids[-length:]
-        if tail[size:] == tail[:-size]:
-            return size
-    return None
+class Repetitions:
+    """What a growing output repeats. The work per token does not depend on the length of the output.
 
+    Invariant: the newest `_runs[size]` tokens equal those `size` places before them. So the output ends with one pattern of this
+    size `min_count` times when the run has at least size * (min_count - 1) tokens.
+    """
 
-def find_repetition(
-    before: list[int], new: list[int], params: RepetitionDetectionParams, min_tokens: int
-) -> tuple[int, int] | None:
-    """After how many of the `new` tokens the output repeats itself, and the size of the pattern; None when it does not."""
-    token_ids = list(before)
-    for count, token_id in enumerate(new, start=1):
-        token_ids.append(token_id)
-        size = repeated_pattern(token_ids, params) if len(token_ids) >= min_tokens else None
-        if size is not None:
-            return count, size
-    return None
+    def __init__(self, params: RepetitionDetectionParams, min_tokens: int = 0) -> None:
+        self._params, self._min_tokens = params, min_tokens
+        self._num_tokens = 0
+        self._recent: deque[int] = deque(maxlen=params.max_pattern_size)  # the newest token first
+        self._runs = [0] * (params.max_pattern_size + 1)
+
+    def find(self, new: list[int]) -> tuple[int, int] | None:
+        """After how many of the new tokens the output repeats itself, and the size of the pattern; None when it does not."""
+        for count, token_id in enumerate(new, start=1):
+            self._add(token_id)
+            size = self._pattern_size() if self._num_tokens >= self._min_tokens else None
+            if size is not None:
+                return count, size
+        return None
+
+    def _add(self, token_id: int) -> None:
+        for size, earlier in enumerate(self._recent, start=1):
+            self._runs[size] = self._runs[size] + 1 if earlier == token_id else 0
+        self._recent.appendleft(token_id)
+        self._num_tokens += 1
+
+    def _pattern_size(self) -> int | None:
+        """The size of the shortest pattern at the end."""
+        params = self._params
+        for size in range(max(1, params.min_pattern_size), params.max_pattern_size + 1):
+            if self._runs[size] >= size * (params.min_count - 1):
+                return size
+        return None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import msgspec
 
 from stage03_engine.errors import InvalidRequestError
-from stage03_engine.frontend.input_processor import InputHook
+from stage03_engine.frontend.input_processor import InputHook, InputProcessor
 from stage03_engine.sampling_params import SamplingParams
 
 
@@ -27,10 +29,12 @@ class TokenRules(InputHook):
         return msgspec.structs.replace(
             params,
             stop_or_eos_ids=sorted(ends) if params.min_tokens else [],
-            bad_words_token_ids=self._bad_words(params.bad_words),
+            bad_words_token_ids=_bad_words(self.processor, tuple(params.bad_words)),
         )
 
-    def _bad_words(self, words: list[str]) -> list[list[int]]:
-        """Each word at the start of a text and in the middle of one, where it has a space before it."""
-        texts = {prefix + word.lstrip() for word in words for prefix in ("", " ")}
-        return [self.processor.tokenize(text, add_special_tokens=False) for text in sorted(texts)]
+
+@lru_cache(maxsize=4)  # the prompts of one request have the same words, which can take as long as all of them
+def _bad_words(processor: InputProcessor, words: tuple[str, ...]) -> list[list[int]]:
+    """Each word at the start of a text and in the middle of one, where it has a space before it. Raises InvalidRequestError."""
+    texts = {prefix + word.lstrip() for word in words for prefix in ("", " ")}
+    return [processor.tokenize(text, add_special_tokens=False) for text in sorted(texts)]

@@ -73,7 +73,8 @@ def _regex(pattern: str) -> str:
 
 def _rust_regex(pattern: str) -> str:
     """The pattern in the dialect of Rust's `regex` crate. Syntax that means something else in Python is rewritten or refused."""
-    parts = re.split(r"(\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{,(?=\d+\}))", pattern, flags=re.DOTALL)
+    # A set that is never closed is taken as one too: looking for the end of each of many would take quadratic time.
+    parts = re.split(r"(\\.|\[\^?\]?(?:\\.|[^\]\\])*(?:\]|\\?\Z)|\{,(?=\d+\}))", pattern, flags=re.DOTALL)
     for position in range(1, len(parts), 2):
         part = parts[position]
         if part == "{,":

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.messages import EngineCoreOutput, FinishReason
-from stage03_engine.params.structured_outputs import StructuredOutputsParams
 from stage03_engine.sampling_params import SamplingParams
 from stage03_engine.tracing import trace_message
 from stagetrace import trace
@@ -37,9 +36,9 @@ Key = tuple[str, str, str | None]
 
 @dataclass
 class _Request:
-    params: StructuredOutputsParams
-    ignore_eos: bool
     key: Key
+    source: str  # the field of the request that asked for it
+    ignore_eos: bool
     matcher: Matcher | None = None
     opening: Future[GrammarState] | None = None  # the first state, when the grammar is compiled
     opened: float = 0.0  # when that was asked for
@@ -83,7 +82,7 @@ class StructuredOutputManager:
         """Start to compile; returns at once. Only requests with the same salt share what is compiled."""
         wanted = params.structured_outputs
         assert wanted is not None
-        self._requests[request_id] = _Request(wanted, params.ignore_eos, (*wanted.key, salt))
+        self._requests[request_id] = _Request((*wanted.key, salt), wanted.source, params.ignore_eos)
         self._queued.append(request_id)
         self._start_queued()
 
@@ -241,11 +240,11 @@ class StructuredOutputManager:
 
     def _refuse(self, request_id: str, message: str) -> None:
         request = self._requests[request_id]
-        message = f"{request.params.source} {message}."
+        message = f"{request.source} {message}."
         if trace.on:
             trace.emit("grammar.refused", req=request_id, message=trace_message(message))
         self._refused[request_id] = EngineCoreOutput(
-            request_id, [], None, FinishReason.ERROR, error=message, error_param=request.params.source
+            request_id, [], None, FinishReason.ERROR, error=message, error_param=request.source
         )
 
     def shutdown(self) -> None:

@@ -1,0 +1,288 @@
+"""What reads a client's text, or an answer that a client can steer, takes time in proportion to its length.
+
+The first table holds every regular expression of the four stages and of what records the trace, found in the source: with 100,000 characters
+of its worst case, or with the reason why it never meets a client's text. A new expression must be entered.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+from server_under_test import byte_config
+
+from stage02_server.features.admin.routes import _response_ids
+from stage02_server.features.chat_template.process import _words
+from stage02_server.features.sampling.fields import INTEGER
+from stage02_server.features.tools.answer_parser import AnswerParser
+from stage02_server.features.tools.pieces import _STEP, pieces
+from stage02_server.features.tools.reasoning_parsers import DeepSeekR1Parser
+from stage02_server.features.tools.tool_parsers import _HEAD, HermesToolParser, NamedToolParser, RequiredToolParser
+from stage02_server.features.traceparent import parse_traceparent
+from stage02_server.middleware import ACCEPTED_ID
+from stage02_server.protocol import RequestId
+from stage03_engine.core.features.structured_output.backend_guidance import _describe
+from stage03_engine.core.features.structured_output.lark import _escape, _rust_regex
+from stage03_engine.errors import InvalidRequestError
+from stage03_engine.frontend.detokenizer import IncrementalDetokenizer
+from stage03_engine.frontend.features.engine_watch import _ID as ID_IN_EVENT
+from stage03_engine.frontend.features.repetition_detection import Repetitions
+from stage03_engine.frontend.tokenizer import init_tokenizer_from_configs
+from stage03_engine.params.repetition_detection import RepetitionDetectionParams
+from stage03_engine.params.structured_outputs import StructuredOutputsParams
+from stage03_engine.sampling_params import SamplingParams
+from stagetrace.ids import is_beam, root_of
+
+ROOT = Path(__file__).parent.parent
+FUNCTIONS = {"compile", "search", "match", "sub", "subn", "fullmatch", "split", "findall", "finditer"}
+SIZE = 100_000  # characters
+
+
+def refused(work: Callable[[], Any]) -> None:
+    """Do it; a refusal is as good as a result."""
+    try:
+        work()
+    except (ValueError, ValidationError, InvalidRequestError):
+        pass
+
+
+def cpu_seconds(work: Callable[[], Any]) -> float:
+    start = time.thread_time()
+    refused(work)
+    return time.thread_time() - start
+
+
+def assert_linear(make: Callable[[int], Callable[[], Any]], size: int = SIZE) -> None:
+    """Four times the size takes four times the CPU time, give or take; it would be 16 times with quadratic work."""
+    for _ in range(3):
+        small, large = cpu_seconds(make(size // 4)), cpu_seconds(make(size))
+        if large < 8 * small + 0.02:
+            return
+    raise AssertionError(f"{size // 4}: {small:.3f} s, {size}: {large:.3f} s")
+
+
+# Regular expressions
+
+
+def expressions() -> Iterator[str]:
+    """Each expression as "file: source of the pattern"."""
+    files = [path for stage in sorted(ROOT.glob("stage0*")) for path in sorted(stage.rglob("*.py"))]
+    for path in [*files, *sorted((ROOT / "trace/stagetrace").glob("*.py"))]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            assert not isinstance(node, ast.ImportFrom) or node.module != "re", (
+                "write re.compile: this test looks for it"
+            )
+            if not isinstance(node, ast.Call):
+                continue
+            patterns = [keyword.value for keyword in node.keywords if keyword.arg == "pattern"]  # of pydantic
+            function = node.func
+            if (
+                isinstance(function, ast.Attribute)
+                and ast.unparse(function.value) == "re"
+                and function.attr in FUNCTIONS
+            ):
+                patterns.append(node.args[0])
+            for pattern in patterns:
+                text = ast.literal_eval(pattern) if isinstance(pattern, ast.Constant) else ast.unparse(pattern)
+                yield f"{path.relative_to(ROOT)}: {text}"
+
+
+LARK = "stage03_engine/core/features/structured_output/lark.py: "
+TRACEPARENT = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
+MEETS: dict[str, tuple[Callable[[str], Any], list[str]]] = {
+    # expression: (what uses it, beginnings, repeated parts and ends of its worst cases)
+    r"stage02_server/features/admin/routes.py: -[0-9a-f]{8}\Z": (_response_ids, ["*-0123456*-1", "*-*-1", "*0123456789*-1"]),
+    "stage02_server/features/chat_template/process.py:  at 0x[0-9a-fA-F]+": (
+        lambda text: _words(ValueError(text)), ["* at 0x*", " at 0x*f*", "* *"]),
+    r"stage02_server/features/sampling/fields.py: \s*[+-]?\d{1,19}\s*": (
+        INTEGER.fullmatch, ["* *", "*1*", "* *x", "1* *x", "+" + "1" * 19 + "* *x"]),
+    r"stage02_server/features/tools/pieces.py: [\w\s]+|.": (_STEP.findall, ["*a*", "*.*", "* .*", "*a\n*."]),
+    r"""stage02_server/features/tools/tool_parsers.py: \s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*""": (
+        _HEAD.fullmatch, ["* *", "{* *", '{"name":* *', '{"name":"*a*', '{"name":"*\\*', '{"name":"*\\"*', '{"name":"a"* *', '{"name":"a",* *x',
+                          '{"name":"a","arguments":* *x']),
+    "stage02_server/features/traceparent.py: ([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}": (
+        lambda text: parse_traceparent([text]), ["*0*", "00-*a*"]),
+    "stage02_server/features/traceparent.py: _VERSION_00.pattern + '(-.*)?'": (
+        lambda text: parse_traceparent([text]), [TRACEPARENT + "*-*", TRACEPARENT + "-*a*\n", "01" + TRACEPARENT[2:] + "*-*"]),
+    "stage02_server/middleware.py: [A-Za-z0-9._:-]{1,128}": (ACCEPTED_ID.fullmatch, ["*a*", "*a*!"]),
+    "stage02_server/protocol.py: f'^{ACCEPTED_ID.pattern}$'": (TypeAdapter(RequestId).validate_python, ["*a*", "*a*!"]),
+    r"stage03_engine/core/features/structured_output/backend_guidance.py: ^(at )?\d+\(\d+\): ": (
+        _describe, ["*1*", "at 1(*1*", "*at *", "*1(1): *", "*\n1*"]),
+    LARK + r"(\\.|\[\^?\]?(?:\\.|[^\]\\])*(?:\]|\\?\Z)|\{,(?=\d+\}))": (
+        _rust_regex, ["*[*", "*[^*", "*[]*", "*[a]*", "*[*\\", "[*\\*", "*\\*", "*{,*", "{,*1*", "*{,1*"]),
+    LARK + r"\[|&&|--|~~": (_rust_regex, ["[*&*]", "[*-a*]", "*[&]*"]),
+    LARK + r"\\.": (_rust_regex, ["[*\\a*]", "[*\\*"]),
+    LARK + r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))": (
+        lambda text: re.sub(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))", _escape, text), ["*\\*", "*\\u*", "*\\U1234567*", "*\\u0041*", "*\\\n*"]),
+    """stage03_engine/frontend/features/engine_watch.py: b'"(req|first|needed_by)":"([^"]+)"'""": (
+        lambda text: ID_IN_EVENT.findall(text.encode()), ['*"req":"*', '"req":"*a*', '*"req":"a*', '*"first":"a"*']),
+    r"trace/stagetrace/ids.py: (?:\d+|beam\d+\.\d+)_": (root_of, ["*1*", "beam*1*", "beam1.*1*", "*1_*"]),
+    r"trace/stagetrace/ids.py: f'({KIND}.+)-\\d+'": (root_of, ["cmpl-*-1*x", "cmpl-*-*", "cmpl-a-*1*x", "*cmpl-*"]),
+    r"trace/stagetrace/ids.py: beam\d+\.\d+_": (is_beam, ["beam*1*", "beam1.*1*", "*beam1.*"]),
+}  # fmt: skip
+MODEL, FLAGS, COMPILER = (
+    "names in a checkpoint or a vocabulary",
+    "flags, variables and our own files",
+    "what a compiler of kernels wrote",
+)
+NEVER: dict[str, str] = {  # the beginning of a line of `expressions`: what it meets instead
+    r"stage02_server/features/audio/serving.py: <\|([a-z]{2,3})\|>": MODEL,
+    "stage02_server/features/dry_run/memory.py: ": MODEL,
+    "stage03_engine/args/": FLAGS,
+    "stage03_engine/core/features/cpu_binding/flags.py: ": FLAGS,
+    "stage03_engine/core/features/debug/layer_trace.py: ": MODEL,
+    "stage03_engine/core/models/gpt2.py: ": MODEL,
+    "stage03_engine/frontend/features/dead_folders.py: ": FLAGS,
+    "stage03_engine/frontend/features/hidden_metrics/flags.py: ": FLAGS,
+    "stage03_engine/frontend/features/sentencepiece.py: <0x([0-9A-Fa-f]{2})>": MODEL,
+    "stage04_kernels/lab/compile.py: ": COMPILER,
+    "trace/stagetrace/redact.py: ": FLAGS,
+}
+
+
+def text_of(worst: str, size: int) -> str:
+    """ "a*b*c" -> "abbbc", as long as `size`."""
+    begin, part, end = worst.split("*")
+    return begin + part * (size // len(part)) + end
+
+
+def test_every_regular_expression_is_in_the_table() -> None:
+    found = set(expressions())
+    unknown = {one for one in found - MEETS.keys() if not one.startswith(tuple(NEVER))}
+    assert not unknown, (
+        "enter it in MEETS with its worst case, or in NEVER with what it meets instead of a client's text"
+    )
+    assert MEETS.keys() <= found, MEETS.keys() - found
+    assert all(any(one.startswith(begin) for one in found) for begin in NEVER)
+
+
+@pytest.mark.parametrize(
+    ("use", "worst"),
+    [
+        pytest.param(use, worst, id=f"{name[-40:]} {worst[:20]!r}")
+        for name, (use, cases) in MEETS.items()
+        for worst in cases
+    ],
+)
+def test_a_regular_expression_is_linear(use: Callable[[str], Any], worst: str) -> None:
+    def make(size: int) -> Callable[[], Any]:
+        text = text_of(worst, size)
+        return lambda: use(text)
+
+    assert_linear(make)
+
+
+def test_the_measure_sees_a_quadratic_expression() -> None:
+    with pytest.raises(AssertionError, match="2000"):
+        assert_linear(lambda size: lambda: re.search(r"^\s*root\s*::=", "\n" * size, re.MULTILINE), 8000)
+
+
+# Answers
+
+CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+ANSWERS = [
+    "*a*", "*.*", "* *", "*<*", "*<think>*", "<think>* *", "<think>*</*", "*<tool_call>*", "*<tool_call>x*", "<tool_call>* *",
+    "<tool_call>*{*", "<tool_call>*[*", '<tool_call>{"name":* *{', '<tool_call>{"name": "*\\"{*', '<tool_call>{"name": "*{*', '<tool_call>{"a": *{}, *',
+    '<tool_call>{"name": "f", "arguments": {"a": "*b*', '<tool_call>{"name": "f", "arguments": {*"a": 1, *', f"*{CALL}*", f"{CALL}* *", f"*x{CALL}*",
+    "*[*", '[*{"name": "f", "parameters": {}}, *', "[{*{*", "* {*",
+]  # fmt: skip
+
+
+def parser_for(worst: str) -> AnswerParser:
+    required = worst[0] == "[" or worst[1] == "["
+    return (
+        AnswerParser(None, RequiredToolParser()) if required else AnswerParser(DeepSeekR1Parser(""), HermesToolParser())
+    )
+
+
+@pytest.mark.parametrize("size", [10_000, pytest.param(SIZE, marks=pytest.mark.long)])
+@pytest.mark.parametrize("worst", ANSWERS)
+def test_an_answer_is_parsed_in_linear_time(worst: str, size: int) -> None:
+    """Whole, and a character at a time."""
+
+    def whole(size: int) -> Callable[[], Any]:
+        text, parser = text_of(worst, size), parser_for(worst)
+        return lambda: parser.feed(text, True)
+
+    def streamed(size: int) -> Callable[[], Any]:
+        text, parser = text_of(worst, size), parser_for(worst)
+        return lambda: [parser.feed(char, False) for char in text] + [parser.feed("", True)]
+
+    assert_linear(whole, SIZE)
+    assert_linear(streamed, size)
+
+
+def test_the_pieces_of_an_answer_are_put_together_in_linear_time() -> None:
+    def make(size: int) -> Callable[[], Any]:
+        return lambda: pieces(AnswerParser(None, NamedToolParser("f")), "." * size, True)
+
+    assert_linear(make, 20_000)
+
+
+# The front end, token by token
+
+
+@pytest.mark.parametrize(
+    "stops",
+    [["b" * 1024], ["a" * 1023 + end for end in "bcde"], ["ab" * 511 + end for end in "cdef"]],
+    ids=["b", "aab", "abc"],
+)
+@pytest.mark.parametrize("pattern", ["a", "ab", "a" * 1022 + "c"], ids=["a", "ab", "a..c"])
+def test_long_stop_strings_cost_little_more_than_none(stops: list[str], pattern: str) -> None:
+    """A token costs microseconds: it takes a millisecond to try all that the last 1,023 characters could become."""
+    tokenizer = init_tokenizer_from_configs(byte_config())
+    tokens = tokenizer.encode(text_of(f"*{pattern}*", 4000), add_special_tokens=False)
+
+    def seconds(stops: list[str]) -> float:
+        text = IncrementalDetokenizer(tokenizer, SamplingParams(stop=stops, max_tokens=len(tokens)))
+        return cpu_seconds(lambda: [(text.update([token]), text.next_text(True)) for token in tokens])
+
+    assert any(seconds(stops) < 30 * seconds([]) + 0.01 for _ in range(3))
+
+
+def test_repetitions_are_looked_for_in_linear_time() -> None:
+    def make(size: int) -> Callable[[], Any]:
+        repetitions = Repetitions(RepetitionDetectionParams(1, 0, size + 1))
+        return lambda: [repetitions.find([7]) for _ in range(size)]
+
+    assert_linear(make)
+
+
+# Grammars, in the API process
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: {"choice": ["a" * 100] * n}, lambda n: {"choice": ["a"] * n}, lambda n: {"json": {"enum": ["a" * 100] * n}},
+        lambda n: {"json": {"a" * 100 + str(i): {} for i in range(n)}}, lambda n: {"json": {"title": "é\n" * 50 * n}}, lambda n: {"json": "[" * n},
+        lambda n: {"json": '{"enum":[' + "[]," * (n // 5) + "0]}"}, lambda n: {"regex": "[aŁӀ]" * n}, lambda n: {"grammar": "\n" * (n // 2) + "root ::= x"},
+        lambda n: {"grammar": "root\n" * n}, lambda n: {"grammar": "::=" * (n // 5)}, lambda n: {"regex": "\ud800" * n},
+    ],
+)  # fmt: skip
+def test_a_grammar_is_checked_in_linear_time(make: Callable[[int], dict[str, Any]]) -> None:
+    def check(size: int) -> Callable[[], Any]:
+        fields = make(size)
+        return lambda: StructuredOutputsParams(**fields)
+
+    assert_linear(check)
+
+
+def test_what_is_too_long_is_not_even_written_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_text(*value: Any, **how: Any) -> str:
+        raise AssertionError("written")
+
+    monkeypatch.setattr("stage03_engine.params.structured_outputs.json.dumps", no_text)
+    for long in (
+        {"choice": ["a" * 100] * 65_000},
+        {"json": {"enum": ["a" * 100] * 65_000}},
+        {"json": {"a": {"b": "c" * 65_537}}},
+    ):
+        with pytest.raises(InvalidRequestError, match="65536"):
+            StructuredOutputsParams(**long)
