@@ -1,16 +1,19 @@
-"""Routes for operators: load, settings, aborting, profiling (vllm/entrypoints/serve, basic and dev routers).
+"""Routes for operators: version, metrics, load, settings, aborting, profiling (vllm/entrypoints/serve, basic and dev routers).
 
 What shows or changes other people's requests is in `dev_router`, whose routes exist only with --server-dev-mode.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
 from dataclasses import replace
+from importlib.metadata import version
 from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import APIRouter, FastAPI, Query, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, Field
 
 from stage02_server.api_server import Services
@@ -21,6 +24,7 @@ from stage02_server.protocol_types import Text
 
 router, dev_router = APIRouter(), APIRouter()
 MAX_ABORTS = 1000
+MAX_ID = 256  # characters; no answer has a longer one
 
 
 class AbortRequest(BaseModel):
@@ -29,6 +33,19 @@ class AbortRequest(BaseModel):
     request_ids: Annotated[list[Text], Field(max_length=MAX_ABORTS)] = Field(
         description="Ids of answers whose requests shall end."
     )
+
+
+@router.get("/version")
+async def show_version() -> dict[str, str]:
+    """The version of this project."""
+    return {"version": version("vllm-in-stages")}
+
+
+@router.get("/metrics")
+async def metrics(raw_request: Request) -> Response:
+    """The engine's numbers in Prometheus' text format, from the registry that the stat logger writes to."""
+    registry = raw_request.app.state.services.registry
+    return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/load")
@@ -54,13 +71,14 @@ async def abort_requests(body: AbortRequest, raw_request: Request) -> Response:
     """End requests by the ids of their answers; each gets what there is, with the finish reason "abort". Ids that do not
     run are ignored: they may just have ended. So are those of another API key."""
     engine, tenants = raw_request.app.state.services.engine, getattr(raw_request.app.state, "tenants", None)
-    for response_id in body.request_ids:
+    for response_id in (one for one in body.request_ids if len(one) <= MAX_ID):
         # The engine's ids end in the number of the prompt, after a random part if the client chose the id.
         name = re.compile(rf"{re.escape(response_id)}(-[0-9a-f]{{8}})?-\d+")
         ids = [request_id for request_id in running_request_ids(engine) if name.fullmatch(request_id)]
         if tenants is not None:  # there are several API keys
             ids = [request_id for request_id in ids if tenants.owns(request_id)]
         await end_requests(engine, ids, "POST /abort_requests")
+        await asyncio.sleep(0)  # thousands may run: everybody else has a turn
     return Response()
 
 

@@ -83,6 +83,10 @@ class EchoHook(AnswerHook):
             for name in CompletionLogProbs.model_fields:
                 setattr(choice.logprobs, name, getattr(prompt, name) + getattr(choice.logprobs, name))
 
+    def response(self, response: Any) -> None:
+        """The end: a hook is in a cycle with its requests, and would keep what it has until the next garbage collection."""
+        self._prompt_logprobs, self.parts = {}, []
+
     def _logprobs(self, index: int, text: str) -> CompletionLogProbs:
         """Of the prompt. A special token is a part of its text if the client wrote it, and not if the tokenizer added it."""
         requests, tokenizer = self._requests, self._tokenizer

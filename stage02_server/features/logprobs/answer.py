@@ -12,6 +12,7 @@ from stage02_server.features.logprobs.fields import ChatLogProb, ChatLogProbs, C
 from stage02_server.features.logprobs.token_texts import TokenOffsets, TokenTexts, bytes_of
 from stage02_server.protocol_types import AnswerHook
 from stage02_server.serving_engine import EngineRequests
+from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.tokenizer import Tokenizer
 from stage03_engine.messages import TokenLogprobs
 from stage03_engine.outputs import CompletionOutput
@@ -40,6 +41,26 @@ def add_token(
     result.token_logprobs.append(finite(position.logprobs[0]))
     logprobs = dict(zip(position.token_ids[: 1 + num_top], position.logprobs))
     result.top_logprobs.append({names[token_id]: finite(logprob) for token_id, logprob in logprobs.items()})
+
+
+def check_number(requests: EngineRequests, most: int) -> None:
+    """Raises InvalidRequestError if the answers could hold more log-probabilities than `most`. One answer may have all of its own."""
+    params = [made.sampling_params for made in requests.engine_requests]
+    if len(params) * params[0].num_answers == 1:
+        return
+    count = sum(
+        each.num_answers * (each.max_tokens or 0) * (1 + (each.num_logprobs or 0))
+        for each in params
+        if each.logprobs is not None
+    )
+    of_prompts = zip(requests.engine_requests, (each.prompt_logprobs for each in params), strict=True)
+    count += sum(len(made.prompt_token_ids) * (1 + likely) for made, likely in of_prompts if likely is not None)
+    if count > most:
+        field = "prompt_logprobs" if params[0].logprobs is None else "logprobs"
+        reason = f"the answers could hold {count} log-probabilities, and the limit is {most} (--max-request-logprobs)"
+        raise InvalidRequestError(
+            f"{field}: {reason}; ask for fewer, a smaller max_tokens, or fewer answers at once.", field
+        )
 
 
 class LogprobsWriter:

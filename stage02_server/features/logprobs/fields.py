@@ -47,8 +47,9 @@ class CompletionLogprobs(LogprobsFields):
         """Puts them into the choices."""
         if self.logprobs is None:
             return None
-        from stage02_server.features.logprobs.answer import CompletionLogprobsHook
+        from stage02_server.features.logprobs.answer import CompletionLogprobsHook, check_number
 
+        check_number(requests, serving.args.max_request_logprobs)
         return CompletionLogprobsHook(requests, serving.engine_client.tokenizer, self.tokens_as_ids(serving.args))
 
 
@@ -73,8 +74,9 @@ class ChatLogprobs(LogprobsFields):
         """Puts them into the choices."""
         if not self.logprobs:
             return None
-        from stage02_server.features.logprobs.answer import ChatLogprobsHook
+        from stage02_server.features.logprobs.answer import ChatLogprobsHook, check_number
 
+        check_number(requests, serving.args.max_request_logprobs)
         return ChatLogprobsHook(requests, serving.engine_client.tokenizer, self.tokens_as_ids(serving.args))
 
 

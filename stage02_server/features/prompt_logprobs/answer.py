@@ -56,3 +56,4 @@ class PromptLogprobsHook(AnswerHook):
         """Chats have them beside the choices."""
         if "prompt_logprobs" in type(response).model_fields:
             response.prompt_logprobs = self._of(0)
+        self._shown = {}  # a hook is in a cycle with its requests: it would stay until the next garbage collection

@@ -52,6 +52,8 @@ class PromptLogprobsFields(RequestFields):
         """Puts them into the response."""
         if self.prompt_logprobs is None:
             return None
+        from stage02_server.features.logprobs.answer import check_number
         from stage02_server.features.prompt_logprobs.answer import PromptLogprobsHook
 
+        check_number(requests, serving.args.max_request_logprobs)
         return PromptLogprobsHook(requests, serving.engine_client.tokenizer, self.prompt_logprobs)
