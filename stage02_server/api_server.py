@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from stage02_server.cli_args import FrontendArgs
 from stage03_engine.args.log import announce
 from stage03_engine.config import VllmConfig
-from stage03_engine.errors import ConfigError, StagesError
-from stage03_engine.mixins import is_there, load, mixins
+from stage03_engine.errors import StagesError
+from stage03_engine.mixins import is_there, load, load_feature, mixins
 from stagetrace import trace
 
 if TYPE_CHECKING:
@@ -308,15 +308,13 @@ async def build_async_engine_client(
 def make_core_client(vllm_config: VllmConfig, args: FrontendArgs) -> AsyncEngineCoreClient | None:
     """The client that `--engine` and `--in-process` ask for; None for the default one, with an engine process."""
     if args.engine == "echo":
-        if not is_there(ECHO_ENGINE):
-            raise ConfigError("engine echo belongs to a feature that is not installed")
-        return load(f"{ECHO_ENGINE}:EchoCoreClient")(vllm_config)
+        return load_feature(f"{ECHO_ENGINE}:EchoCoreClient", "engine echo")(vllm_config)
     if args.in_process:
-        module = "stage03_engine.frontend.features.async_inproc_client"
-        if not is_there(module):
-            raise ConfigError("in_process belongs to a feature that is not installed")
+        make_client = load_feature(
+            "stage03_engine.frontend.features.async_inproc_client:AsyncInprocClient", "in_process"
+        )
         make_core = load("stage03_engine.core.engine_core_proc:make_core")  # the only way torch gets into this process
-        return load(f"{module}:AsyncInprocClient")(vllm_config, make_core)
+        return make_client(vllm_config, make_core)
     return None
 
 

@@ -32,13 +32,19 @@ RETRY_AFTER_SECONDS = 1  # a step takes milliseconds: a second later the queue h
 
 
 class APIError(Exception):
-    """A refusal with its HTTP status, OpenAI's error type, and the field to blame."""
+    """A refusal with its HTTP status, OpenAI's error type, and the field to blame. It does not repeat megabytes that it refuses."""
 
     def __init__(
         self, status: int, type: str, message: str, param: str | None = None, headers: dict[str, str] | None = None
     ) -> None:
         super().__init__(message)
-        self.status, self.type, self.message, self.param, self.headers = status, type, message, param, headers
+        self.status, self.type, self.message, self.param, self.headers = (
+            status,
+            type,
+            message[:4096],
+            param,
+            headers,
+        )
 
 
 def not_found(message: str, param: str | None = None) -> APIError:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import time
-from importlib.metadata import version
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Request, Response
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import JSONResponse
 
 from stage02_server.errors import error_object, not_found
@@ -77,25 +75,9 @@ async def show_model(name: Annotated[str, Path(description="Its name.")], raw_re
 
 
 @router.get("/health")
-@router.get("/ping")
-@router.post("/ping")
-@router.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)  # matched first: its 405 allows both
 async def health(raw_request: Request) -> Response:
     """200 and nothing else when requests are served; else 503 with the state of the server."""
     lifecycle = raw_request.app.state.services.lifecycle
     if lifecycle.state == ServerState.READY:
         return Response()
     return JSONResponse({"state": lifecycle.state.value, **error_object(lifecycle.unavailable())}, 503)
-
-
-@router.get("/version")
-async def show_version() -> dict[str, str]:
-    """The version of this project."""
-    return {"version": version("vllm-in-stages")}
-
-
-@router.get("/metrics")
-async def metrics(raw_request: Request) -> Response:
-    """The engine's numbers in Prometheus' text format, from the registry that the stat logger writes to."""
-    registry = raw_request.app.state.services.registry
-    return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)

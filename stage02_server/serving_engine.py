@@ -25,7 +25,7 @@ from stage02_server.protocol import SamplingRequest
 from stage02_server.protocol_response import WITH_THE_USAGE, UsageInfo
 from stage02_server.protocol_types import AnswerHook
 from stage02_server.routes import OpenAIServingModels
-from stage02_server.streaming import in_thread_if_long, run_until_disconnect
+from stage02_server.streaming import in_thread_if_long, made, run_until_disconnect
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.async_llm import AsyncLLM
@@ -37,6 +37,7 @@ from stagetrace import trace
 Outputs = AsyncGenerator[tuple[int, RequestOutput], None]  # (number of the prompt, output)
 Prompts = list[str | list[int]]
 MAX_ANSWERS = 4096  # of one HTTP request with n or best_of above 1
+AT_ONCE = 4  # prompts of one request; then everybody else has a turn on the event loop
 DEFAULTS = FrontendArgs()
 
 
@@ -81,22 +82,30 @@ async def merge_async_iterators(iterators: list[AsyncGenerator[RequestOutput, No
     Reads only one output ahead per iterator: while a slow client holds this up, the collectors merge outputs.
     """
     waiting: dict[asyncio.Future[RequestOutput], int] = {}
+    done: asyncio.Queue[asyncio.Future[RequestOutput]] = asyncio.Queue()
+
+    async def read(index: int) -> None:
+        waiting[future := asyncio.ensure_future(anext(iterators[index]))] = index
+        future.add_done_callback(done.put_nowait)
+        if index % AT_ONCE == AT_ONCE - 1:
+            await asyncio.sleep(0)
+
     try:
-        for index, iterator in enumerate(iterators):
-            waiting[asyncio.ensure_future(anext(iterator))] = index
+        for index in range(len(iterators)):
+            await read(index)
         while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for future in done:
-                index = waiting.pop(future)
-                try:
-                    output = future.result()
-                except StopAsyncIteration:
-                    continue
-                waiting[asyncio.ensure_future(anext(iterators[index]))] = index
-                yield index, output
+            index = waiting.pop(future := await done.get())
+            try:
+                output = future.result()
+            except StopAsyncIteration:
+                continue
+            await read(index)
+            yield index, output
     finally:
-        for future in waiting:
+        for future, index in waiting.items():
             future.cancel()
+            if index % AT_ONCE == AT_ONCE - 1:
+                await asyncio.sleep(0)
         await asyncio.gather(*waiting, return_exceptions=True)
         for iterator in iterators:
             await iterator.aclose()
@@ -135,13 +144,17 @@ class AnswerMaker:
         choices = [self.choice(index, answer) for index, answer in numbered]
         return self._response(self.whole_class, choices, self.requests.usage())
 
-    def chunks(self, index: int, output: CompletionOutput) -> Iterator[Any]:
-        """The chunks that one output adds to answer `index`."""
-        for piece in self.pieces(index, output):
-            chunk = self._response(self.chunk_class, [piece])
-            for hook in self.requests.hooks:
-                hook.chunk(index, chunk)
-            yield chunk
+    def chunks(self, prompt: int, hidden: set[str], outputs: list[RequestOutput]) -> list[str]:
+        """The chunks that the one output adds to the answers to a prompt, as JSON without the fields `hidden`."""
+        chunks = []
+        for answer in outputs[0].outputs:
+            index = prompt * self.requests.n + answer.index
+            for piece in self.pieces(index, answer):
+                chunk = self._response(self.chunk_class, [piece])
+                for hook in self.requests.hooks:
+                    hook.chunk(index, chunk)
+                chunks.append(chunk.model_dump_json(exclude=hidden))
+        return chunks
 
     def usage_chunk(self) -> Any:
         """The chunk without choices that ends a stream with `include_usage`."""
@@ -210,11 +223,8 @@ class OpenAIServing:
                 "request.sampling_params", req=ids.engine_id(0), temperature=params.temperature, max_tokens=bound
             )
         if params.num_answers > 1 and len(prompts) * params.num_answers > MAX_ANSWERS:
-            raise InvalidRequestError(
-                f"n (or best_of) times the number of prompts must be at most {MAX_ANSWERS}, got "
-                f"{params.num_answers} times {len(prompts)}.",
-                "n",
-            )
+            counts = f"must be at most {MAX_ANSWERS}, got {params.num_answers} times {len(prompts)}"
+            raise InvalidRequestError(f"n (or best_of) times the number of prompts {counts}.", "n")
         process = partial(self._process, request, prompts, params, ids, add_special_tokens)
         engine_requests = await in_thread_if_long([*prompts, msgspec.msgpack.encode(params)], receive, process)
         flows = [self._generate(request, engine_request) for engine_request in engine_requests]
@@ -275,7 +285,7 @@ class OpenAIServing:
         async with aclosing(self.outputs(requests)) as outputs:
             async for prompt, output in outputs:
                 finished[prompt] = output
-        return maker.whole([finished[prompt] for prompt in range(len(requests.engine_requests))])
+        return await made(maker.whole, [finished[prompt] for prompt in range(len(requests.engine_requests))])
 
     async def begin(self, requests: EngineRequests, receive: Receive) -> Outputs:
         """`outputs`, once no feature needs to wait any longer."""
@@ -294,9 +304,8 @@ class OpenAIServing:
         try:
             async with aclosing(source) as outputs:
                 async for prompt, output in outputs:
-                    for answer in output.outputs:
-                        for chunk in maker.chunks(prompt * requests.n + answer.index, answer):
-                            yield _event(chunk.model_dump_json(exclude=hidden), requests.ids, prompt)
+                    for chunk in await made(partial(maker.chunks, prompt, hidden), [output]):
+                        yield _event(chunk, requests.ids, prompt)
             if requests.ends_with_usage:
                 yield _event(maker.usage_chunk().model_dump_json(), requests.ids)
         except Exception as error:

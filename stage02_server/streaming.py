@@ -23,6 +23,7 @@ LONG = (
 )
 PER_PROMPT = 32  # characters take as long as the fixed work per prompt, 10 µs
 FAIR = "stage02_server.features.hardening.fair_threads:threads_for"  # small work does not wait for large
+LONG_ANSWERS: tuple[Any, ...] = mixins("stage02_server.features.hardening.long_answers:LongAnswers")
 
 
 class ClientGoneError(Exception):
@@ -72,6 +73,11 @@ async def in_thread_if_long(prompts: Iterable[Sized], receive: Receive, work: Ca
     return await in_thread(next((threads_for(size) for threads_for in mixins(FAIR)), None), receive, work)
 
 
+async def made(make: Callable[[Any], T], outputs: list[Any]) -> T:
+    """What `make` makes of these outputs; the feature for long answers takes a thread for many."""
+    return await LONG_ANSWERS[0].made(make, outputs) if LONG_ANSWERS else make(outputs)
+
+
 Answer = BaseModel | AsyncGenerator[bytes, None]  # whole, or its events
 
 
@@ -105,6 +111,7 @@ def answer(result: Answer) -> Response:
 async def answer_of(work: Coroutine[Any, Any, Answer]) -> Response:
     """The response to a request whose client may leave before it is answered."""
     try:
-        return answer(await work)
+        result = await work
+        return answer(await LONG_ANSWERS[0].written(result) if LONG_ANSWERS else result)
     except ClientGoneError:
         return Response(status_code=499)  # nobody reads it; nginx's number for this case in the access log

@@ -1,6 +1,6 @@
 """POST /invocations: the one address that Amazon SageMaker sends every request to (vllm/entrypoints/sagemaker/api_router.py).
 
-Its other address, /ping, is a route of the walk.
+Its other address, /ping, is another name of /health.
 """
 
 from __future__ import annotations
@@ -14,11 +14,17 @@ from pydantic import BaseModel, ValidationError
 
 from stage02_server.api_server import Services
 from stage02_server.middleware import RequestIds
+from stage02_server.routes import health
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.mixins import is_there, load
 from stagetrace import trace
 
 router = APIRouter()
+router.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)(
+    health
+)  # matched first: its 405 allows both
+router.post("/ping")(health)
+router.get("/ping")(health)
 INVOCATIONS = "/invocations"
 PREFIXES = {INVOCATIONS: "invocation-"}
 _POOLING = "stage02_server.features.pooling.routes"

@@ -21,6 +21,8 @@ from stage03_engine.outputs import RequestOutput
 from stage03_engine.tracing import trace_message, traced_params
 from stagetrace import trace
 
+AT_ONCE = 32  # outputs of a step that are processed before everybody else has a turn on the event loop
+
 
 class OutputListener(Protocol):
     """A feature that sees what every engine step sends (the live view of the scheduler)."""
@@ -150,8 +152,11 @@ class AsyncLLM:
         """Hand one step's outputs to the collectors and the stat loggers; abort in the engine what a stop string ended."""
         for listener in self.listeners:
             listener.received(outputs)
-        iteration = IterationStats()
-        _, reqs_to_abort = self.output_processor.process_outputs(outputs.outputs, iteration)
+        iteration, reqs_to_abort = IterationStats(), list[str]()
+        for start in range(0, len(outputs.outputs), AT_ONCE):
+            some = outputs.outputs[start : start + AT_ONCE]
+            reqs_to_abort += self.output_processor.process_outputs(some, iteration)[1]
+            await asyncio.sleep(0)
         if reqs_to_abort:
             await self.engine_core.abort_requests_async(reqs_to_abort)
         for stat_logger in self.stat_loggers:

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer as Backend
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import ConfigError
 from stage03_engine.hf_config import read_json
-from stage03_engine.mixins import is_there, load
+from stage03_engine.mixins import is_there, load, mixins
 from stage03_engine.model_path import find_tokenizer
 from stagetrace import trace
 
@@ -71,10 +71,7 @@ def _other_decoder(backend: Backend) -> Any:
     steps: list[Any] = state["decoders"] if state["type"] == "Sequence" else [state]
     if [step["type"] for step in steps] == ["ByteLevel"]:
         return None
-    try:
-        decoder = load(OTHER_DECODERS)(steps)
-    except ModuleNotFoundError:
-        decoder = None
+    decoder = next((read(steps) for read in mixins(OTHER_DECODERS)), None)
     if decoder is None:
         raise ConfigError(
             "this kind of tokenizer is not supported: its decoder is neither byte-level nor SentencePiece's"

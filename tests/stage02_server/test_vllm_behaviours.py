@@ -50,7 +50,7 @@ LOGPROBS: list[Row] = [
      {"choices.0.logprobs.tokens": ["a", "", "é", "", "", "", "😀"], "choices.0.logprobs.text_offset": [0, 1, 1, 2, 2, 2, 2],
       "choices.0.logprobs.top_logprobs.1": {"": 0.0}, "choices.0.logprobs.top_logprobs.2": {"é": 0.0}}),
     ("and what no byte completes has none", COMPLETIONS, {"prompt": [FIRST, A], "logprobs": 0, "max_tokens": 2},
-     {"choices.0.logprobs.tokens": ["", "a"], "choices.0.logprobs.text_offset": [0, 0]}),
+     {"choices.0.logprobs.tokens": ["", "a"], "choices.0.text": "\ufffda", "choices.0.logprobs.text_offset": [0, 1]}),
     ("a likely token is completed by what came before it", COMPLETIONS, {"prompt": "éè", "logprobs": 2, "max_tokens": 2},
      {"choices.0.logprobs.top_logprobs.1": {"é": 0.0, "ê": -9999.0}}),
     ("of two with one text the last one counts", COMPLETIONS, {"prompt": "é", "logprobs": 2, "max_tokens": 1},

@@ -1,4 +1,4 @@
-"""Routes for operators: load, settings, aborting, profiling (vllm/entrypoints/serve, basic and dev routers).
+"""Routes for operators: version, metrics, load, settings, aborting, profiling (vllm/entrypoints/serve, basic and dev routers).
 
 What shows or changes other people's requests is in `dev_router`, whose routes exist only with --server-dev-mode.
 """
@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from importlib.metadata import version
 from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import APIRouter, FastAPI, Query, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, Field
 
 from stage02_server.api_server import Services
@@ -30,6 +32,19 @@ class AbortRequest(BaseModel):
     request_ids: Annotated[list[Text], Field(max_length=MAX_ABORTS)] = Field(
         description="Ids of answers whose requests shall end."
     )
+
+
+@router.get("/version")
+async def show_version() -> dict[str, str]:
+    """The version of this project."""
+    return {"version": version("vllm-in-stages")}
+
+
+@router.get("/metrics")
+async def metrics(raw_request: Request) -> Response:
+    """The engine's numbers in Prometheus' text format, from the registry that the stat logger writes to."""
+    registry = raw_request.app.state.services.registry
+    return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/load")

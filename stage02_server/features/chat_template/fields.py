@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
-from stage02_server.protocol_types import AnswerHook, RequestFields, Text
+from stage02_server.protocol_types import AnswerHook, ListOf, RequestFields, Text
 
 if TYPE_CHECKING:
     from starlette.types import Receive
@@ -23,7 +23,7 @@ class ChatTemplateKwargs(RequestFields):
         default=None, description="A Jinja template for this request; needs --trust-request-chat-template."
     )
     chat_template_kwargs: dict[Text, Any] | None = Field(default=None, description="Variables for the chat template.")
-    documents: list[dict[Text, Any]] | None = Field(
+    documents: ListOf[dict[Text, Any]] | None = Field(
         default=None, description="Texts that the chat template may show to the model."
     )
     reasoning_effort: Text | None = Field(

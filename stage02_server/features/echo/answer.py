@@ -8,7 +8,7 @@ from starlette.types import Receive
 
 from stage02_server.features.logprobs.answer import add_token, shown_id
 from stage02_server.features.logprobs.fields import CompletionLogProbs
-from stage02_server.features.logprobs.token_texts import TokenTexts
+from stage02_server.features.logprobs.token_texts import TokenOffsets, TokenTexts
 from stage02_server.protocol_types import AnswerHook
 from stage02_server.serving_engine import EngineRequests, OpenAIServing
 from stage02_server.streaming import in_thread_if_long
@@ -83,23 +83,24 @@ class EchoHook(AnswerHook):
             for name in CompletionLogProbs.model_fields:
                 setattr(choice.logprobs, name, getattr(prompt, name) + getattr(choice.logprobs, name))
 
+    def response(self, response: Any) -> None:
+        """The end: a hook is in a cycle with its requests, and would keep what it has until the next garbage collection."""
+        self._prompt_logprobs, self.parts = {}, []
+
     def _logprobs(self, index: int, text: str) -> CompletionLogProbs:
         """Of the prompt. A special token is a part of its text if the client wrote it, and not if the tokenizer added it."""
         requests, tokenizer = self._requests, self._tokenizer
         request = requests.engine_requests[index // requests.n]
         num_likely = request.sampling_params.logprobs or 0
         positions = self._prompt_logprobs.get(index // requests.n, [])
-        all_texts, offset, result = TokenTexts(tokenizer), 0, CompletionLogProbs()
+        all_texts, offsets, result = TokenTexts(tokenizer), TokenOffsets(tokenizer, [], True), CompletionLogProbs()
         for token_id, position in zip(request.prompt_token_ids, positions, strict=True):
+            name = tokenizer.token_text(token_id) if tokenizer.is_special(token_id) else ""
+            offset = offsets.next_shown(token_id) if offsets.is_next(name, text) else offsets.next(token_id)
             if position is None:
-                shown = all_texts.first(token_id)
-                add_unpredicted(result, shown_id(token_id) if self._as_ids else shown)
+                add_unpredicted(result, shown_id(token_id) if self._as_ids else all_texts.first(token_id))
             else:
-                texts = all_texts.at(position)
-                shown = texts[token_id]
-                add_token(result, texts, position, num_likely, offset, self._as_ids)
-            if not tokenizer.is_special(token_id) or text.startswith(shown, offset):
-                offset += len(shown)
+                add_token(result, all_texts.at(position), position, num_likely, offset, self._as_ids)
         return result
 
 

@@ -22,18 +22,30 @@ if TYPE_CHECKING:
 
 MAX_ITEMS = 65536  # each wrong one costs microseconds and an error, while all others wait
 MAX_FIELDS = 1024  # of the body itself; those that nothing knows are kept, and looked through several times
+MAX_OBJECTS = 16384  # of the body in all; each becomes an object of ours, and then a part of a chat
+MAX_KEYS = 4096  # of an object within it
+TOKEN_IDS = ("prompt", "tokens", "input")  # --max-request-items bounds these
 
 
 def check_number_of_items(body: dict[str, Any]) -> None:
     """Raises APIError for more than MAX_FIELDS fields, for a field that holds more than MAX_ITEMS items, at all depths together
-    (token ids may be more), or NaN or Infinity anywhere within it: those pass many comparisons."""
+    (token ids may be more), MAX_OBJECTS objects, or an object of more than MAX_KEYS, or NaN or Infinity anywhere within it: those
+    pass many comparisons."""
     if len(body) > MAX_FIELDS:
         raise APIError(400, "BadRequestError", f"The body must have at most {MAX_FIELDS} fields.")
+    objects = 0
     for name, value in body.items():
-        count, waiting = 0, [] if name in ("prompt", "tokens") else [value]
+        count, waiting = 0, [] if name in TOKEN_IDS and _are_token_ids(value) else [value]
         while waiting:
             inner = waiting.pop()
             if isinstance(inner, dict):
+                objects += 1
+                if objects > MAX_OBJECTS:
+                    raise APIError(400, "BadRequestError", f"The body must have at most {MAX_OBJECTS} objects.", name)
+                if len(inner) > MAX_KEYS and name != "logit_bias":
+                    raise APIError(
+                        400, "BadRequestError", f"{name} must have at most {MAX_KEYS} keys in an object.", name
+                    )
                 inner = list(inner.values())
             if isinstance(inner, list):
                 count += len(inner)
@@ -42,6 +54,11 @@ def check_number_of_items(body: dict[str, Any]) -> None:
                 waiting.extend(inner)
             elif isinstance(inner, float) and inner is not value and not math.isfinite(inner):
                 raise APIError(400, "BadRequestError", f"{name} must hold finite numbers only.", name)
+
+
+def _are_token_ids(value: Any) -> bool:
+    """True if it is to be read as token ids, which are as many as a prompt is long."""
+    return isinstance(value, list) and bool(value) and isinstance(value[0], int | list)
 
 
 class BoundedBody(BaseModel):

@@ -11,7 +11,7 @@ from stage03_engine.errors import ConfigError
 
 AT_LEAST = {
     "h11_max_incomplete_event_size": 1024, "h11_max_header_count": 16, "max_request_bytes": 1024,
-    "max_tokenize_characters": 1, "max_settings_bytes": 1024, "max_pipelined_requests": 1,
+    "max_tokenize_characters": 1, "max_settings_bytes": 1024, "max_pipelined_requests": 1, "max_request_items": 1024,
 }  # fmt: skip
 SECONDS = (
     "timeout_keep_alive", "sse_keep_alive_interval", "request_header_timeout", "request_body_timeout",
@@ -52,6 +52,10 @@ class HardeningFlags:
     max_settings_bytes: int = option(
         16777216,
         "most bytes that the settings of a request (grammar, bad words, biases, ...) take for all its prompts and answers (400 beyond)",
+    )
+    max_request_items: int = option(
+        262144,
+        "most items of a request's body: token ids, and all else in lists and objects, where keys count too (413 beyond)",
     )
     # repr=False marks a secret: no message, table or trace shows its value
     api_key: tuple[str, ...] | None = field(

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import re
 import resource
+import sys
 from collections.abc import Collection
 
 from stage02_server.features.hardening.flags import HardeningFlags
 
 MAX_OPEN_FILES = 65535
 ADDRESS = re.compile(r"[0-9A-Fa-f.:%\[\]]*")
+MAX_DIGITS = 640  # of an integer in JSON, Python's lowest limit: reading one takes time with the square of its length
 
 
 def prepare(args: HardeningFlags) -> None:
@@ -20,6 +22,7 @@ def prepare(args: HardeningFlags) -> None:
     if args.disable_access_log_for_endpoints is not None:
         hide_access_log_of(args.disable_access_log_for_endpoints.split(","))
     set_ulimit()
+    sys.set_int_max_str_digits(MAX_DIGITS)
 
 
 def quote_odd_clients() -> None:

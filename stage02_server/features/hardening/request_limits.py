@@ -6,6 +6,8 @@ parser that uvicorn uses has no limit of its own.
 
 from __future__ import annotations
 
+import codecs
+
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -14,24 +16,74 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from stage02_server.errors import APIError, error_json, error_response
 from stage02_server.features.hardening.flags import HardeningFlags
 
-MAX_BRACKETS = 2**19  # opening ones, in text too; parsing so many lists takes up to a second and blocks all others
+MAX_FIELDS = (
+    1024  # of a query, a form, and the cookies: splitting a million of them takes a second and blocks all others
+)
 MULTIPART_BYTES = 32 * 1024**2  # an uploaded file is not parsed as JSON, which is what makes a large body expensive
 
+URL_ENCODED = "application/x-www-form-urlencoded"
 COMPRESSIONS = {"gzip", "x-gzip", "deflate", "compress", "br", "zstd"}  # a small body that becomes a large one
+
+BYTE_ORDER_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)
+
+
+class ItemCounter:
+    """Counts the commas, the opening brackets and the colons of JSON: items, and keys once more. Those within texts do not count.
+    Linear.
+
+    Invariant: `_in_text` says whether a text is open behind all that was counted; `_held` is a backslash there whose second half is
+    still to come.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._in_text = False
+        self._held = b""
+        self._head = b""  # the first four bytes: they tell how the rest is encoded
+
+    def add(self, piece: bytes) -> int:
+        """Count the next piece as well; returns the number so far."""
+        if len(self._head) < 4:
+            self._head = (self._head + piece)[:4]
+        if b"\0" in self._head or self._head.startswith(BYTE_ORDER_MARKS):
+            self.count += _items(
+                piece
+            )  # UTF-16 or UTF-32: a quote may be half a character, so those in texts count too
+        else:
+            self.count += _items(b"".join(self._outside(piece)))
+        return self.count
+
+    def _outside(self, piece: bytes) -> list[bytes]:
+        """What is not within a text."""
+        piece = (self._held + piece).replace(rb"\\", b"")  # pairs, so that what is left escapes what follows
+        self._held = b"\\" if piece.endswith(b"\\") else b""
+        parts = piece.removesuffix(b"\\").replace(rb"\"", b"").split(b'"')
+        outside = parts[self._in_text :: 2]
+        self._in_text ^= len(parts) % 2 == 0
+        return outside
+
+
+def _items(piece: bytes) -> int:
+    return piece.count(b",") + piece.count(b"[") + piece.count(b"{") + piece.count(b":")
 
 
 class BodyLimitMiddleware:
-    """413 for a body that is longer than `max_bytes`: at once if its header says so, else when the limit is passed."""
+    """413 for a body that is too long: at once if its header says so, else when a limit is passed. 400 for a query of too many
+    parts, and 431 for too many cookies."""
 
     def __init__(self, app: ASGIApp, args: HardeningFlags) -> None:
-        self._app, self._max_bytes = app, args.max_request_bytes
+        self._app, self._max_bytes, self._max_items = app, args.max_request_bytes, args.max_request_items
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        is_upload = headers.get("content-type", "").startswith("multipart/form-data")
+        if (wrong := _fields_refused(scope, headers)) is not None:
+            await error_response(scope, wrong)(scope, receive, send)
+            return
+        content_type = headers.get("content-type", "").lower()
+        is_upload, is_form = content_type.startswith("multipart/form-data"), content_type.startswith(URL_ENCODED)
         limit = max(self._max_bytes, MULTIPART_BYTES) if is_upload else self._max_bytes
         # While it reads a body, FastAPI passes on an HTTPException and turns everything else into a 400.
         refusal = HTTPException(413, f"The body may have at most {limit} bytes.")
@@ -43,21 +95,32 @@ class BodyLimitMiddleware:
             packed = APIError(415, "BadRequestError", "The body must not be compressed: leave Content-Encoding out.")
             await error_response(scope, packed)(scope, receive, send)
             return
-        taken = brackets = 0
+        taken, separators, items = 0, 0, ItemCounter()
 
         async def receive_within_limit() -> Message:
-            nonlocal taken, brackets
+            nonlocal taken, separators
             message = await receive()
             body = message.get("body", b"")
             taken += len(body)
             if taken > limit:
                 raise refusal
-            brackets += 0 if is_upload else body.count(b"[") + body.count(b"{")
-            if brackets > MAX_BRACKETS:
-                raise HTTPException(413, f"The body may have at most {MAX_BRACKETS} opening brackets.")
+            separators += body.count(b"&") if is_form else 0
+            if separators >= MAX_FIELDS:
+                raise HTTPException(413, f"A form may have at most {MAX_FIELDS} fields.")
+            if not is_upload and items.add(body) > self._max_items:
+                raise HTTPException(413, f"The body may hold at most {self._max_items} items (--max-request-items).")
             return message
 
         await self._app(scope, receive_within_limit, send)
+
+
+def _fields_refused(scope: Scope, headers: Headers) -> APIError | None:
+    """What the framework would split on the event loop, whether the route needs it or not."""
+    if scope.get("query_string", b"").count(b"&") >= MAX_FIELDS:
+        return APIError(400, "Bad Request", f"The query may have at most {MAX_FIELDS} parts.")
+    if sum(cookies.count(";") for cookies in headers.getlist("cookie")) >= MAX_FIELDS:
+        return APIError(431, "Bad Request", f"There may be at most {MAX_FIELDS} cookies.")
+    return None
 
 
 class _HeaderLimitError(Exception):

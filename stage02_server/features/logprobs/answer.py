@@ -9,9 +9,10 @@ from collections import defaultdict
 from typing import Any
 
 from stage02_server.features.logprobs.fields import ChatLogProb, ChatLogProbs, CompletionLogProbs, TokenLogProb
-from stage02_server.features.logprobs.token_texts import TokenTexts
+from stage02_server.features.logprobs.token_texts import TokenOffsets, TokenTexts, bytes_of
 from stage02_server.protocol_types import AnswerHook
 from stage02_server.serving_engine import EngineRequests
+from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.tokenizer import Tokenizer
 from stage03_engine.messages import TokenLogprobs
 from stage03_engine.outputs import CompletionOutput
@@ -42,25 +43,42 @@ def add_token(
     result.top_logprobs.append({names[token_id]: finite(logprob) for token_id, logprob in logprobs.items()})
 
 
+def check_number(requests: EngineRequests, most: int) -> None:
+    """Raises InvalidRequestError if the answers could hold more log-probabilities than `most`. One answer may have all of its own."""
+    params = [made.sampling_params for made in requests.engine_requests]
+    if len(params) * params[0].num_answers == 1:
+        return
+    count = sum(
+        each.num_answers * (each.max_tokens or 0) * (1 + (each.num_logprobs or 0))
+        for each in params
+        if each.logprobs is not None
+    )
+    of_prompts = zip(requests.engine_requests, (each.prompt_logprobs for each in params), strict=True)
+    count += sum(len(made.prompt_token_ids) * (1 + likely) for made, likely in of_prompts if likely is not None)
+    if count > most:
+        field = "prompt_logprobs" if params[0].logprobs is None else "logprobs"
+        reason = f"the answers could hold {count} log-probabilities, and the limit is {most} (--max-request-logprobs)"
+        raise InvalidRequestError(
+            f"{field}: {reason}; ask for fewer, a smaller max_tokens, or fewer answers at once.", field
+        )
+
+
 class LogprobsWriter:
-    """The logprobs of one answer, piece by piece. Remembers how many characters the tokens so far amount to; a token that
-    begins inside a character has the offset of that character, and one that the text does not show takes no room."""
+    """The logprobs of one answer, piece by piece."""
 
     def __init__(self, tokenizer: Tokenizer, requests: EngineRequests, index: int, as_ids: bool) -> None:
-        params = requests.engine_requests[index // requests.n].sampling_params
-        self._tokenizer, self._as_ids = tokenizer, as_ids
-        self._num_top, self._skip_special = params.num_logprobs or 0, params.skip_special_tokens
+        request = requests.engine_requests[index // requests.n]
+        params = request.sampling_params
+        self._as_ids, self._num_top = as_ids, params.num_logprobs or 0
         self._texts = TokenTexts(tokenizer)
-        self._offset = 0
+        self._offsets = TokenOffsets(tokenizer, request.prompt_token_ids, params.skip_special_tokens)
 
     def write(self, positions: list[TokenLogprobs]) -> CompletionLogProbs:
         """The next tokens."""
         result = CompletionLogProbs()
         for position in positions:
-            texts, token_id = self._texts.at(position), position.token_ids[0]
-            add_token(result, texts, position, self._num_top, self._offset, self._as_ids)
-            if not (self._skip_special and self._tokenizer.is_special(token_id)):
-                self._offset += len(texts[token_id])
+            offset = self._offsets.next(position.token_ids[0])
+            add_token(result, self._texts.at(position), position, self._num_top, offset, self._as_ids)
         return result
 
 
@@ -79,12 +97,13 @@ class ChatLogprobsWriter:
         texts = self._texts.at(position)
 
         def shown(token_id: int, logprob: float) -> TokenLogProb:
-            text, raw = shown_id(token_id) if self._as_ids else texts[token_id], self._tokenizer.token_bytes(token_id)
-            return TokenLogProb(token=text, logprob=finite(logprob), bytes=list(raw))
+            text = shown_id(token_id) if self._as_ids else texts[token_id]
+            return TokenLogProb(text, finite(logprob), bytes_of(self._tokenizer, token_id))
 
         pairs = list(zip(position.token_ids, position.logprobs, strict=True))
         top = list(dict(pairs).items()) if self._all_tokens else pairs[1:]
-        return ChatLogProb(**shown(*pairs[0]).model_dump(), top_logprobs=[shown(*pair) for pair in top])
+        chosen = shown(*pairs[0])
+        return ChatLogProb(chosen.token, chosen.logprob, chosen.bytes, [shown(*pair) for pair in top])
 
 
 class CompletionLogprobsHook(AnswerHook):

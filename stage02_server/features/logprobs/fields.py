@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, Field
 
@@ -46,8 +47,9 @@ class CompletionLogprobs(LogprobsFields):
         """Puts them into the choices."""
         if self.logprobs is None:
             return None
-        from stage02_server.features.logprobs.answer import CompletionLogprobsHook
+        from stage02_server.features.logprobs.answer import CompletionLogprobsHook, check_number
 
+        check_number(requests, serving.args.max_request_logprobs)
         return CompletionLogprobsHook(requests, serving.engine_client.tokenizer, self.tokens_as_ids(serving.args))
 
 
@@ -72,8 +74,9 @@ class ChatLogprobs(LogprobsFields):
         """Puts them into the choices."""
         if not self.logprobs:
             return None
-        from stage02_server.features.logprobs.answer import ChatLogprobsHook
+        from stage02_server.features.logprobs.answer import ChatLogprobsHook, check_number
 
+        check_number(requests, serving.args.max_request_logprobs)
         return ChatLogprobsHook(requests, serving.engine_client.tokenizer, self.tokens_as_ids(serving.args))
 
 
@@ -99,18 +102,23 @@ class CompletionLogProbs(BaseModel):
     )
 
 
-class TokenLogProb(BaseModel):
+@dataclass(slots=True)  # an answer may hold a million of them; a model takes eight times the memory
+class TokenLogProb:
     """A token with its log-probability. `bytes` are there because a token may be a part of a character."""
 
-    token: str = Field(description="The text of the token.")
-    logprob: float = Field(description="Its log-probability.")
-    bytes: list[int] = Field(description="Its bytes in UTF-8.")
+    token: Annotated[str, Field(description="The text of the token.")]
+    logprob: Annotated[float, Field(description="Its log-probability.")]
+    bytes: Annotated[list[int], Field(description="Its bytes in UTF-8.")]
 
 
+@dataclass(slots=True)
 class ChatLogProb(TokenLogProb):
     """The token at one position, and the most likely ones there."""
 
-    top_logprobs: list[TokenLogProb] = Field(default=[], description="The likeliest tokens in this place, with theirs.")
+    top_logprobs: Annotated[
+        list[TokenLogProb],
+        Field(description="The likeliest tokens in this place, with theirs.", json_schema_extra={"default": []}),
+    ] = field(default_factory=list)
 
 
 class ChatLogProbs(BaseModel):

@@ -5,6 +5,7 @@ A request becomes a chat, which takes the path of all chats up to the engine; it
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
@@ -64,7 +65,8 @@ class AnthropicServingMessages(OpenAIServing):
             raise in_words_of_messages(error) from error
 
     async def _create(self, request: AnthropicMessagesRequest, raw_request: Request) -> Answer:
-        chat, ids, receive = request.as_chat(), raw_request.state.ids, raw_request.receive
+        ids, receive = raw_request.state.ids, raw_request.receive
+        chat = await asyncio.to_thread(request.as_chat)  # there may be thousands of blocks
         model = self.check(chat)
         self.trace_validated(chat, ids, model, 1)
         params, parsers = chat.to_sampling_params(self.defaults), self._chat.parsers_for(chat)
@@ -83,7 +85,7 @@ class AnthropicServingMessages(OpenAIServing):
         self, request: AnthropicCountTokensRequest, raw_request: Request
     ) -> AnthropicCountTokensResponse:
         """How many tokens the prompt has. Raises APIError, InvalidRequestError, and ClientGoneError."""
-        chat = request.as_chat()
+        chat = await asyncio.to_thread(request.as_chat)
         self.check(chat)
         receive = raw_request.receive
         prompt = await prompt_of(chat, self._template, self._chat.parsers_for(chat), receive)

@@ -137,7 +137,7 @@ class RerankRequest(ScoreBase):
     """POST /rerank, in the form that Jina and Cohere share."""
 
     query: Text = Field(description="What the documents are compared with.")
-    documents: list[Text] = Field(description="The texts to put in order.")
+    documents: ListOf[Text] = Field(description="The texts to put in order.")
     top_n: Int32 = Field(default=0, description="Return so many of the best.")  # 0: all
     return_documents: bool | None = Field(default=True, description="Repeat the documents in the answer.")
 

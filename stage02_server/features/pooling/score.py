@@ -8,6 +8,7 @@ which is for chats). For any other model a score is the cosine of two embeddings
 from __future__ import annotations
 
 import time
+from functools import partial
 from operator import mul
 
 from starlette.requests import Request
@@ -28,9 +29,10 @@ from stage02_server.features.pooling.serving import PoolingBatches, Prompt, numb
 from stage02_server.protocol import ChatMessageParam, ChatTemplateFields
 from stage02_server.protocol_response import UsageInfo
 from stage02_server.routes import OpenAIServingModels
-from stage02_server.streaming import run_until_disconnect
+from stage02_server.streaming import made, run_until_disconnect
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.async_llm import AsyncLLM
+from stage03_engine.outputs import RequestOutput
 from stage03_engine.params.pooling_params import PoolingParams
 
 Side = tuple[str, list[str]]  # the name of the field, its texts
@@ -84,11 +86,7 @@ class ServingScores(PoolingBatches):
             )
         prompts = [(name, text) for name, texts in (left, right) for text in texts]
         outputs = await self.run(request, prompts, PoolingParams(normalize=True), raw_request, model)
-        vectors = [numbers(vectors_of(output)[0]) for output in outputs]
-        ones, others = vectors[: len(left[1])], vectors[len(left[1]) :]
-        if len(ones) == 1:
-            ones = ones * len(others)
-        return [sum(map(mul, one, other)) for one, other in zip(ones, others, strict=True)], self.usage_of(outputs)
+        return await made(partial(_cosines, len(left[1])), outputs), self.usage_of(outputs)
 
     async def _scores_of_pairs(
         self, request: ScoreBase, left: Side, right: Side, raw_request: Request, model: str
@@ -107,6 +105,15 @@ class ServingScores(PoolingBatches):
         params = PoolingParams(task="classify", normalize=request.use_activation)
         outputs = await self.run(request, [(right[0], pair) for pair in pairs], params, raw_request, model)
         return [numbers(vectors_of(output)[0])[0] for output in outputs], self.usage_of(outputs)
+
+
+def _cosines(num_ones: int, outputs: list[RequestOutput]) -> list[float]:
+    """Of the first so many vectors with the others, in pairs; one goes with each of them."""
+    vectors = [numbers(vectors_of(output)[0]) for output in outputs]
+    ones, others = vectors[:num_ones], vectors[num_ones:]
+    if len(ones) == 1:
+        ones = ones * len(others)
+    return [sum(map(mul, one, other)) for one, other in zip(ones, others, strict=True)]
 
 
 async def _templated(template: ChatTemplate, ones: list[str], right: Side) -> list[Prompt]:

@@ -31,7 +31,7 @@ from stage02_server.middleware import RequestIds
 from stage02_server.protocol_response import UsageInfo
 from stage02_server.routes import OpenAIServingModels
 from stage02_server.serving_engine import make_usage, require_task
-from stage02_server.streaming import in_thread_if_long, run_until_disconnect
+from stage02_server.streaming import in_thread_if_long, made, run_until_disconnect
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.async_llm import AsyncLLM
 from stage03_engine.frontend.features.pooling_inputs import process_pooling_inputs
@@ -194,24 +194,32 @@ class ServingPooling(PoolingBatches):
     async def create_embedding(self, request: EmbeddingRequest, raw_request: Request) -> EmbeddingResponse:
         """One vector per input."""
         created, model, outputs = await self._vectors(request, "embed", raw_request)
-        data = []
-        for index, output in enumerate(outputs):
-            (vector,) = vectors_of(output)
-            shown = _base64([vector]) if request.encoding_format == "base64" else numbers(vector)
-            data.append(EmbeddingData(index=index, embedding=shown))
-        response_id, usage = raw_request.state.ids.response, self.usage_of(outputs)
-        return EmbeddingResponse(id=response_id, created=created, model=model, data=data, usage=usage)
+
+        def make(outputs: list[RequestOutput]) -> EmbeddingResponse:
+            data = []
+            for index, output in enumerate(outputs):
+                (vector,) = vectors_of(output)
+                shown = _base64([vector]) if request.encoding_format == "base64" else numbers(vector)
+                data.append(EmbeddingData(index=index, embedding=shown))
+            response_id, usage = raw_request.state.ids.response, self.usage_of(outputs)
+            return EmbeddingResponse(id=response_id, created=created, model=model, data=data, usage=usage)
+
+        return await made(make, outputs)
 
     async def create_pooling(self, request: PoolingRequest, raw_request: Request) -> PoolingResponse:
         """One vector per input, or one per token of it."""
         task = request.task_of(self.engine_client.vllm_config.supported_tasks)
         created, model, outputs = await self._vectors(request, task, raw_request)
-        data = [
-            PoolingData(index=index, data=_pooled(vectors_of(output), task, request.encoding_format))
-            for index, output in enumerate(outputs)
-        ]
-        response_id, usage = raw_request.state.ids.response, self.usage_of(outputs)
-        return PoolingResponse(id=response_id, created=created, model=model, data=data, usage=usage)
+
+        def make(outputs: list[RequestOutput]) -> PoolingResponse:
+            data = [
+                PoolingData(index=index, data=_pooled(vectors_of(output), task, request.encoding_format))
+                for index, output in enumerate(outputs)
+            ]
+            response_id, usage = raw_request.state.ids.response, self.usage_of(outputs)
+            return PoolingResponse(id=response_id, created=created, model=model, data=data, usage=usage)
+
+        return await made(make, outputs)
 
     async def _vectors(
         self, request: EmbeddingRequest, task: str, raw: Request
@@ -237,11 +245,16 @@ class ServingClassification(PoolingBatches):
         """One label per input, and a probability per class. Of equal ones the first class wins."""
         created, model = int(time.time()), self.check(request, "classify")
         outputs = await self.run_inputs(request, request.to_pooling_params(), raw_request, model)
-        labels, data = self.engine_client.vllm_config.shape.labels, []
-        for index, output in enumerate(outputs):
-            (vector,) = vectors_of(output)
-            probs = numbers(vector)
-            label = labels[probs.index(max(probs))]
-            data.append(ClassificationData(index=index, label=label, probs=probs, num_classes=len(probs)))
-        response_id, usage = raw_request.state.ids.response, self.usage_of(outputs)
-        return ClassificationResponse(id=response_id, created=created, model=model, data=data, usage=usage)
+        labels = self.engine_client.vllm_config.shape.labels
+
+        def make(outputs: list[RequestOutput]) -> ClassificationResponse:
+            data = []
+            for index, output in enumerate(outputs):
+                (vector,) = vectors_of(output)
+                probs = numbers(vector)
+                label = labels[probs.index(max(probs))]
+                data.append(ClassificationData(index=index, label=label, probs=probs, num_classes=len(probs)))
+            response_id, usage = raw_request.state.ids.response, self.usage_of(outputs)
+            return ClassificationResponse(id=response_id, created=created, model=model, data=data, usage=usage)
+
+        return await made(make, outputs)

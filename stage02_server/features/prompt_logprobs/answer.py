@@ -20,16 +20,23 @@ class PromptLogprobsHook(AnswerHook):
 
     def __init__(self, requests: EngineRequests, tokenizer: Tokenizer, k: int) -> None:
         self._requests, self._tokenizer, self._k = requests, tokenizer, k
-        self._found: dict[int, list[dict[int, PromptLogprob] | None]] = {}  # prompt -> as in the response
+        self._found: dict[int, list[TokenLogprobs | None]] = {}  # by prompt
+        self._shown: dict[int, list[dict[int, PromptLogprob] | None]] = {}  # the same as in the response
 
     def output(self, prompt: int, output: RequestOutput) -> None:
         """Keeps what comes with the first output."""
         if output.prompt_logprobs is not None:
-            texts, entries = TokenTexts(self._tokenizer), output.prompt_logprobs
+            self._found[prompt] = output.prompt_logprobs
+
+    def _of(self, prompt: int) -> list[dict[int, PromptLogprob] | None] | None:
+        """Made when the answer is, which may be in a thread; the same for all answers to the prompt."""
+        if prompt in self._found:
+            texts, entries = TokenTexts(self._tokenizer), self._found.pop(prompt)
             texts.first(self._requests.engine_requests[prompt].prompt_token_ids[0])
-            self._found[prompt] = [
+            self._shown[prompt] = [
                 None if entry is None else self._position(entry, texts.at(entry)) for entry in entries
             ]
+        return self._shown.get(prompt)
 
     def _position(self, entry: TokenLogprobs, texts: dict[int, str]) -> dict[int, PromptLogprob]:
         """The tokens that could have stood there, by id, with their texts."""
@@ -43,9 +50,10 @@ class PromptLogprobsHook(AnswerHook):
     def choice(self, index: int, choice: Any, output: CompletionOutput, first: bool) -> None:
         """Completions have them in each choice."""
         if "prompt_logprobs" in type(choice).model_fields:
-            choice.prompt_logprobs = self._found.get(index // self._requests.n)
+            choice.prompt_logprobs = self._of(index // self._requests.n)
 
     def response(self, response: Any) -> None:
         """Chats have them beside the choices."""
         if "prompt_logprobs" in type(response).model_fields:
-            response.prompt_logprobs = self._found.get(0)
+            response.prompt_logprobs = self._of(0)
+        self._shown = {}  # a hook is in a cycle with its requests: it would stay until the next garbage collection

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, Field
 
@@ -15,12 +16,13 @@ if TYPE_CHECKING:
     from stage02_server.serving_engine import EngineRequests, OpenAIServing
 
 
-class PromptLogprob(BaseModel):
+@dataclass(slots=True)  # an answer may hold a million of them; a model takes eight times the memory
+class PromptLogprob:
     """A token that stands at a place of the prompt, or could have: `rank` 1 is the most likely one there."""
 
-    logprob: float = Field(description="Its log-probability.")
-    rank: int = Field(description="Its place among all tokens; 1 is the likeliest.")
-    decoded_token: str = Field(description="The text of the token.")
+    logprob: Annotated[float, Field(description="Its log-probability.")]
+    rank: Annotated[int, Field(description="Its place among all tokens; 1 is the likeliest.")]
+    decoded_token: Annotated[str, Field(description="The text of the token.")]
 
 
 class PromptLogprobsOfAnswer(BaseModel):
@@ -50,6 +52,8 @@ class PromptLogprobsFields(RequestFields):
         """Puts them into the response."""
         if self.prompt_logprobs is None:
             return None
+        from stage02_server.features.logprobs.answer import check_number
         from stage02_server.features.prompt_logprobs.answer import PromptLogprobsHook
 
+        check_number(requests, serving.args.max_request_logprobs)
         return PromptLogprobsHook(requests, serving.engine_client.tokenizer, self.prompt_logprobs)

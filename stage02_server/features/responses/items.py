@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-from stage02_server.features.logprobs.fields import ChatLogProb
+from stage02_server.features.logprobs.fields import ChatLogProb, TokenLogProb
 from stage02_server.features.responses.protocol_output import (
     FunctionCallItem,
     ItemStatus,
@@ -27,8 +27,11 @@ Event = tuple[str, dict[str, Any]]  # the type of an event without "response.", 
 
 def without_bytes(logprobs: list[ChatLogProb]) -> list[dict[str, Any]]:
     """The shorter form that the text events have."""
-    hidden: Any = {"bytes": True, "top_logprobs": {"__all__": {"bytes"}}}
-    return [entry.model_dump(exclude=hidden) for entry in logprobs]
+    return [_plain(entry) | {"top_logprobs": [_plain(other) for other in entry.top_logprobs]} for entry in logprobs]
+
+
+def _plain(entry: TokenLogProb) -> dict[str, Any]:
+    return {"token": entry.token, "logprob": entry.logprob}
 
 
 class OutputItems:

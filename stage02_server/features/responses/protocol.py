@@ -152,6 +152,9 @@ def _goes_on(last: ChatMessageParam, message: ChatMessageParam) -> bool:
 
 
 def _together(last: ChatMessageParam, message: ChatMessageParam) -> ChatMessageParam:
+    if last.tool_calls and message.tool_calls:
+        last.tool_calls += message.tool_calls  # in place: there may be thousands
+        return last
     return ChatMessageParam(
         role="assistant",
         reasoning=last.reasoning,

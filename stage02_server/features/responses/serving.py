@@ -77,7 +77,8 @@ class OpenAIServingResponses(OpenAIServing):
         if trace.on:
             trace.emit("request.validated", req=ids.engine_id(0), model=model, stream=bool(request.stream), prompts=1)
         items = [*self._earlier(request), *request.items()]
-        chat = self._as_chat(request, items)
+        chat = await asyncio.to_thread(self._as_chat, request, items)  # there may be thousands of items
+        self._check_answer(request, chat)
         params = request.to_sampling_params(self.defaults, chat)
         prompt = await prompt_of(chat, self._template, self._chat.parsers, raw_request.receive, ids)
         special = self._template.adds_special_tokens(None)
@@ -129,13 +130,15 @@ class OpenAIServingResponses(OpenAIServing):
         messages = to_messages(items)
         if request.instructions:
             messages = [ChatMessageParam(role="system", content=request.instructions), *messages]
-        chat = request.as_chat(messages)
+        return request.as_chat(messages)
+
+    def _check_answer(self, request: ResponsesRequest, chat: ChatCompletionRequest) -> None:
+        """Raises InvalidRequestError for an answer that cannot be parsed or told."""
         self._chat.parsers_for(chat)
         if LOGPROBS in (request.include or []) and chat.tools and chat.tool_choice != "none":
             raise InvalidRequestError(
                 f"{LOGPROBS} cannot be told of an answer that may call tools; leave one of both out.", "include"
             )
-        return chat
 
     async def _events(
         self, maker: ResponseMaker, source: Outputs, entry: StoredResponse, keep: bool
@@ -147,7 +150,7 @@ class OpenAIServingResponses(OpenAIServing):
             async for _, output in outputs:
                 for event in maker.add(output.outputs[0]):
                     yield event
-        last = list(maker.end())
+        last = await asyncio.to_thread(lambda: list(maker.end()))  # it tells the whole answer four times
         entry.items = [*entry.items, *maker.items]
         if keep and entry.task is None:
             self._store.add(entry)  # before the client sees its end and continues from it

@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, Field, FiniteFloat
+from pydantic import BaseModel, Field, FiniteFloat, WrapValidator
 
 from stage02_server.protocol_types import Int32, Int64, ListOf, RequestFields, Text
 from stage03_engine.errors import InvalidRequestError
 
 INTEGER = re.compile(r"\s*[+-]?\d{1,19}\s*")  # no vocabulary has longer ids
 Scalar = bool | Int64 | FiniteFloat | Text
+V = TypeVar("V")
+AT_ONCE = 64
+
+
+def _some_at_once(value: Any, validate: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+    """Validate a few pairs at a time: of 65,536 wrong ones the first few are enough."""
+    if not isinstance(value, dict):
+        return validate(value)
+    pairs, valid = list(value.items()), dict[str, Any]()
+    for start in range(0, len(pairs), AT_ONCE):
+        valid |= validate(dict(pairs[start : start + AT_ONCE]))
+    return valid
+
+
+MapOf = Annotated[dict[Text, V], WrapValidator(_some_at_once)]
 
 _SAME_NAME = (
     "best_of", "logprob_token_ids", "min_p", "repetition_penalty", "allowed_token_ids", "bad_words",
@@ -39,7 +55,7 @@ class SamplingFields(RequestFields):
     repetition_penalty: FiniteFloat | None = Field(
         default=None, description="Above 1: tokens of the prompt and of the answer become less likely."
     )
-    logit_bias: dict[Text, FiniteFloat] | None = Field(
+    logit_bias: MapOf[FiniteFloat] | None = Field(
         default=None,
         description="Maps a token id to a number that is added to its logit; -100 forbids the token, 100 all but forces it.",
     )
@@ -72,7 +88,7 @@ class SamplingFields(RequestFields):
         default=None,
         description="With logprobs: report the log probabilities of these tokens instead of the likeliest ones.",
     )
-    vllm_xargs: dict[Text, Scalar | list[Scalar]] | None = Field(
+    vllm_xargs: MapOf[Scalar | ListOf[Scalar]] | None = Field(
         default=None, description="Values for logits processors of your own."
     )
 

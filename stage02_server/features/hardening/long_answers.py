@@ -1,0 +1,174 @@
+"""Long answers, made and written as JSON without holding up everybody else.
+
+What Python makes in a thread, the event loop interrupts every few milliseconds. pydantic writes an answer in one go and keeps
+the interpreter lock meanwhile, for a second per 100 MB and in whatever thread it is: so it gets pieces of a millisecond each. The
+JSON stays the same, byte by byte.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import chain
+from threading import Lock
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+from pydantic_core import to_json
+
+from stage03_engine.outputs import RequestOutput
+
+T = TypeVar("T")
+THREADS = ThreadPoolExecutor(2, "answer")
+LONG = 2048  # numbers and texts of an answer; 5 to 20 ms for those with log-probabilities
+ANSWER = 16  # so many are as much work as the fixed part of an answer
+CHARACTERS = 64  # of a text, for one number
+PIECE = 4096  # numbers and texts that are written at a time
+FEW = 16  # a list of no more items is taken apart: one of them may hold nearly everything
+OBJECT = 64  # numbers and texts that an object in a list may hold
+
+
+class LongAnswers:
+    """What streaming.py asks for; short answers are made and written at once."""
+
+    @staticmethod
+    async def made(make: Callable[[list[RequestOutput]], T], outputs: list[RequestOutput]) -> T:
+        """What `make` makes of these outputs; a long answer as JSON."""
+        if sum(map(_size, outputs)) <= LONG:
+            return make(outputs)
+        return await asyncio.get_running_loop().run_in_executor(THREADS, _made, make, outputs)
+
+    @staticmethod
+    async def written(answer: Any) -> Any:
+        """A long answer as JSON; a short one, and a stream, as it is."""
+        if not isinstance(answer, BaseModel) or isinstance(answer, Written) or is_short(answer):
+            return answer
+        return await asyncio.get_running_loop().run_in_executor(THREADS, Written, answer)
+
+
+def _made(make: Callable[[list[RequestOutput]], Any], outputs: list[RequestOutput]) -> Any:
+    with _NO_COLLECTION.paused():
+        made = make(outputs)
+        return Written(made) if isinstance(made, BaseModel) else made
+
+
+class _Collection:
+    """Python's garbage collector looks through everything that is there, in one go: a million new objects hold up everybody for a
+    tenth of a second, again and again while they are made. They are in no cycle, and go when the answer is written."""
+
+    def __init__(self) -> None:
+        self._lock, self._pauses = Lock(), 0
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """It rests while the block runs, in any thread."""
+        with self._lock:
+            self._pauses += 1
+            gc.disable()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._pauses -= 1
+                if not self._pauses:
+                    gc.enable()
+
+
+_NO_COLLECTION = _Collection()
+
+
+def _size(output: RequestOutput) -> int:
+    """How many numbers its answers show."""
+    answers = output.outputs
+    positions = chain(output.prompt_logprobs or (), *(answer.logprobs or () for answer in answers))
+    logprobs = sum(len(position.token_ids) for position in positions if position)
+    vectors = sum(map(len, (output.result or {}).get("pooled", ()))) // CHARACTERS
+    return logprobs + vectors + sum(ANSWER + len(answer.token_ids) for answer in answers)
+
+
+def is_short(answer: BaseModel) -> bool:
+    """True if it holds at most LONG numbers and texts. Looks at no more of them."""
+    left = LONG
+    waiting: list[Collection[Any]] = [answer.__dict__.values()]
+    while waiting:
+        values = waiting.pop()
+        left -= len(values)
+        if left < 0:
+            return False
+        for value in values:
+            if isinstance(value, str):
+                left -= len(value) // CHARACTERS
+            elif isinstance(value, list):
+                waiting.append(value)
+            elif isinstance(value, dict):
+                waiting.append(value.values())
+            elif isinstance(value, BaseModel):
+                waiting.append(value.__dict__.values())
+    return left >= 0
+
+
+class Written(BaseModel):
+    """A whole answer that is JSON already, and no object any more."""
+
+    def __init__(self, answer: BaseModel) -> None:
+        super().__init__()
+        self._json = b"".join(json_pieces(answer))
+
+    _json: bytes
+
+    def model_dump_json(self, **how: Any) -> Any:
+        """The JSON, in UTF-8."""
+        return self._json
+
+
+def json_pieces(value: Any, depth: int = 0) -> Iterator[bytes]:
+    """`value.model_dump_json()`, in pieces."""
+    if isinstance(value, BaseModel) and not _writes_itself(type(value)):
+        yield from _object(value, depth)
+    elif isinstance(value, list) and value:
+        yield from _array(value, depth)
+    else:
+        yield _json(value)
+
+
+def _writes_itself(kind: type[BaseModel]) -> bool:
+    own = kind.__pydantic_decorators__
+    return bool(own.model_serializers or own.field_serializers or own.computed_fields)
+
+
+def _object(value: BaseModel, depth: int) -> Iterator[bytes]:
+    fields = {name: getattr(value, name) for name in type(value).model_fields} | (value.model_extra or {})
+    yield b"{"
+    for number, (name, field) in enumerate(fields.items()):
+        yield (b"," if number else b"") + _json(name) + b":"
+        yield from json_pieces(field, depth + 1)
+    yield b"}"
+
+
+def _array(values: list[Any], depth: int) -> Iterator[bytes]:
+    """The items one by one while they may be large: the choices of an answer, at depth 1, and whatever there are few of."""
+    one_by_one = isinstance(values[0], BaseModel) and (depth == 1 or len(values) <= FEW)
+    step = 1 if one_by_one else max(1, PIECE // _width(values[0]))
+    yield b"["
+    for start in range(0, len(values), step):
+        if start:
+            yield b","
+        if one_by_one:
+            yield from json_pieces(values[start], depth + 1)
+        else:
+            yield _json(values[start : start + step])[1:-1]
+    yield b"]"
+
+
+def _width(value: Any) -> int:
+    """About how many numbers and texts an item of a list holds."""
+    if isinstance(value, list | dict):
+        return 1 + len(value)
+    return 1 if value is None or isinstance(value, str | int | float) else OBJECT
+
+
+def _json(value: Any) -> bytes:
+    return to_json(value, by_alias=False, inf_nan_mode="null")
