@@ -155,6 +155,8 @@ _ROWS = [
     _optional("grammar.ready", 8, ENGINE, {}, "The scheduler saw that the request's grammar is compiled: it may be admitted.", "v1/core/sched/scheduler.py schedule"),
     Row("engine.step", 8, ENGINE, {"running": "int", "waiting": "int"}, "A span: schedule, execute, update.", "v1/engine/core.py EngineCore.step"),
     Row("sched.admit", 8, ENGINE, {"new_blocks": "list[int]", "num_prompt_tokens": "int"}, "A waiting request joined the running ones.", "v1/core/sched/scheduler.py schedule"),
+    _optional("sched.turn", 8, ENGINE, {"group": "str", "own": "int", "others": "int"},
+        "With --scheduling-policy fair: the HTTP request `group` had its turn, and this one was admitted; how many of its own still wait, and how many other HTTP requests whose turn comes first.", "-"),
     Row("sched.scheduled", 8, ENGINE, {"num_tokens": "int", "num_computed": "int", "missing": "int", "budget_left": "int", "new_blocks": "list[int]"},
         "The request gets this many tokens in this step, of those that it was missing, from a budget of which this much was left.", "v1/core/sched/scheduler.py schedule"),
     _optional("sched.held_back", 8, ENGINE, {"rule": "str", "first": "str | None", "behind": "list[str]", "grammar": "list[str]", "budget_left": "int",
