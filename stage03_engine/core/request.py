@@ -72,8 +72,7 @@ class Request:
         }
 
     def append_output_tokens(self, token_ids: list[int], max_model_len: int) -> EngineCoreOutput:
-        """Append what a step sampled, up to the first token that ends the request; the rest is dropped. Their keys and values
-        are not computed yet."""
+        """Append what a step sampled, up to the first token that ends the request; the rest is dropped."""
         for count, token_id in enumerate(token_ids, start=1):
             self.all_token_ids.append(token_id)
             self.num_tokens += 1
@@ -106,8 +105,7 @@ POLICIES: dict[str, Callable[[Request], tuple[int, ...]]] = {
 }
 """Scheduling policy -> sort key: the smallest goes first. Arrival breaks every tie, so no two keys are equal."""
 
-QUEUES = {"fair": "stage03_engine.core.features.fair_queue:FairQueue"}
-"""Scheduling policy -> the class of its queues, where a sort key is not enough; with the methods of RequestQueue."""
+QUEUES = {"fair": "stage03_engine.core.features.fair_queue:FairQueue"}  # where a sort key is not enough
 
 
 class RequestQueue(list[Request]):

@@ -7,7 +7,6 @@ So every decision can be replayed, and tested in milliseconds.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
 
 import msgspec
 
@@ -117,7 +116,7 @@ class Scheduler:
         if not output.preempted_req_ids:
             self._schedule_waiting(output, budget)
         elif trace.on:  # no newcomer may overtake a request that was just preempted
-            self._trace_held_back("preempted", budget)
+            self._trace_held_back("preempted", budget, {})
         for hook in self.hooks:
             hook.scheduled(output)
         for request_id, num_tokens in output.num_scheduled_tokens.items():
@@ -203,13 +202,13 @@ class Scheduler:
     def _schedule_waiting(self, output: SchedulerOutput, budget: int) -> None:
         """Admit waiting requests in order while budget, batch and blocks last. The first that does not fit holds back all
         after it; only a request that a hook holds back is overtaken."""
-        passed, rule = list[str](), ""
+        passed, rule = dict[str, None](), ""
         for request in self.waiting.in_turn():
             if budget <= 0 or len(self.running) >= self.config.max_num_seqs:
                 rule = "budget" if budget <= 0 else "max_num_seqs"
                 break
             if self.hooks and not all(hook.is_ready(request) for hook in self.hooks):
-                passed.append(request.request_id)
+                passed[request.request_id] = None
                 continue
             hits = self.kv_cache_manager.get_computed_blocks(request)
             computed = max(len(hits) * self.kv_cache_manager.block_size, request.num_computed_tokens)
@@ -264,18 +263,17 @@ class Scheduler:
             prompt = request.num_prompt_tokens
             trace.emit("sched.admit", req=request_id, step=self.step, new_blocks=new_blocks, num_prompt_tokens=prompt)
 
-    def _trace_held_back(self, rule: str, budget: int, passed: Iterable[str] = ()) -> None:
+    def _trace_held_back(self, rule: str, budget: int, passed: dict[str, None]) -> None:
         """Record why no other request was admitted: `rule` stopped the one in turn, and so all after it; hooks hold back those
         that were `passed` over. The rule is empty if hooks hold back all."""
-        by_hooks = dict.fromkeys(passed)
-        others = (request.request_id for request in self.waiting.in_turn() if request.request_id not in by_hooks)
-        first = next(others, None) if rule else None
+        in_turn = (request.request_id for request in self.waiting.in_turn() if request.request_id not in passed)
+        first = next(in_turn, None) if rule else None
+        others = [request.request_id for request in self.waiting if request.request_id not in passed]
         if trace.on:
-            waiting = [request.request_id for request in self.waiting]
             trace.emit(
-                "sched.held_back", step=self.step, rule=rule, first=first, grammar=list(by_hooks),
-                behind=[each for each in waiting if each != first and each not in by_hooks], budget_left=budget,
-                free_blocks=self.kv_cache_manager.block_pool.num_free, num_running=len(self.running),
+                "sched.held_back", step=self.step, rule=rule, first=first, behind=[each for each in others if each != first],
+                grammar=list(passed), budget_left=budget, free_blocks=self.kv_cache_manager.block_pool.num_free,
+                num_running=len(self.running),
             )  # fmt: skip
 
     def update_from_output(self, output: SchedulerOutput, runner_output: ModelRunnerOutput) -> list[EngineCoreOutput]:
