@@ -57,7 +57,7 @@ _ROWS = [
     Row("server.state_ready", 3, SERVER, {"served_model_names": "list[str]", "paths": "int"}, "The serving handlers are in the app state, and the features have installed theirs: how many paths are served; those that only say why they are refused do not count.",
         "openai/api_server.py init_app_state"),
     Row("server.listening", 3, SERVER, {"address": "str"}, "The engine is ready and requests are served; earlier connections were told that it was not ready.", "entrypoints/launcher.py serve_http"),
-    _optional("server.state", 3, SERVER, {"state": "str"}, "The server is now starting, ready, draining, stopped or failed.", "-"),
+    _optional("server.state", 3, SERVER, {"state": "str"}, "The server is now starting, ready, stalled, draining, stopped or failed.", "-"),
     _optional("server.draining", 3, SERVER, {"signal": "str"}, "A signal came: no new connections, running requests finish.",
         "entrypoints/launcher.py signal_handler"),
     _optional("server.stopped", 3, SERVER, {"exit_code": "int"}, "The API server is done.", "openai/api_server.py run_server_worker"),
