@@ -21,6 +21,8 @@ from stage03_engine.outputs import RequestOutput
 from stage03_engine.tracing import trace_message, traced_params
 from stagetrace import trace
 
+PIECE = 128  # outputs that are processed between two turns of the event loop (vLLM: VLLM_V1_OUTPUT_PROC_CHUNK_SIZE)
+
 
 class OutputListener(Protocol):
     """A feature that sees what every engine step sends (the live view of the scheduler)."""
@@ -151,9 +153,11 @@ class AsyncLLM:
         for listener in self.listeners:
             listener.received(outputs)
         iteration = IterationStats()
-        _, reqs_to_abort = self.output_processor.process_outputs(outputs.outputs, iteration)
-        if reqs_to_abort:
-            await self.engine_core.abort_requests_async(reqs_to_abort)
+        for start in range(0, len(outputs.outputs), PIECE):
+            await asyncio.sleep(0)  # others run too, also while steps come faster than they are processed
+            _, reqs_to_abort = self.output_processor.process_outputs(outputs.outputs[start : start + PIECE], iteration)
+            if reqs_to_abort:
+                await self.engine_core.abort_requests_async(reqs_to_abort)
         for stat_logger in self.stat_loggers:
             stat_logger.record(outputs.scheduler_stats, iteration)
         if trace.on and self.stat_loggers and outputs.outputs:
