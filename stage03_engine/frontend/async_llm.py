@@ -21,7 +21,7 @@ from stage03_engine.outputs import RequestOutput
 from stage03_engine.tracing import trace_message, traced_params
 from stagetrace import trace
 
-PIECE = 128  # outputs that are processed between two turns of the event loop (vLLM: VLLM_V1_OUTPUT_PROC_CHUNK_SIZE)
+AT_ONCE = 32  # outputs of a step that are processed before everybody else has a turn on the event loop
 
 
 class OutputListener(Protocol):
@@ -152,12 +152,13 @@ class AsyncLLM:
         """Hand one step's outputs to the collectors and the stat loggers; abort in the engine what a stop string ended."""
         for listener in self.listeners:
             listener.received(outputs)
-        iteration = IterationStats()
-        for start in range(0, len(outputs.outputs), PIECE):
-            await asyncio.sleep(0)  # others run too, also while steps come faster than they are processed
-            _, reqs_to_abort = self.output_processor.process_outputs(outputs.outputs[start : start + PIECE], iteration)
-            if reqs_to_abort:
-                await self.engine_core.abort_requests_async(reqs_to_abort)
+        iteration, reqs_to_abort = IterationStats(), list[str]()
+        for start in range(0, len(outputs.outputs), AT_ONCE):
+            some = outputs.outputs[start : start + AT_ONCE]
+            reqs_to_abort += self.output_processor.process_outputs(some, iteration)[1]
+            await asyncio.sleep(0)
+        if reqs_to_abort:
+            await self.engine_core.abort_requests_async(reqs_to_abort)
         for stat_logger in self.stat_loggers:
             stat_logger.record(outputs.scheduler_stats, iteration)
         if trace.on and self.stat_loggers and outputs.outputs:

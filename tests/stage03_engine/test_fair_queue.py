@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count, zip_longest
 
+import httpx
+import pytest
 from hypothesis import given, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from patience import PATIENCE
+from server_under_test import ServerProcess
+from standstill import LONGEST, Standstill
 from toy_runner import MAX_LEN, ToyRunner, make_request, make_scheduler
 
 from stage03_engine.core.features.fair_queue import FairQueue
@@ -24,6 +30,7 @@ class SlowTwin:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.circle: list[str] = []
+        self.begun: list[str] = []  # the groups that run, by when they began to
 
     def group(self, request: Request) -> str:
         return request.request_id.partition("_")[2].rpartition("-")[0]
@@ -33,6 +40,7 @@ class SlowTwin:
 
     def tidy(self) -> None:
         self.circle = [name for name in self.circle if self.of(self.waiting, name)]
+        self.begun = [name for name in self.begun if self.of(self.running, name)]
 
     def arrive(self, request: Request) -> None:
         self.waiting.append(request)
@@ -49,14 +57,14 @@ class SlowTwin:
             admitted.append(offered)
             self.waiting.remove(offered)
             self.running.append(offered)
+            self.begun += [self.group(offered)] * (self.group(offered) not in self.begun)
             self.circle.remove(self.group(offered))
             self.circle.append(self.group(offered))
             self.tidy()
         return admitted
 
     def rounds(self) -> list[Request]:
-        """Groups by when they began to run."""
-        names = list(dict.fromkeys(self.group(request) for request in self.running))
+        names = self.begun
         longest = max((len(self.of(self.running, name)) for name in names), default=0)
         places = [[self.of(self.running, name)[place : place + 1] for name in names] for place in range(longest)]
         return [request for place in places for some in place for request in some]
@@ -67,6 +75,7 @@ class SlowTwin:
         self.waiting.append(victim)
         name = self.group(victim)
         self.circle = [name, *(other for other in self.circle if other != name)]
+        self.tidy()
         return victim
 
     def remove(self, request: Request) -> None:
@@ -227,3 +236,21 @@ def test_the_cost_of_a_queue_grows_with_its_length_and_no_faster() -> None:
 
 
 assert MAX_LEN == 40  # the numbers above count on it
+
+
+@pytest.mark.long
+def test_a_standstill_beside_4096_prompts_in_fair_turns() -> None:
+    """With 20 logprobs each; a small neighbour is answered long before the crowd."""
+    server = ServerProcess("gpt2-tiny", "--host", "127.0.0.1", "--port", "0", "--scheduling-policy", "fair")
+    try:
+        url = server.wait_until_ready() + "/v1/completions"
+        crowd = {"prompt": [f"To be, or not to be {i}" for i in range(4096)], "max_tokens": 4, "logprobs": 20}
+        with Standstill(server.url) as standstill, ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(httpx.post, url, json=crowd, timeout=PATIENCE)
+            while not asked.done():
+                small = httpx.post(url, json={"prompt": "ROMEO:", "max_tokens": 4}, timeout=PATIENCE)
+                assert small.status_code == 200
+            assert len(asked.result().json()["choices"]) == 4096
+        assert standstill.seconds < LONGEST
+    finally:
+        server.close()
