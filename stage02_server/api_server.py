@@ -106,7 +106,7 @@ HTTP_FEATURES = (  # each is called with (app, services); the first of two route
     Feature("stage02_server.features.pooling.routes:install", tasks=("embed", "classify"), needs=COLLECT),
     Feature("stage02_server.features.audio.routes:install", tasks=("transcription",), needs=COLLECT),
     Feature("stage02_server.features.admin.routes:install"),
-    Feature("stage02_server.features.admin.state_metric:install"),
+    Feature("stage02_server.features.admin.states:install"),
     Feature("stage02_server.features.page.routes:install"),
     Feature("stage02_server.features.page.docs:install"),
     Feature("stage02_server.features.responses.routes:install", tasks=("generate",), needs=(*PARSED, LOGPROBS)),

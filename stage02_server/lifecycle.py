@@ -1,6 +1,6 @@
 """The states of the server, and where they show: `/health`, the metrics, the trace.
 
-    starting -> ready -> draining -> stopped        failed: the engine could not start, or died
+    starting -> ready (-> stalled -> ready)* -> draining -> stopped        failed: the engine could not start, or died
 
 HTTP is up in all states but `stopped`: a load balancer sees `starting` and `draining`, where a closed port
 would show nothing. vLLM listens when its engine is ready, and answers /health with 200 or 503.
@@ -24,6 +24,7 @@ class ServerState(enum.StrEnum):
 
     STARTING = "starting"  # the engine loads
     READY = "ready"
+    STALLED = "stalled"  # the engine owes an answer for too long; a feature tells
     DRAINING = "draining"  # a signal came: running requests finish, new ones are refused
     STOPPED = "stopped"
     FAILED = "failed"  # the engine could not start, or died
@@ -67,8 +68,8 @@ class Lifecycle:
 
     def refusal(self, path: str) -> APIError | None:
         """Why a request to `path` is refused in this state, or None. In `failed` each route answers for itself,
-        since some do not need the engine."""
-        if path in OPEN_PATHS or self.state in (ServerState.READY, ServerState.FAILED):
+        since some do not need the engine; in `stalled` it may come back."""
+        if path in OPEN_PATHS or self.state in (ServerState.READY, ServerState.STALLED, ServerState.FAILED):
             return None
         return self.unavailable()
 

@@ -98,7 +98,7 @@ class SchedulerConfig(
         at_least=1,
     )
     scheduling_policy: str = option(
-        "fcfs", "who goes first: arrival, or the priority in the request", ("fcfs", "priority")
+        "fcfs", "who goes first: arrival, a request's priority, or HTTP requests in turn", ("fcfs", "priority", "fair")
     )
     scheduler_cls: str | None = option(None, "module:Class to use instead of stage03_engine.core.scheduler:Scheduler")
 

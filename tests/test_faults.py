@@ -14,12 +14,13 @@ import shutil
 import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
-from patience import PATIENCE
+from patience import PATIENCE, wait_until
 from server_under_test import ServerProcess
 
 from stage03_engine.errors import StagesError
@@ -127,6 +128,29 @@ def test_an_engine_killed_while_it_loads_is_one_line(start: Start) -> None:
     errors = [line for line in server.lines if line.startswith("stages: error: ")]
     assert len(errors) == 1 and "-9" in errors[0]
     assert not any("Traceback" in line for line in server.lines)
+
+
+def test_a_stopped_engine_is_stalled_until_it_continues(start: Start) -> None:
+    server = start("--engine-stall-seconds", "0.3")
+    url = server.wait_until_ready()
+    engine = Processes(server).engine
+
+    def state() -> str:
+        answer = httpx.get(f"{url}/health", timeout=PATIENCE)
+        return "ready" if answer.status_code == 200 else answer.json()["state"]
+
+    wait_until(lambda: state() == "ready", "it stays stalled")
+    engine.suspend()
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            body = {"prompt": "ROMEO:", "max_tokens": 4}
+            answer = pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=PATIENCE)
+            wait_until(lambda: state() == "stalled", "a stopped engine counts as ready")
+            engine.resume()
+            assert answer.result().status_code == 200
+    finally:
+        engine.resume()
+    wait_until(lambda: state() == "ready", "an engine that works counts as stalled")
 
 
 def test_killing_the_api_process_ends_everything_else(start: Start) -> None:

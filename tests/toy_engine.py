@@ -151,14 +151,15 @@ class ToyEngine:
 
 def random_life(engine: ToyEngine, num_requests: int) -> None:
     """Arrivals, steps, aborts and resets of the prefix cache in any order."""
-    rng = engine.rng
+    rng, fair = engine.rng, engine.scheduler.config.scheduling_policy == "fair"
+    names = [f"cmpl-{i % 3}-{i}" if fair else f"r{i}" for i in range(num_requests)]  # fair: of three HTTP requests
     for i in range(num_requests):
-        engine.add_random(f"r{i}")
+        engine.add_random(names[i])
         for _ in range(rng.choice([0, 0, 1, 3])):
             if engine.scheduler.has_unfinished_requests:
                 engine.step()
         if rng.random() < 0.15:
-            engine.scheduler.finish_requests([f"r{rng.randint(0, i)}"])
+            engine.scheduler.finish_requests([names[rng.randint(0, i)]])
         if rng.random() < 0.1:
             reset(engine.scheduler)
     engine.run()

@@ -43,6 +43,7 @@ class EchoCoreClient(AsyncEngineCoreClient):
         self._tick_seconds = tick_seconds
         self._running: dict[str, _Running] = {}
         self._work = asyncio.Event()
+        self._has_aborted = False  # what the next outputs tell, even if nobody runs any more
         if trace.on:
             trace.emit("client.created", kind="EchoCoreClient", engine_ranks=[])
 
@@ -56,6 +57,8 @@ class EchoCoreClient(AsyncEngineCoreClient):
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
             self._running.pop(request_id, None)
+        self._has_aborted = True
+        self._work.set()
 
     async def call(self, method: str) -> bool:
         if method.endswith("_profile"):
@@ -63,9 +66,10 @@ class EchoCoreClient(AsyncEngineCoreClient):
         return method == "reset_prefix_cache" and not self._running
 
     async def get_output_async(self) -> EngineCoreOutputs:
-        while not self._running:
+        while not self._running and not self._has_aborted:
             self._work.clear()
             await self._work.wait()
+        self._has_aborted = False
         await asyncio.sleep(self._tick_seconds)
         outputs = [self._next(running) for running in self._running.values()]
         for output in outputs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from stage03_engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
@@ -71,15 +71,11 @@ class Request:
             "priority": self.priority,
         }
 
-    def append_output_token(self, token_id: int) -> None:
-        """Append a sampled token; its keys and values are not computed yet."""
-        self.all_token_ids.append(token_id)
-        self.num_tokens += 1
-
     def append_output_tokens(self, token_ids: list[int], max_model_len: int) -> EngineCoreOutput:
         """Append what a step sampled, up to the first token that ends the request; the rest is dropped."""
         for count, token_id in enumerate(token_ids, start=1):
-            self.append_output_token(token_id)
+            self.all_token_ids.append(token_id)
+            self.num_tokens += 1
             stop = check_stop(self, max_model_len)
             if stop is not None:
                 return EngineCoreOutput(self.request_id, token_ids[:count], finish_reason=stop[0], stop_reason=stop[1])
@@ -109,6 +105,8 @@ POLICIES: dict[str, Callable[[Request], tuple[int, ...]]] = {
 }
 """Scheduling policy -> sort key: the smallest goes first. Arrival breaks every tie, so no two keys are equal."""
 
+QUEUES = {"fair": "stage03_engine.core.features.fair_queue:FairQueue"}  # where a sort key is not enough
+
 
 class RequestQueue(list[Request]):
     """Requests in the order of a policy: a list that is kept sorted.
@@ -125,6 +123,6 @@ class RequestQueue(list[Request]):
         """Insert at its place by the policy."""
         insort(self, request, key=self._key)
 
-    def pop_last(self) -> Request:
-        """Remove and return the last request."""
-        return self.pop()
+    def in_turn(self) -> Iterator[Request]:
+        """One request after another; each may be removed when it is given."""
+        return iter(self.copy())

@@ -14,9 +14,10 @@ from stage03_engine.config import CacheConfig, SchedulerConfig
 from stage03_engine.core.block_pool import BlockPool
 from stage03_engine.core.hooks import SchedulerHook
 from stage03_engine.core.kv_cache_manager import KVCacheManager
-from stage03_engine.core.request import Request, RequestQueue, RequestStatus
+from stage03_engine.core.request import QUEUES, Request, RequestQueue, RequestStatus
 from stage03_engine.core.sched_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from stage03_engine.messages import EngineCoreOutput, FinishReason, SchedulerStats
+from stage03_engine.mixins import load_feature
 from stagetrace import trace
 
 
@@ -47,8 +48,10 @@ class Scheduler:
         self.kv_cache_manager = KVCacheManager(block_pool, block_size, cache_config.enable_prefix_caching, hash_seed)
         self.hooks: list[SchedulerHook] = []
         self.requests: dict[str, Request] = {}
-        self.waiting = RequestQueue(config.scheduling_policy)
-        self.running = RequestQueue(config.scheduling_policy)
+        policy = config.scheduling_policy
+        make_queue = load_feature(QUEUES[policy], f"scheduling policy {policy}") if policy in QUEUES else RequestQueue
+        self.waiting: RequestQueue = make_queue(policy)
+        self.running: RequestQueue = make_queue(policy)
         self.finished_req_ids: list[str] = []  # sent to the worker with the next step
         self.step = 0
         self.stats = SchedulerStats()
@@ -113,7 +116,7 @@ class Scheduler:
         if not output.preempted_req_ids:
             self._schedule_waiting(output, budget)
         elif trace.on:  # no newcomer may overtake a request that was just preempted
-            self._trace_held_back("preempted", budget)
+            self._trace_held_back("preempted", budget, {})
         for hook in self.hooks:
             hook.scheduled(output)
         for request_id, num_tokens in output.num_scheduled_tokens.items():
@@ -139,16 +142,15 @@ class Scheduler:
 
         Requests are preempted from the end of the queue, so none of them is already scheduled in this step.
         """
-        index = 0
-        while index < len(self.running) and budget > 0:
-            request = self.running[index]
+        for request in self.running:
+            if budget <= 0:
+                break
             num_tokens = self._limited(request.num_tokens - request.num_computed_tokens, budget)
             new_blocks = self._allocate_or_preempt(request, num_tokens, output)
             if new_blocks is None:  # the request itself was the last one, and was preempted
                 break
             output.new_block_ids[request.request_id] = new_blocks
             budget = self._give(request, num_tokens, new_blocks, output, budget)
-            index += 1
         return budget
 
     def _give(
@@ -171,7 +173,7 @@ class Scheduler:
             new_blocks = self.kv_cache_manager.allocate_slots(request, request.num_computed_tokens + num_tokens)
             if new_blocks is not None:
                 return new_blocks
-            victim = self.running.pop_last()
+            victim = self.running.pop()
             self._preempt(victim, output, request)
             if victim is request:
                 return None
@@ -200,14 +202,13 @@ class Scheduler:
     def _schedule_waiting(self, output: SchedulerOutput, budget: int) -> None:
         """Admit waiting requests in order while budget, batch and blocks last. The first that does not fit holds back all
         after it; only a request that a hook holds back is overtaken."""
-        index, rule = 0, ""
-        while index < len(self.waiting):
+        passed, rule = dict[str, None](), ""
+        for request in self.waiting.in_turn():
             if budget <= 0 or len(self.running) >= self.config.max_num_seqs:
                 rule = "budget" if budget <= 0 else "max_num_seqs"
                 break
-            request = self.waiting[index]
             if self.hooks and not all(hook.is_ready(request) for hook in self.hooks):
-                index += 1
+                passed[request.request_id] = None
                 continue
             hits = self.kv_cache_manager.get_computed_blocks(request)
             computed = max(len(hits) * self.kv_cache_manager.block_size, request.num_computed_tokens)
@@ -223,7 +224,7 @@ class Scheduler:
             self._admit(request, computed, hits, new_blocks, output)
             budget = self._give(request, num_tokens, new_blocks, output, budget)
         if trace.on and len(self.waiting):
-            self._trace_held_back(rule, budget, index)
+            self._trace_held_back(rule, budget, passed)
 
     def _admit(
         self, request: Request, computed: int, hits: list[int], new_blocks: list[int], output: SchedulerOutput
@@ -262,15 +263,17 @@ class Scheduler:
             prompt = request.num_prompt_tokens
             trace.emit("sched.admit", req=request_id, step=self.step, new_blocks=new_blocks, num_prompt_tokens=prompt)
 
-    def _trace_held_back(self, rule: str, budget: int, index: int = 0) -> None:
-        """Record why no other request was admitted: `rule` stopped the waiting request at `index`, and so all after it; a
-        hook holds back those before it. The rule is empty if hooks hold back all."""
-        request_ids = [request.request_id for request in self.waiting]
+    def _trace_held_back(self, rule: str, budget: int, passed: dict[str, None]) -> None:
+        """Record why no other request was admitted: `rule` stopped the one in turn, and so all after it; hooks hold back those
+        that were `passed` over. The rule is empty if hooks hold back all."""
+        in_turn = (request.request_id for request in self.waiting.in_turn() if request.request_id not in passed)
+        first = next(in_turn, None) if rule else None
+        others = [request.request_id for request in self.waiting if request.request_id not in passed]
         if trace.on:
             trace.emit(
-                "sched.held_back", step=self.step, rule=rule, first=request_ids[index] if rule else None,
-                behind=request_ids[index + 1 :], grammar=request_ids[:index], budget_left=budget,
-                free_blocks=self.kv_cache_manager.block_pool.num_free, num_running=len(self.running),
+                "sched.held_back", step=self.step, rule=rule, first=first, behind=[each for each in others if each != first],
+                grammar=list(passed), budget_left=budget, free_blocks=self.kv_cache_manager.block_pool.num_free,
+                num_running=len(self.running),
             )  # fmt: skip
 
     def update_from_output(self, output: SchedulerOutput, runner_output: ModelRunnerOutput) -> list[EngineCoreOutput]:

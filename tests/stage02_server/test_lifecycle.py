@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
 from patience import PATIENCE
 from server_under_test import DYING_ENGINE, SLOW_LOADING, InProcessServer, RecordingEcho, ServerProcess
 
+from stage02_server.cli_args import FrontendArgs
+from stage02_server.features.admin.engine_stall import EngineStall
+from stage03_engine.errors import ConfigError
+from stage03_engine.messages import EngineCoreOutputs
 from stagetrace import read_run
 
 ECHO = ("gpt2-tiny", "--engine", "echo", "--host", "127.0.0.1", "--port", "0")
@@ -29,7 +35,7 @@ def state_of(url: str) -> str:
         assert answer.status_code == 503 and answer.json()["error"]["code"] == 503
         state = answer.json()["state"]
     metrics = httpx.get(f"{url}/metrics").text
-    for other in ("starting", "ready", "draining", "stopped", "failed"):
+    for other in ("starting", "ready", "stalled", "draining", "stopped", "failed"):
         assert f'stages:server_state{{state="{other}"}} {float(other == state)}' in metrics
     return state
 
@@ -99,3 +105,90 @@ def test_health_says_the_state_in_json(make_server: Callable[..., InProcessServe
     answer = server.request("GET", path)
     assert answer.status_code == 503 and answer.json()["state"] == "draining"
     assert answer.json()["error"]["type"] == "ServiceUnavailableError"
+
+
+class StuckEcho(RecordingEcho):
+    """An engine whose next step can be made to block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.free = asyncio.Event()
+        self.free.set()
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        outputs = await super().get_output_async()
+        await self.free.wait()
+        return outputs
+
+
+async def until_health_is(server: InProcessServer, status: int) -> httpx.Response:
+    while (answer := await server.send("GET", "/health")).status_code != status:
+        await asyncio.sleep(0.01)
+    return answer
+
+
+@pytest.mark.parametrize("gives_up", [False, True])
+def test_an_engine_whose_step_blocks_is_stalled_until_it_goes_on(
+    gives_up: bool, make_server: Callable[..., InProcessServer], caplog: pytest.LogCaptureFixture
+) -> None:
+    client = StuckEcho()
+    server = make_server(client, engine_stall_seconds=0.05)
+
+    async def life() -> None:
+        assert (await server.send("GET", "/health")).status_code == 200, "it is idle"
+        client.free.clear()
+        asked = asyncio.create_task(server.send("POST", "/v1/completions", json={"prompt": "abc", "max_tokens": 2}))
+        answer = await until_health_is(server, 503)
+        assert answer.json()["state"] == "stalled" and "has not answered for" in answer.json()["error"]["message"]
+        assert 'stages:server_state{state="stalled"} 1.0' in (await server.send("GET", "/metrics")).text
+        assert (await server.send("GET", "/v1/models")).status_code == 200, "who needs no engine is served"
+        if gives_up:
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
+            while server.engine.num_unfinished_requests:
+                await asyncio.sleep(0.01)
+            assert (await server.send("GET", "/ping")).status_code == 503, "it has not reacted to the abort"
+        client.free.set()
+        if not gives_up:
+            assert (await asked).status_code == 200
+        await until_health_is(server, 200)
+
+    server.run(life())
+    said = [
+        record.getMessage()
+        for record in caplog.records
+        if "stand" in record.getMessage() or "503" in record.getMessage()
+    ]
+    assert "/health answers 503" in said[0] and "no longer stands still" in said[1]
+
+
+def test_an_engine_owes_something_from_the_oldest_request_or_its_last_sign_on(server: InProcessServer) -> None:
+    now = 1000.0
+    stall = EngineStall(server.engine, 10.0, lambda: now)
+    states = server.engine.output_processor.request_states
+    state = SimpleNamespace(request=SimpleNamespace(arrival_time=5000.0))
+    now = 5009.0
+    assert stall.seconds == 0.0 and not stall.is_too_long, "an idle engine is healthy, however long"
+    states["r"] = state  # type: ignore[assignment]
+    try:
+        assert stall.seconds == 9.0 and not stall.is_too_long
+        now = 5011.0
+        assert stall.seconds == 11.0 and stall.is_too_long
+        stall.received(EngineCoreOutputs())
+        now = 5020.0
+        assert stall.seconds == 9.0, "its last sign of life counts"
+    finally:
+        del states["r"]
+    now = 5022.0
+    assert stall.is_too_long, "nobody waits any more, but it has not reacted to that"
+    stall.received(EngineCoreOutputs())
+    now = 9999.0
+    assert stall.seconds == 0.0
+
+
+def test_the_limit_of_a_standstill_may_be_off_and_is_checked(make_server: Callable[..., InProcessServer]) -> None:
+    assert any(isinstance(each, EngineStall) for each in make_server().engine.listeners)
+    assert not any(isinstance(each, EngineStall) for each in make_server(engine_stall_seconds=0).engine.listeners)
+    for wrong in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match="engine_stall_seconds"):
+            FrontendArgs(engine_stall_seconds=wrong).check()

@@ -11,7 +11,7 @@ import pytest
 from server_under_test import InProcessServer, RecordingEcho, events
 
 from stage03_engine.errors import EngineDeadError
-from stage03_engine.messages import EngineCoreOutputs
+from stage03_engine.messages import EngineCoreOutput, EngineCoreOutputs
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MakeServer = Callable[..., InProcessServer]
@@ -222,3 +222,29 @@ def test_the_prefix_cache_is_reset_unless_requests_run(make_server: MakeServer) 
         return refused.status_code
 
     assert busy.run(reset_during_a_request()) == 409
+
+
+class Flood(RecordingEcho):
+    """An engine whose first ten steps are there at once, with 600 outputs each, for requests that are gone."""
+
+    left = 10
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        if self.left == 0:
+            return await super().get_output_async()
+        self.left -= 1
+        return EngineCoreOutputs([EngineCoreOutput(f"gone-{i}", [1]) for i in range(600)])
+
+
+def test_others_run_between_the_pieces_of_large_steps(make_server: MakeServer) -> None:
+    client = Flood()
+    server = make_server(client)
+
+    async def turns_of_others() -> int:
+        turns = 0
+        while client.left:
+            turns += 1
+            await asyncio.sleep(0)
+        return turns
+
+    assert server.run(turns_of_others()) >= 40, "600 outputs are five pieces"

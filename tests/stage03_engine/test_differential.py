@@ -2,7 +2,7 @@
 
 200 random workloads, each through one engine with all the room in the world and one request at a time, and through two
 others drawn from all combinations of prefix caching, chunk size, preemption mode and batch limit, with KV caches so small that they
-must preempt. Some of those have drafts (speculative decoding), some a process of their own, some priorities.
+must preempt. Some of those have drafts (speculative decoding), some a process of their own, some priorities or fair turns.
 """
 
 from __future__ import annotations
@@ -22,16 +22,22 @@ COMBINATIONS = list(itertools.product([True, False], [8, 32, 512], ["recompute",
 WORKLOADS, ENGINES_PER_WORKLOAD, BATCHES = 200, 2, 4
 
 
+POLICIES = ("fcfs", "priority", "fair")
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 
 
 def make_engine(model: str, number: int) -> LLM:
     caching, budget, mode, max_num_seqs = COMBINATIONS[number]
-    return LLM(
+    policy = POLICIES[number % 3]
+    llm = LLM(
         model, max_model_len=96, block_size=4, num_gpu_blocks_override=30, multiprocess=number % 12 == 5,
         enable_prefix_caching=caching, max_num_batched_tokens=budget, preemption_mode=mode, max_num_seqs=max_num_seqs,
-        swap_space=0.01, speculative_config=NGRAM if number % 5 < 2 else None, scheduling_policy="fcfs" if max_num_seqs == 3 else "priority",
+        swap_space=0.01, speculative_config=NGRAM if number % 5 < 2 else None, scheduling_policy=policy,
     )  # fmt: skip
+    if policy == "fair":  # as if the prompts came in two HTTP requests
+        numbers = itertools.count()
+        llm.next_id = lambda: f"cmpl-{(number := next(numbers)) % 2}-{number}"  # type: ignore[method-assign]
+    return llm
 
 
 @pytest.fixture(scope="module")

@@ -52,7 +52,7 @@ settings_of_engines = st.fixed_dictionaries(
         "num_blocks": st.integers(26, 60), "block_size": st.sampled_from([4, 8, 16]), "caching": st.booleans(),
         "swap_blocks": st.sampled_from([0, 0, 4, 60]), "num_drafts": st.sampled_from([0, 4]),
         "max_num_seqs": st.integers(1, 8), "max_num_batched_tokens": st.sampled_from([8, 20, 64]),
-        "scheduling_policy": st.sampled_from(["fcfs", "priority"]), "long_prefill_token_threshold": st.sampled_from([0, 5]),
+        "scheduling_policy": st.sampled_from(["fcfs", "priority", "fair"]), "long_prefill_token_threshold": st.sampled_from([0, 5]),
     }
 )  # fmt: skip
 
@@ -140,12 +140,12 @@ class Greedy(Scheduler):
 
 class PreemptsTheFirst(Scheduler):
     def _allocate_or_preempt(self, request: Request, num_tokens: int, output: SchedulerOutput) -> list[int] | None:
-        pop = self.running.pop_last
-        self.running.pop_last = lambda: self.running.pop(0)  # type: ignore[method-assign]
+        pop = self.running.pop
+        self.running.pop = lambda: pop(0)  # type: ignore[method-assign, assignment, misc]
         try:
             return super()._allocate_or_preempt(request, num_tokens, output)
         finally:
-            self.running.pop_last = pop  # type: ignore[method-assign]
+            self.running.pop = pop  # type: ignore[method-assign]
 
 
 class LastInFirstOut(Scheduler):

@@ -29,7 +29,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler = make_scheduler(
             max_num_seqs, budget, self.num_blocks, block_size,
             caching=data.draw(st.booleans()), swap_blocks=data.draw(st.sampled_from([0, 2, 60])),
-            enable_chunked_prefill=chunked, scheduling_policy=data.draw(st.sampled_from(["fcfs", "priority"])),
+            enable_chunked_prefill=chunked, scheduling_policy=data.draw(st.sampled_from(["fcfs", "priority", "fair"])),
             long_prefill_token_threshold=data.draw(st.sampled_from([0, 5])) if chunked else 0,
         )  # fmt: skip
         self.runner = ToyRunner(self.scheduler)
@@ -39,12 +39,12 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(
         shared=st.integers(0, MAX_LEN - 4), own=st.lists(st.integers(0, 49), min_size=1, max_size=3), count=st.integers(1, 20),
-        ignore_eos=st.booleans(), priority=st.integers(-1, 1), salt=st.sampled_from([None, None, "s"]),
+        ignore_eos=st.booleans(), priority=st.integers(-1, 1), salt=st.sampled_from([None, None, "s"]), group=st.integers(0, 2),
     )  # fmt: skip
     def arrive(
-        self, shared: int, own: list[int], count: int, ignore_eos: bool, priority: int, salt: str | None
+        self, shared: int, own: list[int], count: int, ignore_eos: bool, priority: int, salt: str | None, group: int
     ) -> None:
-        name, prompt = f"r{len(self.expected)}", STEM[:shared] + own
+        name, prompt = f"cmpl-{group}-{len(self.expected)}", STEM[:shared] + own
         params = SamplingParams(max_tokens=count, ignore_eos=ignore_eos)
         self.expected[name], self.outputs[name] = right_answer(prompt, params), []
         self.runner.salts[name] = salt

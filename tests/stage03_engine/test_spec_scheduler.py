@@ -12,7 +12,7 @@ from toy_runner import make_scheduler
 
 from stage03_engine.core.features.debug.scheduler_checks import check_invariants
 from stage03_engine.core.kv_cache_manager import cdiv
-from stage03_engine.core.request import Request, check_stop
+from stage03_engine.core.request import Request
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
 from stage03_engine.core.scheduler import Scheduler
 from stage03_engine.messages import EngineCoreRequest, FinishReason, TokenLogprobs
@@ -33,10 +33,9 @@ def make_request(request_id: str, prompt: list[int], params: SamplingParams) -> 
 def right_answer(prompt: list[int], params: SamplingParams) -> tuple[list[int], FinishReason]:
     request = make_request("r", prompt, params)
     while True:
-        request.append_output_token(next_token(request.all_token_ids))
-        stop = check_stop(request, MAX_LEN)
-        if stop is not None:
-            return request.all_token_ids[len(prompt) :], stop[0]
+        output = request.append_output_tokens([next_token(request.all_token_ids)], MAX_LEN)
+        if output.finish_reason is not None:
+            return request.all_token_ids[len(prompt) :], output.finish_reason
 
 
 class DraftingRunner:

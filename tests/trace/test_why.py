@@ -46,7 +46,7 @@ def rules_by_event(events: list[Event], request_id: str, step: int) -> set[str]:
         elif event.req == request_id:
             named = {
                 "sched.admit": "admit", "sched.resume": "resume", "sched.scheduled": "chunk", "sched.preempt": "preempt",
-                "sched.prefix_hit": "prefix", "spec.scheduled": "drafts", "spec.verified": "verify", "grammar.ready": "grammar",
+                "sched.prefix_hit": "prefix", "sched.turn": "turn", "spec.scheduled": "drafts", "spec.verified": "verify", "grammar.ready": "grammar",
             }  # fmt: skip
             rules |= {named[event.name]} if event.name in named else set()
             rules |= {"end " + args["by"]} if event.name == "sched.finished" else set()
@@ -55,7 +55,7 @@ def rules_by_event(events: list[Event], request_id: str, step: int) -> set[str]:
 
 @settings(max_examples=15, deadline=None)
 @given(
-    st.integers(0, 10**6), st.sampled_from(["fcfs", "priority"]), st.sampled_from([0, 6]), st.sampled_from([0, 8]), st.booleans()
+    st.integers(0, 10**6), st.sampled_from(["fcfs", "priority", "fair"]), st.sampled_from([0, 6]), st.sampled_from([0, 8]), st.booleans()
 )  # fmt: skip
 def test_every_step_of_every_request_has_its_reasons(
     seed: int, policy: str, threshold: int, swap: int, chunked: bool
@@ -131,7 +131,7 @@ def storm(engine: ToyEngine) -> None:
     many(engine, 3, 30, 30)
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
 def test_a_preemption_says_who_needed_what_and_why_this_victim(policy: str, tmp_path: Path) -> None:
     record(tmp_path, lambda: _storm(policy))
     event = read_run(tmp_path).named("sched.preempt")[0]
@@ -152,6 +152,30 @@ def _storm(policy: str) -> None:
     engine = ToyEngine(0, num_blocks=26, scheduling_policy=policy)
     storm(engine)
     engine.run()
+
+
+def test_fair_turns_say_whose_they_are(tmp_path: Path) -> None:
+    def life() -> None:
+        engine = ToyEngine(0, max_num_seqs=2, scheduling_policy="fair")
+        for name in ("cmpl-crowd-0", "cmpl-crowd-1", "cmpl-crowd-2", "cmpl-small-0"):
+            engine.add(name, [1, 2, 3], max_tokens=2, ignore_eos=True)
+        engine.run()
+
+    record(tmp_path, life)
+    text = {
+        name: " ".join(r.text for r in told(tmp_path, name)[1].reasons) for name in ("cmpl-crowd-0", "cmpl-crowd-2")
+    }
+    assert (
+        "It was the turn of its HTTP request, cmpl-crowd: 1 other HTTP request waits, and 2 more of its own wait until"
+        in text["cmpl-crowd-0"]
+    )
+    assert (
+        "number 2 in the queue, behind cmpl-crowd-1; HTTP requests take turns, and it is now that of cmpl-crowd."
+        in (text["cmpl-crowd-2"])
+    )
+    small = told(tmp_path, "cmpl-small-0")[1].reasons
+    assert [r.rule for r in small] == ["admit", "chunk", "turn"] and "and none of its own waits." in small[-1].text
+    assert small[-1].places.startswith("stage03_engine/core/features/fair_queue.py FairQueue.in_turn")
 
 
 def test_a_prefix_hit_names_who_had_cached_it(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from stagetrace.ids import root_of
 from stagetrace.read.engine_state import EngineState, RequestState
 
 _SCHEDULER = "stage03_engine/core/scheduler.py Scheduler."
@@ -12,6 +13,7 @@ _MANAGER = "stage03_engine/core/kv_cache_manager.py KVCacheManager."
 _VLLM_MANAGER = "vllm/v1/core/kv_cache_manager.py KVCacheManager."
 _DRAFTS = "stage03_engine/core/features/spec_decode/draft_scheduler.py DraftHook."
 _GRAMMARS = "stage03_engine/core/features/structured_output/scheduler_hook.py GrammarSchedulerHook."
+_FAIR = "stage03_engine/core/features/fair_queue.py FairQueue."
 _WAITING = (_SCHEDULER + "_schedule_waiting", _VLLM + "schedule")
 _STOP = ("stage03_engine/core/request.py check_stop", "vllm/v1/core/sched/utils.py check_stop")
 
@@ -22,6 +24,7 @@ CODE: dict[str, tuple[str, str]] = {
     "no_chunking": _WAITING,
     "preempted": (_SCHEDULER + "schedule", _VLLM + "schedule"),
     "order": _WAITING,
+    "turn": (_FAIR + "in_turn", "nowhere"),
     "grammar": (_GRAMMARS + "is_ready", _VLLM + "schedule (WAITING_FOR_FSM)"),
     "budget of running": (_SCHEDULER + "_schedule_running", _VLLM + "schedule"),
     "admit": (_SCHEDULER + "_admit", _VLLM + "schedule"),
@@ -80,6 +83,14 @@ def held_back(args: dict[str, Any], first: RequestState | None, settings: dict[s
     return f"the rule {args['rule']!r}."
 
 
+def turn(args: dict[str, Any]) -> str:
+    """Whose turn it was: a `sched.turn`."""
+    own, others = args["own"], count(args["others"], "other HTTP request")
+    wait = "waits" if args["others"] == 1 else "wait"
+    after = f"{own} more of its own wait until these had their turns" if own else "none of its own waits"
+    return f"It was the turn of its HTTP request, {args['group']}: {others} {wait}, and {after}."
+
+
 def scheduled(args: dict[str, Any], settings: dict[str, Any], num_hits: int) -> str:
     """Why so many tokens, and these blocks: a `sched.scheduled`. The first `num_hits` of its blocks were found in the
     prefix cache."""
@@ -115,6 +126,11 @@ def preempted(args: dict[str, Any], state: EngineState, request_id: str) -> str:
     if policy == "priority":
         rule = "under the priority policy the one with the largest number goes first, then the one that arrived last"
         order = f"its priority is {request.params.get('priority', 0)}, and {order}"
+    elif policy == "fair":
+        group = root_of(request_id)
+        own = sum(other.status == "running" and root_of(i) == group for i, other in state.requests.items())
+        rule = "under the fair policy the HTTP request with the most of them gives one up, the one that arrived last"
+        order = f"{group} had {own}; {order}"
     else:
         rule = "under fcfs the one that arrived last goes first"
     who = "it needed another block itself" if args["needed_by"] == request_id else f"{args['needed_by']} needed blocks"

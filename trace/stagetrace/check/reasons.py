@@ -10,9 +10,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from stagetrace.check.reason_words import CODE, count, ended, held_back, preempted, scheduled
+from stagetrace.check.reason_words import CODE, count, ended, held_back, preempted, scheduled, turn
 from stagetrace.errors import TraceError
 from stagetrace.event import Event
+from stagetrace.ids import root_of
 from stagetrace.read.engine_state import EngineState, RequestState
 from stagetrace.read.reader import Recording
 
@@ -148,7 +149,12 @@ class _Engine:
             self._say(args["rule"], f"It waits, first in the queue: {text}", f"waits: {args['rule']}")
             return
         place = args["behind"].index(mine) + 2
-        text = f"It waits, number {place} in the queue, behind {args['first']}; nobody overtakes. Why {args['first']} waits: {text}"
+        order = "nobody overtakes"
+        if self.state.settings.get("scheduler_config", {}).get("scheduling_policy") == "fair":
+            order = f"HTTP requests take turns, and it is now that of {root_of(args['first'])}"
+        text = (
+            f"It waits, number {place} in the queue, behind {args['first']}; {order}. Why {args['first']} waits: {text}"
+        )
         self._say("order", text, f"waits behind {args['first']}: {args['rule']}")
 
     def _passed_over(self, args: dict[str, Any]) -> None:
@@ -166,6 +172,8 @@ class _Engine:
                 self._prefix_hit(args)
             case "sched.admit":
                 self._say("admit", "It was admitted: budget, batch and blocks were enough.", "admitted")
+            case "sched.turn":
+                self._say("turn", turn(args), "in turn")
             case "sched.resume":
                 self._say("resume", self._resumed(), "resumed")
             case "sched.scheduled":

@@ -1,4 +1,4 @@
-"""The metric `stages:server_state`: 1 for the state that the server is in, 0 for the others."""
+"""What the states of the server need besides `lifecycle.py`: a watch on the engine, and the metric `stages:server_state`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,17 @@ from fastapi import FastAPI
 from prometheus_client import Gauge
 
 from stage02_server.api_server import Services
+from stage02_server.features.admin.engine_stall import EngineStall, StallLifecycle
 from stage02_server.lifecycle import Lifecycle, ServerState
 
 
 def install(app: FastAPI, services: Services) -> None:
-    """Add the metric to the registry of /metrics."""
+    """Watch the engine, if --engine-stall-seconds says so, and add the metric to the registry of /metrics."""
+    limit = services.args.engine_stall_seconds
+    if limit:
+        stall = EngineStall(services.engine, limit)
+        services.engine.listeners.append(stall)
+        services.lifecycle = StallLifecycle(services.engine, services.gate, stall)
     gauge = Gauge("stages:server_state", "1 for the state of the server.", ["state"], registry=services.registry)
     for state in ServerState:
         gauge.labels(state=state.value).set_function(partial(_is, services.lifecycle, state))

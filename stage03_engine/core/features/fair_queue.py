@@ -1,0 +1,107 @@
+"""`--scheduling-policy fair`: HTTP requests take turns, so that one with thousands of prompts holds up no other.
+
+The engine requests of one HTTP request (its prompts, their answers, its beams) are a group. Their ids tell it (`stagetrace.ids`), so
+a recording holds all that a replay needs. There is no clock and no randomness. vLLM has no counterpart.
+
+**Waiting.** The groups stand in a circle; a new one takes the last place. In its turn a group gives the request that arrived first;
+once that is admitted, the group goes to the last place. Requests that a hook holds back are passed over. As under fcfs, nobody is
+admitted before the request in turn if that does not fit. A preempted request goes first within its group, whose next turn comes at
+once: it lost what the last one had given.
+
+**Running.** Who runs keeps running. Tokens are given in rounds: to the first request of each group, then to the second of each. The
+last one in this order is preempted first: the newest of the largest group. (Under fcfs it would be the newest of all: a newcomer
+would lose its place to the growing crowd beside which it was just admitted.) So the victim has no tokens in this step yet.
+
+**Nobody starves.** The first of the running requests is never preempted for another, so every step brings something forward. Between
+two turns of a group each other group has one, and one more for a request that was preempted; that one was running before, so
+there are only so many, and newcomers wait behind.
+
+**With one HTTP request** both orders are those of arrival, and every decision is that of fcfs.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from operator import attrgetter
+
+from stage03_engine.core.request import Request, RequestStatus
+from stagetrace import trace
+from stagetrace.ids import root_of
+
+_arrival = attrgetter("arrival")
+
+
+class FairQueue:
+    """What a scheduler asks of `RequestQueue`, in the order above.
+
+    `add` and `remove` search in O(log n). Each way through lists the groups once, and then needs O(1) for each request.
+    """
+
+    def __init__(self, policy: str = "fair") -> None:
+        self._groups: OrderedDict[str, list[Request]] = OrderedDict()  # in their order; each by arrival, none empty
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Request]:
+        """In rounds. Requests at the end of the order may be removed meanwhile."""
+        groups, place = list(self._groups.values()), 0
+        while groups:
+            for group in groups:
+                if place < len(group):
+                    yield group[place]
+            place += 1
+            groups = [group for group in groups if place < len(group)]
+
+    def __getitem__(self, index: int) -> Request:
+        """O(n): for a scheduler of one's own that counts; the reference scheduler iterates."""
+        return list(self)[index]
+
+    def add(self, request: Request) -> None:
+        """Put a request into its group."""
+        name = root_of(request.request_id)
+        insort(self._groups.setdefault(name, []), request, key=_arrival)
+        if request.status == RequestStatus.PREEMPTED:
+            self._groups.move_to_end(name, last=False)
+        self._length += 1
+
+    def remove(self, request: Request) -> None:
+        """Take a request out. Only when `in_turn` has just given it is this the turn of its group."""
+        name = root_of(request.request_id)
+        group = self._groups[name]
+        del group[bisect_left(group, request.arrival, key=_arrival)]
+        if not group:
+            del self._groups[name]
+        self._length -= 1
+
+    def pop(self) -> Request:
+        """Remove and return the last request in the order: the newest of the largest group, of equal ones the last."""
+        largest = max(reversed(self._groups.values()), key=len)
+        request = largest[-1]
+        self.remove(request)
+        return request
+
+    def in_turn(self) -> Iterator[Request]:
+        """The waiting requests, each when it may be admitted. Whoever is removed when it is given was: the turn passes on. Who
+        stays is passed over, and the next of its group is asked."""
+        circle = deque((name, group, 0) for name, group in self._groups.items())
+        while circle:
+            name, group, passed_over = circle.popleft()
+            while passed_over < len(group):
+                yield (request := group[passed_over])
+                if group[passed_over : passed_over + 1] != [request]:
+                    self._pass_on(name, request)
+                    circle.append((name, group, passed_over))
+                    break
+                passed_over += 1
+
+    def _pass_on(self, name: str, admitted: Request) -> None:
+        if name in self._groups:
+            self._groups.move_to_end(name)
+        if trace.on:
+            own = len(self._groups.get(name, ()))
+            others = len(self._groups) - (own > 0)
+            trace.emit("sched.turn", req=admitted.request_id, group=name, own=own, others=others)
