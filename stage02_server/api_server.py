@@ -84,7 +84,7 @@ MIDDLEWARE = (  # outermost first; each is called with (app, args)
     Feature("stage02_server.features.hardening.middleware:OwnMiddleware", flags=("middleware",)),
     Feature("stage02_server.features.hardening.middleware:AllowedOriginsMiddleware", flags=("allowed_origins",)),
     Feature("stage02_server.features.hardening.authentication:AuthenticationMiddleware", flags=("api_key",)),
-    Feature("stage02_server.features.hardening.request_limits:BodyLimitMiddleware"),
+    Feature("stage02_server.features.hardening.body_limits:BodyLimitMiddleware"),
     Feature(
         "stage02_server.features.admin.admission:AdmissionMiddleware",  # behind the key and the limits: what they refuse takes no place
         flags=("max_num_queued_reqs", "max_num_queued_tokens"),
@@ -115,7 +115,7 @@ HTTP_FEATURES = (  # each is called with (app, services); the first of two route
     Feature("stage02_server.features.per_request_metrics.install:install", flags=("enable_per_request_metrics",)),
     Feature("stage02_server.features.hardening.tenants:install", flags=("api_key",)),
     Feature("stage02_server.features.prompt_tokens_details.install:install", flags=("enable_prompt_tokens_details",)),
-    Feature("stage02_server.features.hardening.fields:install"),
+    Feature("stage02_server.features.hardening.body_limits:install"),
     Feature("stage02_server.features.admin.admission:install"),
     Feature("stage02_server.features.admin.request_logger:install", flags=("enable_log_requests",)),
     Feature("stage02_server.features.stream_usage.install:install", flags=("enable_force_include_usage",)),

@@ -48,6 +48,11 @@ class Lifecycle:
     @property
     def state(self) -> ServerState:
         """The current state."""
+        return self.own_state
+
+    @property
+    def own_state(self) -> ServerState:
+        """The state as far as this process knows by itself, which is never `stalled`."""
         if self._ended is not None:
             return self._ended
         if self._engine.errored:
@@ -69,7 +74,7 @@ class Lifecycle:
     def refusal(self, path: str) -> APIError | None:
         """Why a request to `path` is refused in this state, or None. In `failed` each route answers for itself,
         since some do not need the engine; in `stalled` it may come back."""
-        if path in OPEN_PATHS or self.state in (ServerState.READY, ServerState.STALLED, ServerState.FAILED):
+        if path in OPEN_PATHS or self.own_state in (ServerState.READY, ServerState.FAILED):
             return None
         return self.unavailable()
 

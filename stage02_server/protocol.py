@@ -23,7 +23,7 @@ _SAME_NAME = ("n", "temperature", "top_p", "top_k", "frequency_penalty", "presen
 """Fields that go into `SamplingParams` as they are; None means the default there."""
 
 
-class RequestModel(*mixins("stage02_server.features.hardening.fields:BoundedBody"), BaseModel):  # type: ignore[misc]
+class RequestModel(*mixins("stage02_server.features.hardening.body_limits:BoundedBody"), BaseModel):  # type: ignore[misc]
     """A request body. Unknown fields are kept in `model_extra`."""
 
     model_config = ConfigDict(extra="allow")

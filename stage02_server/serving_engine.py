@@ -180,7 +180,9 @@ class OpenAIServing:
         self.args = args
         self.defaults = engine_client.vllm_config.model_config.default_sampling_params or {}
         self._generates = "generate" in engine_client.vllm_config.supported_tasks
-        self.hook_factories: list[Callable[[EngineRequests, Prompts], AnswerHook]] = []  # of features for all answers
+        self.hook_factories: list[
+            Callable[[EngineRequests, Prompts], AnswerHook | None]
+        ] = []  # of features for all answers
 
     def check(self, request: SamplingRequest) -> str:
         """The model name to answer with. Raises every refusal that does not depend on the prompt."""
@@ -229,7 +231,7 @@ class OpenAIServing:
         engine_requests = await in_thread_if_long([*prompts, msgspec.msgpack.encode(params)], receive, process)
         flows = [self._generate(request, engine_request) for engine_request in engine_requests]
         requests = EngineRequests(ids, model, 1 if request.n is None else request.n, engine_requests, flows, [])
-        requests.hooks += [factory(requests, prompts) for factory in self.hook_factories]
+        requests.hooks += [hook for factory in self.hook_factories if (hook := factory(requests, prompts)) is not None]
         for feature in reversed(request.used_features()):  # in the order in which they apply to SamplingParams
             if (hook := await feature.hook(request, self, requests, prompts, receive)) is not None:
                 requests.hooks.append(hook)
@@ -304,7 +306,8 @@ class OpenAIServing:
         try:
             async with aclosing(source) as outputs:
                 async for prompt, output in outputs:
-                    for chunk in await made(partial(maker.chunks, prompt, hidden), [output]):
+                    make = partial(maker.chunks, prompt, hidden)  # only features make chunks long
+                    for chunk in await made(make, [output]) if requests.hooks else make([output]):
                         yield _event(chunk, requests.ids, prompt)
             if requests.ends_with_usage:
                 yield _event(maker.usage_chunk().model_dump_json(), requests.ids)

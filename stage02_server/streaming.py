@@ -18,9 +18,7 @@ from starlette.types import Receive, Scope, Send
 from stage03_engine.mixins import mixins
 
 T = TypeVar("T")
-LONG = (
-    8192  # characters, or token ids, of one request: they take 1 to 3 ms to tokenize, a thread's round trip takes 0.04
-)
+LONG = 8192  # characters, or token ids, of one request take 1 to 3 ms to tokenize; a thread's round trip takes 0.04
 PER_PROMPT = 32  # characters take as long as the fixed work per prompt, 10 µs
 FAIR = "stage02_server.features.hardening.fair_threads:threads_for"  # small work does not wait for large
 LONG_ANSWERS: tuple[Any, ...] = mixins("stage02_server.features.hardening.long_answers:LongAnswers")
@@ -112,6 +110,8 @@ async def answer_of(work: Coroutine[Any, Any, Answer]) -> Response:
     """The response to a request whose client may leave before it is answered."""
     try:
         result = await work
-        return answer(await LONG_ANSWERS[0].written(result) if LONG_ANSWERS else result)
+        if LONG_ANSWERS and isinstance(result, BaseModel):
+            result = await LONG_ANSWERS[0].written(result)
+        return answer(result)
     except ClientGoneError:
         return Response(status_code=499)  # nobody reads it; nginx's number for this case in the access log

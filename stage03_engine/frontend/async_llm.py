@@ -51,6 +51,7 @@ class AsyncLLM:
         if trace.on:
             trace.emit("stat_loggers.created", loggers=[type(each).__name__ for each in stat_loggers])
         self.listeners: list[OutputListener] = []
+        self.last_outputs_at = 0.0  # time.monotonic(); 0 before the first
         self.outgoing: list[Callable[[EngineCoreRequest], None]] = []  # features that see or change each request
         self.dead_error: EngineDeadError | None = None
         self.ready: EngineReady | None = None  # what the engine core said when it could serve
@@ -153,6 +154,7 @@ class AsyncLLM:
         for listener in self.listeners:
             listener.received(outputs)
         iteration, reqs_to_abort = IterationStats(), list[str]()
+        self.last_outputs_at = iteration.now
         for start in range(0, len(outputs.outputs), AT_ONCE):
             some = outputs.outputs[start : start + AT_ONCE]
             reqs_to_abort += self.output_processor.process_outputs(some, iteration)[1]

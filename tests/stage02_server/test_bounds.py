@@ -18,7 +18,7 @@ from patience import PATIENCE
 from server_under_test import InProcessServer, ServerProcess
 from standstill import LONGEST, Standstill
 
-from stage02_server.features.hardening.request_limits import ItemCounter
+from stage02_server.features.hardening.body_limits import ItemCounter
 from stage02_server.features.responses.protocol import InputItem, to_messages
 
 COMPLETIONS = "/v1/completions"

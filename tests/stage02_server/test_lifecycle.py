@@ -15,7 +15,7 @@ from patience import PATIENCE
 from server_under_test import DYING_ENGINE, SLOW_LOADING, InProcessServer, RecordingEcho, ServerProcess
 
 from stage02_server.cli_args import FrontendArgs
-from stage02_server.features.admin.engine_stall import EngineStall
+from stage02_server.features.admin.engine_stall import EngineStall, StallLifecycle
 from stage03_engine.errors import ConfigError
 from stage03_engine.messages import EngineCoreOutputs
 from stagetrace import read_run
@@ -174,21 +174,21 @@ def test_an_engine_owes_something_from_the_oldest_request_or_its_last_sign_on(se
         assert stall.seconds == 9.0 and not stall.is_too_long
         now = 5011.0
         assert stall.seconds == 11.0 and stall.is_too_long
-        stall.received(EngineCoreOutputs())
+        server.engine.last_outputs_at = 5011.0
         now = 5020.0
         assert stall.seconds == 9.0, "its last sign of life counts"
     finally:
         del states["r"]
     now = 5022.0
     assert stall.is_too_long, "nobody waits any more, but it has not reacted to that"
-    stall.received(EngineCoreOutputs())
+    server.engine.last_outputs_at = 5022.0
     now = 9999.0
     assert stall.seconds == 0.0
 
 
 def test_the_limit_of_a_standstill_may_be_off_and_is_checked(make_server: Callable[..., InProcessServer]) -> None:
-    assert any(isinstance(each, EngineStall) for each in make_server().engine.listeners)
-    assert not any(isinstance(each, EngineStall) for each in make_server(engine_stall_seconds=0).engine.listeners)
+    assert isinstance(make_server().app.state.services.lifecycle, StallLifecycle)
+    assert not isinstance(make_server(engine_stall_seconds=0).app.state.services.lifecycle, StallLifecycle)
     for wrong in (-1.0, float("nan"), float("inf")):
         with pytest.raises(ConfigError, match="engine_stall_seconds"):
             FrontendArgs(engine_stall_seconds=wrong).check()

@@ -5,8 +5,8 @@ theirs is asked for; and the loop sends something at each step and after each ab
 request, silence means nothing. But an answer that is owed stays owed when its clients give up: the engine must first react
 to that.
 
-The state is computed when somebody asks: /health, /metrics, or any request. Requests are still accepted, and wait for the engine,
-which may come back. vLLM's /health only knows whether the engine process has ended.
+The state is computed when somebody asks for it: /health, /ping or /metrics. Requests are still accepted, and wait for the engine, which
+may come back. vLLM's /health only knows whether the engine process has ended.
 """
 
 from __future__ import annotations
@@ -19,31 +19,26 @@ from stage02_server.errors import APIError, unavailable
 from stage02_server.lifecycle import Lifecycle, ServerState
 from stage02_server.middleware import RequestGate
 from stage03_engine.frontend.async_llm import AsyncLLM
-from stage03_engine.messages import EngineCoreOutputs
 
 logger = logging.getLogger(__name__)
 
 
 class EngineStall:
-    """Knows since when an engine owes an answer. A listener of AsyncLLM."""
+    """Knows since when an engine owes an answer."""
 
     def __init__(self, engine: AsyncLLM, limit: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._states, self._limit, self._clock = engine.output_processor.request_states, limit, clock
-        self._last_sign = clock()
+        self._engine, self._limit, self._clock = engine, limit, clock
+        self._last_sign = self._started = clock()
         self._owes_since: float | None = None
-
-    def received(self, outputs: EngineCoreOutputs) -> None:
-        """The engine lives: it begins to owe again with its oldest request, from now on."""
-        self._last_sign, self._owes_since = self._clock(), None
-
-    def close(self) -> None:
-        """The engine is dead, which is another state."""
 
     @property
     def seconds(self) -> float:
         """For how long the engine has owed an answer; 0 if it owes none."""
-        if self._owes_since is None and self._states:
-            oldest = next(iter(self._states.values())).request.arrival_time
+        sign = max(self._engine.last_outputs_at, self._started)
+        if sign != self._last_sign:  # the engine lives: it begins to owe again with its oldest request, from then on
+            self._last_sign, self._owes_since = sign, None
+        if self._owes_since is None and (states := self._engine.output_processor.request_states):
+            oldest = next(iter(states.values())).request.arrival_time
             self._owes_since = max(oldest, self._last_sign)
         return 0.0 if self._owes_since is None else self._clock() - self._owes_since
 

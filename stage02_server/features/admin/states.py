@@ -16,9 +16,7 @@ def install(app: FastAPI, services: Services) -> None:
     """Watch the engine, if --engine-stall-seconds says so, and add the metric to the registry of /metrics."""
     limit = services.args.engine_stall_seconds
     if limit:
-        stall = EngineStall(services.engine, limit)
-        services.engine.listeners.append(stall)
-        services.lifecycle = StallLifecycle(services.engine, services.gate, stall)
+        services.lifecycle = StallLifecycle(services.engine, services.gate, EngineStall(services.engine, limit))
     gauge = Gauge("stages:server_state", "1 for the state of the server.", ["state"], registry=services.registry)
     for state in ServerState:
         gauge.labels(state=state.value).set_function(partial(_is, services.lifecycle, state))

@@ -42,9 +42,9 @@ class LongAnswers:
         return await asyncio.get_running_loop().run_in_executor(THREADS, _made, make, outputs)
 
     @staticmethod
-    async def written(answer: Any) -> Any:
-        """A long answer as JSON; a short one, and a stream, as it is."""
-        if not isinstance(answer, BaseModel) or isinstance(answer, Written) or is_short(answer):
+    async def written(answer: BaseModel) -> BaseModel:
+        """A long answer as JSON; a short one as it is."""
+        if isinstance(answer, Written) or is_short(answer):
             return answer
         return await asyncio.get_running_loop().run_in_executor(THREADS, Written, answer)
 

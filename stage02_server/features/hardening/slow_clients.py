@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stage02_server.errors import APIError
+from stage02_server.features.hardening.connection_limits import PipelinedHttpProtocol
 from stage02_server.features.hardening.flags import HardeningFlags
-from stage02_server.features.hardening.pipelining import PipelinedHttpProtocol
 from stage02_server.middleware import CONNECTION
 from stagetrace import trace
 

@@ -1,7 +1,8 @@
-"""Requests that a client sends without waiting for answers: how many of them one connection may have the server keep.
+"""What one connection may have the server keep: an incomplete request, and requests that wait (vLLM: the header's limits only).
 
-uvicorn parses all that it reads and queues every request. So one client that reads nothing could hand over requests without end,
-and thousands of them came in one piece, which the event loop parsed while all other clients waited.
+The parser that uvicorn uses has no limit to a header. uvicorn also parses all that it reads and queues every request: a client that
+reads nothing could hand over requests without end, and thousands of them came in one piece, which the event loop parsed while
+all other clients waited.
 """
 
 from __future__ import annotations
@@ -9,11 +10,89 @@ from __future__ import annotations
 import asyncio
 
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from stage02_server.features.hardening.request_limits import LimitedHttpProtocol
+from stage02_server.errors import APIError, error_json
 
 LINES = 2  # the fewest of a request: the request line and an empty one
+
+
+class _HeaderLimitError(Exception):
+    """Raised in a parser callback to stop the parser."""
+
+
+class LimitedHttpProtocol(HttpToolsProtocol):
+    """uvicorn's HTTP/1.1 with a limit to what it keeps while it waits: the number of header fields (trailers too), their
+    bytes, and the bytes since anything was complete. Beyond, the answer is a 431 and the connection ends.
+
+    Invariant: between two calls of `data_received` the parser holds at most `max_bytes` bytes of something incomplete, and
+    what the last call brought.
+    """
+
+    max_bytes: int
+    max_headers: int
+    _num_headers = 0
+    _header_bytes = 0
+    _incomplete = 0  # bytes since the header, a piece of the body, or the request was complete
+
+    def on_message_begin(self) -> None:
+        """Parser callback: a new request."""
+        super().on_message_begin()
+        self._num_headers, self._header_bytes = 0, 0
+
+    def on_url(self, url: bytes) -> None:
+        """Parser callback: a piece of the request target."""
+        super().on_url(url)
+        self._count(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Parser callback: one header field is complete."""
+        super().on_header(name, value)
+        self._num_headers += 1
+        self._count(len(name) + len(value))
+
+    def _count(self, num_bytes: int) -> None:
+        self._header_bytes += num_bytes
+        if self._num_headers > self.max_headers or self._header_bytes > self.max_bytes:
+            raise _HeaderLimitError
+
+    def on_headers_complete(self) -> None:
+        """Parser callback: the body follows."""
+        self._incomplete = 0
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Parser callback: a piece of the body."""
+        self._incomplete = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Parser callback: the request is complete."""
+        self._incomplete = 0
+        super().on_message_complete()
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes from the socket."""
+        self._incomplete += len(data)
+        super().data_received(data)
+        if self._incomplete > self.max_bytes and not self.transport.is_closing():
+            self.send_400_response("")
+
+    def send_400_response(self, msg: str) -> None:
+        """The parser gave up: 431 if a limit stopped it, else 400. The same error object as everywhere."""
+        if self._num_headers > self.max_headers or max(self._header_bytes, self._incomplete) > self.max_bytes:
+            text = f"The header may have at most {self.max_headers} fields and {self.max_bytes} bytes."
+            error, phrase = APIError(431, "BadRequestError", text), b"431 Request Header Fields Too Large"
+        else:
+            error, phrase = APIError(400, "Bad Request", "This is not HTTP/1.1."), b"400 Bad Request"
+        self._send_error(error, phrase)
+
+    def _send_error(self, error: APIError, phrase: bytes) -> None:
+        """Answer without the application, and close."""
+        body = error_json(error).encode()
+        head = b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+        self.transport.write(head % (phrase, len(body)) + body)
+        self.transport.close()
 
 
 class _Flow(FlowControl):

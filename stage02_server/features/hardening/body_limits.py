@@ -1,29 +1,40 @@
-"""Limits on the size of a request, before anything parses it (vLLM: only the limits of the header).
+"""How much a request may hold (vLLM: the bytes of its header only).
 
-The body: `BodyLimitMiddleware`, and once it is parsed `BoundedBody` in fields.py. The header: `LimitedHttpProtocol`, as the
-parser that uvicorn uses has no limit of its own.
+`BodyLimitMiddleware` counts while the body arrives, before anything parses it; `BoundedBody` looks at what was parsed, before
+pydantic validates each item; `SettingsLimit` at what its settings become in the engine.
 """
 
 from __future__ import annotations
 
 import codecs
+import math
+from typing import TYPE_CHECKING, Any
 
+import msgspec
+from pydantic import BaseModel, model_validator
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from stage02_server.errors import APIError, error_json, error_response
+from stage02_server.errors import APIError, error_response
 from stage02_server.features.hardening.flags import HardeningFlags
+from stage03_engine.errors import InvalidRequestError
 
-MAX_FIELDS = (
-    1024  # of a query, a form, and the cookies: splitting a million of them takes a second and blocks all others
-)
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from stage02_server.api_server import Services
+    from stage02_server.serving_engine import EngineRequests, Prompts
+
+MAX_ITEMS = 65536  # each wrong one costs microseconds and an error, while all others wait
+MAX_FIELDS = 1024  # of the body itself, of a query, a form and the cookies: each is looked at several times
+MAX_OBJECTS = 16384  # of the body in all; each becomes an object of ours, and then a part of a chat
+MAX_KEYS = 4096  # of an object within it
+TOKEN_IDS = ("prompt", "tokens", "input")  # --max-request-items bounds these
 MULTIPART_BYTES = 32 * 1024**2  # an uploaded file is not parsed as JSON, which is what makes a large body expensive
 
 URL_ENCODED = "application/x-www-form-urlencoded"
 COMPRESSIONS = {"gzip", "x-gzip", "deflate", "compress", "br", "zstd"}  # a small body that becomes a large one
-
 BYTE_ORDER_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)
 
 
@@ -123,79 +134,74 @@ def _fields_refused(scope: Scope, headers: Headers) -> APIError | None:
     return None
 
 
-class _HeaderLimitError(Exception):
-    """Raised in a parser callback to stop the parser."""
+def check_number_of_items(body: dict[str, Any]) -> None:
+    """Raises APIError for more than MAX_FIELDS fields, for a field that holds more than MAX_ITEMS items, at all depths together
+    (token ids may be more), MAX_OBJECTS objects, or an object of more than MAX_KEYS, or NaN or Infinity anywhere within it: those
+    pass many comparisons."""
+    if len(body) > MAX_FIELDS:
+        raise APIError(400, "BadRequestError", f"The body must have at most {MAX_FIELDS} fields.")
+    objects = 0
+    for name, value in body.items():
+        count, waiting = 0, [] if name in TOKEN_IDS and _are_token_ids(value) else [value]
+        while waiting:
+            inner = waiting.pop()
+            if isinstance(inner, dict):
+                objects += 1
+                if objects > MAX_OBJECTS:
+                    raise APIError(400, "BadRequestError", f"The body must have at most {MAX_OBJECTS} objects.", name)
+                if len(inner) > MAX_KEYS and name != "logit_bias":
+                    raise APIError(
+                        400, "BadRequestError", f"{name} must have at most {MAX_KEYS} keys in an object.", name
+                    )
+                inner = list(inner.values())
+            if isinstance(inner, list):
+                count += len(inner)
+                if count > MAX_ITEMS:
+                    raise APIError(400, "BadRequestError", f"{name} must have at most {MAX_ITEMS} items.", name)
+                waiting.extend(inner)
+            elif isinstance(inner, float) and inner is not value and not math.isfinite(inner):
+                raise APIError(400, "BadRequestError", f"{name} must hold finite numbers only.", name)
 
 
-class LimitedHttpProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP/1.1 with a limit to what it keeps while it waits: the number of header fields (trailers too), their
-    bytes, and the bytes since anything was complete. Beyond, the answer is a 431 and the connection ends.
+def _are_token_ids(value: Any) -> bool:
+    """True if it is to be read as token ids, which are as many as a prompt is long."""
+    return isinstance(value, list) and bool(value) and isinstance(value[0], int | list)
 
-    Invariant: between two calls of `data_received` the parser holds at most `max_bytes` bytes of something incomplete, and
-    what the last call brought.
-    """
 
-    max_bytes: int
-    max_headers: int
-    _num_headers = 0
-    _header_bytes = 0
-    _incomplete = 0  # bytes since the header, a piece of the body, or the request was complete
+class BoundedBody(BaseModel):
+    """Base of all request bodies."""
 
-    def on_message_begin(self) -> None:
-        """Parser callback: a new request."""
-        super().on_message_begin()
-        self._num_headers, self._header_bytes = 0, 0
+    @model_validator(mode="before")
+    @classmethod
+    def _bounded(cls, body: Any) -> Any:
+        """Raises APIError."""
+        if isinstance(body, dict):
+            check_number_of_items(body)
+        return body
 
-    def on_url(self, url: bytes) -> None:
-        """Parser callback: a piece of the request target."""
-        super().on_url(url)
-        self._count(len(url))
 
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """Parser callback: one header field is complete."""
-        super().on_header(name, value)
-        self._num_headers += 1
-        self._count(len(name) + len(value))
+class SettingsLimit:
+    """The engine gets the settings of a request (its grammar, bad words, biases, ...) once for each answer to each prompt. So a
+    body of 100 kB could become a gigabyte of messages."""
 
-    def _count(self, num_bytes: int) -> None:
-        self._header_bytes += num_bytes
-        if self._num_headers > self.max_headers or self._header_bytes > self.max_bytes:
-            raise _HeaderLimitError
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
 
-    def on_headers_complete(self) -> None:
-        """Parser callback: the body follows."""
-        self._incomplete = 0
-        super().on_headers_complete()
+    def check(self, requests: EngineRequests, prompts: Prompts) -> None:
+        """Raises InvalidRequestError."""
+        params = requests.engine_requests[0].sampling_params
+        copies = len(prompts) * params.num_answers
+        if copies > 1 and (size := len(msgspec.msgpack.encode(params))) * copies > self._max_bytes:
+            raise InvalidRequestError(
+                f"The request's settings take {size} bytes for each of {copies} answers; all together may take "
+                f"{self._max_bytes} (--max-settings-bytes).",
+                "prompt" if len(prompts) > 1 else "n",
+            )
 
-    def on_body(self, body: bytes) -> None:
-        """Parser callback: a piece of the body."""
-        self._incomplete = 0
-        super().on_body(body)
 
-    def on_message_complete(self) -> None:
-        """Parser callback: the request is complete."""
-        self._incomplete = 0
-        super().on_message_complete()
-
-    def data_received(self, data: bytes) -> None:
-        """Bytes from the socket."""
-        self._incomplete += len(data)
-        super().data_received(data)
-        if self._incomplete > self.max_bytes and not self.transport.is_closing():
-            self.send_400_response("")
-
-    def send_400_response(self, msg: str) -> None:
-        """The parser gave up: 431 if a limit stopped it, else 400. The same error object as everywhere."""
-        if self._num_headers > self.max_headers or max(self._header_bytes, self._incomplete) > self.max_bytes:
-            text = f"The header may have at most {self.max_headers} fields and {self.max_bytes} bytes."
-            error, phrase = APIError(431, "BadRequestError", text), b"431 Request Header Fields Too Large"
-        else:
-            error, phrase = APIError(400, "Bad Request", "This is not HTTP/1.1."), b"400 Bad Request"
-        self._send_error(error, phrase)
-
-    def _send_error(self, error: APIError, phrase: bytes) -> None:
-        """Answer without the application, and close."""
-        body = error_json(error).encode()
-        head = b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
-        self.transport.write(head % (phrase, len(body)) + body)
-        self.transport.close()
+def install(app: FastAPI, services: Services) -> None:
+    """Check the settings of all requests that the handlers get."""
+    limit = SettingsLimit(services.args.max_settings_bytes)
+    for handler in app.state._state.values():
+        if hasattr(handler, "hook_factories"):
+            handler.hook_factories.append(limit.check)
