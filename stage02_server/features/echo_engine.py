@@ -26,6 +26,7 @@ from stage03_engine.messages import (
 from stage03_engine.params.pooling_params import TOKEN_TASKS, PoolingParams
 from stagetrace import trace
 
+AT_ONCE = 16  # requests of a step, after which everybody else has a turn: this engine is in the process of the server
 TICK_SECONDS = 0.002  # a decode step of a small model on a GPU takes about this long
 
 
@@ -71,10 +72,14 @@ class EchoCoreClient(AsyncEngineCoreClient):
             await self._work.wait()
         self._has_aborted = False
         await asyncio.sleep(self._tick_seconds)
-        outputs = [self._next(running) for running in self._running.values()]
+        outputs = []
+        for number, running in enumerate(list(self._running.values()), start=1):
+            outputs.append(self._next(running))
+            if number % AT_ONCE == 0:
+                await asyncio.sleep(0)
         for output in outputs:
             if output.finish_reason is not None:
-                del self._running[output.request_id]
+                self._running.pop(output.request_id, None)  # it may be aborted by now
         return EngineCoreOutputs(outputs, SchedulerStats(num_running=len(self._running)), engine_index=0)
 
     def _next(self, running: _Running) -> EngineCoreOutput:

@@ -30,6 +30,7 @@ MAX_ITEMS = 65536  # each wrong one costs microseconds and an error, while all o
 MAX_FIELDS = 1024  # of the body itself, of a query, a form and the cookies: each is looked at several times
 MAX_OBJECTS = 16384  # of the body in all; each becomes an object of ours, and then a part of a chat
 MAX_KEYS = 4096  # of an object within it
+_HARMLESS = {str, int, bool, type(None)}  # what needs no second look
 TOKEN_IDS = ("prompt", "tokens", "input")  # --max-request-items bounds these
 MULTIPART_BYTES = 32 * 1024**2  # an uploaded file is not parsed as JSON, which is what makes a large body expensive
 
@@ -158,7 +159,8 @@ def check_number_of_items(body: dict[str, Any]) -> None:
                 count += len(inner)
                 if count > MAX_ITEMS:
                     raise APIError(400, "BadRequestError", f"{name} must have at most {MAX_ITEMS} items.", name)
-                waiting.extend(inner)
+                if not _HARMLESS.issuperset(map(type, inner)):
+                    waiting.extend(inner)
             elif isinstance(inner, float) and inner is not value and not math.isfinite(inner):
                 raise APIError(400, "BadRequestError", f"{name} must hold finite numbers only.", name)
 
