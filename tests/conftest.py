@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 import httpx
@@ -17,6 +18,8 @@ os.environ["OMP_NUM_THREADS"] = "1"  # there is a test process per core, and wha
 # Libraries are installed without byte code. Unless somebody writes it, each of some hundred processes compiles torch again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# A shell that runs the tests in the background has them ignore Ctrl-C, and so would every process that a test starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 for _name in [name for name in os.environ if name.startswith(("STAGES_", "VLLM_"))]:
     del os.environ[_name]  # settings of whoever runs the tests must not decide them
 for _part in ("connect", "read", "write", "pool"):  # httpx gives up after 5 seconds, which a busy machine may take

@@ -20,9 +20,8 @@ from stagetrace import read_run, trace
 
 
 def stage04(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "stage04_kernels", *arguments], capture_output=True, text=True, timeout=PATIENCE
-    )
+    """Without a limit of its own: a whole check computes for a minute on an idle core, and pytest ends what hangs."""
+    return subprocess.run([sys.executable, "-m", "stage04_kernels", *arguments], capture_output=True, text=True)
 
 
 def test_check_passes_and_traces_each_row(tmp_path: Path) -> None:
