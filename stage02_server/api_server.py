@@ -85,8 +85,8 @@ MIDDLEWARE = (  # outermost first; each is called with (app, args)
     Feature("stage02_server.features.hardening.middleware:AllowedOriginsMiddleware", flags=("allowed_origins",)),
     Feature("stage02_server.features.hardening.authentication:AuthenticationMiddleware", flags=("api_key",)),
     Feature("stage02_server.features.hardening.body_limits:BodyLimitMiddleware"),
-    Feature(
-        "stage02_server.features.admin.admission:AdmissionMiddleware",  # behind the key and the limits: what they refuse takes no place
+    Feature(  # behind the key and the limits: what they refuse takes no place
+        "stage02_server.features.admin.admission:AdmissionMiddleware",
         flags=("max_num_queued_reqs", "max_num_queued_tokens"),
     ),
     Feature("stage02_server.features.hardening.keep_alive:KeepAliveMiddleware", flags=("sse_keep_alive_interval",)),

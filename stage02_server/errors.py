@@ -29,22 +29,18 @@ logger = logging.getLogger(__name__)
 OWN_SHAPES = {"/v1/messages": "stage02_server.features.messages.errors:error_json"}
 """Beginning of a path -> `error_json` for the clients of another API than OpenAI's."""
 RETRY_AFTER_SECONDS = 1  # a step takes milliseconds: a second later the queue has changed
+MOST_CHARACTERS = 4096  # of a message: it may quote what it refuses
 
 
 class APIError(Exception):
-    """A refusal with its HTTP status, OpenAI's error type, and the field to blame. It does not repeat megabytes that it refuses."""
+    """A refusal with its HTTP status, OpenAI's error type, and the field to blame."""
 
     def __init__(
         self, status: int, type: str, message: str, param: str | None = None, headers: dict[str, str] | None = None
     ) -> None:
         super().__init__(message)
-        self.status, self.type, self.message, self.param, self.headers = (
-            status,
-            type,
-            message[:4096],
-            param,
-            headers,
-        )
+        self.status, self.type, self.message = status, type, message[:MOST_CHARACTERS]
+        self.param, self.headers = param, headers
 
 
 def not_found(message: str, param: str | None = None) -> APIError:

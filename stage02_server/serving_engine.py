@@ -180,9 +180,8 @@ class OpenAIServing:
         self.args = args
         self.defaults = engine_client.vllm_config.model_config.default_sampling_params or {}
         self._generates = "generate" in engine_client.vllm_config.supported_tasks
-        self.hook_factories: list[
-            Callable[[EngineRequests, Prompts], AnswerHook | None]
-        ] = []  # of features for all answers
+        # Of features, for all answers; None for an answer to which one adds nothing.
+        self.hook_factories: list[Callable[[EngineRequests, Prompts], AnswerHook | None]] = []
 
     def check(self, request: SamplingRequest) -> str:
         """The model name to answer with. Raises every refusal that does not depend on the prompt."""
