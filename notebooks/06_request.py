@@ -70,12 +70,12 @@ from stage03_engine.frontend.tokenizer import init_tokenizer_from_configs
 
 tokenizer = init_tokenizer_from_configs(EngineArgs.from_kwargs(model="gpt2-tiny"))
 messages = [ChatMessageParam(role="system", content="Be brief."), ChatMessageParam(role="user", content="Who are you?")]
-print("no template:", repr(ChatTemplate(FrontendArgs(), tokenizer).apply(messages)))
+print("no template:", repr(await ChatTemplate(FrontendArgs(), tokenizer).apply(messages)))
 CHATML = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}<|assistant|>"
-print("a template: ", repr(ChatTemplate(FrontendArgs(chat_template=CHATML), tokenizer).apply(messages)))
+print("a template: ", repr(await ChatTemplate(FrontendArgs(chat_template=CHATML), tokenizer).apply(messages)))
 lab.claim(
     "no template: the contents, one after the other",
-    "".join(ChatTemplate(FrontendArgs(), tokenizer).apply(messages).split()) == "Bebrief.Whoareyou?",
+    "".join((await ChatTemplate(FrontendArgs(), tokenizer).apply(messages)).split()) == "Bebrief.Whoareyou?",
 )
 
 # %% [markdown]
