@@ -91,7 +91,7 @@ def test_the_process_decodes_as_the_function_does(decoder: SoundDecoder, how: di
 def test_what_unpacks_is_refused_without_unpacking_it(decoder: SoundDecoder, how: dict[str, Any]) -> None:
     """A minute is the limit here. The server never has more than the file, its decoder never more than a few blocks."""
     data = silence(61, **how)
-    with pytest.raises(InvalidRequestError, match=r"more than \d+ seconds of audio"):
+    with pytest.raises(InvalidRequestError, match=r"more than \d+ seconds of audio \(--max-audio-seconds\)"):
         decoder.begin(data)
     assert psutil.Process(pid_of(decoder)).memory_info().rss < 700_000_000
     assert len(decoded(decoder, sound(0.5))) == SAMPLE_RATE // 2, "the same process goes on"
@@ -179,7 +179,7 @@ def test_no_more_is_held_than_there_is_room_for() -> None:
         held = [await one(4), await one(4)]
         with pytest.raises(APIError) as late:
             await one(4)
-        assert late.value.status == 429
+        assert late.value.status == 429 and "--max-audio-seconds" in late.value.message
         held.append(await one(2))
         del held[0]
         held.append(await one(4))

@@ -33,7 +33,9 @@ class Sound:
             self._rate = file.samplerate
             if self._rate > MAX_RATE:
                 raise InvalidRequestError(f"file has {self._rate} samples per second; at most {MAX_RATE}.", "file")
-            self._limit = min(MAX_SAMPLES // file.channels, max_seconds * self._rate)
+            by_seconds, by_samples = max_seconds * self._rate, MAX_SAMPLES // file.channels
+            self._limit = min(by_seconds, by_samples)
+            self._rule = "--max-audio-seconds" if by_seconds <= by_samples else f"{MAX_SAMPLES} samples of all channels"
 
     def _opened(self) -> soundfile.SoundFile:
         try:
@@ -64,9 +66,9 @@ class Sound:
                     raise _no_audio() from None
                 taken += len(read)
                 if taken > self._limit:
+                    seconds = f"{self._limit / self._rate:.0f} seconds of audio"
                     raise InvalidRequestError(
-                        f"file holds more than {self._limit / self._rate:.0f} seconds of audio; send it in parts.",
-                        "file",
+                        f"file holds more than {seconds} ({self._rule}); send it in parts.", "file"
                     )
                 parts.append(np.nan_to_num(read.mean(axis=1), nan=0.0, posinf=1.0, neginf=-1.0))
                 if len(read) == missing or not len(read):

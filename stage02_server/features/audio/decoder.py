@@ -147,7 +147,10 @@ class SoundDecoders:
 
         held = sum(list(self._held.values()))  # a list, as a thread may let go meanwhile
         if held + length > self._max_held:
-            message = f"The server is hearing {held / SAMPLE_RATE:.0f} seconds of sound already; try again later."
+            message = (
+                f"The server holds {held / SAMPLE_RATE:.0f} seconds of sound already, and with this file it would be more than "
+                f"{self._max_held / SAMPLE_RATE:.0f} (twice --max-audio-seconds); try again later."
+            )
             raise APIError(429, "RateLimitError", message, headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
         samples = np.empty(length, np.float32)
         self._count += 1

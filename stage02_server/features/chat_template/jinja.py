@@ -41,7 +41,7 @@ def load_chat_template(given: str | None) -> str | None:
 class JinjaChatTemplate:
     """Renders messages, in a sandbox and with limits: process.py says why.
 
-    There are three processes, so that chats wait for their like only: for short chats, for long chats, and for templates that
+    There are three processes, so that chats wait only for chats of their kind: for short chats, for long chats, and for templates that
     come with requests, which are strangers' programs. These also never see the chats of others.
     """
 
@@ -83,13 +83,10 @@ class JinjaChatTemplate:
             yield
             return
         if self._num_of_requests >= self._most_of_requests:
-            raise APIError(
-                429,
-                "RateLimitError",
-                f"{self._num_of_requests} requests with a chat template of their own wait already; try again later.",
-                "chat_template",
-                {"Retry-After": str(RETRY_AFTER_SECONDS)},
-            )
+            waiting = f"{self._num_of_requests} requests with a chat template of their own wait already"
+            message = f"{waiting} (--max-request-templates); try again later."
+            headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
+            raise APIError(429, "RateLimitError", message, "chat_template", headers)
         self._num_of_requests += 1
         try:
             yield
