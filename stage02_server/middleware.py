@@ -183,7 +183,7 @@ def _trace_arrival(scope: Scope, req: str | None) -> str | None:
 
 
 async def _cut(scope: Scope, receive: Receive, answer: _Answer) -> None:
-    """End an answer that missed the deadline: with a 503, or in a stream with an error event, of its own API if that left word."""
+    """End an answer that missed the deadline: with a 503, or in a stream with an error event, in the form of its own API if it has one."""
     error = unavailable("The server was shut down before this request was finished.")
     if not answer.status:
         await error_response(scope, error)(scope, receive, answer.send)

@@ -24,8 +24,8 @@ from stage03_engine.outputs import RequestOutput
 T = TypeVar("T")
 THREADS = ThreadPoolExecutor(2, "answer")
 LONG = 2048  # numbers and texts of an answer; 5 to 20 ms for those with log-probabilities
-ANSWER = 16  # so many are as much work as the fixed part of an answer
-CHARACTERS = 64  # of a text, for one number
+ANSWER = 16  # numbers that are as much work as the fixed part of an answer
+CHARACTERS = 64  # of a text that are as much work as a number
 PIECE = 4096  # numbers and texts that are written at a time
 FEW = 16  # a list of no more items is taken apart: one of them may hold nearly everything
 OBJECT = 64  # numbers and texts that an object in a list may hold
