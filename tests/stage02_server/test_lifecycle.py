@@ -139,7 +139,9 @@ def test_an_engine_whose_step_blocks_is_stalled_until_it_goes_on(
         client.free.clear()
         asked = asyncio.create_task(server.send("POST", "/v1/completions", json={"prompt": "abc", "max_tokens": 2}))
         answer = await until_health_is(server, 503)
-        assert answer.json()["state"] == "stalled" and "has not answered for" in answer.json()["error"]["message"]
+        assert answer.json()["state"] == "stalled"
+        assert "has not answered for" in (message := answer.json()["error"]["message"])
+        assert "--engine-stall-seconds" in message
         assert 'stages:server_state{state="stalled"} 1.0' in (await server.send("GET", "/metrics")).text
         assert (await server.send("GET", "/v1/models")).status_code == 200, "who needs no engine is served"
         if gives_up:

@@ -70,7 +70,7 @@ class StallLifecycle(Lifecycle):
         return ServerState.STALLED if stalled else state
 
     def _said(self) -> str:
-        return f"The engine has not answered for {self._stall.seconds:.1f} s."
+        return f"The engine has not answered for {self._stall.seconds:.1f} s (--engine-stall-seconds)."
 
     def unavailable(self) -> APIError:
         """The 503 of a state that is not `ready`."""

@@ -83,8 +83,8 @@ class JinjaChatTemplate:
             yield
             return
         if self._num_of_requests >= self._most_of_requests:
-            waiting = f"{self._num_of_requests} requests with a chat template of their own wait already"
-            message = f"{waiting} (--max-request-templates); try again later."
+            full = f"{self._num_of_requests}, which is the limit (--max-request-templates)"
+            message = f"Requests with a chat template of their own that wait already: {full}. Try again later."
             headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
             raise APIError(429, "RateLimitError", message, "chat_template", headers)
         self._num_of_requests += 1
