@@ -23,7 +23,8 @@ from stagetrace import trace
 from stagetrace.text import bounded
 
 PREFIX = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
-"""Path -> how its ids begin, of what gives the model work. Features add theirs to `app.state.prefixes`."""
+"""Path -> how its ids begin, of what gives the model work. Features add theirs to `app.state.prefixes`, and to
+`app.state.unchosen_ids` the paths whose ids no client may choose."""
 ACCEPTED_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 CONNECTION = "stages.connection"  # in a scope's extensions: `abort` ends the connection without waiting for its client
 TENANT: ContextVar[int | None] = ContextVar("tenant", default=None)

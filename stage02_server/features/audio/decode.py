@@ -18,7 +18,6 @@ from stage03_engine.errors import InvalidRequestError
 
 MAX_SAMPLES = 100_000_000  # of all channels, in the file: decoding them takes a few seconds
 MAX_RATE = 768_000  # samples per second of a file: memory grows with it
-MAX_SECONDS = 3 * 3600  # the default of --max-audio-seconds
 READ_SAMPLES = 1 << 20  # of all channels, decoded at once
 BLOCK_SECONDS = 10  # that are brought to Whisper's rate at once
 BAD_FILE = (soundfile.SoundFileError, RuntimeError, ValueError, TypeError, AssertionError, OverflowError)
@@ -27,7 +26,7 @@ BAD_FILE = (soundfile.SoundFileError, RuntimeError, ValueError, TypeError, Asser
 class Sound:
     """An open sound file. Its methods raise InvalidRequestError for what cannot be decoded, or is too much."""
 
-    def __init__(self, data: bytes, max_seconds: int = MAX_SECONDS) -> None:
+    def __init__(self, data: bytes, max_seconds: int) -> None:
         self._data = data
         with self._opened() as file:
             self._rate = file.samplerate
@@ -81,13 +80,6 @@ class Sound:
 
 def _no_audio() -> InvalidRequestError:
     return InvalidRequestError("file is no audio that can be decoded (WAV, FLAC, OGG, MP3, ...).", "file")
-
-
-def decode_audio(data: bytes, max_seconds: int = MAX_SECONDS) -> np.ndarray:
-    """A sound file as float32 [num_samples], mono, 16,000 samples per second. Raises InvalidRequestError."""
-    sound = Sound(data, max_seconds)
-    sound.length()
-    return np.concatenate(list(sound.blocks()))
 
 
 def resampled(blocks: Iterator[np.ndarray], rate: int) -> Iterator[np.ndarray]:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from stage02_server.errors import RETRY_AFTER_SECONDS, APIError
+from stage02_server.features.audio.pieces import SAMPLE_RATE
 from stage03_engine.args.command import signals_are_ours
 from stage03_engine.errors import InvalidRequestError
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 AT_ONCE = 2  # files of all clients
 CPU_SECONDS = 60.0  # for one file: what the limits allow takes about 15
-SAMPLE_RATE = 16_000
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
