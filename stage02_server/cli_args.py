@@ -10,7 +10,7 @@ import argparse
 from dataclasses import dataclass, fields
 
 from stage03_engine.arg_utils import AsyncEngineArgs, engine_settings
-from stage03_engine.args import FlexibleArgumentParser, Resolved, add_flags, resolve_cli, settings_of
+from stage03_engine.args import FlexibleArgumentParser, Resolved, add_flags, check_at_least, resolve_cli, settings_of
 from stage03_engine.args.log import log_of_server
 from stage03_engine.config import option
 from stage03_engine.errors import ConfigError
@@ -49,7 +49,7 @@ class BaseFrontendArgs:
     in_process: bool = option(
         False, "run the engine inside the API process, for print and breakpoint(); slower, and without ZMQ"
     )
-    shutdown_timeout: int = option(30, "seconds that running requests get to finish after SIGTERM")
+    shutdown_timeout: int = option(30, "seconds that running requests get to finish after SIGTERM", at_least=0)
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,11 @@ class FrontendArgs(BaseFrontendArgs, *FEATURE_FLAGS):  # type: ignore[misc]
 
     def check(self) -> None:
         """Raises ConfigError for the first setting that is impossible."""
+        check_at_least(self)
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be in [0, 65535], not {self.port}")
         if self.in_process and self.engine == "echo":
             raise ConfigError("in_process is about the real engine; the echo engine runs in the API process anyway")
-        if self.shutdown_timeout < 0:
-            raise ConfigError(f"shutdown_timeout must be at least 0 seconds, not {self.shutdown_timeout}")
         for part in FEATURE_FLAGS:
             if hasattr(part, "check"):
                 part.check(self)

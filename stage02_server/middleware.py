@@ -23,7 +23,8 @@ from stagetrace import trace
 from stagetrace.text import bounded
 
 PREFIX = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
-"""Path -> how its ids begin, of what gives the model work. Features add theirs to `app.state.prefixes`."""
+"""Path -> how its ids begin, of what gives the model work. Features add theirs to `app.state.prefixes`, and to
+`app.state.unchosen_ids` the paths whose ids no client may choose."""
 ACCEPTED_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 CONNECTION = "stages.connection"  # in a scope's extensions: `abort` ends the connection without waiting for its client
 TENANT: ContextVar[int | None] = ContextVar("tenant", default=None)
@@ -183,7 +184,7 @@ def _trace_arrival(scope: Scope, req: str | None) -> str | None:
 
 
 async def _cut(scope: Scope, receive: Receive, answer: _Answer) -> None:
-    """End an answer that missed the deadline: with a 503, or in a stream with an error event, of its own API if that left word."""
+    """End an answer that missed the deadline: with a 503, or in a stream with an error event, in the form of its own API if it has one."""
     error = unavailable("The server was shut down before this request was finished.")
     if not answer.status:
         await error_response(scope, error)(scope, receive, answer.send)

@@ -98,7 +98,9 @@ class SchedulerConfig(
         at_least=1,
     )
     scheduling_policy: str = option(
-        "fcfs", "who goes first: arrival, a request's priority, or HTTP requests in turn", ("fcfs", "priority", "fair")
+        "fcfs",
+        "who goes first: by arrival, by the request's priority, or each HTTP request in turn",
+        ("fcfs", "priority", "fair"),
     )
     scheduler_cls: str | None = option(None, "module:Class to use instead of stage03_engine.core.scheduler:Scheduler")
 

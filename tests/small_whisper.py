@@ -12,6 +12,9 @@ import torch
 from tokenizers import AddedToken, Tokenizer as Backend, decoders, models, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
 
+from stage02_server.features.audio.decode import Sound
+from stage02_server.features.audio.flags import AudioFlags
+
 SPECIAL = ["endoftext", "startoftranscript", "en", "de", "translate", "transcribe", "startofprev", "nospeech",
            "notimestamps"]  # fmt: skip
 NUM_TIMES = 400  # tokens for 0.00 to 7.98 seconds, which the tokenizer does not know
@@ -120,3 +123,10 @@ class Reference:
 
     def _id(self, name: str) -> int:
         return self.backend.token_to_id(f"<|{name}|>")
+
+
+def decode_audio(data: bytes, max_seconds: int = AudioFlags.max_audio_seconds) -> np.ndarray:
+    """A sound file as the server hears it: float32 [num_samples], mono, 16,000 samples per second. Raises InvalidRequestError."""
+    opened = Sound(data, max_seconds)
+    opened.length()
+    return np.concatenate(list(opened.blocks()))

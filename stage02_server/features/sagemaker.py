@@ -20,9 +20,8 @@ from stage03_engine.mixins import is_there, load
 from stagetrace import trace
 
 router = APIRouter()
-router.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)(
-    health
-)  # matched first: its 405 allows both
+# Matched first: its 405 allows both.
+router.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)(health)
 router.post("/ping")(health)
 router.get("/ping")(health)
 INVOCATIONS = "/invocations"

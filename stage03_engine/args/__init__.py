@@ -5,7 +5,7 @@ because stages 1, 2 and 3 each have a command of their own, and nothing may impo
 """
 
 from stage03_engine.args.command import CLISubcommand, cli_env_setup, run_command, run_program
-from stage03_engine.args.fields import Setting, add_flags, settings_of
+from stage03_engine.args.fields import Setting, add_flags, check_at_least, settings_of
 from stage03_engine.args.parser import FlexibleArgumentParser, did_you_mean
 from stage03_engine.args.resolve import Resolved, resolve_cli, resolve_settings, with_detected
 
@@ -15,6 +15,7 @@ __all__ = [
     "Resolved",
     "Setting",
     "add_flags",
+    "check_at_least",
     "cli_env_setup",
     "did_you_mean",
     "resolve_cli",

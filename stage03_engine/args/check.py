@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stage03_engine.args.fields import settings_of
+from stage03_engine.args.fields import check_at_least
 from stage03_engine.args.log import read_log_config
 from stage03_engine.config import SECTIONS, VllmConfig
 from stage03_engine.errors import ConfigError
@@ -22,11 +22,8 @@ def check_config(config: VllmConfig) -> None:
 
 
 def _check_ranges(config: VllmConfig) -> None:
-    for name, section in SECTIONS.items():
-        for setting in settings_of(section):
-            value = getattr(getattr(config, name), setting.name)
-            if setting.at_least is not None and value is not None and value < setting.at_least:
-                raise ConfigError(f"{setting.name} must be at least {setting.at_least}, not {value}")
+    for name in SECTIONS:
+        check_at_least(getattr(config, name))
     share = config.cache_config.gpu_memory_utilization
     if not 0.0 < share <= 1.0:
         raise ConfigError(f"gpu_memory_utilization must be in (0, 1], not {share}")

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
+from stage03_engine.errors import ConfigError
+
 _NUMBER = re.compile(r"([+-]?\d+(?:\.\d+)?)([kmgtKMGT]?)", re.ASCII)
 _SUFFIXES = {"": 1} | {letter: 1000**power for power, letter in enumerate("kmgt", start=1)}
 _SUFFIXES |= {letter: 1024**power for power, letter in enumerate("KMGT", start=1)}
@@ -191,6 +193,14 @@ def settings_of(section: type) -> list[Setting]:
             )
         )  # fmt: skip
     return settings
+
+
+def check_at_least(section: Any) -> None:
+    """Raises ConfigError for the first setting of this config dataclass that is less than it may be."""
+    for setting in settings_of(type(section)):
+        value = getattr(section, setting.name)
+        if setting.at_least is not None and value is not None and not value >= setting.at_least:  # NaN is refused too
+            raise ConfigError(f"{setting.name} must be at least {setting.at_least}, not {value}")
 
 
 def _kind_of(hint: Any) -> tuple[type, bool]:

@@ -100,7 +100,7 @@ def test_only_the_chosen_command_is_imported() -> None:
         (["serve", "--port"], "argument --port: expected one argument"),
         (["serve", "--port", "x"], "argument --port: 'x' is not an integer"),
         (["serve", "--port", "65536"], "port must be in [0, 65535], not 65536"),
-        (["serve", "--shutdown-timeout=-1"], "shutdown_timeout must be at least 0 seconds, not -1"),
+        (["serve", "--shutdown-timeout=-1"], "shutdown_timeout must be at least 0, not -1"),
         (["serve", "--engine", "core2"], "argument --engine: 'core2' is not one of core, echo"),
         (["serve", "--gpu-memory-utilization", "nan"], "argument --gpu-memory-utilization/--device-memory-utilization: nan is not a finite number"),
         (["serve", "a", "--model", "b"], "two models: 'a' and --model 'b'; give one of them"),

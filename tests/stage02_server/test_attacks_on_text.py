@@ -206,6 +206,7 @@ def test_chats_wait_for_their_like_only(make_server: Callable[..., InProcessServ
                 break
         assert refused.headers["Retry-After"] == "1" and refused.json()["error"]["param"] == "chat_template"
         assert refused.json()["error"]["type"] == "RateLimitError"
+        assert "--max-request-templates" in refused.json()["error"]["message"]
         for body in ({"messages": HELLO}, {"prompt": "a" * 10_000}):
             assert (await ask(body)).status_code == 200
         assert not any(task.done() for task in waiting)

@@ -25,12 +25,11 @@ pytest.importorskip("soundfile")
 from openai import BadRequestError, OpenAI
 from openai.types.audio import TranscriptionVerbose
 from server_under_test import InProcessServer, RecordingEcho, ServerProcess, events
-from small_whisper import NUM_TIMES, Reference, sound, whisper_folder
+from small_whisper import NUM_TIMES, Reference, decode_audio, sound, whisper_folder
 
 from stage02_server.features.audio import serving as serving_transcription
-from stage02_server.features.audio.decode import SAMPLE_RATE, decode_audio
 from stage02_server.features.audio.decoder import SoundDecoder
-from stage02_server.features.audio.pieces import split_audio
+from stage02_server.features.audio.pieces import SAMPLE_RATE, split_audio
 from stage03_engine.arg_utils import EngineArgs
 
 TRANSCRIBE, TRANSLATE = (["startoftranscript", "en", do, "notimestamps"] for do in ("transcribe", "translate"))

@@ -23,13 +23,14 @@ import soundfile
 from hypothesis import given, settings, strategies as st
 from patience import PATIENCE
 from server_under_test import ServerProcess
-from small_whisper import sound, whisper_folder
+from small_whisper import decode_audio, sound, whisper_folder
 from standstill import LONGEST, Standstill
 
 from stage02_server.errors import APIError
 from stage02_server.features.audio import decoder as decoder_module
-from stage02_server.features.audio.decode import MAX_SECONDS, SAMPLE_RATE, decode_audio
 from stage02_server.features.audio.decoder import SoundDecoder, SoundDecoders
+from stage02_server.features.audio.flags import AudioFlags
+from stage02_server.features.audio.pieces import SAMPLE_RATE
 from stage03_engine.errors import InvalidRequestError
 
 
@@ -43,8 +44,8 @@ def wav(num_samples: int, rate: int) -> bytes:
 def test_a_low_rate_does_not_make_it_endless(rate: int) -> None:
     """25 MiB at 1 Hz would be 800 GB at Whisper's rate."""
     tracemalloc.start()
-    with pytest.raises(InvalidRequestError, match=f"{MAX_SECONDS} seconds"):
-        decode_audio(wav(MAX_SECONDS * rate + 1, rate))
+    with pytest.raises(InvalidRequestError, match=f"{AudioFlags.max_audio_seconds} seconds"):
+        decode_audio(wav(AudioFlags.max_audio_seconds * rate + 1, rate))
     assert tracemalloc.get_traced_memory()[1] < 20_000_000
     tracemalloc.stop()
     assert len(decode_audio(wav(100 * rate, rate))) == 100 * SAMPLE_RATE
@@ -91,7 +92,7 @@ def test_the_process_decodes_as_the_function_does(decoder: SoundDecoder, how: di
 def test_what_unpacks_is_refused_without_unpacking_it(decoder: SoundDecoder, how: dict[str, Any]) -> None:
     """A minute is the limit here. The server never has more than the file, its decoder never more than a few blocks."""
     data = silence(61, **how)
-    with pytest.raises(InvalidRequestError, match=r"more than \d+ seconds of audio"):
+    with pytest.raises(InvalidRequestError, match=r"more than \d+ seconds of audio \(--max-audio-seconds\)"):
         decoder.begin(data)
     assert psutil.Process(pid_of(decoder)).memory_info().rss < 700_000_000
     assert len(decoded(decoder, sound(0.5))) == SAMPLE_RATE // 2, "the same process goes on"
@@ -179,7 +180,7 @@ def test_no_more_is_held_than_there_is_room_for() -> None:
         held = [await one(4), await one(4)]
         with pytest.raises(APIError) as late:
             await one(4)
-        assert late.value.status == 429
+        assert late.value.status == 429 and "--max-audio-seconds" in late.value.message
         held.append(await one(2))
         del held[0]
         held.append(await one(4))
@@ -254,7 +255,7 @@ def test_sound_that_unpacks_brings_no_standstill(tmp_path: Path) -> None:
                 print(f"a neighbour's sound took {time.monotonic() - start:.1f} s")
         assert answers == [400] * 4
         print(f"{standstill.seconds:.3f} s, {(peak - before) / 1e6:.0f} MB")
-        assert peak - before < 2 * MAX_SECONDS * SAMPLE_RATE * 4 + 200e6
+        assert peak - before < 2 * AudioFlags.max_audio_seconds * SAMPLE_RATE * 4 + 200e6
         assert standstill.seconds < LONGEST
         assert not [line for line in server.lines if "Traceback" in line]
     finally:

@@ -11,11 +11,11 @@ pytest.importorskip("soundfile")
 import numpy as np
 import soundfile
 from hypothesis import given, settings, strategies as st
-from small_whisper import sound
+from small_whisper import decode_audio, sound
 
 from stage02_server.features.audio import decode as audio_input
-from stage02_server.features.audio.decode import SAMPLE_RATE, decode_audio, resample
-from stage02_server.features.audio.pieces import split_audio
+from stage02_server.features.audio.decode import resample
+from stage02_server.features.audio.pieces import SAMPLE_RATE, split_audio
 from stage03_engine.errors import InvalidRequestError
 
 

@@ -150,7 +150,9 @@ def test_header_beyond_the_limits(tls_server: ServerProcess, tls: httpx.Client, 
     answer = on_the_wire(tls_server.url, data, certificate[0])
     head, _, body = answer.rpartition(b"\r\n\r\n")
     assert b"HTTP/1.1 431 " in head, answer[:300]
-    assert json.loads(body)["error"]["code"] == 431
+    error = json.loads(body)["error"]
+    assert error["code"] == 431
+    assert all(flag in error["message"] for flag in ("--h11-max-header-count", "--h11-max-incomplete-event-size"))
     assert tls.get("/health").status_code == 200
 
 
@@ -175,7 +177,8 @@ def test_body_limit_is_exact(size: int, chunked: bool, tls: httpx.Client) -> Non
     too_large = len(body) > BODY_BYTES
     assert (response.status_code == 413) == too_large, (len(body), response.text)
     if too_large:
-        assert response.json()["error"]["type"] == HTTPStatus(413).phrase
+        error = response.json()["error"]
+        assert error["type"] == HTTPStatus(413).phrase and "--max-request-bytes" in error["message"]
 
 
 # --- the other flags: in this process
@@ -309,7 +312,15 @@ def test_keys_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"forwarded_allow_ips": "10.0.0.1,,::1"}, "forwarded_allow_ips"),
         ({"forwarded_allow_ips": "10.0.0.1/8"}, "forwarded_allow_ips"),
         ({"forwarded_allow_ips": "*,10.0.0.1"}, "forwarded_allow_ips"),
-        ({"max_pipelined_requests": 0}, "max_pipelined_requests"),
+        ({"max_pipelined_requests": 0}, "max_pipelined_requests must be at least 1, not 0"),
+        ({"max_audio_seconds": 0}, "max_audio_seconds must be at least 1, not 0"),
+        ({"max_request_items": 1023}, "max_request_items"),
+        ({"max_settings_bytes": 1023}, "max_settings_bytes"),
+        ({"max_tokenize_characters": 0}, "max_tokenize_characters"),
+        ({"max_request_templates": 0}, "max_request_templates"),
+        ({"max_request_logprobs": 0}, "max_request_logprobs"),
+        ({"engine_stall_seconds": -1.0}, "engine_stall_seconds"),
+        ({"response_stall_timeout": -1}, "response_stall_timeout"),
         ({"allow_credentials": True, "allowed_origins": ("*",)}, "allow_credentials"),
         ({"ssl_cert_reqs": 3}, "ssl_cert_reqs"),
         ({"ssl_cert_reqs": 2, "ssl_certfile": "x"}, "ssl_ca_certs"),

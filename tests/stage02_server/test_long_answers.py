@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -184,3 +185,26 @@ def test_memory_does_not_grow_with_each_long_answer(serving: ServerProcess) -> N
         assert httpx.post(serving.url + path, json=body, timeout=PATIENCE).status_code == 200
         sizes.append(megabytes())
     assert max(sizes) < 8 * 60 and max(sizes[10:]) < 1.2 * max(sizes[:10])
+
+
+def test_answers_that_overlap_without_end_do_not_stop_the_garbage_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would never again free what is in a cycle."""
+    now = 0.0
+    monkeypatch.setattr(long_answers, "monotonic", lambda: now)
+    collector = long_answers.GarbageCollector()
+    with collector.paused():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with ExitStack() as overlapping:
+        ended = overlapping.enter_context(ExitStack())
+        ended.enter_context(collector.paused())
+        for _ in range(10):
+            begun = overlapping.enter_context(ExitStack())
+            begun.enter_context(collector.paused())
+            now += long_answers.LONGEST_PAUSE / 2
+            ended.close()
+            ended = begun
+        assert gc.isenabled()
+    with collector.paused():
+        assert not gc.isenabled()
+    assert gc.isenabled()

@@ -87,6 +87,7 @@ def test_who_does_not_send_is_not_waited_for(server: ServerProcess) -> None:
         if status == b"408":
             error = json.loads(answer.rpartition(b"\r\n")[2])["error"]
             assert (error["code"], error["type"]) == (408, "BadRequestError") and "did not arrive" in error["message"]
+            assert re.search(r"\(--request-(header|body)-timeout\)", error["message"])
 
 
 def test_a_byte_now_and_then_does_not_help(server: ServerProcess) -> None:

@@ -1,7 +1,7 @@
 """The state `stalled`: the engine process is there, but has said nothing for too long (`--engine-stall-seconds`).
 
-A sign of life is what a step sends. The engine's threads for sockets would answer while the busy loop hangs in a driver, so no heartbeat of
-theirs is asked for; and the loop sends something at each step and after each abort, so nobody need ask. While there is no
+A sign of life is what a step sends. The engine's threads for sockets would answer while the busy loop hangs in a driver, so their
+heartbeat would prove nothing; and the loop sends something at each step and after each abort, so nobody needs to ask. While there is no
 request, silence means nothing. But an answer that is owed stays owed when its clients give up: the engine must first react
 to that.
 
@@ -70,7 +70,7 @@ class StallLifecycle(Lifecycle):
         return ServerState.STALLED if stalled else state
 
     def _said(self) -> str:
-        return f"The engine has not answered for {self._stall.seconds:.1f} s."
+        return f"The engine has not answered for {self._stall.seconds:.1f} s (--engine-stall-seconds)."
 
     def unavailable(self) -> APIError:
         """The 503 of a state that is not `ready`."""

@@ -18,7 +18,6 @@ from stage03_engine.errors import InvalidRequestError
 
 MAX_SAMPLES = 100_000_000  # of all channels, in the file: decoding them takes a few seconds
 MAX_RATE = 768_000  # samples per second of a file: memory grows with it
-MAX_SECONDS = 3 * 3600  # the default of --max-audio-seconds
 READ_SAMPLES = 1 << 20  # of all channels, decoded at once
 BLOCK_SECONDS = 10  # that are brought to Whisper's rate at once
 BAD_FILE = (soundfile.SoundFileError, RuntimeError, ValueError, TypeError, AssertionError, OverflowError)
@@ -27,13 +26,15 @@ BAD_FILE = (soundfile.SoundFileError, RuntimeError, ValueError, TypeError, Asser
 class Sound:
     """An open sound file. Its methods raise InvalidRequestError for what cannot be decoded, or is too much."""
 
-    def __init__(self, data: bytes, max_seconds: int = MAX_SECONDS) -> None:
+    def __init__(self, data: bytes, max_seconds: int) -> None:
         self._data = data
         with self._opened() as file:
             self._rate = file.samplerate
             if self._rate > MAX_RATE:
                 raise InvalidRequestError(f"file has {self._rate} samples per second; at most {MAX_RATE}.", "file")
-            self._limit = min(MAX_SAMPLES // file.channels, max_seconds * self._rate)
+            by_seconds, by_samples = max_seconds * self._rate, MAX_SAMPLES // file.channels
+            self._limit = min(by_seconds, by_samples)
+            self._rule = "--max-audio-seconds" if by_seconds <= by_samples else f"{MAX_SAMPLES} samples of all channels"
 
     def _opened(self) -> soundfile.SoundFile:
         try:
@@ -64,9 +65,9 @@ class Sound:
                     raise _no_audio() from None
                 taken += len(read)
                 if taken > self._limit:
+                    seconds = f"{self._limit / self._rate:.0f} seconds of audio"
                     raise InvalidRequestError(
-                        f"file holds more than {self._limit / self._rate:.0f} seconds of audio; send it in parts.",
-                        "file",
+                        f"file holds more than {seconds} ({self._rule}); send it in parts.", "file"
                     )
                 parts.append(np.nan_to_num(read.mean(axis=1), nan=0.0, posinf=1.0, neginf=-1.0))
                 if len(read) == missing or not len(read):
@@ -79,13 +80,6 @@ class Sound:
 
 def _no_audio() -> InvalidRequestError:
     return InvalidRequestError("file is no audio that can be decoded (WAV, FLAC, OGG, MP3, ...).", "file")
-
-
-def decode_audio(data: bytes, max_seconds: int = MAX_SECONDS) -> np.ndarray:
-    """A sound file as float32 [num_samples], mono, 16,000 samples per second. Raises InvalidRequestError."""
-    sound = Sound(data, max_seconds)
-    sound.length()
-    return np.concatenate(list(sound.blocks()))
 
 
 def resampled(blocks: Iterator[np.ndarray], rate: int) -> Iterator[np.ndarray]:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from stage02_server.errors import RETRY_AFTER_SECONDS, APIError
+from stage02_server.features.audio.pieces import SAMPLE_RATE
 from stage03_engine.args.command import signals_are_ours
 from stage03_engine.errors import InvalidRequestError
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 AT_ONCE = 2  # files of all clients
 CPU_SECONDS = 60.0  # for one file: what the limits allow takes about 15
-SAMPLE_RATE = 16_000
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -147,7 +147,10 @@ class SoundDecoders:
 
         held = sum(list(self._held.values()))  # a list, as a thread may let go meanwhile
         if held + length > self._max_held:
-            message = f"The server is hearing {held / SAMPLE_RATE:.0f} seconds of sound already; try again later."
+            message = (
+                f"The server holds {held / SAMPLE_RATE:.0f} seconds of sound already, and with this file it would be more than "
+                f"{self._max_held / SAMPLE_RATE:.0f} (twice --max-audio-seconds); try again later."
+            )
             raise APIError(429, "RateLimitError", message, headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
         samples = np.empty(length, np.float32)
         self._count += 1

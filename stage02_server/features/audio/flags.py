@@ -13,6 +13,6 @@ class AudioFlags:
 
     max_audio_seconds: int = option(
         10800,
-        "most seconds of one sound file (400 beyond), and half as many as the server holds of all requests (429 beyond)",
+        "most seconds of one sound file (400 beyond); the files of all requests together may have twice as many (429 beyond)",
         at_least=1,
     )

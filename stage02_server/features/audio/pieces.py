@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
 
 SAMPLE_RATE = 16_000  # of Whisper
 PIECE_SECONDS = 30  # what its encoder takes at once

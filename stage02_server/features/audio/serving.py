@@ -21,6 +21,7 @@ from starlette.requests import Request
 from stage02_server.cli_args import FrontendArgs
 from stage02_server.errors import as_reported, error_json
 from stage02_server.features.audio.decoder import SoundDecoders
+from stage02_server.features.audio.pieces import SAMPLE_RATE, split_audio
 from stage02_server.features.audio.protocol import (
     AudioUsage,
     TranscriptionChoice,
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
 Task = Literal["transcription", "translation"]
 Answer = str | TranscriptionResponse | TranscriptionVerbose | AsyncGenerator[bytes, None]
 ENGLISH = "en"
-SAMPLE_RATE = 16_000
 LONGEST = 30 * SAMPLE_RATE  # of what the model hears at once
 PIECES_AT_ONCE = 16  # that the engine has of one request: each is a copy of up to 2 MB
 _LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
@@ -86,8 +86,6 @@ class ServingTranscription:
             address, key = raw_request.client.host if raw_request.client else "", TENANT.get()
             decoding = self._decoders.decode(address if key is None else f"key {key}", upload.read)
             samples = await run_until_disconnect(raw_request.receive, decoding)
-        from stage02_server.features.audio.pieces import split_audio  # numpy only where it is needed
-
         pieces = split_audio(samples)
         ids, first = raw_request.state.ids, 0
         if trace.on:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from stage03_engine.config import option
-from stage03_engine.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -20,13 +19,8 @@ class ChatTemplateFlags:
     )
     trust_request_chat_template: bool = option(False, "take a chat template that comes with a request")
     max_request_templates: int = option(
-        8, "most requests with a chat template of their own that wait or are rendered at once (429 beyond)"
+        8, "most requests with a chat template of their own that wait or are rendered at once (429 beyond)", at_least=1
     )
     default_chat_template_kwargs: dict[str, Any] | None = option(
         None, "variables for the chat template, where a request does not set them itself"
     )
-
-    def check(self) -> None:
-        """Raises ConfigError that names the flag."""
-        if self.max_request_templates < 1:
-            raise ConfigError(f"max_request_templates must be at least 1, not {self.max_request_templates}")

@@ -41,7 +41,7 @@ def load_chat_template(given: str | None) -> str | None:
 class JinjaChatTemplate:
     """Renders messages, in a sandbox and with limits: process.py says why.
 
-    There are three processes, so that chats wait for their like only: for short chats, for long chats, and for templates that
+    There are three processes, so that chats wait only for chats of their kind: for short chats, for long chats, and for templates that
     come with requests, which are strangers' programs. These also never see the chats of others.
     """
 
@@ -83,13 +83,10 @@ class JinjaChatTemplate:
             yield
             return
         if self._num_of_requests >= self._most_of_requests:
-            raise APIError(
-                429,
-                "RateLimitError",
-                f"{self._num_of_requests} requests with a chat template of their own wait already; try again later.",
-                "chat_template",
-                {"Retry-After": str(RETRY_AFTER_SECONDS)},
-            )
+            full = f"{self._num_of_requests}, which is the limit (--max-request-templates)"
+            message = f"Requests with a chat template of their own that wait already: {full}. Try again later."
+            headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
+            raise APIError(429, "RateLimitError", message, "chat_template", headers)
         self._num_of_requests += 1
         try:
             yield

@@ -58,9 +58,8 @@ class ItemCounter:
         if len(self._head) < 4:
             self._head = (self._head + piece)[:4]
         if b"\0" in self._head or self._head.startswith(BYTE_ORDER_MARKS):
-            self.count += _items(
-                piece
-            )  # UTF-16 or UTF-32: a quote may be half a character, so those in texts count too
+            # UTF-16 or UTF-32: a quote may be half a character, so those in texts count too
+            self.count += _items(piece)
         else:
             self.count += _items(b"".join(self._outside(piece)))
         return self.count
@@ -98,7 +97,7 @@ class BodyLimitMiddleware:
         is_upload, is_form = content_type.startswith("multipart/form-data"), content_type.startswith(URL_ENCODED)
         limit = max(self._max_bytes, MULTIPART_BYTES) if is_upload else self._max_bytes
         # While it reads a body, FastAPI passes on an HTTPException and turns everything else into a 400.
-        refusal = HTTPException(413, f"The body may have at most {limit} bytes.")
+        refusal = HTTPException(413, f"The body may have at most {limit} bytes (--max-request-bytes).")
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length[:20]) > limit:
             await error_response(scope, refusal)(scope, receive, send)
@@ -131,7 +130,7 @@ def _fields_refused(scope: Scope, headers: Headers) -> APIError | None:
     if scope.get("query_string", b"").count(b"&") >= MAX_FIELDS:
         return APIError(400, "Bad Request", f"The query may have at most {MAX_FIELDS} parts.")
     if sum(cookies.count(";") for cookies in headers.getlist("cookie")) >= MAX_FIELDS:
-        return APIError(431, "Bad Request", f"There may be at most {MAX_FIELDS} cookies.")
+        return APIError(431, "BadRequestError", f"There may be at most {MAX_FIELDS} cookies.")
     return None
 
 

@@ -81,7 +81,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """The parser gave up: 431 if a limit stopped it, else 400. The same error object as everywhere."""
         if self._num_headers > self.max_headers or max(self._header_bytes, self._incomplete) > self.max_bytes:
-            text = f"The header may have at most {self.max_headers} fields and {self.max_bytes} bytes."
+            text = (
+                f"The header may have at most {self.max_headers} fields (--h11-max-header-count) and {self.max_bytes} bytes "
+                "(--h11-max-incomplete-event-size)."
+            )
             error, phrase = APIError(431, "BadRequestError", text), b"431 Request Header Fields Too Large"
         else:
             error, phrase = APIError(400, "Bad Request", "This is not HTTP/1.1."), b"400 Bad Request"
@@ -161,9 +164,8 @@ class PipelinedHttpProtocol(LimitedHttpProtocol):
         super().on_response_complete()
         self._forget_answered()
         if self._flow.full and len(self._cycles) <= (self.max_pipelined + 1) // 2:
-            self.loop.call_soon(
-                self._parse_held
-            )  # not now: parsing may end the connection, and an answer is being sent
+            # Not now: parsing may end the connection, and an answer is being sent.
+            self.loop.call_soon(self._parse_held)
 
     def _forget_answered(self) -> None:
         """Answers come in the order of the requests."""

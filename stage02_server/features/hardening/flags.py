@@ -9,53 +9,55 @@ from dataclasses import dataclass, field
 from stage03_engine.config import option
 from stage03_engine.errors import ConfigError
 
-AT_LEAST = {
-    "h11_max_incomplete_event_size": 1024, "h11_max_header_count": 16, "max_request_bytes": 1024,
-    "max_tokenize_characters": 1, "max_settings_bytes": 1024, "max_pipelined_requests": 1, "max_request_items": 1024,
-}  # fmt: skip
-SECONDS = (
-    "timeout_keep_alive", "sse_keep_alive_interval", "request_header_timeout", "request_body_timeout",
-    "response_stall_timeout",
-)  # fmt: skip
-
 
 @dataclass(frozen=True)
 class HardeningFlags:
     """Limits, keys, TLS, CORS, proxies and logs."""
 
     uds: str | None = option(None, "path of a Unix socket to listen on, instead of host and port")
-    timeout_keep_alive: int = option(5, "seconds that an idle HTTP connection stays open")
+    timeout_keep_alive: int = option(5, "seconds that an idle HTTP connection stays open", at_least=0)
     sse_keep_alive_interval: float = option(
         0.0,
         "seconds of silence after which a stream of text (completions, chats, responses, sound) sends a comment; 0 = never",
+        at_least=0,
     )
     request_header_timeout: float = option(
-        30, "seconds that a client has to send the header of a request (408 beyond); 0 = no limit"
+        30, "seconds that a client has to send the header of a request (408 beyond); 0 = no limit", at_least=0
     )
     request_body_timeout: float = option(
-        60, "seconds that a client has to send the body, and one more per 8 KiB of it (408 beyond); 0 = no limit"
+        60,
+        "seconds that a client has to send the body, and one more per 8 KiB of it (408 beyond); 0 = no limit",
+        at_least=0,
     )
     response_stall_timeout: float = option(
-        120, "seconds after which a client that has stopped reading its answer is disconnected; 0 = no limit"
+        120,
+        "seconds after which a client that has stopped reading its answer is disconnected; 0 = no limit",
+        at_least=0,
     )
-    h11_max_incomplete_event_size: int = option(4194304, "most bytes of a request's header (431 beyond)")
-    h11_max_header_count: int = option(256, "most fields of a request's header (431 beyond)")
+    h11_max_incomplete_event_size: int = option(4194304, "most bytes of a request's header (431 beyond)", at_least=1024)
+    h11_max_header_count: int = option(256, "most fields of a request's header (431 beyond)", at_least=16)
     max_request_bytes: int = option(
-        8388608, "most bytes of a request's body (413 beyond); of uploaded files 32 MiB, or this if it is more"
+        8388608,
+        "most bytes of a request's body (413 beyond); of uploaded files 32 MiB, or this if it is more",
+        at_least=1024,
     )
     max_tokenize_characters: int = option(
-        524288, "most characters of a text for /tokenize and /v1/messages/count_tokens (400 beyond)"
+        524288, "most characters of a text for /tokenize and /v1/messages/count_tokens (400 beyond)", at_least=1
     )
     max_pipelined_requests: int = option(
-        64, "most requests of a connection that wait behind the one that is answered; no more of it is read meanwhile"
+        64,
+        "most requests of a connection that wait behind the one that is answered; no more of it is read meanwhile",
+        at_least=1,
     )
     max_settings_bytes: int = option(
         16777216,
         "most bytes that the settings of a request (grammar, bad words, biases, ...) take for all its prompts and answers (400 beyond)",
+        at_least=1024,
     )
     max_request_items: int = option(
         262144,
         "most items of a request's body: token ids, and all else in lists and objects, where keys count too (413 beyond)",
+        at_least=1024,
     )
     # repr=False marks a secret: no message, table or trace shows its value
     api_key: tuple[str, ...] | None = field(
@@ -85,7 +87,7 @@ class HardeningFlags:
     forwarded_allow_ips: str | None = option(
         None,
         "proxies, with commas between them, whose X-Forwarded-For and X-Forwarded-Proto are believed: addresses, networks, or '*' for "
-        "all; none if not given (uvicorn: FORWARDED_ALLOW_IPS)",
+        "all; none if not given. The variable FORWARDED_ALLOW_IPS is the same",
     )
     root_path: str | None = option(None, "path under which a reverse proxy shows this server, such as /llm")
     middleware: tuple[str, ...] = option(
@@ -102,12 +104,6 @@ class HardeningFlags:
 
     def check(self) -> None:
         """Raises ConfigError that names the flag; never with a key in its message."""
-        for name, least in AT_LEAST.items():
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} must be at least {least}, not {getattr(self, name)}")
-        for name in SECONDS:
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must be at least 0 seconds, not {getattr(self, name)}")
         for key in self.api_key or ():
             if not key.isascii() or not key.isprintable() or key != key.strip():
                 raise ConfigError("api_key must be printable ASCII without spaces around it, to fit into a header")

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import chain
 from threading import Lock
+from time import monotonic
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -24,10 +25,11 @@ from stage03_engine.outputs import RequestOutput
 T = TypeVar("T")
 THREADS = ThreadPoolExecutor(2, "answer")
 LONG = 2048  # numbers and texts of an answer; 5 to 20 ms for those with log-probabilities
-ANSWER = 16  # so many are as much work as the fixed part of an answer
-CHARACTERS = 64  # of a text, for one number
+ANSWER = 16  # numbers that are as much work as the fixed part of an answer
+CHARACTERS = 64  # of a text that are as much work as a number
 PIECE = 4096  # numbers and texts that are written at a time
 FEW = 16  # a list of no more items is taken apart: one of them may hold nearly everything
+LONGEST_PAUSE = 5.0  # seconds in which no garbage is collected
 OBJECT = 64  # numbers and texts that an object in a list may hold
 
 
@@ -50,34 +52,44 @@ class LongAnswers:
 
 
 def _made(make: Callable[[list[RequestOutput]], Any], outputs: list[RequestOutput]) -> Any:
-    with _NO_COLLECTION.paused():
+    with _COLLECTOR.paused():
         made = make(outputs)
         return Written(made) if isinstance(made, BaseModel) else made
 
 
-class _Collection:
+class GarbageCollector:
     """Python's garbage collector looks through everything that is there, in one go: a million new objects hold up everybody for a
-    tenth of a second, again and again while they are made. They are in no cycle, and go when the answer is written."""
+    tenth of a second, again and again while they are made. They are in no cycle, and go when the answer is written.
+
+    Pauses that overlap without end would never let it free anything else: after LONGEST_PAUSE it works again, until all are over.
+    """
 
     def __init__(self) -> None:
-        self._lock, self._pauses = Lock(), 0
+        self._lock, self._pauses, self._since = Lock(), 0, 0.0
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """It rests while the block runs, in any thread."""
         with self._lock:
+            if not self._pauses:
+                self._since = monotonic()
             self._pauses += 1
-            gc.disable()
+            self._switch()
         try:
             yield
         finally:
             with self._lock:
                 self._pauses -= 1
-                if not self._pauses:
-                    gc.enable()
+                self._switch()
+
+    def _switch(self) -> None:
+        if self._pauses and monotonic() - self._since < LONGEST_PAUSE:
+            gc.disable()
+        else:
+            gc.enable()
 
 
-_NO_COLLECTION = _Collection()
+_COLLECTOR = GarbageCollector()
 
 
 def _size(output: RequestOutput) -> int:

@@ -128,7 +128,9 @@ class TimedHttpProtocol(PipelinedHttpProtocol):
         if left > 0:
             self._timer = self.loop.call_later(left, self._check_arrival)
         else:
-            self.end_slow(self._timed, f"The {self._timed} of the request did not arrive within {limit:.0f} s.")
+            what = self._timed
+            message = f"The {what} of the request did not arrive within {limit:.0f} s (--request-{what}-timeout)."
+            self.end_slow(what, message)
 
     def end_slow(self, reason: str, message: str) -> None:
         """Close the connection; with a 408 if a request has begun and nothing of an answer was sent."""

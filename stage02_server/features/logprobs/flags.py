@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stage03_engine.config import option
-from stage03_engine.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -17,11 +16,7 @@ class LogprobsFlags:
     )
     max_request_logprobs: int = option(
         2097152,
-        "most log-probabilities that a request may ask for, over all its prompts and answers (400 beyond); a single answer to a single "
-        "prompt may have all of its own",
+        "most log-probabilities that a request may ask for, over all its prompts and answers (400 beyond); one answer to one prompt is "
+        "never refused",
+        at_least=1,
     )
-
-    def check(self) -> None:
-        """Raises ConfigError that names the flag."""
-        if self.max_request_logprobs < 1:
-            raise ConfigError(f"max_request_logprobs must be at least 1, not {self.max_request_logprobs}")

@@ -20,9 +20,8 @@ from stage02_server.errors import not_found
 from stage03_engine.mixins import load
 
 router = APIRouter()
-DESCRIBER = ThreadPoolExecutor(
-    1, "describe"
-)  # one thread: of many who ask at the same time, the first one has the work
+# One thread: of many who ask at the same time, the first one has the work.
+DESCRIBER = ThreadPoolExecutor(1, "describe")
 TITLE = "vLLM in stages"
 OPENAPI = "stage02_server.features.page.openapi:describe"  # imports all HTTP features, so it waits until somebody asks
 ASSETS = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stage03_engine.config import option
-from stage03_engine.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -15,9 +14,5 @@ class ResponsesFlags:
     max_stored_responses: int = option(
         1000,
         "responses of /v1/responses that stay in memory for each API key, for previous_response_id, GET and cancel; 0 stores none",
+        at_least=0,
     )
-
-    def check(self) -> None:
-        """Raises ConfigError for a negative number."""
-        if self.max_stored_responses < 0:
-            raise ConfigError(f"max_stored_responses must be at least 0, not {self.max_stored_responses}")

@@ -56,9 +56,8 @@ class StoredResponse:
     items: list[InputItem]  # the output comes last when it is there; without instructions
     log: EventLog | None = None  # only of a background response that is streamed
     task: asyncio.Task[None] | None = field(default=None, repr=False)  # only of a background response
-    cut: Callable[[Exception], bytes] | None = field(
-        default=None, repr=False
-    )  # its last event if the server ends before
+    # Makes the last event if the server ends before.
+    cut: Callable[[Exception], bytes] | None = field(default=None, repr=False)
 
     @property
     def running(self) -> bool:

@@ -9,9 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-MAX_PIECE = (
-    1024  # characters that a parser gets at once: what it does with the rest of a piece must not grow with the answer
-)
+MAX_PIECE = 1024
+"""Characters that a parser gets at once: what it does with the rest of a piece must not grow with the answer."""
 
 
 @dataclass
