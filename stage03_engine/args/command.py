@@ -79,7 +79,7 @@ def run_command(command: Callable[[], int]) -> int:
     except Exception as error:
         if not _is_full_disk(error):
             raise
-        hint = "see which disk is full, or name another folder for temporary files with the variable TMPDIR"
+        hint = "see which disk is full or cannot be written, or name another folder for temporary files with the variable TMPDIR"
         print(f"stages: error: {error}; {hint}", file=sys.stderr)
         return 1
 
