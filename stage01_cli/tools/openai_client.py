@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from stage03_engine.args import CLISubcommand, FlexibleArgumentParser
 from stage03_engine.args.fields import parse_int
 from stage03_engine.errors import StagesError
+from stagetrace.text import printable
 
 if TYPE_CHECKING:
     from openai import APIError, OpenAI
@@ -144,7 +145,7 @@ def _repeat(ask: Callable[[str], None]) -> int:
         except KeyboardInterrupt:
             print()
         except RefusedError as error:
-            print(f"stages: error: {' '.join(str(error).split())}", file=sys.stderr)
+            print(f"stages: error: {printable(' '.join(str(error).split()))}", file=sys.stderr)
 
 
 class ChatCommand(CLISubcommand):

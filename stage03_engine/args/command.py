@@ -18,6 +18,7 @@ from stage03_engine.args.parser import FlexibleArgumentParser, did_you_mean
 from stage03_engine.errors import ConfigError, StagesError
 from stagetrace import trace
 from stagetrace.redact import redact_argv, redact_values
+from stagetrace.text import printable
 
 _ENVIRONMENT = {
     # Compute threads, the API server's event loop and the client share few cores. An OpenMP thread that waits for work
@@ -66,7 +67,9 @@ def run_command(command: Callable[[], int]) -> int:
     try:
         return command()
     except StagesError as error:
-        print(f"stages: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(
+            f"stages: error: {printable(' '.join(str(error).split()))}", file=sys.stderr
+        )  # it may quote a model's file
         return error.exit_code
     except ModuleNotFoundError as error:
         if error.name not in EXTRAS:
@@ -80,7 +83,7 @@ def run_command(command: Callable[[], int]) -> int:
         if not _is_full_disk(error):
             raise
         hint = "see which disk is full or cannot be written, or name another folder for temporary files with the variable TMPDIR"
-        print(f"stages: error: {error}; {hint}", file=sys.stderr)
+        print(f"stages: error: {printable(str(error))}; {hint}", file=sys.stderr)
         return 1
 
 

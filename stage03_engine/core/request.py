@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -112,7 +112,7 @@ class RequestQueue(list[Request]):
     """Requests in the order of a policy: a list that is kept sorted.
 
     A preempted request goes back to its place by key; under `fcfs` that is the front, because all that wait arrived later.
-    Queues are short (hundreds), so a sorted list beats a heap: it can be iterated, indexed and searched.
+    A sorted list beats a heap: it can be iterated, indexed and searched.
     """
 
     def __init__(self, policy: str) -> None:
@@ -122,6 +122,10 @@ class RequestQueue(list[Request]):
     def add(self, request: Request) -> None:
         """Insert at its place by the policy."""
         insort(self, request, key=self._key)
+
+    def remove(self, request: Request) -> None:
+        """Take a request out, wherever it is: thousands may wait and be aborted at once."""
+        del self[bisect_left(self, self._key(request), key=self._key)]
 
     def in_turn(self) -> Iterator[Request]:
         """One request after another; each may be removed when it is given."""

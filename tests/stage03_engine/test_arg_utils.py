@@ -158,8 +158,8 @@ def test_commands_end_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         raise error
 
     assert run_command(lambda: 7) == 7
-    assert run_command(lambda: fail(ConfigError("two\n  lines"))) == 2
-    assert capsys.readouterr().err == "stages: error: two lines\n"
+    assert run_command(lambda: fail(ConfigError("two\n  lines of a model's file\x1b[31m"))) == 2
+    assert capsys.readouterr().err == "stages: error: two lines of a model's file\\x1b[31m\n"
     assert run_command(lambda: fail(EngineStartError("no memory"))) == 1
     assert capsys.readouterr().err == "stages: error: no memory\n"
     assert run_command(lambda: fail(KeyboardInterrupt())) == 130

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count, zip_longest
 
@@ -16,7 +17,7 @@ from standstill import LONGEST, Standstill
 from toy_runner import MAX_LEN, ToyRunner, make_request, make_scheduler
 
 from stage03_engine.core.features.fair_queue import FairQueue
-from stage03_engine.core.request import Request, RequestStatus
+from stage03_engine.core.request import Request, RequestQueue, RequestStatus
 from stage03_engine.core.scheduler import Scheduler
 from stage03_engine.sampling_params import SamplingParams
 
@@ -213,9 +214,9 @@ def test_who_runs_keeps_running() -> None:
     assert scheduler.waiting[0].request_id == "cmpl-a-2"
 
 
-def seconds_for(num_requests: int) -> float:
+def seconds_for(num_requests: int, kind: type[FairQueue | RequestQueue], policy: str) -> float:
     """CPU time to queue as many prompts of one HTTP request as of others, admit them one by one, and end them backwards."""
-    waiting, running = FairQueue(), FairQueue()
+    waiting, running = kind(policy), kind(policy)
     requests = [make_request(f"cmpl-{i if i % 2 else 'crowd'}-{i}", [1], PARAMS) for i in range(num_requests)]
     for arrival, request in enumerate(requests):
         request.arrival = arrival
@@ -230,9 +231,24 @@ def seconds_for(num_requests: int) -> float:
     return time.thread_time() - start
 
 
-def test_the_cost_of_a_queue_grows_with_its_length_and_no_faster() -> None:
-    small, large = (min(seconds_for(size) for _ in range(3)) for size in (1500, 6000))
+@pytest.mark.parametrize(("kind", "policy"), [(FairQueue, "fair"), (RequestQueue, "fcfs"), (RequestQueue, "priority")])
+def test_the_cost_of_a_queue_grows_with_its_length_and_no_faster(
+    kind: type[FairQueue | RequestQueue], policy: str
+) -> None:
+    small, large = (min(seconds_for(size, kind, policy) for _ in range(3)) for size in (1500, 6000))
     assert large < 10 * small, "quadratic would be 16 times"
+
+
+def test_a_step_makes_no_object_for_each_http_request_that_waits() -> None:
+    """Thousands of them, in each step, would also set off the garbage collector: a pause of tens of milliseconds."""
+    queue = FairQueue()
+    for i in range(4000):
+        queue.add(make_request(f"cmpl-{i}-0", [1], PARAMS))
+    tracemalloc.start()
+    first = next(queue.in_turn())
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert first.request_id == "cmpl-0-0" and peak < 100_000, "a tuple each would be 250,000 bytes"
 
 
 assert MAX_LEN == 40  # the numbers above count on it

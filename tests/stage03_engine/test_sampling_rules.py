@@ -209,6 +209,26 @@ def test_bad_words_are_taken_with_and_without_a_space_before_them() -> None:
     assert sorted(request.sampling_params.bad_words_token_ids) == sorted([encode("lord"), encode(" lord")])
 
 
+def test_bad_words_of_one_request_are_tokenized_once_and_remembered_for_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With several API keys the time of an answer must not tell what another key sent."""
+    texts: list[str] = []
+    tokenize = InputProcessor.tokenize
+
+    def counted(self: InputProcessor, text: Any, add_special_tokens: bool = True) -> list[int]:
+        texts.append(text)
+        return tokenize(self, text, add_special_tokens)
+
+    monkeypatch.setattr(InputProcessor, "tokenize", counted)
+    mine, theirs = SamplingParams(bad_words=["lord"]), SamplingParams(bad_words=["lord"])
+    asked = [PROCESSOR.process_inputs(f"r{i}", "K", params) for i, params in enumerate((mine, mine, theirs))]
+    assert texts == ["K", " lord", "lord", "K", "K", " lord", "lord"]
+    mine.bad_words.append("king")  # by a caller in Python
+    asked.append(PROCESSOR.process_inputs("r3", "K", mine))
+    assert [len(each.sampling_params.bad_words_token_ids) for each in asked] == [2, 2, 2, 4]
+
+
 def test_biases_are_cut_at_100(llm: LLM, model: Any) -> None:
     """Two tokens with the same bias after the cut: the one that the model prefers wins."""
     ids = llm.tokenizer.encode("To be, or")

@@ -87,16 +87,18 @@ class FairQueue:
     def in_turn(self) -> Iterator[Request]:
         """The waiting requests, each when it may be admitted. Whoever is removed when it is given was: the turn passes on. Who
         stays is passed over, and the next of its group is asked."""
-        circle = deque((name, group, 0) for name, group in self._groups.items())
+        circle, passed_over = deque(self._groups), dict[str, int]()  # thousands may wait: no object for each
         while circle:
-            name, group, passed_over = circle.popleft()
-            while passed_over < len(group):
-                yield (request := group[passed_over])
-                if group[passed_over : passed_over + 1] != [request]:
+            name = circle.popleft()
+            group, place = self._groups.get(name, ()), passed_over.get(name, 0)
+            while place < len(group):
+                yield (request := group[place])
+                if place >= len(group) or group[place] is not request:
                     self._pass_on(name, request)
-                    circle.append((name, group, passed_over))
+                    circle.append(name)
+                    passed_over[name] = place
                     break
-                passed_over += 1
+                place += 1
 
     def _pass_on(self, name: str, admitted: Request) -> None:
         if name in self._groups:

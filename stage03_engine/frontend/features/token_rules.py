@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections import deque
 
 import msgspec
 
@@ -29,12 +29,24 @@ class TokenRules(InputHook):
         return msgspec.structs.replace(
             params,
             stop_or_eos_ids=sorted(ends) if params.min_tokens else [],
-            bad_words_token_ids=_bad_words(self.processor, tuple(params.bad_words)),
+            bad_words_token_ids=_bad_words(self.processor, params.bad_words),
         )
 
 
-@lru_cache(maxsize=4)  # the prompts of one request have the same words, which can take as long as all of them
-def _bad_words(processor: InputProcessor, words: tuple[str, ...]) -> list[list[int]]:
-    """Each word at the start of a text and in the middle of one, where it has a space before it. Raises InvalidRequestError."""
+_RECENT: deque[tuple[InputProcessor, list[str], list[str], list[list[int]]]] = deque(maxlen=4)
+"""(who tokenized, the list of a request, the words in it, their tokens)."""
+
+
+def _bad_words(processor: InputProcessor, words: list[str]) -> list[list[int]]:
+    """Each word at the start of a text and in the middle of one, where it has a space before it. Raises InvalidRequestError.
+
+    The prompts of one request share a list, which can take as long as all of them, so it is tokenized once. Another request has
+    another list, even of the same words: how long its answer takes does not tell that somebody sent them before.
+    """
+    for by, given, then, token_ids in tuple(_RECENT):
+        if by is processor and given is words and then == words:
+            return token_ids
     texts = {prefix + word.lstrip() for word in words for prefix in ("", " ")}
-    return [processor.tokenize(text, add_special_tokens=False) for text in sorted(texts)]
+    made = [processor.tokenize(text, add_special_tokens=False) for text in sorted(texts)]
+    _RECENT.append((processor, words, list(words), made))
+    return made
