@@ -15,6 +15,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from stage02_server.errors import APIError, error_json
 
 LINES = 2  # the fewest of a request: the request line and an empty one
+BYTES = 18  # and the fewest bytes: GET / HTTP/1.1, and two line ends
 
 
 class _HeaderLimitError(Exception):
@@ -117,6 +118,8 @@ class PipelinedHttpProtocol(LimitedHttpProtocol):
 
     _flow: _Flow
     _held = b""  # read, but not parsed yet
+    _body_left = 0  # bytes that a Content-Length announces and that are not parsed yet
+    _broken = False  # what came is no HTTP; the requests before it get their answers, and that is all
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """From asyncio: a client has connected."""
@@ -131,22 +134,25 @@ class PipelinedHttpProtocol(LimitedHttpProtocol):
 
     def data_received(self, data: bytes) -> None:
         """From asyncio: bytes, perhaps of several requests."""
+        if self._broken:
+            return
         if self._flow.full:
             self._held += data
         else:
             self.parse(data)
 
     def parse(self, data: bytes) -> None:
-        """Parse piece by piece, each so small that the requests in it cannot be too many; keep what there is no room for."""
+        """Parse piece by piece, each so small that the requests in it cannot be too many; keep what there is no room for. What a
+        Content-Length announces is one piece, however many lines it has."""
         at = 0
-        while at < len(data) and not self.transport.is_closing():
+        while at < len(data) and not self._broken and not self.transport.is_closing():
             room = self.max_pipelined + 1 - len(self._cycles)
             if room <= 0 or sum(self._cycles.values()) > self.max_bytes:
                 self._held = data[at:]
                 self._flow.full = True
                 self._flow.pause_reading()
                 return
-            end = _end_of_lines(data, at, LINES * room)
+            end = max(_end_of_lines(data, at, LINES * room), at + BYTES * room, at + self._body_left)
             super().data_received(data[at:end])
             at = end
 
@@ -155,6 +161,29 @@ class PipelinedHttpProtocol(LimitedHttpProtocol):
         super().on_headers_complete()
         self._forget_answered()
         self._cycles[self.cycle] = self._header_bytes
+        self._body_left = int(dict(self.headers).get(b"content-length", 0))  # the parser has checked it
+
+    def on_body(self, body: bytes) -> None:
+        """Parser callback: a piece of the body."""
+        super().on_body(body)
+        self._body_left -= len(body)
+
+    def on_message_complete(self) -> None:
+        """Parser callback: the request is complete."""
+        super().on_message_complete()
+        self._body_left = 0
+
+    def _send_error(self, error: APIError, phrase: bytes) -> None:
+        """Answer without the application, and close. Answers come in the order of the requests: while earlier ones wait for theirs,
+        the connection closes behind the last of these, and the error is not told."""
+        waiting = [cycle for cycle in self._cycles if not cycle.response_complete]
+        if ahead := [cycle for cycle in waiting if not (cycle is self.cycle and cycle.more_body)]:
+            self._broken = True
+            ahead[-1].keep_alive = False
+        elif waiting and waiting[0].response_started:
+            self.transport.close()
+        else:
+            super()._send_error(error, phrase)
 
     def on_response_complete(self) -> None:
         """From uvicorn: the whole answer was handed to the transport; the next request runs."""
