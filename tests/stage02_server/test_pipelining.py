@@ -17,6 +17,7 @@ from patience import PATIENCE
 from server_under_test import ServerProcess
 from standstill import LONGEST, Standstill
 from uvicorn import Config
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from uvicorn.server import ServerState
 
 from stage02_server.cli_args import FrontendArgs
@@ -197,6 +198,40 @@ def test_a_body_of_line_ends_is_parsed_in_few_pieces(form: str, most: int, monke
         connection.protocol.connection_lost(None)
 
     run(check())
+
+
+def test_offers_of_another_protocol_are_ignored() -> None:
+    """Java's client makes one with each request: uvicorn dropped the body, and what came behind."""
+    offer = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAEAAEAA")
+    post = b"\r\n".join(
+        [b"POST /post HTTP/1.1", b"Host: x", *map(str.encode, offer), b"Content-Length: 5", b"", b"1\r\n34"]
+    )
+    bodies = []
+
+    async def check(size: int) -> None:
+        data = (post + get("/x", *offer)) * 200
+        connection = Connection()
+        receive = RequestResponseCycle.receive
+
+        async def noting(cycle: RequestResponseCycle) -> Any:
+            bodies.append((message := await receive(cycle))["body"])  # type: ignore[typeddict-item]
+            return message
+
+        RequestResponseCycle.receive = noting  # type: ignore[method-assign, assignment]
+        try:
+            for start in range(0, len(data), size):
+                connection.protocol.data_received(data[start : start + size])
+                await ticks(6)
+            await ticks(2000)
+        finally:
+            RequestResponseCycle.receive = receive  # type: ignore[method-assign]
+        assert connection.answered == ["post", "x"] * 200
+        connection.protocol.connection_lost(None)
+
+    for size in (7, 100_000):
+        run(check(size))
+        assert b"".join(bodies) == b"1\r\n34" * 200
+        bodies.clear()
 
 
 NONSENSE = [

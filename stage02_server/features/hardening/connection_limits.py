@@ -8,12 +8,14 @@ all other clients waited.
 from __future__ import annotations
 
 import asyncio
+import sys
 
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from stage02_server.errors import APIError, error_json
 
+UPGRADE = b"upgrade"
 LINES = 2  # the fewest of a request: the request line and an empty one
 BYTES = 18  # and the fewest bytes: GET / HTTP/1.1, and two line ends
 
@@ -26,6 +28,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     """uvicorn's HTTP/1.1 with a limit to what it keeps while it waits: the number of header fields (trailers too), their
     bytes, and the bytes since anything was complete. Beyond, the answer is a 431 and the connection ends.
 
+    A request that offers another protocol (Java's client offers HTTP/2 with each) is answered as if it did not, as the standard
+    says. The parser would take all behind its header, also its body, for that protocol: so it gets the request again without the offer.
+
     Invariant: between two calls of `data_received` the parser holds at most `max_bytes` bytes of something incomplete, and
     what the last call brought.
     """
@@ -35,6 +40,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     _num_headers = 0
     _header_bytes = 0
     _incomplete = 0  # bytes since the header, a piece of the body, or the request was complete
+    _offers = False  # another protocol
+    _piece = b""  # what is being parsed, then what is still to be
 
     def on_message_begin(self) -> None:
         """Parser callback: a new request."""
@@ -60,7 +67,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Parser callback: the body follows."""
         self._incomplete = 0
-        super().on_headers_complete()
+        self._offers = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+        if not self._offers:
+            super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         """Parser callback: a piece of the body."""
@@ -70,12 +79,26 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """Parser callback: the request is complete."""
         self._incomplete = 0
-        super().on_message_complete()
+        if not self._offers:
+            super().on_message_complete()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """From uvicorn, while it handles the parser's HttpParserUpgrade, which says where the header ends."""
+        error = sys.exception()
+        assert error is not None
+        version = self.parser.get_http_version().encode()
+        head = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
+        head += [b"%s: %s" % header for header in self.headers if header[0] != UPGRADE]
+        self._piece = b"\r\n".join([*head, b"", self._piece[error.args[0] :]])
 
     def data_received(self, data: bytes) -> None:
         """Bytes from the socket."""
         self._incomplete += len(data)
-        super().data_received(data)
+        while data:
+            self._piece = data
+            super().data_received(data)
+            data = self._piece if self._piece is not data else b""
+        self._piece = b""
         if self._incomplete > self.max_bytes and not self.transport.is_closing():
             self.send_400_response("")
 
@@ -159,6 +182,8 @@ class PipelinedHttpProtocol(LimitedHttpProtocol):
     def on_headers_complete(self) -> None:
         """Parser callback: the request starts to run, or waits for the one before it."""
         super().on_headers_complete()
+        if self._offers:
+            return
         self._forget_answered()
         self._cycles[self.cycle] = self._header_bytes
         self._body_left = int(dict(self.headers).get(b"content-length", 0))  # the parser has checked it
