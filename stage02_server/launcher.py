@@ -129,6 +129,7 @@ async def _drain(services: Services, server: uvicorn.Server, serving: asyncio.Ta
     deadline = time.monotonic() + timeout
     await asyncio.wait({serving, again, idle}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
     if not gate.running:  # all answers are made, though a slow client may not have read its own yet
+        gate.expire()
         server.should_exit = True
         left = max(0.0, deadline - time.monotonic())
         await asyncio.wait({serving, again}, timeout=left, return_when=asyncio.FIRST_COMPLETED)

@@ -80,6 +80,7 @@ class RequestGate:
         self.draining = False
         self.expired = False
         self.running: set[asyncio.Task[None]] = set()
+        self.background: set[asyncio.Task[None]] = set()  # work that no client waits for; it ends with the server
         self.endless: set[Callable[[], None]] = set()  # each cuts an answer that never ends by itself
         self.idle = asyncio.Event()
         self.idle.set()
@@ -103,7 +104,7 @@ class RequestGate:
     def expire(self) -> None:
         """Time is up: every running request ends now, with an error for its client."""
         self.draining = self.expired = True
-        for task in self.running:
+        for task in self.running | self.background:
             task.cancel()
 
 

@@ -26,10 +26,13 @@ from openai import BadRequestError, OpenAI
 from openai.types.audio import TranscriptionVerbose
 from server_under_test import InProcessServer, RecordingEcho, ServerProcess, events
 from small_whisper import NUM_TIMES, Reference, decode_audio, sound, whisper_folder
+from starlette.requests import Request
 
 from stage02_server.features.audio import serving as serving_transcription
 from stage02_server.features.audio.decoder import SoundDecoder
 from stage02_server.features.audio.pieces import SAMPLE_RATE, split_audio
+from stage02_server.features.audio.protocol import read_form
+from stage02_server.streaming import ClientGoneError
 from stage03_engine.arg_utils import EngineArgs
 
 TRANSCRIBE, TRANSLATE = (["startoftranscript", "en", do, "notimestamps"] for do in ("transcribe", "translate"))
@@ -545,3 +548,20 @@ def test_a_long_upload_lies_on_the_disk_and_a_full_one_is_a_503(
     assert "temporary folder" in line.getMessage() and line.exc_info is None
     short = server.request("POST", "/v1/audio/transcriptions", files={"file": sound(1)}, data=data)
     assert short.status_code == 200
+
+
+def test_a_client_that_leaves_while_it_uploads_is_no_error() -> None:
+    messages = [
+        {"type": "http.request", "body": b'--x\r\nContent-Disposition: form-data; name="a"\r\n\r\n', "more_body": True}
+    ]
+
+    async def receive() -> dict[str, Any]:
+        return messages.pop() if messages else {"type": "http.disconnect"}
+
+    async def check() -> None:
+        form = [(b"content-type", b"multipart/form-data; boundary=x")]
+        with pytest.raises(ClientGoneError):
+            async with read_form(Request({"type": "http", "method": "POST", "headers": form}, receive)):
+                pass
+
+    asyncio.run(check())

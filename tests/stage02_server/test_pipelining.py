@@ -17,9 +17,11 @@ from patience import PATIENCE
 from server_under_test import ServerProcess
 from standstill import LONGEST, Standstill
 from uvicorn import Config
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from uvicorn.server import ServerState
 
 from stage02_server.cli_args import FrontendArgs
+from stage02_server.features.hardening.connection_limits import LimitedHttpProtocol
 from stage02_server.features.hardening.slow_clients import TimedHttpProtocol, timed_protocol
 
 ECHO = ("gpt2-tiny", "--engine", "echo", "--host", "127.0.0.1", "--port", "0")
@@ -169,6 +171,91 @@ def test_pieces_do_not_matter(limit: int, cuts: list[int], waits: list[bool], li
             assert len(connection.protocol.pipeline) <= limit
             await asyncio.sleep(0)
         assert connection.answered == expected and not connection.transport.closed
+        connection.protocol.connection_lost(None)
+
+    run(check())
+
+
+@pytest.mark.parametrize(
+    ("form", "most"),
+    [("Content-Length: %d\r\n\r\n%s", 10), ("Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n", 6000)],
+)
+def test_a_body_of_line_ends_is_parsed_in_few_pieces(form: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when there is room for one more request only: else 100,000 pieces of two bytes would hold up everybody."""
+    pieces = []
+    parse = LimitedHttpProtocol.data_received
+    monkeypatch.setattr(
+        LimitedHttpProtocol, "data_received", lambda self, data: (pieces.append(data), parse(self, data))
+    )
+
+    async def check() -> None:
+        connection = Connection()
+        post = "POST /post HTTP/1.1\r\nHost: x\r\n" + form % (100_000, "\n" * 100_000)
+        connection.protocol.data_received(get("/x") * 63 + post.encode() + get("/last"))
+        assert len(pieces) < most
+        await ticks(200)
+        assert connection.answered == ["x"] * 63 + ["post", "last"]
+        connection.protocol.connection_lost(None)
+
+    run(check())
+
+
+def test_offers_of_another_protocol_are_ignored() -> None:
+    """Java's client makes one with each request: uvicorn dropped the body, and what came behind."""
+    offer = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAEAAEAA")
+    post = b"\r\n".join(
+        [b"POST /post HTTP/1.1", b"Host: x", *map(str.encode, offer), b"Content-Length: 5", b"", b"1\r\n34"]
+    )
+    bodies = []
+
+    async def check(size: int) -> None:
+        data = (post + get("/x", *offer)) * 200
+        connection = Connection()
+        receive = RequestResponseCycle.receive
+
+        async def noting(cycle: RequestResponseCycle) -> Any:
+            bodies.append((message := await receive(cycle))["body"])  # type: ignore[typeddict-item]
+            return message
+
+        RequestResponseCycle.receive = noting  # type: ignore[method-assign, assignment]
+        try:
+            for start in range(0, len(data), size):
+                connection.protocol.data_received(data[start : start + size])
+                await ticks(6)
+            await ticks(2000)
+        finally:
+            RequestResponseCycle.receive = receive  # type: ignore[method-assign]
+        assert connection.answered == ["post", "x"] * 200
+        connection.protocol.connection_lost(None)
+
+    for size in (7, 100_000):
+        run(check(size))
+        assert b"".join(bodies) == b"1\r\n34" * 200
+        bodies.clear()
+
+
+NONSENSE = [
+    pytest.param(b"GARBAGE\r\n\r\n", id="no HTTP"),
+    pytest.param(get("/many", *["A: b"] * 300), id="header"),
+    pytest.param(b"POST /bad HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nno number\r\n", id="body"),
+]
+
+
+@pytest.mark.parametrize("nonsense", NONSENSE)
+@pytest.mark.parametrize("waits", [False, True])
+def test_who_sends_nonsense_gets_the_answers_to_what_came_before(nonsense: bytes, waits: bool) -> None:
+    """In order: an error now would be taken for the answer to the first of them, or stand in the middle of it."""
+
+    async def check() -> None:
+        connection = Connection()
+        connection.protocol.data_received(get("/x") + get("/wait") + get("/y") + nonsense + get("/z") * 100)
+        if waits:
+            await ticks()
+        connection.protocol.data_received(nonsense)
+        connection.go.set()
+        await ticks()
+        assert connection.answered == ["x", "wait", "y"] and connection.transport.closed
+        assert b" 400 " not in connection.transport.answers and b" 431 " not in connection.transport.answers
         connection.protocol.connection_lost(None)
 
     run(check())

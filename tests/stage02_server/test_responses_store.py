@@ -6,6 +6,7 @@ import asyncio
 import json
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -297,3 +298,15 @@ def test_what_runs_in_the_background_counts_too(stuck: InProcessServer, monkeypa
     body = BACKGROUND | FAT["tools"]
     names = [stuck.post(RESPONSES, body) for _ in range(2)]
     assert [answer.status_code for answer in names] == [200, 429] and "retry-after" in names[1].headers
+
+
+def test_the_trace_tells_how_work_in_the_background_ended(
+    start_server: Callable[..., ServerProcess], tmp_path: Path
+) -> None:
+    """The engine hears of it, although no client waits."""
+    server = start_server("gpt2-tiny", "--port", "0", "--engine", "echo", "--trace", str(tmp_path))
+    body = {"input": "Hello", "background": True, "max_output_tokens": 400}
+    httpx.post(server.wait_until_ready() + RESPONSES, json=body).raise_for_status()
+    server.process.terminate()
+    assert server.wait() == 0
+    assert any('"request.aborted"' in file.read_text() for file in tmp_path.glob("*.jsonl"))

@@ -11,12 +11,13 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, Field, FiniteFloat, ValidationError
 from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from stage02_server.errors import APIError, unavailable
 from stage02_server.protocol import RequestModel
 from stage02_server.protocol_response import UsageInfo
 from stage02_server.protocol_types import Int32, Int64, Text
+from stage02_server.streaming import ClientGoneError
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.sampling_params import RequestOutputKind, SamplingParams
 
@@ -208,7 +209,7 @@ async def read_form(request: Request) -> AsyncIterator[tuple[TranscriptionReques
     """The fields of a multipart body, and its file, which may lie on the disk until the `async with` block ends.
 
     Raises RequestValidationError, InvalidRequestError, and APIError: 413 for a file that is too long, 503 if the disk has no
-    room for it.
+    room for it. Raises ClientGoneError if the client leaves before all is there.
     """
     try:
         form = await request.form(max_files=1, max_fields=64)
@@ -216,6 +217,8 @@ async def read_form(request: Request) -> AsyncIterator[tuple[TranscriptionReques
         if error.status_code != 400:  # the body is too long
             raise
         raise APIError(400, "Bad Request", f"The body is no readable form: {error.detail}", "body") from None
+    except ClientDisconnect:
+        raise ClientGoneError from None
     except OSError as error:
         logger.warning("an upload cannot be written to the temporary folder: %s", error.strerror or error)
         raise unavailable("The server has no room for uploads at the moment.") from None

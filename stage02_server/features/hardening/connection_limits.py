@@ -8,13 +8,16 @@ all other clients waited.
 from __future__ import annotations
 
 import asyncio
+import sys
 
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from stage02_server.errors import APIError, error_json
 
+UPGRADE = b"upgrade"
 LINES = 2  # the fewest of a request: the request line and an empty one
+BYTES = 18  # and the fewest bytes: GET / HTTP/1.1, and two line ends
 
 
 class _HeaderLimitError(Exception):
@@ -25,6 +28,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     """uvicorn's HTTP/1.1 with a limit to what it keeps while it waits: the number of header fields (trailers too), their
     bytes, and the bytes since anything was complete. Beyond, the answer is a 431 and the connection ends.
 
+    A request that offers another protocol (Java's client offers HTTP/2 with each) is answered as if it did not, as the standard
+    says. The parser would take all behind its header, also its body, for that protocol: so it gets the request again without the offer.
+
     Invariant: between two calls of `data_received` the parser holds at most `max_bytes` bytes of something incomplete, and
     what the last call brought.
     """
@@ -34,6 +40,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     _num_headers = 0
     _header_bytes = 0
     _incomplete = 0  # bytes since the header, a piece of the body, or the request was complete
+    _offers = False  # another protocol
+    _piece = b""  # what is being parsed, then what is still to be
 
     def on_message_begin(self) -> None:
         """Parser callback: a new request."""
@@ -59,7 +67,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Parser callback: the body follows."""
         self._incomplete = 0
-        super().on_headers_complete()
+        self._offers = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+        if not self._offers:
+            super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         """Parser callback: a piece of the body."""
@@ -69,12 +79,26 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """Parser callback: the request is complete."""
         self._incomplete = 0
-        super().on_message_complete()
+        if not self._offers:
+            super().on_message_complete()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """From uvicorn, while it handles the parser's HttpParserUpgrade, which says where the header ends."""
+        error = sys.exception()
+        assert error is not None
+        version = self.parser.get_http_version().encode()
+        head = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
+        head += [b"%s: %s" % header for header in self.headers if header[0] != UPGRADE]
+        self._piece = b"\r\n".join([*head, b"", self._piece[error.args[0] :]])
 
     def data_received(self, data: bytes) -> None:
         """Bytes from the socket."""
         self._incomplete += len(data)
-        super().data_received(data)
+        while data:
+            self._piece = data
+            super().data_received(data)
+            data = self._piece if self._piece is not data else b""
+        self._piece = b""
         if self._incomplete > self.max_bytes and not self.transport.is_closing():
             self.send_400_response("")
 
@@ -120,6 +144,8 @@ class PipelinedHttpProtocol(LimitedHttpProtocol):
 
     _flow: _Flow
     _held = b""  # read, but not parsed yet
+    _body_left = 0  # bytes that a Content-Length announces and that are not parsed yet
+    _broken = False  # what came is no HTTP; the requests before it get their answers, and that is all
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """From asyncio: a client has connected."""
@@ -134,30 +160,58 @@ class PipelinedHttpProtocol(LimitedHttpProtocol):
 
     def data_received(self, data: bytes) -> None:
         """From asyncio: bytes, perhaps of several requests."""
+        if self._broken:
+            return
         if self._flow.full:
             self._held += data
         else:
             self.parse(data)
 
     def parse(self, data: bytes) -> None:
-        """Parse piece by piece, each so small that the requests in it cannot be too many; keep what there is no room for."""
+        """Parse piece by piece, each so small that the requests in it cannot be too many; keep what there is no room for. What a
+        Content-Length announces is one piece, however many lines it has."""
         at = 0
-        while at < len(data) and not self.transport.is_closing():
+        while at < len(data) and not self._broken and not self.transport.is_closing():
             room = self.max_pipelined + 1 - len(self._cycles)
             if room <= 0 or sum(self._cycles.values()) > self.max_bytes:
                 self._held = data[at:]
                 self._flow.full = True
                 self._flow.pause_reading()
                 return
-            end = _end_of_lines(data, at, LINES * room)
+            end = max(_end_of_lines(data, at, LINES * room), at + BYTES * room, at + self._body_left)
             super().data_received(data[at:end])
             at = end
 
     def on_headers_complete(self) -> None:
         """Parser callback: the request starts to run, or waits for the one before it."""
         super().on_headers_complete()
+        if self._offers:
+            return
         self._forget_answered()
         self._cycles[self.cycle] = self._header_bytes
+        self._body_left = int(dict(self.headers).get(b"content-length", 0))  # the parser has checked it
+
+    def on_body(self, body: bytes) -> None:
+        """Parser callback: a piece of the body."""
+        super().on_body(body)
+        self._body_left -= len(body)
+
+    def on_message_complete(self) -> None:
+        """Parser callback: the request is complete."""
+        super().on_message_complete()
+        self._body_left = 0
+
+    def _send_error(self, error: APIError, phrase: bytes) -> None:
+        """Answer without the application, and close. Answers come in the order of the requests: while earlier ones wait for theirs,
+        the connection closes behind the last of these, and the error is not told."""
+        waiting = [cycle for cycle in self._cycles if not cycle.response_complete]
+        if ahead := [cycle for cycle in waiting if not (cycle is self.cycle and cycle.more_body)]:
+            self._broken = True
+            ahead[-1].keep_alive = False
+        elif waiting and waiting[0].response_started:
+            self.transport.close()
+        else:
+            super()._send_error(error, phrase)
 
     def on_response_complete(self) -> None:
         """From uvicorn: the whole answer was handed to the transport; the next request runs."""

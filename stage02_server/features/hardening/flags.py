@@ -55,7 +55,7 @@ class HardeningFlags:
         at_least=1024,
     )
     max_request_items: int = option(
-        262144,
+        327680,  # more than the 300,000 tokens that OpenAI takes in one request for embeddings
         "most items of a request's body: token ids, and all else in lists and objects, where keys count too (413 beyond)",
         at_least=1024,
     )

@@ -95,6 +95,8 @@ class TimedHttpProtocol(PipelinedHttpProtocol):
     def on_headers_complete(self) -> None:
         """Parser callback: the request starts to run, or waits for the one before it."""
         super().on_headers_complete()
+        if self._offers:
+            return
         self._receiving = "body"
         self.scope["extensions"] = {CONNECTION: {"abort": self.transport.abort}}
 

@@ -92,7 +92,14 @@ class OpenAIServingResponses(OpenAIServing):
         entry = StoredResponse(maker.response, items, cut=maker.cut)
         raw_request.state.cut = entry.cut
         if request.background:
-            return self._in_background(entry, maker, requests, bool(request.stream))
+            answer = self._in_background(entry, maker, requests, bool(request.stream))
+            background = (
+                raw_request.app.state.gate.background
+            )  # the engine hears that the work ends, if the server does
+            assert entry.task is not None
+            background.add(entry.task)
+            entry.task.add_done_callback(background.discard)
+            return answer
         source = await self.begin(requests, raw_request.receive)
         events = self._events(maker, source, entry, keep)
         if request.stream:
