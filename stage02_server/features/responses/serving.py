@@ -93,9 +93,8 @@ class OpenAIServingResponses(OpenAIServing):
         raw_request.state.cut = entry.cut
         if request.background:
             answer = self._in_background(entry, maker, requests, bool(request.stream))
-            background = (
-                raw_request.app.state.gate.background
-            )  # the engine hears that the work ends, if the server does
+            # Where the server ends with its work undone, the engine hears so.
+            background = raw_request.app.state.gate.background
             assert entry.task is not None
             background.add(entry.task)
             entry.task.add_done_callback(background.discard)
