@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import queue
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -138,6 +140,15 @@ async def die(self):
 EchoCoreClient.get_output_async = die
 """
 """A patch for `ServerProcess`: the echo engine dies of its first request."""
+
+
+def rest(client: socket.socket) -> bytes:
+    """All that comes until the server closes the connection."""
+    answer = b""
+    with contextlib.suppress(ConnectionResetError):
+        while piece := client.recv(65536):
+            answer += piece
+    return answer
 
 
 class ServerProcess:

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from hypothesis import given, settings, strategies as st
 from patience import PATIENCE
-from server_under_test import ServerProcess
+from server_under_test import ServerProcess, rest
 from standstill import LONGEST, Standstill
 from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
@@ -274,14 +274,6 @@ def server() -> Iterator[ServerProcess]:
 def connect(server: ServerProcess) -> socket.socket:
     url = httpx.URL(server.url)
     return socket.create_connection((url.host, url.port), timeout=PATIENCE)
-
-
-def rest(client: socket.socket) -> bytes:
-    answer = b""
-    with contextlib.suppress(ConnectionResetError):
-        while piece := client.recv(65536):
-            answer += piece
-    return answer
 
 
 def test_each_is_answered_in_order(server: ServerProcess) -> None:

@@ -13,7 +13,7 @@ import httpx
 import psutil
 import pytest
 from patience import PATIENCE, wait_until
-from server_under_test import ServerProcess
+from server_under_test import ServerProcess, rest
 
 from stage02_server.cli_args import FrontendArgs
 from stage02_server.features.hardening.slow_clients import timed_protocol
@@ -55,15 +55,6 @@ def connect(server: ServerProcess, data: bytes, buffer: int | None = None) -> so
     client.connect((url.host, url.port))
     client.sendall(data)
     return client
-
-
-def rest(client: socket.socket) -> bytes:
-    """All that comes until the server closes the connection."""
-    answer = b""
-    with contextlib.suppress(ConnectionResetError):
-        while piece := client.recv(65536):
-            answer += piece
-    return answer
 
 
 BODY = b'{"prompt": "a", "max_tokens": 1}'
