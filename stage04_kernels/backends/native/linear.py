@@ -1,0 +1,58 @@
+"""Matrix products of packed weights, compiled (oneDNN and llama.cpp repack weights for the same reason).
+
+Weights are packed once, when they are loaded, in the order in which the product reads them; native.cpp says how.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from stage04_kernels.backends.native.library import function, load_library
+
+ACTIVATIONS = {None: 0, "gelu_tanh": 1}
+FORMATS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int8: "int8"}  # of weights
+SUFFIXES = {torch.float32: "", torch.bfloat16: "_bf16"}  # of inputs and results
+
+
+class NativeLinear:
+    """`activation(x @ weight.T * scale + bias)` for x [num_rows, in_features], in x's number format (float32 or bfloat16), summed
+    in float32.
+
+    weight      [out_features, in_features] float32, bfloat16 or int8, of any strides; int8: in_features is a multiple of 4
+    bias        [out_features] or None
+    activation  None or "gelu_tanh"
+    scale       [out_features] or None: what an output is multiplied by, for quantized weights
+
+    A row's result does not depend, in any bit, on the other rows. Raises NativeError where nothing can be compiled.
+    """
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, scale: Tensor | None = None
+    ) -> None:
+        library, name = load_library(), FORMATS[weight.dtype]
+        self.out_features, self.in_features = weight.shape
+        if weight.dtype == torch.int8 and self.in_features % 4:
+            raise ValueError(f"int8 weights need a multiple of 4 inputs, not {self.in_features}")
+        width = library.panel_width()
+        self.packed = torch.empty(-(-self.out_features // width) * width * self.in_features, dtype=weight.dtype)
+        function(f"pack_{name}", "pllplli")(
+            weight.data_ptr(), *weight.stride(), self.packed.data_ptr(), self.in_features, self.out_features,
+            torch.get_num_threads(),
+        )  # fmt: skip
+        self.bias = None if bias is None else bias.float().contiguous()
+        self.scale = None if scale is None else scale.float().contiguous()
+        self.activation = ACTIVATIONS[activation]
+        self.functions = {dtype: function(f"linear_{name}{suffix}", "ppppipllli") for dtype, suffix in SUFFIXES.items()}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[num_rows, in_features] -> [num_rows, out_features]."""
+        x = x.contiguous()
+        y = x.new_empty(*x.shape[:-1], self.out_features)
+        scale, bias = self.scale, self.bias
+        self.functions[x.dtype](
+            x.data_ptr(), self.packed.data_ptr(), scale if scale is None else scale.data_ptr(),
+            bias if bias is None else bias.data_ptr(), self.activation, y.data_ptr(),
+            x.numel() // self.in_features, self.in_features, self.out_features, torch.get_num_threads(),
+        )  # fmt: skip
+        return y
