@@ -108,6 +108,7 @@ class SchedulerConfig(
 @dataclass(frozen=True)
 class DeviceConfig(
     *mixins(  # type: ignore[misc]
+        _FEATURES + "linear_backend.flags:LinearBackend",
         _FEATURES + "batch_invariant.flags:BatchInvariant",
         _FEATURES + "cuda_graphs.flags:EnforceEager",
         _FEATURES + "cpu_binding.flags:ThreadsBind",
@@ -150,6 +151,7 @@ class VllmConfig(
         _FEATURES + "whisper.flags:WhisperFlags",
         _FEATURES + "swap_space.flags:SwapSpaceFlags",
         _FEATURES + "logits_processor.flags:LogitsProcessorFlags",
+        _FEATURES + "linear_backend.flags:LinearBackendFlags",
         _FEATURES + "batch_invariant.flags:BatchInvariantFlags",
         _FEATURES + "cuda_graphs.flags:CudaGraphFlags",
         _FEATURES + "cpu_binding.flags:BindingFlags",

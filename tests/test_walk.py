@@ -89,7 +89,9 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Observe
         patch.setenv("WALK_ROOT", str(ROOT))
         patch.setenv("WALK_NOTES", str(seen.folder))
         patch.delenv("STAGES_CHECK_INVARIANTS", raising=False)  # nobody has that on who did not ask for it
-        server = ServerProcess("gpt2-tiny", "--host", "127.0.0.1", "--port", "0")
+        # The compiled paths are backends: the walk is plain torch.
+        plain = ("--linear-backend", "torch", "--attention-backend", "torch")
+        server = ServerProcess("gpt2-tiny", "--host", "127.0.0.1", "--port", "0", *plain)
         try:
             url = server.wait_until_ready()
             body = {"model": "gpt2-tiny", "prompt": "To be, or", "max_tokens": 16, "temperature": 0, "stream": True}
@@ -157,6 +159,11 @@ ON_BY_DEFAULT = {
     "stage02_server.features.structured_outputs",
     "stage02_server.features.sagemaker",  # /invocations
     "stage02_server.features.tokenize",
+    "stage03_engine.core.features.linear_backend",  # packed weights
+    "stage04_kernels.backends.linear",
+    "stage04_kernels.backends.native",
+    "stage04_kernels.backends.onednn_linear",
+    "stage04_kernels.backends.torch_linear",
     "stage03_engine.core.features.memory_profile",  # how much memory the largest step takes
     "stage03_engine.frontend.features.dead_folders",  # sockets that killed servers left behind
     "stage03_engine.frontend.features.logging_stats",  # a line of the log every ten seconds

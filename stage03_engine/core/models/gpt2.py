@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from stage03_engine.core.models.layers import assign_weights, embedding
+from stage03_engine.core.models.layers import Linear, assign_weights, embedding
 from stage03_engine.model_shape import ModelShape
 from stage04_kernels.attention import AttentionMetadata, get_backend
 from stage04_kernels.layers import activation, layer_kernels
@@ -23,16 +23,20 @@ from stage04_kernels.layers import activation, layer_kernels
 _CAUSAL_MASKS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)$")
 
 
-class Conv1D(nn.Module):
+class Conv1D(Linear):
     """A linear layer whose weight is stored as [in_features, out_features], as GPT-2's checkpoints do."""
 
-    def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(in_features, out_features))
-        self.bias = nn.Parameter(torch.empty(out_features))
+    @staticmethod
+    def stored_shape(in_features: int, out_features: int) -> tuple[int, int]:
+        return in_features, out_features
+
+    @property
+    def matrix(self) -> Tensor:
+        return self.weight.T
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.addmm(self.bias, x, self.weight)
+        y = F.linear(x, self.weight.T, self.bias)  # a view: nothing is transposed
+        return y if self.activation is None else self.activation(y)
 
 
 class LayerNorm(nn.Module):
@@ -72,12 +76,12 @@ class GPT2MLP(nn.Module):
 
     def __init__(self, shape: ModelShape, backend: str) -> None:
         super().__init__()
-        self.activation = activation(shape.activation_function, backend)
-        self.c_fc = Conv1D(shape.hidden_size, shape.intermediate_size)
+        gelu = activation(shape.activation_function, backend)
+        self.c_fc = Conv1D(shape.hidden_size, shape.intermediate_size, activation=gelu)
         self.c_proj = Conv1D(shape.intermediate_size, shape.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.c_proj(self.activation(self.c_fc(x)))
+        return self.c_proj(self.c_fc(x))
 
 
 class GPT2Block(nn.Module):
@@ -124,7 +128,12 @@ class GPT2LMHeadModel(nn.Module):
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """[num_rows, hidden_size] -> float32 [num_rows, vocab_size]. Only for sampled rows: this is the model's largest
         matrix."""
-        return F.linear(hidden_states, (self.lm_head or self.wte).weight).float()
+        return F.linear(hidden_states, self.output_matrix).float()
+
+    @property
+    def output_matrix(self) -> Tensor:
+        """[vocab_size, hidden_size]: hidden states -> logits."""
+        return (self.lm_head or self.wte).weight
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Raises ConfigError for a checkpoint that does not fit."""

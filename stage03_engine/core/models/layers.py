@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from stage03_engine.errors import ConfigError
 
@@ -17,6 +18,37 @@ from stage03_engine.errors import ConfigError
 def embedding(num_rows: int, hidden_size: int) -> nn.Embedding:
     """An embedding."""
     return nn.Embedding.from_pretrained(torch.empty(num_rows, hidden_size))
+
+
+class Linear(nn.Module):
+    """x [num_rows, in_features] -> x @ matrix.T + bias, then the activation if there is one. Weights are stored as [out_features,
+    in_features]. This is plain torch; `--linear-backend` puts a packed layer in its place (vLLM: LinearBase and its quant_method)."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        activation: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(self.stored_shape(in_features, out_features)))
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+        self.activation = activation
+
+    @staticmethod
+    def stored_shape(in_features: int, out_features: int) -> tuple[int, int]:
+        """The shape of `weight`."""
+        return out_features, in_features
+
+    @property
+    def matrix(self) -> Tensor:
+        """[out_features, in_features], whichever way it is stored."""
+        return self.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.matrix, self.bias)
+        return y if self.activation is None else self.activation(y)
 
 
 def check_finite(name: str, tensor: Tensor) -> None:

@@ -24,12 +24,15 @@ class NativeLinear:
     activation  None or "gelu_tanh"
     scale       [out_features] or None: what an output is multiplied by, for quantized weights
 
-    A row's result does not depend, in any bit, on the other rows. Raises NativeError where nothing can be compiled.
+    A row's result does not depend, in any bit, on the other rows. Raises ValueError for other formats, NativeError where nothing can
+    be compiled.
     """
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, scale: Tensor | None = None
     ) -> None:
+        if weight.dtype not in FORMATS:
+            raise ValueError(f"no product of {weight.dtype} weights is compiled")
         library, name = load_library(), FORMATS[weight.dtype]
         self.out_features, self.in_features = weight.shape
         if weight.dtype == torch.int8 and self.in_features % 4:

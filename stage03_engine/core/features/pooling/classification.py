@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from stage03_engine.core.models.gpt2 import GPT2LMHeadModel
-from stage03_engine.core.models.more.llama import Linear, LlamaForCausalLM
+from stage03_engine.core.models.layers import embedding
+from stage03_engine.core.models.more.llama import LlamaForCausalLM
 from stage03_engine.model_shape import ModelShape
 
 
@@ -21,7 +22,9 @@ class GPT2ForSequenceClassification(GPT2LMHeadModel):
 
     def __init__(self, shape: ModelShape, backend: str = "torch") -> None:
         super().__init__(replace(shape, tie_word_embeddings=True), backend)
-        self.score = Linear(shape.hidden_size, len(shape.labels))
+        self.score = embedding(
+            len(shape.labels), shape.hidden_size
+        )  # a matrix of float32 products, which nothing packs
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """[num_rows, hidden_size] -> float32 [num_rows, num_labels]."""
@@ -33,7 +36,9 @@ class LlamaForSequenceClassification(LlamaForCausalLM):
 
     def __init__(self, shape: ModelShape, backend: str = "torch") -> None:
         super().__init__(replace(shape, tie_word_embeddings=True), backend)
-        self.score = Linear(shape.hidden_size, len(shape.labels))
+        self.score = embedding(
+            len(shape.labels), shape.hidden_size
+        )  # a matrix of float32 products, which nothing packs
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """[num_rows, hidden_size] -> float32 [num_rows, num_labels]."""

@@ -8,7 +8,7 @@ One model, configured by its ModelShape:
     Qwen3        an RMSNorm over each head of queries and keys instead; head_dim is free of hidden_size
 
 As in gpt2.py, a step is one flat row of tokens, [num_tokens, hidden_size], and names are those of the checkpoint (without
-its leading `model.`). Every matrix is used as it is stored: none is split, fused or transposed, so none is copied.
+its leading `model.`). Every matrix is used as it is stored: none is split, fused or transposed, so none is copied (unless `--linear-backend` packs it).
 Sources: Touvron et al. 2023; Jiang et al. 2023, "Mistral 7B"; the technical reports of Qwen2 and Qwen3.
 """
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from stage03_engine.core.models.layers import assign_weights, embedding
+from stage03_engine.core.models.layers import Linear, assign_weights, embedding
 from stage03_engine.model_shape import ModelShape
 from stage04_kernels.attention import AttentionMetadata, get_backend
 from stage04_kernels.layers import layer_kernels
@@ -36,18 +36,6 @@ def frequencies_of(shape: ModelShape) -> Tensor:
         return scale_linear(frequencies, scaling.factor)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     return scale_llama3(frequencies, scaling.factor, low, high, scaling.original_max_position_embeddings)
-
-
-class Linear(nn.Module):
-    """A linear layer whose weight is stored as [out_features, in_features]."""
-
-    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(out_features, in_features))
-        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
 
 
 class RMSNorm(nn.Module):
@@ -95,9 +83,9 @@ class LlamaMLP(nn.Module):
     def __init__(self, shape: ModelShape, backend: str) -> None:
         super().__init__()
         self.silu_and_mul = layer_kernels(backend).silu_and_mul
-        self.gate_proj = Linear(shape.hidden_size, shape.intermediate_size)
-        self.up_proj = Linear(shape.hidden_size, shape.intermediate_size)
-        self.down_proj = Linear(shape.intermediate_size, shape.hidden_size)
+        self.gate_proj = Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.silu_and_mul(self.gate_proj(x), self.up_proj(x)))
@@ -133,7 +121,7 @@ class LlamaForCausalLM(nn.Module):
         self.layers = nn.ModuleList(LlamaDecoderLayer(shape, n, backend) for n in range(shape.num_layers))
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps, backend)
         if not self.tied:
-            self.lm_head = Linear(shape.hidden_size, shape.vocab_size)
+            self.lm_head = embedding(shape.vocab_size, shape.hidden_size)
         self.register_buffer("frequencies", frequencies_of(shape), persistent=False)  # float32 whatever the weights are
 
     def forward(
@@ -148,8 +136,12 @@ class LlamaForCausalLM(nn.Module):
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """[num_rows, hidden_size] -> float32 [num_rows, vocab_size]. Only for the rows that are sampled."""
-        output = self.embed_tokens if self.tied else self.lm_head
-        return F.linear(hidden_states, output.weight).float()
+        return F.linear(hidden_states, self.output_matrix).float()
+
+    @property
+    def output_matrix(self) -> Tensor:
+        """[vocab_size, hidden_size]: hidden states -> logits."""
+        return (self.embed_tokens if self.tied else self.lm_head).weight
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Raises ConfigError for a checkpoint that does not fit."""
