@@ -20,6 +20,8 @@ from stage03_engine.model_shape import ModelShape
 class GPT2ForSequenceClassification(GPT2LMHeadModel):
     """GPT-2 with a head."""
 
+    output_matrix = None  # type: ignore[assignment]  # the head makes the logits
+
     def __init__(self, shape: ModelShape, backend: str = "torch") -> None:
         super().__init__(replace(shape, tie_word_embeddings=True), backend)
         self.score = embedding(
@@ -33,6 +35,8 @@ class GPT2ForSequenceClassification(GPT2LMHeadModel):
 
 class LlamaForSequenceClassification(LlamaForCausalLM):
     """The Llama family with a head."""
+
+    output_matrix = None  # type: ignore[assignment]
 
     def __init__(self, shape: ModelShape, backend: str = "torch") -> None:
         super().__init__(replace(shape, tie_word_embeddings=True), backend)
