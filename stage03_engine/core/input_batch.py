@@ -15,20 +15,15 @@ from torch import Tensor
 
 from stage03_engine.core.kv_cache_manager import cdiv
 from stage03_engine.core.sched_output import NewRequestData, SchedulerOutput
-from stage03_engine.sampling_params import SamplingParams
 from stage04_kernels.attention import AttentionMetadata
 from stage04_kernels.sampler import to_device
 
 
-@dataclass
-class CachedRequestState:
-    """The parts of a request that are not arrays."""
-
-    sampling_params: SamplingParams
-    seed: int
-    num_prompt_tokens: int
-    temperature: float = 0.0  # 0 if it is low enough to count as greedy
-    num_likely_tokens: int | None = None  # how many of the likeliest tokens each step reports; None: no logprobs at all
+SETTINGS = np.dtype([
+    ("temperature", np.float32),  # 0 if it is low enough to count as greedy
+    ("top_k", np.int64), ("top_p", np.float32), ("min_p", np.float32), ("seed", np.int64), ("num_prompt_tokens", np.int64),
+    ("num_likely_tokens", np.int64),  # how many of the likeliest tokens each step reports; -1: no logprobs at all
+])  # fmt: skip
 
 
 @dataclass
@@ -39,14 +34,16 @@ class InputBatch:
     num_tokens   [max_num_seqs]                   how many of them are known
     num_computed [max_num_seqs]                   how many have keys and values in the cache
     block_table  [max_num_seqs, blocks per request]
+    settings     [max_num_seqs]                   what the sampler reads
     """
 
     max_num_seqs: int
     max_model_len: int
     block_size: int
     row_of: dict[str, int] = field(default_factory=dict)
-    requests: list[CachedRequestState] = field(default_factory=list)
+    requests: list[NewRequestData] = field(default_factory=list)  # as they came
     request_ids: list[str] = field(default_factory=list)
+    with_settings: set[str] = field(default_factory=set)  # those that draw, or report logprobs: the others take the argmax
 
     def __post_init__(self) -> None:
         self.token_ids = np.zeros((self.max_num_seqs, self.max_model_len), dtype=np.int64)
@@ -55,17 +52,21 @@ class InputBatch:
         max_blocks = cdiv(self.max_model_len, self.block_size)
         self.block_table = np.zeros((self.max_num_seqs, max_blocks), dtype=np.int32)
         self.num_blocks = np.zeros(self.max_num_seqs, dtype=np.int64)
+        self.settings = np.zeros(self.max_num_seqs, dtype=SETTINGS)
 
     def add(self, new: NewRequestData) -> None:
         """Put a request into the next row."""
         row = len(self.requests)
         self.row_of[new.request_id] = row
         self.request_ids.append(new.request_id)
-        params = new.sampling_params
-        temperature = 0.0 if params.greedy else params.temperature
-        self.requests.append(
-            CachedRequestState(params, new.seed, new.num_prompt_tokens, temperature, params.num_likely_tokens)
-        )
+        self.requests.append(new)
+        params, likely = new.sampling_params, new.sampling_params.num_likely_tokens
+        temperature, likely = 0.0 if params.greedy else params.temperature, -1 if likely is None else likely
+        if temperature or likely >= 0:
+            self.with_settings.add(new.request_id)
+        self.settings[row] = (
+            temperature, params.top_k, params.top_p, params.min_p, new.seed, new.num_prompt_tokens, likely
+        )  # fmt: skip
         self.token_ids[row, : len(new.token_ids)] = new.token_ids
         self.num_tokens[row] = len(new.token_ids)
         self.num_computed[row] = new.num_computed_tokens
@@ -86,6 +87,13 @@ class InputBatch:
         self.token_ids[row, start:end] = token_ids[: end - start]
         self.num_tokens[row] = end
 
+    def append_token_each(self, rows: list[int], token_ids: list[int]) -> None:
+        """The same for one token of each of these rows: a request that is sampled has room for one."""
+        at = np.array(rows)
+        places = self.num_tokens[at]
+        self.token_ids[at, places] = token_ids
+        self.num_tokens[at] = places + 1
+
     def tokens_of(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         """The prompt and the output of a row: views of its token ids."""
         end, split = self.num_tokens[row], self.requests[row].num_prompt_tokens
@@ -99,11 +107,13 @@ class InputBatch:
         last = len(self.requests) - 1
         if row != last:
             moved = self.request_ids[last]
-            for array in (self.token_ids, self.num_tokens, self.num_computed, self.block_table, self.num_blocks):
+            arrays = (self.token_ids, self.num_tokens, self.num_computed, self.block_table, self.num_blocks, self.settings)
+            for array in arrays:
                 array[row] = array[last]
             self.requests[row], self.request_ids[row], self.row_of[moved] = self.requests[last], moved, row
         self.requests.pop()
         self.request_ids.pop()
+        self.with_settings.discard(request_id)
 
 
 @dataclass
@@ -130,15 +140,18 @@ def prepare_inputs(batch: InputBatch, scheduler_output: SchedulerOutput, device:
     scheduled = scheduler_output.num_scheduled_tokens
     rows = np.array([batch.row_of[request_id] for request_id in scheduled])
     counts = np.array(list(scheduled.values()))
-    starts = np.concatenate(([0], np.cumsum(counts)))  # [num_reqs + 1]
-    owner = np.repeat(rows, counts)  # [num_tokens]
+    starts = np.zeros(len(rows) + 1, dtype=np.int64)
+    counts.cumsum(out=starts[1:])
     first = batch.num_computed[rows]
-    positions = np.arange(starts[-1]) - np.repeat(starts[:-1] - first, counts)  # [num_tokens]
-    blocks = batch.block_table[owner, positions // batch.block_size].astype(np.int64)
-    slots = blocks * batch.block_size + positions % batch.block_size
+    owner, positions = rows, first  # [num_tokens]: this is all if each has one token, as most steps are
+    if starts[-1] > len(rows):
+        owner = np.repeat(rows, counts)
+        positions = np.arange(starts[-1]) - np.repeat(starts[:-1] - first, counts)
+    blocks, offsets = np.divmod(positions, batch.block_size)
+    slots = np.multiply(batch.block_table[owner, blocks], batch.block_size, dtype=np.int64) + offsets
     seq_lens = first + counts
     batch.num_computed[rows] = seq_lens
-    caught_up = np.flatnonzero(seq_lens >= batch.num_tokens[rows])  # greater if drafts follow
+    caught_up = (seq_lens >= batch.num_tokens[rows]).nonzero()[0]  # greater if drafts follow
     ids, at, last = to_device([batch.token_ids[owner, positions], positions, starts[1:][caught_up] - 1], device)
     metadata = make_metadata(starts, seq_lens, batch.block_table[rows], slots, device)
     return StepInputs(ids, at, metadata, last, rows[caught_up].tolist(), [0] * len(caught_up))
@@ -150,7 +163,8 @@ def make_metadata(
     """What attention needs to know: where each request's tokens begin, its length, its blocks, the slots to write."""
     arrays = [starts.astype(np.int32), seq_lens.astype(np.int32), block_table, slots]
     first, lengths, table, slot_mapping = to_device(arrays, device)
-    longest_query, longest_context = int(np.diff(starts).max()), int(seq_lens.max())
+    longest_query = 1 if len(slots) == len(seq_lens) else int(np.diff(starts).max())
+    contexts = seq_lens.tolist()
     return AttentionMetadata(
-        first, lengths, table, slot_mapping, starts.tolist(), seq_lens.tolist(), longest_query, longest_context
+        first, lengths, table, slot_mapping, starts.tolist(), contexts, longest_query, max(contexts)
     )

@@ -94,8 +94,12 @@ class KVCacheManager:
         None. The tokens count as cached from now on: they are computed in this step, and within a step every layer writes
         all keys and values before it reads any.
         """
-        hits = list(hits)
         table = self.tables.get(request.request_id, [])
+        num_full = num_tokens // self.block_size
+        known = num_full <= self.num_cached.get(request.request_id, 0) or not self.enable_caching
+        if known and num_tokens <= len(table) * self.block_size:
+            return []  # most steps: the last block has room, and none has become full
+        hits = list(hits)
         missing = max(0, cdiv(num_tokens, self.block_size) - len(table) - len(hits))
         allocated: list[int] = []
         if missing or hits:

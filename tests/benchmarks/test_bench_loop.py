@@ -45,10 +45,10 @@ class StandIn(nn.Module):
             started = time.thread_time()
             self.weights.sum()
             self.seconds += time.thread_time() - started
-        return self.hidden[: len(input_ids)]
+        return self.hidden[: input_ids.shape[0]]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        return self.logits[: len(hidden)]
+        return self.logits[: hidden.shape[0]]
 
 
 @contextmanager
