@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -66,6 +67,7 @@ class SamplingMetadata:
     )  # row -> the tokens that it reports instead of the likeliest
 
     @classmethod
+    @lru_cache(maxsize=1024)
     def greedy(cls, num_rows: int, device: torch.device | str = "cpu") -> SamplingMetadata:
         """Every row takes the argmax, and none reports logprobs."""
         zeros = torch.zeros(num_rows, dtype=torch.int64, device=device)

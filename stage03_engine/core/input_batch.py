@@ -87,7 +87,7 @@ class InputBatch:
         self.token_ids[row, start:end] = token_ids[: end - start]
         self.num_tokens[row] = end
 
-    def append_token_each(self, rows: list[int], token_ids: list[int]) -> None:
+    def append_token_each(self, rows: list[int], token_ids: np.ndarray) -> None:
         """The same for one token of each of these rows: a request that is sampled has room for one."""
         at = np.array(rows)
         places = self.num_tokens[at]
@@ -140,17 +140,17 @@ def prepare_inputs(batch: InputBatch, scheduler_output: SchedulerOutput, device:
     scheduled = scheduler_output.num_scheduled_tokens
     rows = np.array([batch.row_of[request_id] for request_id in scheduled])
     counts = np.array(list(scheduled.values()))
-    starts = np.zeros(len(rows) + 1, dtype=np.int64)
-    counts.cumsum(out=starts[1:])
     first = batch.num_computed[rows]
-    owner, positions = rows, first  # [num_tokens]: this is all if each has one token, as most steps are
-    if starts[-1] > len(rows):
-        owner = np.repeat(rows, counts)
-        positions = np.arange(starts[-1]) - np.repeat(starts[:-1] - first, counts)
-    blocks, offsets = np.divmod(positions, batch.block_size)
-    slots = np.multiply(batch.block_table[owner, blocks], batch.block_size, dtype=np.int64) + offsets
     seq_lens = first + counts
     batch.num_computed[rows] = seq_lens
+    if scheduler_output.total_num_scheduled_tokens == len(rows):  # one token each, as in most steps
+        starts, owner, positions = np.arange(len(rows) + 1), rows, first
+    else:
+        starts = np.concatenate(([0], np.cumsum(counts)))  # [num_reqs + 1]
+        owner = np.repeat(rows, counts)  # [num_tokens]
+        positions = np.arange(starts[-1]) - np.repeat(starts[:-1] - first, counts)  # [num_tokens]
+    blocks = batch.block_table[owner, positions // batch.block_size].astype(np.int64)
+    slots = blocks * batch.block_size + positions % batch.block_size
     caught_up = (seq_lens >= batch.num_tokens[rows]).nonzero()[0]  # greater if drafts follow
     ids, at, last = to_device([batch.token_ids[owner, positions], positions, starts[1:][caught_up] - 1], device)
     metadata = make_metadata(starts, seq_lens, batch.block_table[rows], slots, device)

@@ -160,8 +160,8 @@ class ModelRunner:
         """Copy the samples to the host (here the CPU waits for the device), append them to the batch, group them by request."""
         collected = ModelRunnerOutput({})
         if output is not None:
-            batch, sampled, token_ids = self.batch, collected.sampled_token_ids, output.sampled_token_ids.tolist()
-            for row, token_id in zip(inputs.sampled, token_ids):
+            batch, sampled, token_ids = self.batch, collected.sampled_token_ids, output.sampled_token_ids.cpu().numpy()
+            for row, token_id in zip(inputs.sampled, token_ids.tolist()):
                 sampled.setdefault(batch.request_ids[row], []).append(token_id)
             for hook in self.hooks:
                 hook.after_sample(sampled, output, inputs)
