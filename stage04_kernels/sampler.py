@@ -62,9 +62,7 @@ class SamplingMetadata:
     rules: LogitsRules | None = None  # None: no row has any
     before: list[RowsTransform] = field(default_factory=list)  # custom ones that may change which logit is largest
     after_temperature: list[RowsTransform] = field(default_factory=list)  # custom ones that never do; random rows only
-    named: dict[int, list[int]] = field(
-        default_factory=dict
-    )  # row -> the tokens that it reports instead of the likeliest
+    named: dict[int, list[int]] = field(default_factory=dict)  # row -> the tokens that it reports, not the likeliest
 
     @classmethod
     @lru_cache(maxsize=1024)
@@ -75,20 +73,11 @@ class SamplingMetadata:
 
     @classmethod
     def from_lists(
-        cls,
-        temperature: ArrayLike,
-        top_k: ArrayLike,
-        top_p: ArrayLike,
-        min_p: ArrayLike,
-        seeds: list[int],
-        positions: list[int],
-        max_num_logprobs: int | None = None,
-        device: torch.device | str = "cpu",
-        rules: LogitsRules | None = None,
-        before: list[RowsTransform] | None = None,
-        after_temperature: list[RowsTransform] | None = None,
-        named: dict[int, list[int]] | None = None,
-    ) -> SamplingMetadata:
+        cls, temperature: ArrayLike, top_k: ArrayLike, top_p: ArrayLike, min_p: ArrayLike,
+        seeds: list[int], positions: list[int], max_num_logprobs: int | None = None, device: torch.device | str = "cpu",
+        rules: LogitsRules | None = None, before: list[RowsTransform] | None = None,
+        after_temperature: list[RowsTransform] | None = None, named: dict[int, list[int]] | None = None,
+    ) -> SamplingMetadata:  # fmt: skip
         """Build it from one value per row, in lists or arrays. A transform is on if any random row uses it."""
         keys = np.array([[seed & _MASK64 for seed in seeds], positions], dtype=np.uint64).view(np.int64)
         k, floats = np.array(top_k, dtype=np.int64), np.array([temperature, top_p, min_p], dtype=np.float32)
@@ -100,15 +89,10 @@ class SamplingMetadata:
             top_p=tensors[4] if (floats[1, random] < 1.0).any() else None,
             min_p=tensors[5] if (floats[2, random] > 0.0).any() else None,
             noise_keys=(tensors[0], tensors[1]),
-            seeds=seeds,
-            positions=positions,
             random_rows=random.nonzero()[0].tolist(),
-            max_num_logprobs=max_num_logprobs,
-            rules=rules,
-            before=before or [],
-            after_temperature=after_temperature or [],
-            named=named or {},
-        )
+            seeds=seeds, positions=positions, max_num_logprobs=max_num_logprobs, rules=rules,
+            before=before or [], after_temperature=after_temperature or [], named=named or {},
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,11 @@ from stage03_engine.core.sched_output import NewRequestData, SchedulerOutput
 from stage04_kernels.attention import AttentionMetadata
 from stage04_kernels.sampler import to_device
 
-
-SETTINGS = np.dtype([
-    ("temperature", np.float32),  # 0 if it is low enough to count as greedy
-    ("top_k", np.int64), ("top_p", np.float32), ("min_p", np.float32), ("seed", np.int64), ("num_prompt_tokens", np.int64),
-    ("num_likely_tokens", np.int64),  # how many of the likeliest tokens each step reports; -1: no logprobs at all
-])  # fmt: skip
+SETTINGS = {
+    "temperature": np.float32,  # 0 if it is low enough to count as greedy
+    "top_k": np.int64, "top_p": np.float32, "min_p": np.float32, "seed": np.int64, "num_prompt_tokens": np.int64,
+    "num_likely_tokens": np.int64,  # how many of the likeliest tokens each step reports; -1: no logprobs at all
+}  # fmt: skip
 
 
 @dataclass
@@ -34,7 +33,7 @@ class InputBatch:
     num_tokens   [max_num_seqs]                   how many of them are known
     num_computed [max_num_seqs]                   how many have keys and values in the cache
     block_table  [max_num_seqs, blocks per request]
-    settings     [max_num_seqs]                   what the sampler reads
+    settings     [max_num_seqs] each              what the sampler reads
     """
 
     max_num_seqs: int
@@ -43,7 +42,7 @@ class InputBatch:
     row_of: dict[str, int] = field(default_factory=dict)
     requests: list[NewRequestData] = field(default_factory=list)  # as they came
     request_ids: list[str] = field(default_factory=list)
-    with_settings: set[str] = field(default_factory=set)  # those that draw, or report logprobs: the others take the argmax
+    with_settings: set[str] = field(default_factory=set)  # who draws, or reports logprobs; the others take the argmax
 
     def __post_init__(self) -> None:
         self.token_ids = np.zeros((self.max_num_seqs, self.max_model_len), dtype=np.int64)
@@ -52,7 +51,7 @@ class InputBatch:
         max_blocks = cdiv(self.max_model_len, self.block_size)
         self.block_table = np.zeros((self.max_num_seqs, max_blocks), dtype=np.int32)
         self.num_blocks = np.zeros(self.max_num_seqs, dtype=np.int64)
-        self.settings = np.zeros(self.max_num_seqs, dtype=SETTINGS)
+        self.settings = {name: np.zeros(self.max_num_seqs, dtype=dtype) for name, dtype in SETTINGS.items()}
 
     def add(self, new: NewRequestData) -> None:
         """Put a request into the next row."""
@@ -60,13 +59,14 @@ class InputBatch:
         self.row_of[new.request_id] = row
         self.request_ids.append(new.request_id)
         self.requests.append(new)
-        params, likely = new.sampling_params, new.sampling_params.num_likely_tokens
-        temperature, likely = 0.0 if params.greedy else params.temperature, -1 if likely is None else likely
-        if temperature or likely >= 0:
+        params = new.sampling_params
+        if not params.greedy or params.num_likely_tokens is not None:
             self.with_settings.add(new.request_id)
-        self.settings[row] = (
-            temperature, params.top_k, params.top_p, params.min_p, new.seed, new.num_prompt_tokens, likely
-        )  # fmt: skip
+        temperature = 0.0 if params.greedy else params.temperature
+        likely = -1 if params.num_likely_tokens is None else params.num_likely_tokens
+        values = (temperature, params.top_k, params.top_p, params.min_p, new.seed, new.num_prompt_tokens, likely)
+        for column, value in zip(self.settings.values(), values, strict=True):
+            column[row] = value
         self.token_ids[row, : len(new.token_ids)] = new.token_ids
         self.num_tokens[row] = len(new.token_ids)
         self.num_computed[row] = new.num_computed_tokens
@@ -88,7 +88,7 @@ class InputBatch:
         self.num_tokens[row] = end
 
     def append_token_each(self, rows: list[int], token_ids: np.ndarray) -> None:
-        """The same for one token of each of these rows: a request that is sampled has room for one."""
+        """The same for one token of each row: a request that is sampled has room for it."""
         at = np.array(rows)
         places = self.num_tokens[at]
         self.token_ids[at, places] = token_ids
@@ -107,8 +107,8 @@ class InputBatch:
         last = len(self.requests) - 1
         if row != last:
             moved = self.request_ids[last]
-            arrays = (self.token_ids, self.num_tokens, self.num_computed, self.block_table, self.num_blocks, self.settings)
-            for array in arrays:
+            arrays: list[np.ndarray] = [*self.settings.values(), self.token_ids, self.block_table, self.num_blocks]
+            for array in (*arrays, self.num_tokens, self.num_computed):
                 array[row] = array[last]
             self.requests[row], self.request_ids[row], self.row_of[moved] = self.requests[last], moved, row
         self.requests.pop()
@@ -163,8 +163,6 @@ def make_metadata(
     """What attention needs to know: where each request's tokens begin, its length, its blocks, the slots to write."""
     arrays = [starts.astype(np.int32), seq_lens.astype(np.int32), block_table, slots]
     first, lengths, table, slot_mapping = to_device(arrays, device)
-    longest_query = 1 if len(slots) == len(seq_lens) else int(np.diff(starts).max())
+    longest = 1 if len(slots) == len(seq_lens) else int(np.diff(starts).max())
     contexts = seq_lens.tolist()
-    return AttentionMetadata(
-        first, lengths, table, slot_mapping, starts.tolist(), contexts, longest_query, max(contexts)
-    )
+    return AttentionMetadata(first, lengths, table, slot_mapping, starts.tolist(), contexts, longest, max(contexts))

@@ -140,19 +140,20 @@ class ModelRunner:
 
     def _sampling_metadata(self, inputs: StepInputs) -> SamplingMetadata:
         """The settings of each row of logits."""
-        batch, rows = self.batch, inputs.sampled
+        batch = self.batch
         if not batch.with_settings:
-            return SamplingMetadata.greedy(len(rows), self.device)
-        settings, most = batch.settings[rows], int(batch.settings["num_likely_tokens"][rows].max())
-        asked = [batch.requests[row].sampling_params.logprob_token_ids for row in rows] if most >= 0 else []
+            return SamplingMetadata.greedy(len(inputs.sampled), self.device)
+        rows = np.array(inputs.sampled)
+        of = {name: column[rows] for name, column in batch.settings.items()}
+        most = int(of["num_likely_tokens"].max())
+        asked = [batch.requests[row].sampling_params.logprob_token_ids for row in inputs.sampled] if most >= 0 else []
         return SamplingMetadata.from_lists(
-            *(settings[name] for name in ("temperature", "top_k", "top_p", "min_p")),
-            seeds=settings["seed"].tolist(),
-            positions=(batch.num_tokens[rows] - settings["num_prompt_tokens"] + inputs.ahead).tolist(),
+            of["temperature"], of["top_k"], of["top_p"], of["min_p"], of["seed"].tolist(),
+            (batch.num_tokens[rows] - of["num_prompt_tokens"] + inputs.ahead).tolist(),
             max_num_logprobs=most if most >= 0 else None,
             named={row: token_ids for row, token_ids in enumerate(asked) if token_ids is not None},
             device=self.device,
-        )
+        )  # fmt: skip
 
     def _collect(
         self, output: SamplerOutput | None, inputs: StepInputs, scheduler_output: SchedulerOutput

@@ -73,19 +73,17 @@ class Request:
 
     def append_output_tokens(self, token_ids: list[int], max_model_len: int) -> EngineCoreOutput:
         """Append what a step sampled, up to the first token that ends the request; the rest is dropped."""
-        ended_by, stop_reason = None, None
+        output = EngineCoreOutput(self.request_id, token_ids, queued_seconds=self.queued_seconds)
+        output.num_cached_tokens, output.num_preemptions = self.num_cached_tokens, self.num_preemptions
+        self.queued_seconds = None
         for count, token_id in enumerate(token_ids, start=1):
             self.all_token_ids.append(token_id)
             self.num_tokens += 1
             stop = check_stop(self, max_model_len)
             if stop is not None:
-                token_ids, (ended_by, stop_reason) = token_ids[:count], stop
+                output.new_token_ids, (output.finish_reason, output.stop_reason) = token_ids[:count], stop
                 break
-        queued_seconds, self.queued_seconds = self.queued_seconds, None
-        return EngineCoreOutput(
-            self.request_id, token_ids, None, ended_by, stop_reason, queued_seconds,
-            num_cached_tokens=self.num_cached_tokens, num_preemptions=self.num_preemptions,
-        )  # fmt: skip
+        return output
 
 
 def check_stop(request: Request, max_model_len: int) -> tuple[FinishReason, int | None] | None:

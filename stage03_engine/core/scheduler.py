@@ -202,8 +202,7 @@ class Scheduler:
     def _schedule_waiting(self, output: SchedulerOutput, budget: int) -> None:
         """Admit waiting requests in order while budget, batch and blocks last. The first that does not fit holds back all
         after it; only a request that a hook holds back is overtaken."""
-        passed: dict[str, None] = {}
-        rule = ""
+        passed, rule = dict[str, None](), ""
         for request in self.waiting.in_turn():
             if budget <= 0 or len(self.running) >= self.config.max_num_seqs:
                 rule = "budget" if budget <= 0 else "max_num_seqs"

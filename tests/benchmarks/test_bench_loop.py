@@ -20,7 +20,6 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 from torch import Tensor, nn
 
-from stage03_engine import messages
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.core.engine_core import EngineCore
 from stage03_engine.messages import EngineCoreRequest
