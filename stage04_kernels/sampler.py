@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from stage04_kernels.attention import load
@@ -60,46 +62,37 @@ class SamplingMetadata:
     rules: LogitsRules | None = None  # None: no row has any
     before: list[RowsTransform] = field(default_factory=list)  # custom ones that may change which logit is largest
     after_temperature: list[RowsTransform] = field(default_factory=list)  # custom ones that never do; random rows only
-    named: dict[int, list[int]] = field(
-        default_factory=dict
-    )  # row -> the tokens that it reports instead of the likeliest
+    named: dict[int, list[int]] = field(default_factory=dict)  # row -> the tokens that it reports, not the likeliest
+
+    @classmethod
+    @lru_cache(maxsize=1024)
+    def greedy(cls, num_rows: int, device: torch.device | str = "cpu") -> SamplingMetadata:
+        """Every row takes the argmax, and none reports logprobs."""
+        zeros = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        return cls(zeros.float(), None, None, None, [], [], (zeros, zeros), [])
 
     @classmethod
     def from_lists(
-        cls,
-        temperature: list[float],
-        top_k: list[int],
-        top_p: list[float],
-        min_p: list[float],
-        seeds: list[int],
-        positions: list[int],
-        max_num_logprobs: int | None = None,
-        device: torch.device | str = "cpu",
-        rules: LogitsRules | None = None,
-        before: list[RowsTransform] | None = None,
-        after_temperature: list[RowsTransform] | None = None,
-        named: dict[int, list[int]] | None = None,
-    ) -> SamplingMetadata:
-        """Build it from one value per row. A transform is on if any random row uses it."""
-        random_rows = [row for row, t in enumerate(temperature) if t >= GREEDY_BELOW]
+        cls, temperature: ArrayLike, top_k: ArrayLike, top_p: ArrayLike, min_p: ArrayLike,
+        seeds: list[int], positions: list[int], max_num_logprobs: int | None = None, device: torch.device | str = "cpu",
+        rules: LogitsRules | None = None, before: list[RowsTransform] | None = None,
+        after_temperature: list[RowsTransform] | None = None, named: dict[int, list[int]] | None = None,
+    ) -> SamplingMetadata:  # fmt: skip
+        """Build it from one value per row, in lists or arrays. A transform is on if any random row uses it."""
         keys = np.array([[seed & _MASK64 for seed in seeds], positions], dtype=np.uint64).view(np.int64)
-        floats = np.array([temperature, top_p, min_p], dtype=np.float32)
-        tensors = to_device([*keys, np.array(top_k, dtype=np.int64), *floats], device)
+        k, floats = np.array(top_k, dtype=np.int64), np.array([temperature, top_p, min_p], dtype=np.float32)
+        tensors = to_device([*keys, k, *floats], device)
+        random = floats[0] >= GREEDY_BELOW
         return cls(
             temperature=tensors[3],
-            top_k=tensors[2] if any(top_k[row] > 0 for row in random_rows) else None,
-            top_p=tensors[4] if any(top_p[row] < 1.0 for row in random_rows) else None,
-            min_p=tensors[5] if any(min_p[row] > 0.0 for row in random_rows) else None,
+            top_k=tensors[2] if (k[random] > 0).any() else None,
+            top_p=tensors[4] if (floats[1, random] < 1.0).any() else None,
+            min_p=tensors[5] if (floats[2, random] > 0.0).any() else None,
             noise_keys=(tensors[0], tensors[1]),
-            seeds=seeds,
-            positions=positions,
-            random_rows=random_rows,
-            max_num_logprobs=max_num_logprobs,
-            rules=rules,
-            before=before or [],
-            after_temperature=after_temperature or [],
-            named=named or {},
-        )
+            random_rows=random.nonzero()[0].tolist(),
+            seeds=seeds, positions=positions, max_num_logprobs=max_num_logprobs, rules=rules,
+            before=before or [], after_temperature=after_temperature or [], named=named or {},
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -68,8 +68,8 @@ class EngineCoreProc:
     def __init__(self, init: EngineInit, identity: bytes, engine_index: int) -> None:
         self.engine_index = engine_index
         self.core = make_core(init.config)
-        self.input_queue: queue.Queue = queue.Queue()
-        self.output_queue: queue.Queue[EngineCoreOutputs | bytes] = queue.Queue()
+        self.input_queue: queue.SimpleQueue = queue.SimpleQueue()
+        self.output_queue: queue.SimpleQueue[EngineCoreOutputs | bytes] = queue.SimpleQueue()
         self._context = zmq.Context()
         connected = threading.Event()
         self._input_thread = threading.Thread(

@@ -15,20 +15,14 @@ from torch import Tensor
 
 from stage03_engine.core.kv_cache_manager import cdiv
 from stage03_engine.core.sched_output import NewRequestData, SchedulerOutput
-from stage03_engine.sampling_params import SamplingParams
 from stage04_kernels.attention import AttentionMetadata
 from stage04_kernels.sampler import to_device
 
-
-@dataclass
-class CachedRequestState:
-    """The parts of a request that are not arrays."""
-
-    sampling_params: SamplingParams
-    seed: int
-    num_prompt_tokens: int
-    temperature: float = 0.0  # 0 if it is low enough to count as greedy
-    num_likely_tokens: int | None = None  # how many of the likeliest tokens each step reports; None: no logprobs at all
+SETTINGS = {
+    "temperature": np.float32,  # 0 if it is low enough to count as greedy
+    "top_k": np.int64, "top_p": np.float32, "min_p": np.float32, "seed": np.int64, "num_prompt_tokens": np.int64,
+    "num_likely_tokens": np.int64,  # how many of the likeliest tokens each step reports; -1: no logprobs at all
+}  # fmt: skip
 
 
 @dataclass
@@ -39,14 +33,16 @@ class InputBatch:
     num_tokens   [max_num_seqs]                   how many of them are known
     num_computed [max_num_seqs]                   how many have keys and values in the cache
     block_table  [max_num_seqs, blocks per request]
+    settings     [max_num_seqs] each              what the sampler reads
     """
 
     max_num_seqs: int
     max_model_len: int
     block_size: int
     row_of: dict[str, int] = field(default_factory=dict)
-    requests: list[CachedRequestState] = field(default_factory=list)
+    requests: list[NewRequestData] = field(default_factory=list)  # as they came
     request_ids: list[str] = field(default_factory=list)
+    with_settings: set[str] = field(default_factory=set)  # who draws, or reports logprobs; the others take the argmax
 
     def __post_init__(self) -> None:
         self.token_ids = np.zeros((self.max_num_seqs, self.max_model_len), dtype=np.int64)
@@ -55,17 +51,22 @@ class InputBatch:
         max_blocks = cdiv(self.max_model_len, self.block_size)
         self.block_table = np.zeros((self.max_num_seqs, max_blocks), dtype=np.int32)
         self.num_blocks = np.zeros(self.max_num_seqs, dtype=np.int64)
+        self.settings = {name: np.zeros(self.max_num_seqs, dtype=dtype) for name, dtype in SETTINGS.items()}
 
     def add(self, new: NewRequestData) -> None:
         """Put a request into the next row."""
         row = len(self.requests)
         self.row_of[new.request_id] = row
         self.request_ids.append(new.request_id)
+        self.requests.append(new)
         params = new.sampling_params
+        if not params.greedy or params.num_likely_tokens is not None:
+            self.with_settings.add(new.request_id)
         temperature = 0.0 if params.greedy else params.temperature
-        self.requests.append(
-            CachedRequestState(params, new.seed, new.num_prompt_tokens, temperature, params.num_likely_tokens)
-        )
+        likely = -1 if params.num_likely_tokens is None else params.num_likely_tokens
+        values = (temperature, params.top_k, params.top_p, params.min_p, new.seed, new.num_prompt_tokens, likely)
+        for column, value in zip(self.settings.values(), values, strict=True):
+            column[row] = value
         self.token_ids[row, : len(new.token_ids)] = new.token_ids
         self.num_tokens[row] = len(new.token_ids)
         self.num_computed[row] = new.num_computed_tokens
@@ -86,6 +87,13 @@ class InputBatch:
         self.token_ids[row, start:end] = token_ids[: end - start]
         self.num_tokens[row] = end
 
+    def append_token_each(self, rows: list[int], token_ids: np.ndarray) -> None:
+        """The same for one token of each row: a request that is sampled has room for it."""
+        at = np.array(rows)
+        places = self.num_tokens[at]
+        self.token_ids[at, places] = token_ids
+        self.num_tokens[at] = places + 1
+
     def tokens_of(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         """The prompt and the output of a row: views of its token ids."""
         end, split = self.num_tokens[row], self.requests[row].num_prompt_tokens
@@ -99,11 +107,13 @@ class InputBatch:
         last = len(self.requests) - 1
         if row != last:
             moved = self.request_ids[last]
-            for array in (self.token_ids, self.num_tokens, self.num_computed, self.block_table, self.num_blocks):
+            arrays: list[np.ndarray] = [*self.settings.values(), self.token_ids, self.block_table, self.num_blocks]
+            for array in (*arrays, self.num_tokens, self.num_computed):
                 array[row] = array[last]
             self.requests[row], self.request_ids[row], self.row_of[moved] = self.requests[last], moved, row
         self.requests.pop()
         self.request_ids.pop()
+        self.with_settings.discard(request_id)
 
 
 @dataclass
@@ -130,15 +140,18 @@ def prepare_inputs(batch: InputBatch, scheduler_output: SchedulerOutput, device:
     scheduled = scheduler_output.num_scheduled_tokens
     rows = np.array([batch.row_of[request_id] for request_id in scheduled])
     counts = np.array(list(scheduled.values()))
-    starts = np.concatenate(([0], np.cumsum(counts)))  # [num_reqs + 1]
-    owner = np.repeat(rows, counts)  # [num_tokens]
     first = batch.num_computed[rows]
-    positions = np.arange(starts[-1]) - np.repeat(starts[:-1] - first, counts)  # [num_tokens]
-    blocks = batch.block_table[owner, positions // batch.block_size].astype(np.int64)
-    slots = blocks * batch.block_size + positions % batch.block_size
     seq_lens = first + counts
     batch.num_computed[rows] = seq_lens
-    caught_up = np.flatnonzero(seq_lens >= batch.num_tokens[rows])  # greater if drafts follow
+    if scheduler_output.total_num_scheduled_tokens == len(rows):  # one token each, as in most steps
+        starts, owner, positions = np.arange(len(rows) + 1), rows, first
+    else:
+        starts = np.concatenate(([0], np.cumsum(counts)))  # [num_reqs + 1]
+        owner = np.repeat(rows, counts)  # [num_tokens]
+        positions = np.arange(starts[-1]) - np.repeat(starts[:-1] - first, counts)  # [num_tokens]
+    blocks = batch.block_table[owner, positions // batch.block_size].astype(np.int64)
+    slots = blocks * batch.block_size + positions % batch.block_size
+    caught_up = (seq_lens >= batch.num_tokens[rows]).nonzero()[0]  # greater if drafts follow
     ids, at, last = to_device([batch.token_ids[owner, positions], positions, starts[1:][caught_up] - 1], device)
     metadata = make_metadata(starts, seq_lens, batch.block_table[rows], slots, device)
     return StepInputs(ids, at, metadata, last, rows[caught_up].tolist(), [0] * len(caught_up))
@@ -150,7 +163,6 @@ def make_metadata(
     """What attention needs to know: where each request's tokens begin, its length, its blocks, the slots to write."""
     arrays = [starts.astype(np.int32), seq_lens.astype(np.int32), block_table, slots]
     first, lengths, table, slot_mapping = to_device(arrays, device)
-    longest_query, longest_context = int(np.diff(starts).max()), int(seq_lens.max())
-    return AttentionMetadata(
-        first, lengths, table, slot_mapping, starts.tolist(), seq_lens.tolist(), longest_query, longest_context
-    )
+    longest = 1 if len(slots) == len(seq_lens) else int(np.diff(starts).max())
+    contexts = seq_lens.tolist()
+    return AttentionMetadata(first, lengths, table, slot_mapping, starts.tolist(), contexts, longest, max(contexts))

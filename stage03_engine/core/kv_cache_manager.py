@@ -25,11 +25,8 @@ def hash_block_tokens(parent: bytes, token_ids: Sequence[int], salt: str | None)
     The parent makes the hash stand for the whole prefix: the same 16 tokens after another beginning have other keys and
     values. All blocks have the same number of tokens, so parent and tokens cannot be confused with each other.
     """
-    digest = hashlib.sha256(parent)
-    digest.update(array("q", token_ids).tobytes())
-    if salt is not None:
-        digest.update(b"salt" + salt.encode())
-    return digest.digest()
+    salted = b"" if salt is None else b"salt" + salt.encode()
+    return hashlib.sha256(parent + array("q", token_ids).tobytes() + salted).digest()
 
 
 class KVCacheManager:
@@ -94,20 +91,20 @@ class KVCacheManager:
         None. The tokens count as cached from now on: they are computed in this step, and within a step every layer writes
         all keys and values before it reads any.
         """
-        hits = list(hits)
         table = self.tables.get(request.request_id, [])
-        missing = max(0, cdiv(num_tokens, self.block_size) - len(table) - len(hits))
-        allocated: list[int] = []
-        if missing or hits:
-            if missing > self.block_pool.num_free - self.block_pool.num_free_among(hits):
+        missing = cdiv(num_tokens, self.block_size) - len(table) - len(hits)
+        appended = list(hits)
+        if missing > 0 or hits:
+            if missing > self.block_pool.num_free - self.block_pool.num_free_among(appended):
                 return None
-            self.block_pool.touch(hits)
-            allocated = self.block_pool.allocate(missing)
-        appended = hits + allocated
-        self.tables[request.request_id] = table + appended
-        if trace.on and allocated:
-            trace.emit("kv.allocated", req=request.request_id, blocks=allocated)
-        if self.enable_caching:
+            self.block_pool.touch(appended)
+            allocated = self.block_pool.allocate(max(0, missing))
+            appended += allocated
+            table += appended
+            self.tables[request.request_id] = table
+            if trace.on and allocated:
+                trace.emit("kv.allocated", req=request.request_id, blocks=allocated)
+        if self.enable_caching and num_tokens // self.block_size > self.num_cached.get(request.request_id, 0):
             self._cache_full_blocks(request, num_tokens, len(hits))
         return appended
 

@@ -122,7 +122,9 @@ class ModelRunner:
         if any(done) or not inputs.sampled:
             return None
         step = scheduler_output.step
-        logits: Tensor = self.model.compute_logits(hidden[inputs.logits_indices])  # type: ignore[operator]
+        if len(inputs.sampled) < hidden.shape[0]:  # else it is all of them, in order
+            hidden = hidden[inputs.logits_indices]
+        logits: Tensor = self.model.compute_logits(hidden)  # type: ignore[operator]
         if trace.on:
             trace.emit("model.logits", step=step, rows=logits.shape[0], vocab_size=logits.shape[1])
         for hook in self.hooks:
@@ -138,25 +140,20 @@ class ModelRunner:
 
     def _sampling_metadata(self, inputs: StepInputs) -> SamplingMetadata:
         """The settings of each row of logits."""
-        batch, rows = self.batch, inputs.sampled
-        requests = [batch.requests[row] for row in rows]
-        params = [request.sampling_params for request in requests]
+        batch = self.batch
+        if not batch.with_settings:
+            return SamplingMetadata.greedy(len(inputs.sampled), self.device)
+        rows = np.array(inputs.sampled)
+        of = {name: column[rows] for name, column in batch.settings.items()}
+        most = int(of["num_likely_tokens"].max())
+        asked = [batch.requests[row].sampling_params.logprob_token_ids for row in inputs.sampled] if most >= 0 else []
         return SamplingMetadata.from_lists(
-            [request.temperature for request in requests],
-            [p.top_k for p in params],
-            [p.top_p for p in params],
-            [p.min_p for p in params],
-            [request.seed for request in requests],
-            [
-                int(batch.num_tokens[row]) + ahead - request.num_prompt_tokens
-                for row, ahead, request in zip(rows, inputs.ahead, requests)
-            ],
-            max_num_logprobs=max(
-                (r.num_likely_tokens for r in requests if r.num_likely_tokens is not None), default=None
-            ),
-            named={i: p.logprob_token_ids for i, p in enumerate(params) if p.logprob_token_ids is not None},
+            of["temperature"], of["top_k"], of["top_p"], of["min_p"], of["seed"].tolist(),
+            (batch.num_tokens[rows] - of["num_prompt_tokens"] + inputs.ahead).tolist(),
+            max_num_logprobs=most if most >= 0 else None,
+            named={row: token_ids for row, token_ids in enumerate(asked) if token_ids is not None},
             device=self.device,
-        )
+        )  # fmt: skip
 
     def _collect(
         self, output: SamplerOutput | None, inputs: StepInputs, scheduler_output: SchedulerOutput
@@ -164,13 +161,16 @@ class ModelRunner:
         """Copy the samples to the host (here the CPU waits for the device), append them to the batch, group them by request."""
         collected = ModelRunnerOutput({})
         if output is not None:
-            batch, sampled = self.batch, collected.sampled_token_ids
-            for row, token_id in zip(inputs.sampled, output.sampled_token_ids.tolist()):
+            batch, sampled, token_ids = self.batch, collected.sampled_token_ids, output.sampled_token_ids.cpu().numpy()
+            for row, token_id in zip(inputs.sampled, token_ids.tolist()):
                 sampled.setdefault(batch.request_ids[row], []).append(token_id)
             for hook in self.hooks:
                 hook.after_sample(sampled, output, inputs)
-            for request_id, token_ids in sampled.items():
-                batch.append_tokens(batch.row_of[request_id], token_ids)
+            if len(sampled) == len(token_ids):
+                batch.append_token_each(inputs.sampled, token_ids)
+            else:  # drafts
+                for request_id, accepted in sampled.items():
+                    batch.append_tokens(batch.row_of[request_id], accepted)
             if output.logprobs is not None:
                 self._collect_logprobs(output, inputs, collected)
         for hook in self.hooks:

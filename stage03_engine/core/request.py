@@ -73,13 +73,17 @@ class Request:
 
     def append_output_tokens(self, token_ids: list[int], max_model_len: int) -> EngineCoreOutput:
         """Append what a step sampled, up to the first token that ends the request; the rest is dropped."""
+        output = EngineCoreOutput(self.request_id, token_ids, queued_seconds=self.queued_seconds)
+        output.num_cached_tokens, output.num_preemptions = self.num_cached_tokens, self.num_preemptions
+        self.queued_seconds = None
         for count, token_id in enumerate(token_ids, start=1):
             self.all_token_ids.append(token_id)
             self.num_tokens += 1
             stop = check_stop(self, max_model_len)
             if stop is not None:
-                return EngineCoreOutput(self.request_id, token_ids[:count], finish_reason=stop[0], stop_reason=stop[1])
-        return EngineCoreOutput(self.request_id, token_ids)
+                output.new_token_ids, (output.finish_reason, output.stop_reason) = token_ids[:count], stop
+                break
+        return output
 
 
 def check_stop(request: Request, max_model_len: int) -> tuple[FinishReason, int | None] | None:
@@ -87,14 +91,15 @@ def check_stop(request: Request, max_model_len: int) -> tuple[FinishReason, int 
 
     A stop token wins over the length limit, as the text would have ended there anyway (vllm/v1/core/sched/utils.py).
     """
-    params, last = request.sampling_params, request.all_token_ids[-1]
-    if request.num_output_tokens < params.min_tokens and request.num_tokens < max_model_len:
+    params, last, num_tokens = request.sampling_params, request.all_token_ids[-1], request.num_tokens
+    num_output_tokens = num_tokens - request.num_prompt_tokens
+    if num_output_tokens < params.min_tokens and num_tokens < max_model_len:
         return None  # such a token cannot be sampled yet, and a drafted or forced one must not end the request either
     if last == request.eos_token_id and not params.ignore_eos:
         return FinishReason.STOP, None
     if last in params.stop_token_ids:
         return FinishReason.STOP, last
-    if request.num_tokens >= max_model_len or request.num_output_tokens >= (params.max_tokens or max_model_len):
+    if num_tokens >= max_model_len or num_output_tokens >= (params.max_tokens or max_model_len):
         return FinishReason.LENGTH, None
     return None
 

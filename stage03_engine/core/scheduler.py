@@ -135,7 +135,7 @@ class Scheduler:
         threshold = self.config.long_prefill_token_threshold
         if 0 < threshold < num_tokens and len(self.requests) > 1:
             num_tokens = threshold
-        return min(num_tokens, budget)
+        return num_tokens if num_tokens < budget else budget
 
     def _schedule_running(self, output: SchedulerOutput, budget: int) -> int:
         """Schedule the running requests. Returns the budget that is left.
@@ -287,8 +287,6 @@ class Scheduler:
             new_token_ids = new.new_token_ids
             if request_id in runner_output.logprobs:
                 new.new_logprobs = runner_output.logprobs[request_id][: len(new_token_ids)]
-            new.num_cached_tokens, new.num_preemptions = request.num_cached_tokens, request.num_preemptions
-            new.queued_seconds, request.queued_seconds = request.queued_seconds, None
             for hook in self.hooks:
                 by = hook.sampled(request, new, output, runner_output) or by
             outputs.append(new)

@@ -168,6 +168,30 @@ def test_a_draw_depends_on_its_own_row_only(data: st.DataObject, vocab: int) -> 
     assert draw(some) == [alone[row] for row in some]
 
 
+def test_settings_may_be_lists_or_columns_of_a_batch() -> None:
+    """Whether a transform is on depends on the random rows alone, either way."""
+    columns = {"temperature": [0.0, 1.0, 0.5], "top_k": [5, 0, -1], "top_p": [0.1, 1.0, 0.9], "min_p": [0.3, 0.0, 0.0]}
+    rest: dict[str, Any] = {"seeds": [-1, 2**63 - 1, 3], "positions": [0, 1, 4000]}
+    dtypes = (np.float32, np.int64, np.float32, np.float32)
+    arrays = {name: np.array(column, dtype=dtype) for (name, column), dtype in zip(columns.items(), dtypes)}
+    lists, made = SamplingMetadata.from_lists(**columns, **rest), SamplingMetadata.from_lists(**arrays, **rest)
+    assert lists.random_rows == made.random_rows == [1, 2]
+    assert lists.top_k is made.top_k is lists.min_p is made.min_p is None  # only a greedy row has them
+    assert lists.top_p is not None and made.top_p is not None and torch.equal(lists.top_p, made.top_p)
+    assert torch.equal(lists.temperature, made.temperature)
+    assert all(torch.equal(a, b) for a, b in zip(lists.noise_keys, made.noise_keys))
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(sample(logits, lists).sampled_token_ids, sample(logits, made).sampled_token_ids)
+
+
+def test_a_greedy_batch_has_no_settings_but_takes_the_argmax() -> None:
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(1))
+    metadata = SamplingMetadata.greedy(4)
+    assert metadata.random_rows == [] and metadata.temperature.tolist() == [0.0] * 4
+    output = sample(logits, metadata)
+    assert torch.equal(output.sampled_token_ids, logits.argmax(dim=-1)) and output.logprobs is None
+
+
 def test_seed_and_position_both_change_the_draw() -> None:
     logits = torch.zeros(1, 10_000)
     tokens = {
