@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -38,6 +38,7 @@ Outputs = AsyncGenerator[tuple[int, RequestOutput], None]  # (number of the prom
 Prompts = list[str | list[int]]
 MAX_ANSWERS = 4096  # of one HTTP request with n or best_of above 1
 AT_ONCE = 4  # prompts of one request; then everybody else has a turn on the event loop
+MARK = "the text"  # stands for it where a chunk is taken apart
 DEFAULTS = FrontendArgs()
 
 
@@ -81,6 +82,11 @@ async def merge_async_iterators(iterators: list[AsyncGenerator[RequestOutput, No
 
     Reads only one output ahead per iterator: while a slow client holds this up, the collectors merge outputs.
     """
+    if len(iterators) == 1:  # nothing to merge: one switch of tasks per output instead of three
+        async with aclosing(iterators[0]) as only:
+            async for output in only:
+                yield 0, output
+        return
     waiting: dict[asyncio.Future[RequestOutput], int] = {}
     done: asyncio.Queue[asyncio.Future[RequestOutput]] = asyncio.Queue()
 
@@ -119,8 +125,10 @@ class AnswerMaker:
 
     def __init__(self, requests: EngineRequests) -> None:
         self.requests = requests
+        self.only_text = not requests.hooks  # a chunk in the middle of an answer has nothing new but its text
         self._created = int(time.time())
         self._begun: set[int] = set()  # answers
+        self._frames: dict[int, list[bytes]] = {}  # answer -> what stands before and behind the text of such a chunk
 
     def choice(self, index: int, output: CompletionOutput) -> BaseModel:
         """The whole answer `index`."""
@@ -144,17 +152,26 @@ class AnswerMaker:
         choices = [self.choice(index, answer) for index, answer in numbered]
         return self._response(self.whole_class, choices, self.requests.usage())
 
-    def chunks(self, prompt: int, hidden: set[str], outputs: list[RequestOutput]) -> list[str]:
+    def chunks(self, prompt: int, hidden: set[str], outputs: list[RequestOutput]) -> list[bytes]:
         """The chunks that the one output adds to the answers to a prompt, as JSON without the fields `hidden`."""
-        chunks = []
+        chunks: list[bytes] = []
         for answer in outputs[0].outputs:
             index = prompt * self.requests.n + answer.index
-            for piece in self.pieces(index, answer):
-                chunk = self._response(self.chunk_class, [piece])
-                for hook in self.requests.hooks:
-                    hook.chunk(index, chunk)
-                chunks.append(chunk.model_dump_json(exclude=hidden))
+            if index in self._frames and answer.finish_reason is None:
+                chunks.append(msgspec.json.encode(answer.text).join(self._frames[index]))
+                continue
+            chunks += self._chunks(index, hidden, answer)
+            if self.only_text and answer.finish_reason is None:
+                [chunk] = self._chunks(index, hidden, replace(answer, text=MARK))
+                self._frames[index] = chunk.rsplit(f'"{MARK}"'.encode(), 1)
         return chunks
+
+    def _chunks(self, index: int, hidden: set[str], answer: CompletionOutput) -> Iterator[bytes]:
+        for piece in self.pieces(index, answer):
+            chunk = self._response(self.chunk_class, [piece])
+            for hook in self.requests.hooks:
+                hook.chunk(index, chunk)
+            yield chunk.model_dump_json(exclude=hidden).encode()
 
     def usage_chunk(self) -> Any:
         """The chunk without choices that ends a stream with `include_usage`."""
@@ -309,14 +326,14 @@ class OpenAIServing:
                     for chunk in await made(make, [output]) if requests.hooks else make([output]):
                         yield _event(chunk, requests.ids, prompt)
             if requests.ends_with_usage:
-                yield _event(maker.usage_chunk().model_dump_json(), requests.ids)
+                yield _event(maker.usage_chunk().model_dump_json().encode(), requests.ids)
         except Exception as error:
-            yield _event(error_json(as_reported(error, requests.ids.response)), requests.ids)
-        yield _event("[DONE]", requests.ids)
+            yield _event(error_json(as_reported(error, requests.ids.response)).encode(), requests.ids)
+        yield _event(b"[DONE]", requests.ids)
 
 
-def _event(data: str, ids: RequestIds, prompt: int = 0) -> bytes:
-    event = f"data: {data}\n\n".encode()
+def _event(data: bytes, ids: RequestIds, prompt: int = 0) -> bytes:
+    event = b"data: %b\n\n" % data
     if trace.on:
         trace.emit("sse.chunk", req=ids.engine_id(prompt), cause=ids.cause, bytes=len(event))
     return event
