@@ -322,8 +322,8 @@ class OpenAIServing:
         try:
             async with aclosing(source) as outputs:
                 async for prompt, output in outputs:
-                    make = partial(maker.chunks, prompt, hidden)  # only features make chunks long
-                    for chunk in await made(make, [output]) if requests.hooks else make([output]):
+                    chunks = partial(maker.chunks, prompt, hidden) if requests.hooks else None  # only features make them long
+                    for chunk in await made(chunks, [output]) if chunks else maker.chunks(prompt, hidden, [output]):
                         yield _event(chunk, requests.ids, prompt)
             if requests.ends_with_usage:
                 yield _event(maker.usage_chunk().model_dump_json().encode(), requests.ids)
