@@ -31,6 +31,7 @@ from stage03_engine.mixins import is_there, load
 from stagetrace import trace
 
 POLL_MS = 50
+WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}  # of compute threads
 TERMINATE_SECONDS = 5.0
 HELLO_SECONDS = 600.0  # for an engine process to import its modules and say hello (vLLM: VLLM_ENGINE_READY_TIMEOUT_S); loading may take any time
 PREFIX = "stages-"
@@ -66,9 +67,9 @@ def engine_environment(num_threads: int, attention_backend: str = "auto") -> dic
     The library reads these variables when it is loaded, so they are set here, before the process exists.
     """
     threads = str(num_threads)
-    quiet = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
+    waiting = {} if any(name in os.environ for name in WAITING) else WAITING
     interpret = {"TRITON_INTERPRET": "1"} if attention_backend == "triton-interpret" else {}
-    return {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **quiet, **interpret}
+    return {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **waiting, **interpret}
 
 
 class EngineProcess:

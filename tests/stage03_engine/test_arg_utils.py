@@ -15,7 +15,7 @@ from hypothesis import given, strategies as st
 
 from stage03_engine.arg_utils import AsyncEngineArgs, EngineArgs
 from stage03_engine.args import FlexibleArgumentParser, cli_env_setup, resolve as detect, run_command
-from stage03_engine.args.resolve import available_cores
+from stage03_engine.args.cpu import Cores, compute_threads, cpu_dtype, find_cores
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import ConfigError, EngineStartError
 
@@ -30,10 +30,10 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_everything_open_is_detected() -> None:
     config = EngineArgs.from_kwargs(**DUMMY)
-    assert config.model_config.dtype == "float32"
+    assert config.model_config.dtype == cpu_dtype(config.shape)[0]
     assert config.max_model_len == config.shape.max_position_embeddings == 1024
-    assert config.device_config.num_threads == max(1, available_cores() - 1)
-    assert 1 <= available_cores() <= (os.cpu_count() or 1)
+    assert config.device_config.num_threads == compute_threads(find_cores())
+    assert 1 <= find_cores().compute <= (os.cpu_count() or 1)
 
 
 def test_the_device_is_named_and_float32_goes_with_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,19 +140,6 @@ def test_a_hidden_gpu_is_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert detect.detect_device()[0] == "cpu"
 
 
-@pytest.mark.parametrize(
-    "quota, cores", [("100000 100000", 1), ("50000 100000", 1), ("nonsense", None), ("max 1", None)]
-)
-def test_a_container_quota_limits_the_cores(
-    quota: str, cores: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(detect, "_CGROUP_QUOTA", tmp_path / "missing")
-    unlimited = available_cores()
-    (tmp_path / "cpu.max").write_text(quota)
-    monkeypatch.setattr(detect, "_CGROUP_QUOTA", tmp_path / "cpu.max")
-    assert available_cores() == (unlimited if cores is None else cores)
-
-
 def test_commands_end_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     def fail(error: BaseException) -> int:
         raise error
@@ -212,7 +199,20 @@ def test_auto_takes_16_bits_on_a_gpu(
     monkeypatch.setattr(detect, "gpu_capability", lambda: capability)
     shape = replace(EngineArgs.from_kwargs(**DUMMY).shape, torch_dtype=own)
     assert detect.detect_settings(shape, "cuda")["dtype"][0] == chosen
-    assert detect.detect_settings(shape, "cpu")["dtype"][0] == "float32"
+
+
+def test_the_cpu_decides_about_threads_and_number_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detect, "find_cores", lambda: Cores(16, 8))
+    monkeypatch.setattr(detect, "cpu_dtype", lambda shape: ("bfloat16", "the CPU has amx_bf16"))
+    parser = FlexibleArgumentParser(prog="test")
+    AsyncEngineArgs.add_cli_args(parser)
+    words = ["--model=gpt2", "--load-format=dummy", "--device=cpu"]
+    config, settings = AsyncEngineArgs.from_cli_args(parser.parse_args(words), {}).create_engine_config()
+    assert (config.device_config.num_threads, config.model_config.dtype) == (8, "bfloat16")
+    assert settings["num_threads"].origin == "detected (8 cores, 16 hardware threads)"
+    assert settings["dtype"].origin == "detected (the CPU has amx_bf16)"
+    exact = AsyncEngineArgs.from_cli_args(parser.parse_args([*words, "--dtype=float32"]), {}).create_engine_config()[0]
+    assert exact.model_config.dtype == "float32"
 
 
 def test_without_a_driver_nobody_knows_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
