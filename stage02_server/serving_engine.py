@@ -4,7 +4,6 @@ leaves (vllm/entrypoints/openai/serving_engine.py OpenAIServing).
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
@@ -29,6 +28,7 @@ from stage02_server.streaming import in_thread_if_long, made, run_until_disconne
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.async_llm import AsyncLLM
+from stage03_engine.frontend.output_processor import load_feature
 from stage03_engine.messages import EngineCoreRequest
 from stage03_engine.outputs import CompletionOutput, RequestOutput
 from stage03_engine.sampling_params import SamplingParams
@@ -37,7 +37,7 @@ from stagetrace import trace
 Outputs = AsyncGenerator[tuple[int, RequestOutput], None]  # (number of the prompt, output)
 Prompts = list[str | list[int]]
 MAX_ANSWERS = 4096  # of one HTTP request with n or best_of above 1
-AT_ONCE = 4  # prompts of one request; then everybody else has a turn on the event loop
+SEVERAL_PROMPTS = "stage02_server.features.several_prompts:merge_async_iterators"
 MARK = "the text"  # stands for it where a chunk is taken apart
 DEFAULTS = FrontendArgs()
 
@@ -77,44 +77,11 @@ def require_task(config: VllmConfig, task: str, how: str) -> None:
         raise not_found(f"This server's model has no {task} task: {how}.", "model")
 
 
-async def merge_async_iterators(iterators: list[AsyncGenerator[RequestOutput, None]]) -> Outputs:
-    """(index of the iterator, its next output), as soon as an iterator has one. Closes all of them at the end.
-
-    Reads only one output ahead per iterator: while a slow client holds this up, the collectors merge outputs.
-    """
-    if len(iterators) == 1:  # nothing to merge: one switch of tasks per output instead of three
-        async with aclosing(iterators[0]) as only:
-            async for output in only:
-                yield 0, output
-        return
-    waiting: dict[asyncio.Future[RequestOutput], int] = {}
-    done: asyncio.Queue[asyncio.Future[RequestOutput]] = asyncio.Queue()
-
-    async def read(index: int) -> None:
-        waiting[future := asyncio.ensure_future(anext(iterators[index]))] = index
-        future.add_done_callback(done.put_nowait)
-        if index % AT_ONCE == AT_ONCE - 1:
-            await asyncio.sleep(0)
-
-    try:
-        for index in range(len(iterators)):
-            await read(index)
-        while waiting:
-            index = waiting.pop(future := await done.get())
-            try:
-                output = future.result()
-            except StopAsyncIteration:
-                continue
-            await read(index)
-            yield index, output
-    finally:
-        for future, index in waiting.items():
-            future.cancel()
-            if index % AT_ONCE == AT_ONCE - 1:
-                await asyncio.sleep(0)
-        await asyncio.gather(*waiting, return_exceptions=True)
-        for iterator in iterators:
-            await iterator.aclose()
+async def only_flow(flow: AsyncGenerator[RequestOutput, None]) -> Outputs:
+    """The outputs of a request with one prompt: one switch of tasks for each."""
+    async with aclosing(flow):
+        async for output in flow:
+            yield 0, output
 
 
 class AnswerMaker:
@@ -282,7 +249,9 @@ class OpenAIServing:
 
     async def outputs(self, requests: EngineRequests) -> Outputs:
         """(number of the prompt, output) until every answer is finished. Raises EngineDeadError."""
-        async with aclosing(merge_async_iterators(requests.flows)) as merged:
+        flows = requests.flows
+        merge = only_flow(flows[0]) if len(flows) == 1 else load_feature(SEVERAL_PROMPTS, "prompt")(flows)
+        async with aclosing(merge) as merged:
             async for prompt, output in merged:
                 for hook in requests.hooks:
                     hook.output(prompt, output)
@@ -322,7 +291,9 @@ class OpenAIServing:
         try:
             async with aclosing(source) as outputs:
                 async for prompt, output in outputs:
-                    chunks = partial(maker.chunks, prompt, hidden) if requests.hooks else None  # only features make them long
+                    chunks = (
+                        partial(maker.chunks, prompt, hidden) if requests.hooks else None
+                    )  # only features make them long
                     for chunk in await made(chunks, [output]) if chunks else maker.chunks(prompt, hidden, [output]):
                         yield _event(chunk, requests.ids, prompt)
             if requests.ends_with_usage:

@@ -93,7 +93,7 @@ def find_quota(root: Path = _ROOT) -> float:
         lines = []
     quotas = [inf]
     for line in ["0::/", *lines]:
-        _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
         if not controllers:
             base, read = root / "sys/fs/cgroup", _quota_v2
         elif "cpu" in controllers.split(","):

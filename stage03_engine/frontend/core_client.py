@@ -11,7 +11,6 @@ import asyncio
 import itertools
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -140,7 +139,7 @@ class AsyncMPClient(AsyncEngineCoreClient):
         self._process: EngineProcess | None = None
         self._context: zmq.Context | None = None
         self._outputs: asyncio.Queue[EngineCoreOutputs | Exception] = asyncio.Queue()
-        self._stop_reading: Callable[[], object] = lambda: None
+        self._stop_reading: Any = lambda: None
         self._calls: dict[int, asyncio.Future[bool]] = {}
         self._dead: EngineDeadError | None = None
         self._call_ids = itertools.count()

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from stage02_server.middleware import RequestIds
 from stage02_server.protocol_response import WITH_THE_USAGE

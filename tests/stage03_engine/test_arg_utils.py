@@ -15,9 +15,11 @@ from hypothesis import given, strategies as st
 
 from stage03_engine.arg_utils import AsyncEngineArgs, EngineArgs
 from stage03_engine.args import FlexibleArgumentParser, cli_env_setup, resolve as detect, run_command
+from stage03_engine.args.command import WAITING
 from stage03_engine.args.cpu import Cores, compute_threads, cpu_dtype, find_cores
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import ConfigError, EngineStartError
+from stage03_engine.frontend.engine_process import engine_environment
 
 DUMMY = {"model": "gpt2", "load_format": "dummy", "device": "cpu"}
 
@@ -154,15 +156,19 @@ def test_commands_end_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_the_user_set_in_the_environment_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("KMP_BLOCKTIME", "TOKENIZERS_PARALLELISM"):
+    for name in (*WAITING, "TOKENIZERS_PARALLELISM"):
         monkeypatch.setenv(name, "to be removed at the end")
         monkeypatch.delenv(name)
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
-    changed = cli_env_setup()
-    assert changed == {"KMP_BLOCKTIME": "0", "TOKENIZERS_PARALLELISM": "false"}
-    assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
-    assert changed.items() <= os.environ.items()
+    assert cli_env_setup() == {"TOKENIZERS_PARALLELISM": "false"}
+    assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE" and "GOMP_SPINCOUNT" not in os.environ
     assert cli_env_setup() == {}
+    asked = engine_environment(3)
+    assert (asked["OMP_WAIT_POLICY"], asked["OMP_NUM_THREADS"]) == ("ACTIVE", "3")
+    assert not {"GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & asked.keys()
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    assert engine_environment(3).items() >= WAITING.items() and not WAITING.keys() & os.environ.keys()
+    assert cli_env_setup() == WAITING and WAITING.items() <= os.environ.items()
 
 
 def test_a_config_needs_no_torch() -> None:

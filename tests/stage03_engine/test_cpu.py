@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from stage03_engine.args import cpu
-from stage03_engine.args.cpu import Cores, bfloat16_flag, compute_threads, count_physical, cpu_dtype, find_quota
+from stage03_engine.args.cpu import Cores, bfloat16_flag, count_physical, cpu_dtype, find_quota
 from stage03_engine.model_shape import KNOWN_SHAPES, ModelShape
 
 GPT2 = KNOWN_SHAPES["gpt2"]
@@ -49,9 +49,7 @@ TWO_BY_TWO = {0: "0,2", 1: "1,3", 2: "0,2", 3: "1,3"}
         (topology({0: "0,1"}), {0, 1}, 2),  # only one of them says it
     ],
 )
-def test_two_threads_of_a_core_are_one(
-    tmp_path: Path, files: dict[str, str], allowed: set[int], cores: int
-) -> None:
+def test_two_threads_of_a_core_are_one(tmp_path: Path, files: dict[str, str], allowed: set[int], cores: int) -> None:
     assert count_physical(allowed, write(tmp_path, files)) == cores
 
 
@@ -116,7 +114,9 @@ def test_without_affinity_masks_the_system_is_asked(monkeypatch: pytest.MonkeyPa
 
 
 def info(flags: str) -> dict[str, str]:
-    return {"proc/cpuinfo": f"processor\t: 0\nmodel name\t: A CPU with amx_bf16\nflags\t\t: fpu {flags} sse\n\nprocessor\t: 1\n"}
+    return {
+        "proc/cpuinfo": f"processor\t: 0\nmodel name\t: A CPU with amx_bf16\nflags\t\t: fpu {flags} sse\n\nprocessor\t: 1\n"
+    }
 
 
 @pytest.mark.parametrize(
