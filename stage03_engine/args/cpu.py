@@ -14,8 +14,8 @@ fastest tenth of the decode steps, in ms, as one client sees them, in turns, Nov
     2, 10,000                         222         1,232
 
 A spinning thread holds the core that the slowest thread, the API process or the client waits for. With 100,000 rounds a stream had
-1.3 tokens/s where it had 17 with none. A lower priority of the API process (nice 5) changed nothing that showed: it takes a
-few microseconds a token.
+1.3 tokens/s where it had 17 with none. A lower priority of the API process (nice 5) changed nothing that showed: it
+needs some tens of microseconds a token.
 """
 
 from __future__ import annotations
