@@ -93,7 +93,7 @@ MIDDLEWARE = (  # outermost first; each is called with (app, args)
 )
 
 REFUSALS = "stage02_server.features.refusals"
-COLLECT = ("stage02_server.features.collect",)
+COLLECT = ("stage02_server.features.collect", "stage02_server.features.several_prompts")
 PARSED = ("stage02_server.features.tools", "stage02_server.features.structured_outputs")
 LOGPROBS = "stage02_server.features.logprobs"
 TOOL_FLAGS = (

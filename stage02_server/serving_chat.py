@@ -62,6 +62,7 @@ class ChatMaker(AnswerMaker):
     def __init__(self, requests: EngineRequests, role: str, new_answer: Callable[[], Answer]) -> None:
         super().__init__(requests)
         self._role, self._new_answer = role, new_answer
+        self.only_text &= new_answer is PlainAnswer
         self._answers: dict[int, Answer] = {}
 
     def choice(self, index: int, output: CompletionOutput) -> ChatChoice:

@@ -4,12 +4,11 @@ leaves (vllm/entrypoints/openai/serving_engine.py OpenAIServing).
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -29,6 +28,7 @@ from stage02_server.streaming import in_thread_if_long, made, run_until_disconne
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.async_llm import AsyncLLM
+from stage03_engine.frontend.output_processor import load_feature
 from stage03_engine.messages import EngineCoreRequest
 from stage03_engine.outputs import CompletionOutput, RequestOutput
 from stage03_engine.sampling_params import SamplingParams
@@ -37,7 +37,8 @@ from stagetrace import trace
 Outputs = AsyncGenerator[tuple[int, RequestOutput], None]  # (number of the prompt, output)
 Prompts = list[str | list[int]]
 MAX_ANSWERS = 4096  # of one HTTP request with n or best_of above 1
-AT_ONCE = 4  # prompts of one request; then everybody else has a turn on the event loop
+SEVERAL_PROMPTS = "stage02_server.features.several_prompts:merge_async_iterators"
+MARK = "the text"  # stands for it where a chunk is taken apart
 DEFAULTS = FrontendArgs()
 
 
@@ -76,39 +77,11 @@ def require_task(config: VllmConfig, task: str, how: str) -> None:
         raise not_found(f"This server's model has no {task} task: {how}.", "model")
 
 
-async def merge_async_iterators(iterators: list[AsyncGenerator[RequestOutput, None]]) -> Outputs:
-    """(index of the iterator, its next output), as soon as an iterator has one. Closes all of them at the end.
-
-    Reads only one output ahead per iterator: while a slow client holds this up, the collectors merge outputs.
-    """
-    waiting: dict[asyncio.Future[RequestOutput], int] = {}
-    done: asyncio.Queue[asyncio.Future[RequestOutput]] = asyncio.Queue()
-
-    async def read(index: int) -> None:
-        waiting[future := asyncio.ensure_future(anext(iterators[index]))] = index
-        future.add_done_callback(done.put_nowait)
-        if index % AT_ONCE == AT_ONCE - 1:
-            await asyncio.sleep(0)
-
-    try:
-        for index in range(len(iterators)):
-            await read(index)
-        while waiting:
-            index = waiting.pop(future := await done.get())
-            try:
-                output = future.result()
-            except StopAsyncIteration:
-                continue
-            await read(index)
-            yield index, output
-    finally:
-        for future, index in waiting.items():
-            future.cancel()
-            if index % AT_ONCE == AT_ONCE - 1:
-                await asyncio.sleep(0)
-        await asyncio.gather(*waiting, return_exceptions=True)
-        for iterator in iterators:
-            await iterator.aclose()
+async def only_flow(flow: AsyncGenerator[RequestOutput, None]) -> Outputs:
+    """The outputs of a request with one prompt: one switch of tasks for each."""
+    async with aclosing(flow):
+        async for output in flow:
+            yield 0, output
 
 
 class AnswerMaker:
@@ -119,8 +92,10 @@ class AnswerMaker:
 
     def __init__(self, requests: EngineRequests) -> None:
         self.requests = requests
+        self.only_text = not requests.hooks  # a chunk in the middle of an answer has nothing new but its text
         self._created = int(time.time())
         self._begun: set[int] = set()  # answers
+        self._frames: dict[int, list[bytes]] = {}  # answer -> what stands before and behind the text of such a chunk
 
     def choice(self, index: int, output: CompletionOutput) -> BaseModel:
         """The whole answer `index`."""
@@ -144,17 +119,26 @@ class AnswerMaker:
         choices = [self.choice(index, answer) for index, answer in numbered]
         return self._response(self.whole_class, choices, self.requests.usage())
 
-    def chunks(self, prompt: int, hidden: set[str], outputs: list[RequestOutput]) -> list[str]:
+    def chunks(self, prompt: int, hidden: set[str], outputs: list[RequestOutput]) -> list[bytes]:
         """The chunks that the one output adds to the answers to a prompt, as JSON without the fields `hidden`."""
-        chunks = []
+        chunks: list[bytes] = []
         for answer in outputs[0].outputs:
             index = prompt * self.requests.n + answer.index
-            for piece in self.pieces(index, answer):
-                chunk = self._response(self.chunk_class, [piece])
-                for hook in self.requests.hooks:
-                    hook.chunk(index, chunk)
-                chunks.append(chunk.model_dump_json(exclude=hidden))
+            if index in self._frames and answer.finish_reason is None:
+                chunks.append(msgspec.json.encode(answer.text).join(self._frames[index]))
+                continue
+            chunks += self._chunks(index, hidden, answer)
+            if self.only_text and answer.finish_reason is None:
+                [chunk] = self._chunks(index, hidden, replace(answer, text=MARK))
+                self._frames[index] = chunk.rsplit(f'"{MARK}"'.encode(), 1)
         return chunks
+
+    def _chunks(self, index: int, hidden: set[str], answer: CompletionOutput) -> Iterator[bytes]:
+        for piece in self.pieces(index, answer):
+            chunk = self._response(self.chunk_class, [piece])
+            for hook in self.requests.hooks:
+                hook.chunk(index, chunk)
+            yield chunk.model_dump_json(exclude=hidden).encode()
 
     def usage_chunk(self) -> Any:
         """The chunk without choices that ends a stream with `include_usage`."""
@@ -265,7 +249,9 @@ class OpenAIServing:
 
     async def outputs(self, requests: EngineRequests) -> Outputs:
         """(number of the prompt, output) until every answer is finished. Raises EngineDeadError."""
-        async with aclosing(merge_async_iterators(requests.flows)) as merged:
+        flows = requests.flows
+        merge = only_flow(flows[0]) if len(flows) == 1 else load_feature(SEVERAL_PROMPTS, "prompt")(flows)
+        async with aclosing(merge) as merged:
             async for prompt, output in merged:
                 for hook in requests.hooks:
                     hook.output(prompt, output)
@@ -305,18 +291,20 @@ class OpenAIServing:
         try:
             async with aclosing(source) as outputs:
                 async for prompt, output in outputs:
-                    make = partial(maker.chunks, prompt, hidden)  # only features make chunks long
-                    for chunk in await made(make, [output]) if requests.hooks else make([output]):
+                    chunks = (
+                        partial(maker.chunks, prompt, hidden) if requests.hooks else None
+                    )  # only features make them long
+                    for chunk in await made(chunks, [output]) if chunks else maker.chunks(prompt, hidden, [output]):
                         yield _event(chunk, requests.ids, prompt)
             if requests.ends_with_usage:
-                yield _event(maker.usage_chunk().model_dump_json(), requests.ids)
+                yield _event(maker.usage_chunk().model_dump_json().encode(), requests.ids)
         except Exception as error:
-            yield _event(error_json(as_reported(error, requests.ids.response)), requests.ids)
-        yield _event("[DONE]", requests.ids)
+            yield _event(error_json(as_reported(error, requests.ids.response)).encode(), requests.ids)
+        yield _event(b"[DONE]", requests.ids)
 
 
-def _event(data: str, ids: RequestIds, prompt: int = 0) -> bytes:
-    event = f"data: {data}\n\n".encode()
+def _event(data: bytes, ids: RequestIds, prompt: int = 0) -> bytes:
+    event = b"data: %b\n\n" % data
     if trace.on:
         trace.emit("sse.chunk", req=ids.engine_id(prompt), cause=ids.cause, bytes=len(event))
     return event

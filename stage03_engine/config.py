@@ -31,8 +31,8 @@ class ModelConfig(*mixins(_FEATURES + "logits_processor.flags:LogitsProcessors")
     tokenizer: str | None = option(None, "folder or id of the tokenizer, if it is not the model's own")
     dtype: str = option(
         "auto",
-        "number format of weights and KV cache; auto = float32 on CPU, on a GPU the model's own, or bfloat16 if that is float32 "
-        "(float16 on a GPU without it); half and float are vLLM's other names of float16 and float32",
+        "number format of weights and KV cache; auto = on a CPU float32, or bfloat16 if it has AMX or AVX512-BF16 and the float32 "
+        "weights exceed 128 MiB; on a GPU the model's own, or bfloat16 if that is float32 (float16 without it); half = float16, float = float32",
         DTYPES,
     )
     max_model_len: int | None = option(
@@ -123,7 +123,9 @@ class DeviceConfig(
         "slow), batch_invariant, reference, or module:function of your own",
     )
     num_threads: int | None = option(
-        None, "compute threads of the engine process on CPU; detected: all cores but one, at least one", at_least=1
+        None,
+        "compute threads of the engine process on CPU; detected: one per physical core, within the affinity mask and quota",
+        at_least=1,
     )
 
 

@@ -9,7 +9,7 @@ from stage03_engine.frontend.metrics import RequestStats
 from stage03_engine.messages import TokenLogprobs
 
 
-@dataclass
+@dataclass(slots=True)
 class CompletionOutput:
     """One generated sequence. With output kind DELTA the fields hold only what is new since the last output."""
 
@@ -33,7 +33,7 @@ class CompletionOutput:
         self.stats = new.stats
 
 
-@dataclass
+@dataclass(slots=True)
 class RequestOutput:
     """The state of one request as its caller sees it: one sequence, or with n > 1 each that has something new."""
 

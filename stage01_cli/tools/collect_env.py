@@ -12,7 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from stage03_engine.args import CLISubcommand, FlexibleArgumentParser
-from stage03_engine.args.resolve import available_cores, detect_device
+from stage03_engine.args.cpu import find_cores
+from stage03_engine.args.resolve import detect_device
 
 PACKAGES = (
     "vllm-in-stages", "torch", "triton", "numpy", "safetensors", "tokenizers", "huggingface-hub", "fastapi",
@@ -44,7 +45,7 @@ def _machine() -> list[tuple[str, str]]:
         ("python", f"{platform.python_version()} ({sys.executable})"),
         ("platform", platform.platform()),
         ("cpu", _cpu_name()),
-        ("cores", f"{available_cores()} available of {os.cpu_count()}"),
+        ("cores", f"{find_cores()} available of {os.cpu_count()} hardware threads"),
         ("memory", f"{memory.available / 2**30:.1f} GiB available of {memory.total / 2**30:.1f} GiB"),
         ("gpu", _gpus()),
         ("device", f"{device} ({why})"),

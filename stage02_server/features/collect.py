@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import aclosing
 
 from stage02_server.errors import unavailable
-from stage02_server.serving_engine import merge_async_iterators
+from stage02_server.features.several_prompts import merge_async_iterators
 from stage03_engine.frontend.async_llm import AsyncLLM
 from stage03_engine.messages import EngineCoreRequest
 from stage03_engine.outputs import RequestOutput

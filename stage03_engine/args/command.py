@@ -20,11 +20,15 @@ from stagetrace import trace
 from stagetrace.redact import redact_argv, redact_values
 from stagetrace.text import printable
 
-_ENVIRONMENT = {
-    # Compute threads, the API server's event loop and the client share few cores. An OpenMP thread that waits for work
-    # by spinning takes a core from the thread that would give it work, so waiting threads must sleep.
+WAITING = {
     "OMP_WAIT_POLICY": "PASSIVE",  # GNU OpenMP, which torch uses on Linux
-    "KMP_BLOCKTIME": "0",  # LLVM and Intel OpenMP: the same, in milliseconds of spinning
+    "GOMP_SPINCOUNT": "0",  # the same: how often a thread looks for work before it sleeps
+    "KMP_BLOCKTIME": "0",  # LLVM and Intel OpenMP: the same, in milliseconds
+}
+"""How compute threads wait for work. One that spins takes its core from the thread that would give it work: from the API process, the
+client, the engine's own threads for its sockets, another engine. args/cpu.py has the numbers."""
+
+_ENVIRONMENT = {
     # A request's prompt is tokenised in well under a millisecond; a thread pool for it would compete for the same cores.
     "TOKENIZERS_PARALLELISM": "false",
 }
@@ -33,9 +37,10 @@ _ENVIRONMENT = {
 def cli_env_setup() -> dict[str, str]:
     """Set the environment variables that libraries read once, when they are imported; return those that were set.
 
-    A variable that the user has set is left alone. The engine process inherits them.
+    A variable that the user has set is left alone, and none of WAITING is set beside another of them. The engine process inherits them.
     """
-    missing = {name: value for name, value in _ENVIRONMENT.items() if name not in os.environ}
+    wanted = _ENVIRONMENT if any(name in os.environ for name in WAITING) else WAITING | _ENVIRONMENT
+    missing = {name: value for name, value in wanted.items() if name not in os.environ}
     os.environ.update(missing)
     return missing
 

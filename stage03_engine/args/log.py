@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from stage03_engine.args.cpu import bfloat16_flag, find_cores
 from stage03_engine.args.fields import option, settings_of
 from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import load
@@ -136,9 +137,19 @@ def announce(config: VllmConfig, *more_sections: Any) -> None:
     values = [(each, getattr(section, each.name)) for section in sections for each in settings_of(type(section))]
     shown = {each.name: HIDDEN if each.secret else str(value) for each, value in values if value != each.default}
     logger.info("Settings: %s", ", ".join(f"{name}={value}" for name, value in redact_values(shown).items()))
+    if config.device_config.device == "cpu":
+        logger.info("On the CPU (%s): %s", find_cores(), _how_it_computes(config))
     if model.load_format == "dummy":
         tokenizer = " and the tokenizer is a stand-in, a token per byte" if model.tokenizer_path is None else ""
         logger.warning("The weights are random%s (--load-format dummy): the answers mean nothing.", tokenizer)
+
+
+def _how_it_computes(config: VllmConfig) -> str:
+    threads = f"compute threads: {config.device_config.num_threads or 1}"
+    if config.model_config.dtype != "bfloat16":
+        return f"{threads}, {config.model_config.dtype}."
+    flag = bfloat16_flag()
+    return f"{threads}, bfloat16 {f'with {flag}' if flag else 'without instructions for it'}; --dtype float32 is exact."
 
 
 def _version() -> str:

@@ -15,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from stage03_engine.args.cpu import compute_threads, cpu_dtype, find_cores
 from stage03_engine.args.environment import COUNTERPARTS, check_fixed, value_of
 from stage03_engine.args.fields import Setting
 from stage03_engine.args.parser import did_you_mean, refuse_absent
@@ -22,7 +23,6 @@ from stage03_engine.errors import ConfigError
 from stage03_engine.model_shape import ModelShape
 
 _NVIDIA_DRIVER = Path("/dev/nvidiactl")
-_CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 @dataclass(frozen=True)
@@ -218,32 +218,16 @@ def gpu_dtype(own: str, capability: tuple[int, int] | None) -> tuple[str, str]:
     return own, "the model's own"
 
 
-def available_cores() -> int:
-    """CPU cores that this process may use: its affinity mask, cut by the container's quota, at least 1."""
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    else:
-        cores = os.cpu_count() or 1
-    try:
-        quota, period = _CGROUP_QUOTA.read_text().split()
-        if quota != "max":
-            cores = min(cores, int(quota) // int(period))
-    except (OSError, ValueError):
-        pass  # no cgroup v2 here
-    return max(1, cores)
-
-
 def detect_settings(shape: ModelShape, device: str) -> dict[str, tuple[Any, str]]:
     """Setting -> (value, what was looked at), for settings that may be left open."""
     found_device, why = detect_device()
     if device == "auto":
         device = found_device
-    cores = available_cores()
+    cores = find_cores()
     positions = "n_positions" if shape.architecture.startswith("GPT2") else "max_position_embeddings"
     return {
         "device": (found_device, why),
-        "dtype": ("float32", "device is cpu") if device == "cpu" else gpu_dtype(shape.torch_dtype, gpu_capability()),
+        "dtype": cpu_dtype(shape) if device == "cpu" else gpu_dtype(shape.torch_dtype, gpu_capability()),
         "max_model_len": (shape.max_position_embeddings, f"{positions} of the model"),
-        # One core stays free for the API server and the client: compute threads on all cores would starve them.
-        "num_threads": (max(1, cores - 1), f"{cores} cores"),
+        "num_threads": (compute_threads(cores), str(cores)),
     }

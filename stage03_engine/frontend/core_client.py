@@ -11,6 +11,7 @@ import asyncio
 import itertools
 import logging
 from abc import ABC, abstractmethod
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -129,16 +130,16 @@ def bind_sockets(context: zmq.Context, process: EngineProcess) -> tuple[Any, Any
 class AsyncMPClient(AsyncEngineCoreClient):
     """An engine process, driven from an event loop.
 
-    One pump task reads the output socket into a queue. The monitor thread puts an EngineDeadError into the same queue
-    when the process ends, so a waiter only has to watch this queue.
+    Whenever the output socket has something, the event loop reads it into a queue. The monitor thread puts an EngineDeadError into
+    the same queue when the process ends, so a waiter only has to watch this queue.
     """
 
     def __init__(self, config: VllmConfig) -> None:
         self._config = config
         self._process: EngineProcess | None = None
-        self._context: zmq.asyncio.Context | None = None
+        self._context: zmq.Context | None = None
         self._outputs: asyncio.Queue[EngineCoreOutputs | Exception] = asyncio.Queue()
-        self._pump_task: asyncio.Task[None] | None = None
+        self._stop_reading: Any = lambda: None
         self._calls: dict[int, asyncio.Future[bool]] = {}
         self._dead: EngineDeadError | None = None
         self._call_ids = itertools.count()
@@ -153,15 +154,19 @@ class AsyncMPClient(AsyncEngineCoreClient):
             self.start_process()
         process = self._process
         assert process is not None
-        self._context = zmq.asyncio.Context()
-        self._input, self._output = bind_sockets(self._context, process)
+        context = zmq.Context()
+        inputs, self._output = bind_sockets(context, process)
+        self._input, self._context = zmq.asyncio.Socket.from_socket(inputs), context
         ready = await asyncio.to_thread(process.shake_hands)
         await self._input.recv_multipart()  # the engine's empty first message: the ROUTER knows its peer from now on
         loop = asyncio.get_running_loop()
         process.on_exit(
             lambda code: self._report_death(loop, f"The engine process ended unexpectedly (exit code {code}).")
         )
-        self._pump_task = asyncio.create_task(self._pump())
+        # A step's outputs come in one message: zmq.asyncio's future and a task per message would take longer than reading it.
+        loop.add_reader(self._output.FD, self._read)
+        self._stop_reading = partial(loop.remove_reader, self._output.FD)
+        self._read()
         return ready
 
     def _report_death(self, loop: asyncio.AbstractEventLoop, message: str) -> None:
@@ -178,14 +183,14 @@ class AsyncMPClient(AsyncEngineCoreClient):
             if not call.done():
                 call.set_exception(error)
 
-    async def _pump(self) -> None:
-        while True:
-            frames = await self._output.recv_multipart()
+    def _read(self) -> None:
+        """Read all that is there: ZMQ's descriptor tells of the first message only."""
+        while self._output.EVENTS & zmq.POLLIN:
             try:
-                outputs = decode_outputs(frames)
+                outputs = decode_outputs(self._output.recv_multipart())
             except EngineDeadError as error:
-                self._die(error)
-                return
+                self._stop_reading()
+                return self._die(error)
             if outputs.utility_result is None:
                 self._outputs.put_nowait(outputs)
             elif (call := self._calls.pop(outputs.utility_result.call_id, None)) is not None and not call.done():
@@ -217,10 +222,10 @@ class AsyncMPClient(AsyncEngineCoreClient):
         return item
 
     def shutdown(self) -> None:
-        if self._pump_task is not None:
-            self._pump_task.cancel()
+        self._stop_reading()
         if self._process is not None:
             self._process.shutdown()
         if self._context is not None:
+            self._input.close()
             self._context.destroy(linger=0)
             self._context = None

@@ -59,7 +59,7 @@ class IncrementalDetokenizer:
             self.num_tokens += 1
             if self._skip_special and self._tokenizer.is_special(token_id):
                 continue
-            self.text += self._stream.push(self._tokenizer.token(token_id), self._tokenizer.token_bytes(token_id))
+            self.text += self._stream.push(*self._tokenizer.piece(token_id))
             # After each token, not after all: the text must not depend on how many tokens come at once.
             if self.num_tokens <= self._min_tokens:  # vLLM: no stop string counts in the first min_tokens tokens
                 self._searched = len(self.text)

@@ -23,7 +23,7 @@ from pathlib import Path
 import zmq
 
 from stage03_engine import messages
-from stage03_engine.args.command import signals_are_ours
+from stage03_engine.args.command import WAITING, signals_are_ours
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import EngineStartError
 from stage03_engine.messages import EngineFailed, EngineHello, EngineInit, EngineReady
@@ -56,19 +56,12 @@ class SocketFolder:
 
 
 def engine_environment(num_threads: int, attention_backend: str = "auto") -> dict[str, str]:
-    """Environment of the engine process. Triton also reads from it whether to interpret kernels.
-
-    OpenMP's threads spin by default while they wait for the next parallel region. On a machine where the API loop, the
-    client and the engine share two cores, a spinning thread takes the core from one that has work. Measured there:
-    two processes that each decode 8 requests of gpt2-tiny with two threads take 313-322 ms a step with the default wait
-    policy, 5.6 ms with passive waiting, and 4.4 ms with one passive thread each. So: passive waiting, and one core left
-    free for the API process (`num_threads`).
-    The library reads these variables when it is loaded, so they are set here, before the process exists.
-    """
+    """Environment of the engine process. Triton reads from it whether to interpret kernels, and OpenMP how its threads wait, when
+    they are loaded: so both are set before the process exists. What the user has set stays."""
     threads = str(num_threads)
-    quiet = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
+    waiting = {} if any(name in os.environ for name in WAITING) else WAITING
     interpret = {"TRITON_INTERPRET": "1"} if attention_backend == "triton-interpret" else {}
-    return {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **quiet, **interpret}
+    return {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **waiting, **interpret}
 
 
 class EngineProcess:

@@ -26,6 +26,7 @@ from stagetrace import trace
 _FILES = "stage03_engine.model_formats.tokenizer_files:"
 STAND_IN, PAIR_OF_FILES, CHAT_TEMPLATE = _FILES + "stand_in", _FILES + "read_pair", _FILES + "read_chat_template"
 OTHER_DECODERS = "stage03_engine.frontend.features.sentencepiece:read_decoder"
+PIECES = 2**15  # tokens that are remembered
 TOKEN_LENGTH = "stage03_engine.frontend.features.token_length:max_token_bytes"
 
 
@@ -99,6 +100,8 @@ class Tokenizer:
         )
         self._special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
         self._added = {i: token.content for i, token in backend.get_added_tokens_decoder().items()}
+        # What TokenStream.push takes. Asking the library for each token of each answer would cost more than all else here.
+        self.piece = lru_cache(PIECES)(lambda token_id: (self.token(token_id), self.token_bytes(token_id)))
         self.eos_token = self.bos_token = "" if eos_token_id is None else self.token_text(eos_token_id)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

@@ -15,9 +15,11 @@ from hypothesis import given, strategies as st
 
 from stage03_engine.arg_utils import AsyncEngineArgs, EngineArgs
 from stage03_engine.args import FlexibleArgumentParser, cli_env_setup, resolve as detect, run_command
-from stage03_engine.args.resolve import available_cores
+from stage03_engine.args.command import WAITING
+from stage03_engine.args.cpu import Cores, compute_threads, cpu_dtype, find_cores
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import ConfigError, EngineStartError
+from stage03_engine.frontend.engine_process import engine_environment
 
 DUMMY = {"model": "gpt2", "load_format": "dummy", "device": "cpu"}
 
@@ -30,10 +32,10 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_everything_open_is_detected() -> None:
     config = EngineArgs.from_kwargs(**DUMMY)
-    assert config.model_config.dtype == "float32"
+    assert config.model_config.dtype == cpu_dtype(config.shape)[0]
     assert config.max_model_len == config.shape.max_position_embeddings == 1024
-    assert config.device_config.num_threads == max(1, available_cores() - 1)
-    assert 1 <= available_cores() <= (os.cpu_count() or 1)
+    assert config.device_config.num_threads == compute_threads(find_cores())
+    assert 1 <= find_cores().compute <= (os.cpu_count() or 1)
 
 
 def test_the_device_is_named_and_float32_goes_with_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,19 +142,6 @@ def test_a_hidden_gpu_is_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert detect.detect_device()[0] == "cpu"
 
 
-@pytest.mark.parametrize(
-    "quota, cores", [("100000 100000", 1), ("50000 100000", 1), ("nonsense", None), ("max 1", None)]
-)
-def test_a_container_quota_limits_the_cores(
-    quota: str, cores: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(detect, "_CGROUP_QUOTA", tmp_path / "missing")
-    unlimited = available_cores()
-    (tmp_path / "cpu.max").write_text(quota)
-    monkeypatch.setattr(detect, "_CGROUP_QUOTA", tmp_path / "cpu.max")
-    assert available_cores() == (unlimited if cores is None else cores)
-
-
 def test_commands_end_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     def fail(error: BaseException) -> int:
         raise error
@@ -167,15 +156,19 @@ def test_commands_end_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_the_user_set_in_the_environment_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("KMP_BLOCKTIME", "TOKENIZERS_PARALLELISM"):
+    for name in (*WAITING, "TOKENIZERS_PARALLELISM"):
         monkeypatch.setenv(name, "to be removed at the end")
         monkeypatch.delenv(name)
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
-    changed = cli_env_setup()
-    assert changed == {"KMP_BLOCKTIME": "0", "TOKENIZERS_PARALLELISM": "false"}
-    assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
-    assert changed.items() <= os.environ.items()
+    assert cli_env_setup() == {"TOKENIZERS_PARALLELISM": "false"}
+    assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE" and "GOMP_SPINCOUNT" not in os.environ
     assert cli_env_setup() == {}
+    asked = engine_environment(3)
+    assert (asked["OMP_WAIT_POLICY"], asked["OMP_NUM_THREADS"]) == ("ACTIVE", "3")
+    assert not {"GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & asked.keys()
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    assert engine_environment(3).items() >= WAITING.items() and not WAITING.keys() & os.environ.keys()
+    assert cli_env_setup() == WAITING and WAITING.items() <= os.environ.items()
 
 
 def test_a_config_needs_no_torch() -> None:
@@ -212,7 +205,20 @@ def test_auto_takes_16_bits_on_a_gpu(
     monkeypatch.setattr(detect, "gpu_capability", lambda: capability)
     shape = replace(EngineArgs.from_kwargs(**DUMMY).shape, torch_dtype=own)
     assert detect.detect_settings(shape, "cuda")["dtype"][0] == chosen
-    assert detect.detect_settings(shape, "cpu")["dtype"][0] == "float32"
+
+
+def test_the_cpu_decides_about_threads_and_number_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detect, "find_cores", lambda: Cores(16, 8))
+    monkeypatch.setattr(detect, "cpu_dtype", lambda shape: ("bfloat16", "the CPU has amx_bf16"))
+    parser = FlexibleArgumentParser(prog="test")
+    AsyncEngineArgs.add_cli_args(parser)
+    words = ["--model=gpt2", "--load-format=dummy", "--device=cpu"]
+    config, settings = AsyncEngineArgs.from_cli_args(parser.parse_args(words), {}).create_engine_config()
+    assert (config.device_config.num_threads, config.model_config.dtype) == (8, "bfloat16")
+    assert settings["num_threads"].origin == "detected (8 cores, 16 hardware threads)"
+    assert settings["dtype"].origin == "detected (the CPU has amx_bf16)"
+    exact = AsyncEngineArgs.from_cli_args(parser.parse_args([*words, "--dtype=float32"]), {}).create_engine_config()[0]
+    assert exact.model_config.dtype == "float32"
 
 
 def test_without_a_driver_nobody_knows_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,17 +129,22 @@ class PrometheusStatLogger(StatLogger):
                 self._max_tokens.observe(completed.max_tokens)
 
     def _record_scheduler(self, now: SchedulerStats) -> None:
-        """The scheduler counts since its start; a Counter takes what is new."""
-        self._running.set(now.num_running)
-        self._waiting.set(now.num_waiting)
-        self._waiting_by_reason["capacity"].set(now.num_waiting - now.num_deferred)
-        self._waiting_by_reason["deferred"].set(now.num_deferred)
-        self._kv_usage.set(now.kv_cache_usage)
-        for name, metric in self._totals.items():
-            metric.inc(getattr(now, name) - getattr(self._seen, name))
-        for name, metric in self._drafts.items():
-            metric.inc(getattr(now.spec_decoding, name) - getattr(self._seen.spec_decoding, name))
-        self._seen = now
+        """The scheduler counts since its start; a Counter takes what is new. Most steps change little, and a metric takes a lock."""
+        seen, self._seen = self._seen, now
+        if now.num_running != seen.num_running:
+            self._running.set(now.num_running)
+        if (now.num_waiting, now.num_deferred) != (seen.num_waiting, seen.num_deferred):
+            self._waiting.set(now.num_waiting)
+            self._waiting_by_reason["capacity"].set(now.num_waiting - now.num_deferred)
+            self._waiting_by_reason["deferred"].set(now.num_deferred)
+        if now.kv_cache_usage != seen.kv_cache_usage:
+            self._kv_usage.set(now.kv_cache_usage)
+        for metrics, new, old in (
+            (self._totals, now, seen), (self._drafts, now.spec_decoding, seen.spec_decoding)
+        ):  # fmt: skip
+            for name, metric in metrics.items():
+                if more := getattr(new, name) - getattr(old, name):
+                    metric.inc(more)
 
     def _record_finished(self, request: FinishedStats) -> None:
         self._success[request.reason].inc()
