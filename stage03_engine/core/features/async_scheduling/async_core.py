@@ -65,6 +65,7 @@ class AsyncEngineCore(EngineCore):
         try:
             while self._in_flight:
                 output, future = self._in_flight.popleft()
-                self._update(output, future.result(), [])
+                if future.exception() is None:  # else an engine that fails has said why
+                    self._update(output, future.result(), [])
         finally:
             super().shutdown()
