@@ -88,10 +88,10 @@ class EngineCore:
         ended, can_run = self._poll_hooks()
         if not can_run or not self.scheduler.requests:
             return self._observed(EngineCoreOutputs(ended, self.scheduler.make_stats()))
-        scheduler_output = self._schedule()
-        return self._update(scheduler_output, self.executor.execute_model(scheduler_output), ended)
+        scheduler_output = self._begin()
+        return self._end(scheduler_output, self.executor.execute_model(scheduler_output), ended)
 
-    def _schedule(self) -> SchedulerOutput:
+    def _begin(self) -> SchedulerOutput:
         """The first part of a step: the decision. The executor is called next."""
         if trace.on:
             step, running, waiting = self.scheduler.step + 1, len(self.scheduler.running), len(self.scheduler.waiting)
@@ -102,18 +102,15 @@ class EngineCore:
             trace.emit("executor.execute", ph="B", step=output.step, num_reqs=len(output.num_scheduled_tokens))
         return output
 
-    def _update(
-        self, output: SchedulerOutput, runner_output: ModelRunnerOutput, ended: list[EngineCoreOutput]
-    ) -> EngineCoreOutputs:
+    def _end(self, output: SchedulerOutput, ran: ModelRunnerOutput, ended: list[EngineCoreOutput]) -> EngineCoreOutputs:
         """The last part of a step: the executor has returned. The outputs in `ended` go first."""
-        step = output.step
         if trace.on:
-            trace.emit("executor.execute", ph="E", step=step, num_reqs=len(runner_output.sampled_token_ids))
-        outputs = self.scheduler.update_from_output(output, runner_output)
+            trace.emit("executor.execute", ph="E", step=output.step, num_reqs=len(ran.sampled_token_ids))
+        outputs = self.scheduler.update_from_output(output, ran)
         if trace.on:
             running, waiting = len(self.scheduler.running), len(self.scheduler.waiting)
-            trace.emit("engine.step", ph="E", step=step, running=running, waiting=waiting)
-        return self._observed(EngineCoreOutputs(ended + outputs, self.scheduler.make_stats(), step=step))
+            trace.emit("engine.step", ph="E", step=output.step, running=running, waiting=waiting)
+        return self._observed(EngineCoreOutputs(ended + outputs, self.scheduler.make_stats(), step=output.step))
 
     def _poll_hooks(self) -> tuple[list[EngineCoreOutput], bool]:
         """The last outputs of requests that hooks ended since the last step; and whether any request can run."""

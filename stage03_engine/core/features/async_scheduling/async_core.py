@@ -43,12 +43,12 @@ class AsyncEngineCore(EngineCore):
         """Decide up to two steps ahead of the last results, then wait for the oldest step in flight."""
         ended, can_run = self._poll_hooks()
         while can_run and self._may_start():
-            output = self._schedule()
+            output = self._begin()
             self._in_flight.append((output, self._model.submit(self.executor.execute_model, output)))
         if not self._in_flight:
             return self._observed(EngineCoreOutputs(ended, self.scheduler.make_stats()))
         output, future = self._in_flight.popleft()
-        return self._update(output, future.result(), ended)
+        return self._end(output, future.result(), ended)
 
     def _may_start(self) -> bool:
         if not self._in_flight:
@@ -66,6 +66,6 @@ class AsyncEngineCore(EngineCore):
             while self._in_flight:
                 output, future = self._in_flight.popleft()
                 if future.exception() is None:  # else an engine that fails has said why
-                    self._update(output, future.result(), [])
+                    self._end(output, future.result(), [])
         finally:
             super().shutdown()
