@@ -80,7 +80,11 @@ class CacheConfig(*mixins(_FEATURES + "swap_space.flags:SwapSpaceSize")):  # typ
 
 @dataclass(frozen=True)
 class SchedulerConfig(
-    *mixins(_FEATURES + "swap_space.flags:PreemptionMode", _FEATURES + "debug.flags:CheckInvariants")  # type: ignore[misc]
+    *mixins(  # type: ignore[misc]
+        _FEATURES + "swap_space.flags:PreemptionMode",
+        _FEATURES + "async_scheduling.flags:AsyncScheduling",
+        _FEATURES + "debug.flags:CheckInvariants",
+    )
 ):
     """How much one engine step may do."""
 
@@ -152,6 +156,7 @@ class VllmConfig(
         _FEATURES + "pooling.flags:PoolingFlags",
         _FEATURES + "whisper.flags:WhisperFlags",
         _FEATURES + "swap_space.flags:SwapSpaceFlags",
+        _FEATURES + "async_scheduling.flags:AsyncSchedulingFlags",
         _FEATURES + "logits_processor.flags:LogitsProcessorFlags",
         _FEATURES + "linear_backend.flags:LinearBackendFlags",
         _FEATURES + "batch_invariant.flags:BatchInvariantFlags",
@@ -172,7 +177,7 @@ class VllmConfig(
     - `resolve(values, files)`, static: internal fields computed from the settings and the model's files
     - `check(self)`: raises ConfigError if the settings are impossible together
     - `tasks(self)`: what requests may ask for, if the feature changes it
-    - `hooks(self)`: seam ("scheduler", "runner", "trace" or "process") -> the hooks that the settings switch on, as "module:Class"
+    - `hooks(self)`: seam ("scheduler", "runner", "core", "trace" or "process") -> what the settings switch on, as "module:Class"
     """
 
     model_config: ModelConfig = ModelConfig()
@@ -199,7 +204,7 @@ class VllmConfig(
         return next((found for tasks in each(VllmConfig, "tasks") if (found := tasks(self))), ("generate",))
 
     def hooks(self, seam: str) -> list[str]:
-        """The hooks ("module:Class") that the settings switch on at `seam`: "scheduler", "runner", "trace" or "process"."""
+        """The hooks ("module:Class") that the settings switch on at `seam`: "scheduler", "runner", "core", "trace" or "process"."""
         return [name for hooks in each(VllmConfig, "hooks") for name in hooks(self).get(seam, [])]
 
     def hash(self) -> str:

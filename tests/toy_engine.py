@@ -12,6 +12,7 @@ from typing import Any
 
 from stage03_engine.config import CacheConfig, SchedulerConfig, VllmConfig
 from stage03_engine.core.block_pool import BlockPool
+from stage03_engine.core.features.async_scheduling.async_scheduler import AsyncScheduler
 from stage03_engine.core.features.prefix_cache_reset import reset
 from stage03_engine.core.features.prompt_logprobs.scheduler_hook import PromptLogprobsSchedulerHook
 from stage03_engine.core.features.spec_decode.draft_scheduler import DraftHook
@@ -60,6 +61,8 @@ class RandomGrammars(StructuredOutputManager):
 class ToyEngine:
     """`EngineCore` as far as a recording is concerned."""
 
+    kind = Scheduler
+
     def __init__(
         self, seed: int = 0, *, num_blocks: int = 64, max_model_len: int = 96, swap_blocks: int = 0, num_drafts: int = 0,
         block_size: int = 4, caching: bool = True, **scheduling: Any,
@@ -78,7 +81,7 @@ class ToyEngine:
             )  # fmt: skip
         grammars = RandomGrammars(self.rng)
         pool = BlockPool(num_blocks)
-        self.scheduler = Scheduler(config, cache, pool, max_model_len, os.urandom(8))
+        self.scheduler = self.kind(config, cache, pool, max_model_len, os.urandom(8))
         vllm_config = VllmConfig()
         self.scheduler.hooks = [
             PromptLogprobsSchedulerHook(self.scheduler, vllm_config),
@@ -102,21 +105,30 @@ class ToyEngine:
             structured_outputs=rng.choice([None, None, None, ANY_JSON]),
         )  # fmt: skip
 
+    @property
+    def is_idle(self) -> bool:
+        return not self.scheduler.has_unfinished_requests
+
     def step(self) -> SchedulerOutput:
-        scheduler = self.scheduler
-        running, waiting = len(scheduler.running), len(scheduler.waiting)
+        output = self._begin()
+        self._end(output, self._execute(output))
+        return output
+
+    def _begin(self) -> SchedulerOutput:
+        running, waiting = len(self.scheduler.running), len(self.scheduler.waiting)
         if trace.on:
-            trace.emit("engine.step", ph="B", step=scheduler.step + 1, running=running, waiting=waiting)
-        output = scheduler.schedule()
-        scheduler.update_from_output(output, self._execute(output))
-        running, waiting = len(scheduler.running), len(scheduler.waiting)
+            trace.emit("engine.step", ph="B", step=self.scheduler.step + 1, running=running, waiting=waiting)
+        return self.scheduler.schedule()
+
+    def _end(self, output: SchedulerOutput, answer: ModelRunnerOutput) -> None:
+        self.scheduler.update_from_output(output, answer)
+        running, waiting = len(self.scheduler.running), len(self.scheduler.waiting)
         if trace.on:
             trace.emit("engine.step", ph="E", step=output.step, running=running, waiting=waiting)
-        return output
 
     def run(self, most: int = 10_000) -> None:
         """Until everybody has ended."""
-        while self.scheduler.has_unfinished_requests and most:
+        while not self.is_idle and most:
             self.step()
             most -= 1
         assert most, "the engine does not come to an end"
@@ -124,18 +136,23 @@ class ToyEngine:
     def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         swapped = len(output.blocks_to_swap_out), len(output.blocks_to_swap_in)
         if trace.on and any(swapped):
-            trace.emit("kv.swapped", num_out=swapped[0], num_in=swapped[1])
+            trace.emit("kv.swapped", step=output.step, num_out=swapped[0], num_in=swapped[1])
         answer = ModelRunnerOutput({})
         for request_id, count in output.num_scheduled_tokens.items():
-            request = self.scheduler.requests[request_id]
+            request, computed = self._computed(request_id, output.step)
             drafts = output.scheduled_spec_decode_tokens.get(request_id, [])
-            first = request.num_computed_tokens - count
+            first = computed - count
             last = min(first + count, request.num_prompt_tokens - 1)
             if request.sampling_params.prompt_logprobs is not None and first < last:
                 answer.prompt_logprobs[request_id] = (first, [TokenLogprobs([], [], 0)] * (last - first))
-            if request.num_computed_tokens == request.num_tokens + len(drafts):
+            if computed == request.num_tokens + len(drafts):
                 self._sample(request, drafts, output.step, answer)
         return answer
+
+    def _computed(self, request_id: str, step: int) -> tuple[Request, int]:
+        """A request that the model computes in this step, and how many of its tokens are computed then."""
+        request = self.scheduler.requests[request_id]
+        return request, request.num_computed_tokens
 
     def _sample(self, request: Request, drafts: list[int], step: int, answer: ModelRunnerOutput) -> None:
         accepted = drafts[: self.rng.randint(0, len(drafts))]
@@ -149,6 +166,38 @@ class ToyEngine:
                 trace.emit("spec.proposed", req=request.request_id, step=step, num_tokens=count, token_ids=[])
 
 
+class AsyncToyEngine(ToyEngine):
+    """`AsyncEngineCore` as far as a recording is concerned: the model runs a step when its results are asked for, and then knows
+    only what it was told when the step was decided."""
+
+    kind = AsyncScheduler
+
+    def __init__(self, seed: int = 0, **settings: Any) -> None:
+        super().__init__(seed, async_scheduling=True, **settings)
+        self.in_flight: list[SchedulerOutput] = []
+        self.told: dict[int, dict[str, tuple[Request, int]]] = {}  # step -> request -> (itself, tokens computed then)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.in_flight and super().is_idle
+
+    def step(self) -> SchedulerOutput:
+        scheduler = self.scheduler
+        assert isinstance(scheduler, AsyncScheduler)
+        while (not self.in_flight and scheduler.requests) or (len(self.in_flight) == 1 and scheduler.can_look_ahead()):
+            output, requests = self._begin(), scheduler.requests
+            self.told[output.step] = {
+                i: (requests[i], requests[i].num_computed_tokens) for i in output.num_scheduled_tokens
+            }
+            self.in_flight.append(output)
+        output = self.in_flight.pop(0)
+        self._end(output, self._execute(output))
+        return output
+
+    def _computed(self, request_id: str, step: int) -> tuple[Request, int]:
+        return self.told[step][request_id]
+
+
 def random_life(engine: ToyEngine, num_requests: int) -> None:
     """Arrivals, steps, aborts and resets of the prefix cache in any order."""
     rng, fair = engine.rng, engine.scheduler.config.scheduling_policy == "fair"
@@ -156,7 +205,7 @@ def random_life(engine: ToyEngine, num_requests: int) -> None:
     for i in range(num_requests):
         engine.add_random(names[i])
         for _ in range(rng.choice([0, 0, 1, 3])):
-            if engine.scheduler.has_unfinished_requests:
+            if not engine.is_idle:
                 engine.step()
         if rng.random() < 0.15:
             engine.scheduler.finish_requests([names[rng.randint(0, i)]])

@@ -13,7 +13,7 @@ from stage03_engine.core.block_pool import BlockPool
 from stage03_engine.core.hooks import hooks_of, install
 from stage03_engine.core.kv_cache_size import decide_num_blocks
 from stage03_engine.core.request import Request
-from stage03_engine.core.sched_output import SchedulerOutput
+from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
 from stage03_engine.core.scheduler import Scheduler
 from stage03_engine.core.worker import UniProcExecutor
 from stage03_engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
@@ -88,23 +88,29 @@ class EngineCore:
         ended, can_run = self._poll_hooks()
         if not can_run or not self.scheduler.requests:
             return self._observed(EngineCoreOutputs(ended, self.scheduler.make_stats()))
-        step = self.scheduler.step + 1
+        scheduler_output = self._begin()
+        return self._end(scheduler_output, self.executor.execute_model(scheduler_output), ended)
+
+    def _begin(self) -> SchedulerOutput:
+        """The first part of a step: the decision. The executor is called next."""
         if trace.on:
-            running, waiting = len(self.scheduler.running), len(self.scheduler.waiting)
+            step, running, waiting = self.scheduler.step + 1, len(self.scheduler.running), len(self.scheduler.waiting)
             trace.emit("engine.step", ph="B", step=step, running=running, waiting=waiting)
-        scheduler_output = self.scheduler.schedule()
-        self._note_queue_times(scheduler_output)
+        output = self.scheduler.schedule()
+        self._note_queue_times(output)
         if trace.on:
-            trace.emit("executor.execute", ph="B", step=step, num_reqs=len(scheduler_output.num_scheduled_tokens))
-        runner_output = self.executor.execute_model(scheduler_output)
+            trace.emit("executor.execute", ph="B", step=output.step, num_reqs=len(output.num_scheduled_tokens))
+        return output
+
+    def _end(self, output: SchedulerOutput, ran: ModelRunnerOutput, ended: list[EngineCoreOutput]) -> EngineCoreOutputs:
+        """The last part of a step: the executor has returned. The outputs in `ended` go first."""
         if trace.on:
-            trace.emit("executor.execute", ph="E", step=step, num_reqs=len(runner_output.sampled_token_ids))
-        outputs = self.scheduler.update_from_output(scheduler_output, runner_output)
+            trace.emit("executor.execute", ph="E", step=output.step, num_reqs=len(ran.sampled_token_ids))
+        outputs = self.scheduler.update_from_output(output, ran)
         if trace.on:
             running, waiting = len(self.scheduler.running), len(self.scheduler.waiting)
-            trace.emit("engine.step", ph="E", step=step, running=running, waiting=waiting)
-        stats = self.scheduler.make_stats()
-        return self._observed(EngineCoreOutputs(ended + outputs, stats, step=scheduler_output.step))
+            trace.emit("engine.step", ph="E", step=output.step, running=running, waiting=waiting)
+        return self._observed(EngineCoreOutputs(ended + outputs, self.scheduler.make_stats(), step=output.step))
 
     def _poll_hooks(self) -> tuple[list[EngineCoreOutput], bool]:
         """The last outputs of requests that hooks ended since the last step; and whether any request can run."""

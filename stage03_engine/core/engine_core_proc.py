@@ -49,12 +49,12 @@ _DECODE: dict[EngineCoreRequestType, Callable[[bytes], _Message]] = {
     EngineCoreRequestType.UTILITY: messages.decode_utility,
 }
 CORES = {"transcription": "stage03_engine.core.features.whisper.whisper_core:WhisperCore"}
-"""Task -> the class that replaces EngineCore for models of that task."""
+"""Task -> the class that replaces EngineCore for models of that task. A setting may name another: `VllmConfig.hooks("core")`."""
 
 
 def make_core(config: VllmConfig) -> EngineCore:
     """The core for the configured model. Raises ConfigError."""
-    name = CORES.get(config.supported_tasks[0])
+    name = next(iter(config.hooks("core")), CORES.get(config.supported_tasks[0]))
     return EngineCore(config) if name is None else load(name)(config)
 
 

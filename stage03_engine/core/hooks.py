@@ -53,6 +53,10 @@ class SchedulerHook:
         whether any request can run. If none can, there is no step; the hook may wait a moment for that to change."""
         return [], True
 
+    def may_look_ahead(self) -> bool:
+        """May the next step be decided before the tokens of the one that runs are known (`--async-scheduling`)?"""
+        return True
+
     def is_ready(self, request: Request) -> bool:
         """May this waiting request be admitted? If not, others overtake it."""
         return True

@@ -66,9 +66,9 @@ class KVCacheManager:
         return hits
 
     def _hash_full_blocks(self, request: Request) -> None:
-        """Extend the request's chain of hashes to all of its tokens that fill a block."""
+        """Extend the request's chain of hashes to all of its known tokens that fill a block."""
         size, hashes = self.block_size, request.block_hashes
-        for start in range(len(hashes) * size, request.num_tokens - size + 1, size):
+        for start in range(len(hashes) * size, len(request.all_token_ids) - size + 1, size):
             parent = hashes[-1] if hashes else self._hash_seed
             # The salt enters the first block only: every later hash contains it through its parent.
             salt = request.cache_salt if not hashes else None

@@ -146,6 +146,8 @@ class Scheduler:
             if budget <= 0:
                 break
             num_tokens = self._limited(request.num_tokens - request.num_computed_tokens, budget)
+            if not num_tokens:  # a step in flight computes its last token
+                continue
             new_blocks = self._allocate_or_preempt(request, num_tokens, output)
             if new_blocks is None:  # the request itself was the last one, and was preempted
                 break

@@ -110,6 +110,7 @@ class RecordedStep:
     proposed: dict[str, int] = field(default_factory=dict)  # request -> drafts for the next step
     ends: dict[str, Event] = field(default_factory=dict)  # sched.finished
     pooled: list[str] = field(default_factory=list)  # sched.pooled
+    output: SchedulerOutput | None = None  # the same decision, made again
 
     def add(self, event: Event) -> None:
         """The next event of the step."""
@@ -149,6 +150,8 @@ class RecordedStep:
         sampled = {e.req or "": self._sampled(e, requests[e.req or ""], block_size) for e in self.tokens}
         prompt_logprobs = {}
         for request_id, count in self.decision.scheduled.items():
+            if request_id not in requests:  # it ended after this step was decided: its results were dropped
+                continue
             request, first = requests[request_id], self.computed[request_id]
             last = min(first + count, request.num_prompt_tokens - 1)
             if request.sampling_params.prompt_logprobs is not None and first < last:
@@ -159,7 +162,7 @@ class RecordedStep:
 
     def _sampled(self, event: Event, request: Request, block_size: int) -> list[int]:
         taken = event.args["num_tokens"]
-        tokens = made_up_tokens(request.num_tokens, taken, event.args["block_hashes"], block_size)
+        tokens = made_up_tokens(len(request.all_token_ids), taken, event.args["block_hashes"], block_size)
         end = self.ends.get(request.request_id)
         by = end.args["by"] if end is not None else ""
         if by == "eos" and request.eos_token_id is not None:

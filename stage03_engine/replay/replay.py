@@ -37,6 +37,7 @@ HOOKS = {
 }
 """What a recording may use -> the scheduler hook that replays it, loaded when it is first used. The first three are also names of
 parameters in `sched.queued`."""
+ASYNC_SCHEDULER = _FEATURES + "async_scheduling.async_scheduler:AsyncScheduler"
 
 Snapshot = tuple[list[tuple[str, RequestStatus, int, int]], int]
 """(request, status, tokens computed, tokens) of everyone, and the free blocks."""
@@ -49,21 +50,26 @@ class Replay:
         self.result = Replayed(created.proc, created.pid)
         self.requests: dict[str, Request] = {}
         self._last_seq = created.seq
-        self._step: RecordedStep | None = None
-        self._now = 0  # the step in which we are, or that comes next
+        self._open: dict[int, RecordedStep] = {}  # steps that have begun and not ended, at most two
+        self._now = 0  # the step whose decision or results were compared last
         self._finished: list[str] = []  # since the last decision
         args = created.args
         self.config = _known(SchedulerConfig, args["scheduler_config"])
         self.cache_config = _known(CacheConfig, args["cache_config"])
+        self._ahead = args["scheduler_config"].get("async_scheduling", False)  # may steps overlap?
         self._hooks: dict[str, SchedulerHook] = {}  # name in HOOKS -> what this recording uses
         make_pool = construct if block_pool_cls else lambda *_: BlockPool(args["num_blocks"])
         self.pool: BlockPool = make_pool(block_pool_cls or "", "--block-pool-cls", args["num_blocks"])
         given = (self.config, self.cache_config, self.pool, args["max_model_len"], b"")
         self.scheduler: Scheduler = (
-            construct(scheduler_cls, "--scheduler-cls", *given) if scheduler_cls else Scheduler(*given)
+            construct(scheduler_cls, "--scheduler-cls", *given) if scheduler_cls else self._reference()(*given)
         )
         if args["num_swap_blocks"]:
             self._use("swapping", args["num_swap_blocks"])
+
+    def _reference(self) -> type[Scheduler]:
+        """The scheduler of this repository that the recording is of. Raises ConfigError if it is not installed."""
+        return load_feature(ASYNC_SCHEDULER, "async_scheduling (the recording uses it)") if self._ahead else Scheduler
 
     def _use(self, name: str, *args: Any) -> None:
         """Install one of HOOKS if it is not yet. Raises ConfigError if its feature is not installed."""
@@ -92,18 +98,17 @@ class Replay:
             raise TraceError(f"{event.ref} {event.name}: {error} is not in the recording before it") from error
 
     def _feed(self, event: Event) -> None:
+        number = event.step or 0
         if event.name == "engine.step":
             if event.ph == "B":
-                self._now = event.step or 0
-                self._step = RecordedStep(self._now)
-            elif self._step is not None:
-                step, self._step = self._step, None
-                self._replay(step)
-                self._now += 1
-        elif self._step is not None:
-            self._step.add(event)
+                self._open[number] = RecordedStep(number)
+            elif number in self._open:
+                self._replay(number)
         elif event.name == "sched.queued":
             self._arrive(event)
+        elif self._open and not (self._ahead and event.args.get("by") == "outside") and event.name != "kv.reset":
+            # What names no step belongs to the newest decision.
+            self._open.get(number, self._open[max(self._open)]).add(event)
         elif event.name == "sched.finished":
             reason = FinishReason[event.args["reason"].upper()]
             self._call(lambda: self.scheduler.finish_requests([event.req or ""], reason))
@@ -115,10 +120,10 @@ class Replay:
 
     def end(self) -> Replayed:
         """The recording is over: a step that was cut off is compared as far as it was recorded."""
-        if self._step is not None:
-            self.result.cut_off = self._step.step
-            if self._step.decided and not self.done:
-                self._decide(self._step, whole=False)
+        for step in self._open.values():
+            self.result.cut_off = self.result.cut_off or step.step
+            if step.decided and step.output is None and not self.done:
+                self._decide(step, whole=False)
         return self.result
 
     # What goes in
@@ -147,12 +152,21 @@ class Replay:
 
     # One step
 
-    def _replay(self, step: RecordedStep) -> None:
-        if step.proposed:
-            self._use("drafts")
-        output = self._decide(step, whole=True)
-        if output is None:
-            return
+    def _replay(self, number: int) -> None:
+        """A step has ended. Asynchronous scheduling had decided the next one before: the recorded order is kept."""
+        for step in self._open.values():
+            if step.output is None and not self.done:
+                if step.proposed:
+                    self._use("drafts")
+                step.output = self._decide(step, whole=True)
+        if not self.done:
+            self._update(self._open.pop(number))
+
+    def _update(self, step: RecordedStep) -> None:
+        """Give the scheduler what the model had sampled."""
+        output = step.output
+        assert output is not None, "the decision is the same"
+        self._now = step.step
         model = step.runner_output(self.requests, self.cache_config.block_size)
         before = self._snapshot()
         outputs = self._call(lambda: self.scheduler.update_from_output(output, model))
@@ -170,7 +184,7 @@ class Replay:
             raise TraceError(
                 f"step {step.step} has no decision: it was recorded with a scheduler of the user's own that emits no events"
             )
-        before = self._snapshot()
+        self._now, before = step.step, self._snapshot()
         if "grammar" in self._hooks:
             self._hooks["grammar"].before_step(step)  # type: ignore[attr-defined]
         recorded, recorded.finished, self._finished = step.decision, sorted(self._finished), []

@@ -2,7 +2,8 @@
 
 200 random workloads, each through one engine with all the room in the world and one request at a time, and through two
 others drawn from all combinations of prefix caching, chunk size, preemption mode and batch limit, with KV caches so small that they
-must preempt. Some of those have drafts (speculative decoding), some a process of their own, some priorities or fair turns.
+must preempt. Some of those have drafts (speculative decoding), some schedule asynchronously, some have a process of their own, some
+priorities or fair turns.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ def make_engine(model: str, number: int) -> LLM:
         model, max_model_len=96, block_size=4, num_gpu_blocks_override=30, multiprocess=number % 12 == 5,
         enable_prefix_caching=caching, max_num_batched_tokens=budget, preemption_mode=mode, max_num_seqs=max_num_seqs,
         swap_space=0.01, speculative_config=NGRAM if number % 5 < 2 else None, scheduling_policy=policy,
+        async_scheduling=number % 5 in (2, 3),
     )  # fmt: skip
     if policy == "fair":  # as if the prompts came in two HTTP requests
         numbers = itertools.count()

@@ -46,7 +46,7 @@ def test_short_names(short: str, long: str) -> None:
 
 
 REASONS = {
-    "-O3": "torch.compile", "--async-scheduling": "nothing is scheduled ahead", "--skip-tokenizer-init": "needs the tokenizer",
+    "-O3": "torch.compile", "--skip-tokenizer-init": "needs the tokenizer",
     "--revision x": "branch main", "--hf-token x": "HF_TOKEN", "--download-dir /x": "HF_HOME", "--enable-sleep-mode": "cannot sleep",
     "--hf-overrides {\"a\":1}": "config.json", "--model-impl transformers": "the classes of this project", "--device-ids 1": "CUDA_VISIBLE_DEVICES",
     "--numa-bind": "VLLM_CPU_OMP_THREADS_BIND", "--worker-cls a.B": "the worker is", "--watchdog-config {}": "hangs",

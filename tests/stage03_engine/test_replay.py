@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
-from toy_engine import STEM, ToyEngine, random_life, record
+from toy_engine import STEM, AsyncToyEngine, ToyEngine, random_life, record
 
 from stage01_cli.main import main
 from stage03_engine.core.block_pool import BlockPool
@@ -26,6 +26,9 @@ from stage03_engine.params.structured_outputs import StructuredOutputsParams
 from stage03_engine.replay.replay import Replayed, replay
 from stage03_engine.sampling_params import RequestOutputKind, SamplingParams
 from stagetrace import read_run, trace
+from stagetrace.check.difference import compare
+from stagetrace.check.invariants import check
+from stagetrace.check.reasons import explain
 from stagetrace.errors import TraceError
 
 RECORDED = sorted(path for path in (Path(__file__).parents[2] / "trace" / "recorded").iterdir() if path.is_dir())
@@ -47,6 +50,13 @@ def assert_exact(directory: Path) -> Replayed:
     return result
 
 
+def assert_consistent(directory: Path) -> None:
+    """A test is one process with many recordings, and the numbers of its events go on: they begin late."""
+    report = check(directory)
+    findings = [str(finding) for finding in report.findings if "event 1 to " not in finding.text]
+    assert report.deaths + findings == []
+
+
 settings_of_engines = st.fixed_dictionaries(
     {
         "num_blocks": st.integers(26, 60), "block_size": st.sampled_from([4, 8, 16]), "caching": st.booleans(),
@@ -63,6 +73,22 @@ def test_every_life_of_a_scheduler_is_reproduced(seed: int, engine: dict[str, An
     with tempfile.TemporaryDirectory() as folder:
         record(Path(folder), lambda: random_life(ToyEngine(seed, **engine), num_requests))
         assert_exact(Path(folder))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), settings_of_engines, st.integers(1, 14))
+def test_every_life_with_steps_that_overlap_is_reproduced(seed: int, engine: dict[str, Any], num_requests: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        record(Path(folder), lambda: random_life(AsyncToyEngine(seed, **engine | {"num_drafts": 0}), num_requests))
+        assert_exact(Path(folder))
+        assert_consistent(Path(folder))
+        assert compare(folder, folder).same
+        tokens = {(e.req, e.step) for e in read_run(folder).named("sched.token")}
+        for end in read_run(folder).named("sched.finished"):
+            if end.args["by"] not in ("outside", "grammar"):
+                assert (end.req, end.step) in tokens, "it ended in a step that gave it no token"
+            reasons = [reason.rule for step in explain(folder, end.req) for reason in step.reasons]
+            assert sum(rule.startswith("end ") for rule in reasons) == 1
 
 
 @pytest.mark.parametrize("chunked", [True, False])
@@ -101,10 +127,14 @@ BUSY: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_the_real_engine_with_everything_at_once_is_reproduced(mode: str, tmp_path: Path) -> None:
+def test_the_real_engine_with_everything_at_once_is_reproduced(mode: str, ahead: bool, tmp_path: Path) -> None:
+    """`ahead`: with asynchronous scheduling, and so without drafts."""
+    settings = BUSY | ({"async_scheduling": True, "speculative_config": None} if ahead else {})
+
     def life() -> None:
-        with LLM("gpt2-tiny", preemption_mode=mode, swap_space=0.01, **BUSY) as llm:
+        with LLM("gpt2-tiny", preemption_mode=mode, swap_space=0.01, **settings) as llm:
             for _ in range(2):  # the second time over a warm prefix cache
                 llm.generate([PROMPTS[kind] for kind in KINDS], list(KINDS.values()))
             llm.call("reset_prefix_cache")
@@ -113,8 +143,10 @@ def test_the_real_engine_with_everything_at_once_is_reproduced(mode: str, tmp_pa
     assert_exact(record(tmp_path, life))
     run = read_run(tmp_path)
     seen = {e.name for e in run.events}
-    assert {"sched.preempt", "sched.prefix_hit", "spec.verified", "grammar.ready", "kv.reset"} <= seen
-    assert ("kv.swapped" in seen) == (mode == "swap")
+    assert {"sched.preempt", "sched.prefix_hit", "grammar.ready", "kv.reset"} <= seen
+    assert ("spec.verified" in seen) != ahead and ("kv.swapped" in seen) == (mode == "swap")
+    if ahead:
+        assert_consistent(tmp_path)
     assert {"eos", "stop_token", "length", "grammar", "outside"} - {"eos"} <= {
         e.args["by"] for e in run.named("sched.finished")
     }

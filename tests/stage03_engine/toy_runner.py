@@ -131,11 +131,12 @@ def make_scheduler(
     *,
     caching: bool = False,
     swap_blocks: int = 0,
+    kind: type[Scheduler] = Scheduler,
     **config: object,
 ) -> Scheduler:
     if swap_blocks:
         config["preemption_mode"] = "swap"
-    scheduler = Scheduler(
+    scheduler = kind(
         SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, **config),
         CacheConfig(block_size=block_size, enable_prefix_caching=caching),
         BlockPool(num_blocks),

@@ -155,7 +155,7 @@ _ROWS = [
     _optional("grammar.refused", 8, ENGINE, {"message": "str"}, "The request ends: its grammar is impossible, or cost more than it may; text that may quote it only with --trace-prompts.",
         "v1/structured_output/__init__.py grammar_init"),
     _optional("grammar.ready", 8, ENGINE, {}, "The scheduler saw that the request's grammar is compiled: it may be admitted.", "v1/core/sched/scheduler.py schedule"),
-    Row("engine.step", 8, ENGINE, {"running": "int", "waiting": "int"}, "A span: schedule, execute, update.", "v1/engine/core.py EngineCore.step"),
+    Row("engine.step", 8, ENGINE, {"running": "int", "waiting": "int"}, "A span: schedule, execute, update. With --async-scheduling the next step begins before this one ends.", "v1/engine/core.py EngineCore.step"),
     Row("sched.admit", 8, ENGINE, {"new_blocks": "list[int]", "num_prompt_tokens": "int"}, "A waiting request joined the running ones.", "v1/core/sched/scheduler.py schedule"),
     _optional("sched.turn", 8, ENGINE, {"group": "str", "own": "int", "others": "int"},
         "With --scheduling-policy fair: the HTTP request `group` had its turn, and this one was admitted; how many of its own still wait, and how many other HTTP requests whose turn comes first.", "-"),

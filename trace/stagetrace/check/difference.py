@@ -93,8 +93,8 @@ class _Side:
         self.engines: dict[int, int] = {}  # pid -> number
         self.states: dict[int, EngineState] = {}
         self.settings: dict[str, Any] = {}
-        self._facts: dict[int, list[Fact]] = defaultdict(list)  # of the open step, or the next one
-        self._before: dict[int, EngineState] = {}
+        self._facts: dict[int, list[Fact]] = defaultdict(list)  # since the last step, for the next one
+        self._open: dict[int, dict[int, StepFacts]] = defaultdict(dict)  # pid -> its steps in progress
         self._seen: dict[str, int] = defaultdict(int)
         self._only_core = only_core
 
@@ -123,14 +123,15 @@ class _Side:
 
     def _step(self, event: Event, first: str) -> Iterator[tuple[tuple[str, str], StepFacts | Fact]]:
         state = self.states.setdefault(event.pid, EngineState())
+        number, in_progress = event.step or 0, self._open[event.pid]
         if event.name == "engine.step" and event.ph == "B":
-            self._before[event.pid] = self._renamed(state)
+            in_progress[number] = StepFacts(number, self._renamed(state), self._facts.pop(event.pid, []))
         state.feed(event)
-        if first in CORE:
-            self._facts[event.pid].append(self._fact(event))
-        if event.name == "engine.step" and event.ph == "E" and event.pid in self._before:
-            facts, before = self._facts.pop(event.pid, []), self._before.pop(event.pid)
-            yield ("step", str(self.engines[event.pid])), StepFacts(event.step or 0, before, facts)
+        if first in CORE:  # what names no step belongs to the newest decision
+            step = in_progress.get(number) or in_progress.get(max(in_progress, default=0))
+            (self._facts[event.pid] if step is None else step.facts).append(self._fact(event))
+        if event.name == "engine.step" and event.ph == "E" and number in in_progress:
+            yield ("step", str(self.engines[event.pid])), in_progress.pop(number)
 
     def _renamed(self, state: EngineState) -> EngineState:
         copy = state.copy()

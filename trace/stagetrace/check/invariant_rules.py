@@ -169,24 +169,27 @@ class Requests:
 
 
 class Spans:
-    """Spans end in the opposite order of their beginnings."""
+    """The spans of a step end in the opposite order of their beginnings, and so do those of no step. With asynchronous scheduling
+    the spans of two steps overlap."""
 
     def __init__(self) -> None:
-        self._open: dict[int, list[Event]] = {}
+        self._open: dict[tuple[int, int | None], list[Event]] = {}
 
     def feed(self, event: Event, notes: Notes) -> None:
-        spans = self._open.setdefault(event.pid, [])
+        spans = self._open.setdefault((event.pid, event.step), []) if event.ph != "i" else []
         if event.ph == "B":
             spans.append(event)
         elif event.ph == "E":
-            if spans and (spans[-1].name, spans[-1].step, spans[-1].req) == (event.name, event.step, event.req):
+            if spans and (spans[-1].name, spans[-1].req) == (event.name, event.req):
                 spans.pop()
+                if not spans:
+                    del self._open[event.pid, event.step]
                 return
             inner = f", within {spans[-1].name} which began at {spans[-1].ref}" if spans else ", and none is open"
             notes.add("span", event.pid, f"{event.ref}: a span {event.name} ends{inner}", event)
 
     def end(self, notes: Notes) -> None:
-        for pid, spans in self._open.items():
+        for (pid, _), spans in self._open.items():
             for span in spans:
                 text = f"{span.ref}: the span {span.name} began (step {span.step}) and never ended"
                 notes.add("open span", span.ref, text, excuses=[pid])

@@ -91,7 +91,7 @@ class Deaths:
         self._said: dict[int, str] = {}  # pid -> how it is known
         self._children: dict[int, list[int]] = {}
         self._serving: dict[int, bool] = {}  # API servers: have they said that they stopped?
-        self._open_steps: dict[int, int] = {}
+        self._open_steps: dict[int, list[int]] = {}  # two at most, and one with synchronous scheduling
 
     def feed(self, event: Event) -> None:
         """Process the next event."""
@@ -108,19 +108,19 @@ class Deaths:
             for child in self._children.get(pid, []):
                 self._said.setdefault(child, f"{event.proc} noticed at {event.ref} that it was gone")
         elif event.name == "engine.step" and event.ph == "B":
-            self._open_steps[pid] = event.step or 0
+            self._open_steps.setdefault(pid, []).append(event.step or 0)
         elif event.name == "engine.step":
-            self._open_steps.pop(pid, None)
+            self._open_steps[pid] = [step for step in self._open_steps.get(pid, []) if step != event.step]
 
     def end(self, torn: Collection[int], notes: Notes) -> dict[int, tuple[str, str]]:
         """pid -> (what became of the process, how it is known). `torn`: those whose last line is torn."""
-        found = {pid: f"it ends in the middle of step {step}" for pid, step in self._open_steps.items()}
+        found = {pid: f"it ends in the middle of step {steps[0]}" for pid, steps in self._open_steps.items() if steps}
         found |= dict.fromkeys(torn, "its last line is torn")
         found |= {pid: "it never said that it stopped" for pid, stopped in self._serving.items() if not stopped}
         dead = {pid: ("was killed or still runs", how) for pid, how in (found | self._said).items()}
         for parent, children in self._children.items():
             for child in children if parent in dead else []:
-                if child in self._open_steps:  # an engine ends at once when its front end is gone
+                if self._open_steps.get(child):  # an engine ends at once when its front end is gone
                     dead[child] = (f"ended with its front end, {notes.name(parent)}", found[child])
         return dead
 

@@ -13,6 +13,7 @@ _MANAGER = "stage03_engine/core/kv_cache_manager.py KVCacheManager."
 _VLLM_MANAGER = "vllm/v1/core/kv_cache_manager.py KVCacheManager."
 _DRAFTS = "stage03_engine/core/features/spec_decode/draft_scheduler.py DraftHook."
 _GRAMMARS = "stage03_engine/core/features/structured_output/scheduler_hook.py GrammarSchedulerHook."
+_AHEAD = "stage03_engine/core/features/async_scheduling/async_scheduler.py AsyncScheduler."
 _FAIR = "stage03_engine/core/features/fair_queue.py FairQueue."
 _WAITING = (_SCHEDULER + "_schedule_waiting", _VLLM + "schedule")
 _STOP = ("stage03_engine/core/request.py check_stop", "vllm/v1/core/sched/utils.py check_stop")
@@ -38,6 +39,7 @@ CODE: dict[str, tuple[str, str]] = {
     "end stop_token": _STOP,
     "end length": _STOP,
     "end grammar": (_GRAMMARS + "sampled", _VLLM + "update_from_output"),
+    "dropped": (_AHEAD + "update_from_output", _VLLM + "update_from_output"),
     "end outside": (_SCHEDULER + "finish_requests", _VLLM + "finish_requests"),
 }
 """Rule -> (file and function here, file and function in vLLM)."""

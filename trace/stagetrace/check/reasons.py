@@ -70,8 +70,11 @@ def explain(directory: str | Path, request_id: str) -> Iterator[StepReasons]:
             if done is not None:
                 yield done
     for engine in engines.values():
-        if engine.open is not None and engine.open.reasons:
-            yield engine.open  # the recording ends within this step
+        yield from (step for step in engine.open.values() if step.reasons)  # the recording ends within this step
+
+
+def _ends(step: StepReasons) -> bool:
+    return any(reason.rule.startswith("end ") for reason in step.reasons)
 
 
 class _Engine:
@@ -80,7 +83,8 @@ class _Engine:
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         self.state = EngineState()
-        self.open: StepReasons | None = None
+        self.open: dict[int, StepReasons] = {}  # steps in progress that may concern it; at most two
+        self._at = StepReasons(0, [])  # the one that the event belongs to
         self._cached_by: dict[int, tuple[str, int]] = {}  # block -> (who filled it, in which step)
         self._before: RequestState | None = None  # the request when the step began
         self._num_hits = 0  # blocks that it found in the prefix cache in this step
@@ -92,12 +96,13 @@ class _Engine:
         if event.name == "engine.step" and event.ph == "B":
             self._begin(event.step or 0)
         elif event.name == "engine.step":
-            step, self.open = self.open, None
+            step = self.open.pop(event.step or 0, None)
             done = step if step is not None and step.reasons else None
-        elif event.name == "sched.finished" and event.req == self.request_id and self.open is None:  # between two steps
-            self.open = StepReasons(self.state.step, self.state.in_words())
+            if done is not None and self.request_id not in self.state.requests and not _ends(done):
+                self._dropped(done)
+        elif event.name == "sched.finished" and event.req == self.request_id and not self.open:  # between two steps
+            self._at = done = StepReasons(self.state.step, self.state.in_words())
             self._mine(event.name, event.args)
-            done, self.open = self.open, None
         else:
             self._event(event)
         self.state.feed(event)
@@ -108,7 +113,7 @@ class _Engine:
         self._num_hits, self._preempted = 0, []
         self._before = replace(request) if request is not None else None
         if request is not None:
-            self.open = StepReasons(step, self.state.in_words())
+            self.open[step] = StepReasons(step, self.state.in_words())
 
     def _event(self, event: Event) -> None:
         if event.name == "kv.cached":
@@ -116,18 +121,23 @@ class _Engine:
                 self._cached_by[block] = (event.req or "", self.state.step)
         elif event.name == "sched.preempt":
             self._preempted.append(event.req or "")
-        if self.open is None:
+        if not self.open:
             return
+        self._at = self.open.get(event.step or 0, self.open[max(self.open)])
         if event.name == "sched.held_back":
             self._held_back(event.args)
-        elif event.name == "sched.output" and not self.open.reasons:
+        elif event.name == "sched.output" and not self._at.reasons:
             self._passed_over(event.args)
         elif event.req == self.request_id:
             self._mine(event.name, event.args)
 
     def _say(self, rule: str, text: str, short: str) -> None:
-        assert self.open is not None
-        self.open.reasons.append(Reason(rule, text, short))
+        self._at.reasons.append(Reason(rule, text, short))
+
+    def _dropped(self, step: StepReasons) -> None:
+        self._at = step
+        text = "It had ended before this step did, so what this step computed for it was dropped."
+        self._say("dropped", text, "dropped: it had ended")
 
     def _request(self) -> RequestState:
         return self.state.requests[self.request_id]

@@ -146,6 +146,13 @@ class PerfettoWriter:
         track = self._main(event)
         if event.name == "engine.step":
             self._engine = track
+        if (
+            event.step is not None
+            and event.step % 2
+            and self._story.settings.get("scheduler_config", {}).get("async_scheduling")
+        ):
+            name = f"{event.proc}, odd steps"  # they overlap with the even ones
+            track = self._tracks.get((event.pid, name)) or self._track(event.pid, self._new_tid(), name, event.proc)
         if event.ph == "B":
             args = {"req": event.req, "step": event.step, **event.args}
             self._begin(track, event.name, event.ts, {key: value for key, value in args.items() if value is not None})

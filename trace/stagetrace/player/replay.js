@@ -180,7 +180,7 @@ const HANDLERS = {
     state.freeRecorded = args.free_blocks;
   },
   "sched.token": (state, args, r) => {
-    r.total += args.num_tokens;
+    r.total = r.prompt + args.num_output_tokens;
     r.output = args.num_output_tokens;
     r.tokenIds.push(...(args.token_ids ?? []));
   },

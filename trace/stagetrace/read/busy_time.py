@@ -38,13 +38,13 @@ class StepTime:
         """Process the next complete step."""
         self.num_steps += 1
         self.num_tokens += step.total_tokens
+        now = max(step.start_ns, self._last_end)  # with asynchronous scheduling it begins before the last one ends
         if self._last_end:
-            self.parts["between"] += step.start_ns - self._last_end
-        now = step.start_ns
+            self.parts["between"] += now - self._last_end
         marks = {"schedule": step.decided_ns, "prepare": step.forward_ns[0], "forward": step.forward_ns[1],
                  "sample": step.sampled_ns, "update": step.end_ns}  # fmt: skip
         for part, time in marks.items():
-            if time:  # else it was not recorded, and counts towards the next
+            if time > now:  # else it was not recorded, and counts towards the next, or another step was in progress
                 self.parts[part] += time - now
                 now = time
         self._last_end = step.end_ns

@@ -40,7 +40,7 @@ class EngineState:
                 self.__init__()  # type: ignore[misc]  # another engine in the same process
                 self.settings = args
             case "engine.step":
-                self.step = event.step or 0
+                self.step = max(self.step, event.step or 0)  # the one before may end after this one has begun
             case "sched.queued":
                 self._arrivals += 1
                 length = args["num_prompt_tokens"]
@@ -67,7 +67,7 @@ class EngineState:
                 request.status, request.blocks = "preempted", []
                 request.computed = args["num_computed"] if args["swapped"] else 0
             case "sched.token":
-                request.total += args["num_tokens"]
+                request.total = request.prompt + args["num_output_tokens"]
             case "sched.finished":
                 del self.requests[request_id]
 

@@ -139,7 +139,7 @@ class Story:
         self.end_ns = 0
         self.deliveries = Deliveries()
         self._on_step = on_step
-        self._open: StepStory | None = None
+        self._open: dict[tuple[int, int], StepStory] = {}  # (pid, step); an engine with asynchronous scheduling has two
         self._sent: dict[str, Event] = {}
 
     def feed(self, event: Event) -> None:
@@ -164,24 +164,33 @@ class Story:
         return self.requests[request_id]
 
     def _step(self, event: Event) -> None:
+        number = event.step or 0
         if event.ph == "B":
-            step = event.step or 0
-            self._open = StepStory(step, event.ts, running=event.args["running"], waiting=event.args["waiting"])
+            step = StepStory(number, event.ts, running=event.args["running"], waiting=event.args["waiting"])
+            self._open[event.pid, number] = step
             if self._on_step is None:
-                self.steps.append(self._open)
-        elif self._open is not None:
-            self._open.end_ns = event.ts
-            for request_id in self._open.tokens:
+                self.steps.append(step)
+        elif (event.pid, number) in self._open:
+            step = self._open.pop((event.pid, number))
+            step.end_ns = event.ts
+            for request_id in step.tokens:
                 for span in self._request(request_id).spans[-1:]:
                     span.end_ns = event.ts
             if self._on_step is not None:
-                self._on_step(self._open)
-            self._open = None
+                self._on_step(step)
+
+    def _step_of(self, event: Event) -> StepStory | None:
+        """The step in progress that an event belongs to; the newest one if it names none."""
+        return self._open.get((event.pid, self._newest(event) if event.step is None else event.step))
+
+    def _newest(self, event: Event, default: int = 0) -> int:
+        """The newest step in progress in the process of an event."""
+        return max((step for pid, step in self._open if pid == event.pid), default=default)
 
     def _span(self, event: Event, kind: str) -> None:
         """Begin a span of the event's request; the one before it ends."""
         spans = self.requests[event.req or ""].spans
-        step = event.step or (self._open.step if self._open is not None else 0)
+        step = event.step or self._newest(event)
         if spans:
             spans[-1].end_ns = event.ts
         spans.append(Span(kind, event.ts, event.ts, step, step))
@@ -199,74 +208,81 @@ class Story:
         self._span(event, "wait")
 
     def _admitted(self, event: Event) -> None:
-        if self._open is not None:
-            (self._open.admitted if event.name == "sched.admit" else self._open.resumed).append(event.req or "")
+        if (step := self._step_of(event)) is not None:
+            (step.admitted if event.name == "sched.admit" else step.resumed).append(event.req or "")
         self._span(event, "prefill")
 
     def _prefix_hit(self, event: Event) -> None:
         request = self.requests[event.req or ""]
         if not request.num_preemptions:  # later it finds what it had computed itself
             request.num_cached_tokens += event.args["num_tokens"]
-        if self._open is not None:
-            self._open.prefix_hits[event.req or ""] = event.args["num_tokens"]
+        if (step := self._step_of(event)) is not None:
+            step.prefix_hits[event.req or ""] = event.args["num_tokens"]
         self._blocks(event)
 
     def _scheduled(self, event: Event) -> None:
         scheduled = Scheduled(**event.args)
-        if self._open is not None:
-            self._open.scheduled[event.req or ""] = scheduled
+        if (step := self._step_of(event)) is not None:
+            step.scheduled[event.req or ""] = scheduled
         request = self.requests[event.req or ""]
         spans = request.spans
-        if spans and spans[-1].kind == "prefill" and request.token_ns and request.token_ns[-1] > spans[-1].start_ns:
-            self._span(event, "decode")  # what it lacks is the token it received last
+        if spans and spans[-1].kind == "prefill" and self._is_decode(request, scheduled):
+            self._span(event, "decode")
         if spans:
             span = spans[-1]
             span.num_tokens += scheduled.num_tokens
             span.last_step, span.end_ns = event.step or 0, event.ts
 
+    def _is_decode(self, request: RequestStory, scheduled: Scheduled) -> bool:
+        """Is what it lacks the token that it received last or, with asynchronous scheduling, that a step in flight gives it?"""
+        if request.token_ns and request.token_ns[-1] > request.spans[-1].start_ns:
+            return True
+        ahead = self.settings.get("scheduler_config", {}).get("async_scheduling", False)
+        return ahead and scheduled.num_computed >= request.num_prompt_tokens + request.num_output_tokens
+
     def _drafts(self, event: Event) -> None:
-        if self._open is not None and event.req in self._open.scheduled:
-            self._open.scheduled[event.req].num_drafts = event.args["num_tokens"]
+        if (step := self._step_of(event)) is not None and event.req in step.scheduled:
+            step.scheduled[event.req].num_drafts = event.args["num_tokens"]
 
     def _preempted(self, event: Event) -> None:
         self.requests[event.req or ""].num_preemptions += 1
-        if self._open is not None:
-            self._open.preempted[event.req or ""] = event.args
+        if (step := self._step_of(event)) is not None:
+            step.preempted[event.req or ""] = event.args
         self._span(event, "preempted")
 
     def _held_back(self, event: Event) -> None:
-        if self._open is not None:
-            self._open.held_back = event.args
+        if (step := self._step_of(event)) is not None:
+            step.held_back = event.args
 
     def _decided(self, event: Event) -> None:
-        if self._open is not None:
-            self._open.budget, self._open.total_tokens = event.args["budget"], event.args["total_tokens"]
-            self._open.free_blocks, self._open.decided_ns = event.args["free_blocks"], event.ts
-            self._open.num_changes = len(self.blocks)
+        if (step := self._step_of(event)) is not None:
+            step.budget, step.total_tokens = event.args["budget"], event.args["total_tokens"]
+            step.free_blocks, step.decided_ns = event.args["free_blocks"], event.ts
+            step.num_changes = len(self.blocks)
 
     def _forward(self, event: Event) -> None:
-        if self._open is not None:
-            begin = self._open.forward_ns[0]
-            self._open.forward_ns = (event.ts, event.ts) if event.ph == "B" else (begin, event.ts)
+        if (step := self._step_of(event)) is not None:
+            begin = step.forward_ns[0]
+            step.forward_ns = (event.ts, event.ts) if event.ph == "B" else (begin, event.ts)
 
     def _sampled(self, event: Event) -> None:
-        if self._open is not None:
-            self._open.sampled_ns = event.ts
+        if (step := self._step_of(event)) is not None:
+            step.sampled_ns = event.ts
 
     def _token(self, event: Event) -> None:
         request = self.requests[event.req or ""]
         request.num_output_tokens = event.args["num_output_tokens"]
         request.token_ns += [event.ts] * event.args["num_tokens"]
-        if self._open is not None:
-            self._open.tokens[event.req or ""] = event.args["num_tokens"]
+        if (step := self._step_of(event)) is not None:
+            step.tokens[event.req or ""] = event.args["num_tokens"]
 
     def _finished(self, event: Event) -> None:
         request = self.requests[event.req or ""]
         request.reason = request.reason or event.args["reason"]
         if request.spans:
             request.spans[-1].end_ns = event.ts
-        if self._open is not None:
-            self._open.finished[event.req or ""] = event.args["reason"]
+        if (step := self._step_of(event)) is not None:
+            step.finished[event.req or ""] = event.args["reason"]
 
     def _answered(self, event: Event) -> None:
         self.requests[event.req or ""].reason = event.args["reason"]
@@ -285,7 +301,7 @@ class Story:
         if self._on_step is None and event.args.get("done", True):  # a reset that was refused changes nothing
             blocks = event.args.get("blocks", [])
             blocks = [event.args["block"]] if event.name == "kv.evicted" else blocks
-            step = self._open.step if self._open is not None else (self.steps[-1].step if self.steps else 0)
+            step = self._newest(event, self.steps[-1].step if self.steps else 0)
             self.blocks.append(BlockChange(event.name, event.ts, step, event.req, blocks))
 
     def _message_sent(self, event: Event) -> None:

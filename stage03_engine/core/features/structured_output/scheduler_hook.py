@@ -51,6 +51,10 @@ class GrammarSchedulerHook(SchedulerHook):
             self.manager.wait(WAIT_SECONDS)
         return refused, not blocked
 
+    def may_look_ahead(self) -> bool:
+        """A mask needs every token before it, so not while a request has a grammar."""
+        return not any(request.sampling_params.structured_outputs for request in self.scheduler.requests.values())
+
     def is_ready(self, request: Request) -> bool:
         """Is its grammar compiled? Then it waits like all others."""
         if request.status != RequestStatus.WAITING_FOR_FSM:

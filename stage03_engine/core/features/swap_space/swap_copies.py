@@ -44,7 +44,7 @@ class SwapCopies(RunnerHook):
                 for source_block, target_block in pairs:
                     target[:, target_block].copy_(source[:, source_block])
         if trace.on:
-            trace.emit("kv.swapped", num_out=len(out), num_in=len(back))
+            trace.emit("kv.swapped", step=scheduler_output.step, num_out=len(out), num_in=len(back))
 
     def shutdown(self) -> None:
         """Release the memory."""
