@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import sys
@@ -41,7 +42,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--threads", type=_positive, help="compute threads of each engine (default: the physical cores)")
     add(
         "--limit",
-        type=float,
+        type=_seconds,
         default=900,
         help="seconds for a start or a repetition, then it is given up (default: 900)",
     )
@@ -68,14 +69,17 @@ def make_parser() -> argparse.ArgumentParser:
     add("--out", type=Path, help="file for the result as JSON (default: in the folder, named after the time)")
     add("--show", type=Path, help="run nothing, show this result of an earlier race")
     add("--readme", action="store_true", help="write the tables into README.md and tests/benchmarks/README.md")
-    return parser  # fmt: skip
+    return parser
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the race or show an earlier one. Returns the exit code."""
-    args = make_parser().parse_args(argv)
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    if args.quick and args.readme:
+        parser.error("--readme wants the whole race: without --quick")
     try:
-        result = json.loads(args.show.read_text(encoding="utf-8")) if args.show else race(args)
+        result = _load(args.show) if args.show else race(args)
         print(f"\n{summary(result)}\n\n{details(result)}")
         if args.readme:
             write_between(ROOT / "README.md", summary(result))
@@ -86,6 +90,14 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def _load(path: Path) -> Result:
+    """Raises OSError, ValueError."""
+    result = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(result, dict) or "repetitions" not in result:
+        raise ValueError(f"{path} is not the result of a race")
+    return result
 
 
 def race(args: argparse.Namespace) -> Result:
@@ -109,6 +121,7 @@ def race(args: argparse.Namespace) -> Result:
     def save() -> None:
         out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
+    save()  # better now than after an hour
     for precision in args.dtypes:
         group = [entrant for entrant in entrants if entrant.precision == precision]
         _run_group(args, setup, result, group, save)
@@ -229,6 +242,16 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return seconds
 
 
 if __name__ == "__main__":

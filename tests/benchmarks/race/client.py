@@ -8,6 +8,7 @@ import json
 import statistics
 import time
 from dataclasses import dataclass
+from typing import Any
 
 from race.entrant import MODEL_NAME
 from race.workloads import Scale, prompts_of
@@ -71,7 +72,7 @@ async def _read(reader: asyncio.StreamReader) -> tuple[float, float, int | None]
     async for line in reader:
         if not line.startswith(b"data: {"):
             continue
-        chunk = json.loads(line[6:]) if b'"completion_tokens"' in line else {"choices": True}
+        chunk: dict[str, Any] = json.loads(line[6:]) if b'"completion_tokens"' in line else {"choices": True}
         if chunk.get("usage"):
             tokens = chunk["usage"]["completion_tokens"]
         if chunk.get("choices"):

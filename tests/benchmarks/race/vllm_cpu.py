@@ -60,14 +60,15 @@ def start(settings: Settings) -> Generate:
 
 
 def _environment(setup: Setup, python: Path) -> dict[str, str]:
-    """What vLLM's page on CPUs advises: threads bound to cores, Intel's OpenMP and tcmalloc loaded first, where they are."""
-    found = [*(python.parent.parent / "lib").glob("libiomp5.so"), find_library("tcmalloc_minimal")]
-    preload = [os.environ.get("LD_PRELOAD"), *(str(library) for library in found if library)]
+    """What vLLM's page on CPUs advises: threads bound to cores, Intel's OpenMP and tcmalloc loaded first: where they are
+    found, or as VLLM_PRELOAD names them, with colons between."""
+    found = [*map(str, (python.parent.parent / "lib").glob("libiomp5.so")), find_library("tcmalloc_minimal") or ""]
+    preload = os.environ.get("VLLM_PRELOAD", ":".join(filter(None, found)))
     return {
         "VLLM_CPU_KVCACHE_SPACE": str(max(1, setup.scale.kv_cache_bytes >> 30)),  # GiB
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, setup.cpus)),
         "OMP_NUM_THREADS": str(setup.threads),
-        "LD_PRELOAD": ":".join(filter(None, preload)),
+        "LD_PRELOAD": preload,
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CACHE_ROOT": str(setup.folder / "vllm-cache"),
         "TORCHINDUCTOR_CACHE_DIR": str(setup.folder / "inductor-cache"),
