@@ -16,6 +16,7 @@ ROOT = BENCHMARKS.parent.parent
 PRECISIONS = ("float32", "bfloat16", "int8")
 """Like is compared with like: float16 counts as bfloat16, llama.cpp's q8_0 as int8."""
 OURS = "ours"
+OWN_VARIABLES = ("VLLM_PYTHON", "VLLM_PRELOAD")  # the race's: vLLM and our engine warn of VLLM_* that they do not know
 MODEL_NAME = "race"  # by which the HTTP clients ask every server for it
 
 
@@ -32,7 +33,8 @@ class Command:
 
     def environ(self) -> dict[str, str]:
         """No model hub is asked, and another engine's Python finds none of our packages but this one."""
-        return os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(BENCHMARKS)} | self.env
+        known = {name: value for name, value in os.environ.items() if name not in OWN_VARIABLES}
+        return known | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(BENCHMARKS)} | self.env
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from race.workloads import Generate
 DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "bfloat16", "q8_0": "int8"}
 """Type of a GGUF file -> the precision that it is compared in."""
 FIND = "import gguf, llama_cpp; print(llama_cpp.__version__)"
-BATCH = 2048  # tokens of one call, as many as the other engines give a step
+BATCH = 2048  # tokens of one call, as many as our engine gives a step
 UBATCH = 512  # that are computed together: llama.cpp's default
 
 

@@ -88,9 +88,9 @@ class Turns:
                     racing.remove(lane)
                     self.problem(f"{lane.entrant.name}, {workload}: {error}")
                     continue
+                self.say(line_of(repetition))
                 if round_ >= 0:
                     self.keep(repetition)
-                    self.say(line_of(repetition))
 
     def turn(self, workload: str, lane: Lane, round_: int) -> Repetition:
         """The quietest of some tries, and the first quiet one; the warm-up is tried once. Raises Failed."""
@@ -126,7 +126,8 @@ def line_of(repetition: Repetition) -> str:
     """For the screen."""
     figures = ", ".join(f"{value:,.1f} {name}" for name, value in repetition.measures.items())
     noise = "" if repetition.quiet else f" (others used {repetition.others:.1f} cores)"
-    return f"{repetition.workload} round {repetition.round + 1}: {repetition.entrant:20} {figures}{noise}"
+    turn = f"round {repetition.round + 1}" if repetition.round >= 0 else "warm-up"
+    return f"{repetition.workload} {turn}: {repetition.entrant:20} {figures}, {repetition.seconds:.0f} s{noise}"
 
 
 def as_json(repetition: Repetition) -> dict[str, object]:
