@@ -31,7 +31,7 @@ def result_of(*runs: tuple[str, str, dict[str, float], float]) -> dict[str, Any]
     """From (entrant, workload, measures, cores that others used)."""
     names = dict.fromkeys(name for name, *_ in runs)
     return {
-        "date": "2026-11-22 10:00", "rounds": 3, "threads": 2, "settings": {"STAGES_BLOCK_SIZE": "32"}, "problems": [],
+        "date": "2026-11-22 10:00", "quick": False, "rounds": 3, "threads": 2, "settings": {"STAGES_BLOCK_SIZE": "32"}, "problems": [],
         "machine": {"cpu": "A CPU", "instructions": ["avx2", "fma"], "memory_gib": 8, "system": "Linux"},
         "workloads": {workload: QUICK.loads[workload].title for _, workload, *_ in runs},
         "entrants": [

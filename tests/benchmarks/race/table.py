@@ -123,8 +123,9 @@ def write_between(path: Path, text: str) -> None:
 def _caption(result: Result) -> str:
     machine = result["machine"]
     special = ", ".join(name for name in machine["instructions"] if name not in ("fma", "f16c"))
+    shape = "a tiny shape" if result["quick"] else "GPT-2's shape"
     return (
-        f"{machine['cpu']} ({special}), {result['threads']} cores, {result['date'][:10]}; {_versions(result)}; GPT-2's shape with "
+        f"{machine['cpu']} ({special}), {result['threads']} cores, {result['date'][:10]}; {_versions(result)}; {shape} with "
         "random weights. In each cell: ours · the fastest other engine in the same precision · the ratio (above 1: ours is ahead). "
         "`make race` measures here ([how](tests/benchmarks/README.md#the-race))."
     )
