@@ -13,7 +13,7 @@ DEV    := .venv/.dev
 unexport PYTHONDONTWRITEBYTECODE
 INSTALL := PIP_NO_COMPILE=1 $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: serve test venv lint bench recordings notebooks notebooks-build clean
+.PHONY: serve test venv lint bench race recordings notebooks notebooks-build clean
 
 serve: $(SERVE)  ## serve MODEL on HOST:PORT; ARGS are further flags of `serve`
 	exec $(BIN)/python -m stage02_server serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
@@ -28,8 +28,12 @@ lint: $(DEV)  ## style and types, repairing what can be repaired
 	$(BIN)/ruff format .
 	$(BIN)/mypy
 
-bench: $(DEV)  ## measurements, as ratios within one run
+bench: $(DEV)  ## measurements, as ratios within one run, then the race; with ARGS, which go to pytest, no race
 	$(BIN)/python -m pytest tests/benchmarks --benchmark-only --benchmark-columns=median,iqr,rounds $(ARGS)
+	$(if $(ARGS),,$(MAKE) race)
+
+race: $(DEV)  ## ours and the other engines that are found on five workloads; ARGS goes to it, e.g. "--quick" or "--help"
+	$(BIN)/python tests/benchmarks/race $(ARGS)
 
 notebooks: .venv/.notebooks  ## JupyterLab on the first notebook; ARGS goes to it
 	$(BIN)/jupyter trust notebooks/*.ipynb >/dev/null  # else Jupyter hides the stored players until their cells run

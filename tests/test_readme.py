@@ -16,6 +16,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from benchmarks.race import __main__ as race
 from patience import PATIENCE
 from server_under_test import ServerProcess
 
@@ -209,7 +210,7 @@ NO_FLAGS_OF_OURS = {
 
 def test_every_flag_that_a_readme_names_exists() -> None:
     parsers = [make_parser(name) for name in SUBCOMMANDS]
-    parsers += [stage03_engine.__main__.make_parser(), stage04_kernels.__main__.make_parser()]
+    parsers += [stage03_engine.__main__.make_parser(), stage04_kernels.__main__.make_parser(), race.make_parser()]
     known = set().union(*map(flags_of, parsers), NO_FLAGS_OF_OURS)
     known |= set(
         re.findall(r"--[a-z-]+", REFUSED.read_text(encoding="utf-8"))

