@@ -9,7 +9,7 @@ token. The names of modules and parameters are those of the checkpoint.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -26,16 +26,18 @@ _CAUSAL_MASKS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)$")
 class Conv1D(Linear):
     """A linear layer whose weight is stored as [in_features, out_features], as GPT-2's checkpoints do."""
 
-    @staticmethod
-    def stored_shape(in_features: int, out_features: int) -> tuple[int, int]:
-        return in_features, out_features
+    def __init__(
+        self, in_features: int, out_features: int, activation: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        super().__init__(in_features, out_features, activation=activation)
+        self.weight = nn.Parameter(torch.empty(in_features, out_features))
 
     @property
     def matrix(self) -> Tensor:
-        return self.weight.T
+        return self.weight.T  # a view: nothing is transposed
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.linear(x, self.weight.T, self.bias)  # a view: nothing is transposed
+        y = F.linear(x, self.weight.T, self.bias)
         return y if self.activation is None else self.activation(y)
 
 
@@ -77,7 +79,7 @@ class GPT2MLP(nn.Module):
     def __init__(self, shape: ModelShape, backend: str) -> None:
         super().__init__()
         gelu = activation(shape.activation_function, backend)
-        self.c_fc = Conv1D(shape.hidden_size, shape.intermediate_size, activation=gelu)
+        self.c_fc = Conv1D(shape.hidden_size, shape.intermediate_size, gelu)
         self.c_proj = Conv1D(shape.intermediate_size, shape.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:

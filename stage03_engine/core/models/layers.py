@@ -32,14 +32,9 @@ class Linear(nn.Module):
         activation: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(self.stored_shape(in_features, out_features)))
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
         self.activation = activation
-
-    @staticmethod
-    def stored_shape(in_features: int, out_features: int) -> tuple[int, int]:
-        """The shape of `weight`."""
-        return out_features, in_features
 
     @property
     def matrix(self) -> Tensor:
