@@ -25,7 +25,7 @@ from stage03_engine.config import SECTIONS, VllmConfig
 from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import each
 from stage03_engine.model_path import ModelFiles, resolve_model
-from stage04_kernels.attention import resolve_backend
+from stage04_kernels.attention import choose_backend
 from stagetrace import trace
 
 _DTYPE_ALIASES = {"half": "float16", "float": "float32"}
@@ -91,8 +91,8 @@ class EngineArgs:
             settings = with_detected(settings, detect(_values(settings)))
         settings = with_detected(settings, detect_settings(files.shape, settings["device"].value))
         device = settings["device"].value
-        backend = (resolve_backend("auto", device), f"device is {device}")
-        settings = with_detected(settings, {"attention_backend": backend})
+        if settings["attention_backend"].value == "auto":
+            settings = with_detected(settings, {"attention_backend": choose_backend(device)})
         config = _build(settings, files)
         check_config(config)
         check_variables(os.environ, settings)

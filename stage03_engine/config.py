@@ -123,7 +123,7 @@ class DeviceConfig(
     device: str = option("auto", "device to run on", ("auto", "cpu", "cuda"))
     attention_backend: str = option(
         "auto",
-        "paged attention: auto, torch, cpu (compiled, for long contexts), triton (GPU), triton-interpret (the same without one, "
+        "paged attention: auto, native (compiled for this CPU), torch, triton (GPU), triton-interpret (the same without one, "
         "slow), batch_invariant, reference, or module:function of your own",
     )
     num_threads: int | None = option(

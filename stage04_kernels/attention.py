@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 BACKENDS = {
     # plain torch operations, on every device that torch knows
     "torch": "stage04_kernels.paged_attention:torch_attention",
-    # compiled for the processor at hand: reads each block once, in place
-    "cpu": "stage04_kernels.backends.cpu_attention:cpu_attention",
+    # compiled for the CPU at hand: reads each block in place, and a row's bits do not depend on the batch
+    "native": "stage04_kernels.backends.native.attention:native_attention",
     # the Triton kernels, on a GPU
     "triton": "stage04_kernels.triton_kernels.backend:triton_attention",
     # the same kernels, number by number, on any machine: slow, for learning and testing
@@ -32,6 +32,8 @@ BACKENDS = {
     "reference": "stage04_kernels.backends.reference:reference_attention",
 }
 """Name -> where the function is. Nothing is imported before it is chosen."""
+PROBLEMS = {"native": "stage04_kernels.backends.native.library:problem"}
+"""Name -> a function that says why the backend cannot run on this machine, or None. It imports no torch."""
 
 
 @dataclass
@@ -79,10 +81,10 @@ class AttentionBackend(Protocol):
 def resolve_backend(name: str, device: str = "cpu") -> str:
     """One of the names, or a user's `module:function`; "auto" becomes the fastest for the device (cpu or cuda).
 
-    Raises ValueError for an unknown name, and for a backend whose files were removed.
+    Raises ValueError for an unknown name, for a backend whose files were removed, and for one that cannot run on this machine.
     """
     if name == "auto":
-        name = "triton" if device == "cuda" else "torch"
+        return choose_backend(device)[0]
     if name not in BACKENDS:
         if ":" not in name:
             known = ", ".join(BACKENDS)
@@ -91,7 +93,22 @@ def resolve_backend(name: str, device: str = "cpu") -> str:
             )
     elif not _is_there(module := BACKENDS[name].partition(":")[0]):
         raise ValueError(f"the attention backend {name} is not installed: {module} is missing")
+    elif problem := _problem(name):
+        raise ValueError(f"the attention backend {name} cannot run: {problem}; torch runs everywhere")
     return name
+
+
+def choose_backend(device: str) -> tuple[str, str]:
+    """What "auto" means: (the fastest backend for the device, what decided). On a CPU the first call may compile."""
+    if device == "cuda":
+        return "triton", "device is cuda"
+    problem = _problem("native") if _is_there(BACKENDS["native"].partition(":")[0]) else "native is not installed"
+    return ("native", f"device is {device}, compiled for it") if problem is None else ("torch", problem)
+
+
+def _problem(name: str) -> str | None:
+    problem: str | None = load(PROBLEMS[name])() if name in PROBLEMS else None
+    return problem
 
 
 def _is_there(module: str) -> bool:
@@ -126,6 +143,6 @@ def check_backend(name: str, device: str) -> None:
     try:
         get_backend(resolved)
     except (ImportError, AttributeError) as error:
-        missing = isinstance(error, ModuleNotFoundError) and error.name in ("numba", "triton")
+        missing = isinstance(error, ModuleNotFoundError) and error.name == "triton"
         hint = "; pip install --editable '.[kernels]' adds it" if missing else ""
         raise ValueError(f"the attention backend {resolved} cannot be loaded: {error}{hint}") from error

@@ -60,6 +60,7 @@ def silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 TORCH = LayerKernels(layer_norm, rms_norm, partial(F.gelu, approximate="tanh"), silu_and_mul)
 OTHERS = {
+    "native": "stage04_kernels.backends.native.layers:LAYER_KERNELS",
     "triton": "stage04_kernels.triton_kernels.backend:LAYER_KERNELS",
     "triton-interpret": "stage04_kernels.triton_kernels.interpreted:LAYER_KERNELS",
 }

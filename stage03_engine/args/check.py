@@ -37,7 +37,7 @@ def _check_attention_backend(config: VllmConfig) -> None:
         raise ConfigError(str(error)) from error
     if resolved == "triton" and device != "cuda":
         raise ConfigError("attention_backend triton needs a GPU; triton-interpret runs the same kernels without one")
-    if resolved in ("cpu", "triton-interpret") and device != "cpu":
+    if resolved in ("native", "triton-interpret") and device != "cpu":
         raise ConfigError(f"attention_backend {resolved} needs --device cpu, not {device}")
 
 

@@ -62,7 +62,7 @@ def signals_are_ours() -> Iterator[None]:
 
 
 FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO}
-EXTRAS = {"openai": "client", "numba": "kernels", "triton": "kernels", "matplotlib": "trace", "transformers": "audio"}
+EXTRAS = {"openai": "client", "triton": "kernels", "matplotlib": "trace", "transformers": "audio"}
 """Package that serving does not need -> the extra of pyproject.toml that installs it."""
 
 

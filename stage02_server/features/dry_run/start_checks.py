@@ -22,7 +22,7 @@ from stage03_engine.frontend.tokenizer import get_tokenizer
 from stage03_engine.mixins import is_there, load_feature
 from stagetrace import trace
 
-NEEDS = {"cpu": "numba", "triton": "triton", "triton-interpret": "triton"}  # attention backend -> its package
+NEEDS = {"triton": "triton", "triton-interpret": "triton"}  # attention backend -> its package
 ABOUT_THE_APP = (
     "chat_template", "default_chat_template_kwargs", "middleware", "tool_call_parser", "tool_parser_plugin",
     "reasoning_parser", "reasoning_parser_plugin", "enable_auto_tool_choice",

@@ -25,7 +25,7 @@ VARIANTS = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-marc
 SECONDS = 120
 
 
-class NativeError(Exception):
+class NativeError(ImportError):
     """There is no native library on this machine; the message says why."""
 
 

@@ -7,7 +7,10 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <new>
 #include <type_traits>
+#include <utility>
+#include <vector>
 
 #if defined(__AVX512F__)
 constexpr int V = 16;  // float32 in a vector
@@ -23,7 +26,7 @@ constexpr int V = 4, MR = 6;
 typedef float floats __attribute__((vector_size(V * 4)));
 typedef float any_floats __attribute__((vector_size(V * 4), aligned(4)));  // at any address
 typedef int32_t ints __attribute__((vector_size(V * 4)));
-typedef int32_t any_ints __attribute__((vector_size(V * 4), aligned(1)));
+typedef int32_t any_ints __attribute__((vector_size(V * 4), aligned(1), may_alias));
 
 struct bfloat16 {
   uint16_t bits;  // the upper half of a float32
@@ -256,4 +259,364 @@ int panel_width() { return NR; }
 LINEAR(float, float32)
 LINEAR(bfloat16, bfloat16)
 LINEAR(int8_t, int8)
+}
+
+// Paged attention
+//
+// The cache of one layer's keys, and that of its values, is [num_blocks, block_size, kv_heads, dim]; a request's blocks are in its
+// row of the block table. An item of work is a tile of query rows of one request that read the same key/value head. It
+// runs through the context in spans of SPAN positions: the keys of a span are copied side by side as float32, then its values, and
+// each row takes what it sees of them. The softmax is the online one (Milakov and Gimelshein 2018; FlashAttention, Dao et al.
+// 2022): no score is kept longer than its span. Source of the tiles: FlashAttention-2, Dao 2023.
+//
+// Spans begin at fixed positions, every sum has one order, and rows share nothing but the copies: so a row's result does not
+// depend, in any bit, on the rest of its chunk or of the batch.
+
+constexpr int SPAN = 64, TILE = 64;
+constexpr int KEYS = V < 8 ? 8 : V;  // scored side by side: enough sums that no multiply-add waits for the one before
+constexpr int ROWS = 3;  // mixed side by side
+constexpr int FEW = 3;  // with so few rows the copies cost more than they save: keys and values are taken where they lie
+
+static inline floats load(const float* x) { return *(const any_floats*)x; }
+
+static inline void store(float* to, floats x) { *(any_floats*)to = x; }
+
+#if defined(__has_builtin) && __has_builtin(__builtin_shufflevector)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, ints{__VA_ARGS__})
+#endif
+
+// Half of a and half of b, each number added to its neighbour: pairs within 4 lanes for W = 0, else stretches of W lanes.
+template <int W, int... J>
+static inline floats fold(floats a, floats b, std::integer_sequence<int, J...>) {
+  if constexpr (W == 0)
+    return SHUFFLE(a, b, (J / 4 * 4 + J % 2 * 2 + (J % 4 < 2 ? 0 : V))...) +
+           SHUFFLE(a, b, (J / 4 * 4 + J % 2 * 2 + (J % 4 < 2 ? 0 : V) + 1)...);
+  else
+    return SHUFFLE(a, b, (J % (2 * W) < W ? J : J - W + V)...) + SHUFFLE(a, b, (J % (2 * W) < W ? J + W : J + V)...);
+}
+
+// The sums over the lanes of V vectors, as one vector.
+static inline floats lane_sums(floats* x) {
+  constexpr auto lanes = std::make_integer_sequence<int, V>();
+  for (int i = 0; i < V / 2; i++) x[i] = fold<0>(x[2 * i], x[2 * i + 1], lanes);
+  for (int i = 0; i < V / 4; i++) x[i] = fold<0>(x[2 * i], x[2 * i + 1], lanes);
+  if constexpr (V >= 8)
+    for (int i = 0; i < V / 8; i++) x[i] = fold<4>(x[2 * i], x[2 * i + 1], lanes);
+  if constexpr (V >= 16) x[0] = fold<8>(x[0], x[1], lanes);
+  return x[0];
+}
+
+template <class T> struct Attention {
+  const T* query;  // [num_tokens, heads, dim], `query_row` numbers from token to token
+  const T *keys, *values;
+  T* out;  // [num_tokens, heads, dim]
+  const int32_t *starts, *lengths, *table;  // first query row and length of the context of each request; its blocks
+  long query_row, table_row, block_size, heads, kv_heads, dim, window;
+  float scale;
+};
+
+// scores[k] = query . key k for `count` keys, rounded up to whole vectors.
+template <class K>
+static inline void score(const float* query, const K* keys, long stride, long wide, float* scores, int count) {
+  for (int k = 0; k < count; k += KEYS) {
+    floats sum[KEYS] = {};
+    const K* key = keys + k * stride;
+    for (long d = 0; d < wide; d += NR) {
+      const floats low = load(query + d), high = load(query + d + V);
+      for (int i = 0; i < KEYS; i++) {
+        floats x[1][2];
+        unpack(key + i * stride + d, x);
+        sum[i] += low * x[0][0];
+        sum[i] += high * x[0][1];
+      }
+    }
+    for (int i = 0; i < KEYS; i += V) store(scores + k + i, lane_sums(sum + i));
+  }
+}
+
+// Scores low to high become weights, relative to the largest score so far. Returns what earlier sums are multiplied by.
+static inline float weigh(float* scores, int low, int high, float& largest, float& total) {
+  ints lane;
+  for (int i = 0; i < V; i++) lane[i] = i;
+  floats peak = floats{} + largest, sum = {};
+  const floats never = floats{} - INFINITY;
+  for (int k = low / V * V; k < high; k += V) {
+    floats x = load(scores + k);
+    x = (lane + k >= low) & (lane + k < high) ? x : never;
+    peak = x > peak ? x : peak;
+    store(scores + k, x);
+  }
+  float top = largest;
+  for (int i = 0; i < V; i++) top = std::max(top, peak[i]);
+  for (int k = low / V * V; k < high; k += V) {
+    floats x = load(scores + k), weight = exp_of(x - top);
+    weight = x == never ? floats{} : weight;
+    store(scores + k, weight);
+    sum += weight;
+  }
+  const float rescale = top == largest ? 1.0f : exp_of(floats{} + (largest - top))[0];
+  float here = 0.0f;
+  for (int i = 0; i < V; i++) here += sum[i];
+  total = total * rescale + here;
+  largest = top;
+  return rescale;
+}
+
+// mixed += the weighted values of `count` keys, for M rows and P pairs of vectors of each.
+template <int M, int P, class K>
+static inline void mix_part(const float* weights, const K* values, long stride, long wide, float* mixed, int count) {
+  floats sum[M][P][2];
+  for (int m = 0; m < M; m++)
+    for (int p = 0; p < P * 2; p++) sum[m][p / 2][p % 2] = load(mixed + m * wide + p * V);
+  for (int k = 0; k < count; k++)
+    for (int p = 0; p < P; p++) {
+      floats x[1][2];
+      unpack(values + k * stride + p * NR, x);
+      for (int m = 0; m < M; m++)
+        for (int half = 0; half < 2; half++) sum[m][p][half] += weights[m * SPAN + k] * x[0][half];
+    }
+  for (int m = 0; m < M; m++)
+    for (int p = 0; p < P * 2; p++) store(mixed + m * wide + p * V, sum[m][p / 2][p % 2]);
+}
+
+template <int M, class K>
+static inline void mix(const float* weights, const K* values, long stride, long wide, float* mixed, int count) {
+  if (count <= 0) return;
+  long d = 0;
+  if constexpr (M == 1)
+    for (; d + 4 * NR <= wide; d += 4 * NR) mix_part<M, 4>(weights, values + d, stride, wide, mixed + d, count);
+  for (; d + 2 * NR <= wide; d += 2 * NR) mix_part<M, 2>(weights, values + d, stride, wide, mixed + d, count);
+  for (; d < wide; d += NR) mix_part<M, 1>(weights, values + d, stride, wide, mixed + d, count);
+}
+
+// One key/value head of one request, read in spans.
+template <class T> struct Reader {
+  const Attention<T>& a;
+  const int32_t* blocks;
+  long head, wide;
+  bool in_place;
+  float* span;
+
+  // Hands positions low to high of a cache to use(data, stride, first, last): position at + k, for k from `first` to `last`, is
+  // data + (k - first) * stride. What is read next, at the same places of the other cache, is called for.
+  template <class Use> void read(const T* cache, const T* other, long at, long low, long high, Use use) {
+    const long row = a.kv_heads * a.dim;
+    for (long p = low / KEYS * KEYS; p < high;) {
+      const long offset = p % a.block_size, count = std::min(a.block_size - offset, high - p);
+      const long place = (blocks[p / a.block_size] * a.block_size + offset) * row + head * a.dim;
+      if (other)
+        for (long i = 0; i < count; i++)
+          for (long d = 0; d < a.dim; d += 64 / sizeof(T)) __builtin_prefetch(other + place + i * row + d);
+      if (in_place)
+        use(cache + place, row, int(p - at), int(p - at + count));
+      else
+        for (long i = std::max(0L, low - p); i < count; i++) copy(cache + place + i * row, span + (p - at + i) * wide);
+      p += count;
+    }
+    if (!in_place) use((const float*)span, wide, 0, int(high - at));
+  }
+
+  // One head's numbers as float32, in the order of `unpack`, with zeros up to `wide`.
+  void copy(const T* from, float* to) {
+    for (long d = 0; d < wide; d += NR) {
+      T tail[NR] = {};
+      if (d + NR > a.dim) std::copy(from + d, from + a.dim, tail);
+      unpack(d + NR > a.dim ? tail : from + d, (floats(*)[2])(to + d));
+    }
+  }
+};
+
+// Query rows `first` on, at most TILE: row r is token r / group of the request, and one of the `group` query heads that share
+// the key/value head. `work` is memory for work_size() numbers, once filled with zeros.
+template <class T>
+static void attend_tile(const Attention<T>& a, long request, long head, long first, float* work) {
+  const long group = a.heads / a.kv_heads, wide = (a.dim + NR - 1) / NR * NR;
+  const long start = a.starts[request], num_tokens = a.starts[request + 1] - start;
+  const int rows = std::min<long>(TILE, num_tokens * group - first);
+  float *span = work, *queries = span + SPAN * wide, *mixed = queries + TILE * wide, *weights = mixed + TILE * wide;
+  float largest[TILE], total[TILE];
+  long begin[TILE], end[TILE];
+  const bool in_place = rows <= FEW && a.dim % NR == 0 && a.block_size % KEYS == 0;
+  Reader<T> reader{a, a.table + request * a.table_row, head, wide, in_place, span};
+  for (int r = 0; r < rows; r++) {
+    const long token = (first + r) / group, place = (head * group + (first + r) % group) * a.dim;
+    reader.copy(a.query + (start + token) * a.query_row + place, queries + r * wide);
+    for (long d = 0; d < wide; d++) queries[r * wide + d] *= a.scale;
+    std::fill_n(mixed + r * wide, wide, 0.0f);
+    largest[r] = -INFINITY, total[r] = 0.0f;
+    end[r] = a.lengths[request] - num_tokens + token + 1;
+    begin[r] = a.window > 0 ? std::max(0L, end[r] - a.window) : 0;
+  }
+  for (long at = begin[0] / SPAN * SPAN; at < end[rows - 1]; at += SPAN) {
+    const long low = std::max(at, begin[0]), high = std::min(at + SPAN, end[rows - 1]);
+    const T* none = nullptr;
+    int from[TILE], to[TILE];
+    reader.read(a.keys, a.values, at, low, high, [&](const auto* keys, long stride, int first, int last) {
+      for (int r = 0; r < rows; r++) {
+        const int begins = std::max<long>(first, (begin[r] - at) / KEYS * KEYS), ends = std::min<long>(last, end[r] - at);
+        score(queries + r * wide, keys + (begins - first) * stride, stride, wide, weights + r * SPAN + begins, ends - begins);
+      }
+    });
+    for (int r = 0; r < rows; r++) {
+      from[r] = std::max(begin[r] - at, 0L), to[r] = std::min<long>(end[r] - at, SPAN);
+      if (from[r] >= to[r]) continue;
+      const float rescale = weigh(weights + r * SPAN, from[r], to[r], largest[r], total[r]);
+      if (rescale != 1.0f)
+        for (long d = 0; d < wide; d += V) store(mixed + r * wide + d, load(mixed + r * wide + d) * rescale);
+    }
+    reader.read(a.values, none, at, low, high, [&](const auto* values, long stride, int first, int last) {
+      const auto part = [&](auto m, int r, int low, int high) {  // keys low to high, as far as they are here
+        low = std::max(low, first), high = std::min(high, last);
+        mix<m>(weights + r * SPAN + low, values + (low - first) * stride, stride, wide, mixed + r * wide, high - low);
+      };
+      const std::integral_constant<int, 1> one;
+      const std::integral_constant<int, ROWS> together;
+      int r = 0;
+      for (; r + ROWS <= rows; r += ROWS) {  // what all of them see, they take together
+        const int low = *std::max_element(from + r, from + r + ROWS);
+        const int high = std::max(low, *std::min_element(to + r, to + r + ROWS));
+        for (int m = r; m < r + ROWS; m++) part(one, m, from[m], std::min(low, to[m]));
+        part(together, r, low, high);
+        for (int m = r; m < r + ROWS; m++) part(one, m, std::max(high, from[m]), to[m]);
+      }
+      for (; r < rows; r++) part(one, r, from[r], to[r]);
+    });
+  }
+  for (int r = 0; r < rows; r++) {
+    const long token = (first + r) / group, place = (head * group + (first + r) % group) * a.dim;
+    T* out = a.out + (start + token) * a.heads * a.dim + place;
+    for (long d = 0; d < wide; d++) {
+      const long own = std::is_same_v<T, bfloat16> ? d / NR * NR + d % V * 2 + d / V % 2 : d;  // undoes `unpack`
+      if (own < a.dim) out[own] = mixed[r * wide + d] / total[r];
+    }
+  }
+}
+
+// Keys and values of the step go to their slots; a slot of -1 is padding. Then all queries attend.
+template <class T>
+static void attention(
+    const Attention<T>& a, const T* key, const T* value, long key_row, long value_row, const int64_t* slots, T* keys,
+    T* values, long num_tokens, long num_requests, int threads
+) {
+  struct Item { long request, first; };
+  std::vector<Item> items;
+  double products = 0.0;
+  for (long request = 0; request < num_requests; request++) {
+    const long rows = (a.starts[request + 1] - a.starts[request]) * (a.heads / a.kv_heads);
+    for (long first = (rows - 1) / TILE * TILE; rows > 0 && first >= 0; first -= TILE) items.push_back({request, first});
+    products += double(rows) * a.lengths[request] * a.kv_heads * a.dim;
+  }
+  if (products < 1e5) threads = 1;  // sooner done than another thread wakes up
+  const long num_items = items.size() * a.kv_heads, wide = (a.dim + NR - 1) / NR * NR;
+  const size_t row = a.kv_heads * a.dim, work_size = (SPAN + 2 * TILE) * wide + TILE * SPAN;
+#pragma omp parallel num_threads(threads)
+  {
+    if (key)
+#pragma omp for
+      for (long token = 0; token < num_tokens; token++)
+        if (slots[token] >= 0) {
+          std::copy_n(key + token * key_row, row, keys + slots[token] * row);
+          std::copy_n(value + token * value_row, row, values + slots[token] * row);
+        }
+    float* work = new (std::align_val_t(64)) float[work_size]();
+#pragma omp for schedule(dynamic)
+    for (long i = 0; i < num_items; i++)
+      attend_tile(a, items[i / a.kv_heads].request, i % a.kv_heads, items[i / a.kv_heads].first, work);
+    operator delete[](work, std::align_val_t(64));
+  }
+}
+
+extern "C" {
+#define ATTENTION(T, NAME) \
+  void attention_##NAME(const T* query, const T* key, const T* value, T* keys, T* values, T* out, const int32_t* starts, \
+                        const int32_t* lengths, const int32_t* table, const int64_t* slots, long num_tokens, long num_requests, \
+                        long query_row, long key_row, long value_row, long table_row, long block_size, long heads, \
+                        long kv_heads, long dim, long window, float scale, int threads) { \
+    attention<T>({query, keys, values, out, starts, lengths, table, query_row, table_row, block_size, heads, kv_heads, dim, \
+                  window, scale}, key, value, key_row, value_row, slots, keys, values, num_tokens, num_requests, threads); \
+  }
+ATTENTION(float, float32)
+ATTENTION(bfloat16, bfloat16)
+}
+
+// Norms and activations
+
+// LayerNorm of x + residual if `centred`, else RMSNorm; x, residual and out [rows, size]. The sum replaces the residual; it and
+// RMSNorm's quotient are rounded to T, as in the models' own code.
+template <class T>
+static void norm(
+    const T* x, T* residual, const T* weight, const T* bias, T* out, long rows, long size, float eps, bool centred, int threads
+) {
+  const long wide = (size + V - 1) / V * V;
+#pragma omp parallel num_threads(rows * size < 32768 ? 1 : threads)
+  {
+    std::vector<float> row(wide);
+#pragma omp for
+    for (long r = 0; r < rows; r++) {
+      const T* from = x + r * size;
+      if (residual) {
+        for (long i = 0; i < size; i++) residual[r * size + i] = T(float(from[i]) + float(residual[r * size + i]));
+        from = residual + r * size;
+      }
+      for (long i = 0; i < size; i++) row[i] = from[i];
+      std::fill(row.begin() + size, row.end(), 0.0f);
+      floats sum = {}, squares = {};
+      float mean = 0.0f, square = 0.0f;
+      if (centred) {
+        for (long i = 0; i < wide; i += V) sum += load(&row[i]);
+        for (int i = 0; i < V; i++) mean += sum[i];
+        mean /= size;
+        for (long i = 0; i < size; i++) row[i] -= mean;
+      }
+      for (long i = 0; i < wide; i += V) squares += load(&row[i]) * load(&row[i]);
+      for (int i = 0; i < V; i++) square += squares[i];
+      const float factor = 1.0f / std::sqrt(square / size + eps);
+      T* to = out + r * size;
+      if (centred)
+        for (long i = 0; i < size; i++) to[i] = row[i] * factor * weight[i] + bias[i];
+      else
+        for (long i = 0; i < size; i++) to[i] = T(row[i] * factor) * weight[i];
+    }
+  }
+}
+
+// What bfloat16(x) stands for.
+static inline floats to_bfloat16(floats x) {
+  const ints bits = (ints)x;
+  return x != x ? x : (floats)((bits + 0x7fff + (bits >> 16 & 1)) & -65536);
+}
+
+// out = use(x, y) number by number, computed in float32.
+template <class T, class Use>
+static void each(const T* x, const T* y, T* out, long count, int threads, Use use) {
+  const auto some = [&](long at, auto here) {
+    alignas(64) float a[V] = {}, b[V] = {};
+    for (int i = 0; i < here; i++) a[i] = x[at + i], b[i] = y[at + i];
+    store(a, use(load(a), load(b)));
+    for (int i = 0; i < here; i++) out[at + i] = a[i];
+  };
+#pragma omp parallel for num_threads(count < 32768 ? 1 : threads)
+  for (long at = 0; at < count / V * V; at += V) some(at, std::integral_constant<int, V>());
+  if (count % V) some(count / V * V, int(count % V));
+}
+
+extern "C" {
+#define LAYERS(T, NAME) \
+  void norm_##NAME(const T* x, T* residual, const T* weight, const T* bias, T* out, long rows, long size, float eps, \
+                   int centred, int threads) { \
+    norm(x, residual, weight, bias, out, rows, size, eps, centred, threads); \
+  } \
+  void gelu_##NAME(const T* x, T* out, long count, int threads) { \
+    each(x, x, out, count, threads, [](floats a, floats) { return activated(a, GELU_TANH); }); \
+  } \
+  void silu_and_mul_##NAME(const T* gate, const T* up, T* out, long count, int threads) { \
+    each(gate, up, out, count, threads, [](floats a, floats b) { \
+      a = a / (1.0f + exp_of(-a)); \
+      return (std::is_same_v<T, float> ? a : to_bfloat16(a)) * b; \
+    }); \
+  }
+LAYERS(float, float32)
+LAYERS(bfloat16, bfloat16)
 }
