@@ -23,12 +23,13 @@ RowsTransform = Callable[[Tensor, list[int]], Tensor]
 """Logits [n, vocab] of these n rows of the batch -> new ones."""
 
 FUSED = {
+    "native": "stage04_kernels.backends.native.sampler:SAMPLER_KERNELS",
     "triton": "stage04_kernels.triton_kernels.backend:SAMPLER_KERNELS",
     "triton-interpret": "stage04_kernels.triton_kernels.interpreted:SAMPLER_KERNELS",
 }
 """Attention backends that bring a sampler; with every other one torch samples."""
 GREEDY_BELOW = 1e-5  # temperatures below this mean greedy, as in vLLM
-_MASK64 = (1 << 64) - 1
+_MASK32, _MASK64 = (1 << 32) - 1, (1 << 64) - 1
 
 
 def to_device(arrays: list[np.ndarray], device: torch.device | str) -> list[Tensor]:
@@ -148,30 +149,27 @@ def apply_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
     return result
 
 
-def mix_seed(seed: int, position: int) -> int:
-    """One well-spread 64-bit seed from two integers (splitmix64, Steele et al. 2014, applied twice)."""
-    state = seed
-    for addend in (0, position):
-        state = (state + addend + 0x9E3779B97F4A7C15) & _MASK64
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK64
-        state ^= state >> 31
-    return state
+def random_words(seed: int, position: int, vocab: int, device: torch.device) -> Tensor:
+    """32 random bits for each token, [vocab] int64: Philox4x32-10 (Salmon et al. 2011). The seed is the key; the counter
+    (token // 4, position, 0, 0) gives four tokens theirs."""
+    low, high = seed & _MASK32, seed >> 32 & _MASK32
+    group = torch.arange(-(-vocab // 4), device=device)
+    words = [group, torch.full_like(group, position & _MASK32), torch.zeros_like(group), torch.zeros_like(group)]
+    for _ in range(10):
+        a, b = words[0] * 0xD2511F53, words[2] * 0xCD9E8D57  # 64 bits, whatever sign they are taken to have
+        words = [b >> 32 & _MASK32 ^ words[1] ^ low, b & _MASK32, a >> 32 & _MASK32 ^ words[3] ^ high, a & _MASK32]
+        low, high = low + 0x9E3779B9 & _MASK32, high + 0xBB67AE85 & _MASK32
+    return torch.stack(words, dim=-1).flatten()[:vocab]
 
 
 def exponential_noise(seeds: list[int], positions: list[int], vocab: int, device: torch.device) -> Tensor:
     """Noise [num_rows, vocab] float32, exponentially distributed with rate 1; row i depends on seeds[i] and positions[i] only.
 
-    The generator is seeded anew for each row and keeps no state between rows or steps. Uniform numbers in double
-    precision and a logarithm cost a third of `Tensor.exponential_`. It goes row by row, because in a logarithm over all rows
-    the rounding of an element can depend on its place.
+    It is that of the Triton and native kernels, from uniform numbers of 23 bits in (0, 1), neither end. It goes row by row: in a
+    logarithm over all rows the rounding of an element can depend on its place.
     """
-    generator = torch.Generator(device=device)
-    uniform = torch.empty(len(seeds), vocab, dtype=torch.float64, device=device)
-    for row, seed, position in zip(uniform, seeds, positions):
-        generator.manual_seed(mix_seed(seed, position))
-        row.uniform_(generator=generator).log_()  # in [0, 1): -log(0) is inf, a token that cannot win
-    return uniform.neg_().float()
+    words = [random_words(seed, position, vocab, device) for seed, position in zip(seeds, positions)]
+    return torch.stack([(((row >> 9).float() + 0.5) / 2**23).log_().neg_() for row in words])
 
 
 def sample_random(logits: Tensor, seeds: list[int], positions: list[int]) -> Tensor:
@@ -210,8 +208,8 @@ def report_named(
     return token_ids, logprobs
 
 
-def _draw(logits: Tensor, rows: Tensor, metadata: SamplingMetadata) -> Tensor:
-    """Transform and draw the random rows: logits [num_random, vocab] -> [num_random]."""
+def transform_rows(logits: Tensor, rows: Tensor, metadata: SamplingMetadata) -> Tensor:
+    """What the random rows draw from: logits [num_random, vocab] -> the same."""
     logits = apply_temperature(logits, metadata.temperature[rows])
     for transform in metadata.after_temperature:
         logits = transform(logits, metadata.random_rows)
@@ -221,8 +219,7 @@ def _draw(logits: Tensor, rows: Tensor, metadata: SamplingMetadata) -> Tensor:
         logits = apply_top_k(logits, metadata.top_k[rows])
     if metadata.top_p is not None:
         logits = apply_top_p(logits, metadata.top_p[rows])
-    seeds = [metadata.seeds[row] for row in metadata.random_rows]
-    return sample_random(logits, seeds, [metadata.positions[row] for row in metadata.random_rows])
+    return logits
 
 
 @dataclass(frozen=True)
@@ -258,7 +255,8 @@ def sample(logits: Tensor, metadata: SamplingMetadata, backend: str = "torch") -
         token_ids = logits.argmax(dim=-1)
         if metadata.random_rows:
             rows = torch.tensor(metadata.random_rows, device=logits.device)
-            token_ids[rows] = _draw(logits[rows], rows, metadata)
+            keys = [[each[row] for row in metadata.random_rows] for each in (metadata.seeds, metadata.positions)]
+            token_ids[rows] = sample_random(transform_rows(logits[rows], rows, metadata), *keys)
     if metadata.max_num_logprobs is None:
         return SamplerOutput(token_ids)
     gather = gather_logprobs if kernels is None else kernels.gather_logprobs

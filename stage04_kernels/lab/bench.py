@@ -19,7 +19,9 @@ from torch import Tensor
 
 from stage04_kernels.lab.cases import AttentionCase, make_attention_case
 from stage04_kernels.lab.roofline import attention_work
+from stage04_kernels.layers import TORCH
 from stage04_kernels.paged_attention import paged_attention_torch, write_kv
+from stage04_kernels.sampler import sample_random
 
 Call = Callable[[], object]
 
@@ -97,26 +99,48 @@ def gathered_attention(case: AttentionCase) -> Tensor:
 
 
 def bench_cpu() -> Iterator[Measured]:
-    """Decodes and a chunk of a prompt, GPT-2's heads, float32."""
-    from stage04_kernels.backends.cpu_attention import paged_attention_cpu
+    """Decodes and prompts, GPT-2's heads; then draws, and what comes between matrix products."""
+    from stage04_kernels.backends.native.attention import paged_attention_native
 
     heads: dict[str, Any] = {"num_heads": 12, "num_kv_heads": 12, "head_dim": 64}
-    for name, query_lens, computed in (
-        ("decode, 32 x 512", [1] * 32, [511] * 32),
-        ("decode, 1 x 512", [1], [511]),
-        ("prompt, 1 x 256", [256], [0]),
+    for name, query_lens, computed, dtype in (
+        ("decode, 32 x 512", [1] * 32, [511] * 32, torch.float32),
+        ("decode, 32 x 512, bf16", [1] * 32, [511] * 32, torch.bfloat16),
+        ("decode, 1 x 512", [1], [511], torch.float32),
+        ("prompt, 1 x 256", [256], [0], torch.float32),
+        ("prompt, 1 x 1,000", [1000], [0], torch.float32),
+        ("prompt, 1 x 1,000, bf16", [1000], [0], torch.bfloat16),
     ):
-        case = filled_case(query_lens, computed, **heads)
+        case = filled_case(query_lens, computed, dtype=dtype, **heads)
         arguments: tuple[Any, ...] = (case.query, case.kv_cache, case.metadata, case.scale)
         seconds, gathered, plain = timed_cpu(
             [
-                partial(paged_attention_cpu, *arguments),
+                partial(paged_attention_native, *arguments),
                 partial(gathered_attention, case),
                 partial(paged_attention_torch, *arguments),
             ]
         )  # fmt: skip
         yield Measured(f"cpu: {name}", seconds, "torch SDPA on gathered KV", gathered / seconds)
         yield Measured(f"cpu: {name}", seconds, "the torch backend", plain / seconds)
+    yield from _bench_cpu_rows()
+
+
+def _bench_cpu_rows() -> Iterator[Measured]:
+    from stage04_kernels.backends.native.layers import LAYER_KERNELS
+    from stage04_kernels.backends.native.sampler import race
+
+    logits, seeds = 3.0 * torch.randn(32, 50_257), torch.arange(32)
+    seconds, plain = timed_cpu(
+        [partial(race, logits, seeds, seeds), partial(sample_random, logits, seeds.tolist(), seeds.tolist())], repeats=5
+    )
+    yield Measured("cpu: draw 32 x 50,257", seconds, "torch", plain / seconds)
+    x, weight, wide = torch.randn(2, 32, 768), torch.randn(2, 768), torch.randn(32, 3072)
+    for name, calls in (
+        ("layer norm of a sum, 32 x 768", [partial(each.layer_norm, *x, *weight, 1e-5) for each in (LAYER_KERNELS, TORCH)]),
+        ("gelu, 32 x 3,072", [partial(each.gelu, wide) for each in (LAYER_KERNELS, TORCH)]),
+    ):
+        seconds, plain = timed_cpu([*calls], repeats=100)
+        yield Measured(f"cpu: {name}", seconds, "torch", plain / seconds)
 
 
 def copy_rate(num_bytes: int = 1 << 31) -> float:

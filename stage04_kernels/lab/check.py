@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from itertools import product
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 
 from stage04_kernels import layers, rope
 from stage04_kernels.attention import BACKENDS, get_backend
+from stage04_kernels.backends.native import library
 from stage04_kernels.backends.reference import write_kv_reference
 from stage04_kernels.lab import check_sampling, check_triton, layers_reference
 from stage04_kernels.lab.cases import make_attention_case
@@ -69,8 +69,8 @@ def check_attention(seed: int) -> Iterator[Row]:
     for backend in BACKENDS:
         if backend == "reference" or backend.startswith("triton"):  # check_triton.py has its own grid
             continue
-        if backend == "cpu" and find_spec("numba") is None:
-            print("attention[cpu] is left out: it needs numba, which is not installed", file=sys.stderr)
+        if backend == "native" and (problem := library.problem()):
+            print(f"attention[native] is left out: {problem}", file=sys.stderr)
             continue
         for name, grid in ATTENTION_GRID.items():
             for dtype, tolerance in TOLERANCES.items():

@@ -1,7 +1,7 @@
 """The commands of `python -m stage04_kernels`: their flags, and what each prints.
 
 Nothing here imports torch or Triton before a command runs: whether Triton compiles or interprets is decided by then. And a machine that
-has nothing but torch, Triton and numpy runs all of them: the trace and numba are imported where they are asked for.
+has nothing but torch, Triton and numpy runs all of them: the trace is imported where it is asked for.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -166,12 +165,12 @@ class Bench:
                 return 2
             if Check.print_table(0, "cuda"):
                 return 1
-        elif find_spec("numba") is None:
-            print(
-                "python -m stage04_kernels: bench on a CPU measures what numba compiled: pip install numba",
-                file=sys.stderr,
-            )
-            return 2
+        else:
+            from stage04_kernels.backends.native.library import problem
+
+            if (why := problem()) is not None:
+                print(f"python -m stage04_kernels: bench on a CPU measures what is compiled: {why}", file=sys.stderr)
+                return 2
         from stage04_kernels.lab import bench
 
         for measured in bench.bench_cuda() if args.device == "cuda" else bench.bench_cpu():

@@ -46,7 +46,7 @@ def test_bench_sample_mixed_batch(benchmark: Any) -> None:
     assert output.sampled_token_ids.shape == (n,)
 
 
-def test_bench_compiled_cpu_attention(benchmark: Any) -> None:
+def test_bench_native_kernels(benchmark: Any) -> None:
     """`python -m stage04_kernels bench`, whose first line must be at least twice as fast as attention over gathered keys and values: 32
     decodes with a context of 512 tokens, 12 heads of 64."""
     lines = benchmark.pedantic(lambda: list(bench_cpu()), rounds=1)

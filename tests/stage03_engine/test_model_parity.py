@@ -127,7 +127,7 @@ ATTENDS = ("scaled by layer", "scaled by layer alone", "heads of 1", "heads of 7
 @pytest.mark.parametrize(
     ("which", "backend"),
     [(which, "torch") for which in RELATIVES]
-    + [(which, backend) for which in ATTENDS for backend in ("cpu", "triton-interpret", "reference")],
+    + [(which, backend) for which in ATTENDS for backend in (*NATIVE, "triton-interpret", "reference")],
 )
 def test_every_relative_of_gpt2_agrees_with_transformers(which: str, backend: str, tmp_path: Path) -> None:
     reference = relative(tmp_path, **RELATIVES[which])
@@ -149,7 +149,7 @@ def test_every_activation_is_that_of_transformers(name: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("which", "backend"),
-    [("all at once", "torch"), ("all at once", "cpu"), ("one token", "torch"), ("three tokens", "torch"),
+    [("all at once", "torch"), *(("all at once", backend) for backend in NATIVE), ("one token", "torch"), ("three tokens", "torch"),
      ("three tokens", "triton-interpret")],
 )  # fmt: skip
 def test_a_relative_writes_what_transformers_writes(which: str, backend: str, tmp_path: Path) -> None:

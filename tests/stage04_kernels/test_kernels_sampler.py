@@ -24,7 +24,7 @@ from stage04_kernels.sampler import (
     apply_top_p,
     exponential_noise,
     gather_logprobs,
-    mix_seed,
+    random_words,
     sample,
     sample_random,
     to_device,
@@ -200,7 +200,14 @@ def test_seed_and_position_both_change_the_draw() -> None:
         for position in (0, 1, 2)
     }
     assert len(set(tokens.values())) == len(tokens)
-    assert len({mix_seed(seed, position) & 0xFFFFFFFF for seed in range(100) for position in range(100)}) == 10_000
+
+
+@pytest.mark.parametrize(("seed", "position"), [(0, 0), (7, 3), (-1, 5000), (2**63 + 12345, 1), (2**64 - 1, 2**32 - 1)])
+def test_the_random_bits_are_philox(seed: int, position: int) -> None:
+    """Salmon et al. 2011, in plain Python; a row that ends inside a group of four."""
+    key = (seed % 2**32, (seed >> 32) % 2**32)
+    slow = [word for group in range(6) for word in reference.philox((group, position, 0, 0), key)]
+    assert random_words(seed, position, 22, torch.device("cpu")).tolist() == slow[:22]
 
 
 def test_noise_is_positive_exponential_and_the_same_each_time() -> None:

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
+from patience import PATIENCE
+from torch import Tensor
 from torch.nn import functional as F
 
+from stage04_kernels.attention import get_backend
 from stage04_kernels.backends.native import library
+from stage04_kernels.lab.cases import make_attention_case, make_metadata
 from stage04_kernels.lab.tolerances import TOLERANCES
+from stage04_kernels.layers import TORCH, layer_kernels
+from stage04_kernels.rope import rope_cos_sin, rope_frequencies
+from stage04_kernels.sampler import SamplingMetadata, sample, sample_random
 
 pytestmark = pytest.mark.skipif(library.problem() is not None, reason=str(library.problem()))
 
@@ -46,3 +60,134 @@ def test_a_linear_layer_computes_what_torch_does(
     torch.testing.assert_close(result.double(), wanted, atol=tolerance.atol, rtol=tolerance.rtol)
     alone = torch.cat([linear(row[None]) for row in x])
     assert torch.equal(alone, result), "a row's bits depend on its neighbours"
+
+
+FORMATS = st.sampled_from([torch.float32, torch.bfloat16])
+# Tiles hold 64 rows and spans 64 positions: lengths around both.
+batches = st.lists(st.tuples(st.sampled_from([1, 2, 3, 5, 63, 65, 130]), st.integers(0, 200)), min_size=1, max_size=5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    batch=batches, heads=st.sampled_from([(2, 2), (4, 2), (3, 1), (6, 1)]), head_dim=st.sampled_from([7, 16, 64, 80]),
+    block_size=st.sampled_from([1, 5, 16, 32]), window=st.none() | st.integers(1, 150), dtype=FORMATS, seed=st.integers(0, 99),
+)  # fmt: skip
+def test_the_bits_of_attention_depend_on_the_row_and_its_context_only(
+    batch: list[tuple[int, int]], heads: tuple[int, int], head_dim: int, block_size: int, window: int | None,
+    dtype: torch.dtype, seed: int,
+) -> None:  # fmt: skip
+    """In a batch, its prompt whole = alone, each token a decode. And all of it is what the oracle says."""
+    case = make_attention_case(
+        [q for q, _ in batch], [c for _, c in batch], num_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim,
+        block_size=block_size, dtype=dtype, window=window, seed=seed,
+    )  # fmt: skip
+    attend, cache, slow_cache = get_backend("native"), case.kv_cache.clone(), case.kv_cache.clone()
+    together = attend(case.query, case.key, case.value, cache, case.metadata, case.scale, window)
+    slow = get_backend("reference")(case.query, case.key, case.value, slow_cache, case.metadata, case.scale, window)
+    torch.testing.assert_close(together, slow, atol=TOLERANCES[dtype].atol, rtol=TOLERANCES[dtype].rtol)
+    assert torch.equal(cache.nan_to_num(7.0), slow_cache.nan_to_num(7.0))
+    for request, (start, end) in enumerate(pairwise(case.metadata.query_start_loc_cpu)):
+        length, table = case.metadata.seq_lens_cpu[request], case.metadata.block_table[request].tolist()
+        for row in {start, (start + end) // 2, end - 1}:
+            metadata = make_metadata([1], [length - (end - 1 - row)], [table], block_size)
+            tensors = (each[row : row + 1] for each in (case.query, case.key, case.value))
+            alone = attend(*tensors, cache, metadata, case.scale, window)
+            assert torch.equal(alone, together[row : row + 1])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_queries_and_keys_are_rotated_and_other_formats_take_the_torch_path(dtype: torch.dtype) -> None:
+    case = make_attention_case([3, 1, 20], [4, 30, 0], num_heads=4, num_kv_heads=2, dtype=dtype)
+    rotation = rope_cos_sin(torch.arange(24), rope_frequencies(16, 1e4))
+    results = []
+    for name in ("native", "reference"):
+        arguments = (case.query, case.key, case.value, case.kv_cache.clone(), case.metadata, case.scale, None, rotation)
+        results.append(get_backend(name)(*arguments))
+    torch.testing.assert_close(*results, atol=TOLERANCES[dtype].atol, rtol=TOLERANCES[dtype].rtol)
+
+
+def twice(x: Tensor) -> Tensor:
+    """The same numbers, not side by side."""
+    return torch.stack([x, x], dim=-1)[..., 0]
+
+
+LAYERS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
+    "layer_norm": lambda k, x, y, w, b: k.layer_norm(x, y.clone(), w, b, 1e-5),
+    "layer_norm alone": lambda k, x, y, w, b: k.layer_norm(x, None, w, b, 1e-5),
+    "rms_norm": lambda k, x, y, w, b: k.rms_norm(x, y.clone(), w, 1e-5),
+    "rms_norm alone": lambda k, x, y, w, b: k.rms_norm(x, None, w, 1e-5),
+    "gelu": lambda k, x, y, w, b: (k.gelu(x),),
+    "silu_and_mul": lambda k, x, y, w, b: (k.silu_and_mul(x, y),),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(0, 6), size=st.one_of(st.integers(1, 40), st.just(768)), scale=st.sampled_from([1e-3, 1.0, 300.0]),
+    dtype=st.sampled_from(list(TOLERANCES)), apart=st.booleans(), seed=st.integers(0, 2**32),
+)  # fmt: skip
+def test_norms_and_activations_are_those_of_torch(
+    name: str, rows: int, size: int, scale: float, dtype: torch.dtype, apart: bool, seed: int
+) -> None:
+    generator, compute, native = torch.Generator().manual_seed(seed), LAYERS[name], layer_kernels("native")
+    x, y = (scale * torch.randn(2, rows, size, generator=generator)).to(dtype)
+    weight, bias = torch.randn(2, size, generator=generator).to(dtype)
+    x = twice(x) if apart else x
+    results = compute(native, x, y, weight, bias)
+    for fast, slow in zip(results, compute(TORCH, x.double(), y.double(), weight.double(), bias.double())):
+        # A sum is rounded before its norm is taken.
+        atol = TOLERANCES[dtype].atol * max(1.0, float(weight.abs().max())) * (1.0 if dtype == torch.float32 else 2.0)
+        torch.testing.assert_close(fast.double(), slow, atol=atol, rtol=2 * TOLERANCES[dtype].rtol)
+    for row in range(rows):
+        if dtype != torch.float16:
+            alone = compute(native, x[row : row + 1], y[row : row + 1], weight, bias)
+            assert all(torch.equal(a, b[row : row + 1]) for a, b in zip(alone, results))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    vocab=st.sampled_from([1, 5, 255, 256, 257, 1000, 5000]), spread=st.sampled_from([0.0, 1.0, 4.0, 30.0]),
+    forbidden=st.booleans(), seed=st.integers(-(2**63), 2**63 - 1), position=st.integers(0, 5000),
+)  # fmt: skip
+def test_a_draw_is_that_of_torch(vocab: int, spread: float, forbidden: bool, seed: int, position: int) -> None:
+    """The same noise and the same winner; a token that is forbidden never wins."""
+    from stage04_kernels.backends.native.sampler import race
+
+    logits = spread * torch.randn(8, vocab, generator=torch.Generator().manual_seed(position))
+    if forbidden:
+        logits[:, : vocab - 1] = -torch.inf
+    seeds, positions = [seed] * 8, list(range(position, position + 8))
+    fast = race(logits, torch.tensor(seeds), torch.tensor(positions))
+    assert torch.equal(fast, sample_random(logits, seeds, positions))
+    assert torch.equal(fast, torch.cat([race(logits[[r]], torch.tensor([seed]), torch.tensor([position + r])) for r in range(8)]))  # fmt: skip
+
+
+@pytest.mark.parametrize("other", ["torch", "triton-interpret"])
+def test_every_backend_draws_the_same_tokens(other: str) -> None:
+    logits = 3.0 * torch.randn(12, 300, generator=torch.Generator().manual_seed(1))
+    metadata = SamplingMetadata.from_lists(
+        [0.0, 0.7, 1.0, 1.5] * 3, [0, 0, 50, 0] * 3, [1.0, 1.0, 1.0, 0.9] * 3, [0.0, 0.05, 0.0, 0.0] * 3,
+        list(range(-6, 6)), [3] * 12,
+    )  # fmt: skip
+    tokens = [sample(logits, metadata, backend).sampled_token_ids for backend in ("native", other)]
+    assert torch.equal(*tokens)
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "words"),
+    [([], 0, "no C++ compiler was found"), (["--attention-backend", "native"], 2, "the attention backend native cannot run: no C++")],
+)  # fmt: skip
+def test_without_a_compiler_auto_is_torch_and_native_is_refused(
+    flags: list[str], code: int, words: str, tmp_path: Path
+) -> None:
+    without = {name: value for name, value in os.environ.items() if name != "CXX"}
+    without |= {"PATH": "", "VLLM_CACHE_ROOT": str(tmp_path)}
+    command = [sys.executable, "-m", "stage01_cli", "serve", "gpt2-tiny", "--device", "cpu", "--dry-run", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=without)
+    assert done.returncode == code, done.stderr
+    if code:
+        assert len(done.stderr.splitlines()) == 1 and words in done.stderr
+    else:
+        line = next(line for line in done.stdout.splitlines() if line.split()[:1] == ["attention_backend"])
+        assert line.split()[1] == "torch" and words in line

@@ -620,3 +620,75 @@ extern "C" {
 LAYERS(float, float32)
 LAYERS(bfloat16, bfloat16)
 }
+
+// Draws
+//
+// Token t of a row arrives after noise[t] / weight[t], and the first one wins: sampler.py explains the race. The noise is counter-based
+// (Philox4x32-10, Salmon et al. 2011): a function of seed, position and token, four tokens to a counter.
+
+constexpr int GROUPS = 64;  // counters at a time: loops long enough to become vector instructions
+
+static inline floats log_of(floats x) {  // of normal numbers; relative error 1e-7, also beside 1 (polynomial: Moshier, Cephes)
+  ints bits = (ints)x - 0x3f3504f3;  // sqrt(1/2) becomes the lowest mantissa
+  const floats exponent = __builtin_convertvector(bits >> 23, floats);
+  const floats rest = (floats)((bits & 0x7fffff) + 0x3f3504f3) - 1.0f, square = rest * rest;
+  floats poly = floats{} + 7.0376836e-2f;
+  for (float coefficient : {-1.1514610e-1f, 1.1676998e-1f, -1.2420141e-1f, 1.4249323e-1f, -1.6668058e-1f, 2.0000715e-1f,
+                            -2.4999994e-1f, 3.3333331e-1f})
+    poly = poly * rest + coefficient;
+  return rest + (rest * square * poly - 0.5f * square + exponent * -2.1219444e-4f) + exponent * 0.693359375f;
+}
+
+// noise[i] for the 4 * GROUPS tokens from 4 * first on: exponential, from uniform numbers of 23 bits in (0, 1).
+static void exponential_noise(uint64_t seed, uint32_t position, uint32_t first, float* noise) {
+  uint32_t c[4][GROUPS];
+  for (uint32_t i = 0; i < GROUPS; i++) c[0][i] = first + i, c[1][i] = position, c[2][i] = 0, c[3][i] = 0;
+  uint32_t key[2] = {uint32_t(seed), uint32_t(seed >> 32)};
+  for (int round = 0; round < 10; round++, key[0] += 0x9E3779B9u, key[1] += 0xBB67AE85u)
+    for (int i = 0; i < GROUPS; i++) {
+      const uint64_t a = uint64_t(c[0][i]) * 0xD2511F53u, b = uint64_t(c[2][i]) * 0xCD9E8D57u;
+      c[0][i] = uint32_t(b >> 32) ^ c[1][i] ^ key[0], c[2][i] = uint32_t(a >> 32) ^ c[3][i] ^ key[1];
+      c[1][i] = uint32_t(b), c[3][i] = uint32_t(a);
+    }
+  for (int i = 0; i < GROUPS; i++)
+    for (int j = 0; j < 4; j++) noise[i * 4 + j] = (float(int32_t(c[j][i] >> 9)) + 0.5f) * 0x1p-23f;
+  for (int i = 0; i < 4 * GROUPS; i += V) store(noise + i, -log_of(load(noise + i)));
+}
+
+static inline float largest_of(const float* x, int count) {  // a multiple of V
+  floats largest = load(x);
+  for (int i = V; i < count; i += V) largest = load(x + i) > largest ? load(x + i) : largest;
+  return *std::max_element((const float*)&largest, (const float*)(&largest + 1));
+}
+
+static long race(const float* logits, long vocab, uint64_t seed, uint32_t position) {
+  constexpr int CHUNK = 4 * GROUPS;
+  alignas(64) float noise[CHUNK], x[CHUNK];
+  float top = -INFINITY, best = 0.0f;  // the largest logit; the largest weight / noise so far
+  long at = 0, winner = 0;
+  for (; at + CHUNK <= vocab; at += CHUNK) top = std::max(top, largest_of(logits + at, CHUNK));
+  for (; at < vocab; at++) top = std::max(top, logits[at]);
+  for (at = 0; at < vocab; at += CHUNK) {
+    const int here = std::min<long>(CHUNK, vocab - at);
+    std::copy_n(logits + at, here, x);
+    std::fill(x + here, x + CHUNK, -INFINITY);
+    const float peak = largest_of(x, CHUNK);
+    if (peak == -INFINITY || exp_of(floats{} + (peak - top))[0] * 0x1.01p24f < best) continue;  // no noise is below 2 ** -24
+    exponential_noise(seed, position, at / 4, noise);
+    for (int i = 0; i < CHUNK; i += V) {
+      const floats logit = load(x + i), speed = exp_of(logit - top) / load(noise + i);
+      store(x + i, logit == floats{} - INFINITY ? floats{} : speed);
+    }
+    const float fastest = largest_of(x, CHUNK);
+    if (fastest > best) best = fastest, winner = at + (std::find(x, x + CHUNK, fastest) - x);
+  }
+  return winner;
+}
+
+extern "C" void draw(
+    const float* logits, const int64_t* seeds, const int64_t* positions, int64_t* tokens, long rows, long vocab, int threads
+) {
+#pragma omp parallel for num_threads(threads) schedule(dynamic)
+  for (long r = 0; r < rows; r++) tokens[r] = race(logits + r * vocab, vocab, seeds[r], positions[r]);
+}
+
