@@ -65,7 +65,10 @@ def counted(*arguments: object) -> torch.Tensor:
     return get_backend("torch")(*arguments)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("backend", [name for name in BACKENDS if name not in ("triton", "reference") and not (name == "native" and library.problem())])
+@pytest.mark.parametrize(
+    "backend",
+    [name for name in BACKENDS if name not in ("triton", "reference") and not (name == "native" and library.problem())],
+)
 def test_every_backend_gives_the_same_tokens(backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Of a model of two layers: the interpreter takes its time. Prompts in chunks of at most 8 tokens beside decodes; under triton-interpret also norms, activation and sampler are
     Triton's, and no kernel reads a block that its request does not own."""

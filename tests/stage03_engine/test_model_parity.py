@@ -18,8 +18,10 @@ from stage03_engine.core.models.loader import get_model
 from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import SamplingParams
 from stage04_kernels.attention import AttentionMetadata
+from stage04_kernels.backends.native import library
 from stage04_kernels.sampler import SamplingMetadata, sample
 
+NATIVE = () if library.problem() else ("native",)
 BUNDLED = Path(stage03_engine.bundled.__file__).parent / "gpt2-tiny"
 PROMPTS = [
     "To be, or",

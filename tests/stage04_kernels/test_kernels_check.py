@@ -44,7 +44,10 @@ def test_a_machine_with_torch_triton_and_numpy_alone_runs_the_commands() -> None
     """(`compile` runs there in test_triton_compile.py.)"""
     bare = [sys.executable, str(Path(__file__).parent / "bare_machine.py")]
     results = {}
-    without = {name: value for name, value in os.environ.items() if name != "CXX"} | {"PATH": "", "VLLM_CACHE_ROOT": "/nowhere"}
+    without = {name: value for name, value in os.environ.items() if name != "CXX"} | {
+        "PATH": "",
+        "VLLM_CACHE_ROOT": "/nowhere",
+    }
     for words in ("check --only layers", "bench", "roofline", "check --trace x"):
         done = subprocess.run([*bare, *words.split()], capture_output=True, text=True, timeout=PATIENCE, env=without)
         assert "Traceback" not in done.stderr, done.stderr

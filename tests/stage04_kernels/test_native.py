@@ -131,6 +131,7 @@ def test_norms_and_activations_are_those_of_torch(
     name: str, rows: int, size: int, scale: float, dtype: torch.dtype, apart: bool, seed: int
 ) -> None:
     generator, compute, native = torch.Generator().manual_seed(seed), LAYERS[name], layer_kernels("native")
+    scale = 1.0 if dtype == torch.float16 else scale  # its products would leave the range
     x, y = (scale * torch.randn(2, rows, size, generator=generator)).to(dtype)
     weight, bias = torch.randn(2, size, generator=generator).to(dtype)
     x = twice(x) if apart else x

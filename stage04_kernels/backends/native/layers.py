@@ -26,12 +26,7 @@ SILU_AND_MUL = functions_of("silu_and_mul", "pppli")
 
 
 def _knows(x: Tensor, *others: Tensor) -> bool:
-    if x.dtype not in NORM or not x.is_cpu:
-        return False
-    for other in others:
-        if other.dtype != x.dtype or not other.is_cpu:
-            return False
-    return True
+    return x.dtype in NORM and x.is_cpu and all(other.dtype == x.dtype and other.is_cpu for other in others)
 
 
 def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:

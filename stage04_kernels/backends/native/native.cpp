@@ -588,18 +588,29 @@ static inline floats to_bfloat16(floats x) {
   return x != x ? x : (floats)((bits + 0x7fff + (bits >> 16 & 1)) & -65536);
 }
 
+// The other way round than `unpack`.
+static inline void repack(floats low, floats high, float* to) { store(to, low), store(to + V, high); }
+
+static inline void repack(floats low, floats high, bfloat16* to) {
+  *(any_ints*)to = ((ints)to_bfloat16(low) >> 16 & 0xffff) | (ints)to_bfloat16(high);
+}
+
 // out = use(x, y) number by number, computed in float32.
 template <class T, class Use>
 static void each(const T* x, const T* y, T* out, long count, int threads, Use use) {
-  const auto some = [&](long at, auto here) {
-    alignas(64) float a[V] = {}, b[V] = {};
-    for (int i = 0; i < here; i++) a[i] = x[at + i], b[i] = y[at + i];
-    store(a, use(load(a), load(b)));
-    for (int i = 0; i < here; i++) out[at + i] = a[i];
+  const auto some = [&](const T* x, const T* y, T* out) {
+    floats a[1][2], b[1][2];
+    unpack(x, a), unpack(y, b);
+    repack(use(a[0][0], b[0][0]), use(a[0][1], b[0][1]), out);
   };
 #pragma omp parallel for num_threads(count < 32768 ? 1 : threads)
-  for (long at = 0; at < count / V * V; at += V) some(at, std::integral_constant<int, V>());
-  if (count % V) some(count / V * V, int(count % V));
+  for (long at = 0; at < count / NR * NR; at += NR) some(x + at, y + at, out + at);
+  if (const long at = count / NR * NR; at < count) {
+    T a[NR] = {}, b[NR] = {};
+    std::copy(x + at, x + count, a), std::copy(y + at, y + count, b);
+    some(a, b, a);
+    std::copy_n(a, count - at, out + at);
+  }
 }
 
 extern "C" {

@@ -20,7 +20,9 @@ def draw(logits: Tensor, metadata: SamplingMetadata, penalties: Penalties | None
     token_ids = logits.argmax(dim=-1)
     if metadata.random_rows:
         rows = torch.tensor(metadata.random_rows)
-        token_ids[rows] = race(transform_rows(logits[rows], rows, metadata), *(key[rows] for key in metadata.noise_keys))
+        token_ids[rows] = race(
+            transform_rows(logits[rows], rows, metadata), *(key[rows] for key in metadata.noise_keys)
+        )
     return token_ids
 
 
