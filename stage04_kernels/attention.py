@@ -32,8 +32,7 @@ BACKENDS = {
     "reference": "stage04_kernels.backends.reference:reference_attention",
 }
 """Name -> where the function is. Nothing is imported before it is chosen."""
-PROBLEMS = {"native": "stage04_kernels.backends.native.library:problem"}
-"""Name -> a function that says why the backend cannot run on this machine, or None. It imports no torch."""
+PROBLEMS = {"native": "stage04_kernels.backends.native.library:problem"}  # name -> says why it cannot run here
 
 
 @dataclass
@@ -91,10 +90,8 @@ def resolve_backend(name: str, device: str = "cpu") -> str:
             raise ValueError(
                 f"unknown attention backend {name!r}; known: auto, {known}, or module:function of your own"
             )
-    elif not _is_there(module := BACKENDS[name].partition(":")[0]):
-        raise ValueError(f"the attention backend {name} is not installed: {module} is missing")
     elif problem := _problem(name):
-        raise ValueError(f"the attention backend {name} cannot run: {problem}; torch runs everywhere")
+        raise ValueError(f"the attention backend {name} {problem}")
     return name
 
 
@@ -102,13 +99,15 @@ def choose_backend(device: str) -> tuple[str, str]:
     """What "auto" means: (the fastest backend for the device, what decided). On a CPU the first call may compile."""
     if device == "cuda":
         return "triton", "device is cuda"
-    problem = _problem("native") if _is_there(BACKENDS["native"].partition(":")[0]) else "native is not installed"
-    return ("native", f"device is {device}, compiled for it") if problem is None else ("torch", problem)
+    problem = _problem("native")
+    return ("torch", f"native {problem}") if problem else ("native", f"device is {device}")
 
 
 def _problem(name: str) -> str | None:
-    problem: str | None = load(PROBLEMS[name])() if name in PROBLEMS else None
-    return problem
+    if not _is_there(module := BACKENDS[name].partition(":")[0]):
+        return f"is not installed: {module} is missing"
+    problem = load(PROBLEMS[name])() if name in PROBLEMS else None
+    return problem and f"cannot run: {problem}"
 
 
 def _is_there(module: str) -> bool:
@@ -143,6 +142,5 @@ def check_backend(name: str, device: str) -> None:
     try:
         get_backend(resolved)
     except (ImportError, AttributeError) as error:
-        missing = isinstance(error, ModuleNotFoundError) and error.name == "triton"
-        hint = "; pip install --editable '.[kernels]' adds it" if missing else ""
+        hint = "; pip install --editable '.[kernels]' adds it" if getattr(error, "name", None) == "triton" else ""
         raise ValueError(f"the attention backend {resolved} cannot be loaded: {error}{hint}") from error

@@ -55,9 +55,9 @@ class SamplingMetadata:
     top_k: Tensor | None  # [num_rows] int64; 0 and -1 = off
     top_p: Tensor | None  # [num_rows] float32; 1 = off
     min_p: Tensor | None  # [num_rows] float32; 0 = off
-    seeds: list[int]  # per row; any 64-bit integer
-    positions: list[int]  # per row: how many tokens the request has produced so far
-    noise_keys: tuple[Tensor, Tensor]  # both again, [num_rows] int64 each, beside the logits: a kernel draws by them
+    noise_keys: tuple[
+        Tensor, Tensor
+    ]  # seeds (any 64 bits), and how many tokens each has produced: [num_rows] int64 each
     random_rows: list[int]  # the rows that are not greedy
     max_num_logprobs: int | None = None  # None: no logprobs; 0: of the sampled token only; k: of the k most likely too
     rules: LogitsRules | None = None  # None: no row has any
@@ -70,7 +70,7 @@ class SamplingMetadata:
     def greedy(cls, num_rows: int, device: torch.device | str = "cpu") -> SamplingMetadata:
         """Every row takes the argmax, and none reports logprobs."""
         zeros = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        return cls(zeros.float(), None, None, None, [], [], (zeros, zeros), [])
+        return cls(zeros.float(), None, None, None, (zeros, zeros), [])
 
     @classmethod
     def from_lists(
@@ -91,7 +91,7 @@ class SamplingMetadata:
             min_p=tensors[5] if (floats[2, random] > 0.0).any() else None,
             noise_keys=(tensors[0], tensors[1]),
             random_rows=random.nonzero()[0].tolist(),
-            seeds=seeds, positions=positions, max_num_logprobs=max_num_logprobs, rules=rules,
+            max_num_logprobs=max_num_logprobs, rules=rules,
             before=before or [], after_temperature=after_temperature or [], named=named or {},
         )  # fmt: skip
 
@@ -165,8 +165,7 @@ def random_words(seed: int, position: int, vocab: int, device: torch.device) -> 
 def exponential_noise(seeds: list[int], positions: list[int], vocab: int, device: torch.device) -> Tensor:
     """Noise [num_rows, vocab] float32, exponentially distributed with rate 1; row i depends on seeds[i] and positions[i] only.
 
-    It is that of the Triton and native kernels, from uniform numbers of 23 bits in (0, 1), neither end. It goes row by row: in a
-    logarithm over all rows the rounding of an element can depend on its place.
+    From uniform numbers of 23 bits in (0, 1), as in the kernels. Row by row: in a logarithm over all rows rounding depends on the place.
     """
     words = [random_words(seed, position, vocab, device) for seed, position in zip(seeds, positions)]
     return torch.stack([(((row >> 9).float() + 0.5) / 2**23).log_().neg_() for row in words])
@@ -255,7 +254,7 @@ def sample(logits: Tensor, metadata: SamplingMetadata, backend: str = "torch") -
         token_ids = logits.argmax(dim=-1)
         if metadata.random_rows:
             rows = torch.tensor(metadata.random_rows, device=logits.device)
-            keys = [[each[row] for row in metadata.random_rows] for each in (metadata.seeds, metadata.positions)]
+            keys = [key[rows].tolist() for key in metadata.noise_keys]
             token_ids[rows] = sample_random(transform_rows(logits[rows], rows, metadata), *keys)
     if metadata.max_num_logprobs is None:
         return SamplerOutput(token_ids)

@@ -119,9 +119,8 @@ def random_settings(rows: list[int], seed: int, max_num_logprobs: int | None = N
 
 def prepare_reference(logits: list[float], row: int, metadata: SamplingMetadata) -> tuple[list[float], list[float]]:
     """One random row through the slow twins in the order of `sample`, and the noise of its draw."""
-    noise = sampler.exponential_noise(
-        [metadata.seeds[row]], [metadata.positions[row]], len(logits), torch.device("cpu")
-    )
+    seed, position = (key[[row]].tolist() for key in metadata.noise_keys)
+    noise = sampler.exponential_noise(seed, position, len(logits), torch.device("cpu"))
     logits = reference.temperature(logits, float(metadata.temperature[row]))
     if metadata.min_p is not None:
         logits = reference.min_p(logits, float(metadata.min_p[row]))
