@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Hashable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
@@ -104,17 +105,12 @@ def choose_backend(device: str) -> tuple[str, str]:
 
 
 def _problem(name: str) -> str | None:
-    if not _is_there(module := BACKENDS[name].partition(":")[0]):
-        return f"is not installed: {module} is missing"
-    problem = load(PROBLEMS[name])() if name in PROBLEMS else None
-    return problem and f"cannot run: {problem}"
-
-
-def _is_there(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # not even its folder is there
-        return False
+    module = BACKENDS[name].partition(":")[0]
+    with suppress(ModuleNotFoundError):  # not even its folder is there
+        if find_spec(module) is not None:
+            problem = load(PROBLEMS[name])() if name in PROBLEMS else None
+            return problem and f"cannot run: {problem}"
+    return f"is not installed: {module} is missing"
 
 
 def load(name: str) -> Any:

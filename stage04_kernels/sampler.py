@@ -85,14 +85,12 @@ class SamplingMetadata:
         tensors = to_device([*keys, k, *floats], device)
         random = floats[0] >= GREEDY_BELOW
         return cls(
-            temperature=tensors[3],
-            top_k=tensors[2] if (k[random] > 0).any() else None,
+            temperature=tensors[3], top_k=tensors[2] if (k[random] > 0).any() else None,
             top_p=tensors[4] if (floats[1, random] < 1.0).any() else None,
             min_p=tensors[5] if (floats[2, random] > 0.0).any() else None,
-            noise_keys=(tensors[0], tensors[1]),
-            random_rows=random.nonzero()[0].tolist(),
-            max_num_logprobs=max_num_logprobs, rules=rules,
-            before=before or [], after_temperature=after_temperature or [], named=named or {},
+            noise_keys=(tensors[0], tensors[1]), random_rows=random.nonzero()[0].tolist(),
+            max_num_logprobs=max_num_logprobs, rules=rules, before=before or [],
+            after_temperature=after_temperature or [], named=named or {},
         )  # fmt: skip
 
 
@@ -167,7 +165,7 @@ def exponential_noise(seeds: list[int], positions: list[int], vocab: int, device
 
     From uniform numbers of 23 bits in (0, 1), as in the kernels. Row by row: in a logarithm over all rows rounding depends on the place.
     """
-    words = [random_words(seed, position, vocab, device) for seed, position in zip(seeds, positions)]
+    words = (random_words(seed, position, vocab, device) for seed, position in zip(seeds, positions))
     return torch.stack([(((row >> 9).float() + 0.5) / 2**23).log_().neg_() for row in words])
 
 
