@@ -31,16 +31,17 @@ from stage03_engine.core.models.loader import get_model
 from stage03_engine.errors import ConfigError
 from stage04_kernels.backends.int8_linear import TorchInt8Linear, native_int8_weight_only, native_int8_with_8_bits
 from stage04_kernels.backends.native.library import problem
+from stage04_kernels.backends.native.linear import NativeLinear
 from stage04_kernels.layers import layer_kernels
 
 FORMATS: dict[str, tuple[str, Any]] = {
     "float32": ("float32", None),
-    "bfloat16": ("bfloat16", None),
+    "bfloat16": ("bfloat16", NativeLinear),
     "int8": ("float32", TorchInt8Linear),
     "int8, inputs of 16 bits": ("float32", native_int8_weight_only),
     "int8, inputs of 8 bits": ("float32", native_int8_with_8_bits),
 }
-"""Name -> dtype, and what quantizes. The last two need a compiler; `--quantization int8` is one of them."""
+"""Name -> dtype, and what packs the matrices. The last two need a compiler; `--quantization int8` is one of them."""
 
 
 @dataclass
@@ -56,13 +57,14 @@ class Sums:
 def load_formats(model: str) -> tuple[VllmConfig, dict[str, nn.Module]]:
     """The model in each format that this machine has. Raises ConfigError, ModelNotFoundError."""
     models, config = {}, None
-    for name, (dtype, quantizes) in FORMATS.items():
-        if name.startswith("int8,") and problem() is not None:
+    compiles = problem() is None
+    for name, (dtype, pack) in FORMATS.items():
+        if name.startswith("int8,") and not compiles:
             continue
         config = EngineArgs.from_kwargs(model=model, dtype=dtype, device="cpu", linear_backend="torch")
         models[name] = get_model(config, getattr(torch, dtype), torch.device("cpu"))
-        if quantizes is not None:
-            pack_model(models[name], quantizes, layer_kernels(config.device_config.attention_backend).gelu)
+        if pack is not None and (compiles or pack is not NativeLinear):
+            pack_model(models[name], pack, layer_kernels(config.device_config.attention_backend).gelu)
     assert config is not None
     return config, models
 
