@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from stage04_kernels.backends.native.linear import NativeLinear, input_bits
 
 MOST = 127
-ROWS = 4096  # quantized at a time, so that the largest matrix is not held in float32 several times
+ROWS = 512  # quantized at a time, so that no matrix is held in float32 several times
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -22,14 +22,14 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     Symmetric: the largest magnitude of an output becomes 127, the others are rounded to nearest, ties to even. So no weight is
     wrong by more than half of its output's scale. An output of zeros has scale 0.
     """
-    parts = [_quantize(rows.float()) for rows in weight.split(ROWS)]
-    return torch.cat([part for part, _ in parts]), torch.cat([scale for _, scale in parts])
-
-
-def _quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    scale = weight.abs().amax(dim=1) / MOST
-    divisor = torch.where(scale > 0, scale, 1.0)
-    return (weight / divisor[:, None]).round_().clamp_(-MOST, MOST).to(torch.int8), scale
+    scale = torch.empty(len(weight), device=weight.device)
+    quantized = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    for start in range(0, len(weight), ROWS):
+        rows = weight[start : start + ROWS].float()
+        part = scale[start : start + ROWS] = rows.abs().amax(dim=1) / MOST
+        divisor = torch.where(part > 0, part, 1.0)[:, None]
+        quantized[start : start + ROWS] = (rows / divisor).round_().clamp_(-MOST, MOST)
+    return quantized, scale
 
 
 class TorchInt8Linear:

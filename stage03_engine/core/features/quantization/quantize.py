@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import time
 
@@ -31,7 +32,15 @@ class QuantizedWeightsHook(RunnerHook):
         pack_model(model, load(name), layer_kernels(self.config.device_config.attention_backend).gelu)
         for parameter in model.parameters():  # a view of the checkpoint's file would keep all of it in memory
             parameter.data = parameter.data.clone()
+        give_back_memory()
         if trace.on:
             method, seconds = self.config.model_config.quantization, round(time.monotonic() - started, 4)
             trace.emit("weights.quantized", method=method, product=name.rpartition(":")[2], seconds=seconds)
         return model
+
+
+def give_back_memory() -> None:
+    """Return to the system what the checkpoint's matrices took: glibc would keep some of it for later, and the KV cache gets less."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
