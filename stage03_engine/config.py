@@ -22,7 +22,9 @@ _FEATURES = "stage03_engine.core.features."
 
 
 @dataclass(frozen=True)
-class ModelConfig(*mixins(_FEATURES + "logits_processor.flags:LogitsProcessors")):  # type: ignore[misc]
+class ModelConfig(
+    *mixins(_FEATURES + "logits_processor.flags:LogitsProcessors", _FEATURES + "quantization.flags:Quantization")  # type: ignore[misc]
+):
     """Which model, in which number format, with which context."""
 
     model: str = option(
@@ -35,9 +37,7 @@ class ModelConfig(*mixins(_FEATURES + "logits_processor.flags:LogitsProcessors")
         "weights exceed 128 MiB; on a GPU the model's own, or bfloat16 if that is float32 (float16 without it); half = float16, float = float32",
         DTYPES,
     )
-    max_model_len: int | None = option(
-        None, "longest prompt plus output in tokens; detected from the model if not given", at_least=1
-    )
+    max_model_len: int | None = option(None, "longest prompt plus output in tokens; detected if not given", at_least=1)
     load_format: str = option(
         "auto", "auto = safetensors; dummy = random weights, nothing is downloaded", ("auto", "safetensors", "dummy")
     )
@@ -65,9 +65,7 @@ class CacheConfig(*mixins(_FEATURES + "swap_space.flags:SwapSpaceSize")):  # typ
         "share of the device's memory that weights, activations and KV cache may use",
         aliases=("--device-memory-utilization",),
     )
-    kv_cache_memory_bytes: int | None = option(
-        None, "size of the KV cache in bytes, instead of measuring free memory", at_least=1
-    )
+    kv_cache_memory_bytes: int | None = option(None, "KV cache in bytes, instead of measuring free memory", at_least=1)
     num_gpu_blocks_override: int | None = option(
         None, "number of KV-cache blocks, instead of measuring free memory", at_least=2
     )
@@ -159,6 +157,7 @@ class VllmConfig(
         _FEATURES + "async_scheduling.flags:AsyncSchedulingFlags",
         _FEATURES + "logits_processor.flags:LogitsProcessorFlags",
         _FEATURES + "linear_backend.flags:LinearBackendFlags",
+        _FEATURES + "quantization.flags:QuantizationFlags",
         _FEATURES + "batch_invariant.flags:BatchInvariantFlags",
         _FEATURES + "cuda_graphs.flags:CudaGraphFlags",
         _FEATURES + "cpu_binding.flags:BindingFlags",

@@ -88,6 +88,8 @@ _ROWS = [
         "v1/worker/gpu_model_runner.py load_model"),
     _optional("weights.packed", 5, ENGINE, {"few": "str", "many": "str", "layers": "int", "seconds": "float"},
         "Linear layers were packed: which backend multiplies few rows, and which one many.", "process_weights_after_loading"),
+    _optional("weights.quantized", 5, ENGINE, {"method": "str", "product": "str", "seconds": "float"},
+        "With --quantization: the matrices are int8 now, and which product multiplies by them.", "model_executor/layers/quantization"),
     _optional("batch_invariant.checked", 5, ENGINE, {"rows": "int"}, "With --batch-invariant: how many rows each call of the model has.",
         "model_executor/layers/batch_invariant.py"),
     _optional("whisper.loaded", 5, ENGINE, {"tensors": "int", "bytes": "int"}, "A Whisper model is in place, in an engine core of its own.",

@@ -17,9 +17,11 @@ from stage03_engine.args.weight_files import weight_files
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.kv_cache_size import choose_num_blocks, item_bytes, kv_block_bytes
 from stage03_engine.errors import ConfigError
+from stage03_engine.mixins import load
 from stage03_engine.model_shape import ModelShape
 
 MIB, GIB = 1 << 20, 1 << 30
+_INT8_BYTES = "stage03_engine.core.features.quantization.size:int8_bytes"
 _NO_PARAMETER = re.compile(r"(^|\.)attn\.(masked_)?bias$|\.inv_freq$")  # masks and tables that are computed, not loaded
 
 
@@ -50,9 +52,20 @@ def reckon(config: VllmConfig) -> Memory:
     per_request = block * math.ceil(config.max_model_len / block_size)
     tokens = min(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * config.max_model_len)
     return Memory(
-        parameters, parameters * size, block // block_size, per_request, per_request * scheduler.max_num_seqs,
+        parameters, _weights(config, parameters, size), block // block_size, per_request, per_request * scheduler.max_num_seqs,
         _activations(config.shape, tokens, min(tokens, scheduler.max_num_seqs), size), tokens, _available(config),
     )  # fmt: skip
+
+
+def _weights(config: VllmConfig, parameters: int, size: int) -> int:
+    """Bytes of the weights."""
+    less = load(_INT8_BYTES)(config.shape, size) if _quantization(config) else 0
+    return int(parameters * size + less)
+
+
+def _quantization(config: VllmConfig) -> str | None:
+    """The number format of the matrices, if it is not that of the other weights."""
+    return getattr(config.model_config, "quantization", None)
 
 
 def check_kv_cache(config: VllmConfig, memory: Memory) -> None:
@@ -132,8 +145,9 @@ def shown(count: int) -> str:
 def rows(config: VllmConfig, memory: Memory) -> list[tuple[str, str, str]]:
     """(name, size, how it is made up) for the table."""
     model, scheduler = config.model_config, config.scheduler_config
+    format_ = f"{model.dtype}, matrices in int8" if _quantization(config) else model.dtype
     found = [
-        ("weights", shown(memory.weights), f"{memory.num_parameters:,} parameters in {model.dtype}"),
+        ("weights", shown(memory.weights), f"{memory.num_parameters:,} parameters in {format_}"),
         ("kv_cache_per_token", shown(memory.per_token), f"keys and values of {config.shape.num_layers} layers"),
         ("kv_cache_per_request", shown(memory.per_request), f"of {config.max_model_len} tokens (max_model_len)"),
         ("kv_cache_for_all", shown(memory.for_all), f"{scheduler.max_num_seqs} of them (max_num_seqs)"),

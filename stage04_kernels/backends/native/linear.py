@@ -9,36 +9,45 @@ import torch
 from torch import Tensor
 
 from stage04_kernels.backends.native.library import function, load_library
+from stage04_kernels.backends.native.memory import packed_tensor
 
 ACTIVATIONS = {None: 0, "gelu_tanh": 1}
 FORMATS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int8: "int8"}  # of weights
 SUFFIXES = {torch.float32: "", torch.bfloat16: "_bf16"}  # of inputs and results
+QUAD = 4  # int8 weights are packed by fours
+
+
+def input_bits() -> int:
+    """The number format of inputs with which int8 weights are fastest here: 8 where the processor multiplies such numbers in one
+    instruction (AVX512-VNNI, AVX-VNNI, ARM's dotprod), else 16. Raises NativeError."""
+    bits: int = load_library().input_bits()
+    return bits
 
 
 class NativeLinear:
-    """`activation(x @ weight.T * scale + bias)` for x [num_rows, in_features], in x's number format (float32 or bfloat16), summed
-    in float32.
+    """`activation(x @ weight.T * scale + bias)` for x [num_rows, in_features], in x's number format (float32 or bfloat16).
 
-    weight      [out_features, in_features] float32, bfloat16 or int8, of any strides; int8: in_features is a multiple of 4
+    weight      [out_features, in_features] float32, bfloat16 or int8, of any strides
     bias        [out_features] or None
     activation  None or "gelu_tanh"
     scale       [out_features] or None: what an output is multiplied by, for quantized weights
+    bits        with int8 weights: inputs become integers of 8 bits, in groups of 64, or of 16, in groups of 256
 
-    A row's result does not depend, in any bit, on the other rows. Raises ValueError for other formats, NativeError where nothing can
-    be compiled.
+    Sums are float32; with int8 weights, exact integers within a group. A row's result does not depend, in any bit, on the other
+    rows. Raises ValueError for other formats, NativeError where nothing can be compiled.
     """
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, scale: Tensor | None = None
-    ) -> None:
+        self, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, scale: Tensor | None = None,
+        bits: int = 16,
+    ) -> None:  # fmt: skip
         if weight.dtype not in FORMATS:
             raise ValueError(f"no product of {weight.dtype} weights is compiled")
         library, name = load_library(), FORMATS[weight.dtype]
         self.out_features, self.in_features = weight.shape
-        if weight.dtype == torch.int8 and self.in_features % 4:
-            raise ValueError(f"int8 weights need a multiple of 4 inputs, not {self.in_features}")
-        width = library.panel_width()
-        self.packed = torch.empty(-(-self.out_features // width) * width * self.in_features, dtype=weight.dtype)
+        panels = -(-self.out_features // library.panel_width())
+        inputs = -(-self.in_features // QUAD) * QUAD if weight.dtype == torch.int8 else self.in_features
+        self.packed = packed_tensor(panels * library.panel_width() * inputs, weight.dtype)
         function(f"pack_{name}", "pllplli")(
             weight.data_ptr(), *weight.stride(), self.packed.data_ptr(), self.in_features, self.out_features,
             torch.get_num_threads(),
@@ -46,6 +55,7 @@ class NativeLinear:
         self.bias = None if bias is None else bias.float().contiguous()
         self.scale = None if scale is None else scale.float().contiguous()
         self.activation = ACTIVATIONS[activation]
+        name = f"int8_by_{bits}" if weight.dtype == torch.int8 else name
         self.functions = {dtype: function(f"linear_{name}{suffix}", "ppppipllli") for dtype, suffix in SUFFIXES.items()}
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -11,6 +11,11 @@
 #include <type_traits>
 #include <utility>
 #include <vector>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 
 #if defined(__AVX512F__)
 constexpr int V = 16;  // float32 in a vector
@@ -26,6 +31,7 @@ constexpr int V = 4, MR = 6;
 typedef float floats __attribute__((vector_size(V * 4)));
 typedef float any_floats __attribute__((vector_size(V * 4), aligned(4)));  // at any address
 typedef int32_t ints __attribute__((vector_size(V * 4)));
+typedef int16_t shorts __attribute__((vector_size(V * 4)));
 typedef int32_t any_ints __attribute__((vector_size(V * 4), aligned(1), may_alias));
 
 struct bfloat16 {
@@ -70,28 +76,18 @@ static floats exp_of(floats x) {
 // Every sum is one chain of multiply-adds in the order of k, whatever the number of rows: so a row's result does not depend,
 // in any bit, on its neighbours.
 
-constexpr int NR = 2 * V, KC = 256, AHEAD = 32;
+constexpr int NR = 2 * V, KC = 256, AHEAD = 32, BLOCK = 1 << 16;
+constexpr int PANELS = 4;  // side by side for one row: no multiply-add waits for the one before, and memory is read in four places
 
-// STEP<T> values of k lie side by side for each output of a panel; `unpack` makes float32 of STEP * NR weights.
-template <class T> constexpr int STEP = 1;
-template <> constexpr int STEP<int8_t> = 4;
-
-static inline void unpack(const float* w, floats out[1][2]) {
-  out[0][0] = *(const any_floats*)w;
-  out[0][1] = *(const any_floats*)(w + V);
+static inline void unpack(const float* w, floats out[2]) {
+  out[0] = *(const any_floats*)w;
+  out[1] = *(const any_floats*)(w + V);
 }
 
-static inline void unpack(const bfloat16* w, floats out[1][2]) {  // outputs j and j + V share a lane: low half, high half
+static inline void unpack(const bfloat16* w, floats out[2]) {  // outputs j and j + V share a lane: low half, high half
   ints both = *(const any_ints*)w;
-  out[0][0] = (floats)(both << 16);
-  out[0][1] = (floats)(both & -65536);
-}
-
-static inline void unpack(const int8_t* w, floats out[4][2]) {  // four values of k share a lane
-  for (int half = 0; half < 2; half++) {
-    ints four = *(const any_ints*)(w + half * V * 4);
-    for (int i = 0; i < 4; i++) out[i][half] = __builtin_convertvector(four << (24 - 8 * i) >> 24, floats);
-  }
+  out[0] = (floats)(both << 16);
+  out[1] = (floats)(both & -65536);
 }
 
 // M rows times P panels, k from 0 to `count`. `sums` [M, P * NR] is continued, or begun if `first`.
@@ -104,17 +100,16 @@ static inline void tile(
     for (int p = 0; p < P; p++)
       for (int half = 0; half < 2; half++)
         sum[m][p][half] = first ? floats{} : (floats)*(any_floats*)(sums + m * P * NR + p * NR + half * V);
-  for (int k = 0; k < count; k += STEP<T>) {
+  for (int k = 0; k < count; k++) {
     if (prefetch) __builtin_prefetch(prefetch + k * NR);
     for (int p = 0; p < P; p++) {
-      floats weights[STEP<T>][2];
+      floats weights[2];
       unpack(w + p * panel + k * NR, weights);
-      for (int i = 0; i < STEP<T>; i++)
-        for (int m = 0; m < M; m++) {
-          float input = x[m * row + k + i];
-          sum[m][p][0] += input * weights[i][0];
-          sum[m][p][1] += input * weights[i][1];
-        }
+      for (int m = 0; m < M; m++) {
+        float input = x[m * row + k];
+        sum[m][p][0] += input * weights[0];
+        sum[m][p][1] += input * weights[1];
+      }
     }
   }
   for (int m = 0; m < M; m++)
@@ -147,10 +142,10 @@ static void finish(
 ) {
   alignas(64) float factor[NR], offset[NR], result[NR];
   const int count = std::min<long>(NR, outputs - first);
-  for (int j = 0; j < NR; j++) {
-    factor[j] = scale && j < count ? scale[first + j] : 1.0f;
-    offset[j] = bias && j < count ? bias[first + j] : 0.0f;
-  }
+  std::fill(factor, factor + NR, 1.0f);
+  std::fill(offset, offset + NR, 0.0f);
+  if (scale) std::copy(scale + first, scale + first + count, factor);
+  if (bias) std::copy(bias + first, bias + first + count, offset);
   for (long m = 0; m < rows; m++, sums += NR, y += outputs) {
     for (int j = 0; j < NR; j += V)
       *(floats*)(result + j) =
@@ -162,7 +157,7 @@ static void finish(
   }
 }
 
-// x [rows, inputs] float32; `inputs` is a multiple of STEP<T>.
+// x [rows, inputs] float32.
 template <class T, class Y>
 static void linear(
     const float* x, const T* w, const float* scale, const float* bias, int activation, Y* y, long rows, long inputs,
@@ -170,7 +165,7 @@ static void linear(
 ) {
   const long num_panels = (outputs + NR - 1) / NR, panel = inputs * NR;
   if (rows == 1) {
-    constexpr int P = 4;  // panels side by side: their sums are independent, so no multiply-add waits for the one before
+    constexpr int P = PANELS;
     const long groups = (num_panels + P - 1) / P;
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 4)
     for (long group = 0; group < groups; group++) {
@@ -185,13 +180,18 @@ static void linear(
     }
     return;
   }
-  const long num_tiles = (rows + MR - 1) / MR;  // as equal as possible: 8 rows are 4 and 4, not 6 and 2
+  // Rows go through the panels in blocks whose inputs stay in the second cache, and a block in tiles, as equal as possible: 8 rows
+  // are 4 and 4, not 6 and 2.
+  const long num_tiles = (rows + MR - 1) / MR, num_blocks = std::max(1L, rows * inputs / BLOCK);
+  const auto row_of = [&](long tile) { return tile * rows / num_tiles; };
 #pragma omp parallel num_threads(threads)
   {
     float* sums = new float[rows * NR];
     alignas(64) float wide[KC * NR];
 #pragma omp for schedule(dynamic, 4)
-    for (long p = 0; p < num_panels; p++) {
+    for (long item = 0; item < num_blocks * num_panels; item++) {
+      const long block = item / num_panels, p = item % num_panels;
+      const long begin = block * num_tiles / num_blocks, end = (block + 1) * num_tiles / num_blocks;
       const T* own = w + p * panel;
       if (rows <= MR)
         rows_tile<T>(rows, x, inputs, own, sums, inputs, true, own + AHEAD * NR);
@@ -204,31 +204,230 @@ static void linear(
             weights = own + k * NR;
             prefetch = weights + KC * NR;
           } else
-            for (int i = 0; i < count; i += STEP<T>) unpack(own + (k + i) * NR, (floats(*)[2])(wide + i * NR));
-          for (long t = 0; t < num_tiles; t++) {
-            const long low = t * rows / num_tiles, high = (t + 1) * rows / num_tiles;
-            rows_tile<float>(high - low, x + low * inputs + k, inputs, weights, sums + low * NR, count, k == 0, t == 1 ? prefetch : nullptr);
+            for (int i = 0; i < count; i++) unpack(own + (k + i) * NR, (floats*)(wide + i * NR));
+          for (long t = begin; t < end; t++) {
+            const long low = row_of(t);
+            rows_tile<float>(
+                row_of(t + 1) - low, x + low * inputs + k, inputs, weights, sums + low * NR, count, k == 0,
+                t == begin + 1 ? prefetch : nullptr
+            );
           }
         }
-      finish(sums, scale, bias, activation, y, rows, p * NR, outputs);
+      const long low = row_of(begin);
+      finish(sums + low * NR, scale, bias, activation, y + low * outputs, row_of(end) - low, p * NR, outputs);
     }
     delete[] sums;
   }
 }
 
-// w [outputs, inputs], each row `row` and each column `column` numbers from the next; outputs past the last are zeros.
+// Products of int8 weights
+//
+// Turning int8 into float32 takes longer than reading it, so inputs become integers instead: in groups of QUADS * 4 numbers
+// of a row, each number is a whole multiple of the group's largest one / most. A group's sum is one of integers, which is exact;
+// groups are added as float32, in the order of k. So here too a row's result does not depend on its neighbours.
+//
+// 16 bits hold an input about as well as float32 does: only the weights are quantized. 8 bits are coarser, and four times as
+// fast where the processor multiplies them in one instruction: VNNI on x86, dotprod on ARM.
+//
+// A panel holds QUAD values of k side by side for each output, so a lane of 32 bits is an output's next four weights.
+
+constexpr int QUAD = 4;
+
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_DOTPROD)
+constexpr int INPUT_BITS = 8;
+#else
+constexpr int INPUT_BITS = 16;
+#endif
+#if defined(__ARM_FEATURE_DOTPROD)
+constexpr int OFFSET = 0;
+#else
+constexpr int OFFSET = 128;  // x86 multiplies unsigned by signed numbers: by weight + 128. 128 * input is subtracted beforehand
+#endif
+
+// Adds to each lane the products of its four weights and four inputs.
+static inline ints dot4(ints sum, ints weights, int32_t inputs) {
+#if defined(__ARM_FEATURE_DOTPROD)
+  return (ints)vdotq_s32((int32x4_t)sum, (int8x16_t)weights, vreinterpretq_s8_s32(vdupq_n_s32(inputs)));
+#else
+  weights ^= 0x80808080;
+#if defined(__AVX512F__) && defined(__AVX512VNNI__)
+  return (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, _mm512_set1_epi32(inputs));
+#elif defined(__AVXVNNI__)
+  return (ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)weights, _mm256_set1_epi32(inputs));
+#else
+  for (int i = 0; i < QUAD; i++) sum += (weights >> 8 * i & 255) * int32_t(int8_t(inputs >> 8 * i));
+  return sum;
+#endif
+#endif
+}
+
+// The same for pairs of 16 bits.
+static inline ints dot2(ints sum, ints weights, int32_t inputs) {
+#if defined(__AVX512BW__)
+  return sum + (ints)_mm512_madd_epi16((__m512i)weights, _mm512_set1_epi32(inputs));
+#elif defined(__AVX2__)
+  return sum + (ints)_mm256_madd_epi16((__m256i)weights, _mm256_set1_epi32(inputs));
+#elif defined(__SSE2__) && !defined(__AVX__)
+  return sum + (ints)_mm_madd_epi16((__m128i)weights, _mm_set1_epi32(inputs));
+#else
+  return sum + (weights << 16 >> 16) * int32_t(int16_t(inputs)) + (weights >> 16) * (inputs >> 16);
+#endif
+}
+
+// How inputs are held: LANES lanes for four of them.
+struct Bits8 {
+  static constexpr int LANES = 1, QUADS = 16, START = -OFFSET, ROWS = MR;
+  static constexpr float MOST = 127;
+  static inline void pack(const int* k, int32_t* lanes) {
+    lanes[0] = (k[0] & 255) | (k[1] & 255) << 8 | (k[2] & 255) << 16 | k[3] << 24;
+  }
+  static inline void unpack(ints weights, ints out[LANES]) { out[0] = weights; }
+  static inline ints dot(ints sum, ints weights, int32_t inputs) { return dot4(sum, weights, inputs); }
+};
+
+struct Bits16 {
+  static constexpr int LANES = 2, QUADS = 64, START = 0, ROWS = V == 16 ? MR : 4;
+  static constexpr float MOST = 32767;
+  static inline void pack(const int* k, int32_t* lanes) {
+    lanes[0] = (k[0] & 65535) | k[2] << 16;
+    lanes[1] = (k[1] & 65535) | k[3] << 16;
+  }
+  static inline void unpack(ints weights, ints out[LANES]) {
+    out[0] = (ints)((shorts)weights << 8 >> 8);
+    out[1] = (ints)((shorts)weights >> 8);
+  }
+  static inline ints dot(ints sum, ints weights, int32_t inputs) { return dot2(sum, weights, inputs); }
+};
+
+// Rows of inputs as integers. `lanes` [rows, row], `scale` and `start` [rows, groups]: what an integer of a group is worth, and
+// where the sum of the group begins.
+template <class Bits> struct Integers {
+  static constexpr int GROUP = Bits::QUADS * QUAD;
+  long row, groups;
+  std::vector<int32_t> lanes, start;
+  std::vector<float> scale;
+
+  template <class X> Integers(const X* x, long rows, long inputs, int threads)
+      : row((inputs + QUAD - 1) / QUAD * Bits::LANES), groups((inputs + GROUP - 1) / GROUP),
+        lanes(rows * row), start(rows * groups), scale(rows * groups) {
+#pragma omp parallel for num_threads(threads) if (rows * inputs > 65536)
+    for (long m = 0; m < rows; m++)
+      for (long g = 0; g < groups; g++) {
+        const long first = g * GROUP, count = std::min<long>(GROUP, inputs - first);
+        group(x + m * inputs + first, count, m * groups + g, &lanes[m * row + first / QUAD * Bits::LANES]);
+      }
+  }
+
+  template <class X> void group(const X* x, int count, long index, int32_t* out) {
+    float values[GROUP] = {};
+    int whole[GROUP];
+    int32_t most_bits = 0, total = 0;
+    for (int i = 0; i < count; i++) values[i] = x[i];
+    for (int i = 0; i < GROUP; i++) {  // the bits of floats without sign are in their order, with NaN above all
+      int32_t bits;
+      __builtin_memcpy(&bits, values + i, 4);
+      most_bits = std::max(most_bits, bits & 0x7fffffff);
+    }
+    float most;
+    __builtin_memcpy(&most, &most_bits, 4);
+    const float inverse = Bits::MOST / most;
+    const bool usable = inverse > 0 && inverse <= 3e38f;  // else all are as good as zero, or one is no number
+    for (int i = 0; i < GROUP; i++) {
+      const float rounder = 12582912.0f;  // 1.5 * 2 ** 23: the sum has no room for a fraction, so it is rounded, ties to even
+      whole[i] = usable ? int((values[i] * inverse + rounder) - rounder) : 0;
+      total += whole[i];
+    }
+    for (int i = 0; i < count; i += QUAD) Bits::pack(whole + i, out + i / QUAD * Bits::LANES);
+    scale[index] = most / Bits::MOST;
+    start[index] = Bits::START * total;
+  }
+};
+
+// M rows times P panels, `quads` * 4 values of k: one group. Adds to `sums` [M, P * NR]. A function of its own: the compiler
+// keeps its sums in registers then.
+template <int M, int P, class Bits>
+__attribute__((noinline)) static void group_tile(
+    const Integers<Bits>& x, long first, long g, const int8_t* w, long panel, long quads, float* sums
+) {
+  ints sum[M][P][2];
+  const int32_t* lanes = &x.lanes[first * x.row + g * Bits::QUADS * Bits::LANES];
+  for (int m = 0; m < M; m++)
+    for (int p = 0; p < P; p++) sum[m][p][0] = sum[m][p][1] = ints{} + x.start[(first + m) * x.groups + g];
+  for (long q = 0; q < quads; q++, w += QUAD * NR, lanes += Bits::LANES) {
+    if (P == 1) __builtin_prefetch(w + AHEAD * NR * QUAD);
+    for (int p = 0; p < P; p++) {
+      ints weights[2][Bits::LANES];
+      for (int half = 0; half < 2; half++)
+        Bits::unpack(*(const any_ints*)(w + p * panel + half * V * QUAD), weights[half]);
+      for (int m = 0; m < M; m++)
+        for (int i = 0; i < Bits::LANES; i++)
+          for (int half = 0; half < 2; half++)
+            sum[m][p][half] = Bits::dot(sum[m][p][half], weights[half][i], lanes[m * x.row + i]);
+    }
+  }
+  for (int m = 0; m < M; m++)
+    for (int p = 0; p < P; p++)
+      for (int half = 0; half < 2; half++)
+        *(any_floats*)(sums + m * P * NR + p * NR + half * V) +=
+            __builtin_convertvector(sum[m][p][half], floats) * x.scale[(first + m) * x.groups + g];
+}
+
+// `group_tile` for a number of rows that is only known now, 1 to Bits::ROWS.
+template <class Bits, int M = Bits::ROWS>
+static void group_rows(int rows, const Integers<Bits>& x, long first, long g, const int8_t* w, long quads, float* sums) {
+  if constexpr (M > 1)
+    if (rows < M) return group_rows<Bits, M - 1>(rows, x, first, g, w, quads, sums);
+  group_tile<M, 1, Bits>(x, first, g, w, 0, quads, sums);
+}
+
+template <class Bits, class X>
+static void integer_linear(
+    const X* input, const int8_t* w, const float* scale, const float* bias, int activation, X* y, long rows, long inputs,
+    long outputs, int threads
+) {
+  const Integers<Bits> x(input, rows, inputs, threads);
+  const long num_panels = (outputs + NR - 1) / NR, all_quads = (inputs + QUAD - 1) / QUAD, panel = all_quads * QUAD * NR;
+  const long num_tiles = (rows + Bits::ROWS - 1) / Bits::ROWS;
+  const long P = rows == 1 ? PANELS : 1, num_blocks = (num_panels + P - 1) / P;
+#pragma omp parallel num_threads(threads)
+  {
+    std::vector<float> sums(rows * P * NR);
+#pragma omp for schedule(dynamic, 4)
+    for (long block = 0; block < num_blocks; block++) {
+      const long p = block * P, here = std::min(P, num_panels - p);
+      std::fill(sums.begin(), sums.end(), 0.0f);
+      for (long g = 0; g < x.groups; g++) {
+        const int8_t* own = w + p * panel + g * Bits::QUADS * QUAD * NR;
+        const long quads = std::min<long>(Bits::QUADS, all_quads - g * Bits::QUADS);
+        if (here == PANELS)
+          group_tile<1, PANELS, Bits>(x, 0, g, own, panel, quads, &sums[0]);
+        else if (rows == 1)
+          for (long i = 0; i < here; i++) group_tile<1, 1, Bits>(x, 0, g, own + i * panel, 0, quads, &sums[i * NR]);
+        else
+          for (long t = 0; t < num_tiles; t++) {
+            const long low = t * rows / num_tiles, high = (t + 1) * rows / num_tiles;
+            group_rows<Bits>(high - low, x, low, g, own, quads, &sums[low * NR]);
+          }
+      }
+      for (long i = 0; i < here; i++) finish(&sums[i * NR], scale, bias, activation, y, rows, (p + i) * NR, outputs);
+    }
+  }
+}
+
+// w [outputs, inputs], each row `row` and each column `column` numbers from the next; what lies past the last is zeros.
 template <class T>
 static void pack(const T* w, long row, long column, T* packed, long inputs, long outputs, int threads) {
-  const long num_panels = (outputs + NR - 1) / NR;
+  constexpr bool quads = std::is_same_v<T, int8_t>;
+  const long num_panels = (outputs + NR - 1) / NR, padded = quads ? (inputs + QUAD - 1) / QUAD * QUAD : inputs;
 #pragma omp parallel for num_threads(threads)
   for (long p = 0; p < num_panels; p++)
-    for (long k = 0; k < inputs; k++)
+    for (long k = 0; k < padded; k++)
       for (int j = 0; j < NR; j++) {
         long place = k * NR + j;
         if (std::is_same_v<T, bfloat16>) place = k * NR + j % V * 2 + j / V;
-        if (STEP<T> == 4) place = k / 4 * 4 * NR + j * 4 + k % 4;
+        if (quads) place = (k / QUAD * NR + j) * QUAD + k % QUAD;
         const long n = p * NR + j;
-        packed[p * inputs * NR + place] = n < outputs ? w[n * row + k * column] : T(0);
+        packed[p * padded * NR + place] = n < outputs && k < inputs ? w[n * row + k * column] : T(0);
       }
 }
 
@@ -241,7 +440,14 @@ static void widen(const X* x, float* out, long count, int threads) {
 extern "C" {
 int panel_width() { return NR; }
 
+int input_bits() { return INPUT_BITS; }
+
+#define PACK(T, NAME) \
+  void pack_##NAME(const T* w, long row, long column, T* packed, long inputs, long outputs, int threads) { \
+    pack(w, row, column, packed, inputs, outputs, threads); \
+  }
 #define LINEAR(T, NAME) \
+  PACK(T, NAME) \
   void linear_##NAME(const float* x, const T* w, const float* scale, const float* bias, int activation, float* y, long rows, \
                      long inputs, long outputs, int threads) { \
     linear(x, w, scale, bias, activation, y, rows, inputs, outputs, threads); \
@@ -252,13 +458,19 @@ int panel_width() { return NR; }
     widen(x, wide, rows * inputs, threads); \
     linear(wide, w, scale, bias, activation, y, rows, inputs, outputs, threads); \
     delete[] wide; \
-  } \
-  void pack_##NAME(const T* w, long row, long column, T* packed, long inputs, long outputs, int threads) { \
-    pack(w, row, column, packed, inputs, outputs, threads); \
+  }
+#define INTEGER_LINEAR(X, NAME, BITS) \
+  void linear_##NAME(const X* x, const int8_t* w, const float* scale, const float* bias, int activation, X* y, long rows, \
+                     long inputs, long outputs, int threads) { \
+    integer_linear<BITS>(x, w, scale, bias, activation, y, rows, inputs, outputs, threads); \
   }
 LINEAR(float, float32)
 LINEAR(bfloat16, bfloat16)
-LINEAR(int8_t, int8)
+PACK(int8_t, int8)
+INTEGER_LINEAR(float, int8_by_8, Bits8)
+INTEGER_LINEAR(bfloat16, int8_by_8_bf16, Bits8)
+INTEGER_LINEAR(float, int8_by_16, Bits16)
+INTEGER_LINEAR(bfloat16, int8_by_16_bf16, Bits16)
 }
 
 // Paged attention
@@ -326,10 +538,10 @@ static inline void score(const float* query, const K* keys, long stride, long wi
     for (long d = 0; d < wide; d += NR) {
       const floats low = load(query + d), high = load(query + d + V);
       for (int i = 0; i < KEYS; i++) {
-        floats x[1][2];
+        floats x[2];
         unpack(key + i * stride + d, x);
-        sum[i] += low * x[0][0];
-        sum[i] += high * x[0][1];
+        sum[i] += low * x[0];
+        sum[i] += high * x[1];
       }
     }
     for (int i = 0; i < KEYS; i += V) store(scores + k + i, lane_sums(sum + i));
@@ -372,10 +584,10 @@ static inline void mix_part(const float* weights, const K* values, long stride, 
     for (int p = 0; p < P * 2; p++) sum[m][p / 2][p % 2] = load(mixed + m * wide + p * V);
   for (int k = 0; k < count; k++)
     for (int p = 0; p < P; p++) {
-      floats x[1][2];
+      floats x[2];
       unpack(values + k * stride + p * NR, x);
       for (int m = 0; m < M; m++)
-        for (int half = 0; half < 2; half++) sum[m][p][half] += weights[m * SPAN + k] * x[0][half];
+        for (int half = 0; half < 2; half++) sum[m][p][half] += weights[m * SPAN + k] * x[half];
     }
   for (int m = 0; m < M; m++)
     for (int p = 0; p < P * 2; p++) store(mixed + m * wide + p * V, sum[m][p / 2][p % 2]);
@@ -423,7 +635,7 @@ template <class T> struct Reader {
     for (long d = 0; d < wide; d += NR) {
       T tail[NR] = {};
       if (d + NR > a.dim) std::copy(from + d, from + a.dim, tail);
-      unpack(d + NR > a.dim ? tail : from + d, (floats(*)[2])(to + d));
+      unpack(d + NR > a.dim ? tail : from + d, (floats*)(to + d));
     }
   }
 };
@@ -437,7 +649,7 @@ static void attend_tile(const Attention<T>& a, long request, long head, long fir
   const int rows = std::min<long>(TILE, num_tokens * group - first);
   float *span = work, *queries = span + SPAN * wide, *mixed = queries + TILE * wide, *weights = mixed + TILE * wide;
   float largest[TILE], total[TILE];
-  long begin[TILE], end[TILE];
+  long begin[TILE] = {}, end[TILE] = {};
   const bool in_place = rows <= FEW && a.dim % NR == 0 && a.block_size % KEYS == 0;
   Reader<T> reader{a, a.table + request * a.table_row, head, wide, in_place, span};
   for (int r = 0; r < rows; r++) {
@@ -599,9 +811,9 @@ static inline void repack(floats low, floats high, bfloat16* to) {
 template <class T, class Use>
 static void each(const T* x, const T* y, T* out, long count, int threads, Use use) {
   const auto some = [&](const T* x, const T* y, T* out) {
-    floats a[1][2], b[1][2];
+    floats a[2], b[2];
     unpack(x, a), unpack(y, b);
-    repack(use(a[0][0], b[0][0]), use(a[0][1], b[0][1]), out);
+    repack(use(a[0], b[0]), use(a[1], b[1]), out);
   };
 #pragma omp parallel for num_threads(count < 32768 ? 1 : threads)
   for (long at = 0; at < count / NR * NR; at += NR) some(x + at, y + at, out + at);

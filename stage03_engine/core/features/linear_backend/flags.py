@@ -46,9 +46,9 @@ class LinearBackendFlags:
             raise ConfigError(f"linear_backend {name} does not know {dtype}; use float32 or bfloat16")
 
     def hooks(self: Any) -> dict[str, list[str]]:
-        """On a CPU the runner packs the weights once they are loaded."""
-        device = self.device_config
-        packs = device.device == "cpu" and device.linear_backend != "torch" and is_there(KERNELS)
+        """On a CPU the runner packs the weights once they are loaded; --quantization does it itself."""
+        device, quantized = self.device_config, getattr(self.model_config, "quantization", None) is not None
+        packs = device.device == "cpu" and device.linear_backend != "torch" and is_there(KERNELS) and not quantized
         return {"runner": [HOOK]} if packs else {}
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 ARCHITECTURE = "WhisperForConditionalGeneration"
 _ALLOWED = {
-    "runner": ("auto", "generate"), "convert": ("auto", "none"), "speculative_config": (None,),
+    "runner": ("auto", "generate"), "convert": ("auto", "none"), "speculative_config": (None,), "quantization": (None,),
 }  # fmt: skip
 
 
@@ -35,6 +35,6 @@ class WhisperFlags:
             values.get(name, allowed[0]) not in allowed for name, allowed in _ALLOWED.items()
         ):
             raise ConfigError(
-                "a Whisper model only transcribes speech: leave out runner, convert and speculative_config"
+                "a Whisper model only transcribes speech: leave out runner, convert, speculative_config and quantization"
             )
         return {}

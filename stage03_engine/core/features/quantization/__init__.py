@@ -1,0 +1,1 @@
+"""`--quantization`: weights in int8, made of any checkpoint when it is loaded."""

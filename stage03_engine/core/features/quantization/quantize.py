@@ -1,0 +1,46 @@
+"""Quantizes a model's matrices once the weights are loaded (vLLM: model_executor/layers/quantization/online)."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import time
+
+import torch
+from torch import nn
+
+from stage03_engine.core.features.linear_backend.pack import pack_model
+from stage03_engine.core.features.quantization.flags import product_of
+from stage03_engine.core.hooks import RunnerHook
+from stage03_engine.mixins import load
+from stage04_kernels.layers import layer_kernels
+from stagetrace import trace
+
+logger = logging.getLogger(__name__)
+
+
+class QuantizedWeightsHook(RunnerHook):
+    """Installed with `--quantization`."""
+
+    @torch.inference_mode()
+    def model_loaded(self, model: nn.Module) -> nn.Module:
+        """The model with int8 matrices; embeddings, norms and biases stay as they are."""
+        started = time.monotonic()
+        name, reason = product_of(self.config)
+        if reason:
+            logger.warning("int8 weights are widened for each product, which saves memory and no time: %s", reason)
+        pack_model(model, load(name), layer_kernels(self.config.device_config.attention_backend).gelu)
+        for parameter in model.parameters():  # a view of the checkpoint's file would keep all of it in memory
+            parameter.data = parameter.data.clone()
+        give_back_memory()
+        if trace.on:
+            method, seconds = self.config.model_config.quantization, round(time.monotonic() - started, 4)
+            trace.emit("weights.quantized", method=method, product=name.rpartition(":")[2], seconds=seconds)
+        return model
+
+
+def give_back_memory() -> None:
+    """Return to the system what the checkpoint's matrices took: glibc would keep some of it for later, and the KV cache gets less."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
