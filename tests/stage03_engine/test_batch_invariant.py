@@ -22,6 +22,7 @@ from stage03_engine.core.worker import Worker
 from stage03_engine.errors import ConfigError
 from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import SamplingParams
+from stage04_kernels.attention import resolve_backend
 from stage04_kernels.backends.batch_invariant import ROWS
 
 COMMON: dict[str, Any] = {"batch_invariant": True, "max_model_len": 96, "block_size": 8, "num_threads": 1}
@@ -133,7 +134,7 @@ def test_the_flag_brings_its_backend_and_refuses_others() -> None:
     def backend(**settings: Any) -> str:
         return EngineArgs.from_kwargs(model="gpt2-tiny", device="cpu", **settings).device_config.attention_backend
 
-    assert backend() == backend(batch_invariant=False) == "torch"
+    assert backend() == backend(batch_invariant=False) == resolve_backend("auto")
     assert backend(batch_invariant=True) == "batch_invariant"
     assert backend(batch_invariant=True, attention_backend="batch_invariant") == "batch_invariant"
     with pytest.raises(ConfigError, match="batch_invariant needs attention_backend auto or batch_invariant, not torch"):
