@@ -147,7 +147,7 @@ def apply_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
     return result
 
 
-def random_words(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
+def random_words(vocab: int, seeds: Tensor, positions: Tensor) -> Tensor:
     """32 random bits for each token, [num_rows, vocab] int64, from seeds and positions [num_rows] int64: Philox4x32-10 (Salmon
     et al. 2011). The seed is the key; the counter (token // 4, position, 0, 0) gives four tokens theirs."""
     low, high = seeds[:, None] & _MASK32, seeds[:, None] >> 32 & _MASK32
@@ -164,7 +164,7 @@ def exponential_noise(seeds: list[int], positions: list[int], vocab: int, device
     """Noise [num_rows, vocab] float32, exponentially distributed with rate 1; row i depends on seeds[i] and positions[i] only. The
     uniform numbers have 23 bits, as in the kernels. Row by row: in a logarithm over all rows rounding depends on the place."""
     keys = np.array([[seed & _MASK64 for seed in seeds], positions], dtype=np.uint64).view(np.int64)
-    words = random_words(*to_device([*keys], device), vocab)
+    words = random_words(vocab, *to_device([*keys], device))
     return torch.stack([(((row >> 9).float() + 0.5) / 2**23).log_().neg_() for row in words])
 
 
