@@ -147,25 +147,24 @@ def apply_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
     return result
 
 
-def random_words(seed: int, position: int, vocab: int, device: torch.device) -> Tensor:
-    """32 random bits for each token, [vocab] int64: Philox4x32-10 (Salmon et al. 2011). The seed is the key; the counter
-    (token // 4, position, 0, 0) gives four tokens theirs."""
-    low, high = seed & _MASK32, seed >> 32 & _MASK32
-    group = torch.arange(-(-vocab // 4), device=device)
-    words = [group, torch.full_like(group, position & _MASK32), torch.zeros_like(group), torch.zeros_like(group)]
+def random_words(vocab: int, seeds: Tensor, positions: Tensor) -> Tensor:
+    """32 random bits for each token, [num_rows, vocab] int64, from seeds and positions [num_rows] int64: Philox4x32-10 (Salmon
+    et al. 2011). The seed is the key; the counter (token // 4, position, 0, 0) gives four tokens theirs."""
+    low, high = seeds[:, None] & _MASK32, seeds[:, None] >> 32 & _MASK32
+    group = torch.arange(-(-vocab // 4), device=seeds.device).expand(len(seeds), -1)
+    words = [group, torch.zeros_like(group) + positions[:, None], torch.zeros_like(group), torch.zeros_like(group)]
     for _ in range(10):
         a, b = words[0] * 0xD2511F53, words[2] * 0xCD9E8D57  # 64 bits, whatever sign they are taken to have
         words = [b >> 32 & _MASK32 ^ words[1] ^ low, b & _MASK32, a >> 32 & _MASK32 ^ words[3] ^ high, a & _MASK32]
         low, high = low + 0x9E3779B9 & _MASK32, high + 0xBB67AE85 & _MASK32
-    return torch.stack(words, dim=-1).flatten()[:vocab]
+    return torch.stack(words, dim=-1).flatten(1)[:, :vocab]
 
 
 def exponential_noise(seeds: list[int], positions: list[int], vocab: int, device: torch.device) -> Tensor:
-    """Noise [num_rows, vocab] float32, exponentially distributed with rate 1; row i depends on seeds[i] and positions[i] only.
-
-    From uniform numbers of 23 bits in (0, 1), as in the kernels. Row by row: in a logarithm over all rows rounding depends on the place.
-    """
-    words = (random_words(seed, position, vocab, device) for seed, position in zip(seeds, positions))
+    """Noise [num_rows, vocab] float32, exponentially distributed with rate 1; row i depends on seeds[i] and positions[i] only. The
+    uniform numbers have 23 bits, as in the kernels. Row by row: in a logarithm over all rows rounding depends on the place."""
+    keys = np.array([[seed & _MASK64 for seed in seeds], positions], dtype=np.uint64).view(np.int64)
+    words = random_words(vocab, *to_device([*keys], device))
     return torch.stack([(((row >> 9).float() + 0.5) / 2**23).log_().neg_() for row in words])
 
 
