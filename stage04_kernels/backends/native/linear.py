@@ -54,18 +54,17 @@ class NativeLinear:
         )  # fmt: skip
         self.bias = None if bias is None else bias.float().contiguous()
         self.scale = None if scale is None else scale.float().contiguous()
-        self.activation = ACTIVATIONS[activation]
+        scales, offsets = (None if kept is None else kept.data_ptr() for kept in (self.scale, self.bias))
+        self.constants = (self.packed.data_ptr(), scales, offsets, ACTIVATIONS[activation])
         name = f"int8_by_{bits}" if weight.dtype == torch.int8 else name
         self.functions = {dtype: function(f"linear_{name}{suffix}", "ppppipllli") for dtype, suffix in SUFFIXES.items()}
 
     def __call__(self, x: Tensor) -> Tensor:
         """[num_rows, in_features] -> [num_rows, out_features]."""
         x = x.contiguous()
-        y = x.new_empty(*x.shape[:-1], self.out_features)
-        scale, bias = self.scale, self.bias
+        y = x.new_empty((*x.shape[:-1], self.out_features))
         self.functions[x.dtype](
-            x.data_ptr(), self.packed.data_ptr(), scale if scale is None else scale.data_ptr(),
-            bias if bias is None else bias.data_ptr(), self.activation, y.data_ptr(),
-            x.numel() // self.in_features, self.in_features, self.out_features, torch.get_num_threads(),
+            x.data_ptr(), *self.constants, y.data_ptr(), x.numel() // self.in_features, self.in_features,
+            self.out_features, torch.get_num_threads(),
         )  # fmt: skip
         return y
