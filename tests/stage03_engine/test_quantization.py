@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from stage03_engine.core.features.linear_backend.pack import PackedLinear, pack_
 from stage03_engine.core.features.quantization import accuracy
 from stage03_engine.core.features.quantization.flags import product_of
 from stage03_engine.core.features.quantization.size import int8_bytes
+from stage03_engine.core.features.whisper.flags import ARCHITECTURE, WhisperFlags
 from stage03_engine.core.model_runner import ModelRunner
 from stage03_engine.core.models.layers import Linear
 from stage03_engine.core.models.loader import get_model
@@ -270,6 +272,13 @@ def test_what_cannot_be_is_refused_in_one_line(settings: dict[str, Any], message
     with pytest.raises(ConfigError, match=message) as refused:
         chosen(**settings)
     assert "\n" not in str(refused.value)
+
+
+def test_whisper_is_not_quantized() -> None:
+    files: Any = SimpleNamespace(shape=SimpleNamespace(architecture=ARCHITECTURE))
+    assert WhisperFlags.resolve({"quantization": None}, files) == {}
+    with pytest.raises(ConfigError, match="leave out .*quantization"):
+        WhisperFlags.resolve({"quantization": "int8"}, files)
 
 
 def test_the_twin_runs_where_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
