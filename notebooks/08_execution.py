@@ -48,8 +48,16 @@ from stagetrace.figures.style import KINDS
 torch.set_grad_enabled(False)
 torch.set_num_threads(1)
 
+# This page reads the walk's own arithmetic, in torch; compiled backends are faster, and the answers are the same.
+PLAIN = {"attention_backend": "torch", "linear_backend": "torch", "num_threads": 1}
 llm = LLM(
-    "gpt2-tiny", block_size=4, num_gpu_blocks_override=32, max_model_len=64, max_num_seqs=8, max_num_batched_tokens=8
+    "gpt2-tiny",
+    **PLAIN,
+    block_size=4,
+    num_gpu_blocks_override=32,
+    max_model_len=64,
+    max_num_seqs=8,
+    max_num_batched_tokens=8,
 )
 core = llm.engine_core._core  # the EngineCore; in a server it lives in its own process
 scheduler, runner = core.scheduler, core.executor.worker.model_runner
@@ -307,7 +315,7 @@ MARKS = [
     "engine.step end",
 ]
 PARTS = ["schedule", "build inputs", "model", "logits", "sample", "update"]
-with lab.record() as folder, LLM("gpt2-tiny", num_gpu_blocks_override=256, max_num_seqs=8) as traced:
+with lab.record() as folder, LLM("gpt2-tiny", **PLAIN, num_gpu_blocks_override=256, max_num_seqs=8) as traced:
     traced.generate(["ROMEO:"] * 8, SamplingParams(temperature=0.8, max_tokens=60, ignore_eos=True))
 steps = {}
 for event in read_run(folder).events:
@@ -330,7 +338,9 @@ for part, micros in zip(PARTS, medians):
 # %%
 with (
     lab.record() as folder,  # told to the engine too, which then records each transform of the sampler
-    LLM("gpt2-tiny", num_gpu_blocks_override=256, max_num_seqs=8, trace_layers=True, trace=str(folder)) as traced,
+    LLM(
+        "gpt2-tiny", **PLAIN, num_gpu_blocks_override=256, max_num_seqs=8, trace_layers=True, trace=str(folder)
+    ) as traced,
 ):
     traced.generate(
         ["ROMEO:"] * 8, SamplingParams(temperature=0.8, top_k=20, top_p=0.9, max_tokens=40, ignore_eos=True)
@@ -391,7 +401,7 @@ print(
 )
 
 # %%
-big = LLM("gpt2", load_format="dummy", num_gpu_blocks_override=200, max_num_batched_tokens=1024)
+big = LLM("gpt2", **PLAIN, load_format="dummy", num_gpu_blocks_override=200, max_num_batched_tokens=1024)
 gpt2, shape = big.engine_core._core.executor.worker.model_runner, big.vllm_config.shape
 torch.set_num_threads(1)
 num_weights = sum(p.numel() for p in gpt2.model.parameters())

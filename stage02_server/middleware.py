@@ -95,6 +95,8 @@ class RequestGate:
         self.running.discard(task)
         if not self.running:
             self.idle.set()
+            if self.expired:
+                self.expire()
 
     def end_endless(self) -> None:
         """Cut the endless answers that nobody reads; the others have ended by themselves."""
@@ -102,9 +104,9 @@ class RequestGate:
             cut()
 
     def expire(self) -> None:
-        """Time is up: every running request ends now, with an error for its client."""
+        """Time is up: every running request ends now, with an error for its client; then the background work that some of them read."""
         self.draining = self.expired = True
-        for task in self.running | self.background:
+        for task in self.running or self.background:
             task.cancel()
 
 

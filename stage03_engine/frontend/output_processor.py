@@ -43,9 +43,8 @@ class RequestOutputCollector:
 
     def __init__(self, output_kind: RequestOutputKind) -> None:
         self._aggregate = output_kind == RequestOutputKind.DELTA
-        self._ready: asyncio.Future[None] | None = (
-            None  # what `get` waits for; an asyncio.Event would take three times as long
-        )
+        # What `get` waits for; an asyncio.Event would take three times as long.
+        self._ready: asyncio.Future[None] | None = None
         self._output: RequestOutput | Exception | None = None
 
     def put(self, output: RequestOutput | Exception) -> None:

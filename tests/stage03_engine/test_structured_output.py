@@ -162,11 +162,12 @@ def test_choices_grammars_and_json_objects(llm: LLM) -> None:
 
 def test_the_end_of_text_comes_where_the_grammar_allows_it_and_not_when_it_is_to_be_ignored(llm: LLM) -> None:
     wanted = Wanted(regex="[ab]{2,}")
-    ended = llm.generate([PROMPT] * 8, [params(wanted, seed, temperature=2.0, max_tokens=200) for seed in range(8)])
+    eos = llm.tokenizer.eos_token_id
+    assert eos is not None
+    likely: dict[str, Any] = {"temperature": 2.0, "max_tokens": 100, "logit_bias": {eos: 6.0}}  # else it is very rare
+    ended = llm.generate([PROMPT] * 8, [params(wanted, seed, **likely) for seed in range(8)])
     assert any(o.outputs[0].finish_reason == "stop" for o in ended)
-    ignored = llm.generate(
-        [PROMPT] * 8, [params(wanted, s, temperature=2.0, max_tokens=200, ignore_eos=True) for s in range(8)]
-    )
+    ignored = llm.generate([PROMPT] * 8, [params(wanted, seed, **likely, ignore_eos=True) for seed in range(8)])
     assert {o.outputs[0].finish_reason for o in ignored} == {"length"}
     assert not any(llm.tokenizer.is_special(t) for o in ended + ignored for t in o.outputs[0].token_ids[:-1])
 
