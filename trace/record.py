@@ -194,7 +194,15 @@ def engine_death() -> None:
         server.kill_engine()
         return False
 
-    with serving("engine_death") as server:
+    slow = (
+        "--linear-backend",
+        "torch",
+        "--attention-backend",
+        "torch",
+        "--num-threads",
+        "1",
+    )  # else it is done too soon
+    with serving("engine_death", *slow) as server:
         server.stream("r0", "To be, or", 8)
         server.stream("r1", "ROMEO:", 500, meanwhile=kill)
 
