@@ -22,11 +22,11 @@ from stagetrace.text import printable
 
 WAITING = {
     "OMP_WAIT_POLICY": "PASSIVE",  # GNU OpenMP, which torch uses on Linux
-    "GOMP_SPINCOUNT": "0",  # the same: how often a thread looks for work before it sleeps
+    "GOMP_SPINCOUNT": "10000",  # the same: how often a thread looks for work before it sleeps, some 0.1 ms in all
     "KMP_BLOCKTIME": "0",  # LLVM and Intel OpenMP: the same, in milliseconds
 }
-"""How compute threads wait for work. One that spins takes its core from the thread that would give it work: from the API process, the
-client, the engine's own threads for its sockets, another engine. args/cpu.py has the numbers."""
+"""How compute threads wait for work: they spin for less time than it takes to wake one, then sleep. One that spins for long takes its
+core from the thread that would give it work, such as the API process. args/cpu.py has the numbers."""
 
 _ENVIRONMENT = {
     # A request's prompt is tokenised in well under a millisecond; a thread pool for it would compete for the same cores.

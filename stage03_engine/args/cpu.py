@@ -3,19 +3,20 @@
 vLLM: vllm/v1/worker/cpu_worker.py (_get_autobind_cpu_ids) and vllm/platforms/cpu.py. Every function takes the root of the file
 system, so that a test can show it another machine.
 
-A compute thread per physical core, and none of them spins while it waits (`WAITING` in command.py). `serve gpt2 --load-format dummy`,
-float32, on two cores of an AMD EPYC on which other programs ran too (load average 15: take the order, not the milliseconds); the
-fastest tenth of the decode steps, in ms, as one client sees them, in turns, November 2026:
+A compute thread per physical core, and each spins a little while it waits, then sleeps (`WAITING` in command.py). GPT-2's shape, float32,
+one stream on two cores of an AMD EPYC, in turns, decode tokens/s (the median of five answers in a process; three processes where nothing
+else ran, two beside a program that kept one core busy), November 2026:
 
-    threads, GOMP_SPINCOUNT    one stream    16 streams
-    1, 0                              233         1,199
-    2, 0                               74           941
-    2, 1,000                          120         1,168
-    2, 10,000                         222         1,232
+    GOMP_SPINCOUNT    nothing else runs    one core is taken
+    0                   41, 48, 43             38, 37
+    1,000               44, 47, 45             28, 37
+    4,000               49, 49, 52             29, 28
+    10,000              51, 65, 62             27, 32
+    20,000              51, 49, 50             28, 31
 
-A spinning thread holds the core that the slowest thread, the API process or the client waits for. With 100,000 rounds a stream had
-1.3 tokens/s where it had 17 with none. A lower priority of the API process (nice 5) changed nothing that showed: it
-needs some tens of microseconds a token.
+The bound matters: at a load of 15 on the same cores, 100,000 rounds left a stream 1.3 tokens/s of 17. `GOMP_SPINCOUNT=0` is the better
+choice for a machine that is busy with other work. A lower priority of the API process (nice 5) changed nothing that showed: it needs
+some tens of microseconds a token.
 """
 
 from __future__ import annotations

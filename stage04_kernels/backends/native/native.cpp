@@ -612,22 +612,29 @@ template <class T> struct Reader {
   float* span;
 
   // Hands positions low to high of a cache to use(data, stride, first, last): position at + k, for k from `first` to `last`, is
-  // data + (k - first) * stride. What is read next, at the same places of the other cache, is called for.
-  template <class Use> void read(const T* cache, const T* other, long at, long low, long high, Use use) {
+  // data + (k - first) * stride. Before each part, ahead(first position, number of positions) calls for what is read later.
+  template <class Ahead, class Use> void read(const T* cache, long at, long low, long high, Ahead ahead, Use use) {
     const long row = a.kv_heads * a.dim;
     for (long p = low / KEYS * KEYS; p < high;) {
       const long offset = p % a.block_size, count = std::min(a.block_size - offset, high - p);
-      const long place = (blocks[p / a.block_size] * a.block_size + offset) * row + head * a.dim;
-      if (other)
-        for (long i = 0; i < count; i++)
-          for (long d = 0; d < a.dim; d += 64 / sizeof(T)) __builtin_prefetch(other + place + i * row + d);
+      const T* data = cache + (blocks[p / a.block_size] * a.block_size + offset) * row + head * a.dim;
+      ahead(p, count);
       if (in_place)
-        use(cache + place, row, int(p - at), int(p - at + count));
+        use(data, row, int(p - at), int(p - at + count));
       else
-        for (long i = std::max(0L, low - p); i < count; i++) copy(cache + place + i * row, span + (p - at + i) * wide);
+        for (long i = std::max(0L, low - p); i < count; i++) copy(data + i * row, span + (p - at + i) * wide);
       p += count;
     }
     if (!in_place) use((const float*)span, wide, 0, int(high - at));
+  }
+
+  // Asks the memory for some positions of a head. A head's numbers lie far apart, and no processor guesses the way from one to the next.
+  void call_for(const T* cache, long of_head, long from, long to) {
+    const long row = a.kv_heads * a.dim;
+    for (long p = from; p < to; p++) {
+      const T* data = cache + (blocks[p / a.block_size] * a.block_size + p % a.block_size) * row + of_head * a.dim;
+      for (long d = 0; d < a.dim; d += 64 / sizeof(T)) __builtin_prefetch(data + d);
+    }
   }
 
   // One head's numbers as float32, in the order of `unpack`, with zeros up to `wide`.
@@ -663,9 +670,14 @@ static void attend_tile(const Attention<T>& a, long request, long head, long fir
   }
   for (long at = begin[0] / SPAN * SPAN; at < end[rows - 1]; at += SPAN) {
     const long low = std::max(at, begin[0]), high = std::min(at + SPAN, end[rows - 1]);
-    const T* none = nullptr;
     int from[TILE], to[TILE];
-    reader.read(a.keys, a.values, at, low, high, [&](const auto* keys, long stride, int first, int last) {
+    const auto its_values = [&](long p, long count) { reader.call_for(a.values, head, p, p + count); };
+    const auto next_keys = [&](long p, long count) {  // of the next span, or of the next head, which this thread takes next
+      const bool here = at + SPAN < end[rows - 1];
+      const long of_head = here ? head : head + 1, from = here ? p + SPAN : p - at + begin[0] / SPAN * SPAN;
+      if (of_head < a.kv_heads) reader.call_for(a.keys, of_head, from, std::min(from + count, end[rows - 1]));
+    };
+    reader.read(a.keys, at, low, high, its_values, [&](const auto* keys, long stride, int first, int last) {
       for (int r = 0; r < rows; r++) {
         const int begins = std::max<long>(first, (begin[r] - at) / KEYS * KEYS), ends = std::min<long>(last, end[r] - at);
         score(queries + r * wide, keys + (begins - first) * stride, stride, wide, weights + r * SPAN + begins, ends - begins);
@@ -678,7 +690,7 @@ static void attend_tile(const Attention<T>& a, long request, long head, long fir
       if (rescale != 1.0f)
         for (long d = 0; d < wide; d += V) store(mixed + r * wide + d, load(mixed + r * wide + d) * rescale);
     }
-    reader.read(a.values, none, at, low, high, [&](const auto* values, long stride, int first, int last) {
+    reader.read(a.values, at, low, high, next_keys, [&](const auto* values, long stride, int first, int last) {
       const auto part = [&](auto m, int r, int low, int high) {  // keys low to high, as far as they are here
         low = std::max(low, first), high = std::min(high, last);
         mix<m>(weights + r * SPAN + low, values + (low - first) * stride, stride, wide, mixed + r * wide, high - low);
@@ -733,7 +745,7 @@ static void attention(
           std::copy_n(value + token * value_row, row, values + slots[token] * row);
         }
     float* work = new (std::align_val_t(64)) float[work_size]();
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(dynamic, std::max(1L, std::min(a.kv_heads, num_items / (4 * threads))))
     for (long i = 0; i < num_items; i++)
       attend_tile(a, items[i / a.kv_heads].request, i % a.kv_heads, items[i / a.kv_heads].first, work);
     operator delete[](work, std::align_val_t(64));
