@@ -156,13 +156,13 @@ class VllmConfig(
         _FEATURES + "swap_space.flags:SwapSpaceFlags",
         _FEATURES + "async_scheduling.flags:AsyncSchedulingFlags",
         _FEATURES + "logits_processor.flags:LogitsProcessorFlags",
+        _FEATURES + "distributed.flags:ParallelFlags",  # before what packs layers
         _FEATURES + "linear_backend.flags:LinearBackendFlags",
         _FEATURES + "quantization.flags:QuantizationFlags",
         _FEATURES + "batch_invariant.flags:BatchInvariantFlags",
         _FEATURES + "cuda_graphs.flags:CudaGraphFlags",
         _FEATURES + "cpu_binding.flags:BindingFlags",
         _FEATURES + "debug.flags:DebugFlags",
-        _FEATURES + "distributed.flags:ParallelFlags",
         _FEATURES + "profiler.flags:ProfilerFlags",
         _FEATURES + "recording.flags:RecordingFlags",
         "stage03_engine.frontend.features.hidden_metrics.flags:HiddenMetricsFlags",
@@ -176,7 +176,7 @@ class VllmConfig(
     - `resolve(values, files)`, static: internal fields computed from the settings and the model's files
     - `check(self)`: raises ConfigError if the settings are impossible together
     - `tasks(self)`: what requests may ask for, if the feature changes it
-    - `hooks(self)`: seam ("scheduler", "runner", "core", "trace" or "process") -> what the settings switch on, as "module:Class"
+    - `hooks(self)`: seam ("scheduler", "runner", "weights", "executor", "core", "client", "trace", "process") -> "module:Class"
     """
 
     model_config: ModelConfig = ModelConfig()
@@ -203,7 +203,7 @@ class VllmConfig(
         return next((found for tasks in each(VllmConfig, "tasks") if (found := tasks(self))), ("generate",))
 
     def hooks(self, seam: str) -> list[str]:
-        """The hooks ("module:Class") that the settings switch on at `seam`: "scheduler", "runner", "core", "trace" or "process"."""
+        """The hooks ("module:Class") that the settings switch on at `seam`, which `hooks` above lists."""
         return [name for hooks in each(VllmConfig, "hooks") for name in hooks(self).get(seam, [])]
 
     def hash(self) -> str:

@@ -23,6 +23,7 @@ from server_under_test import ServerProcess
 import stage01_cli.main
 import stage03_engine.__main__
 import stage04_kernels.__main__
+import stage04_kernels.lab.commands
 import stagetrace.__main__
 from stage01_cli.main import COMMANDS as SUBCOMMANDS, make_parser
 from stagetrace import trace
@@ -146,7 +147,7 @@ def test_command(
     if command in RUN_ELSEWHERE:
         text = (ROOT / "tests" / RUN_ELSEWHERE[command]).read_text(encoding="utf-8")
         assert all(f'"{word}"' in text for word in words[3:])
-        stage04_kernels.__main__.make_parser().parse_args(words[3:])
+        stage04_kernels.lab.commands.make_parser().parse_args(words[3:])
         return
     if words[0] == "make":
         return check_make(words)
@@ -210,7 +211,7 @@ NO_FLAGS_OF_OURS = {
 
 def test_every_flag_that_a_readme_names_exists() -> None:
     parsers = [make_parser(name) for name in SUBCOMMANDS]
-    parsers += [stage03_engine.__main__.make_parser(), stage04_kernels.__main__.make_parser(), race.make_parser()]
+    parsers += [stage03_engine.__main__.make_parser(), stage04_kernels.lab.commands.make_parser(), race.make_parser()]
     known = set().union(*map(flags_of, parsers), NO_FLAGS_OF_OURS)
     known |= set(
         re.findall(r"--[a-z-]+", REFUSED.read_text(encoding="utf-8"))

@@ -15,7 +15,7 @@ from stage03_engine.core.kv_cache_size import decide_num_blocks
 from stage03_engine.core.request import Request
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
 from stage03_engine.core.scheduler import Scheduler
-from stage03_engine.core.worker import UniProcExecutor
+from stage03_engine.core.worker import Executor
 from stage03_engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from stage03_engine.mixins import is_there, load, load_feature
 from stagetrace import trace
@@ -37,7 +37,7 @@ class EngineCore:
 
     def __init__(self, config: VllmConfig) -> None:
         self.config = config
-        self.executor = UniProcExecutor(config)
+        self.executor = Executor.get_class(config)(config)
         self.num_gpu_blocks = decide_num_blocks(config, self.executor)
         self.executor.initialize_kv_cache(self.num_gpu_blocks)
         self.scheduler = self._make_scheduler()

@@ -25,7 +25,7 @@ from stage03_engine import messages
 from stage03_engine.args.log import enter_process, seconds_since_start
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.engine_core import EngineCore
-from stage03_engine.errors import StagesError
+from stage03_engine.errors import EngineDeadError, StagesError
 from stage03_engine.messages import (
     ENGINE_CORE_DEAD,
     EngineCoreOutputs,
@@ -70,6 +70,7 @@ class EngineCoreProc:
         self.core = make_core(init.config)
         self.input_queue: queue.SimpleQueue = queue.SimpleQueue()
         self.output_queue: queue.SimpleQueue[EngineCoreOutputs | bytes] = queue.SimpleQueue()
+        self.core.executor.on_failure(self.fail)
         self._context = zmq.Context()
         connected = threading.Event()
         self._input_thread = threading.Thread(
@@ -154,7 +155,7 @@ class EngineCoreProc:
 
     def _handle(self, request_type: EngineCoreRequestType | None, message: object) -> None:
         if request_type is None:
-            raise SystemExit
+            raise message if isinstance(message, Exception) else SystemExit
         if request_type == EngineCoreRequestType.ADD:
             assert isinstance(message, EngineCoreRequest)
             try:
@@ -173,6 +174,10 @@ class EngineCoreProc:
     def stop(self) -> None:
         """From any thread: end the busy loop after the current step."""
         self.input_queue.put((None, None))
+
+    def fail(self, why: str) -> None:
+        """From any thread: a worker died, so end the busy loop with an error (vLLM: EXECUTOR_FAILED)."""
+        self.input_queue.put((None, EngineDeadError(why)))
 
     def shutdown(self, death_notice: str = "") -> None:
         """Send the death notice if there is one, and end the threads."""

@@ -1,11 +1,14 @@
 """The worker (one device, its memory, its model runner), and the executor, which runs a step on the workers.
 
 Source: vllm/v1/worker/gpu_worker.py, cpu_worker.py; v1/executor/abstract.py, uniproc_executor.py. Popular descriptions of vLLM
-call the executor CudaExecutor; no such class exists. One worker in the same process is UniProcExecutor; several worker processes
-would be MultiprocExecutor, with the same methods.
+call the executor CudaExecutor; no such class exists. One worker in the same process is UniProcExecutor; several worker processes are
+MultiprocExecutor, with the same methods (core/features/distributed).
 """
 
 from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import psutil
 import torch
@@ -80,29 +83,64 @@ class Worker:
         self.model_runner.shutdown()
 
 
-class UniProcExecutor:
+class Executor(ABC):
+    """Runs the steps of an engine core on its workers (vllm/v1/executor/abstract.py)."""
+
+    @staticmethod
+    def get_class(config: VllmConfig) -> type[Executor]:
+        """UniProcExecutor, unless a setting asks for several workers: `VllmConfig.hooks("executor")`."""
+        name = next(iter(config.hooks("executor")), None)
+        return UniProcExecutor if name is None else load(name)
+
+    @abstractmethod
+    def __init__(self, config: VllmConfig) -> None:
+        """Start the workers and load the weights. Raises ConfigError."""
+
+    @abstractmethod
+    def kv_block_bytes(self) -> int:
+        """Bytes of one KV-cache block over all layers of a worker."""
+
+    @abstractmethod
+    def determine_available_memory(self) -> int:
+        """Bytes left for a worker's KV cache, after weights and the largest possible step."""
+
+    @abstractmethod
+    def initialize_kv_cache(self, num_blocks: int) -> None:
+        """Allocate the KV cache."""
+
+    @abstractmethod
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """Run one step."""
+
+    def on_failure(self, report: Callable[[str], None]) -> None:  # noqa: B027 - a worker in this process cannot die alone
+        """From now on `report(why)` is called, from any thread, when a worker has died."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """End the workers and release their memory."""
+
+
+class UniProcExecutor(Executor):
     """One worker, called directly."""
 
     def __init__(self, config: VllmConfig) -> None:
         self.config = config
         self.worker = Worker(config)
-        self.execute_model = self.worker.execute_model  # one step: SchedulerOutput -> ModelRunnerOutput
         if trace.on:
             trace.emit("executor.created", kind="UniProcExecutor")
         self.worker.load_model()
 
     def kv_block_bytes(self) -> int:
-        """Bytes of one KV-cache block over all layers."""
         return kv_block_bytes(self.config)
 
     def determine_available_memory(self) -> int:
-        """Bytes left for the KV cache, after weights and the largest possible step."""
         return self.worker.determine_available_memory()
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
-        """Allocate the KV cache."""
         self.worker.initialize_kv_cache(num_blocks)
 
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        return self.worker.execute_model(scheduler_output)
+
     def shutdown(self) -> None:
-        """Release the worker's memory."""
         self.worker.shutdown()

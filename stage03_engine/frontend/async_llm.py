@@ -11,7 +11,7 @@ from typing import Protocol
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import EngineDeadError
-from stage03_engine.frontend.core_client import AsyncEngineCoreClient, AsyncMPClient
+from stage03_engine.frontend.core_client import AsyncEngineCoreClient, make_client
 from stage03_engine.frontend.input_processor import InputProcessor
 from stage03_engine.frontend.metrics import IterationStats, StatLogger, default_stat_loggers
 from stage03_engine.frontend.output_processor import OutputProcessor, RequestOutputCollector
@@ -69,7 +69,7 @@ class AsyncLLM:
 
         `client` replaces the engine process. Raises ConfigError if the tokenizer is unusable.
         """
-        engine = client or AsyncMPClient(config)
+        engine = client or make_client(config)
         try:
             return cls(config, engine, default_stat_loggers(config) if stat_loggers is None else stat_loggers)
         except BaseException:

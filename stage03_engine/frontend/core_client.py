@@ -31,6 +31,7 @@ from stage03_engine.messages import (
     EngineReady,
     UtilityRequest,
 )
+from stage03_engine.mixins import load
 from stagetrace import trace
 
 logger = logging.getLogger(__name__)
@@ -229,3 +230,9 @@ class AsyncMPClient(AsyncEngineCoreClient):
             self._input.close()
             self._context.destroy(linger=0)
             self._context = None
+
+
+def make_client(config: VllmConfig) -> AsyncEngineCoreClient:
+    """AsyncMPClient, unless a setting asks for several engines: `VllmConfig.hooks("client")`."""
+    name = next(iter(config.hooks("client")), None)
+    return AsyncMPClient(config) if name is None else load(name)(config)

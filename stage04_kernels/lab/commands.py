@@ -10,7 +10,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from stage04_kernels.lab.check_row import Row
@@ -202,3 +202,38 @@ def seed_number(text: str) -> int:
     if not text.isdecimal() or int(text) >= 2**63:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number in [0, 2^63)")
     return int(text)
+
+
+COMMANDS = {"check": Check, "compile": Compile, "bench": Bench, "roofline": Roofline}
+"""Subcommand -> the class that has its `help`, its `add_arguments(parser)` and its `run(args)`."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors take one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print what is wrong and exit with 2."""
+        self.exit(2, f"{self.prog}: {message}; see --help\n")
+
+
+def make_parser() -> Parser:
+    """The subcommands and their flags."""
+    parser = Parser(
+        prog="python -m stage04_kernels", description="tensor functions: paged attention, KV write, sampler"
+    )
+    subparsers = parser.add_subparsers(required=True, metavar="{" + ",".join(COMMANDS) + "}")
+    for name, command in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=command.help)
+        command.add_arguments(subparser)  # type: ignore[attr-defined]
+        subparser.set_defaults(run=command.run)  # type: ignore[attr-defined]
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit code. Exits with 2 if the command line is wrong."""
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    try:
+        return int(args.run(args))
+    except argparse.ArgumentTypeError as error:
+        parser.error(str(error))

@@ -82,6 +82,8 @@ _ROWS = [
     Row("executor.created", 5, ENGINE, {"kind": "str"}, "The executor and its worker exist.", "v1/executor/uniproc_executor.py UniProcExecutor"),
     Row("worker.created", 5, ENGINE, {"device": "str", "dtype": "str", "threads": "int"}, "The worker holds its device; the number of compute threads counts on a CPU.",
         "v1/worker/gpu_worker.py Worker.init_device"),
+    _optional("worker.collective", 8, ENGINE, {"kind": "str", "bytes": "int"}, "A worker exchanges a tensor with the others of its model: the sum of all slices, all slices side by side, or hidden states for the next stage.",
+        "vllm/distributed/communication_op.py"),
     _optional("logits_processor.loaded", 5, ENGINE, {"path": "str", "argmax_invariant": "bool"}, "A user's own logits processor is in place.",
         "v1/sample/logits_processor/__init__.py build_logitsprocs"),
     Row("weights.loaded", 5, ENGINE, {"tensors": "int", "bytes": "int", "seconds": "float"}, "The model's weights are in place.",

@@ -63,14 +63,15 @@ class GPT2Attention(nn.Module):
         if shape.scale_attn_by_inverse_layer_idx:
             self.scale /= layer + 1
         self.attention = get_backend(backend)
-        self.c_attn = Conv1D(shape.hidden_size, 3 * shape.hidden_size)
-        self.c_proj = Conv1D(shape.hidden_size, shape.hidden_size)
+        own_size = shape.num_heads * shape.head_dim  # hidden_size, unless the heads are spread over several workers
+        self.c_attn = Conv1D(shape.hidden_size, 3 * own_size)
+        self.c_proj = Conv1D(own_size, shape.hidden_size)
 
     def forward(self, x: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         qkv = self.c_attn(x).view(-1, 3, self.num_heads, self.head_dim)  # [num_tokens, 3, num_heads, head_dim]
         query, key, value = qkv.unbind(1)  # each [num_tokens, num_heads, head_dim]
         out = self.attention(query, key, value, kv_cache, metadata, self.scale, None, None)  # no window, no rotation
-        return self.c_proj(out.reshape(x.shape))
+        return self.c_proj(out.flatten(1))
 
 
 class GPT2MLP(nn.Module):

@@ -1,0 +1,133 @@
+"""Which worker this process is, and how it talks to the others (vllm/distributed/parallel_state.py).
+
+torch.distributed does the talking: gloo on CPUs, NCCL on GPUs. Every collective is a span of the trace with its bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stagetrace import trace
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The place of a worker. Ranks of one pipeline stage follow each other: rank = pp_rank * tp_size + tp_rank."""
+
+    rank: int = 0
+    tp_size: int = 1
+    pp_size: int = 1
+
+    @property
+    def world_size(self) -> int:
+        """How many workers run one engine's model."""
+        return self.tp_size * self.pp_size
+
+    @property
+    def tp_rank(self) -> int:
+        """Which slice of every layer this worker has."""
+        return self.rank % self.tp_size
+
+    @property
+    def pp_rank(self) -> int:
+        """Which group of layers this worker has."""
+        return self.rank // self.tp_size
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Does it have the embedding?"""
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Does it have the final norm and the output matrix, and so sample?"""
+        return self.pp_rank == self.pp_size - 1
+
+    @property
+    def lane(self) -> str:
+        """Its name in the trace and the log, vLLM's way: Worker_TP0, Worker_PP1_TP0."""
+        stage = f"_PP{self.pp_rank}" if self.pp_size > 1 else ""
+        return f"Worker{stage}_TP{self.tp_rank}"
+
+
+_ranks = Ranks()
+_tp_group: dist.ProcessGroup | None = None
+
+
+def ranks() -> Ranks:
+    """This process's place; that of the only worker unless `init_distributed` was called."""
+    return _ranks
+
+
+def init_distributed(mine: Ranks, init_method: str, device: str, timeout_seconds: float | None = None) -> None:
+    """Join the other workers; returns when all have come. `init_method` is `tcp://host:port`, `file:///path` or `env://`.
+
+    Raises RuntimeError (torch.distributed.DistError) if they do not come within the timeout.
+    """
+    global _ranks, _tp_group
+    limit = {} if timeout_seconds is None else {"timeout": timedelta(seconds=timeout_seconds)}
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo", init_method, rank=mine.rank, world_size=mine.world_size, **limit
+    )
+    for stage in range(mine.pp_size):  # every process makes every group, in the same order
+        members = [stage * mine.tp_size + slice_ for slice_ in range(mine.tp_size)]
+        group = dist.new_group(members)
+        if mine.rank in members:
+            _tp_group = group
+    _ranks = mine
+
+
+def destroy_distributed() -> None:
+    """Leave the others. May be called twice."""
+    global _ranks, _tp_group
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _ranks, _tp_group = Ranks(), None
+
+
+@contextmanager
+def _span(kind: str, num_bytes: int) -> Iterator[None]:
+    if trace.on:
+        trace.emit("worker.collective", ph="B", kind=kind, bytes=num_bytes)
+    yield
+    if trace.on:
+        trace.emit("worker.collective", ph="E", kind=kind, bytes=num_bytes)
+
+
+def all_reduce(x: Tensor) -> Tensor:
+    """The sum of every slice's `x`, in place; x itself if there is one slice. All workers of a stage call it."""
+    if _ranks.tp_size == 1:
+        return x
+    with _span("all_reduce", x.nbytes):
+        dist.all_reduce(x, group=_tp_group)
+    return x
+
+
+def all_gather(x: Tensor) -> Tensor:
+    """Every slice's `x`, side by side in the last dimension; x itself if there is one slice. All workers of a stage call it."""
+    if _ranks.tp_size == 1:
+        return x
+    parts = [torch.empty_like(x) for _ in range(_ranks.tp_size)]
+    with _span("all_gather", x.nbytes * _ranks.tp_size):
+        dist.all_gather(parts, x.contiguous(), group=_tp_group)
+    return torch.cat(parts, dim=-1)
+
+
+def send_to_next_stage(x: Tensor) -> None:
+    """Hand `x` to the worker with the same slice of the next stage."""
+    with _span("send", x.nbytes):
+        dist.send(x.contiguous(), _ranks.rank + _ranks.tp_size)
+
+
+def receive_from_previous_stage(like: Tensor) -> Tensor:
+    """What the worker with the same slice of the stage before sends; `like` has its shape and format, and is overwritten."""
+    with _span("receive", like.nbytes):
+        dist.recv(like, _ranks.rank - _ranks.tp_size)
+    return like
