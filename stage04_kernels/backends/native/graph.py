@@ -61,6 +61,12 @@ def record(run: Run) -> Run:
     return replay
 
 
+def _is_view_of(result: Any, base: Any) -> bool:
+    """Does every tensor of `result` lie in the memory of the tensor `base`?"""
+    parts = result if isinstance(result, (list, tuple)) else [result]
+    return all(part.untyped_storage().data_ptr() == base.untyped_storage().data_ptr() for part in parts)
+
+
 class _Recorder(TorchDispatchMode):
     """Sees each operation of torch's, by being a dispatch mode, and each call of native.cpp, by `called`."""
 
@@ -77,12 +83,13 @@ class _Recorder(TorchDispatchMode):
         self._calls.append((name, letters, values))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """An operation of torch's runs. One that only makes a view or takes memory need not run again."""
+        """An operation of torch's runs. One that only makes a view or takes memory need not run again. Whether `to` or `reshape` made
+        a view or a copy is seen from the memory of the result."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         self.kept.append((args, kwargs, result))
         name, changes = func._schema.name, func._schema.is_mutable
-        if func.is_view or name.removeprefix("aten::") in _NEW_MEMORY:
+        if (func.is_view and _is_view_of(result, args[0])) or name.removeprefix("aten::") in _NEW_MEMORY:
             return result
         if not name.startswith(("aten::", "mkldnn::")) or not isinstance(result, Tensor):
             raise NotRecordableError(f"{name} cannot be recorded")
