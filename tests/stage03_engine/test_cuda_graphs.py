@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, cast
 from unittest.mock import MagicMock
 
@@ -14,19 +16,30 @@ from triton.runtime import interpreter
 
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.core.features import memory_profile
-from stage03_engine.core.features.cuda_graphs import cuda_graphs
+from stage03_engine.core.features.cuda_graphs import cuda_graphs, native_graphs
 from stage03_engine.core.features.cuda_graphs.cuda_graphs import CudaGraphHook, DecodeGraphs, GraphCapture, graph_sizes
 from stage03_engine.core.features.cuda_graphs.warm_up import warm_up
 from stage03_engine.core.features.memory_profile import dummy_inputs, measure_activations, sampling_settings
+from stage03_engine.core.input_batch import StepInputs
 from stage03_engine.core.model_runner import ModelRunner
 from stage03_engine.core.models.loader import get_model
+from stage03_engine.llm import LLM
+from stage03_engine.sampling_params import SamplingParams
 from stage04_kernels.attention import AttentionMetadata
+from stage04_kernels.backends.native import library
+from stage04_kernels.backends.native.graph import NotRecordableError, record
+from stage04_kernels.backends.native.linear import NativeLinear
 from stage04_kernels.lab.cases import make_metadata
 from stage04_kernels.logits_processors import LogitsRules, Penalties
 from stage04_kernels.sampler import SamplingMetadata, sample
 
 os.environ["TRITON_INTERPRET"] = "1"
 BLOCK, MAX_LEN, CPU = 16, 64, torch.device("cpu")
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0, "tie_word_embeddings": False, "hidden_act": "silu",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +91,52 @@ def test_a_replayed_step_equals_the_model_at_any_batch_size_and_after_larger_one
             for ours, theirs in zip(graphed, plain):
                 torch.testing.assert_close(ours, theirs)
     assert ran == [3, 1, 2, 1]
+
+
+@pytest.mark.skipif(library.problem() is not None, reason=str(library.problem()))
+@pytest.mark.parametrize("model_name", ["gpt2-tiny", "llama"])
+@pytest.mark.parametrize("settings", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}, {"linear_backend": "torch"}])
+def test_recorded_native_steps_give_the_same_bits(
+    model_name: str, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests that come and go, so that steps of 1 to 10 requests follow each other; of more than 8, none is recorded."""
+    if model_name == "llama":
+        (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+        settings = {**settings, "load_format": "dummy"}
+    folder = str(tmp_path) if model_name == "llama" else model_name
+    replayed: list[int] = []
+    plain_forward = native_graphs.NativeGraphHook.forward
+
+    def forward(hook: native_graphs.NativeGraphHook, inputs: StepInputs) -> torch.Tensor | None:
+        hidden = plain_forward(hook, inputs)
+        replayed.append(0 if hidden is None else len(hidden))
+        return hidden
+
+    monkeypatch.setattr(native_graphs.NativeGraphHook, "forward", forward)
+    prompts = [[7 * i + j for j in range(1 + 3 * i)] for i in range(10)]
+    params = [SamplingParams(temperature=0, max_tokens=3 + 4 * i, ignore_eos=True, logprobs=1) for i in range(10)]
+    found = []
+    for eager in (False, True):
+        with LLM(
+            folder, device="cpu", max_model_len=64, block_size=8, enforce_eager=eager,
+            attention_backend="native", num_gpu_blocks_override=200, **settings,
+        ) as llm:  # fmt: skip
+            found.append([output.outputs[0] for output in llm.generate(prompts, params)])
+    assert set(range(9)) <= set(replayed), "not every size was replayed"
+    for recorded, plain in zip(*found, strict=True):
+        assert (recorded.token_ids, recorded.logprobs) == (plain.token_ids, plain.logprobs)
+
+
+@pytest.mark.skipif(library.problem() is not None, reason=str(library.problem()))
+def test_what_a_replay_would_not_repeat_is_refused() -> None:
+    x = torch.ones(2, 3)
+    with pytest.raises(NotRecordableError, match="_local_scalar_dense"):
+        record(lambda: x * float(x.sum()))
+    with pytest.raises(NotRecordableError, match="pack_float32"):
+        record(lambda: NativeLinear(x)(torch.ones(1, 3)))
+    replay = record(lambda: x.clone().add_(1).view(-1)[:4] * 2)
+    x.fill_(3)
+    assert replay().tolist() == [8.0] * 4, "a replay reads what its inputs hold now"
 
 
 def test_prompts_and_larger_batches_go_the_plain_way(model: torch.nn.Module) -> None:

@@ -17,6 +17,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 SOURCE = Path(__file__).with_name("native.cpp")
 FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
@@ -104,6 +105,10 @@ def load_library() -> ctypes.CDLL:
 TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_long, "f": ctypes.c_float}
 
 
+recorders: list[Callable[[str, str, tuple[Any, ...]], None]] = []
+"""Told of each call of a function: its name, the letters of its arguments, the arguments (graph.py)."""
+
+
 @functools.cache
 def function(name: str, arguments: str) -> Callable[..., None]:
     """A function of native.cpp. `arguments` has a letter for each: p pointer (None is null), i int, l long, f float.
@@ -112,4 +117,10 @@ def function(name: str, arguments: str) -> Callable[..., None]:
     """
     found = getattr(load_library(), name)
     found.argtypes, found.restype = [TYPES[letter] for letter in arguments], None
-    return found
+
+    def call(*values: Any) -> None:
+        found(*values)
+        if recorders:
+            recorders[-1](name, arguments, values)
+
+    return call

@@ -927,3 +927,53 @@ extern "C" void draw(
   for (long r = 0; r < rows; r++) tokens[r] = race(logits + r * vocab, vocab, seeds[r], positions[r]);
 }
 
+// Recorded calls (graph.py): a function and its arguments, in the form in which Python hands them over
+
+union Slot {
+  int64_t whole;
+  float real;
+  void* pointer;
+};
+
+struct Call {
+  void (*function)(const Slot*);
+  const Slot* slots;
+};
+
+template <class A> static A argument(const Slot& slot) {
+  if constexpr (std::is_pointer_v<A>)
+    return (A)slot.pointer;
+  else if constexpr (std::is_same_v<A, float>)
+    return slot.real;
+  else
+    return A(slot.whole);
+}
+
+template <class... A, size_t... I>
+static void call(void (*function)(A...), const Slot* slots, std::index_sequence<I...>) {
+  function(argument<A>(slots[I])...);
+}
+
+template <class... A> static void call(void (*function)(A...), const Slot* slots) {
+  call(function, slots, std::index_sequence_for<A...>());
+}
+
+extern "C" {
+#define RECORDABLE(NAME) void recorded_##NAME(const Slot* slots) { call(NAME, slots); }
+#define RECORDABLE_BOTH(NAME) RECORDABLE(NAME##_float32) RECORDABLE(NAME##_bfloat16)
+RECORDABLE_BOTH(linear)
+RECORDABLE(linear_float32_bf16)
+RECORDABLE(linear_bfloat16_bf16)
+RECORDABLE(linear_int8_by_8)
+RECORDABLE(linear_int8_by_8_bf16)
+RECORDABLE(linear_int8_by_16)
+RECORDABLE(linear_int8_by_16_bf16)
+RECORDABLE_BOTH(attention)
+RECORDABLE_BOTH(norm)
+RECORDABLE_BOTH(gelu)
+RECORDABLE_BOTH(silu_and_mul)
+
+void replay(const Call* calls, long count) {
+  for (long i = 0; i < count; i++) calls[i].function(calls[i].slots);
+}
+}

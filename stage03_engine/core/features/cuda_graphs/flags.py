@@ -1,4 +1,4 @@
-"""The flag that turns CUDA graphs off."""
+"""The flag that turns recorded decode steps off."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ class EnforceEager:
     """Part of DeviceConfig."""
 
     enforce_eager: bool = option(
-        False, "no CUDA graphs: launch each kernel of a decode step by itself (GPU only; the tokens are the same)"
+        False,
+        "no recorded decode steps: launch each kernel by itself (without it: CUDA graphs on a GPU, and on a CPU one call for all native "
+        "functions of a step of up to 8 requests); the tokens are the same",
     )
 
 
@@ -24,9 +26,11 @@ class CudaGraphFlags:
 
     def hooks(self: Any) -> dict[str, list[str]]:
         """On a GPU the runner compiles its kernels before the first request, and replays captured decode steps; a graph has no room
-        for the spans of --trace-layers."""
+        for the spans of --trace-layers. With native.cpp on a CPU, decode steps are recorded too."""
         device, layers = self.device_config, getattr(self.observability_config, "trace_layers", False)
+        recorded = not (device.enforce_eager or layers)
+        if device.attention_backend == "native" and "generate" in self.supported_tasks:
+            return {"runner": [_ROOM + "native_graphs:NativeGraphHook"] * recorded}
         if device.attention_backend != "triton":
             return {}
-        graphs = [] if device.enforce_eager or layers else [_ROOM + "cuda_graphs:CudaGraphHook"]
-        return {"runner": [_ROOM + "warm_up:WarmUpHook", *graphs]}
+        return {"runner": [_ROOM + "warm_up:WarmUpHook", *[_ROOM + "cuda_graphs:CudaGraphHook"] * recorded]}
