@@ -29,7 +29,8 @@ class CudaGraphFlags:
         for the spans of --trace-layers. With native.cpp on a CPU, decode steps are recorded too."""
         device, layers = self.device_config, getattr(self.observability_config, "trace_layers", False)
         recorded = not (device.enforce_eager or layers)
-        if device.attention_backend == "native" and "generate" in self.supported_tasks:
+        several = getattr(getattr(self, "parallel_config", None), "world_size", 1) > 1  # what they send is not native
+        if device.attention_backend == "native" and "generate" in self.supported_tasks and not several:
             return {"runner": [_ROOM + "native_graphs:NativeGraphHook"] * recorded}
         if device.attention_backend != "triton":
             return {}
