@@ -19,7 +19,7 @@ from stage03_engine.args.command import WAITING
 from stage03_engine.args.cpu import Cores, compute_threads, cpu_dtype, find_cores
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import ConfigError, EngineStartError
-from stage03_engine.frontend.engine_process import engine_environment
+from stage03_engine.args.processes import engine_environment
 
 DUMMY = {"model": "gpt2", "load_format": "dummy", "device": "cpu"}
 
