@@ -17,9 +17,9 @@ from stage03_engine.arg_utils import AsyncEngineArgs, EngineArgs
 from stage03_engine.args import FlexibleArgumentParser, cli_env_setup, resolve as detect, run_command
 from stage03_engine.args.command import WAITING
 from stage03_engine.args.cpu import Cores, compute_threads, cpu_dtype, find_cores
+from stage03_engine.args.processes import engine_environment
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import ConfigError, EngineStartError
-from stage03_engine.args.processes import engine_environment
 
 DUMMY = {"model": "gpt2", "load_format": "dummy", "device": "cpu"}
 

@@ -86,6 +86,14 @@ def _command(process: psutil.Process) -> str:
         return ""
 
 
+def has_ended(process: psutil.Process) -> bool:
+    """Whose parent was killed is reaped by the system's first process, in its own time."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def folder_of(llm: LLM) -> Path:
     return executor_of(llm).workers._folder.path
 
