@@ -80,7 +80,6 @@ def test_the_alias_is_followed_and_said() -> None:
         ({"distributed_executor_backend": "uni", "tensor_parallel_size": 2}, "uni is one worker, and .* is 2"),
         ({"distributed_executor_backend": "mpi"}, "'mpi' is not one of uni, mp, ray, external_launcher"),
         ({"distributed_executor_backend": "mp", "profiler_dir": "p"}, "profiler_dir records the engine process"),
-        ({"pipeline_parallel_size": 2, "async_scheduling": True}, "cannot be combined with pipeline_parallel_size"),
         ({"data_parallel_size": 8}, "data_parallel_size = 8 is not built yet"),
         ({"data_parallel_size": 0}, "data_parallel_size must be at least 1"),
         ({"dtype": "int4"}, "'int4' is not one of auto, float32"),

@@ -15,7 +15,7 @@ from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import SamplingParams
 from stagetrace import read_run
 
-pytest.importorskip("ray")
+ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.long
 RAY: dict[str, Any] = {"distributed_executor_backend": "ray", "kv_cache_memory_bytes": 50_000_000}
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
@@ -55,8 +55,15 @@ def test_a_killed_actor_ends_the_engine_with_its_name() -> None:
 
 
 def test_a_cluster_that_is_too_small_or_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="the Ray cluster is too small: 64 workers on one node need 64 CPU"):
-        LLM("gpt2-tiny", pipeline_parallel_size=64, **RAY)
+    ray.init(address="local", num_cpus=1, include_dashboard=False)
+    try:
+        with pytest.raises(
+            ConfigError, match="too small: 2 workers on one node need 2 CPU, and the largest node has 1 CPU"
+        ):
+            LLM("gpt2-tiny", tensor_parallel_size=2, **RAY)
+        assert ray.is_initialized(), "a cluster that was there before stays"
+    finally:
+        ray.shutdown()
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     with pytest.raises(ConfigError, match="the Ray cluster at RAY_ADDRESS=127.0.0.1:1 cannot be joined"):
         LLM("gpt2-tiny", **RAY)

@@ -92,7 +92,3 @@ def _check_workers(config: Any, parallel: ParallelConfig) -> None:
             f"profiler_dir records the engine process, but with distributed_executor_backend {parallel.executor} the model runs in others; "
             "leave out one of the two"
         )
-    if parallel.pipeline_parallel_size > 1 and getattr(config.scheduler_config, "async_scheduling", False):
-        raise ConfigError(
-            "async_scheduling cannot be combined with pipeline_parallel_size: several stages keep several steps in flight already"
-        )
