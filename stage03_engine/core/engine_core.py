@@ -6,6 +6,7 @@ import os
 import random
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 
 from stage03_engine.config import VllmConfig
@@ -38,9 +39,12 @@ class EngineCore:
     def __init__(self, config: VllmConfig) -> None:
         self.config = config
         self.executor = Executor.get_class(config)(config)
-        self.num_gpu_blocks = decide_num_blocks(config, self.executor)
-        self.executor.initialize_kv_cache(self.num_gpu_blocks)
-        self.scheduler = self._make_scheduler()
+        with ExitStack() as undo:
+            undo.callback(self.executor.shutdown)  # or its workers would outlive an engine that never was
+            self.num_gpu_blocks = decide_num_blocks(config, self.executor)
+            self.executor.initialize_kv_cache(self.num_gpu_blocks)
+            self.scheduler = self._make_scheduler()
+            undo.pop_all()
         self.observers: list[Callable[[EngineCoreOutputs], None]] = []  # see each step's outputs before they are sent
         # Seeds for requests that bring none: the same engine seed and order of arrival give the same outputs.
         self._seeds = random.Random(config.model_config.seed)

@@ -25,7 +25,7 @@ from stage03_engine import messages
 from stage03_engine.args.log import enter_process, seconds_since_start
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.engine_core import EngineCore
-from stage03_engine.errors import EngineDeadError, StagesError
+from stage03_engine.errors import StagesError
 from stage03_engine.messages import (
     ENGINE_CORE_DEAD,
     EngineCoreOutputs,
@@ -177,7 +177,7 @@ class EngineCoreProc:
 
     def fail(self, why: str) -> None:
         """From any thread: a worker died, so end the busy loop with an error (vLLM: EXECUTOR_FAILED)."""
-        self.input_queue.put((None, EngineDeadError(why)))
+        self.input_queue.put((None, StagesError(why)))
 
     def shutdown(self, death_notice: str = "") -> None:
         """Send the death notice if there is one, and end the threads."""

@@ -9,59 +9,26 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import zmq
 
 from stage03_engine import messages
-from stage03_engine.args.command import WAITING, signals_are_ours
+from stage03_engine.args.command import signals_are_ours
+from stage03_engine.args.processes import engine_environment, private_folder
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import EngineStartError
 from stage03_engine.messages import EngineFailed, EngineHello, EngineInit, EngineReady
-from stage03_engine.mixins import is_there, load
 from stagetrace import trace
 
 POLL_MS = 50
 TERMINATE_SECONDS = 5.0
 HELLO_SECONDS = 600.0  # for an engine process to import its modules and say hello (vLLM: VLLM_ENGINE_READY_TIMEOUT_S); loading may take any time
-PREFIX = "stages-"
-LOCKED_FOLDER = "stage03_engine.frontend.features.dead_folders:claim_folder"
-MAX_IPC_PATH = 80  # a Unix socket path has room for 107 bytes; leave some for the file name
-
-
-def base_folder() -> str:
-    """Where the socket folders go: the temporary folder, unless its name is too long for a socket's path."""
-    base = tempfile.gettempdir()
-    return "/tmp" if len(base) > MAX_IPC_PATH - 20 else base
-
-
-class SocketFolder:
-    """A folder that only this user may enter: access to a socket is control over the engine."""
-
-    def __init__(self) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base_folder()))  # mkdtemp makes it with mode 0700
-
-    def remove(self) -> None:
-        """Call it once the sockets are closed. May be called twice."""
-        shutil.rmtree(self.path, ignore_errors=True)
-
-
-def engine_environment(num_threads: int, attention_backend: str = "auto") -> dict[str, str]:
-    """Environment of the engine process. Triton reads from it whether to interpret kernels, and OpenMP how its threads wait, when
-    they are loaded: so both are set before the process exists. What the user has set stays."""
-    threads = str(num_threads)
-    waiting = {} if any(name in os.environ for name in WAITING) else WAITING
-    interpret = {"TRITON_INTERPRET": "1"} if attention_backend == "triton-interpret" else {}
-    return {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **waiting, **interpret}
 
 
 class EngineProcess:
@@ -69,8 +36,7 @@ class EngineProcess:
 
     def __init__(self, config: VllmConfig, engine_index: int = 0) -> None:
         self._config = config
-        locks = is_there(LOCKED_FOLDER.partition(":")[0])
-        self._folder: SocketFolder = load(LOCKED_FOLDER)() if locks else SocketFolder()
+        self._folder = private_folder()
         self._directory = self._folder.path
         self.handshake_address = f"ipc://{self._directory}/handshake"
         self.input_address = f"ipc://{self._directory}/input"

@@ -17,9 +17,9 @@ from stage03_engine.arg_utils import AsyncEngineArgs, EngineArgs
 from stage03_engine.args import FlexibleArgumentParser, cli_env_setup, resolve as detect, run_command
 from stage03_engine.args.command import WAITING
 from stage03_engine.args.cpu import Cores, compute_threads, cpu_dtype, find_cores
+from stage03_engine.args.processes import engine_environment
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import ConfigError, EngineStartError
-from stage03_engine.frontend.engine_process import engine_environment
 
 DUMMY = {"model": "gpt2", "load_format": "dummy", "device": "cpu"}
 
@@ -75,8 +75,11 @@ def test_the_alias_is_followed_and_said() -> None:
         ({"gpu_memory_utilization": 1.01}, "gpu_memory_utilization must be in \\(0, 1\\]"),
         ({"gpu_memory_utilization": float("nan")}, "nan is not a finite number"),
         ({"gpu_memory_utilization": "inf"}, "inf is not a finite number"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size = 2 is not built yet"),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size = 2 is not built yet"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size must be at least 1"),
+        ({"distributed_timeout_seconds": 0}, "distributed_timeout_seconds must be at least 1"),
+        ({"distributed_executor_backend": "uni", "tensor_parallel_size": 2}, "uni is one worker, and .* is 2"),
+        ({"distributed_executor_backend": "mpi"}, "'mpi' is not one of uni, mp, ray, external_launcher"),
+        ({"distributed_executor_backend": "mp", "profiler_dir": "p"}, "profiler_dir records the engine process"),
         ({"data_parallel_size": 8}, "data_parallel_size = 8 is not built yet"),
         ({"data_parallel_size": 0}, "data_parallel_size must be at least 1"),
         ({"dtype": "int4"}, "'int4' is not one of auto, float32"),

@@ -20,6 +20,7 @@ import socket, tempfile
 from stage03_engine.frontend.features.dead_folders import LockedFolder
 folder = LockedFolder()
 socket.socket(socket.AF_UNIX).bind(str(folder.path / "input"))
+(folder.path / "rendezvous").touch()  # of workers
 print(folder.path, flush=True)
 input()
 """
@@ -58,6 +59,8 @@ def test_a_folder_of_somebody_else_stays(base: Path) -> None:
     (base / "stages-openfold").mkdir(mode=0o755)
     (base / "stages-a.longer.name").mkdir(mode=0o700)
     (base / "stages-file1234").write_text("data")
+    os.makedirs(base / "stages-rendezvo" / "rendezvous")
+    (base / "stages-rendezvo").chmod(0o700)
     target = base / "target"
     target.mkdir(mode=0o700)
     socket.socket(socket.AF_UNIX).bind(str(target / "input"))

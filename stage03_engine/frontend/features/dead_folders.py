@@ -11,7 +11,7 @@ import os
 import re
 import stat
 
-from stage03_engine.frontend.engine_process import PREFIX, SocketFolder, base_folder
+from stage03_engine.args.processes import PREFIX, RENDEZVOUS, SocketFolder, base_folder
 
 OUR_NAME = re.compile(PREFIX + r"[a-z0-9_]{8}")  # as mkdtemp makes it
 
@@ -70,7 +70,8 @@ def _remove_if_dead(path: str) -> None:
             return
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         names = os.listdir(folder)
-        if all(stat.S_ISSOCK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode) for name in names):
+        modes = {name: os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode for name in names}
+        if all(stat.S_ISSOCK(mode) or (name == RENDEZVOUS and stat.S_ISREG(mode)) for name, mode in modes.items()):
             for name in names:
                 os.unlink(name, dir_fd=folder)
             os.rmdir(path)

@@ -34,7 +34,9 @@ class ParallelConfig:
         ("uni", "mp", "ray", "external_launcher"),
     )
     distributed_timeout_seconds: int | None = option(
-        None, "how long workers wait for each other before they give up; torch decides if not given", at_least=1
+        None,
+        "seconds that workers wait for each other at start, and in an exchange, before they give up; torch decides if not given",
+        at_least=1,
     )
 
     @property
@@ -61,6 +63,8 @@ class ParallelFlags:
             raise ConfigError(
                 f"distributed_executor_backend uni is one worker, and tensor_parallel_size x pipeline_parallel_size is {parallel.world_size}"
             )
+        if parallel.executor != "uni":
+            _check_workers(self, parallel)
 
     def hooks(self: Any) -> dict[str, list[str]]:
         """The executor, and what each worker of several adds to the model."""
@@ -72,3 +76,19 @@ class ParallelFlags:
             "runner": [_ROOM + "parallel_model:ParallelModelHook"] * several,
             "core": [_ROOM + "pipeline_core:PipelineEngineCore"] * (parallel.pipeline_parallel_size > 1),
         }
+
+
+def _check_workers(config: Any, parallel: ParallelConfig) -> None:
+    """What needs the model in the engine process, or a core of its own."""
+    if "transcription" in config.supported_tasks:
+        raise ConfigError(
+            "a Whisper model runs in the engine process: leave out distributed_executor_backend, tensor_parallel_size and pipeline_parallel_size"
+        )
+    if (
+        parallel.executor != "external_launcher"
+        and getattr(config.observability_config, "profiler_dir", None) is not None
+    ):
+        raise ConfigError(
+            f"profiler_dir records the engine process, but with distributed_executor_backend {parallel.executor} the model runs in others; "
+            "leave out one of the two"
+        )

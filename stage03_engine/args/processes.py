@@ -1,0 +1,51 @@
+"""What a process gets from the one that starts it: an environment, and a private folder for the sockets between the two.
+
+The API server starts the engine with it, and an engine its workers.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from stage03_engine.args.command import WAITING
+from stage03_engine.mixins import is_there, load
+
+PREFIX = "stages-"
+LOCKED_FOLDER = "stage03_engine.frontend.features.dead_folders:claim_folder"
+MAX_IPC_PATH = 80  # a Unix socket path has room for 107 bytes; leave some for the file name
+RENDEZVOUS = "rendezvous"  # the file through which workers find each other, in the folder of their sockets
+
+
+def base_folder() -> str:
+    """Where the socket folders go: the temporary folder, unless its name is too long for a socket's path."""
+    base = tempfile.gettempdir()
+    return "/tmp" if len(base) > MAX_IPC_PATH - 20 else base
+
+
+class SocketFolder:
+    """A folder that only this user may enter: access to a socket is control over the engine."""
+
+    def __init__(self) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base_folder()))  # mkdtemp makes it with mode 0700
+
+    def remove(self) -> None:
+        """Call it once the sockets are closed. May be called twice."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def engine_environment(num_threads: int, attention_backend: str = "auto") -> dict[str, str]:
+    """Environment of the engine process. Triton reads from it whether to interpret kernels, and OpenMP how its threads wait, when
+    they are loaded: so both are set before the process exists. What the user has set stays."""
+    threads = str(num_threads)
+    waiting = {} if any(name in os.environ for name in WAITING) else WAITING
+    interpret = {"TRITON_INTERPRET": "1"} if attention_backend == "triton-interpret" else {}
+    return {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **waiting, **interpret}
+
+
+def private_folder() -> SocketFolder:
+    """A new folder; one that the next start removes after a kill -9, if the feature that does so is there."""
+    locks = is_there(LOCKED_FOLDER.partition(":")[0])
+    return load(LOCKED_FOLDER)() if locks else SocketFolder()

@@ -1,0 +1,158 @@
+"""`--distributed-executor-backend external_launcher`: torchrun started this process, and others like it
+(vllm/v1/executor/uniproc_executor.py, ExecutorWithExternalLauncher).
+
+    torchrun ─┬─ rank 0: LLM -> EngineCore -> this executor -> Worker ─┐  all_reduce
+              └─ rank 1: LLM -> EngineCore -> this executor -> Worker ─┘
+
+Nobody sends decisions: every process is given the same requests, and has a scheduler that decides the same. That needs the same number
+of KV-cache blocks everywhere, which is the smallest of all. Each step begins with a check that all have decided the same, because
+workers with different decisions would wait for each other for ever, or add up what does not belong together.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import zlib
+from collections import deque
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stage03_engine.config import VllmConfig
+from stage03_engine.core.features.distributed.parallel_state import Ranks, destroy_distributed
+from stage03_engine.core.features.distributed.rank_worker import join, own_config
+from stage03_engine.core.features.distributed.several_workers import share_of_memory, threads_each
+from stage03_engine.core.features.distributed.worker_messages import decode_output, encode
+from stage03_engine.core.kv_cache_size import kv_block_bytes
+from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
+from stage03_engine.core.worker import Executor, Worker
+from stage03_engine.errors import ConfigError, StagesError
+from stagetrace import trace
+
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+SERVERS = ("APIServer", "EngineCore")
+COMMAND = "stage03_engine.__main__"
+
+
+def launched(config: VllmConfig, environ: Mapping[str, str] = os.environ) -> tuple[Ranks, int]:
+    """This process's place, and how many processes there are on this machine. Raises ConfigError for what torchrun would not set."""
+    parallel = config.parallel_config
+    size = parallel.world_size
+    if missing := [name for name in VARIABLES if not environ.get(name)]:
+        raise ConfigError(
+            f"distributed_executor_backend external_launcher needs the variable {missing[0]}, which torchrun sets: torchrun "
+            f"--nproc-per-node {size} -m stage03_engine generate ..."
+        )
+    numbers = {name: environ.get(name, environ["WORLD_SIZE"]) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    for name, text in numbers.items():
+        if not text.isdecimal():
+            raise ConfigError(f"environment variable {name}: {text!r} is not a whole number")
+    rank, world, local = map(int, numbers.values())
+    if world != size:
+        raise ConfigError(
+            f"tensor_parallel_size x pipeline_parallel_size is {size}, but WORLD_SIZE is {world}: start as many processes as workers"
+        )
+    if rank >= world or not 0 < local <= world:
+        raise ConfigError(f"RANK {rank} or LOCAL_WORLD_SIZE {local} does not fit WORLD_SIZE {world}")
+    return Ranks(rank, parallel.tensor_parallel_size, parallel.pipeline_parallel_size), local
+
+
+class ExecutorWithExternalLauncher(Executor):
+    """One worker in this process, which is one of several."""
+
+    def __init__(self, config: VllmConfig) -> None:
+        if trace.proc.startswith(SERVERS):
+            raise ConfigError(
+                "distributed_executor_backend external_launcher is for LLM(...) and `python -m stage03_engine generate`, where every "
+                "process is given all requests; a server has them in one process only: use mp"
+            )
+        self.ranks, local_size = launched(config)
+        if config.device_config.device == "cuda":
+            self._take_device(local_size)
+        join(self.ranks, "env://", config)
+        self.config = own_config(config, self.ranks, threads_each(config, local_size))
+        self._local_size = local_size
+        self._outputs: deque[ModelRunnerOutput] = deque()
+        self._output_rank = self.ranks.world_size - self.ranks.tp_size
+        self.worker = Worker(self.config)
+        if trace.on:
+            trace.emit("executor.created", kind="ExecutorWithExternalLauncher")
+        self.worker.load_model()
+        _only_first_prints(self.ranks)
+
+    def _take_device(self, local_size: int) -> None:
+        count, mine = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", str(self.ranks.rank)))
+        if mine >= count:
+            raise ConfigError(f"{local_size} processes on this machine need as many GPUs, and torch finds {count}")
+        torch.cuda.set_device(mine)
+
+    def _agreed(self, number: int, how: dist.ReduceOp.RedOpType) -> int:
+        """The largest or the smallest of all processes' numbers."""
+        value = self._tensor([number])
+        if self.ranks.world_size > 1:
+            dist.all_reduce(value, how)
+        return int(value.item())
+
+    def _tensor(self, numbers: list[int]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int64, device=self.worker.device)
+
+    def kv_block_bytes(self) -> int:
+        return self._agreed(kv_block_bytes(self.config), dist.ReduceOp.MAX)
+
+    def determine_available_memory(self) -> int:
+        smallest = self._agreed(self.worker.determine_available_memory(), dist.ReduceOp.MIN)
+        return share_of_memory(self.config, smallest, self._local_size)
+
+    def initialize_kv_cache(self, num_blocks: int) -> None:
+        self.worker.initialize_kv_cache(num_blocks)
+
+    def begin_step(self, scheduler_output: SchedulerOutput) -> None:
+        """Run this process's part of a step. Raises StagesError if the processes have not decided the same."""
+        self._check(scheduler_output)
+        self._outputs.append(self.worker.execute_model(scheduler_output))
+
+    def finish_step(self) -> ModelRunnerOutput:
+        """The output of the oldest step that has begun: with one stage every worker has it, else the last stage sends it."""
+        own = self._outputs.popleft()
+        return own if self.ranks.pp_size == 1 else self._from_last_stage(own)
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        self.begin_step(scheduler_output)
+        return self.finish_step()
+
+    def _check(self, scheduler_output: SchedulerOutput) -> None:
+        if self.ranks.world_size == 1:
+            return
+        # A sampling seed that nobody chose is drawn from the engine's, and so is the same too.
+        mark = zlib.crc32(encode(scheduler_output))
+        both = self._tensor([mark, -mark])
+        dist.all_reduce(both, dist.ReduceOp.MAX)
+        highest, lowest = both[0].item(), -both[1].item()
+        if highest != lowest:
+            raise StagesError(
+                f"step {scheduler_output.step}: the processes of the launcher have decided differently; give each the same prompts, "
+                "settings and order"
+            )
+
+    def _from_last_stage(self, own: ModelRunnerOutput) -> ModelRunnerOutput:
+        payload = encode(own) if self.ranks.rank == self._output_rank else b""
+        size = self._tensor([len(payload)])
+        dist.broadcast(size, self._output_rank)
+        data = torch.frombuffer(bytearray(payload or bytes(int(size.item()))), dtype=torch.uint8).to(self.worker.device)
+        dist.broadcast(data, self._output_rank)
+        return decode_output(data.cpu().numpy().tobytes())
+
+    def shutdown(self) -> None:
+        self.worker.shutdown()
+        destroy_distributed()
+
+
+def _only_first_prints(ranks: Ranks) -> None:
+    """`python -m stage03_engine generate` prints what it generates, and every process generates the same. A script of the user's
+    prints as it likes."""
+    main = getattr(sys.modules["__main__"], "__spec__", None)
+    if ranks.rank > 0 and main is not None and main.name == COMMAND:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")

@@ -1,0 +1,281 @@
+"""`--distributed-executor-backend ray`: a Ray actor per worker (vllm/v1/executor/ray_executor.py, RayDistributedExecutor).
+
+Ray chooses the node, starts the processes and notices their end. All actors of an engine are in one placement group on one node
+(STRICT_PACK): workers exchange tensors in every layer, and a network between them would cost more than a second GPU brings. RAY_ADDRESS
+names a cluster to join; without it a cluster of this machine alone is started, and ended with the engine.
+
+Calls are Ray's, arguments and results are bytes: the msgpack that MultiprocExecutor sends too.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from stage03_engine.args.processes import PREFIX, RENDEZVOUS
+from stage03_engine.config import VllmConfig
+from stage03_engine.core.features.distributed.several_workers import SeveralWorkers, all_ranks, lane_of, threads_each
+from stage03_engine.core.features.distributed.worker_messages import (
+    CALL,
+    FAILED,
+    SHUTDOWN,
+    STEP,
+    WorkerCall,
+    WorkerDiedError,
+    WorkerInit,
+    WorkerResult,
+    decode_answer,
+    decode_call,
+    decode_failed,
+    decode_output,
+    encode,
+    error_of,
+    failure_of,
+)
+from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
+from stage03_engine.errors import ConfigError
+from stagetrace import trace
+
+PLACE_SECONDS = 60.0  # for a busy cluster to make room
+SHUTDOWN_SECONDS = 3.0
+Answer = tuple[bytes, bytes, bytes]  # kind, payload, cause
+
+
+def import_ray() -> Any:
+    """The module `ray`. Raises ConfigError if it is not installed."""
+    try:
+        import ray
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise ConfigError(
+            "distributed_executor_backend ray needs Ray, which is not installed: pip install --editable '.[ray]' adds it; mp does without"
+        ) from None
+    return ray
+
+
+class RayWorker:
+    """What runs in an actor. No method raises: errors travel as messages."""
+
+    def __init__(self, lane: str) -> None:
+        self._lane, self._folder = lane, ""
+        self._worker: Any = None  # a RankWorker: its modules are imported once the environment is known
+        trace.hold(lane)
+
+    def make_rendezvous(self) -> str:
+        """Called on rank 0: where the workers, who are all on its machine, meet."""
+        self._folder = tempfile.mkdtemp(prefix=PREFIX + "ray-")
+        return f"file://{self._folder}/{RENDEZVOUS}"
+
+    def start(self, payload: bytes) -> Answer:
+        """Load this worker's part of the model."""
+        return self._answer(self._start, payload)
+
+    def _start(self, payload: bytes) -> Answer:
+        from stage03_engine.args.log import enter_process
+        from stage03_engine.core.features.distributed.rank_worker import RankWorker
+        from stage03_engine.tracing import open_trace
+
+        init = decode_call(payload)
+        assert isinstance(init, WorkerInit)
+        open_trace(init.config, run_id=init.run_id)
+        enter_process(self._lane, init.config)
+        self._worker = RankWorker(init)
+        if trace.on:
+            trace.emit("worker.ready", rank=init.rank, cause=init.cause)
+        return CALL, encode(self._worker.loaded()), b""
+
+    def step(self, payload: bytes, cause: bytes) -> Answer:
+        """Run a decision; an empty payload if another worker answers."""
+        return self._answer(lambda: (STEP, *(self._worker.step(payload, cause) or (b"", b""))))
+
+    def call(self, payload: bytes) -> Answer:
+        """Run a WorkerCall."""
+        return self._answer(self._call, payload)
+
+    def _call(self, payload: bytes) -> Answer:
+        call = decode_call(payload)
+        assert isinstance(call, WorkerCall)
+        result = self._worker.call(call)
+        if call.method == SHUTDOWN:
+            if trace.on:
+                trace.emit("worker.stopped")
+            trace.close()
+            shutil.rmtree(self._folder, ignore_errors=True)
+        return CALL, encode(result), b""
+
+    @staticmethod
+    def _answer(run: Callable[..., Answer], *args: bytes) -> Answer:
+        try:
+            return run(*args)
+        except Exception as error:
+            return FAILED, encode(failure_of(error)), b""
+
+
+class RayDistributedExecutor(SeveralWorkers):
+    """Actors in a placement group."""
+
+    def __init__(self, config: VllmConfig) -> None:
+        self.config = config
+        self._ray = ray = import_ray()
+        every = all_ranks(config)
+        self.lanes = [lane_of(each) for each in every]
+        self._output_rank = next(each.rank for each in every if each.is_last_stage)
+        self._actors: list[Any] = []
+        self._group: Any = None
+        self._in_flight: deque[tuple[int, list[Any]]] = deque()
+        self._closing = False
+        self._own_cluster = not ray.is_initialized()
+        if self._own_cluster:
+            _join_cluster(ray)
+        try:
+            self._group = self._find_place(len(every))
+            self._start_actors()
+            if trace.on:
+                trace.emit("executor.created", kind="RayDistributedExecutor")
+            self.block_bytes = self._load(config)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _find_place(self, count: int) -> Any:
+        """A placement group with a CPU, and a GPU if there is one, for each worker, all on one node. Raises ConfigError."""
+        ray = self._ray
+        each = {"CPU": 1} | ({"GPU": 1} if self.config.device_config.device == "cuda" else {})
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        if not any(all(node.get(kind, 0) >= count * needed for kind, needed in each.items()) for node in nodes):
+            wanted = " and ".join(f"{count * needed} {kind}" for kind, needed in each.items())
+            largest = " and ".join(f"{max((node.get(kind, 0) for node in nodes), default=0):g} {kind}" for kind in each)
+            raise ConfigError(
+                f"the Ray cluster is too small: {count} workers on one node need {wanted}, and the largest node has {largest}"
+            )
+        group = ray.util.placement_group([each] * count, strategy="STRICT_PACK")
+        limit = self.config.parallel_config.distributed_timeout_seconds or PLACE_SECONDS
+        try:
+            ray.get(group.ready(), timeout=limit)
+        except ray.exceptions.GetTimeoutError:
+            ray.util.remove_placement_group(group)
+            raise ConfigError(
+                f"the Ray cluster had no room for {count} workers on one node within {limit:.0f} s"
+            ) from None
+        return group
+
+    def _start_actors(self) -> None:
+        ray = self._ray
+
+        class Actor(RayWorker):
+            @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
+            def wait_for_end(self) -> None:
+                """Never returns: its failure is how the end of the actor is known at once, also between steps."""
+                threading.Event().wait()
+
+        gpus = 1 if self.config.device_config.device == "cuda" else 0
+        kind = ray.remote(num_cpus=1, num_gpus=gpus, concurrency_groups={"watch": 1})(Actor)
+        for rank, lane in enumerate(self.lanes):
+            place = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=rank
+            )
+            self._actors.append(kind.options(scheduling_strategy=place).remote(lane))
+
+    def _load(self, config: VllmConfig) -> list[int]:
+        threads = threads_each(config, len(self._actors))
+        [meeting] = self._get([self._actors[0].make_rendezvous.remote()])
+        inits = [
+            # Ray shows each worker its own GPU alone, which is then its first.
+            encode(WorkerInit(config, rank, 0, threads, meeting, trace.run_id))
+            for rank in range(len(self._actors))
+        ]
+        return self._values([actor.start.remote(init) for actor, init in zip(self._actors, inits)])
+
+    def _get(self, refs: Sequence[Any]) -> list[Any]:
+        """The results, in order. Raises WorkerDiedError."""
+        try:
+            return self._ray.get(list(refs))
+        except self._ray.exceptions.RayError as error:
+            raise WorkerDiedError(
+                f"a Ray worker ended unexpectedly: {str(error).strip().partition(chr(10))[0]}"
+            ) from error
+
+    def _wait(self, refs: list[Any], wanted: list[Any]) -> list[Answer]:
+        """The results of `wanted`, which are among `refs`. A failure of any of `refs` is raised at once: the others may wait for it."""
+        left, answers = list(refs), {}
+        while any(ref not in answers for ref in wanted):
+            [ready], left = self._ray.wait(left, num_returns=1)
+            [answer] = self._get([ready])
+            if answer[0] == FAILED:
+                raise error_of(decode_failed(answer[1]), self.lanes[refs.index(ready)])
+            answers[ready] = answer
+        return [answers[ref] for ref in wanted]
+
+    def _values(self, refs: list[Any]) -> list[int]:
+        results = [decode_answer(payload) for _, payload, _ in self._wait(refs, refs)]
+        return [result.value for result in results if isinstance(result, WorkerResult)]
+
+    def call_all(self, method: str, argument: int | None = None) -> list[int]:
+        payload = encode(WorkerCall(method, argument))
+        return self._values([actor.call.remote(payload) for actor in self._actors])
+
+    def begin_step(self, scheduler_output: SchedulerOutput) -> None:
+        payload, sent = encode(scheduler_output), None
+        if trace.on:
+            size, count = len(payload), len(self._actors)
+            sent = trace.emit("executor.step_sent", step=scheduler_output.step, bytes=size, workers=count)
+        refs = [actor.step.remote(payload, (sent or "").encode()) for actor in self._actors]
+        self._in_flight.append((scheduler_output.step, refs))
+
+    def finish_step(self) -> ModelRunnerOutput:
+        step, refs = self._in_flight.popleft()
+        [(_, payload, cause)] = self._wait(refs, [refs[self._output_rank]])
+        if trace.on:
+            trace.emit("executor.output_received", step=step, cause=cause.decode() or None, bytes=len(payload))
+        return decode_output(payload)
+
+    def on_failure(self, report: Callable[[str], None]) -> None:
+        ends = [actor.wait_for_end.remote() for actor in self._actors]
+
+        def watch() -> None:
+            ready, _ = self._ray.wait(ends, num_returns=1)
+            if not self._closing:
+                lane = self.lanes[ends.index(ready[0])]
+                if trace.on:
+                    trace.emit("worker.dead", lane=lane, exit_code=-1)
+                report(f"{lane} ended unexpectedly")
+
+        threading.Thread(target=watch, name="watch-actors", daemon=True).start()
+
+    def shutdown(self) -> None:
+        """End the actors, and the cluster if it is ours. May be called twice."""
+        if self._closing:
+            return
+        self._closing = True
+        ray = self._ray
+        if not ray.is_initialized():
+            return
+        payload = encode(WorkerCall(SHUTDOWN))
+        refs = [actor.call.remote(payload) for actor in self._actors]
+        if refs:
+            ray.wait(refs, num_returns=len(refs), timeout=SHUTDOWN_SECONDS)
+        for actor in self._actors:
+            ray.kill(actor)
+        if self._group is not None:
+            ray.util.remove_placement_group(self._group)
+        if self._own_cluster:
+            ray.shutdown()
+
+
+def _join_cluster(ray: Any) -> None:
+    """The cluster that RAY_ADDRESS names, or a new one of this machine. Raises ConfigError if it does not answer."""
+    address = os.environ.get("RAY_ADDRESS")
+    try:
+        if address:
+            ray.init(address=address, log_to_driver=True)
+        else:
+            ray.init(address="local", include_dashboard=False, log_to_driver=True)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        where = f"the Ray cluster at RAY_ADDRESS={address} cannot be joined" if address else "Ray cannot be started"
+        raise ConfigError(f"{where}: {str(error).strip().partition(chr(10))[0]}") from error

@@ -1,0 +1,88 @@
+"""What the executors have in common whose workers are processes (vllm/v1/executor/abstract.py, collective_rpc)."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+
+from stage03_engine.config import VllmConfig
+from stage03_engine.core.features.distributed.parallel_state import Ranks
+from stage03_engine.core.kv_cache_size import CPU_DEFAULT_BYTES
+from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
+from stage03_engine.core.worker import Executor
+from stage03_engine.errors import ConfigError
+from stagetrace import trace
+
+
+class SeveralWorkers(Executor):
+    """Calls go to all workers, and wait for all. A step goes to all, and waits for the output rank alone.
+
+    Several steps may be in flight: `begin_step` hands one to the workers, `finish_step` waits for the oldest.
+    """
+
+    config: VllmConfig
+    block_bytes: list[int]
+    """Of each worker: bytes of one KV-cache block."""
+
+    @abstractmethod
+    def call_all(self, method: str, argument: int | None = None) -> list[int]:
+        """Call a method of every worker. Returns the results by rank. Raises what a worker raised."""
+
+    @abstractmethod
+    def begin_step(self, scheduler_output: SchedulerOutput) -> None:
+        """Hand a decision to the workers, who run decisions in order. Raises WorkerDiedError."""
+
+    @abstractmethod
+    def finish_step(self) -> ModelRunnerOutput:
+        """The output of the oldest step that has begun. Raises WorkerDiedError, and what a worker raised."""
+
+    def kv_block_bytes(self) -> int:
+        return max(self.block_bytes)
+
+    def determine_available_memory(self) -> int:
+        smallest = min(self.call_all("determine_available_memory"))
+        return share_of_memory(self.config, smallest, len(self.block_bytes))
+
+    def initialize_kv_cache(self, num_blocks: int) -> None:
+        self.call_all("initialize_kv_cache", num_blocks)
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        self.begin_step(scheduler_output)
+        return self.finish_step()
+
+
+def all_ranks(config: VllmConfig) -> list[Ranks]:
+    """The places of an engine's workers."""
+    parallel = config.parallel_config
+    sizes = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+    return [Ranks(rank, *sizes) for rank in range(parallel.world_size)]
+
+
+def lane_of(ranks: Ranks) -> str:
+    """A worker's name in the trace and the log. Those of a second engine have its number: Worker_DP1_TP0."""
+    engine = trace.proc.removeprefix("EngineCore_")
+    return ranks.lane.replace("Worker", f"Worker_{engine}", 1) if engine not in (trace.proc, "DP0") else ranks.lane
+
+
+def threads_each(config: VllmConfig, num_workers: int) -> int | None:
+    """Compute threads of each of the workers that share this machine's processor; None if torch is to choose."""
+    threads = config.device_config.num_threads
+    return None if threads is None else max(1, threads // num_workers)
+
+
+def share_of_memory(config: VllmConfig, available: int, num_workers: int) -> int:
+    """Bytes for one worker's KV cache. On a CPU every worker measures the same memory, and has its share of it, and of the most
+    that an engine takes unasked."""
+    if config.device_config.device != "cpu" or num_workers == 1:
+        return available
+    return min(available, CPU_DEFAULT_BYTES) // num_workers
+
+
+def check_devices(config: VllmConfig, num_workers: int) -> None:
+    """Raises ConfigError for fewer GPUs than workers."""
+    if config.device_config.device == "cuda" and torch.cuda.device_count() < num_workers:
+        found = torch.cuda.device_count()
+        raise ConfigError(
+            f"tensor_parallel_size x pipeline_parallel_size is {num_workers}: each worker needs a GPU, and torch finds {found}"
+        )
