@@ -61,6 +61,10 @@ class ParallelFlags:
             raise ConfigError(
                 f"distributed_executor_backend uni is one worker, and tensor_parallel_size x pipeline_parallel_size is {parallel.world_size}"
             )
+        if parallel.world_size > 1:
+            from stage03_engine.core.features.distributed.rank_config import check_divides
+
+            check_divides(self.shape, parallel.tensor_parallel_size)
 
     def hooks(self: Any) -> dict[str, list[str]]:
         """The executor, and what each worker of several adds to the model."""
