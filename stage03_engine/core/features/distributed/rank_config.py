@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 from stage03_engine.config import VllmConfig
+from stage03_engine.core.features.distributed.stages import own_layers
 from stage03_engine.errors import ConfigError
 from stage03_engine.model_shape import ModelShape
 
@@ -42,8 +43,6 @@ def check_divides(shape: ModelShape, tp_size: int) -> None:
 
 def rank_config(config: VllmConfig, own: Ranks) -> VllmConfig:
     """The settings of the worker at `own`, from those of the engine. Raises ConfigError for sizes that do not divide."""
-    from stage03_engine.core.features.distributed.stages import own_layers
-
     check_divides(config.shape, own.tp_size)
     shape = own_slice(own_layers(config.shape, own), config.shape, own.tp_size)
     return replace(config, model_config=replace(config.model_config, shape=shape))

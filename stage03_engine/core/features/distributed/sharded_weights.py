@@ -20,7 +20,7 @@ from stage03_engine.args.weight_files import weight_files
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.features.distributed.parallel_state import Ranks, ranks
 from stage03_engine.core.features.distributed.rank_config import whole_shape
-from stage03_engine.core.features.distributed.stages import local_name
+from stage03_engine.core.features.distributed.stages import leave_out, local_name
 from stage03_engine.core.kv_cache_manager import cdiv
 from stage03_engine.core.models.layers import embedding
 from stage03_engine.core.models.loader import DUMMY_WEIGHTS
@@ -68,9 +68,10 @@ SPLITS = {
 
 def sharded_tensors(config: VllmConfig, model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """(name, this worker's slice) of each tensor of its stage. `config` is the worker's own (`rank_config`), `model` has no values yet: its
-    vocabulary is cut here. Raises as `weight_files` does, and ConfigError for a file that cannot be read or does not fit."""
+    vocabulary is cut here, and what other stages have is left out. Raises as `weight_files` does, and ConfigError for a file that cannot be read or does not fit."""
     own, whole = ranks(), whole_shape(config.shape)
     cut_vocabulary(model, whole, own)
+    leave_out(model, whole, own)
     if config.model_config.load_format == "dummy":
         return _dummy_slices(config, whole, own, dtype)
     return _checkpoint_slices(Path(config.model_config.model_path or ""), whole, own)

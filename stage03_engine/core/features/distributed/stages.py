@@ -23,5 +23,9 @@ def local_name(name: str, shape: ModelShape, own: Ranks) -> str | None:
     return name
 
 
+def leave_out(model: nn.Module, shape: ModelShape, own: Ranks) -> None:
+    """Take from a model without values what a worker's stage lacks."""
+
+
 def install_ends(model: nn.Module, runner: ModelRunner) -> None:
     """Join a stage to the ones before and after it."""
