@@ -29,10 +29,8 @@ class RankShape(ModelShape):
 
 
 def check_divides(shape: ModelShape, tp_size: int) -> None:
-    """Raises ConfigError if this model cannot be cut into `tp_size` slices, or not be given to several workers at all."""
+    """Raises ConfigError if this model cannot be cut into `tp_size` equal slices."""
     name = f"tensor_parallel_size = {tp_size}"
-    if shape.architecture.startswith("Whisper"):
-        raise ConfigError("Whisper models run in one worker: tensor_parallel_size and pipeline_parallel_size must be 1")
     if shape.num_heads % tp_size:
         raise ConfigError(f"{name} does not divide the model's {shape.num_heads} attention heads")
     if shape.num_kv_heads % tp_size and tp_size % shape.num_kv_heads:
