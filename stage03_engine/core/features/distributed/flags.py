@@ -65,6 +65,10 @@ class ParallelFlags:
             )
         if parallel.executor != "uni":
             _check_workers(self, parallel)
+        if parallel.world_size > 1:
+            from stage03_engine.core.features.distributed.rank_config import check_divides
+
+            check_divides(self.shape, parallel.tensor_parallel_size)
 
     def hooks(self: Any) -> dict[str, list[str]]:
         """The executor, and what each worker of several adds to the model."""

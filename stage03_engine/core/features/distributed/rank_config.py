@@ -1,0 +1,62 @@
+"""The settings of one worker of several: those of the engine, with a model of the worker's own size.
+
+A worker has `1 / tensor_parallel_size` of each layer's heads and of its MLP, in the layers of its pipeline stage. Model files, KV cache and
+memory read sizes from the shape alone, so they need not know that there are others. hidden_size stays: what runs between the layers is
+whole on every worker. So does vocab_size: a worker holds a part of the vocabulary's rows (parallel_layers.py), and has the logits of all.
+
+In vLLM each layer divides for itself (model_executor/layers/linear.py, `divide`). Imports no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
+
+from stage03_engine.config import VllmConfig
+from stage03_engine.core.features.distributed.stages import own_layers
+from stage03_engine.errors import ConfigError
+from stage03_engine.model_shape import ModelShape
+
+if TYPE_CHECKING:
+    from stage03_engine.core.features.distributed.parallel_state import Ranks
+
+
+@dataclass(frozen=True)
+class RankShape(ModelShape):
+    """The size of one worker's part of a model. `whole` is the size of all parts together, as in config.json."""
+
+    whole: ModelShape | None = None
+
+
+def check_divides(shape: ModelShape, tp_size: int) -> None:
+    """Raises ConfigError if this model cannot be cut into `tp_size` equal slices."""
+    name = f"tensor_parallel_size = {tp_size}"
+    if shape.num_heads % tp_size:
+        raise ConfigError(f"{name} does not divide the model's {shape.num_heads} attention heads")
+    if shape.num_kv_heads % tp_size and tp_size % shape.num_kv_heads:
+        raise ConfigError(f"{name} neither divides the model's {shape.num_kv_heads} KV heads nor is a multiple of them")
+    if shape.intermediate_size % tp_size:
+        raise ConfigError(f"{name} does not divide the model's intermediate size, {shape.intermediate_size}")
+
+
+def rank_config(config: VllmConfig, own: Ranks) -> VllmConfig:
+    """The settings of the worker at `own`, from those of the engine. Raises ConfigError for sizes that do not divide."""
+    check_divides(config.shape, own.tp_size)
+    shape = own_slice(own_layers(config.shape, own), config.shape, own.tp_size)
+    return replace(config, model_config=replace(config.model_config, shape=shape))
+
+
+def own_slice(shape: ModelShape, whole: ModelShape, tp_size: int) -> RankShape:
+    """`shape` with a worker's share of each layer. With fewer KV heads than workers, each of these heads is on several workers."""
+    divided = {
+        "num_heads": shape.num_heads // tp_size,
+        "num_kv_heads": max(1, shape.num_kv_heads // tp_size),
+        "intermediate_size": shape.intermediate_size // tp_size,
+    }
+    same = {field.name: getattr(shape, field.name) for field in fields(ModelShape)}
+    return RankShape(**same | divided | {"whole": whole})
+
+
+def whole_shape(shape: ModelShape) -> ModelShape:
+    """The size of the model that this shape is a part of; itself if it is no part."""
+    return getattr(shape, "whole", None) or shape
