@@ -4,8 +4,8 @@
     stage 0      |          run 1         run 2                    run 3                    run 4
     stage 1      |                        run 1         run 2                    run 3
 
-A stage that does not sample learns from the next decision which tokens the last one has sampled: the engine core knows them, so they
-travel with it, and no worker waits for another but for its hidden states.
+A stage that does not sample learns from the decisions which tokens the last one has sampled (`SchedulerOutput.new_token_ids`), so no worker
+waits for another but for its hidden states.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from stage03_engine.messages import EngineCoreOutput, EngineCoreOutputs
 class StepsInFlight(Protocol):
     """What an executor of several stages offers besides `Executor`: steps that do not wait for each other. Answers come in order."""
 
-    def begin_step(self, output: SchedulerOutput, told: dict[str, list[int]] | None = None) -> None: ...
+    def begin_step(self, scheduler_output: SchedulerOutput) -> None: ...
     def finish_step(self) -> ModelRunnerOutput: ...
 
 
@@ -38,7 +38,6 @@ class PipelineEngineCore(EngineCore):
         self._max_in_flight = config.parallel_config.pipeline_parallel_size
         self._steps = cast(StepsInFlight, self.executor)
         self._in_flight: deque[SchedulerOutput] = deque()
-        self._told: dict[str, list[int]] = {}  # sampled since the last decision was sent
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -50,8 +49,7 @@ class PipelineEngineCore(EngineCore):
         ended, can_run = self._poll_hooks()
         while can_run and self._may_start():
             output = self._begin()
-            self._steps.begin_step(output, self._told)
-            self._told = {}
+            self._steps.begin_step(output)
             self._in_flight.append(output)
         if not self._in_flight:
             return self._observed(EngineCoreOutputs(ended, self.scheduler.make_stats()))
@@ -65,10 +63,7 @@ class PipelineEngineCore(EngineCore):
     def _finish(self, ended: list[EngineCoreOutput]) -> EngineCoreOutputs:
         """The end of the oldest step in flight."""
         output = self._in_flight.popleft()
-        ran = self._steps.finish_step()
-        outputs = self._end(output, ran, ended)
-        self._told |= ran.sampled_token_ids  # without those that were dropped
-        return outputs
+        return self._end(output, self._steps.finish_step(), ended)
 
     def shutdown(self) -> None:
         """End the steps in flight, so that a recording has no half steps, and release everything."""

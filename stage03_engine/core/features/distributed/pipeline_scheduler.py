@@ -33,6 +33,7 @@ class PipelineScheduler(Scheduler):
         super().__init__(*args)
         # Step -> the requests that it computes, each with the number of its preemptions at that time.
         self._in_flight: dict[int, dict[str, tuple[Request, int]]] = {}
+        self._new_token_ids: dict[str, list[int]] = {}  # since the last decision
 
     def schedule(self) -> SchedulerOutput:
         """Decide the next step, for the requests that are not in flight."""
@@ -43,6 +44,7 @@ class PipelineScheduler(Scheduler):
         for request, num_tokens in later:
             request.num_tokens = num_tokens
         scheduled = (self.requests[request_id] for request_id in output.num_scheduled_tokens)
+        output.new_token_ids, self._new_token_ids = self._new_token_ids, {}
         self._in_flight[output.step] = {each.request_id: (each, each.num_preemptions) for each in scheduled}
         return output
 
@@ -65,7 +67,7 @@ class PipelineScheduler(Scheduler):
         request.num_computed_tokens = min(request.num_computed_tokens, len(request.all_token_ids) - 1)
 
     def update_from_output(self, output: SchedulerOutput, runner_output: ModelRunnerOutput) -> list[EngineCoreOutput]:
-        """Append the sampled tokens of the requests that still run. Those of the others are taken out of `runner_output`."""
+        """Append the sampled tokens of the requests that still run; the others' are dropped."""
         for request_id, (request, num_preemptions) in self._in_flight.pop(output.step).items():
             ended = self.requests.get(request_id) is not request  # its id may have a new owner
             if ended:
@@ -73,6 +75,7 @@ class PipelineScheduler(Scheduler):
             if ended or request.num_preemptions > num_preemptions:
                 runner_output.sampled_token_ids.pop(request_id, None)
                 runner_output.logprobs.pop(request_id, None)
+        self._new_token_ids |= runner_output.sampled_token_ids
         newest, self.step = self.step, output.step  # events name the step whose token ended a request
         outputs = super().update_from_output(output, runner_output)
         self.step = newest

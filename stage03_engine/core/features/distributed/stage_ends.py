@@ -46,10 +46,10 @@ class ReceivedStates(nn.Module):
     """In the place of the token embedding: the hidden states of the stage before, [num_tokens, hidden_size]. On the last stage `weight` is
     the output matrix, if weights are tied."""
 
-    def __init__(self, embedding: nn.Module, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, embedding: nn.Module, runner: ModelRunner) -> None:
         super().__init__()
-        self.embedding = embedding
-        self.hidden_size, self.dtype, self.device = hidden_size, dtype, device
+        self.embedding, self.linked = embedding, is_linked(runner)
+        self.hidden_size, self.dtype, self.device = runner.config.shape.hidden_size, runner.dtype, runner.device
 
     @property
     def weight(self) -> Tensor | None:
@@ -58,7 +58,7 @@ class ReceivedStates(nn.Module):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         empty = torch.empty(len(input_ids), self.hidden_size, dtype=self.dtype, device=self.device)
-        return receive_from_previous_stage(empty)
+        return receive_from_previous_stage(empty, self.linked)
 
 
 class NoPositions(nn.Module):
@@ -71,15 +71,19 @@ class NoPositions(nn.Module):
 class SentStates(nn.Module):
     """In the place of the final norm: the next stage gets the sum, which this stage's runner ignores."""
 
+    def __init__(self, runner: ModelRunner) -> None:
+        super().__init__()
+        self.linked = is_linked(runner)
+
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         total = x + residual
-        send_to_next_stage(total)
+        send_to_next_stage(total, self.linked)
         return total, total
 
 
 class EarlierStageHook(RunnerHook):
-    """In every stage but the last: nothing is sampled. The engine core tells which tokens the last stage has sampled (`runner.told`), and
-    they join the batch before the decision that goes on from them; a request that has left the batch meanwhile gets none.
+    """In every stage but the last: nothing is sampled. A decision tells which tokens the last stage has sampled, and they join the batch
+    before it is applied; a request that has left the batch meanwhile gets none.
 
     What a request wants to know of its logits is for the last stage alone, so this stage's batch holds plain requests.
     """
@@ -91,8 +95,8 @@ class EarlierStageHook(RunnerHook):
 
     def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """As the runner's own."""
-        batch, told = self.runner.batch, getattr(self.runner, "told", None) or {}
-        for request_id, token_ids in told.items():
+        batch = self.runner.batch
+        for request_id, token_ids in output.new_token_ids.items():
             if request_id in batch.row_of:
                 batch.append_tokens(batch.row_of[request_id], token_ids)
         if output.scheduled_new_reqs:
@@ -105,14 +109,18 @@ class EarlierStageHook(RunnerHook):
         return True
 
 
+def is_linked(runner: ModelRunner) -> bool:
+    """With a trace, each event of a stage that receives names the one that sent. All workers have the same setting."""
+    return bool(runner.config.hooks("trace"))
+
+
 def install_ends(model: nn.Module, runner: ModelRunner, own: Ranks) -> None:
     """Replace what this stage lacks, once its weights are loaded and split."""
-    shape = runner.config.shape
     for name in TIED:
         if (embedding := getattr(model, name, None)) is None:
             continue
         if not own.is_first_stage:
-            setattr(model, name, ReceivedStates(embedding, shape.hidden_size, runner.dtype, runner.device))
+            setattr(model, name, ReceivedStates(embedding, runner))
         else:
             setattr(model, name, FirstEmbedding(embedding))
     if not own.is_first_stage:
@@ -122,7 +130,7 @@ def install_ends(model: nn.Module, runner: ModelRunner, own: Ranks) -> None:
     if not own.is_last_stage:
         for name in FINAL_NORMS:
             if hasattr(model, name):
-                setattr(model, name, SentStates())
+                setattr(model, name, SentStates(runner))
         model.compute_logits = _no_logits  # type: ignore[assignment]
         runner.hooks.append(EarlierStageHook(runner))
 
