@@ -345,12 +345,11 @@ def test_a_stop_token_ends_a_request_in_its_own_step(core: PipelineEngineCore) -
     ("settings", "said"),
     [
         ({"pipeline_parallel_size": 7}, "pipeline_parallel_size = 7 is more than the model's 6 layers"),
-        ({"async_scheduling": True}, "cannot be combined with async_scheduling"),
+        ({"async_scheduling": True}, "async_scheduling"),
         ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "cannot be combined with speculative_config"),
         ({"runner": "pooling"}, "models that generate text"),
         ({"scheduler_cls": "stage03_engine.core.scheduler:Scheduler"}, "brings its own scheduler"),
         ({"batch_invariant": True}, "cannot be combined with batch_invariant"),
-        ({"distributed_executor_backend": "external_launcher"}, "external_launcher"),
         ({"distributed_executor_backend": "uni"}, "uni is one worker"),
     ],
 )  # fmt: skip

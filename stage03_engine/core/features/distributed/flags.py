@@ -102,11 +102,6 @@ class PipelineFlags:
                 device.attention_backend == "triton" and not getattr(device, "enforce_eager", True),
                 "needs enforce_eager: a CUDA graph has no room for what stages send each other",
             ),
-            (
-                self.parallel_config.executor == "external_launcher",
-                "cannot be combined with distributed_executor_backend external_launcher: only the last stage's process would know the "
-                "tokens; use mp, or tensor_parallel_size",
-            ),
         ):
             if refused:
                 raise ConfigError(f"pipeline_parallel_size > 1 {why}")
