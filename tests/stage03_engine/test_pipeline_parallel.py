@@ -226,6 +226,20 @@ def test_stages_take_turns_with_groups_of_one_size(tmp_path: Path) -> None:
     assert result.difference is None and result.steps == 19
 
 
+def test_groups_can_be_left_as_they_come(tmp_path: Path) -> None:
+    """Then requests that are admitted together stay together, and no step overlaps another."""
+
+    def life() -> None:
+        settings = {"max_num_seqs": 8, "num_gpu_blocks_override": 90, "pipeline_groups": False}
+        with LLM(**SMALL | settings, pipeline_parallel_size=2) as llm:
+            llm.generate([[*PROMPT[:4], i] for i in range(8)], GREEDY)
+
+    spans = [(e.ph, e.step) for e in read_run(record(tmp_path, life)).named("engine.step")]
+    assert spans == [(ph, step) for step in range(1, 11) for ph in "BE"]
+    (result,) = replay(tmp_path)
+    assert result.difference is None
+
+
 def test_chunks_of_a_prompt_follow_each_other_into_the_pipeline(tmp_path: Path) -> None:
     def life() -> None:
         with LLM(**SMALL | {"max_num_batched_tokens": 8}, pipeline_parallel_size=3) as llm:

@@ -167,7 +167,8 @@ class PipelineSchedulerMachine(AsyncSchedulerMachine):
     def build(self, data: st.DataObject) -> None:
         super().build(data)
         self.stages = data.draw(st.integers(2, 4))
-        self.scheduler.config = replace(self.scheduler.config, pipeline_stages=self.stages)
+        groups = data.draw(st.booleans())
+        self.scheduler.config = replace(self.scheduler.config, pipeline_stages=self.stages, pipeline_groups=groups)
 
     @rule()
     def step(self) -> None:

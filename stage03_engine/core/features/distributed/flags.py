@@ -54,6 +54,10 @@ class ParallelConfig:
 class PipelineStages:
     """Part of SchedulerConfig."""
 
+    pipeline_groups: bool = option(
+        True,
+        "with -pp: spread the running requests evenly over the steps in flight; if off, each step takes all that are ready, as in vLLM",
+    )
     pipeline_stages: int = internal(1)  # pipeline_parallel_size: how many steps may be in flight
 
 

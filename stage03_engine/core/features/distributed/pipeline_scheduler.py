@@ -5,7 +5,7 @@ have several chunks in flight, for they need no new token. (`--async-scheduling`
 
 The steps that are in flight should have the same size, or stages wait for each other. So a step goes on with at most one running request in
 `pipeline_stages`: the others go into the next steps, and each group comes back when its tokens do. vLLM takes all that are ready, so requests
-that are admitted together stay together, and all stages but one are idle.
+that are admitted together stay together, and all stages but one are idle; `--no-pipeline-groups` does the same.
 
 When a step's tokens arrive, those of requests that have ended or lost their blocks meanwhile are dropped. A preempted request
 computes its last token again, and samples the same one. Blocks need no waiting time: every stage runs the steps in order, so what a step in
@@ -51,9 +51,10 @@ class PipelineScheduler(Scheduler):
     def _later(self) -> list[Request]:
         """Those that are left to the steps after the next one, so that all have the same size. Prompts are not: the token budget bounds
         how many there are in a step."""
-        stages = getattr(self.config, "pipeline_stages", 1)
+        if not self.config.pipeline_groups:
+            return []
         ready = [r for r in self.running if r.num_computed_tokens < r.num_tokens and r.num_output_tokens > 0]
-        return ready[cdiv(len(self.running), stages) :]
+        return ready[cdiv(len(self.running), self.config.pipeline_stages) :]
 
     def can_schedule(self) -> bool:
         """Is there anything to decide while steps are in flight?"""
