@@ -151,7 +151,7 @@ def test_logprobs_are_the_same_bit_for_bit(name: str, tmp_path: Path) -> None:
             output = llm.generate(tokens, params)[0].outputs[0]
             found.append((output.token_ids, output.logprobs))
     assert found[1] == found[0] and found[2] == found[0]
-    assert len(set(found[0][0])) > 5, "the test is void if the answer is dull"
+    assert found[0][1][1] != found[0][1][0], "the test is void if all positions are alike"
 
 
 @pytest.mark.parametrize(
@@ -314,7 +314,7 @@ def test_a_preempted_request_in_flight_samples_the_same_token_again() -> None:
     expected = finish(with_room)
     with_room.shutdown()
     for settings in ({}, {"preemption_mode": "swap", "swap_space": 0.01}, {"pipeline_parallel_size": 3}):
-        core, dropped = core_of(num_gpu_blocks_override=28, **settings), []
+        core, dropped = core_of(num_gpu_blocks_override=30, **settings), []
         update = core.scheduler.update_from_output
 
         def spy(output: Any, ran: ModelRunnerOutput, update: Any = update, dropped: list[str] = dropped) -> Any:
