@@ -173,6 +173,8 @@ class Replay:
         assert output is not None, "the decision is the same"
         self._now = step.step
         model = step.runner_output(self.requests, self.cache_config.block_size)
+        if "grammar" in self._hooks:
+            self._hooks["grammar"].before_results(step)  # type: ignore[attr-defined]
         before = self._snapshot()
         outputs = self._call(lambda: self.scheduler.update_from_output(output, model))
         if self.done:
@@ -191,7 +193,7 @@ class Replay:
             )
         self._now, before = step.step, self._snapshot()
         if "grammar" in self._hooks:
-            self._hooks["grammar"].before_step(step)  # type: ignore[attr-defined]
+            self._hooks["grammar"].before_decision(step)  # type: ignore[attr-defined]
         recorded, recorded.finished, self._finished = step.decision, sorted(self._finished), []
         output: SchedulerOutput | None = self._call(self.scheduler.schedule)
         if output is None:

@@ -93,9 +93,9 @@ class EarlierStageHook(RunnerHook):
         self._execute = runner.execute_model
         runner.execute_model = self.execute_model  # type: ignore[method-assign]
 
-    def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput:
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """As the runner's own."""
-        batch = self.runner.batch
+        output, batch = scheduler_output, self.runner.batch
         for request_id, token_ids in output.new_token_ids.items():
             if request_id in batch.row_of:
                 batch.append_tokens(batch.row_of[request_id], token_ids)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stage03_engine.errors import ConfigError
 from stage03_engine.model_shape import ModelShape
@@ -70,8 +70,10 @@ def layer_range(shape: ModelShape, own: Ranks) -> range:
 def own_layers(shape: ModelShape, own: Ranks) -> ModelShape:
     """The size of this worker's stage of a model: fewer layers, counted from 0 again. Raises ConfigError."""
     mine = layer_range(shape, own)
-    sliding = tuple(layer - mine.start for layer in shape.sliding_layers if layer in mine)
-    return replace(shape, num_layers=len(mine), sliding_layers=sliding)
+    changes: dict[str, Any] = {"num_layers": len(mine)}
+    if hasattr(shape, "sliding_layers"):
+        changes["sliding_layers"] = tuple(layer - mine.start for layer in shape.sliding_layers if layer in mine)
+    return replace(shape, **changes)
 
 
 def local_name(name: str, shape: ModelShape, own: Ranks) -> str | None:
