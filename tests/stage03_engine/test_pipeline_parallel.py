@@ -6,6 +6,7 @@ test_replay.py.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,14 +17,16 @@ from pipeline_in_process import stages_in_this_process
 from test_async_scheduling import answers_of
 from test_tensor_parallel import GPT2, LLAMA, TOKENIZER, checkpoint, prompts
 from toy_engine import record
+from toy_runner import ToyRunner, make_request, make_scheduler, right_answer
 
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.args.environment import unread_variables
 from stage03_engine.core.engine_core_proc import make_core
 from stage03_engine.core.features.distributed.parallel_state import Ranks
 from stage03_engine.core.features.distributed.pipeline_core import PipelineEngineCore
+from stage03_engine.core.features.distributed.pipeline_scheduler import PipelineScheduler
 from stage03_engine.core.features.distributed.stages import PARTITION, layer_partition, local_name, own_layers
-from stage03_engine.core.sched_output import ModelRunnerOutput
+from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
 from stage03_engine.errors import ConfigError
 from stage03_engine.llm import LLM
 from stage03_engine.messages import EngineCoreRequest, FinishReason
@@ -329,6 +332,32 @@ def test_a_preempted_request_in_flight_samples_the_same_token_again() -> None:
         assert finish(core) == expected
         assert dropped, "void: nobody was preempted in flight"
         core.shutdown()
+
+
+def test_a_request_that_resumes_while_its_token_is_in_flight_gets_it_once() -> None:
+    """`v` loses its blocks to `a`, and gets those of `b`, which ends, before its own step has come back."""
+    scheduler = make_scheduler(6, 64, 7, kind=PipelineScheduler, pipeline_stages=3)
+    runner, in_flight, resumed = ToyRunner(scheduler), deque[SchedulerOutput](), []
+    expected, found = {}, dict[str, list[int]]()
+    for name, length, count in (("a", 7, 6), ("b", 5, 2), ("v", 5, 6)):
+        prompt, params = list(range(60, 60 + length)), SamplingParams(max_tokens=count, ignore_eos=True)
+        expected[name], found[name] = right_answer(prompt, params)[0], []
+        scheduler.add_request(make_request(name, prompt, params))
+    while scheduler.requests or in_flight:
+        while len(in_flight) < 3 and scheduler.can_schedule():
+            output = scheduler.schedule()
+            resumed += [
+                new
+                for new in output.scheduled_new_reqs
+                for step in in_flight
+                if new.request_id in step.num_scheduled_tokens
+            ]
+            in_flight.append(output)
+        oldest = in_flight.popleft()
+        for new in scheduler.update_from_output(oldest, runner.execute(oldest)):
+            found[new.request_id] += new.new_token_ids
+    assert resumed, "the test is void if nobody resumes in flight"
+    assert found == expected
 
 
 def test_an_error_of_the_workers_ends_the_step_that_waits_for_it() -> None:
