@@ -1,8 +1,7 @@
 """The configuration of one engine: frozen dataclasses, from which the command line flags are derived.
 
-A field's `metadata` holds what its flag needs: `help`, and where they apply `choices`, `aliases` and `at_least`. Each field
-is declared once: here, or in the `flags.py` of its feature.
-Source: vllm/config (ModelConfig, CacheConfig, SchedulerConfig, ..., VllmConfig). Nothing here imports torch.
+A field's `metadata` holds what its flag needs: `help`, and where they apply `choices`, `aliases` and `at_least`. Each field is declared
+once: here, or in the `flags.py` of its feature. Nothing here imports torch. Source: vllm/config (ModelConfig, ..., VllmConfig).
 """
 
 from __future__ import annotations
@@ -81,6 +80,7 @@ class SchedulerConfig(
     *mixins(  # type: ignore[misc]
         _FEATURES + "swap_space.flags:PreemptionMode",
         _FEATURES + "async_scheduling.flags:AsyncScheduling",
+        _FEATURES + "distributed.flags:PipelineStages",
         _FEATURES + "debug.flags:CheckInvariants",
     )
 ):

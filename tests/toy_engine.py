@@ -13,6 +13,7 @@ from typing import Any
 from stage03_engine.config import CacheConfig, SchedulerConfig, VllmConfig
 from stage03_engine.core.block_pool import BlockPool
 from stage03_engine.core.features.async_scheduling.async_scheduler import AsyncScheduler
+from stage03_engine.core.features.distributed.pipeline_scheduler import PipelineScheduler
 from stage03_engine.core.features.prefix_cache_reset import reset
 from stage03_engine.core.features.prompt_logprobs.scheduler_hook import PromptLogprobsSchedulerHook
 from stage03_engine.core.features.spec_decode.draft_scheduler import DraftHook
@@ -170,10 +171,11 @@ class AsyncToyEngine(ToyEngine):
     """`AsyncEngineCore` as far as a recording is concerned: the model runs a step when its results are asked for, and then knows
     only what it was told when the step was decided."""
 
-    kind = AsyncScheduler
+    kind: type[Scheduler] = AsyncScheduler
+    setting: dict[str, Any] = {"async_scheduling": True}
 
     def __init__(self, seed: int = 0, **settings: Any) -> None:
-        super().__init__(seed, async_scheduling=True, **settings)
+        super().__init__(seed, **self.setting, **settings)
         self.in_flight: list[SchedulerOutput] = []
         self.told: dict[int, dict[str, tuple[Request, int]]] = {}  # step -> request -> (itself, tokens computed then)
 
@@ -183,8 +185,7 @@ class AsyncToyEngine(ToyEngine):
 
     def step(self) -> SchedulerOutput:
         scheduler = self.scheduler
-        assert isinstance(scheduler, AsyncScheduler)
-        while (not self.in_flight and scheduler.requests) or (len(self.in_flight) == 1 and scheduler.can_look_ahead()):
+        while self._may_start() if self.in_flight else scheduler.requests:
             output, requests = self._begin(), scheduler.requests
             self.told[output.step] = {
                 i: (requests[i], requests[i].num_computed_tokens) for i in output.num_scheduled_tokens
@@ -194,8 +195,23 @@ class AsyncToyEngine(ToyEngine):
         self._end(output, self._execute(output))
         return output
 
+    def _may_start(self) -> bool:
+        assert isinstance(self.scheduler, AsyncScheduler)
+        return len(self.in_flight) == 1 and self.scheduler.can_look_ahead()
+
     def _computed(self, request_id: str, step: int) -> tuple[Request, int]:
         return self.told[step][request_id]
+
+
+class PipelineToyEngine(AsyncToyEngine):
+    """`PipelineEngineCore` in the same way, with three stages."""
+
+    kind = PipelineScheduler
+    setting = {"pipeline_stages": 3}
+
+    def _may_start(self) -> bool:
+        assert isinstance(self.scheduler, PipelineScheduler)
+        return len(self.in_flight) < 3 and self.scheduler.can_schedule()
 
 
 def random_life(engine: ToyEngine, num_requests: int) -> None:

@@ -62,6 +62,8 @@ FIXED = {
     "VLLM_WORKER_MULTIPROC_METHOD": ("spawn", "the engine process is always started afresh"),
 }
 """Variable -> the one value that it can have here, and why."""
+READ_BY_FEATURES = {"VLLM_PP_LAYER_PARTITION"}
+"""Variables that stand for no setting: a feature reads them."""
 NOTHING_TO_DO = {"VLLM_DO_NOT_TRACK", "VLLM_NO_USAGE_STATS", "VLLM_USAGE_SOURCE"}  # nobody is told of anybody's usage
 SERVER_SETTINGS = (
     "host", "port", "served_model_name", "chat_template", "response_role", "engine", "in_process", "shutdown_timeout",
@@ -102,7 +104,7 @@ def unread_variables(environ: Mapping[str, str], settings: set[str]) -> list[str
     command knows; those of other commands count too."""
     from stage03_engine.args.refused import feature_settings
 
-    known = COUNTERPARTS.keys() | FIXED.keys() | NOTHING_TO_DO
+    known = COUNTERPARTS.keys() | FIXED.keys() | READ_BY_FEATURES | NOTHING_TO_DO
     known |= {"STAGES_" + name.upper() for name in settings | feature_settings() | set(SERVER_SETTINGS)}
     return sorted(name for name in environ if name.startswith(("VLLM_", "STAGES_")) and name not in known)
 

@@ -41,6 +41,7 @@ class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
     blocks_to_swap_in: list[tuple[int, int]] = []  # (CPU block, block of the KV cache), copied after those
     grammar_bitmask: dict[str, bytes] | None = None  # of requests with a grammar that are sampled: the tokens it allows
     scheduled_spec_decode_tokens: dict[str, list[int]] = {}  # drafts to verify; num_scheduled_tokens counts them
+    new_token_ids: dict[str, list[int]] = {}  # sampled since the last decision, for pipeline stages that do not sample
 
     @property
     def total_num_scheduled_tokens(self) -> int:
@@ -49,8 +50,7 @@ class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
 
 
 class ModelRunnerOutput(msgspec.Struct, array_like=True, gc=False):
-    """Sampled token ids (and logprobs if requested) of the requests that have caught up; a request whose prompt is not
-    fully computed yet is absent."""
+    """Sampled token ids (and logprobs if requested) of the requests that have caught up with all of their tokens."""
 
     sampled_token_ids: dict[str, list[int]]
     logprobs: dict[str, list[TokenLogprobs]] = {}

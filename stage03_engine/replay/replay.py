@@ -37,7 +37,11 @@ HOOKS = {
 }
 """What a recording may use -> the scheduler hook that replays it, loaded when it is first used. The first three are also names of
 parameters in `sched.queued`."""
-ASYNC_SCHEDULER = _FEATURES + "async_scheduling.async_scheduler:AsyncScheduler"
+OVERLAPPING = {
+    "async_scheduling": _FEATURES + "async_scheduling.async_scheduler:AsyncScheduler",
+    "pipeline_parallel_size": _FEATURES + "distributed.pipeline_scheduler:PipelineScheduler",
+}
+"""What makes steps overlap -> the scheduler that decides them."""
 
 Snapshot = tuple[list[tuple[str, RequestStatus, int, int]], int]
 """(request, status, tokens computed, tokens) of everyone, and the free blocks."""
@@ -50,13 +54,13 @@ class Replay:
         self.result = Replayed(created.proc, created.pid)
         self.requests: dict[str, Request] = {}
         self._last_seq = created.seq
-        self._open: dict[int, RecordedStep] = {}  # steps that have begun and not ended, at most two
+        self._open: dict[int, RecordedStep] = {}  # steps that have begun and not ended
         self._now = 0  # the step whose decision or results were compared last
         self._finished: list[str] = []  # since the last decision
         args = created.args
         self.config = _known(SchedulerConfig, args["scheduler_config"])
         self.cache_config = _known(CacheConfig, args["cache_config"])
-        self._ahead = args["scheduler_config"].get("async_scheduling", False)  # may steps overlap?
+        self._overlap = _overlap(args["scheduler_config"])
         self._hooks: dict[str, SchedulerHook] = {}  # name in HOOKS -> what this recording uses
         make_pool = construct if block_pool_cls else lambda *_: BlockPool(args["num_blocks"])
         self.pool: BlockPool = make_pool(block_pool_cls or "", "--block-pool-cls", args["num_blocks"])
@@ -69,7 +73,8 @@ class Replay:
 
     def _reference(self) -> type[Scheduler]:
         """The scheduler of this repository that the recording is of. Raises ConfigError if it is not installed."""
-        return load_feature(ASYNC_SCHEDULER, "async_scheduling (the recording uses it)") if self._ahead else Scheduler
+        name = self._overlap
+        return load_feature(OVERLAPPING[name], f"{name} (the recording uses it)") if name else Scheduler
 
     def _use(self, name: str, *args: Any) -> None:
         """Install one of HOOKS if it is not yet. Raises ConfigError if its feature is not installed."""
@@ -106,7 +111,7 @@ class Replay:
                 self._replay(number)
         elif event.name == "sched.queued":
             self._arrive(event)
-        elif self._open and not (self._ahead and event.args.get("by") == "outside") and event.name != "kv.reset":
+        elif self._open and not (self._overlap and event.args.get("by") == "outside") and event.name != "kv.reset":
             # What names no step belongs to the newest decision.
             self._open.get(number, self._open[max(self._open)]).add(event)
         elif event.name == "sched.finished":
@@ -153,7 +158,7 @@ class Replay:
     # One step
 
     def _replay(self, number: int) -> None:
-        """A step has ended. Asynchronous scheduling had decided the next one before: the recorded order is kept."""
+        """A step has ended. If steps overlap, the next ones had been decided before: the recorded order is kept."""
         for step in self._open.values():
             if step.output is None and not self.done:
                 if step.proposed:
@@ -168,6 +173,8 @@ class Replay:
         assert output is not None, "the decision is the same"
         self._now = step.step
         model = step.runner_output(self.requests, self.cache_config.block_size)
+        if "grammar" in self._hooks:
+            self._hooks["grammar"].before_results(step)  # type: ignore[attr-defined]
         before = self._snapshot()
         outputs = self._call(lambda: self.scheduler.update_from_output(output, model))
         if self.done:
@@ -186,7 +193,7 @@ class Replay:
             )
         self._now, before = step.step, self._snapshot()
         if "grammar" in self._hooks:
-            self._hooks["grammar"].before_step(step)  # type: ignore[attr-defined]
+            self._hooks["grammar"].before_decision(step)  # type: ignore[attr-defined]
         recorded, recorded.finished, self._finished = step.decision, sorted(self._finished), []
         output: SchedulerOutput | None = self._call(self.scheduler.schedule)
         if output is None:
@@ -237,6 +244,13 @@ class Replay:
             if named:
                 lines.append(f"{status.name.lower()}: {', '.join(named[:MANY])}{more}")
         return lines
+
+
+def _overlap(scheduler_config: dict[str, Any]) -> str | None:
+    """The setting in OVERLAPPING that made steps overlap, if any."""
+    if scheduler_config.get("async_scheduling"):
+        return "async_scheduling"
+    return "pipeline_parallel_size" if scheduler_config.get("pipeline_stages", 1) > 1 else None
 
 
 def _known(kind: type[Any], settings: dict[str, Any]) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
-from toy_engine import STEM, AsyncToyEngine, ToyEngine, random_life, record
+from toy_engine import STEM, AsyncToyEngine, PipelineToyEngine, ToyEngine, random_life, record
 
 from stage01_cli.main import main
 from stage03_engine.core.block_pool import BlockPool
@@ -75,11 +75,14 @@ def test_every_life_of_a_scheduler_is_reproduced(seed: int, engine: dict[str, An
         assert_exact(Path(folder))
 
 
+@pytest.mark.parametrize("kind", [AsyncToyEngine, PipelineToyEngine])
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), settings_of_engines, st.integers(1, 14))
-def test_every_life_with_steps_that_overlap_is_reproduced(seed: int, engine: dict[str, Any], num_requests: int) -> None:
+def test_every_life_with_steps_that_overlap_is_reproduced(
+    kind: type[ToyEngine], seed: int, engine: dict[str, Any], num_requests: int
+) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        record(Path(folder), lambda: random_life(AsyncToyEngine(seed, **engine | {"num_drafts": 0}), num_requests))
+        record(Path(folder), lambda: random_life(kind(seed, **engine | {"num_drafts": 0}), num_requests))
         assert_exact(Path(folder))
         assert_consistent(Path(folder))
         assert compare(folder, folder).same

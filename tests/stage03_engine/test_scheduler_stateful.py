@@ -7,6 +7,7 @@ every slot says for which prefix it was written. About 10,000 rules run in a few
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -14,6 +15,7 @@ from toy_runner import MAX_LEN, ToyRunner, make_request, make_scheduler, right_a
 
 from stage03_engine.core.features.async_scheduling.async_scheduler import AsyncScheduler
 from stage03_engine.core.features.debug.scheduler_checks import check_invariants
+from stage03_engine.core.features.distributed.pipeline_scheduler import PipelineScheduler
 from stage03_engine.core.features.prefix_cache_reset import reset
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
 from stage03_engine.core.scheduler import Scheduler
@@ -155,6 +157,35 @@ class AsyncSchedulerMachine(SchedulerMachine):
         return not self.in_flight and not self.scheduler.has_unfinished_requests
 
 
+class PipelineSchedulerMachine(AsyncSchedulerMachine):
+    """As many steps in flight as there are stages, and none for a request whose next token is in flight. The last stage runs them in order, and
+    a preempted request's tokens are computed again."""
+
+    kind = PipelineScheduler
+
+    @initialize(data=st.data())
+    def build(self, data: st.DataObject) -> None:
+        super().build(data)
+        self.stages = data.draw(st.integers(2, 4))
+        groups = data.draw(st.booleans())
+        self.scheduler.config = replace(self.scheduler.config, pipeline_stages=self.stages, pipeline_groups=groups)
+
+    @rule()
+    def step(self) -> None:
+        scheduler = self.scheduler
+        while (
+            len(self.in_flight) < self.stages and scheduler.can_schedule()
+            if self.in_flight
+            else scheduler.has_unfinished_requests
+        ):
+            self.decide()
+        if self.in_flight:
+            self.run_model()
+            self.update(self.in_flight.popleft(), self.ran.popleft())
+
+
+TestPipelineScheduler = PipelineSchedulerMachine.TestCase
+TestPipelineScheduler.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
 TestAsyncScheduler = AsyncSchedulerMachine.TestCase
 TestAsyncScheduler.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
 TestScheduler = SchedulerMachine.TestCase

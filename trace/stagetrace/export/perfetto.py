@@ -146,12 +146,9 @@ class PerfettoWriter:
         track = self._main(event)
         if event.name == "engine.step":
             self._engine = track
-        if (
-            event.step is not None
-            and event.step % 2
-            and self._story.settings.get("scheduler_config", {}).get("async_scheduling")
-        ):
-            name = f"{event.proc}, odd steps"  # they overlap with the even ones
+        overlapping = self._overlapping()
+        if event.step is not None and (number := event.step % overlapping):
+            name = f"{event.proc}, odd steps" if overlapping == 2 else f"{event.proc}, steps {number} of {overlapping}"
             track = self._tracks.get((event.pid, name)) or self._track(event.pid, self._new_tid(), name, event.proc)
         if event.ph == "B":
             args = {"req": event.req, "step": event.step, **event.args}
@@ -160,6 +157,11 @@ class PerfettoWriter:
             while track.open[-1] != event.name:
                 self._end(track, event.ts, {"unfinished": True})
             self._end(track, event.ts)
+
+    def _overlapping(self) -> int:
+        """How many steps may overlap: each of them needs a track of its own."""
+        settings = self._story.settings.get("scheduler_config", {})
+        return max(2 if settings.get("async_scheduling") else 1, settings.get("pipeline_stages", 1))
 
     def _message(self, event: Event) -> None:
         name = _SOCKETS[event.name]

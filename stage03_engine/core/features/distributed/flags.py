@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from stage03_engine.args.fields import option
+from stage03_engine.args.fields import internal, option
 from stage03_engine.errors import ConfigError
 
 _ROOM = "stage03_engine.core.features.distributed."
@@ -15,6 +16,7 @@ EXECUTORS = {
     "external_launcher": _ROOM + "external_launcher:ExecutorWithExternalLauncher",
 }
 """--distributed-executor-backend -> class; `uni` is the walk's own."""
+PIPELINE_SCHEDULER = _ROOM + "pipeline_scheduler:PipelineScheduler"
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,68 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True)
-class ParallelFlags:
+class PipelineStages:
+    """Part of SchedulerConfig."""
+
+    pipeline_groups: bool = option(
+        True,
+        "with -pp: spread the running requests evenly over the steps in flight; if off, each step takes all that are ready, as in vLLM",
+    )
+    pipeline_stages: int = internal(1)  # pipeline_parallel_size: how many steps may be in flight
+
+
+class PipelineFlags:
+    """What ParallelFlags does for pipeline stages."""
+
+    @staticmethod
+    def detect(values: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+        """The scheduler that knows which requests are in flight."""
+        several = values.get("pipeline_parallel_size", 1) > 1
+        return {"scheduler_cls": (PIPELINE_SCHEDULER, "pipeline_parallel_size")} if several else {}
+
+    @staticmethod
+    def resolve(values: Mapping[str, Any], files: object) -> dict[str, Any]:
+        """The scheduler's copy of the number of stages."""
+        return {"pipeline_stages": values.get("pipeline_parallel_size", 1)}
+
+    def check(self: Any) -> None:
+        """Raises ConfigError for layers that cannot be split, and for what does not work over several stages."""
+        if self.parallel_config.pipeline_parallel_size == 1:
+            return
+        from stage03_engine.core.features.distributed.stages import layer_partition
+
+        layer_partition(self.shape.num_layers, self.parallel_config.pipeline_parallel_size)
+        device = self.device_config
+        for refused, why in (
+            ("generate" not in self.supported_tasks, "is for models that generate text; leave it out for this one"),
+            (
+                getattr(self.scheduler_config, "async_scheduling", False),
+                "cannot be combined with async_scheduling: the steps of several stages overlap already; leave out one of the two",
+            ),
+            (
+                self.scheduler_config.scheduler_cls != PIPELINE_SCHEDULER,
+                "brings its own scheduler: leave out scheduler_cls, or pipeline_parallel_size",
+            ),
+            (
+                getattr(getattr(self, "speculative_config", None), "method", None) is not None,
+                "cannot be combined with speculative_config: only the last stage would know which drafts were accepted; "
+                "leave out one of the two",
+            ),
+            (
+                getattr(device, "batch_invariant", False),
+                "cannot be combined with batch_invariant: each stage would choose its own number of rows; leave out one of the two",
+            ),
+            (
+                device.attention_backend == "triton" and not getattr(device, "enforce_eager", True),
+                "needs enforce_eager: a CUDA graph has no room for what stages send each other",
+            ),
+        ):
+            if refused:
+                raise ConfigError(f"pipeline_parallel_size > 1 {why}")
+
+
+@dataclass(frozen=True)
+class ParallelFlags(PipelineFlags):
     """Part of VllmConfig."""
 
     parallel_config: ParallelConfig = ParallelConfig()

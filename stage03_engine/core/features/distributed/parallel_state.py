@@ -120,14 +120,28 @@ def all_gather(x: Tensor) -> Tensor:
     return torch.cat(parts, dim=-1)
 
 
-def send_to_next_stage(x: Tensor) -> None:
-    """Hand `x` to the worker with the same slice of the next stage."""
-    with _span("send", x.nbytes):
-        dist.send(x.contiguous(), _ranks.rank + _ranks.tp_size)
+def send_to_next_stage(x: Tensor, linked: bool = False) -> None:
+    """Hand `x` to the worker with the same slice of the next stage. `linked`: its event will name this one as its cause."""
+    sent = trace.emit("worker.collective", ph="B", kind="send", bytes=x.nbytes) if trace.on else None
+    there = _ranks.rank + _ranks.tp_size
+    dist.send(x.contiguous(), there)
+    if linked:
+        pid, _, number = (sent or "0:0").partition(":")
+        dist.send(torch.tensor([int(pid), int(number)], device=x.device), there)
+    if trace.on:
+        trace.emit("worker.collective", ph="E", kind="send", bytes=x.nbytes)
 
 
-def receive_from_previous_stage(like: Tensor) -> Tensor:
-    """What the worker with the same slice of the stage before sends; `like` has its shape and format, and is overwritten."""
-    with _span("receive", like.nbytes):
-        dist.recv(like, _ranks.rank - _ranks.tp_size)
+def receive_from_previous_stage(like: Tensor, linked: bool = False) -> Tensor:
+    """What the worker with the same slice of the stage before sends; `like` has its shape and format, and is overwritten. `linked` as there."""
+    if trace.on:
+        trace.emit("worker.collective", ph="B", kind="receive", bytes=like.nbytes)
+    there, cause = _ranks.rank - _ranks.tp_size, None
+    dist.recv(like, there)
+    if linked:
+        dist.recv(event := torch.zeros(2, dtype=torch.int64, device=like.device), there)
+        pid, number = event.tolist()
+        cause = f"{pid}:{number}" if pid else None  # a filter had left it out
+    if trace.on:
+        trace.emit("worker.collective", ph="E", kind="receive", bytes=like.nbytes, cause=cause)
     return like

@@ -1,9 +1,17 @@
-"""Which layers a worker has. There is one pipeline stage, so all of them."""
+"""Pipeline stages: which layers of a model are whose (vllm/distributed/utils.py, get_pp_indices; model_executor/models/utils.py, make_layers).
+
+The first stage has the token and position embeddings too, the last one the final norm and the output matrix. With tied weights these are
+the same tensor, so both have it. Imports no torch: what a stage does to its model is in stage_ends.py.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
+from stage03_engine.errors import ConfigError
 from stage03_engine.model_shape import ModelShape
 
 if TYPE_CHECKING:
@@ -12,20 +20,93 @@ if TYPE_CHECKING:
     from stage03_engine.core.features.distributed.parallel_state import Ranks
     from stage03_engine.core.model_runner import ModelRunner
 
+PARTITION = "VLLM_PP_LAYER_PARTITION"
+"""The variable that says how many layers each stage has: 5,7."""
+FIRST_STAGE = ("wte", "wpe", "embed_tokens")  # of gpt2.py and llama.py
+LAST_STAGE = ("ln_f", "norm", "lm_head")
+TIED = ("wte", "embed_tokens")  # with tied weights the output matrix too
+
+_LAYER = re.compile(r"((?:transformer\.|model\.)?(?:h|layers)\.)(\d+)(\..*)")
+
+
+def layer_partition(num_layers: int, pp_size: int) -> list[int]:
+    """How many layers each stage has. What is left over goes to the stages before the last, which has the output matrix to compute, from
+    the end on: 14 layers in 4 stages are 3, 4, 4, 3. Raises ConfigError for a stage without layers, and for a wrong VLLM_PP_LAYER_PARTITION."""
+    if asked := os.environ.get(PARTITION, "").strip():
+        return _asked_partition(asked, num_layers, pp_size)
+    if pp_size > num_layers:
+        raise ConfigError(
+            f"pipeline_parallel_size = {pp_size} is more than the model's {num_layers} layers: each stage needs one"
+        )
+    each, left = divmod(num_layers, pp_size)
+    return [each + (pp_size - 1 - left <= stage < pp_size - 1) for stage in range(pp_size)]
+
+
+def _asked_partition(asked: str, num_layers: int, pp_size: int) -> list[int]:
+    words = [word.strip() for word in asked.split(",")]
+    if not all(word.isascii() and word.isdecimal() and int(word) for word in words):
+        raise ConfigError(f"environment variable {PARTITION}: {asked!r} is not a list of numbers of layers such as 5,7")
+    layers = [int(word) for word in words]
+    if len(layers) != pp_size:
+        raise ConfigError(
+            f"environment variable {PARTITION}: {asked} is for {len(layers)} stages, but pipeline_parallel_size is {pp_size}"
+        )
+    if sum(layers) != num_layers:
+        raise ConfigError(
+            f"environment variable {PARTITION}: {asked} adds up to {sum(layers)} layers, but the model has {num_layers}"
+        )
+    return layers
+
+
+def layer_range(shape: ModelShape, own: Ranks) -> range:
+    """The layers of this worker's stage, counted through the whole model, of which `shape` is the size. Raises ConfigError."""
+    if own.pp_size == 1:
+        return range(shape.num_layers)
+    layers = layer_partition(shape.num_layers, own.pp_size)
+    first = sum(layers[: own.pp_rank])
+    return range(first, first + layers[own.pp_rank])
+
 
 def own_layers(shape: ModelShape, own: Ranks) -> ModelShape:
-    """The shape with the layers of a worker's stage."""
-    return shape
+    """The size of this worker's stage of a model: fewer layers, counted from 0 again. Raises ConfigError."""
+    mine = layer_range(shape, own)
+    changes: dict[str, Any] = {"num_layers": len(mine)}
+    if hasattr(shape, "sliding_layers"):
+        changes["sliding_layers"] = tuple(layer - mine.start for layer in shape.sliding_layers if layer in mine)
+    return replace(shape, **changes)
 
 
 def local_name(name: str, shape: ModelShape, own: Ranks) -> str | None:
-    """A checkpoint's name -> the name in a worker's stage; None if the tensor belongs to another one."""
-    return name
+    """The name that a tensor of the whole model's checkpoint has in this worker's stage; None if the stage lacks it. `shape` is the whole
+    model's. A name that no model of ours has goes to all stages, where loading refuses it."""
+    if match := _LAYER.fullmatch(name):
+        mine, layer = layer_range(shape, own), int(match[2])
+        unknown = layer >= shape.num_layers and own.is_last_stage  # its number is too large there too
+        return f"{match[1]}{layer - mine.start}{match[3]}" if layer in mine or unknown else None
+    part = name.removeprefix("transformer.").removeprefix("model.").partition(".")[0]
+    return name if has_part(part, shape, own) else None
+
+
+def has_part(part: str, shape: ModelShape, own: Ranks) -> bool:
+    """Does this worker's stage have this part of the model, which is not a layer?"""
+    if part in TIED and shape.tie_word_embeddings and own.is_last_stage:
+        return True
+    return own.is_first_stage if part in FIRST_STAGE else own.is_last_stage if part in LAST_STAGE else True
 
 
 def leave_out(model: nn.Module, shape: ModelShape, own: Ranks) -> None:
-    """Take from a model without values what a worker's stage lacks."""
+    """Take from a model without values the tensors that this worker's stage lacks, so that they are not loaded."""
+    for part in (*FIRST_STAGE, *LAST_STAGE):
+        module = getattr(model, part, None)
+        if module is not None and not has_part(part, shape, own):
+            for name in list(module._parameters):
+                module.register_parameter(name, None)
 
 
 def install_ends(model: nn.Module, runner: ModelRunner) -> None:
-    """Join a stage to the ones before and after it."""
+    """Connect the loaded model of this worker's stage with the stages before and after."""
+    from stage03_engine.core.features.distributed import stage_ends
+    from stage03_engine.core.features.distributed.parallel_state import ranks
+
+    if ranks().pp_size > 1:
+        stage_ends.install_ends(model, runner, ranks())

@@ -23,9 +23,12 @@ class RecordedGrammarHook(GrammarSchedulerHook):
         self.grammars = RecordedGrammars()
         super().__init__(scheduler, config, self.grammars)
 
-    def before_step(self, step: RecordedStep) -> None:
-        """What the recording holds about the grammars in a step."""
+    def before_decision(self, step: RecordedStep) -> None:
+        """Which grammars were ready by then."""
         self.grammars.ready.update(step.grammars_ready)
+
+    def before_results(self, step: RecordedStep) -> None:
+        """Which requests the grammars ended. Other steps may have been decided meanwhile."""
         self.grammars.ends = step.ends
 
 
@@ -35,7 +38,7 @@ class RecordedGrammars(StructuredOutputManager):
 
     def __init__(self) -> None:
         self.ready: set[str] = set()
-        self.ends: dict[str, Event] = {}  # of the step that is being replayed
+        self.ends: dict[str, Event] = {}  # of the step whose results come next
 
     def grammar_init(self, request_id: str, params: SamplingParams, salt: str | None = None) -> None:
         """Nothing compiles here."""

@@ -1,0 +1,75 @@
+"""The inner loop with a batch queue, which keeps every stage of a pipeline busy (vllm/v1/engine/core.py, step_with_batch_queue).
+
+    engine core  | decide 1, decide 2 |   wait   | update 1, decide 3 |   wait   | update 2, decide 4 | ...
+    stage 0      |          run 1         run 2                    run 3                    run 4
+    stage 1      |                        run 1         run 2                    run 3
+
+A stage that does not sample learns from the decisions which tokens the last one has sampled (`SchedulerOutput.new_token_ids`), so no worker
+waits for another but for its hidden states.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import suppress
+from typing import Protocol, cast
+
+from stage03_engine.config import VllmConfig
+from stage03_engine.core.engine_core import EngineCore
+from stage03_engine.core.features.distributed.pipeline_scheduler import PipelineScheduler
+from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
+from stage03_engine.messages import EngineCoreOutput, EngineCoreOutputs
+
+
+class StepsInFlight(Protocol):
+    """What an executor of several stages offers besides `Executor`: steps that do not wait for each other. Answers come in order."""
+
+    def begin_step(self, scheduler_output: SchedulerOutput) -> None: ...
+    def finish_step(self) -> ModelRunnerOutput: ...
+
+
+class PipelineEngineCore(EngineCore):
+    """An EngineCore whose `step` returns the outputs of the oldest step while as many others as there are stages are in flight."""
+
+    scheduler: PipelineScheduler
+
+    def __init__(self, config: VllmConfig) -> None:
+        super().__init__(config)
+        self._max_in_flight = config.parallel_config.pipeline_parallel_size
+        self._steps = cast(StepsInFlight, self.executor)
+        self._in_flight: deque[SchedulerOutput] = deque()
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        """Does `step` have anything to do? A step in flight has results, if only some to be dropped."""
+        return bool(self._in_flight) or super().has_unfinished_requests
+
+    def step(self) -> EngineCoreOutputs:
+        """Decide steps until every stage has one, then wait for the oldest."""
+        ended, can_run = self._poll_hooks()
+        while can_run and self._may_start():
+            output = self._begin()
+            self._steps.begin_step(output)
+            self._in_flight.append(output)
+        if not self._in_flight:
+            return self._observed(EngineCoreOutputs(ended, self.scheduler.make_stats()))
+        return self._finish(ended)
+
+    def _may_start(self) -> bool:
+        if not self._in_flight:
+            return bool(self.scheduler.requests)
+        return len(self._in_flight) < self._max_in_flight and self.scheduler.can_schedule()
+
+    def _finish(self, ended: list[EngineCoreOutput]) -> EngineCoreOutputs:
+        """The end of the oldest step in flight."""
+        output = self._in_flight.popleft()
+        return self._end(output, self._steps.finish_step(), ended)
+
+    def shutdown(self) -> None:
+        """End the steps in flight, so that a recording has no half steps, and release everything."""
+        try:
+            with suppress(Exception):  # an engine that fails has said why
+                while self._in_flight:
+                    self._finish([])
+        finally:
+            super().shutdown()

@@ -1,0 +1,83 @@
+"""A scheduler that decides steps while others are in flight in the stages of a pipeline (vllm/v1/core/sched/scheduler.py). No torch.
+
+A request whose next token is in flight is not scheduled: it has no token left to compute until that one is known. A long prompt may
+have several chunks in flight, for they need no new token. (`--async-scheduling` goes one step further; here nothing is decided in advance.)
+
+The steps that are in flight should have the same size, or stages wait for each other. So a step goes on with at most one running request in
+`pipeline_stages`: the others go into the next steps, and each group comes back when its tokens do. vLLM takes all that are ready, so requests
+that are admitted together stay together, and all stages but one are idle; `--no-pipeline-groups` does the same.
+
+When a step's tokens arrive, those of requests that have ended or lost their blocks meanwhile are dropped. A preempted request
+computes its last token again, and samples the same one. Blocks need no waiting time: every stage runs the steps in order, so what a step in
+flight writes to a block is there before the next owner writes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stage03_engine.core.kv_cache_manager import cdiv
+from stage03_engine.core.request import Request
+from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
+from stage03_engine.core.scheduler import Scheduler
+from stage03_engine.messages import EngineCoreOutput
+
+
+class PipelineScheduler(Scheduler):
+    """`schedule` may be called again before the `update_from_output` of up to `pipeline_stages` - 1 steps before it.
+
+    Invariant: outside of `schedule`, `num_tokens` of every request counts its known tokens.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        # Step -> the requests that it computes, each with the number of its preemptions at that time.
+        self._in_flight: dict[int, dict[str, tuple[Request, int]]] = {}
+        self._new_token_ids: dict[str, list[int]] = {}  # since the last decision
+
+    def schedule(self) -> SchedulerOutput:
+        """Decide the next step, for the requests that are not in flight."""
+        later = [(request, request.num_tokens) for request in self._later()]
+        for request, _ in later:
+            request.num_tokens = request.num_computed_tokens  # so there is nothing to compute for it
+        output = super().schedule()
+        for request, num_tokens in later:
+            request.num_tokens = num_tokens
+        scheduled = (self.requests[request_id] for request_id in output.num_scheduled_tokens)
+        output.new_token_ids, self._new_token_ids = self._new_token_ids, {}
+        self._in_flight[output.step] = {each.request_id: (each, each.num_preemptions) for each in scheduled}
+        return output
+
+    def _later(self) -> list[Request]:
+        """Those that are left to the steps after the next one, so that all have the same size. Prompts are not: the token budget bounds
+        how many there are in a step."""
+        if not self.config.pipeline_groups:
+            return []
+        ready = [r for r in self.running if r.num_computed_tokens < r.num_tokens and r.num_output_tokens > 0]
+        return ready[cdiv(len(self.running), self.config.pipeline_stages) :]
+
+    def can_schedule(self) -> bool:
+        """Is there anything to decide while steps are in flight?"""
+        return any(r.num_computed_tokens < r.num_tokens for r in self.running) or (
+            len(self.waiting) > 0 and len(self.running) < self.config.max_num_seqs
+        )
+
+    def _preempt(self, request: Request, output: SchedulerOutput, needed_by: Request) -> None:
+        """As in the base class. If a hook keeps what was computed: the token in flight is dropped, so the one before is computed again."""
+        super()._preempt(request, output, needed_by)
+        request.num_computed_tokens = min(request.num_computed_tokens, len(request.all_token_ids) - 1)
+
+    def update_from_output(self, output: SchedulerOutput, runner_output: ModelRunnerOutput) -> list[EngineCoreOutput]:
+        """Append the sampled tokens of the requests that still run; the others' are dropped."""
+        for request_id, (request, num_preemptions) in self._in_flight.pop(output.step).items():
+            ended = self.requests.get(request_id) is not request  # its id may have a new owner
+            if ended:
+                runner_output.prompt_logprobs.pop(request_id, None)
+            if ended or request.num_preemptions > num_preemptions:
+                runner_output.sampled_token_ids.pop(request_id, None)
+                runner_output.logprobs.pop(request_id, None)
+        self._new_token_ids |= runner_output.sampled_token_ids
+        newest, self.step = self.step, output.step  # events name the step whose token ended a request
+        outputs = super().update_from_output(output, runner_output)
+        self.step = newest
+        return outputs

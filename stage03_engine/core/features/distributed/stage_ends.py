@@ -1,0 +1,149 @@
+"""The two ends of a pipeline stage: hidden states come in from the stage before, and go out to the next (vLLM: IntermediateTensors).
+
+The model files know nothing of it. In a later stage, what receives takes the place of the token embedding; in all but the last, what sends
+takes that of the final norm. What is sent is x + residual, one tensor [num_tokens, hidden_size]: the next stage begins with it as its x
+and no residual, and its first norm sees the very sum that it would have made itself. So float32 results are the same, bit for bit.
+
+With tensor parallelism every worker of a stage has all of x, and hands it to the worker with the same slice: no exchange is needed.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from stage03_engine.core.features.distributed.parallel_state import (
+    Ranks,
+    receive_from_previous_stage,
+    send_to_next_stage,
+)
+from stage03_engine.core.features.distributed.rank_config import whole_shape
+from stage03_engine.core.features.distributed.stages import TIED, layer_range
+from stage03_engine.core.hooks import RunnerHook
+from stage03_engine.core.input_batch import StepInputs
+from stage03_engine.core.model_runner import ModelRunner
+from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
+from stage03_engine.sampling_params import SamplingParams
+
+FINAL_NORMS = ("ln_f", "norm")
+_PLAIN = SamplingParams(temperature=0)
+
+
+class FirstEmbedding(nn.Module):
+    """The token embedding of the first stage, which is no output matrix there."""
+
+    def __init__(self, embedding: nn.Module) -> None:
+        super().__init__()
+        self.embedding = embedding
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x: Tensor = self.embedding(input_ids)
+        return x
+
+
+class ReceivedStates(nn.Module):
+    """In the place of the token embedding: the hidden states of the stage before, [num_tokens, hidden_size]. On the last stage `weight` is
+    the output matrix, if weights are tied."""
+
+    def __init__(self, embedding: nn.Module, runner: ModelRunner) -> None:
+        super().__init__()
+        self.embedding, self.linked = embedding, is_linked(runner)
+        self.hidden_size, self.dtype, self.device = runner.config.shape.hidden_size, runner.dtype, runner.device
+
+    @property
+    def weight(self) -> Tensor | None:
+        """None if this stage has no such tensor."""
+        return self.embedding.weight  # type: ignore[return-value]
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        empty = torch.empty(len(input_ids), self.hidden_size, dtype=self.dtype, device=self.device)
+        return receive_from_previous_stage(empty, self.linked)
+
+
+class NoPositions(nn.Module):
+    """In the place of the position embedding: what is received has it already."""
+
+    def forward(self, positions: Tensor) -> float:
+        return 0.0
+
+
+class SentStates(nn.Module):
+    """In the place of the final norm: the next stage gets the sum, which this stage's runner ignores."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        super().__init__()
+        self.linked = is_linked(runner)
+
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        send_to_next_stage(total, self.linked)
+        return total, total
+
+
+class EarlierStageHook(RunnerHook):
+    """In every stage but the last: nothing is sampled. A decision tells which tokens the last stage has sampled, and they join the batch
+    before it is applied; a request that has left the batch meanwhile gets none.
+
+    What a request wants to know of its logits is for the last stage alone, so this stage's batch holds plain requests.
+    """
+
+    def __init__(self, runner: ModelRunner) -> None:
+        super().__init__(runner, runner.config)
+        self._execute = runner.execute_model
+        runner.execute_model = self.execute_model  # type: ignore[method-assign]
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """As the runner's own."""
+        output, batch = scheduler_output, self.runner.batch
+        for request_id, token_ids in output.new_token_ids.items():
+            if request_id in batch.row_of:
+                batch.append_tokens(batch.row_of[request_id], token_ids)
+        if output.scheduled_new_reqs:
+            plain = [msgspec.structs.replace(new, sampling_params=_PLAIN) for new in output.scheduled_new_reqs]
+            output = msgspec.structs.replace(output, scheduled_new_reqs=plain)
+        return self._execute(output)
+
+    def after_forward(self, hidden: Tensor, inputs: StepInputs, scheduler_output: SchedulerOutput) -> bool:
+        """Do not sample."""
+        return True
+
+
+def is_linked(runner: ModelRunner) -> bool:
+    """With a trace, each event of a stage that receives names the one that sent. All workers have the same setting."""
+    return bool(runner.config.hooks("trace"))
+
+
+def install_ends(model: nn.Module, runner: ModelRunner, own: Ranks) -> None:
+    """Replace what this stage lacks, once its weights are loaded and split."""
+    for name in TIED:
+        if (embedding := getattr(model, name, None)) is None:
+            continue
+        if not own.is_first_stage:
+            setattr(model, name, ReceivedStates(embedding, runner))
+        else:
+            setattr(model, name, FirstEmbedding(embedding))
+    if not own.is_first_stage:
+        if hasattr(model, "wpe"):
+            model.wpe = NoPositions()
+        _number_layers(model, runner, own)
+    if not own.is_last_stage:
+        for name in FINAL_NORMS:
+            if hasattr(model, name):
+                setattr(model, name, SentStates(runner))
+        model.compute_logits = _no_logits  # type: ignore[assignment]
+        runner.hooks.append(EarlierStageHook(runner))
+
+
+def _number_layers(model: nn.Module, runner: ModelRunner, own: Ranks) -> None:
+    """`scale_attn_by_inverse_layer_idx` divides by a layer's number in the whole model."""
+    shape = runner.config.shape
+    if shape.scale_attn_by_inverse_layer_idx and hasattr(model, "h"):
+        unscaled = shape.head_dim**-0.5 if shape.scale_attn_weights else 1.0
+        for layer, block in zip(layer_range(whole_shape(shape), own), model.h, strict=True):  # type: ignore[arg-type]
+            block.attn.scale = unscaled / (layer + 1)
+
+
+def _no_logits(hidden_states: Tensor) -> Tensor:
+    """Of a vocabulary of one: only the measurement of memory asks for them here."""
+    return hidden_states.new_zeros(len(hidden_states), 1, dtype=torch.float32)
