@@ -267,6 +267,12 @@ def test_calls_reach_every_engine_but_those_of_the_live_view() -> None:
                 ["reset_prefix_cache", "watch_scheduler"],
                 *2 * [["reset_prefix_cache"]],
             ]
+            made.engines[0].die()
+            await until(lambda: made.client.states[0] == EngineState.LOADING)
+            made.engines[0].may_start.set()
+            await until(lambda: made.client.num_ready == 3)
+            await settle()
+            assert made.engines[0].calls == ["watch_scheduler"], "the view goes on"
             made.engines[1].answer = False
             assert not await made.client.call("reset_prefix_cache"), "it is done only if all did it"
             made.engines[1].answer = EngineDeadError("gone")
@@ -474,6 +480,9 @@ def test_engines_are_added_and_drained() -> None:
             assert set(made.client.states.values()) == {EngineState.READY} and made.client.size == 4
             places = {name: await made.add(request(name)) for name in "abcdefgh"}
             assert sorted(places.values()) == [0, 0, 1, 1, 2, 2, 3, 3]
+            made.engines[1].preemptions = 3
+            made.engines[1].step()
+            await settle()
             scaling = asyncio.create_task(made.client.scale(1))
             await settle()
             assert (
@@ -500,6 +509,10 @@ def test_engines_are_added_and_drained() -> None:
             made.engines[1].may_start.set()
             await scaling
             assert made.client.num_ready == 2
+            made.engines[1].preemptions = 1
+            made.engines[1].step()
+            await settle()
+            assert made.preemptions[1] == 4, "counters do not go back"
 
     run(test)
 

@@ -139,12 +139,17 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
         self._tasks: set[asyncio.Task[None]] = set()
         # The seeds that an engine would give to requests without one. A request that runs again must have the same.
         self._seeds = random.Random(config.model_config.seed)
-        self._is_scaling = False
+        self._is_scaling = self._is_watched = False
+        self._counted_before: dict[int, SchedulerStats] = {}  # of engines that were removed
 
     @property
     def states(self) -> dict[int, EngineState]:
         """Engine -> what it is doing."""
         return {index: engine.state for index, engine in sorted(self._engines.items())}
+
+    @property
+    def _alive(self) -> list[Engine]:
+        return [engine for _, engine in sorted(self._engines.items()) if engine.is_alive]
 
     @property
     def num_ready(self) -> int:
@@ -165,6 +170,7 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
     def _add(self, index: int, size: int) -> Engine:
         """Start the process of one of `size` engines. Raises OSError, and ConfigError if there is no GPU for it."""
         engine = self._engines[index] = Engine(index, self._make_engine(self._share(size), index))
+        engine.earlier = self._counted_before.get(index)
         engine.client.start_process()
         return engine
 
@@ -193,11 +199,17 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
         engine.state = EngineState.READY
         self._balancer.join(engine.index, ready.num_gpu_blocks)
         engine.reader = self._in_background(self._read(engine))
+        if self._is_watched and engine is self._alive[0]:
+            self._in_background(self._watch_again(engine))
         if trace.on:
             trace.emit("dp.engine_joined", engine=engine.index, num_ready=self.num_ready)
         while self._held and self.num_ready:
             first = next(iter(self._held))
             await self._send(self._held.pop(first))
+
+    async def _watch_again(self, engine: Engine) -> None:
+        with contextlib.suppress(EngineDeadError):
+            await engine.client.call("watch_scheduler")
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -234,9 +246,7 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
                 "dp.routed", req=request.request_id, engine=engine.index, waiting=load.waiting, running=load.running,
                 cached_blocks=choice.cached_blocks, again=again,
             )  # fmt: skip
-        with contextlib.suppress(
-            EngineDeadError
-        ):  # whoever reads its outputs hears of it too, and sends this elsewhere
+        with contextlib.suppress(EngineDeadError):  # `_died` sends it elsewhere
             await engine.client.add_request_async(request)
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
@@ -266,19 +276,19 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
 
     async def call(self, method: str) -> bool:
         """True if every engine did something. Raises EngineDeadError if none is ready, and InvalidRequestError."""
-        engines = [engine for _, engine in sorted(self._engines.items()) if engine.is_alive]
-        asked = [engine.client.call(method) for engine in (engines[:1] if method in WATCHING else engines)]
+        engines = self._alive[:1] if method in WATCHING else self._alive
+        asked = [engine.client.call(method) for engine in engines]
         answers = await asyncio.gather(*asked, return_exceptions=True)
         for answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, EngineDeadError):
                 raise answer
-        done = [
-            answer for answer in answers if isinstance(answer, bool)
-        ]  # those that died in between know nothing any more
+        done = [answer for answer in answers if isinstance(answer, bool)]  # who died in between has nothing to say
         if not done:
             raise EngineDeadError("No engine is ready.")
         if method == "reset_prefix_cache" and all(done):
             self._balancer.caches_are_empty()
+        if method in WATCHING:
+            self._is_watched = method == WATCHING[0]
         return all(done)
 
     async def get_output_async(self) -> EngineCoreOutputs:
@@ -439,6 +449,7 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
             if engine.num_requests:
                 await engine.drained.wait()
             await self._end_engine(engine)
+            self._counted_before[engine.index] = totals_of(engine.totals)
             del self._engines[engine.index]
 
     def shutdown(self) -> None:
