@@ -150,10 +150,11 @@ class Engines:
         self.made: list[Any] = []
         self._make = make
         self.start_errors: list[str] = []
+        self.waits = True  # does an engine wait to be told that it may start, if there was one with its number before?
 
     def __call__(self, config: VllmConfig, index: int) -> Any:
         engine = self._make(config, index)
-        if index in [each.index for each in self.made]:
+        if self.waits and index in [each.index for each in self.made]:
             engine.may_start.clear()
         else:
             engine.may_start.set()

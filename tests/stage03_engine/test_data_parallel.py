@@ -195,15 +195,16 @@ def test_by_prefix_finds_the_longest_and_forgets_the_longest_unused() -> None:
 
 
 def test_prefix_routing_computes_less() -> None:
-    """Eight conversations, each with a beginning of its own, in any order: how many blocks their engine has computed already."""
+    """Eight conversations, each with a beginning of its own, that fit into all caches together, but not into each: how many blocks
+    their engine has already."""
     rng = random.Random(3)
     turns = [(talk, turn) for turn in range(6) for talk in range(8)]
     hits = {}
     for routing in ("load", "prefix"):
         balancer, caches = Balancer(PrefixIndex(4) if routing == "prefix" else None), [PrefixIndex(4) for _ in range(3)]
         for engine, cache in enumerate(caches):
-            balancer.join(engine, 200)
-            cache.join(engine, 200)
+            balancer.join(engine, 24)
+            cache.join(engine, 24)
         found = 0
         for talk, turn in turns:
             made = request("r", [talk] * (8 + 4 * turn))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import shutil
 import subprocess
@@ -118,7 +119,7 @@ class CountsLink:
 
     def start(self, on_counts: Callable[[list[EngineCounts]], None]) -> None:
         """Call `on_counts` on this event loop whenever counts are published."""
-        loop, descriptor = asyncio.get_running_loop(), self._sub.FD
+        loop, descriptor = asyncio.get_running_loop(), int(self._sub.FD)
         loop.add_reader(descriptor, self._read, on_counts)
         self._stop_reading = lambda: loop.remove_reader(descriptor)
         self._read(on_counts)
@@ -169,7 +170,7 @@ class _Gatherer:
         """Gather and publish for ever."""
         while True:
             left = max(0.0, self._next - time.monotonic()) if self._news else None
-            for socket, _ in self._poller.poll(None if left is None else left * 1000):
+            for socket, _ in self._poller.poll(None if left is None else math.ceil(left * 1000)):
                 self._receive() if socket is self._pull else self._welcome()
             if self._news and time.monotonic() >= self._next:
                 self._publish()
