@@ -67,7 +67,7 @@ class DataParallelFlags:
     def detect(values: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
         """Each of several engines gets its part of the cores."""
         size = values["data_parallel_size"]
-        if size == 1 or values["data_parallel_external_lb"] or values["data_parallel_rank"] is not None:
+        if size <= 1 or values["data_parallel_external_lb"] or values["data_parallel_rank"] is not None:
             return {}
         cores = find_cores()
         return {"num_threads": (max(1, compute_threads(cores) // size), f"{cores}, shared by {size} engines")}
