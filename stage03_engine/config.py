@@ -166,6 +166,7 @@ class VllmConfig(
         _FEATURES + "profiler.flags:ProfilerFlags",
         _FEATURES + "recording.flags:RecordingFlags",
         "stage03_engine.frontend.features.hidden_metrics.flags:HiddenMetricsFlags",
+        "stage03_engine.frontend.features.data_parallel.flags:DataParallelFlags",
     )
 ):
     """Everything that the front end and the engine core share; sent in the handshake as msgpack.

@@ -11,6 +11,7 @@ import math
 from array import array
 from dataclasses import dataclass
 
+from stage03_engine.args.check import check_one_engine
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.core_client import AsyncEngineCoreClient
@@ -40,6 +41,7 @@ class EchoCoreClient(AsyncEngineCoreClient):
     """Every tick gives every request its next token: the prompt's first, second, ... and from the start again."""
 
     def __init__(self, config: VllmConfig, tick_seconds: float = TICK_SECONDS) -> None:
+        check_one_engine(config, "--engine echo")
         self._config = config
         self._tick_seconds = tick_seconds
         self._running: dict[str, _Running] = {}

@@ -15,7 +15,7 @@ _NO_DECISIONS = "its model writes text and has no {} task"
 _NO_WEIGHT_UPDATES = "weights are loaded once, when the server starts"
 _NO_SLEEP = "the engine keeps its weights and its cache in memory for as long as it runs"
 _NO_LORA = "LoRA adapters are not built"
-_NO_EXPERTS = "there is one engine without expert parallelism, so nothing scales"
+_NO_EXPERTS = "no model here has experts; POST /scale_engines changes the number of engines"
 
 ABSENT: dict[str, tuple[str, str]] = {
     # Other tasks, and other forms of the ones that exist
@@ -79,6 +79,7 @@ OFF: dict[str, tuple[str, str]] = {
     "/server_info": ("GET", _DEV_MODE),
     "/abort_requests": ("POST", _DEV_MODE),
     "/reset_prefix_cache": ("POST", _DEV_MODE),
+    "/scale_engines": ("POST", f"--data-parallel-size 2 or more, and {_DEV_MODE}"),
 }
 """Path -> its method, and the flag that switches it on."""
 

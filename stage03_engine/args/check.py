@@ -21,6 +21,14 @@ def check_config(config: VllmConfig) -> None:
         check(config)
 
 
+def check_one_engine(config: VllmConfig, who: str) -> None:
+    """Raises ConfigError if the settings ask for several engines, which `who` does not start."""
+    if config.hooks("client"):
+        raise ConfigError(
+            f"{who} has one engine: leave data_parallel_size and data_parallel_rank out, or use `stages serve`, which starts several"
+        )
+
+
 def _check_ranges(config: VllmConfig) -> None:
     for name in SECTIONS:
         check_at_least(getattr(config, name))

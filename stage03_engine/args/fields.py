@@ -222,7 +222,8 @@ def add_flags(parser: argparse.ArgumentParser, section: type) -> None:
         common: dict[str, Any] = {"dest": setting.name, "default": argparse.SUPPRESS}
         common["help"] = (setting.help + default).replace("%", "%%")
         if setting.kind is bool:
-            group.add_argument(setting.flag, action=argparse.BooleanOptionalAction, **common)
+            names = (setting.flag, *setting.aliases)
+            group.add_argument(*names, action=argparse.BooleanOptionalAction, **common)
             _add_opposite(group, setting)
             continue
         metavar = "{" + ",".join(setting.choices) + "}" if setting.choices else _METAVARS[setting.kind]

@@ -162,7 +162,7 @@ class AsyncLLM:
         if reqs_to_abort:
             await self.engine_core.abort_requests_async(reqs_to_abort)
         for stat_logger in self.stat_loggers:
-            stat_logger.record(outputs.scheduler_stats, iteration)
+            stat_logger.record(outputs.scheduler_stats, iteration, outputs.engine_index)
         if trace.on and self.stat_loggers and outputs.outputs:
             tokens, finished = iteration.num_generation_tokens, len(iteration.finished)
             trace.emit("stats.recorded", step=outputs.step, generation_tokens=tokens, finished=finished)

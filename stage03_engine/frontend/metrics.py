@@ -1,5 +1,4 @@
-"""Statistics of requests: counted per engine step, then handed to stat loggers, which are features: one writes a line every ten
-seconds, the other is for Prometheus.
+"""Statistics of requests: counted per engine step, then handed to stat loggers, which are features, for the log and for Prometheus.
 
 All times are seconds of time.monotonic(), measured in the front end: they include the queue and the sockets, as a client
 sees them. A request's intervals are queue | prefill | decode; prefill ends with the first token, inference is both.
@@ -112,8 +111,8 @@ class StatLogger(ABC):
     """Receives the numbers of every engine step."""
 
     @abstractmethod
-    def record(self, scheduler: SchedulerStats | None, iteration: IterationStats) -> None:
-        """Add the numbers of one step."""
+    def record(self, scheduler: SchedulerStats | None, iteration: IterationStats, engine_index: int = 0) -> None:
+        """Add the numbers of one step of this engine."""
 
     def request_aborted(self) -> None:  # noqa: B027 - most loggers ignore it
         """A client left before its request ended."""

@@ -15,8 +15,8 @@ class AdminFlags:
     enable_server_load_tracking: bool = option(False, "count the requests in progress for GET /load")
     server_dev_mode: bool = option(
         False,
-        "answer GET /server_info, POST /abort_requests and POST /reset_prefix_cache, which show and change what is not the "
-        "caller's (vLLM: VLLM_SERVER_DEV_MODE=1)",
+        "answer GET /server_info, POST /abort_requests, POST /reset_prefix_cache and, with several engines, POST /scale_engines, "
+        "which show and change what is not the caller's (vLLM: VLLM_SERVER_DEV_MODE=1)",
     )
     max_num_queued_reqs: int | None = option(
         None,

@@ -158,6 +158,9 @@ def rows(config: VllmConfig, memory: Memory) -> list[tuple[str, str, str]]:
             "with all requests at full length; the KV cache takes what there is, and others wait",
         ),
     ]
+    several = getattr(config, "data_parallel_config", None)
+    if several is not None and (count := len(several.engine_indices)) > 1:
+        found.append(("engines", shown(count * memory.sum), f"{count} times that (data_parallel_size)"))
     if memory.available is not None:
         share = config.cache_config.gpu_memory_utilization
         found.append(

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
+from stage03_engine.args.check import check_one_engine
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import EngineDeadError, EngineStartError, StagesError
 from stage03_engine.frontend.core_client import AsyncEngineCoreClient
@@ -49,6 +50,7 @@ class AsyncInprocClient(AsyncEngineCoreClient):
     """
 
     def __init__(self, config: VllmConfig, make_core: Callable[[VllmConfig], SteppedCore]) -> None:
+        check_one_engine(config, "--in-process")
         self._config, self._make_core = config, make_core
         self._core: SteppedCore | None = None
         self._news: deque[EngineCoreOutputs] = deque()  # outputs that no step made

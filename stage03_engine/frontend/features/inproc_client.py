@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from stage03_engine.args.check import check_one_engine
 from stage03_engine.config import VllmConfig
 from stage03_engine.frontend.core_client import EngineCoreClient
 from stage03_engine.messages import EngineCoreOutputs, EngineCoreRequest
@@ -48,5 +49,7 @@ class InprocClient(EngineCoreClient):
 
 
 def in_this_process(config: VllmConfig) -> InprocClient:
-    """A client with a new engine core. The core's modules import torch, so they are imported only here."""
+    """A client with a new engine core. The core's modules import torch, so they are imported only here. Raises ConfigError if the
+    settings ask for several engines."""
+    check_one_engine(config, "LLM")
     return InprocClient(load(MAKE_CORE)(config))

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.metrics import MetricWrapperBase
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.frontend.metrics import FinishedStats, IterationStats, StatLogger
@@ -41,21 +45,62 @@ def token_buckets(max_len: int) -> tuple[int, ...]:
     return tuple(d * 10**e for e in range(len(str(max_len))) for d in (1, 2, 5) if d * 10**e <= max_len)
 
 
+M = TypeVar("M", bound=MetricWrapperBase)
+
+
+class Families:
+    """The metrics of a registry by name: each is made once, and every engine has its own labels in it."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self._made: dict[str, Any] = {}
+
+    def get(self, kind: type[M], name: str, text: str, labels: Mapping[str, str], **more: Any) -> M:
+        """The metric with these labels."""
+        if name not in self._made:
+            self._made[name] = kind(name, text, list(labels), registry=self._registry, **more)
+        return self._made[name].labels(**labels)
+
+
 class PrometheusStatLogger(StatLogger):
     """vLLM's metric names and labels, in the caller's registry (so that two engines in one process do not collide)."""
 
     def __init__(self, config: VllmConfig, registry: CollectorRegistry, model_name: str) -> None:
+        self._config, self._families, self._model_name = config, Families(registry), model_name
+        several = getattr(config, "data_parallel_config", None)
+        self._engines: dict[int, _EngineMetrics] = {}
+        for index in (0,) if several is None else several.engine_indices:
+            self._of(index)
+
+    def _of(self, index: int) -> _EngineMetrics:
+        """The metrics of one engine, which may have been added while others served."""
+        if index not in self._engines:
+            self._engines[index] = _EngineMetrics(self._config, self._families, self._model_name, index)
+        return self._engines[index]
+
+    def record(self, scheduler: SchedulerStats | None, iteration: IterationStats, engine_index: int = 0) -> None:
+        self._of(engine_index).record(scheduler, iteration)
+
+    def request_aborted(self) -> None:
+        """Counted for the first engine: whoever ends a request does not know which one has it."""
+        next(iter(self._engines.values())).request_aborted()
+
+
+class _EngineMetrics:
+    """The metrics of one engine."""
+
+    def __init__(self, config: VllmConfig, families: Families, model_name: str, engine_index: int) -> None:
         lengths = token_buckets(config.max_model_len)
-        names, values = ["model_name", "engine"], {"model_name": model_name, "engine": "0"}
+        values = {"model_name": model_name, "engine": str(engine_index)}
 
         def gauge(name: str, text: str) -> Gauge:
-            return Gauge(f"vllm:{name}", text, names, registry=registry).labels(**values)
+            return families.get(Gauge, f"vllm:{name}", text, values)
 
         def counter(name: str, text: str) -> Counter:
-            return Counter(f"vllm:{name}", text, names, registry=registry).labels(**values)
+            return families.get(Counter, f"vllm:{name}", text, values)
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(f"vllm:{name}", text, names, registry=registry, buckets=buckets).labels(**values)
+            return families.get(Histogram, f"vllm:{name}", text, values, buckets=buckets)
 
         self._running = gauge("num_requests_running", "Requests that get tokens in each step.")
         self._waiting = gauge("num_requests_waiting", "Requests that wait for their first step or to resume.")
@@ -89,24 +134,29 @@ class PrometheusStatLogger(StatLogger):
         self._max_tokens = histogram("request_params_max_tokens", "The `max_tokens` of requests.", lengths)
         self._longest = histogram("request_max_num_generation_tokens", "Tokens of a request's longest answer.", lengths)
         self._preemptions = histogram("request_num_preemptions", "Preemptions per request.", PREEMPTION_BUCKETS)
-        self._add_reasons(registry, values)
+        self._add_reasons(families, values)
         self._seen = SchedulerStats()
-        _cache_config_info(config, registry, engine="0")
+        _cache_config_info(config, families, engine=values["engine"])
         old = getattr(config.observability_config, "show_hidden_metrics_for_version", None) is not None
-        self._more: list[StatLogger] = [load(HIDDEN_METRICS)(config, registry, model_name)] if old else []
+        self._more: list[StatLogger] = [load(HIDDEN_METRICS)(config, families, values)] if old else []
 
-    def _add_reasons(self, registry: CollectorRegistry, values: dict[str, str]) -> None:
+    def _add_reasons(self, families: Families, values: dict[str, str]) -> None:
         """The metrics that have a label more, with each of its values from the start."""
-        text = "Of those that wait: for room (capacity), or until they are ready (deferred)."
-        waiting = Gauge("vllm:num_requests_waiting_by_reason", text, [*values, "reason"], registry=registry)
+        name, text = (
+            "vllm:num_requests_waiting_by_reason",
+            "Of those that wait: for room (capacity), or until they are ready (deferred).",
+        )
         self._waiting_by_reason = {
-            reason: waiting.labels(**values, reason=reason) for reason in ("capacity", "deferred")
+            reason: families.get(Gauge, name, text, values | {"reason": reason}) for reason in ("capacity", "deferred")
         }
-        text = "Requests that ended, by reason."
-        success = Counter("vllm:request_success", text, [*values, "finished_reason"], registry=registry)
-        self._success = {str(reason): success.labels(**values, finished_reason=str(reason)) for reason in FinishReason}
+        name, text = "vllm:request_success", "Requests that ended, by reason."
+        self._success = {
+            str(reason): families.get(Counter, name, text, values | {"finished_reason": str(reason)})
+            for reason in FinishReason
+        }
 
     def record(self, scheduler: SchedulerStats | None, iteration: IterationStats) -> None:
+        """Add the numbers of one step."""
         for logger in self._more:
             logger.record(scheduler, iteration)
         if scheduler is not None:
@@ -161,13 +211,12 @@ class PrometheusStatLogger(StatLogger):
             self._tpot.observe(request.decode_seconds / (request.num_output_tokens - 1))
 
     def request_aborted(self) -> None:
+        """A client left before its request ended."""
         self._success["abort"].inc()
 
 
-def _cache_config_info(config: VllmConfig, registry: CollectorRegistry, engine: str) -> None:
+def _cache_config_info(config: VllmConfig, families: Families, engine: str) -> None:
     """An info metric: always 1, and its labels are the settings."""
     cache = config.cache_config
     labels = {name: str(getattr(cache, name)) for name in CACHE_SETTINGS if hasattr(cache, name)} | {"engine": engine}
-    Gauge("vllm:cache_config_info", "Settings of the KV cache.", list(labels), registry=registry).labels(**labels).set(
-        1
-    )
+    families.get(Gauge, "vllm:cache_config_info", "Settings of the KV cache.", labels).set(1)

@@ -6,6 +6,7 @@ from typing import Any
 
 import zmq
 
+from stage03_engine.args.check import check_one_engine
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import EngineDeadError
 from stage03_engine.frontend.core_client import EngineCoreClient, bind_sockets, decode_outputs, encode_message
@@ -21,9 +22,10 @@ from stagetrace import trace
 
 
 class SyncMPClient(EngineCoreClient):
-    """An engine process, driven by blocking calls."""
+    """An engine process, driven by blocking calls. Raises ConfigError if the settings ask for several."""
 
     def __init__(self, config: VllmConfig) -> None:
+        check_one_engine(config, "LLM")
         self._process = EngineProcess(config)
         self._context = zmq.Context()
         self._input, self._output = bind_sockets(self._context, self._process)

@@ -1,0 +1,102 @@
+"""What a server with several engines shows and offers: /health with the state `degraded`, metrics, POST /scale_engines.
+
+vLLM's /health knows one state of all engines; its POST /scale_elastic_ep needs Ray and expert parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+from fastapi import APIRouter, FastAPI, Request, Response
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+from pydantic import BaseModel, Field
+from starlette.responses import JSONResponse
+
+from stage02_server.api_server import Services
+from stage02_server.errors import APIError, error_object, unavailable
+from stage02_server.features.data_parallel.lost_answers import LostAnswers
+from stage02_server.lifecycle import ServerState
+from stage02_server.routes import health
+from stage03_engine.errors import StagesError
+from stage03_engine.frontend.features.data_parallel.client import DPLBAsyncMPClient, ScalingError
+from stage03_engine.frontend.features.data_parallel.flags import MAX_ENGINES
+
+STATE_HEADER = "X-Server-State"
+DEGRADED = "degraded"
+router, dev_router = APIRouter(), APIRouter()
+
+
+class ScaleRequest(BaseModel):
+    """How many engines there shall be."""
+
+    data_parallel_size: Annotated[int, Field(strict=True, ge=1, le=MAX_ENGINES)] = Field(
+        description="How many engines there shall be."
+    )
+
+
+def client_of(raw_request: Request) -> DPLBAsyncMPClient:
+    """The client of the engines."""
+    return raw_request.app.state.services.engine.engine_core
+
+
+@router.get("/health", include_in_schema=False)
+async def health_of_engines(raw_request: Request) -> Response:
+    """As with one engine while all are ready. With fewer 200 and the state `degraded`, since requests are served; with none 503."""
+    client = client_of(raw_request)
+    lifecycle = raw_request.app.state.services.lifecycle
+    if lifecycle.state != ServerState.READY or client.num_ready >= client.size:
+        return await health(raw_request)
+    content: dict[str, Any] = {"state": DEGRADED, "engines": client.states}
+    if not client.num_ready:
+        content |= error_object(unavailable("No engine is ready; they are being started again."))
+    return JSONResponse(content, 200 if client.num_ready else 503, headers={STATE_HEADER: DEGRADED})
+
+
+@dev_router.post("/scale_engines")
+async def scale_engines(body: ScaleRequest, raw_request: Request) -> dict[str, int]:
+    """Change the number of engines: start more, or let the last ones finish their requests and end. Answers when that is done;
+    409 while it is under way already, or while an engine is being started again."""
+    client = client_of(raw_request)
+    try:
+        await client.scale(body.data_parallel_size)
+    except ScalingError as error:
+        raise APIError(409, "ConflictError", str(error)) from error
+    except (StagesError, OSError) as error:
+        raise unavailable(f"A new engine cannot start, and there are as many as before: {error}") from error
+    return {"data_parallel_size": client.size}
+
+
+class EngineCollector(Collector):
+    """Which engines are ready, and how often one was started again; asked for when somebody reads /metrics."""
+
+    def __init__(self, client: DPLBAsyncMPClient) -> None:
+        self._client = client
+
+    def collect(self) -> Iterator[Metric]:
+        """The two metrics."""
+        ready = GaugeMetricFamily(
+            "stages:engine_ready", "1 for an engine that takes requests, else 0.", labels=["engine"]
+        )
+        for index, state in self._client.states.items():
+            ready.add_metric([str(index)], float(state == "ready"))
+        yield ready
+        restarts = CounterMetricFamily("stages:engine_restarts", "How often a dead engine was started again.")
+        restarts.add_metric([], self._client.num_restarts)
+        yield restarts
+
+
+def install(app: FastAPI, services: Services) -> None:
+    """Add the metrics and the routes; /health comes before the walk's own, which this one asks."""
+    client = services.engine.engine_core
+    if not isinstance(client, DPLBAsyncMPClient):
+        return  # one engine, with a load balancer in front of several servers
+    services.engine.listeners.append(LostAnswers(services.engine.output_processor))
+    services.registry.register(EngineCollector(client))
+    before = len(app.router.routes)
+    app.include_router(router)
+    app.router.routes[:0] = [app.router.routes.pop() for _ in range(len(app.router.routes) - before)]
+    if services.args.server_dev_mode:
+        app.include_router(dev_router)

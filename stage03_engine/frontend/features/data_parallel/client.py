@@ -1,0 +1,466 @@
+"""Several engine processes behind one front end (vllm/v1/engine/core_client.py: DPAsyncMPClient, DPLBAsyncMPClient).
+
+Each engine is a process with its own scheduler, KV cache, sockets and trace file. `DPLBAsyncMPClient` is to `AsyncLLM` what
+AsyncMPClient is: it sends each request to one of them and passes on what they answer. An engine that dies takes only its own
+requests with it: what can run again does so elsewhere, and the engine is started again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import itertools
+import logging
+import random
+from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+
+from stage03_engine.config import VllmConfig
+from stage03_engine.errors import EngineDeadError, StagesError
+from stage03_engine.frontend.core_client import AsyncEngineCoreClient, AsyncMPClient
+from stage03_engine.frontend.engine_process import EngineProcess
+from stage03_engine.frontend.features.data_parallel.balancing import Balancer, PrefixIndex
+from stage03_engine.frontend.features.data_parallel.coordinator import CountsLink, EngineCounts
+from stage03_engine.frontend.features.data_parallel.devices import own_devices
+from stage03_engine.frontend.features.data_parallel.in_flight import InFlight, lost
+from stage03_engine.frontend.features.data_parallel.restart import RestartLimit
+from stage03_engine.frontend.features.data_parallel.totals import add_totals, totals_of
+from stage03_engine.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady, FinishReason, SchedulerStats
+from stage03_engine.tracing import trace_message
+from stagetrace import trace
+
+logger = logging.getLogger(__name__)
+WATCHING = ("watch_scheduler", "unwatch_scheduler")
+"""Calls that only the first engine gets: the live view shows one scheduler, and two would be mixed up in it."""
+
+
+class DPAsyncMPClient(AsyncMPClient):
+    """One engine that knows its number: that of a server with --data-parallel-rank, or one of several below DPLBAsyncMPClient."""
+
+    def __init__(self, config: VllmConfig, engine_index: int | None = None) -> None:
+        super().__init__(config)
+        self._is_alone = engine_index is None  # somebody else balances between servers, and says which GPUs are whose
+        [first, *_] = config.data_parallel_config.engine_indices
+        self.engine_index = first if engine_index is None else engine_index
+
+    def start_process(self) -> None:
+        if self._is_alone:
+            if trace.on:
+                trace.emit("client.created", kind="DPAsyncMPClient", engine_ranks=[self.engine_index])
+            self._process = EngineProcess(self._config, self.engine_index)
+            return
+        with own_devices(self._config, self.engine_index):
+            self._process = EngineProcess(self._config, self.engine_index)
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        outputs = await super().get_output_async()
+        outputs.engine_index = self.engine_index
+        return outputs
+
+    def end_process(self) -> None:
+        """End and reap the process, in any thread; `shutdown` then has only the sockets to close."""
+        if self._process is not None:
+            self._process.shutdown()
+
+
+class EngineState(enum.StrEnum):
+    """What an engine of several is doing."""
+
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"  # it finishes its requests, then ends
+    DEAD = "dead"
+
+
+@dataclass
+class Engine:
+    """One engine of several."""
+
+    index: int
+    client: AsyncEngineCoreClient
+    state: EngineState = EngineState.LOADING
+    num_requests: int = 0  # that it has, of this front end
+    totals: SchedulerStats = field(default_factory=SchedulerStats)  # counted since the start, by those before it too
+    earlier: SchedulerStats | None = None  # counted by those before it, if it was started again
+    drained: asyncio.Event = field(default_factory=asyncio.Event)
+    reader: asyncio.Task[None] | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        """Can it be asked something?"""
+        return self.state in (EngineState.READY, EngineState.DRAINING)
+
+
+class ScalingError(Exception):
+    """The number of engines cannot be changed now."""
+
+
+async def _all_of(work: Iterable[Coroutine[Any, Any, EngineReady]]) -> list[EngineReady]:
+    """All results. Raises the first error when all have ended."""
+    done = await asyncio.gather(*work, return_exceptions=True)
+    for result in done:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in done if isinstance(result, EngineReady)]
+
+
+MakeEngine = Callable[[VllmConfig, int], AsyncEngineCoreClient]
+
+
+class DPLBAsyncMPClient(AsyncEngineCoreClient):
+    """Balances requests between several engines.
+
+    `make_engine(config, index)` makes the client of one engine; a front end beside others also has the counts that a
+    coordinator publishes (`counts`), because it does not see what the others send. Everything happens on the event loop.
+
+    Invariant: an output is passed on only if it comes from the engine that has the request now.
+    """
+
+    def __init__(
+        self, config: VllmConfig, make_engine: MakeEngine = DPAsyncMPClient, counts: CountsLink | None = None,
+        limit: RestartLimit | None = None,
+    ) -> None:  # fmt: skip
+        settings = config.data_parallel_config
+        self._config, self._make_engine = config, make_engine
+        self.size: int = settings.data_parallel_size  # how many engines there should be
+        self._engines: dict[int, Engine] = {}
+        self._requests: dict[str, InFlight] = {}
+        self._held: dict[str, InFlight] = {}  # while no engine is ready
+        by_prefix = settings.data_parallel_routing == "prefix"
+        self._balancer = Balancer(PrefixIndex(config.cache_config.block_size) if by_prefix else None)
+        self._limit = limit or RestartLimit(settings.data_parallel_restart)
+        self._counts = counts
+        self._outputs: asyncio.Queue[EngineCoreOutputs | EngineDeadError] = asyncio.Queue()
+        self._tasks: set[asyncio.Task[None]] = set()
+        # The seeds that an engine would give to requests without one. A request that runs again must have the same.
+        self._seeds = random.Random(config.model_config.seed)
+        self._is_scaling = self._is_watched = False
+        self._counted_before: dict[int, SchedulerStats] = {}  # of engines that were removed
+
+    @property
+    def states(self) -> dict[int, EngineState]:
+        """Engine -> what it is doing."""
+        return {index: engine.state for index, engine in sorted(self._engines.items())}
+
+    @property
+    def _alive(self) -> list[Engine]:
+        return [engine for _, engine in sorted(self._engines.items()) if engine.is_alive]
+
+    @property
+    def num_ready(self) -> int:
+        """Engines that take requests."""
+        return sum(engine.state == EngineState.READY for engine in self._engines.values())
+
+    @property
+    def num_restarts(self) -> int:
+        """How often a dead engine was started again."""
+        return self._limit.total
+
+    def start_process(self) -> None:
+        if trace.on:
+            trace.emit("client.created", kind="DPLBAsyncMPClient", engine_ranks=list(range(self.size)))
+        for index in range(self.size):
+            self._add(index, self.size)
+
+    def _add(self, index: int, size: int) -> Engine:
+        """Start the process of one of `size` engines. Raises OSError, and ConfigError if there is no GPU for it."""
+        engine = self._engines[index] = Engine(index, self._make_engine(self._share(size), index))
+        engine.earlier = self._counted_before.get(index)
+        engine.client.start_process()
+        return engine
+
+    def _share(self, size: int) -> VllmConfig:
+        """The settings of one of `size` engines: of a CPU's cores and memory it gets its part."""
+        config, device = self._config, self._config.device_config
+        cores = (device.num_threads or 1) * config.data_parallel_config.data_parallel_size
+        shared = replace(device, num_threads=min(device.num_threads or 1, max(1, cores // size)))
+        cache = config.cache_config
+        if device.device == "cpu":
+            cache = replace(cache, gpu_memory_utilization=cache.gpu_memory_utilization / size)
+        return replace(config, device_config=shared, cache_config=cache)
+
+    async def start(self) -> EngineReady:
+        """Wait until all engines can serve. Raises StagesError for the first one that cannot."""
+        engines = list(self._engines.values())
+        ready = await asyncio.gather(*(engine.client.start() for engine in engines))
+        if self._counts is not None:
+            self._counts.start(self._counted_elsewhere)
+        for engine, said in zip(engines, ready):
+            await self._join(engine, said)
+        return ready[0]
+
+    async def _join(self, engine: Engine, ready: EngineReady) -> None:
+        """From now on the engine takes requests, first those that waited for one."""
+        engine.state = EngineState.READY
+        self._balancer.join(engine.index, ready.num_gpu_blocks)
+        engine.reader = self._in_background(self._read(engine))
+        if self._is_watched and engine is self._alive[0]:
+            self._in_background(self._watch_again(engine))
+        if trace.on:
+            trace.emit("dp.engine_joined", engine=engine.index, num_ready=self.num_ready)
+        while self._held and self.num_ready:
+            first = next(iter(self._held))
+            await self._send(self._held.pop(first))
+
+    async def _watch_again(self, engine: Engine) -> None:
+        with contextlib.suppress(EngineDeadError):
+            await engine.client.call("watch_scheduler")
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+        return task
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        """A bug of ours must reach the waiting clients, not leave them hanging."""
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("the client of the engines failed", exc_info=error)
+            self._end(EngineDeadError(f"The client of the engines failed: {error!r}"))
+
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        if request.sampling_params.seed is None:
+            params = msgspec.structs.replace(request.sampling_params, seed=self._seeds.getrandbits(63))
+            request = msgspec.structs.replace(request, sampling_params=params)
+        in_flight = self._requests[request.request_id] = InFlight(request)
+        await self._send(in_flight)
+
+    async def _send(self, in_flight: InFlight, again: bool = False) -> None:
+        """Send a request to the engine that suits it best, or keep it until one is ready."""
+        request = in_flight.request
+        choice = self._balancer.choose(request)
+        if choice is None:
+            self._held[request.request_id] = in_flight
+            return
+        engine, load = self._engines[choice.engine], self._balancer.loads[choice.engine]
+        in_flight.engine = engine.index
+        engine.num_requests += 1
+        if trace.on:
+            trace.emit(
+                "dp.routed", req=request.request_id, engine=engine.index, waiting=load.waiting, running=load.running,
+                cached_blocks=choice.cached_blocks, again=again,
+            )  # fmt: skip
+        with contextlib.suppress(EngineDeadError):  # `_died` sends it elsewhere
+            await engine.client.add_request_async(request)
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        by_engine: dict[int, list[str]] = {}
+        for request_id in request_ids:
+            in_flight = self._forget(request_id)
+            if in_flight is not None and in_flight.engine is not None:
+                by_engine.setdefault(in_flight.engine, []).append(request_id)
+        for index, ids in by_engine.items():
+            if (engine := self._engines.get(index)) is not None and engine.is_alive:
+                await self._abort(engine, ids)
+
+    async def _abort(self, engine: Engine, request_ids: list[str]) -> None:
+        with contextlib.suppress(EngineDeadError):
+            await engine.client.abort_requests_async(request_ids)
+
+    def _forget(self, request_id: str) -> InFlight | None:
+        in_flight = self._requests.pop(request_id, None)
+        if in_flight is None:
+            return None
+        self._held.pop(request_id, None)
+        if in_flight.engine is not None and (engine := self._engines.get(in_flight.engine)) is not None:
+            engine.num_requests -= 1
+            if engine.num_requests == 0:
+                engine.drained.set()
+        return in_flight
+
+    async def call(self, method: str) -> bool:
+        """True if every engine did something. Raises EngineDeadError if none is ready, and InvalidRequestError."""
+        engines = self._alive[:1] if method in WATCHING else self._alive
+        asked = [engine.client.call(method) for engine in engines]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, EngineDeadError):
+                raise answer
+        done = [answer for answer in answers if isinstance(answer, bool)]  # who died in between has nothing to say
+        if not done:
+            raise EngineDeadError("No engine is ready.")
+        if method == "reset_prefix_cache" and all(done):
+            self._balancer.caches_are_empty()
+        if method in WATCHING:
+            self._is_watched = method == WATCHING[0]
+        return all(done)
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        item = await self._outputs.get()
+        if isinstance(item, Exception):
+            self._outputs.put_nowait(item)  # later calls raise it again
+            raise item
+        return item
+
+    async def _read(self, engine: Engine) -> None:
+        """Pass on what the engine says until it dies."""
+        try:
+            while True:
+                self._received(engine, await engine.client.get_output_async())
+        except EngineDeadError as error:
+            await self._died(engine, error)
+
+    def _received(self, engine: Engine, outputs: EngineCoreOutputs) -> None:
+        outputs.engine_index, passed = engine.index, []
+        for output in outputs.outputs:
+            in_flight = self._requests.get(output.request_id)
+            if in_flight is None or in_flight.engine != engine.index:
+                continue  # aborted, or elsewhere by now
+            new = in_flight.admit(output)
+            if new is not None:
+                passed.append(new)
+                if new.finish_reason is not None:
+                    self._forget(output.request_id)
+                if new.finish_reason == FinishReason.ERROR and output.finish_reason is None:
+                    self._in_background(self._abort(engine, [output.request_id]))
+        outputs.outputs = passed
+        if outputs.scheduler_stats is not None:
+            outputs.scheduler_stats = self._counted(engine, outputs.scheduler_stats)
+        self._outputs.put_nowait(outputs)
+
+    def _counted(self, engine: Engine, stats: SchedulerStats) -> SchedulerStats:
+        """The engine's counts, with those of the engines that it follows."""
+        load = self._balancer.loads.get(engine.index)
+        if load is not None:
+            load.seen(stats.num_waiting, stats.num_running, engine.num_requests)
+        if self._counts is not None:
+            self._counts.report(EngineCounts(engine.index, stats.num_waiting, stats.num_running))
+        engine.totals = stats if engine.earlier is None else add_totals(stats, engine.earlier)
+        return engine.totals
+
+    def _counted_elsewhere(self, counts: Iterable[EngineCounts]) -> None:
+        """What a coordinator publishes: the counts hold the requests of all front ends."""
+        for each in counts:
+            load, engine = self._balancer.loads.get(each.engine_index), self._engines.get(each.engine_index)
+            if load is not None and engine is not None:
+                load.seen(each.waiting, each.running, engine.num_requests)
+
+    async def _died(self, engine: Engine, error: EngineDeadError) -> None:
+        """Give the engine's requests to others, tell the clients of those that cannot run again, and start it again."""
+        was_draining, engine.state = engine.state == EngineState.DRAINING, EngineState.DEAD
+        self._balancer.leave(engine.index)
+        if not was_draining and not self._limit.take():
+            logger.error(
+                "Engine %d: %s It is not started again (--data-parallel-restart %d).",
+                engine.index,
+                error,
+                self._limit.most,
+            )
+            return self._end(error)
+        own = [each for each in self._requests.values() if each.engine == engine.index]
+        again = [each for each in own if each.can_run_again]
+        failed = [each.request.request_id for each in own if not each.can_run_again]
+        logger.error(
+            "Engine %d: %s %d of its requests run again elsewhere, %d end with an error.",
+            engine.index, error, len(again), len(failed),
+        )  # fmt: skip
+        if trace.on:
+            trace.emit(
+                "dp.engine_lost", engine=engine.index, message=trace_message(error), again=len(again), failed=len(failed),
+                num_ready=self.num_ready,
+            )  # fmt: skip
+        engine.earlier = engine.totals = totals_of(engine.totals)
+        for request_id in failed:
+            self._forget(request_id)
+        last = [lost(request_id) for request_id in failed]
+        self._outputs.put_nowait(EngineCoreOutputs(last, engine.totals, engine_index=engine.index))
+        for each in again:
+            each.runs_again()
+        for each in again:
+            if each.request.request_id in self._requests:  # not aborted while the others were sent
+                await self._send(each, again=True)
+        engine.num_requests = 0
+        engine.drained.set()
+        if not was_draining:
+            self._in_background(self._start_again(engine))
+
+    async def _start_again(self, engine: Engine) -> None:
+        await self._end_engine(engine)
+        engine.client, engine.state = self._make_engine(self._share(self.size), engine.index), EngineState.LOADING
+        try:
+            engine.client.start_process()
+            ready = await engine.client.start()
+        except (StagesError, OSError) as error:
+            await self._died(engine, EngineDeadError(f"It cannot start again: {error}"))
+            return
+        logger.info("Engine %d is ready again.", engine.index)
+        await self._join(engine, ready)
+
+    async def _end_engine(self, engine: Engine) -> None:
+        """Release what an engine holds; the event loop goes on while its process ends."""
+        if engine.reader is not None and engine.reader is not asyncio.current_task():
+            engine.reader.cancel()
+        if isinstance(engine.client, DPAsyncMPClient):
+            await asyncio.to_thread(engine.client.end_process)
+        engine.client.shutdown()
+
+    def _end(self, error: EngineDeadError) -> None:
+        """The server ends: every request gets this error."""
+        self._outputs.put_nowait(error)
+
+    async def scale(self, size: int) -> None:
+        """Change the number of engines: start more, or let the last ones finish their requests and end.
+
+        Raises ScalingError if that is under way already or an engine is not ready, StagesError or OSError if a new one cannot
+        start; then there are as many as before.
+        """
+        if self._is_scaling:
+            raise ScalingError("The number of engines is being changed already.")
+        if self.num_ready < len(self._engines):
+            raise ScalingError("An engine is being started again; try again when it is ready.")
+        self._is_scaling = True
+        try:
+            await (self._grow(size) if size > self.size else self._shrink(size))
+        finally:
+            self._is_scaling = False
+        if trace.on:
+            trace.emit("dp.scaled", engines=size)
+        logger.info("There are %d engines now.", size)
+
+    async def _grow(self, size: int) -> None:
+        free = (index for index in itertools.count() if index not in self._engines)
+        indices = list(itertools.islice(free, size - self.size))
+        try:
+            new = [self._add(index, size) for index in indices]
+            ready = await _all_of(engine.client.start() for engine in new)
+        except BaseException:
+            for index in indices:
+                if (engine := self._engines.pop(index, None)) is not None:
+                    await self._end_engine(engine)
+            raise
+        self.size = size
+        for engine, said in zip(new, ready):
+            await self._join(engine, said)
+
+    async def _shrink(self, size: int) -> None:
+        self.size = size
+        leaving = [engine for _, engine in sorted(self._engines.items())][size:]
+        for engine in leaving:
+            engine.state = EngineState.DRAINING
+            engine.drained.clear()
+            self._balancer.leave(engine.index)
+        for engine in leaving:
+            if engine.num_requests:
+                await engine.drained.wait()
+            await self._end_engine(engine)
+            self._counted_before[engine.index] = totals_of(engine.totals)
+            del self._engines[engine.index]
+
+    def shutdown(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        if self._counts is not None:
+            self._counts.close()
+        clients = [engine.client for engine in self._engines.values()]
+        own = [client for client in clients if isinstance(client, DPAsyncMPClient)]
+        if own:
+            with ThreadPoolExecutor(len(own)) as threads:  # they end side by side
+                list(threads.map(DPAsyncMPClient.end_process, own))
+        for client in clients:
+            client.shutdown()

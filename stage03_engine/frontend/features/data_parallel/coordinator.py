@@ -1,0 +1,231 @@
+"""The process that tells every front end how much each engine has to do (vllm/v1/engine/coordinator.py, DPCoordinator).
+
+One front end knows that without it: the counts come with the outputs, and it alone sends requests. Several front ends each see only
+what they sent themselves. So each pushes the counts that an engine gave it (PUSH -> PULL), and the coordinator publishes the newest
+of all engines (PUB -> SUB), ten times a second at most. The sockets lie in a private folder; messages are msgpack.
+
+The process is started by whoever starts the front ends, gets its configuration through its standard input, and ends when that
+closes, which it does even on kill -9.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from stage03_engine.args.command import signals_are_ours
+from stage03_engine.args.log import enter_process
+from stage03_engine.config import VllmConfig
+from stage03_engine.frontend.engine_process import TERMINATE_SECONDS, SocketFolder
+from stage03_engine.tracing import open_trace
+from stagetrace import trace
+
+PUBLISH_SECONDS = 0.1  # from one publication to the next, at least
+NAME = "DPCoordinator"
+_LENGTH_BYTES = 4
+
+
+class EngineCounts(msgspec.Struct, array_like=True, gc=False):
+    """The state of one engine's scheduler after a step, with the requests of all front ends."""
+
+    engine_index: int
+    waiting: int
+    running: int
+    cause: str | None = None
+
+
+class AllCounts(msgspec.Struct, array_like=True, gc=False):
+    """The newest counts of each engine."""
+
+    engines: list[EngineCounts]
+    cause: str | None = None
+
+
+class _Init(msgspec.Struct):
+    """What the process needs to know."""
+
+    config: VllmConfig
+    run_id: str  # of the trace
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_counts = msgspec.msgpack.Decoder(EngineCounts).decode
+_decode_all = msgspec.msgpack.Decoder(AllCounts).decode
+
+
+def report_address(folder: Path) -> str:
+    """Where front ends push the counts that engines gave them."""
+    return f"ipc://{folder}/counts"
+
+
+def publish_address(folder: Path) -> str:
+    """Where front ends hear the counts of all engines."""
+    return f"ipc://{folder}/published"
+
+
+class DPCoordinator:
+    """The coordinator's process, for whoever starts the front ends: they get the name of `folder`."""
+
+    def __init__(self, config: VllmConfig) -> None:
+        self._folder = SocketFolder()
+        self.folder = self._folder.path
+        command = [sys.executable, "-m", __name__, str(self.folder)]
+        with signals_are_ours():
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0)
+        init = _encode(_Init(config, trace.run_id))
+        assert self._process.stdin is not None
+        self._process.stdin.write(len(init).to_bytes(_LENGTH_BYTES, "little") + init)
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def shutdown(self) -> None:
+        """End the process, reap it, and remove the sockets. May be called twice."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(TERMINATE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._folder.remove()
+
+
+class CountsLink:
+    """A front end's sockets to the coordinator. Lost messages do no harm: the next ones say more."""
+
+    def __init__(self, folder: Path) -> None:
+        self._context = zmq.Context()
+        self._push, self._sub = self._context.socket(zmq.PUSH), self._context.socket(zmq.SUB)
+        self._push.connect(report_address(folder))
+        self._sub.connect(publish_address(folder))
+        self._sub.subscribe(b"")
+        self._last: dict[int, tuple[int, int]] = {}
+        self._stop_reading: Callable[[], object] = lambda: None
+
+    def start(self, on_counts: Callable[[list[EngineCounts]], None]) -> None:
+        """Call `on_counts` on this event loop whenever counts are published."""
+        loop, descriptor = asyncio.get_running_loop(), int(self._sub.FD)
+        loop.add_reader(descriptor, self._read, on_counts)
+        self._stop_reading = lambda: loop.remove_reader(descriptor)
+        self._read(on_counts)
+
+    def _read(self, on_counts: Callable[[list[EngineCounts]], None]) -> None:
+        while self._sub.EVENTS & zmq.POLLIN:
+            published = _decode_all(self._sub.recv())
+            if trace.on:
+                trace.emit("dp.counts_received", cause=published.cause, engines=len(published.engines))
+            on_counts(published.engines)
+
+    def report(self, counts: EngineCounts) -> None:
+        """What an engine said; nothing is sent if it says the same again."""
+        said = counts.waiting, counts.running
+        if self._last.get(counts.engine_index) == said:
+            return
+        self._last[counts.engine_index] = said
+        if trace.on:
+            counts.cause = trace.emit(
+                "dp.counts_sent", engine=counts.engine_index, waiting=counts.waiting, running=counts.running
+            )
+        with contextlib.suppress(zmq.Again):
+            self._push.send(_encode(counts), zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """May be called twice."""
+        self._stop_reading()
+        self._stop_reading = lambda: None
+        self._context.destroy(linger=0)
+
+
+class _Gatherer:
+    """The counts and the two sockets of the process."""
+
+    def __init__(self, folder: Path) -> None:
+        context = zmq.Context()
+        self._pull, self._publisher = context.socket(zmq.PULL), context.socket(zmq.XPUB)
+        self._publisher.setsockopt(zmq.XPUB_VERBOSE, 1)  # each front end that comes is told what is known
+        self._publisher.bind(publish_address(folder))
+        self._pull.bind(report_address(folder))
+        self._poller = zmq.Poller()
+        self._poller.register(self._pull, zmq.POLLIN)
+        self._poller.register(self._publisher, zmq.POLLIN)
+        self._counts: dict[int, EngineCounts] = {}
+        self._news, self._next = False, 0.0
+
+    def run(self) -> None:
+        """Gather and publish for ever."""
+        while True:
+            left = max(0.0, self._next - time.monotonic()) if self._news else None
+            for socket, _ in self._poller.poll(None if left is None else math.ceil(left * 1000)):
+                self._receive() if socket is self._pull else self._welcome()
+            if self._news and time.monotonic() >= self._next:
+                self._publish()
+
+    def _receive(self) -> None:
+        try:
+            counts = _decode_counts(self._pull.recv())
+        except msgspec.MsgspecError:
+            return  # a malformed message must not end the process
+        self._counts.pop(counts.engine_index, None)  # the newest is last
+        self._counts[counts.engine_index], self._news = counts, True
+
+    def _welcome(self) -> None:
+        if self._publisher.recv()[:1] == b"\x01" and self._counts:  # it subscribes; 0 says that one has left
+            self._news, self._next = True, 0.0
+
+    def _publish(self) -> None:
+        message = AllCounts([counts for _, counts in sorted(self._counts.items())])
+        if trace.on:
+            latest = next((each.cause for each in reversed(self._counts.values()) if each.cause), None)
+            message.cause = trace.emit("dp.counts_published", cause=latest, engines=len(message.engines))
+            trace.flush()
+        self._publisher.send(_encode(message))
+        self._news, self._next = False, time.monotonic() + PUBLISH_SECONDS
+
+
+def _watch_parent(folder: Path) -> None:
+    """End this process when standard input closes: its parent is done with it, or dead."""
+    while os.read(0, 4096):
+        pass
+    trace.close()
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(0)
+
+
+def _read_exactly(count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        piece = os.read(0, count - len(data))
+        if not piece:
+            os._exit(0)
+        data += piece
+    return data
+
+
+def main(folder: Path) -> None:
+    """Main function of the process."""
+    trace.hold(NAME)
+    size = int.from_bytes(_read_exactly(_LENGTH_BYTES), "little")
+    init = msgspec.msgpack.decode(_read_exactly(size), type=_Init)
+    threading.Thread(target=_watch_parent, args=(folder,), name="parent-watch", daemon=True).start()
+    open_trace(init.config, run_id=init.run_id)
+    enter_process(NAME, init.config)
+    _Gatherer(folder).run()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,687 @@
+"""Several engines behind one front end: who gets a request, and what becomes of it when its engine dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import subprocess
+import sys
+import textwrap
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from hypothesis import given, settings, strategies as st
+from patience import PATIENCE, wait_until
+from steered_engines import Engines, SteeredEngine, config_of, token_at
+
+from stage02_server.api_server import make_core_client
+from stage02_server.cli_args import FrontendArgs
+from stage03_engine.arg_utils import EngineArgs
+from stage03_engine.args.cpu import compute_threads, find_cores
+from stage03_engine.errors import ConfigError, EngineDeadError, EngineStartError, InvalidRequestError
+from stage03_engine.frontend.features.data_parallel import devices
+from stage03_engine.frontend.features.data_parallel.balancing import MOST_BEHIND, Balancer, PrefixIndex
+from stage03_engine.frontend.features.data_parallel.client import DPLBAsyncMPClient, EngineState, ScalingError
+from stage03_engine.frontend.features.data_parallel.coordinator import CountsLink, DPCoordinator, EngineCounts
+from stage03_engine.frontend.features.data_parallel.in_flight import LOST
+from stage03_engine.frontend.features.data_parallel.restart import WINDOW_SECONDS, RestartLimit
+from stage03_engine.llm import LLM
+from stage03_engine.messages import EngineCoreRequest, FinishReason
+from stage03_engine.sampling_params import RequestOutputKind, SamplingParams
+from stagetrace import read_run
+
+SMALL = {"model": "gpt2-tiny", "kv_cache_memory_bytes": 50_000_000}
+
+
+def request(name: str, prompt: list[int] | None = None, whole: bool = True, **params: Any) -> EngineCoreRequest:
+    kind = RequestOutputKind.FINAL_ONLY if whole else RequestOutputKind.DELTA
+    return EngineCoreRequest(name, prompt or [1, 2, 3], SamplingParams(**{"max_tokens": 6} | params, output_kind=kind))
+
+
+class Front:
+    """A client over steered engines, and what it passed on."""
+
+    def __init__(self, size: int, **settings: Any) -> None:
+        self.engines = Engines()
+        self.client = DPLBAsyncMPClient(config_of(size, **settings), self.engines)
+        self.client.start_process()
+        self.sent: dict[str, EngineCoreRequest] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.ended: dict[str, FinishReason] = {}
+        self.lost: set[str] = set()
+        self.dead: EngineDeadError | None = None
+        self.preemptions: dict[int, int] = {}
+        self.num_outputs = 0
+
+    async def add(self, made: EngineCoreRequest) -> int:
+        """Returns the engine that got it."""
+        before = {engine: set(engine.requests) for engine in self.engines.made}
+        await self.client.add_request_async(made)
+        [engine] = [
+            each for each in self.engines.made if made.request_id in set(each.requests) - before.get(each, set())
+        ] or [None]
+        if engine is not None:
+            self.sent[made.request_id] = engine.requests[made.request_id]
+        self.tokens[made.request_id] = []
+        return -1 if engine is None else engine.index
+
+    async def read(self) -> None:
+        while True:
+            try:
+                outputs = await self.client.get_output_async()
+            except EngineDeadError as error:
+                self.dead = error
+                return
+            self.num_outputs += 1
+            if outputs.scheduler_stats is not None:
+                assert outputs.scheduler_stats.num_preemptions >= self.preemptions.get(outputs.engine_index, 0)
+                self.preemptions[outputs.engine_index] = outputs.scheduler_stats.num_preemptions
+            for output in outputs.outputs:
+                assert output.request_id not in self.ended, "something came after the end"
+                self.tokens[output.request_id] += output.new_token_ids
+                if output.result is not None and LOST in output.result:
+                    self.lost.add(output.request_id)
+                if output.finish_reason is not None:
+                    self.ended[output.request_id] = output.finish_reason
+
+    def check(self, name: str, complete: bool = True) -> None:
+        """Its tokens are the right ones, none twice."""
+        made = self.sent[name]
+        tokens = [token_at(made, place) for place in range(made.sampling_params.max_tokens or 0)]
+        assert self.tokens[name] == (tokens if complete else tokens[: len(self.tokens[name])])
+
+
+@asynccontextmanager
+async def front(size: int, **settings: Any) -> AsyncIterator[Front]:
+    made = Front(size, **settings)
+    await made.client.start()
+    reading = asyncio.create_task(made.read())
+    try:
+        yield made
+    finally:
+        made.client.shutdown()
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+
+
+async def settle() -> None:
+    """Let everything happen that can, without time."""
+    for _ in range(60):
+        await asyncio.sleep(0)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():
+        await asyncio.sleep(0)
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), PATIENCE))
+
+
+# Balancing
+
+
+@given(st.integers(1, 5), st.integers(1, 60))
+def test_arrivals_alone_are_spread_evenly(engines: int, arrivals: int) -> None:
+    balancer, counts = Balancer(), [0] * engines
+    for engine in range(engines):
+        balancer.join(engine, 10)
+    for _ in range(arrivals):
+        choice = balancer.choose(request("r"))
+        assert choice is not None
+        counts[choice.engine] += 1
+    assert max(counts) - min(counts) <= 1
+
+
+@given(st.integers(2, 4), st.lists(st.tuples(st.integers(0, 3), st.integers(0, 8), st.integers(0, 8)), max_size=40))
+def test_a_request_goes_to_the_lowest_score(engines: int, seen: list[tuple[int, int, int]]) -> None:
+    """Whatever the schedulers say in between. A request that waits counts as four that run."""
+    balancer = Balancer()
+    for engine in range(engines):
+        balancer.join(engine, 10)
+    for engine, waiting, running in seen:
+        if engine < engines:
+            balancer.loads[engine].seen(waiting, running, own=0)
+            assert balancer.loads[engine].score == 4 * waiting + running
+        scores = {each: load.score for each, load in balancer.loads.items()}
+        choice = balancer.choose(request("r"))
+        assert choice is not None and scores[choice.engine] == min(scores.values())
+        assert balancer.loads[choice.engine].score == min(scores.values()) + 4
+
+
+def test_what_an_engine_has_not_seen_yet_counts_as_waiting() -> None:
+    balancer = Balancer()
+    balancer.join(0, 10)
+    balancer.join(1, 10)
+    for _ in range(6):
+        balancer.choose(request("r"))
+    balancer.loads[0].seen(waiting=0, running=1, own=3)  # two are still on their way
+    assert (balancer.loads[0].waiting, balancer.loads[0].running) == (2, 1)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), min_size=1, max_size=60))
+def test_by_prefix_nobody_is_far_behind_the_idlest(sent: list[tuple[int, int]]) -> None:
+    balancer = Balancer(PrefixIndex(4))
+    for engine in range(3):
+        balancer.join(engine, 50)
+    for stem, own in sent:
+        scores = {each: load.score for each, load in balancer.loads.items()}
+        choice = balancer.choose(request("r", [stem] * 12 + [own] * 4))
+        assert choice is not None and scores[choice.engine] <= min(scores.values()) + MOST_BEHIND
+
+
+def test_by_prefix_finds_the_longest_and_forgets_the_longest_unused() -> None:
+    index = PrefixIndex(4)
+    index.join(0, 3)
+    long, short = index.hashes(request("r", list(range(12)))), index.hashes(request("r", [0, 1, 2, 3, 9, 9, 9, 9, 9]))
+    assert len(long) == 3 and len(short) == 2 and long[0] == short[0]
+    assert index.hashes(request("r", [0] * 3)) == []
+    salted = request("r", list(range(12)))
+    salted.cache_salt = "mine"
+    assert not set(index.hashes(salted)) & set(long)
+    index.add(0, long)
+    assert (index.num_known(0, long), index.num_known(0, short)) == (3, 1)
+    index.add(0, short)  # one block too many: the end of the older prompt goes
+    assert (index.num_known(0, long), index.num_known(0, short)) == (2, 2)
+    index.reset()
+    assert index.num_known(0, long) == 0
+
+
+def test_prefix_routing_computes_less() -> None:
+    """Eight conversations, each with a beginning of its own, that fit into all caches together, but not into each: how many blocks
+    their engine has already."""
+    rng = random.Random(3)
+    turns = [(talk, turn) for turn in range(6) for talk in range(8)]
+    hits = {}
+    for routing in ("load", "prefix"):
+        balancer, caches = Balancer(PrefixIndex(4) if routing == "prefix" else None), [PrefixIndex(4) for _ in range(3)]
+        for engine, cache in enumerate(caches):
+            balancer.join(engine, 24)
+            cache.join(engine, 24)
+        found = 0
+        for talk, turn in turns:
+            made = request("r", [talk] * (8 + 4 * turn))
+            choice = balancer.choose(made)
+            assert choice is not None
+            hashes = caches[choice.engine].hashes(made)
+            found += caches[choice.engine].num_known(choice.engine, hashes)
+            caches[choice.engine].add(choice.engine, hashes)
+            for load in balancer.loads.values():  # all but the newest have ended, here and there
+                load.seen(0, rng.randint(0, 1), 0)
+        hits[routing] = found
+    assert hits["prefix"] > 1.5 * hits["load"], hits
+
+
+def test_aborts_and_outputs_belong_to_the_engine_that_has_the_request() -> None:
+    async def test() -> None:
+        async with front(2) as made:
+            places = {name: await made.add(request(name)) for name in "abcd"}
+            assert sorted(places.values()) == [0, 0, 1, 1]
+            await made.client.abort_requests_async(["b", "c", "nobody"])
+            for name in "bc":
+                assert name in made.engines[places[name]].aborted and name not in made.engines[1 - places[name]].aborted
+            for _ in range(6):
+                made.engines[0].step()
+                made.engines[1].step()
+            await settle()
+            assert set(made.ended) == {"a", "d"}
+            for name in "ad":
+                made.check(name)
+            assert made.client._requests == {} and not made.tokens["b"]
+            made.engines[places["a"]].requests["a"] = made.sent["a"]  # a late word about a request that is forgotten
+            made.engines[places["a"]].places["a"] = 0
+            made.engines[places["a"]].step()
+            await settle()
+            made.check("a")
+
+    run(test)
+
+
+def test_requests_without_a_seed_get_those_of_one_engine() -> None:
+    """In the order of arrival, whichever engine they go to, so that they can run again; and a seed of one's own stays."""
+
+    async def test() -> None:
+        async with front(2) as made:
+            for name in ("a", "b"):
+                await made.add(request(name))
+            await made.add(request("own", seed=5))
+            engine = random.Random(made.client._config.model_config.seed)
+            seeds = [made.sent[name].sampling_params.seed for name in ("a", "b", "own")]
+            assert seeds == [engine.getrandbits(63), engine.getrandbits(63), 5]
+
+    run(test)
+
+
+def test_calls_reach_every_engine_but_those_of_the_live_view() -> None:
+    async def test() -> None:
+        async with front(3) as made:
+            assert await made.client.call("reset_prefix_cache")
+            assert await made.client.call("watch_scheduler")
+            assert [made.engines[i].calls for i in range(3)] == [
+                ["reset_prefix_cache", "watch_scheduler"],
+                *2 * [["reset_prefix_cache"]],
+            ]
+            made.engines[0].die()
+            await until(lambda: made.client.states[0] == EngineState.LOADING)
+            made.engines[0].may_start.set()
+            await until(lambda: made.client.num_ready == 3)
+            await settle()
+            assert made.engines[0].calls == ["watch_scheduler"], "the view goes on"
+            made.engines[1].answer = False
+            assert not await made.client.call("reset_prefix_cache"), "it is done only if all did it"
+            made.engines[1].answer = EngineDeadError("gone")
+            assert await made.client.call("reset_prefix_cache"), "a dead one has no cache"
+            made.engines[2].answer = InvalidRequestError("no such method")
+            with pytest.raises(InvalidRequestError):
+                await made.client.call("else")
+            for i in range(3):
+                made.engines[i].answer = EngineDeadError("gone")
+            with pytest.raises(EngineDeadError):
+                await made.client.call("reset_prefix_cache")
+
+    run(test)
+
+
+# Faults
+
+
+def test_only_the_requests_of_the_dead_engine_are_hit() -> None:
+    """Whole answers and streams that have not begun run again elsewhere; a stream that has begun ends with an error."""
+
+    async def test() -> None:
+        async with front(2) as made:
+            names = {"whole": True, "whole2": True, "stream": False, "stream2": False, "late": False, "late2": False}
+            places = {name: await made.add(request(name, whole=whole)) for name, whole in names.items()}
+            for name in ("whole", "whole2", "stream", "stream2"):
+                made.engines[places[name]].step(only=name)
+            await settle()
+            hit = {name for name, place in places.items() if place == 1}
+            assert hit == {"whole2", "stream2", "late2"}
+            made.engines[1].die()
+            await settle()
+            assert made.lost == {"stream2"} and made.ended == {"stream2": FinishReason.ERROR}
+            assert (
+                made.client.states == {0: EngineState.READY, 1: EngineState.LOADING} and made.client.num_restarts == 1
+            )
+            for _ in range(20):
+                made.engines[0].step()
+            await settle()
+            assert set(made.ended) == set(names)
+            for name in names:
+                made.check(name, complete=name != "stream2")
+            assert len(made.tokens["stream2"]) == 1
+            dead = next(each for each in made.engines.made if each.index == 1)
+            assert dead.is_down, "what it held was released"
+            made.engines[1].may_start.set()
+            await until(lambda: made.client.num_ready == 2)
+            assert await made.add(request("next")) == 0 and await made.add(request("more")) == 1
+
+    run(test)
+
+
+def test_an_answer_that_another_engine_continues_differently_is_an_error() -> None:
+    """Half of it may be in the text already. The other engine need not go on."""
+
+    async def test() -> None:
+        async with front(2) as made:
+            await made.add(request("busy"))
+            assert await made.add(request("r")) == 1
+            made.engines[1].step()
+            await settle()
+            made.engines[1].die()
+            await settle()
+            made.engines[0].step(only="r", changed=True)
+            await settle()
+            assert made.lost == {"r"} and made.engines[0].aborted == ["r"] and len(made.tokens["r"]) == 1
+
+    run(test)
+
+
+def test_requests_wait_while_no_engine_is_ready() -> None:
+    async def test() -> None:
+        async with front(2) as made:
+            for name in ("a", "b"):
+                await made.add(request(name))
+            for index in (0, 1):
+                made.engines[index].die()
+            await settle()
+            assert made.client.num_ready == 0 and not made.ended
+            assert await made.add(request("c")) == -1 and await made.add(request("d")) == -1
+            await made.client.abort_requests_async(["b", "d"])
+            with pytest.raises(EngineDeadError):
+                await made.client.call("reset_prefix_cache")
+            made.engines[0].may_start.set()
+            await until(lambda: made.client.num_ready)
+            await settle()
+            assert set(made.engines[0].requests) == {"a", "c"}
+            made.sent["c"] = made.engines[0].requests["c"]
+            for _ in range(6):
+                made.engines[0].step()
+            await settle()
+            made.check("a")
+            made.check("c")
+
+    run(test)
+
+
+@pytest.mark.parametrize("most", [0, 1, 3])
+def test_one_death_too_many_ends_the_server(most: int) -> None:
+    """With 0 the first one does, which is vLLM's behaviour."""
+
+    async def test() -> None:
+        async with front(2, restart=most) as made:
+            for _ in range(most):
+                made.engines[1].die()
+                await until(lambda: made.client.states[1] == EngineState.LOADING)
+                made.engines[1].may_start.set()
+                await until(lambda: made.client.num_ready == 2)
+            assert made.dead is None
+            made.engines[0].die()
+            await until(lambda: made.dead)
+            with pytest.raises(EngineDeadError, match="killed"):
+                await made.client.get_output_async()
+
+    run(test)
+
+
+def test_an_engine_that_cannot_start_again_is_tried_as_often_as_allowed() -> None:
+    async def test() -> None:
+        async with front(2, restart=2) as made:
+            made.engines.start_errors = ["no memory", "no memory"]
+            made.engines[1].die()
+            while made.dead is None:
+                made.engines[1].may_start.set()
+                await asyncio.sleep(0)
+            assert "no memory" in str(made.dead) and len(made.engines.made) == 4
+
+    run(test)
+
+
+def test_restarts_are_counted_within_ten_minutes() -> None:
+    now = 0.0
+    limit = RestartLimit(2, clock=lambda: now)
+    assert limit.take() and limit.take() and not limit.take()
+    now = WINDOW_SECONDS - 1
+    assert not limit.take()
+    now = WINDOW_SECONDS
+    assert limit.take() and limit.take() and not limit.take() and limit.total == 4
+
+
+def test_counters_do_not_go_back_when_an_engine_starts_again() -> None:
+    async def test() -> None:
+        async with front(2) as made:
+            made.engines[1].preemptions = 7
+            made.engines[1].step()
+            await settle()
+            for expected in (8, 9):
+                made.engines[1].die()
+                await until(lambda: made.client.states[1] == EngineState.LOADING)
+                made.engines[1].may_start.set()
+                await until(lambda: made.client.num_ready == 2)
+                made.engines[1].preemptions = 1
+                made.engines[1].step()
+                await settle()
+                assert made.preemptions[1] == expected
+
+    run(test)
+
+
+@settings(max_examples=60)
+@given(st.randoms(use_true_random=False), st.integers(2, 3))
+def test_whatever_dies_no_token_is_wrong_and_none_is_sent_twice(rng: random.Random, size: int) -> None:
+    async def test() -> None:
+        async with front(size, restart=1000) as made:
+            alive: list[str] = []
+            for number in range(120):
+                what = rng.choice(["add", "add", "step", "step", "step", "step", "die", "start", "abort"])
+                engine: SteeredEngine = made.engines[rng.randrange(size)]
+                if what == "add":
+                    name = f"r{number}"
+                    await made.add(request(name, [number], whole=rng.random() < 0.5, max_tokens=rng.randint(1, 5)))
+                    alive.append(name)
+                elif what == "step" and engine.may_start.is_set():
+                    engine.step()
+                elif what == "die" and made.client.states[engine.index] == EngineState.READY:
+                    engine.die()
+                elif what == "start":
+                    engine.may_start.set()
+                elif what == "abort" and alive:
+                    gone = alive.pop(rng.randrange(len(alive)))
+                    await made.client.abort_requests_async([gone])
+                if rng.random() < 0.7:
+                    await settle()
+            while set(alive) - set(made.ended):
+                for index in range(size):
+                    made.engines[index].may_start.set()
+                    if made.client.states[index] == EngineState.READY:
+                        made.engines[index].step()
+                await settle()
+            assert made.dead is None and made.client._requests == {} == made.client._held
+            assert all(engine.num_requests == 0 for engine in made.client._engines.values())
+            for name in set(alive) & set(made.sent):
+                made.check(name, complete=name not in made.lost)
+
+    run(test)
+
+
+# Scaling
+
+
+def test_engines_are_added_and_drained() -> None:
+    async def test() -> None:
+        async with front(2) as made:
+            await made.client.scale(4)
+            assert set(made.client.states.values()) == {EngineState.READY} and made.client.size == 4
+            places = {name: await made.add(request(name)) for name in "abcdefgh"}
+            assert sorted(places.values()) == [0, 0, 1, 1, 2, 2, 3, 3]
+            made.engines[1].preemptions = 3
+            made.engines[1].step()
+            await settle()
+            scaling = asyncio.create_task(made.client.scale(1))
+            await settle()
+            assert (
+                list(made.client.states.values()) == [EngineState.READY, *3 * [EngineState.DRAINING]]
+                and not scaling.done()
+            )
+            with pytest.raises(ScalingError, match="already"):
+                await made.client.scale(2)
+            assert await made.add(request("late")) == 0
+            await made.client.abort_requests_async([name for name, place in places.items() if place == 1])
+            made.engines[2].die()  # it takes nothing with it: what it had runs elsewhere, and it is not started again
+            for _ in range(30):
+                made.engines[0].step()
+                made.engines[3].step()
+                await settle()
+            await scaling
+            assert made.client.states == {0: EngineState.READY} and made.client.num_restarts == 0
+            assert all(made.engines[i].is_down for i in (1, 2, 3))
+            for name, place in places.items():
+                if place != 1:
+                    made.check(name)
+            scaling = asyncio.create_task(made.client.scale(2))
+            await settle()
+            made.engines[1].may_start.set()
+            await scaling
+            assert made.client.num_ready == 2
+            made.engines[1].preemptions = 1
+            made.engines[1].step()
+            await settle()
+            assert made.preemptions[1] == 4, "counters do not go back"
+
+    run(test)
+
+
+def test_as_many_as_before_if_a_new_engine_cannot_start() -> None:
+    async def test() -> None:
+        async with front(2) as made:
+            made.engines.start_errors = ["no memory"]
+            with pytest.raises(EngineStartError, match="no memory"):
+                await made.client.scale(4)
+            assert made.client.size == 2 and made.client.num_ready == 2 and list(made.client.states) == [0, 1]
+            assert all(made.engines[i].is_down for i in (2, 3))
+            made.engines[1].die()
+            await until(lambda: made.client.num_ready == 1)
+            with pytest.raises(ScalingError, match="started again"):
+                await made.client.scale(3)
+
+    run(test)
+
+
+# Who shares what, and who refuses
+
+
+def test_engines_share_cores_and_memory() -> None:
+    config = EngineArgs.from_kwargs(**SMALL, data_parallel_size=2, gpu_memory_utilization=0.8)
+    threads = max(1, compute_threads(find_cores()) // 2)
+    assert config.device_config.num_threads == threads
+    assert EngineArgs.from_kwargs(**SMALL, data_parallel_size=2, num_threads=3).device_config.num_threads == 3
+    alone = EngineArgs.from_kwargs(**SMALL, data_parallel_size=2, data_parallel_rank=1)
+    assert alone.device_config.num_threads == compute_threads(find_cores())
+    engines = Engines()
+    client = DPLBAsyncMPClient(config, engines)
+    client.start_process()
+    assert [each.config.cache_config.gpu_memory_utilization for each in engines.made] == [0.4, 0.4]
+    assert [each.config.device_config.num_threads for each in engines.made] == [threads, threads]
+    assert client._share(2 * threads * 4).device_config.num_threads == 1
+    client.shutdown()
+
+
+def test_each_engine_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    config = config_of(2)
+    config = replace(config, device_config=replace(config.device_config, device="cuda"))
+    for name in ("nvidia0", "nvidia1", "nvidiactl"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(devices, "_DEV", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for place, seen in enumerate("01"):
+        with devices.own_devices(config, place):
+            assert os.environ["CUDA_VISIBLE_DEVICES"] == seen
+        assert "CUDA_VISIBLE_DEVICES" not in os.environ
+    with (
+        pytest.raises(ConfigError, match="3 engines with 1 GPUs each need 3, and there are 2"),
+        devices.own_devices(config, 2),
+    ):
+        pass
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    with devices.own_devices(config, 1):
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "7"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,7"
+
+
+@pytest.mark.parametrize("several", [{"data_parallel_size": 2}, {"data_parallel_size": 2, "data_parallel_rank": 1}])
+def test_what_has_one_engine_says_so(several: dict[str, int]) -> None:
+    for multiprocess in (False, True):
+        with pytest.raises(ConfigError, match="LLM has one engine: .* `stages serve`"):
+            LLM(**SMALL, **several, multiprocess=multiprocess)
+    config = EngineArgs.from_kwargs(**SMALL, **several)
+    for args, who in ((FrontendArgs(in_process=True), "--in-process"), (FrontendArgs(engine="echo"), "--engine echo")):
+        with pytest.raises(ConfigError, match=f"{who} has one engine"):
+            make_core_client(config, args)
+
+
+# The coordinator
+
+
+def test_every_front_end_hears_the_counts_of_all(tmp_path: Path) -> None:
+    """Also one that comes late; and nothing is left behind."""
+    coordinator = DPCoordinator(EngineArgs.from_kwargs(**SMALL, trace=str(tmp_path)))
+    process = psutil.Process(coordinator.pid)
+
+    async def test() -> None:
+        heard: list[dict[int, tuple[int, int]]] = [{}, {}, {}]
+        links = [CountsLink(coordinator.folder) for _ in heard]
+
+        def listen(place: int) -> None:
+            links[place].start(
+                lambda counts: heard[place].update({each.engine_index: (each.waiting, each.running) for each in counts})
+            )
+
+        listen(0)
+        listen(1)
+        links[0].report(EngineCounts(0, 5, 6))
+        links[1].report(EngineCounts(1, 7, 8))
+        expected = {0: (5, 6), 1: (7, 8)}
+        await _until_timed(lambda: heard[0] == expected and heard[1] == expected)
+        listen(2)
+        await _until_timed(lambda: heard[2] == expected)
+        links[1].report(EngineCounts(0, 1, 2))
+        await _until_timed(lambda: all(each[0] == (1, 2) for each in heard))
+        for link in links:
+            link.close()
+
+    try:
+        run(test)
+        assert coordinator.folder.stat().st_mode & 0o777 == 0o700
+    finally:
+        coordinator.shutdown()
+        coordinator.shutdown()
+    assert not process.is_running() and not coordinator.folder.exists()
+    run_ = read_run(tmp_path)
+    published = run_.named("dp.counts_published")
+    assert published and {event.proc for event in published} == {"DPCoordinator"}
+
+
+async def _until_timed(condition: Callable[[], bool]) -> None:
+    """Another process has to act: do not take its core."""
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+def test_a_front_end_beside_others_balances_by_their_counts_too() -> None:
+    class Counts:
+        def start(self, on_counts: Callable[[list[EngineCounts]], None]) -> None:
+            self.publish = on_counts
+
+        def report(self, counts: EngineCounts) -> None:
+            reported.append((counts.engine_index, counts.waiting, counts.running))
+
+        def close(self) -> None:
+            pass
+
+    reported: list[tuple[int, int, int]] = []
+
+    async def test() -> None:
+        engines, counts = Engines(), Counts()
+        client = DPLBAsyncMPClient(config_of(2), engines, counts)  # type: ignore[arg-type]
+        client.start_process()
+        await client.start()
+        counts.publish([EngineCounts(0, 3, 4), EngineCounts(1, 0, 4), EngineCounts(9, 0, 0)])
+        for name in "abc":
+            await client.add_request_async(request(name))
+        assert set(engines[1].requests) == {"a", "b", "c"}
+        engines[1].step()
+        await settle()
+        assert reported == [(1, 0, 3)]
+        client.shutdown()
+
+    run(test)
+
+
+def test_the_coordinator_ends_when_its_parent_is_killed() -> None:
+    script = """
+        import time
+        from stage03_engine.arg_utils import EngineArgs
+        from stage03_engine.frontend.features.data_parallel.coordinator import DPCoordinator
+        coordinator = DPCoordinator(EngineArgs.from_kwargs(model="gpt2-tiny"))
+        print(coordinator.pid, coordinator.folder, flush=True)
+        input()
+    """
+    pipe = subprocess.PIPE
+    parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdin=pipe, stdout=pipe, text=True)
+    assert parent.stdout is not None and parent.stdin is not None
+    pid, folder = parent.stdout.readline().split()
+    process = psutil.Process(int(pid))
+    wait_until(lambda: (Path(folder) / "counts").exists(), "it does not come up")
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    parent.stdin.close()
+    gone, _ = psutil.wait_procs([process], timeout=PATIENCE)
+    assert gone and not os.path.exists(folder)

@@ -1,0 +1,224 @@
+"""Several engine processes behind one server: the same tokens as one, whatever dies. The long form kills 20 engines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from patience import wait_until
+from server_under_test import ServerProcess
+
+from stage03_engine.llm import LLM
+from stage03_engine.sampling_params import SamplingParams
+from stagetrace import read_run
+
+FLAGS = ("gpt2-tiny", "--host", "127.0.0.1", "--port", "0", "--kv-cache-memory-bytes", "50000000")
+TIGHT = (
+    "--max-num-batched-tokens",
+    "32",
+    "--max-num-seqs",
+    "8",
+    "--num-gpu-blocks-override",
+    "40",
+    "--max-model-len",
+    "256",
+)
+STEMS = ["To be, or not to be", "ROMEO:", "What news from the north, my lord, and what of the king's men", "All:"]
+PROMPTS = [f"{STEMS[i % 4]} {'again ' * (i % 7)}{i}" for i in range(64)]
+MAX_TOKENS = 24
+
+
+class Several:
+    """A server with several engines."""
+
+    def __init__(self, *flags: str) -> None:
+        self.server = ServerProcess(*FLAGS, *flags)
+        self.url = self.server.wait_until_ready()
+        self.api = psutil.Process(self.server.process.pid)
+
+    @property
+    def engines(self) -> dict[str, psutil.Process]:
+        """Name -> process, of those that live."""
+        found = {}
+        for process in self.api.children():
+            try:
+                name = " ".join(process.cmdline()).split(" ")[0]
+                if name.startswith("stages::EngineCore") and process.status() != psutil.STATUS_ZOMBIE:
+                    found[name.removeprefix("stages::")] = process
+            except psutil.NoSuchProcess:
+                continue
+        return found
+
+    def post(self, **body: Any) -> httpx.Response:
+        return httpx.post(f"{self.url}/v1/completions", json={"temperature": 0, "max_tokens": MAX_TOKENS} | body)
+
+    def wait_until_whole(self) -> None:
+        def is_whole() -> bool:
+            answer = httpx.get(f"{self.url}/health")
+            return answer.status_code == 200 and not answer.content
+
+        wait_until(is_whole, "the engines do not come back")
+
+    def end(self) -> None:
+        """SIGTERM, and nothing stays behind."""
+        processes = self.api.children(recursive=True)
+        folders = [
+            Path(engine.cmdline()[0].split()[-2].removeprefix("ipc://")).parent for engine in self.engines.values()
+        ]
+        assert folders and all(folder.is_dir() for folder in folders)
+        self.server.process.send_signal(signal.SIGTERM)
+        assert self.server.wait() == 0
+        assert not [process for process in processes if process.is_running()]
+        assert not [folder for folder in folders if folder.exists()]
+        assert not any("Traceback" in line for line in self.server.lines)
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Several]:
+    """Three engines with little room, so that they chunk and preempt."""
+    several = Several("-dp", "3", "--data-parallel-restart", "1000", *TIGHT)
+    yield several
+    several.server.close()
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[str]:
+    settings = {"max_num_batched_tokens": 32, "max_num_seqs": 8, "num_gpu_blocks_override": 40, "max_model_len": 256}
+    with LLM("gpt2-tiny", **settings) as llm:
+        outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=MAX_TOKENS))
+        return [output.outputs[0].text for output in outputs]
+
+
+def test_the_tokens_are_those_of_one_engine(three: Several, expected: list[str]) -> None:
+    """Greedy, and all three wrote some of them."""
+    assert list(three.engines) == ["EngineCore_DP0", "EngineCore_DP1", "EngineCore_DP2"]
+    answer = three.post(prompt=PROMPTS).json()
+    assert [choice["text"] for choice in answer["choices"]] == expected
+    metrics = httpx.get(f"{three.url}/metrics").text
+    for index in range(3):
+        [line] = [
+            each for each in metrics.splitlines() if each.startswith(f'vllm:prompt_tokens_total{{engine="{index}"')
+        ]
+        assert float(line.split()[-1]) > 0
+
+
+async def _one_answer(
+    client: httpx.AsyncClient, prompt: str, stream: bool, on_chunk: Callable[[], None]
+) -> tuple[str, bool]:
+    """(the text, does it end with an error)"""
+    body = {"prompt": prompt, "temperature": 0, "max_tokens": MAX_TOKENS, "stream": stream}
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        lines = []
+        async for line in response.aiter_lines():
+            if line:
+                lines.append(line)
+                on_chunk()
+    assert response.status_code == 200, lines
+    if not stream:
+        return json.loads(lines[0])["choices"][0]["text"], False
+    assert lines[-1] == "data: [DONE]"
+    told = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    errors = [each["error"] for each in told if "error" in each]
+    assert all(error["code"] == 503 for error in errors)
+    return "".join(each["choices"][0]["text"] for each in told if "choices" in each), bool(errors)
+
+
+async def _kill_under_load(
+    several: Several, victim: psutil.Process, after: int, streams: int
+) -> list[tuple[str, bool]]:
+    """What 32 clients got, of whom the first ones stream."""
+    count = 0
+
+    def on_chunk() -> None:
+        nonlocal count
+        count += 1
+        if count == after:
+            victim.kill()
+
+    async with httpx.AsyncClient(base_url=several.url, limits=httpx.Limits(max_connections=None)) as client:
+        return await asyncio.gather(*(_one_answer(client, PROMPTS[i], i < streams, on_chunk) for i in range(32)))
+
+
+@pytest.mark.parametrize("times", [3, pytest.param(20, marks=[pytest.mark.long, pytest.mark.timeout(1800)])])
+def test_an_engine_is_killed_under_32_clients(three: Several, expected: list[str], times: int) -> None:
+    rng = random.Random(times)
+    for _ in range(times):
+        streams, after = rng.choice([16, 24, 32]), rng.randint(1, 200)
+        name, victim = rng.choice(sorted(three.engines.items()))
+        answers = asyncio.run(_kill_under_load(three, victim, after, streams))
+        for (text, failed), right in zip(answers[:streams], expected):
+            assert right.startswith(text) if failed else text == right
+        assert answers[streams:] == [(right, False) for right in expected[streams:32]], f"{name} after {after}"
+        three.wait_until_whole()
+    assert list(three.engines) == ["EngineCore_DP0", "EngineCore_DP1", "EngineCore_DP2"]
+
+
+def test_sigterm_lets_all_engines_finish(three: Several) -> None:
+    """The last test of this server."""
+    three.wait_until_whole()
+    begun = ThreadPoolExecutor(6)
+    answers = [begun.submit(three.post, prompt="ROMEO:", max_tokens=200, ignore_eos=True) for _ in range(6)]
+
+    def running() -> float:
+        lines = httpx.get(f"{three.url}/metrics").text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running{"))
+
+    wait_until(lambda: running() == 6 or any(each.done() for each in answers), "they do not run")
+    three.end()
+    texts = {answer.result().json()["choices"][0]["text"] for answer in answers}
+    assert len(texts) == 1 and all(answer.result().status_code == 200 for answer in answers)
+    begun.shutdown()
+
+
+def test_the_engine_of_one_server_of_several(tmp_path: Path) -> None:
+    """With --data-parallel-rank: its number stands in its name, in the metrics and in the trace; its death ends the server."""
+    server = ServerProcess(*FLAGS, "-dp", "2", "-dpn", "1", "-dpe", "--trace", str(tmp_path))
+    try:
+        url = server.wait_until_ready()
+        [engine] = psutil.Process(server.process.pid).children()
+        assert engine.cmdline()[0].startswith("stages::EngineCore_DP1")
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": "ROMEO:", "max_tokens": 4}).status_code == 200
+        metrics = httpx.get(f"{url}/metrics").text
+        assert 'vllm:generation_tokens_total{engine="1"' in metrics and 'engine="0"' not in metrics
+        engine.kill()
+        assert server.wait() == 1
+    finally:
+        server.close()
+    run = read_run(tmp_path)
+    assert {event.proc for event in run.named("engine.step")} == {"EngineCore_DP1"}
+    assert run.named("client.created")[0].args["engine_ranks"] == [1]
+
+
+def test_a_recording_shows_where_requests_went(tmp_path: Path) -> None:
+    """And with --data-parallel-routing prefix that one with the same beginning goes where that was computed."""
+    server = ServerProcess(*FLAGS, "-dp", "2", "--data-parallel-routing", "prefix", "--trace", str(tmp_path))
+    try:
+        url = server.wait_until_ready()
+        stem = "To be, or not to be, that is the question, whether it is nobler in the mind to suffer " * 2
+        bodies = [{"prompt": prompt, "max_tokens": 4, "temperature": 0} for prompt in ("ROMEO:", stem)]
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda body: httpx.post(f"{url}/v1/completions", json=body), bodies))
+        answer = httpx.post(f"{url}/v1/completions", json={"prompt": stem + "more", "max_tokens": 4})
+        assert answer.status_code == 200
+        server.process.terminate()
+        assert server.wait() == 0
+    finally:
+        server.close()
+    run = read_run(tmp_path)
+    routed = run.named("dp.routed")
+    assert len(routed) == 3 and len({event.req for event in routed}) == 3
+    last = max(routed, key=lambda event: event.ts)
+    assert last.args["cached_blocks"] > 0
+    [hit] = run.named("sched.prefix_hit")
+    assert hit.req == last.req and hit.proc == f"EngineCore_DP{last.args['engine']}"
+    assert {event.proc for event in run.named("engine.ready")} == {"EngineCore_DP0", "EngineCore_DP1"}
+    assert [event.args["engine_ranks"] for event in run.named("client.created")] == [[0, 1]]
