@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from stage03_engine.config import VllmConfig
@@ -30,6 +32,8 @@ INTERVAL_BUCKETS = (
 STEP_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 ANSWER_BUCKETS = (1, 2, 5, 10, 20)
 PREEMPTION_BUCKETS = (1, 2, 3, 4, 5, 10, 20)
+SUMMED: Literal["livesum"] = "livesum"
+"""How the gauges of several API servers become one: of one engine, only the first server hears the scheduler's numbers."""
 CACHE_SETTINGS = (
     "block_size", "enable_prefix_caching", "gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override",
     "swap_space",
@@ -49,7 +53,8 @@ class PrometheusStatLogger(StatLogger):
         names, values = ["model_name", "engine"], {"model_name": model_name, "engine": "0"}
 
         def gauge(name: str, text: str) -> Gauge:
-            return Gauge(f"vllm:{name}", text, names, registry=registry).labels(**values)
+            gauge = Gauge(f"vllm:{name}", text, names, registry=registry, multiprocess_mode=SUMMED)
+            return gauge.labels(**values)
 
         def counter(name: str, text: str) -> Counter:
             return Counter(f"vllm:{name}", text, names, registry=registry).labels(**values)
@@ -98,7 +103,13 @@ class PrometheusStatLogger(StatLogger):
     def _add_reasons(self, registry: CollectorRegistry, values: dict[str, str]) -> None:
         """The metrics that have a label more, with each of its values from the start."""
         text = "Of those that wait: for room (capacity), or until they are ready (deferred)."
-        waiting = Gauge("vllm:num_requests_waiting_by_reason", text, [*values, "reason"], registry=registry)
+        waiting = Gauge(
+            "vllm:num_requests_waiting_by_reason",
+            text,
+            [*values, "reason"],
+            registry=registry,
+            multiprocess_mode=SUMMED,
+        )
         self._waiting_by_reason = {
             reason: waiting.labels(**values, reason=reason) for reason in ("capacity", "deferred")
         }
@@ -168,6 +179,6 @@ def _cache_config_info(config: VllmConfig, registry: CollectorRegistry, engine: 
     """An info metric: always 1, and its labels are the settings."""
     cache = config.cache_config
     labels = {name: str(getattr(cache, name)) for name in CACHE_SETTINGS if hasattr(cache, name)} | {"engine": engine}
-    Gauge("vllm:cache_config_info", "Settings of the KV cache.", list(labels), registry=registry).labels(**labels).set(
-        1
-    )
+    text = "Settings of the KV cache."
+    info = Gauge("vllm:cache_config_info", text, list(labels), registry=registry, multiprocess_mode="livemax")
+    info.labels(**labels).set(1)
