@@ -7,6 +7,7 @@ from typing import Any
 
 from stage03_engine.args.fields import option
 from stage03_engine.errors import ConfigError
+from stage03_engine.mixins import is_there
 
 MAX_SERVERS = 64
 """Most API servers: a slip of the finger must not start thousands of processes."""
@@ -16,6 +17,7 @@ ALONE = {
     "server_dev_mode": "POST /abort_requests would find the requests of one server",
 }
 """Switch -> what would be wrong with several API servers."""
+NEEDS = ("stage03_engine.core.features.front_ends", "stage03_engine.frontend.features.shared_engine")
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class ApiServerFlags:
         count = self.api_server_count or 1
         if count > MAX_SERVERS:
             raise ConfigError(f"api_server_count must be at most {MAX_SERVERS}, not {count}")
+        if count > 1 and (missing := [name for name in NEEDS if not is_there(name)]):
+            raise ConfigError(f"api_server_count above 1 needs {missing[0]}, which is not installed")
         for name, why in ALONE.items() if count > 1 else ():
             if getattr(self, name, False):
                 raise ConfigError(f"{name} needs api_server_count 1: with {count}, {why}")

@@ -43,7 +43,6 @@ from stage03_engine.mixins import is_there, load
 from stagetrace import trace
 
 logger = logging.getLogger(__name__)
-SHARED_ENGINE = "stage03_engine.core.features.front_ends"
 END_SECONDS = 10.0  # for an API server to end, beyond the time that its requests get
 
 
@@ -86,8 +85,6 @@ def with_front_ends(config: VllmConfig, args: FrontendArgs) -> VllmConfig:
         logger.warning("%d API servers share %s: more of them than cores make nothing faster.", count, cores)
     if args.engine == "echo":  # each server has its own
         return config
-    if not is_there(SHARED_ENGINE):
-        raise ConfigError("api_server_count above 1 needs the feature front_ends, which is not installed")
     several = replace(config.front_ends, num_front_ends=count)  # type: ignore[attr-defined]
     return replace(config, front_ends=several)  # type: ignore[call-arg]
 
