@@ -76,7 +76,7 @@ async def _launch(config: VllmConfig, args: FrontendArgs) -> int:
 
 def with_front_ends(config: VllmConfig, args: FrontendArgs) -> VllmConfig:
     """The settings of an engine with as many front ends as there are API servers. Raises ConfigError."""
-    count, cores = args.api_server_count, find_cores()  # type: ignore[attr-defined]
+    count, cores = args.api_server_count, find_cores()
     if config.hooks("client"):
         raise ConfigError(
             f"api_server_count {count} is for one engine: data_parallel_size and data_parallel_rank need api_server_count 1"
@@ -85,7 +85,7 @@ def with_front_ends(config: VllmConfig, args: FrontendArgs) -> VllmConfig:
         logger.warning("%d API servers share %s: more of them than cores make nothing faster.", count, cores)
     if args.engine == "echo":  # each server has its own
         return config
-    several = replace(config.front_ends, num_front_ends=count)  # type: ignore[attr-defined]
+    several = replace(config.front_ends, num_front_ends=count)
     return replace(config, front_ends=several)  # type: ignore[call-arg]
 
 
@@ -96,7 +96,7 @@ def without_store(args: FrontendArgs) -> FrontendArgs:
     logger.warning(
         "With %d API servers no response is stored: previous_response_id, GET /v1/responses/{id} and background need "
         "--api-server-count 1. --max-stored-responses 0 says that you know.",
-        args.api_server_count,  # type: ignore[attr-defined]
+        args.api_server_count,
     )
     changed: dict[str, Any] = {field.name: 0 for field in fields(args) if field.name == "max_stored_responses"}
     return replace(args, **changed)
@@ -166,7 +166,7 @@ class Launcher:
     def _start_servers(self, address: str, descriptor: int) -> None:
         engines = [(engine.input_address, engine.output_address) for engine in self._engines]
         secret, folder = secrets.token_hex(16), str(self._folder.path)
-        for index in range(self._args.api_server_count):  # type: ignore[attr-defined]
+        for index in range(self._args.api_server_count):
             start = Start(index, address, descriptor, self._config, self._args, engines, folder, secret, trace.run_id)
             server = ApiServerProcess(start)
             self._servers.append(server)

@@ -27,7 +27,9 @@ class ApiServerProcess:
         command = [sys.executable, "-m", "stage02_server.features.api_servers", str(start.index)]
         environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": start.folder}
         with theirs, signals_are_ours():
-            self.process = subprocess.Popen(command, stdin=theirs, pass_fds=[start.descriptor], env=environment)
+            self.process = subprocess.Popen(
+                command, stdin=theirs.fileno(), pass_fds=[start.descriptor], env=environment
+            )
         if trace.on:
             start.cause = trace.emit("api_server.spawned", index=start.index, pid=self.process.pid)
         self._send(msgspec.json.encode(start))
