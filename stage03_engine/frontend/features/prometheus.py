@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -32,8 +32,8 @@ INTERVAL_BUCKETS = (
 STEP_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 ANSWER_BUCKETS = (1, 2, 5, 10, 20)
 PREEMPTION_BUCKETS = (1, 2, 3, 4, 5, 10, 20)
-SUMMED: Literal["livesum"] = "livesum"
-"""How the gauges of several API servers become one: of one engine, only the first server hears the scheduler's numbers."""
+SummedGauge = partial(Gauge, multiprocess_mode="livesum")
+"""A gauge that several API servers add up: of one engine, only the first server hears the scheduler's numbers."""
 CACHE_SETTINGS = (
     "block_size", "enable_prefix_caching", "gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override",
     "swap_space",
@@ -53,8 +53,7 @@ class PrometheusStatLogger(StatLogger):
         names, values = ["model_name", "engine"], {"model_name": model_name, "engine": "0"}
 
         def gauge(name: str, text: str) -> Gauge:
-            gauge = Gauge(f"vllm:{name}", text, names, registry=registry, multiprocess_mode=SUMMED)
-            return gauge.labels(**values)
+            return SummedGauge(f"vllm:{name}", text, names, registry=registry).labels(**values)
 
         def counter(name: str, text: str) -> Counter:
             return Counter(f"vllm:{name}", text, names, registry=registry).labels(**values)
@@ -103,13 +102,7 @@ class PrometheusStatLogger(StatLogger):
     def _add_reasons(self, registry: CollectorRegistry, values: dict[str, str]) -> None:
         """The metrics that have a label more, with each of its values from the start."""
         text = "Of those that wait: for room (capacity), or until they are ready (deferred)."
-        waiting = Gauge(
-            "vllm:num_requests_waiting_by_reason",
-            text,
-            [*values, "reason"],
-            registry=registry,
-            multiprocess_mode=SUMMED,
-        )
+        waiting = SummedGauge("vllm:num_requests_waiting_by_reason", text, [*values, "reason"], registry=registry)
         self._waiting_by_reason = {
             reason: waiting.labels(**values, reason=reason) for reason in ("capacity", "deferred")
         }

@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.frontend.features.hidden_metrics.flags import parse_version
-from stage03_engine.frontend.features.prometheus import SUMMED, TPOT_BUCKETS
+from stage03_engine.frontend.features.prometheus import TPOT_BUCKETS, SummedGauge
 from stage03_engine.frontend.metrics import IterationStats, StatLogger
 from stage03_engine.messages import SchedulerStats
 
@@ -26,8 +26,7 @@ class HiddenMetricsLogger(StatLogger):
         self._tpot: Histogram | None = None
         if version <= GPU_NAMES:
             text = "Older name of vllm:kv_cache_usage_perc."
-            usage = Gauge("vllm:gpu_cache_usage_perc", text, names, registry=registry, multiprocess_mode=SUMMED)
-            self._usage = usage.labels(**values)
+            self._usage = SummedGauge("vllm:gpu_cache_usage_perc", text, names, registry=registry).labels(**values)
             for name in ("prefix_cache_queries", "prefix_cache_hits"):
                 counter = Counter(f"vllm:gpu_{name}", f"Older name of vllm:{name}.", names, registry=registry)
                 self._counters[name] = counter.labels(**values)
