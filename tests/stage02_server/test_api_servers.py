@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -66,6 +67,19 @@ def connected_to(server: ServerProcess, index: int) -> Iterator[httpx.Client]:
 def connected_to_both(server: ServerProcess) -> Iterator[list[httpx.Client]]:
     with connected_to(server, 0) as first, connected_to(server, 1) as second:
         yield [first, second]
+
+
+@contextmanager
+def waits_for_its_body(server: ServerProcess) -> Iterator[socket.socket]:
+    """A request to the first server that runs until somebody sends its two last bytes."""
+    url, other = httpx.URL(server.url), psutil.Process(pid_of(server, "APIServer_1"))
+    other.suspend()
+    with socket.create_connection((url.host, url.port or 80), timeout=PATIENCE) as sender:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        sender.sendall(head + b"Content-Length: 2\r\nExpect: 100-continue\r\n\r\n")
+        assert sender.recv(12) == b"HTTP/1.1 100"
+        other.resume()
+        yield sender
 
 
 def processes_of(server: ServerProcess) -> list[psutil.Process]:
@@ -262,11 +276,16 @@ def test_an_api_server_that_is_killed_takes_the_others_along_when_they_are_done(
     wait_until_both_serve(server)
     processes = processes_of(server)
     kept = open_folders(processes)
-    with connected_to(server, 0) as client, client.stream("POST", "/v1/completions", json=LONG) as answer:
-        pieces = answer.iter_text()
-        next(pieces)
-        os.kill(pid_of(server, "APIServer_1"), signal.SIGKILL)
-        assert "".join(pieces).endswith("data: [DONE]\n\n")
+    with connected_to(server, 0) as client, waits_for_its_body(server) as sender:
+        with client.stream("POST", "/v1/completions", json=LONG) as answer:
+            pieces = answer.iter_text()
+            next(pieces)
+            os.kill(pid_of(server, "APIServer_1"), signal.SIGKILL)
+            assert "".join(pieces).endswith("data: [DONE]\n\n")
+        wait_until(lambda: client.get("/health").status_code == 503, "the other server is ready still")
+        assert client.get("/health").json()["state"] == "draining"
+        assert client.post("/v1/completions", json=BODY).status_code == 503
+        sender.sendall(b"{}")  # the last request that it waits for
     assert server.wait() == 1
     assert any("APIServer_1 has ended unexpectedly (exit code -9)" in line for line in server.lines)
     assert not psutil.wait_procs(processes, timeout=PATIENCE)[1] and not kept & folders()

@@ -30,7 +30,7 @@ from stage03_engine.messages import (
 )
 from stage03_engine.sampling_params import SamplingParams
 
-ALONE = EngineArgs.from_kwargs(model="gpt2-tiny", kv_cache_memory_bytes=50_000_000)
+ALONE = EngineArgs.from_kwargs(model="gpt2-tiny", kv_cache_memory_bytes=50_000_000, max_num_seqs=1)
 CONFIG: VllmConfig = replace(ALONE, front_ends=FrontEnds(3))  # type: ignore[call-arg]
 
 
@@ -130,6 +130,17 @@ def test_calls_are_answered_to_who_asked(pair: list[FrontEnd]) -> None:
     assert [first.call(7, "reset_prefix_cache"), second.call(7, "reset_prefix_cache"), first.call(8, "no_such")] == [
         True, True, False,
     ]  # fmt: skip
+
+
+def test_a_front_end_hears_of_steps_that_bring_it_nothing(pair: list[FrontEnd]) -> None:
+    """Its request waits behind that of another; silence would say that the engine stands still."""
+    first, second = pair
+    first.send(Kind.ADD, request("runs", 200))
+    first.until(lambda got: bool(got.outputs))
+    second.send(Kind.ADD, request("waits"))
+    assert not second.receive().outputs
+    assert sum(len(output.new_token_ids) for output in second.answer("waits")) == 8
+    first.answer("runs")
 
 
 def test_an_abort_is_answered_with_a_sign_of_life(pair: list[FrontEnd]) -> None:
