@@ -116,15 +116,16 @@ def branch(headless, count):
     with lab.record() as folder:
         result = outcome(decide, headless, count)
     (event,) = read_run(folder).named("serve.decision")
-    return event.args["branch"], "" if result is None else result[1]
+    return event.args["branch"], result[1] if isinstance(result, tuple) else ""
 
 
 grid = list(itertools.product([False, True], [0, 1, 2, 4]))
 lab.table([(h, n, *branch(h, n)) for h, n in grid], "headless", "api_server_count", "branch", "here")
 
 # %% [markdown]
-# The three branches are vLLM's. `run_server` is the one that this project builds: the process of the command becomes the API server, and it starts one
-# engine process. The others answer with a clear error and exit code 2, because a flag that is silently ignored would be worse.
+# The three branches are vLLM's. With `run_server` the process of the command becomes the API server, and it starts one engine process. With
+# `run_multi_api_server` it becomes [the launcher](../stage02_server/features/api_servers/README.md) of several API servers in front of one engine. The third answers with a
+# clear error and exit code 2, because a flag that is silently ignored would be worse.
 #
 # So a plain `serve` is two processes. `serve` does not fork the API server: the process that parsed the command line goes on as the API server, with the
 # same pid. The recording of a real run says so: `cli.main` and `server.listening` have one pid.

@@ -119,6 +119,7 @@ HTTP_FEATURES = (  # each is called with (app, services); the first of two route
     Feature("stage02_server.features.admin.admission:install"),
     Feature("stage02_server.features.admin.request_logger:install", flags=("enable_log_requests",)),
     Feature("stage02_server.features.stream_usage.install:install", flags=("enable_force_include_usage",)),
+    Feature("stage02_server.features.api_servers.install:install", flags=("api_server_count",)),
     Feature(f"{REFUSALS}:install"),
 )
 
@@ -152,10 +153,11 @@ class StopSignals:
         self.first, self.second = asyncio.Event(), asyncio.Event()
         self.name = ""
 
-    def _received(self, number: signal.Signals) -> None:
+    def received(self, name: str) -> None:
+        """A signal came, or whatever else asks the server to end."""
         if self.first.is_set():
             self.second.set()
-        self.name = self.name or number.name
+        self.name = self.name or name
         self.first.set()
 
     @contextmanager
@@ -164,7 +166,7 @@ class StopSignals:
         another signal must not stop it half-way, with a different exit code."""
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
-            loop.add_signal_handler(number, self._received, number)
+            loop.add_signal_handler(number, self.received, number.name)
         try:
             yield
         finally:

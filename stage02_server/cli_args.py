@@ -29,6 +29,7 @@ FEATURE_FLAGS = mixins(
     "stage02_server.features.stream_usage.flags:StreamUsageFlags",
     "stage02_server.features.responses.flags:ResponsesFlags",
     "stage02_server.features.tokenizer_info.flags:TokenizerInfoFlags",
+    "stage02_server.features.api_servers.flags:ApiServerFlags",  # last: what it checks, the others have declared
 )
 
 
@@ -82,7 +83,7 @@ class ServeArgs:
 
     engine_args: AsyncEngineArgs
     frontend_args: FrontendArgs
-    settings: dict[str, Resolved]  # every setting of both, and of the sections that the command added
+    settings: dict[str, Resolved]  # every setting of both
 
 
 def add_serve_args(parser: FlexibleArgumentParser) -> None:
@@ -96,14 +97,9 @@ def add_serve_args(parser: FlexibleArgumentParser) -> None:
     parser.refuse("server")
 
 
-def resolve_serve_args(args: argparse.Namespace, *more_sections: type) -> ServeArgs:
-    """Resolve all settings from command line, environment, config file and defaults, and set up the log.
-
-    `more_sections` are dataclasses whose flags the command added itself. Raises ConfigError.
-    """
-    frontend_settings = settings_of(FrontendArgs)
-    more = [setting for section in more_sections for setting in settings_of(section)]
-    known = [*engine_settings(), *frontend_settings, *more]
+def resolve_serve_args(args: argparse.Namespace) -> ServeArgs:
+    """Resolve all settings from command line, environment, config file and defaults, and set up the log. Raises ConfigError."""
+    known = [*engine_settings(), *settings_of(FrontendArgs)]
     settings = resolve_cli(known, args, refused_tables=["engine", "server"])
     frontend_args = FrontendArgs(**{field.name: settings[field.name].value for field in fields(FrontendArgs)})
     frontend_args.check()

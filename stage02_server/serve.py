@@ -6,23 +6,15 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
 
 from stage02_server.cli_args import add_serve_args, resolve_serve_args
-from stage03_engine.args import CLISubcommand, FlexibleArgumentParser, add_flags
-from stage03_engine.config import option
+from stage03_engine.args import CLISubcommand, FlexibleArgumentParser
 from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import load_feature
 from stage03_engine.tracing import open_trace
 from stagetrace import trace
 
-
-@dataclass(frozen=True)
-class LaunchArgs:
-    """Which processes `serve` starts."""
-
-    headless: bool = option(False, "start engines without an API server (not built yet)")
-    api_server_count: int = option(1, "API server processes (only 1 is built)", aliases=("-asc",))
+SEVERAL = "stage02_server.features.api_servers.launch:run_multi_api_server"
 
 
 class ServeSubcommand(CLISubcommand):
@@ -34,31 +26,31 @@ class ServeSubcommand(CLISubcommand):
             "--dry-run", action="store_true", help="print all settings, their origin, and a start's memory; then exit"
         )
         add_serve_args(parser)
-        add_flags(parser, LaunchArgs)
 
     def cmd(self, args: argparse.Namespace) -> int:
         """Serve until a signal ends it. Raises StagesError if the configuration is impossible."""
-        serve_args = resolve_serve_args(args, LaunchArgs)
-        settings = serve_args.settings
+        serve_args = resolve_serve_args(args)
+        settings, frontend_args = serve_args.settings, serve_args.frontend_args
         if trace.on:
             trace.emit("serve.model_tag", model=settings["model"].value, source=settings["model"].origin)
-        decide(settings["headless"].value, settings["api_server_count"].value)
+        count = getattr(frontend_args, "api_server_count", None)
+        branch = decide(getattr(frontend_args, "headless", False), 1 if count is None else count)
         vllm_config, settings = serve_args.engine_args.create_engine_config()
         open_trace(vllm_config)
         if args.dry_run:
             table = load_feature("stage02_server.features.dry_run.table:table", "--dry-run")
-            print(table(vllm_config, settings, LaunchArgs))
+            print(table(vllm_config, settings))
             return 0
+        if branch == "run_multi_api_server":
+            return load_feature(SEVERAL, "api_server_count above 1")(vllm_config, frontend_args)
         from stage02_server.api_server import serve  # late: `serve --help` needs no web framework
 
-        return serve(vllm_config, serve_args.frontend_args)
+        return serve(vllm_config, frontend_args)
 
 
-def decide(headless: bool, api_server_count: int) -> None:
-    """The decision tree of `serve`. Returns if one API server runs in this process; the other branches are not built yet.
-
-    vLLM's branches: run_headless, run_multi_api_server, run_server. Raises ConfigError.
-    """
+def decide(headless: bool, api_server_count: int) -> str:
+    """The decision tree of `serve`: run_server, where this process becomes the API server, or run_multi_api_server, where it starts
+    several. vLLM's third branch, run_headless, is not built yet. Raises ConfigError."""
     if headless or api_server_count < 1:
         branch = "run_headless"
     elif api_server_count > 1:
@@ -69,5 +61,4 @@ def decide(headless: bool, api_server_count: int) -> None:
         trace.emit("serve.decision", branch=branch, headless=headless, api_server_count=api_server_count)
     if branch == "run_headless":
         raise ConfigError("engines without an API server (headless, or api_server_count below 1) are not built yet")
-    if branch == "run_multi_api_server":
-        raise ConfigError(f"api_server_count = {api_server_count} is not built yet; only 1 is")
+    return branch

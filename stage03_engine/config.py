@@ -167,6 +167,7 @@ class VllmConfig(
         _FEATURES + "recording.flags:RecordingFlags",
         "stage03_engine.frontend.features.hidden_metrics.flags:HiddenMetricsFlags",
         "stage03_engine.frontend.features.data_parallel.flags:DataParallelFlags",
+        _FEATURES + "front_ends.flags:FrontEndsFlags",  # last: several engines have a client of their own
     )
 ):
     """Everything that the front end and the engine core share; sent in the handshake as msgpack.
@@ -177,7 +178,7 @@ class VllmConfig(
     - `resolve(values, files)`, static: internal fields computed from the settings and the model's files
     - `check(self)`: raises ConfigError if the settings are impossible together
     - `tasks(self)`: what requests may ask for, if the feature changes it
-    - `hooks(self)`: seam ("scheduler", "runner", "weights", "executor", "core", "client", "trace", "process") -> "module:Class"
+    - `hooks(self)`: seam ("scheduler", "runner", "weights", "executor", "core", "core_proc", "client", "trace", "process") -> "module:Class"
     """
 
     model_config: ModelConfig = ModelConfig()

@@ -45,6 +45,8 @@ class RunBatchSubcommand(CLISubcommand):
         serve_args = resolve_serve_args(args)
         guards = {field.name: None for field in fields(FrontendArgs) if field.name in GUARDS}
         frontend = replace(serve_args.frontend_args, **guards)  # type: ignore[arg-type]
+        if getattr(frontend, "headless", False) or getattr(frontend, "api_server_count", None) not in (None, 1):
+            raise ConfigError("headless and api_server_count are settings of `serve`: a batch has no server")
         source, target = _local(args.input_file), _local(args.output_file)
         config, _ = serve_args.engine_args.create_engine_config()
         open_trace(config)

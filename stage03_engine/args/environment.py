@@ -67,7 +67,6 @@ READ_BY_FEATURES = {"VLLM_PP_LAYER_PARTITION"}
 NOTHING_TO_DO = {"VLLM_DO_NOT_TRACK", "VLLM_NO_USAGE_STATS", "VLLM_USAGE_SOURCE"}  # nobody is told of anybody's usage
 SERVER_SETTINGS = (
     "host", "port", "served_model_name", "chat_template", "response_role", "engine", "in_process", "shutdown_timeout",
-    "headless", "api_server_count",
 )  # fmt: skip
 """Settings of the stages above, which no other command than theirs knows."""
 

@@ -96,23 +96,24 @@ class EngineCoreProc:
         connected.set()
         try:
             while True:
-                self._receive(socket.recv_multipart())
+                if received := self._decode(socket.recv_multipart()):
+                    self.input_queue.put(received)
         except zmq.ContextTerminated:
             socket.close()
 
-    def _receive(self, frames: list[bytes]) -> None:
-        """Decode one message for the busy loop. A malformed one is ignored: it must not end the engine."""
+    def _decode(self, frames: list[bytes]) -> tuple[EngineCoreRequestType, _Message] | None:
+        """Decode one message for the busy loop. A malformed one is None: it must not end the engine."""
         try:
             kind, payload = frames
             request_type = EngineCoreRequestType(kind)
             message = _DECODE[request_type](payload)
         except (ValueError, msgspec.MsgspecError) as error:
             logger.warning("ignored a malformed message on the input socket: %s", error)
-            return
+            return None
         if trace.on:
             req = getattr(message, "request_id", None)
             trace.emit("zmq.request_received", req=req, cause=message.cause, type=request_type.name)
-        self.input_queue.put((request_type, message))
+        return request_type, message
 
     def _process_output_socket(self, address: str) -> None:
         """Output thread: encode and send; bytes instead of outputs are the death notice and end the thread."""
@@ -126,12 +127,14 @@ class EngineCoreProc:
                     socket.send_multipart([ENGINE_CORE_DEAD, outputs])
                 socket.close(linger=1000)
                 return
-            if trace.on and outputs.outputs:
-                size = len(messages.encode(outputs))
-                outputs.cause = trace.emit(
-                    "zmq.outputs_sent", step=outputs.step, num_outputs=len(outputs.outputs), bytes=size
-                )
-            socket.send(messages.encode(outputs))
+            self._send(socket, outputs)
+
+    @staticmethod
+    def _send(socket: zmq.Socket, outputs: EngineCoreOutputs) -> None:
+        if trace.on and outputs.outputs:
+            size, count = len(messages.encode(outputs)), len(outputs.outputs)
+            outputs.cause = trace.emit("zmq.outputs_sent", step=outputs.step, num_outputs=count, bytes=size)
+        socket.send(messages.encode(outputs))
 
     def run_busy_loop(self) -> None:
         """Handle the messages that arrived, run a step, send its outputs; block only when there is nothing to do."""
@@ -232,7 +235,8 @@ def run_engine_core(handshake_address: str, engine_index: int) -> int:
     engine: EngineCoreProc | None = None
     try:
         init = _startup_handshake(handshake, engine_index)
-        engine = EngineCoreProc(init, identity, engine_index)
+        kind = next(iter(init.config.hooks("core_proc")), None)
+        engine = (EngineCoreProc if kind is None else load(kind))(init, identity, engine_index)
         started.append(engine)
         gc.collect()
         gc.freeze()  # the model and the modules live as long as the process: the collector need not scan them again

@@ -116,12 +116,18 @@ def test_both_commands_know_the_same_flags_and_refuse_alike(capsys: pytest.Captu
     assert {"--dry-run", "--headless", "--api-server-count", "-asc"} <= flags("stage02_server.__main__").keys()
     said = []
     for module, program in (("stage01_cli.main", "stages"), ("stage02_server.__main__", "python -m stage02_server")):
-        for words in (["--headless"], ["--api-server-count", "2"], ["-asc=0"], ["--dry-run=1"], ["--headles"]):
+        for words in (["--headless"], ["--api-server-count", "65"], ["-asc=0"], ["--dry-run=1"], ["--headles"]):
             assert importlib.import_module(module).main([*DUMMY, *words]) == 2
         for words in (["serv"], ["--no-such-flag"], []):
             assert importlib.import_module(module).main(words) == 2
         said.append(capsys.readouterr().err.replace(f"see {program}", "see PROGRAM").splitlines()[:7])
     assert said[0] == said[1] and all(line.startswith("stages: error: ") for line in said[0])
+
+
+def test_several_api_servers_are_a_branch_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dry_run(capsys, "-asc=2", f"--trace={tmp_path}")
+    [decision] = read_run(tmp_path).named("serve.decision")
+    assert decision.args == {"branch": "run_multi_api_server", "headless": False, "api_server_count": 2}
 
 
 @BOTH

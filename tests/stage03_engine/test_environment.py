@@ -11,7 +11,6 @@ import pytest
 
 from stage01_cli.main import main
 from stage02_server.cli_args import FrontendArgs
-from stage02_server.serve import LaunchArgs
 from stage03_engine.arg_utils import EngineArgs, engine_settings
 from stage03_engine.args.environment import COUNTERPARTS, SERVER_SETTINGS
 from stage03_engine.args.fields import settings_of
@@ -160,7 +159,7 @@ def test_others_can_be_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 def test_every_setting_of_every_command_is_known() -> None:
     """The lists that stand for the stages above, and for features, are whole."""
-    sections = [setting.name for section in (FrontendArgs, LaunchArgs) for setting in settings_of(section)]
+    sections = [setting.name for setting in settings_of(FrontendArgs)]
     assert set(sections) <= feature_settings() | set(SERVER_SETTINGS)
     assert set(SERVER_SETTINGS) <= set(sections)
     settings = {*sections, *(setting.name for setting in engine_settings())}

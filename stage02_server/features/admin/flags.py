@@ -21,12 +21,12 @@ class AdminFlags:
     max_num_queued_reqs: int | None = option(
         None,
         "most requests that wait or run, each counted as often as it has answers; one more is refused with 503 and "
-        "Retry-After; no limit if not given",
+        "Retry-After; no limit if not given. Each of several API servers counts its own",
     )
     max_num_queued_tokens: int | None = option(
         None,
         "prompt tokens of requests without a first output, from which on a request is refused with 503 and Retry-After; no "
-        "limit if not given",
+        "limit if not given. Each of several API servers counts its own",
     )
     engine_stall_seconds: float = option(
         300.0,

@@ -18,12 +18,12 @@ from stage03_engine.config import SECTIONS, VllmConfig
 from stagetrace.redact import HIDDEN
 
 
-def table(config: VllmConfig, settings: Mapping[str, Resolved], *more_sections: type) -> str:
+def table(config: VllmConfig, settings: Mapping[str, Resolved]) -> str:
     """One line per setting, in three columns, grouped as in `--help`; last, what was read from the model's folder, and the
     memory that a start would take. Raises StagesError for what the start would refuse."""
     check_start(config, settings)
     groups: list[tuple[str, list[tuple[str, str, str]]]] = []
-    for section in [*SECTIONS.values(), FrontendArgs, *more_sections]:
+    for section in filter(settings_of, [*SECTIONS.values(), FrontendArgs]):  # one without settings is computed
         found = [(each, settings[each.name]) for each in settings_of(section)]
         shown = [(each.name, _shown(known.value, each.secret), known.origin) for each, known in found]
         groups.append((section.__name__, shown))

@@ -6,6 +6,7 @@ keep apart by it; here it keeps apart what the engine caches, and says whose a r
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 
 from fastapi import FastAPI
@@ -29,6 +30,12 @@ class Tenants:
         self._engine = engine
         self._salts = None if shared_prefix_cache else [secrets.token_hex(16) for _ in range(num_keys)]
         self._owners: dict[str, int | None] = {}  # request -> its key
+
+    def share_salts(self, secret: str) -> None:
+        """Servers that call this with one secret give each key the same salt: what one has cached for a key, all find for it."""
+        if self._salts is not None:
+            digests = [hashlib.sha256(f"{secret} {key}".encode()) for key in range(len(self._salts))]
+            self._salts = [digest.hexdigest()[:32] for digest in digests]
 
     def send(self, request: EngineCoreRequest) -> None:
         """Note whose the request is, and salt it."""

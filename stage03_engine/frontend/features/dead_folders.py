@@ -14,6 +14,7 @@ import stat
 from stage03_engine.args.processes import PREFIX, RENDEZVOUS, SocketFolder, base_folder
 
 OUR_NAME = re.compile(PREFIX + r"[a-z0-9_]{8}")  # as mkdtemp makes it
+METRICS = re.compile(r"(counter|gauge_[a-z]+|histogram)_\d+\.db")  # as prometheus_client names its files
 
 
 class LockedFolder(SocketFolder):
@@ -50,7 +51,7 @@ def claim_folder() -> LockedFolder:
 def remove_dead_folders() -> None:
     """Remove the folders that this user's killed servers left behind.
 
-    Never raises, and never removes anything but a folder of sockets.
+    Never raises, and never removes anything but a folder of sockets, or of the metrics of several API servers.
     """
     names: list[str] = []
     with contextlib.suppress(OSError), os.scandir(base_folder()) as entries:  # some systems do not let users list /tmp
@@ -71,7 +72,8 @@ def _remove_if_dead(path: str) -> None:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         names = os.listdir(folder)
         modes = {name: os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode for name in names}
-        if all(stat.S_ISSOCK(mode) or (name == RENDEZVOUS and stat.S_ISREG(mode)) for name, mode in modes.items()):
+        files = {name for name, mode in modes.items() if stat.S_ISREG(mode) and (name == RENDEZVOUS or METRICS.fullmatch(name))}
+        if all(stat.S_ISSOCK(mode) or name in files for name, mode in modes.items()):
             for name in names:
                 os.unlink(name, dir_fd=folder)
             os.rmdir(path)

@@ -34,6 +34,8 @@ INTERVAL_BUCKETS = (
 STEP_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 ANSWER_BUCKETS = (1, 2, 5, 10, 20)
 PREEMPTION_BUCKETS = (1, 2, 3, 4, 5, 10, 20)
+SUMMED = {"multiprocess_mode": "livesum"}
+"""Of a gauge that several API servers add up: of one engine, only the first server hears the scheduler's numbers."""
 CACHE_SETTINGS = (
     "block_size", "enable_prefix_caching", "gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override",
     "swap_space",
@@ -94,7 +96,7 @@ class _EngineMetrics:
         values = {"model_name": model_name, "engine": str(engine_index)}
 
         def gauge(name: str, text: str) -> Gauge:
-            return families.get(Gauge, f"vllm:{name}", text, values)
+            return families.get(Gauge, f"vllm:{name}", text, values, **SUMMED)
 
         def counter(name: str, text: str) -> Counter:
             return families.get(Counter, f"vllm:{name}", text, values)
@@ -147,7 +149,7 @@ class _EngineMetrics:
             "Of those that wait: for room (capacity), or until they are ready (deferred).",
         )
         self._waiting_by_reason = {
-            reason: families.get(Gauge, name, text, values | {"reason": reason}) for reason in ("capacity", "deferred")
+            reason: families.get(Gauge, name, text, values | {"reason": reason}, **SUMMED) for reason in ("capacity", "deferred")
         }
         name, text = "vllm:request_success", "Requests that ended, by reason."
         self._success = {
@@ -219,4 +221,5 @@ def _cache_config_info(config: VllmConfig, families: Families, engine: str) -> N
     """An info metric: always 1, and its labels are the settings."""
     cache = config.cache_config
     labels = {name: str(getattr(cache, name)) for name in CACHE_SETTINGS if hasattr(cache, name)} | {"engine": engine}
-    families.get(Gauge, "vllm:cache_config_info", "Settings of the KV cache.", labels).set(1)
+    text = "Settings of the KV cache."
+    families.get(Gauge, "vllm:cache_config_info", text, labels, multiprocess_mode="livemax").set(1)

@@ -6,7 +6,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.frontend.features.hidden_metrics.flags import parse_version
-from stage03_engine.frontend.features.prometheus import TPOT_BUCKETS, Families
+from stage03_engine.frontend.features.prometheus import SUMMED, TPOT_BUCKETS, Families
 from stage03_engine.frontend.metrics import IterationStats, StatLogger
 from stage03_engine.messages import SchedulerStats
 
@@ -25,7 +25,7 @@ class HiddenMetricsLogger(StatLogger):
         self._tpot: Histogram | None = None
         if version <= GPU_NAMES:
             text = "Older name of vllm:kv_cache_usage_perc."
-            self._usage = families.get(Gauge, "vllm:gpu_cache_usage_perc", text, labels)
+            self._usage = families.get(Gauge, "vllm:gpu_cache_usage_perc", text, labels, **SUMMED)
             for name in ("prefix_cache_queries", "prefix_cache_hits"):
                 text = f"Older name of vllm:{name}."
                 self._counters[name] = families.get(Counter, f"vllm:gpu_{name}", text, labels)

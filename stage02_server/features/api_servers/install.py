@@ -1,0 +1,45 @@
+"""What one of several API servers does differently: its metrics are everybody's, and tenants are the same everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry, Metric
+from prometheus_client.multiprocess import MultiProcessCollector
+
+from stage02_server.api_server import Services
+from stage02_server.features.api_servers.this_server import this_server
+
+COMPUTED = ("stages:server_state",)
+"""Metrics that a function computes when somebody asks, so that they stand in no file: those of the server that answers."""
+
+
+class MergedRegistry(CollectorRegistry):
+    """What all API servers have counted (vllm/v1/metrics/prometheus.py, get_prometheus_registry).
+
+    Each keeps its numbers in files of one folder: counters and histograms are added up, and gauges too, because of one engine only
+    the first server hears the scheduler's numbers.
+    """
+
+    def __init__(self, own: CollectorRegistry, folder: str) -> None:
+        super().__init__()
+        self._own, self._files = own, MultiProcessCollector(None, folder)
+
+    def register(self, collector: object) -> None:
+        """For what is made later: it belongs to this server's own metrics."""
+        self._own.register(collector)  # type: ignore[arg-type]
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics of all, once each."""
+        yield from (metric for metric in self._files.collect() if metric.name not in COMPUTED)
+        yield from (metric for metric in self._own.collect() if metric.name in COMPUTED)
+
+
+def install(app: FastAPI, services: Services) -> None:
+    """Does nothing in a process that is not one of several API servers."""
+    if (start := this_server()) is None:
+        return
+    services.registry = MergedRegistry(services.registry, start.folder)
+    if (tenants := getattr(app.state, "tenants", None)) is not None:
+        tenants.share_salts(start.secret)

@@ -1,0 +1,61 @@
+"""An API server as its launcher sees it: a process, and a socket to it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+
+import msgspec
+
+from stage02_server.features.api_servers.this_server import Start
+from stage03_engine.args.command import signals_are_ours
+from stage03_engine.frontend.features.shared_engine import Order, Report, decode_report, encode
+from stagetrace import trace
+
+
+class ApiServerProcess:
+    """One API server. It ends when this process ends: its end of the socket closes then, even on kill -9."""
+
+    def __init__(self, start: Start) -> None:
+        self.name = start.name
+        self._link, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "stage02_server.features.api_servers", str(start.index)]
+        environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": start.folder}
+        with theirs, signals_are_ours():
+            self.process = subprocess.Popen(
+                command, stdin=theirs.fileno(), pass_fds=[start.descriptor], env=environment
+            )
+        if trace.on:
+            start.cause = trace.emit("api_server.spawned", index=start.index, pid=self.process.pid)
+        self._send(msgspec.json.encode(start))
+
+    def tell(self, order: Order) -> None:
+        """Send an order. One that nobody can read any more is dropped."""
+        self._send(encode(order))
+
+    def _send(self, line: bytes) -> None:
+        with contextlib.suppress(OSError):
+            self._link.sendall(line + b"\n")
+
+    def follow(self, on_report: Callable[[Report], None], on_exit: Callable[[int], None]) -> None:
+        """Call `on_report` with each report, and `on_exit` with the exit code when the process has ended, from a thread."""
+
+        def run() -> None:
+            with contextlib.suppress(OSError), self._link.makefile("rb") as lines:
+                for line in lines:
+                    on_report(decode_report(line))
+            on_exit(self.process.wait())
+
+        threading.Thread(target=run, name=self.name, daemon=True).start()
+
+    def kill(self) -> None:
+        """End the process if it has not ended, and reap it. May be called twice."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        self._link.close()

@@ -1,0 +1,42 @@
+"""What the launcher tells an API server first: its settings, and where everything is."""
+
+from __future__ import annotations
+
+import msgspec
+
+from stage02_server.cli_args import FrontendArgs
+from stage03_engine.config import VllmConfig
+
+
+class Start(msgspec.Struct):
+    """The first line that an API server reads from its launcher."""
+
+    index: int
+    address: str  # to show people
+    descriptor: int  # of the listening socket
+    config: VllmConfig
+    args: FrontendArgs
+    engines: list[tuple[str, str]]  # input and output address of each; empty with the echo engine
+    folder: str  # of the metrics of all servers
+    secret: str  # shared by the servers, for what they must compute alike
+    run_id: str  # of the trace
+    cause: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The server's name in the log, in the trace, and in `ps`."""
+        return f"APIServer_{self.index}"
+
+
+_this: Start | None = None
+
+
+def set_this_server(start: Start) -> None:
+    """This process is the API server that `start` describes."""
+    global _this
+    _this = start
+
+
+def this_server() -> Start | None:
+    """What this API server was told; None in a process that is not one of several."""
+    return _this

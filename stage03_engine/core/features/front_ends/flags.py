@@ -1,0 +1,30 @@
+"""How many front ends an engine has. No flag of the engine: whoever starts several API servers sets it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from stage03_engine.args.fields import internal
+
+
+@dataclass(frozen=True)
+class FrontEnds:
+    """Who sends requests to an engine."""
+
+    num_front_ends: int = internal(1)
+
+
+@dataclass(frozen=True)
+class FrontEndsFlags:
+    """Part of VllmConfig."""
+
+    front_ends: FrontEnds = FrontEnds()
+
+    def hooks(self: Any) -> dict[str, list[str]]:
+        """With several: the engine process that tells them apart, and the client of an engine that somebody else started."""
+        several = self.front_ends.num_front_ends > 1
+        return {
+            "core_proc": ["stage03_engine.core.features.front_ends.core_proc:SharedEngineCoreProc"] * several,
+            "client": ["stage03_engine.frontend.features.shared_engine:SharedEngineClient"] * several,
+        }
