@@ -205,8 +205,10 @@ NO_FLAGS_OF_OURS = {
     "--no-enable-x",
     "--no-buffer",
     "--benchmark-only",
+    "--nproc-per-node",
+    "--editable",
 }
-"""A wrong one, an opposite, placeholders; curl's, pytest's and those of the training script."""
+"""A wrong one, an opposite, placeholders; curl's, pytest's, torchrun's, pip's and those of the training script."""
 
 
 def test_every_flag_that_a_readme_names_exists() -> None:

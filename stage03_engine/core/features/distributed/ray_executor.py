@@ -169,7 +169,7 @@ class RayDistributedExecutor(SeveralWorkers):
         ray = self._ray
 
         class Actor(RayWorker):
-            @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
+            @ray.method(concurrency_group="watch")
             def wait_for_end(self) -> None:
                 """Never returns: its failure is how the end of the actor is known at once, also between steps."""
                 threading.Event().wait()
