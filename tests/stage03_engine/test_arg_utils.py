@@ -101,7 +101,7 @@ def test_the_alias_is_followed_and_said() -> None:
         ({"dtype": "int4"}, "'int4' is not one of auto, float32"),
         ({"blok_size": 4}, "unknown setting 'blok_size'; did you mean block_size\\?"),
         ({"shape": None}, "unknown setting 'shape'"),
-        ({"tensor_parallel_siz": 2}, "unknown setting 'tensor_parallel_siz'$"),  # no hint at what is not built
+        ({"tensor_parallel_siz": 2}, "unknown setting 'tensor_parallel_siz'; did you mean tensor_parallel_size\\?"),
     ],
 )
 def test_impossible_settings_are_refused(settings: dict[str, Any], message: str) -> None:
