@@ -10,7 +10,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from stage04_kernels.lab.check_row import Row
@@ -204,7 +204,7 @@ def seed_number(text: str) -> int:
     return int(text)
 
 
-COMMANDS = {"check": Check, "compile": Compile, "bench": Bench, "roofline": Roofline}
+COMMANDS: dict[str, Any] = {"check": Check, "compile": Compile, "bench": Bench, "roofline": Roofline}
 """Subcommand -> the class that has its `help`, its `add_arguments(parser)` and its `run(args)`."""
 
 
@@ -224,8 +224,8 @@ def make_parser() -> Parser:
     subparsers = parser.add_subparsers(required=True, metavar="{" + ",".join(COMMANDS) + "}")
     for name, command in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=command.help)
-        command.add_arguments(subparser)  # type: ignore[attr-defined]
-        subparser.set_defaults(run=command.run)  # type: ignore[attr-defined]
+        command.add_arguments(subparser)
+        subparser.set_defaults(run=command.run)
     return parser
 
 

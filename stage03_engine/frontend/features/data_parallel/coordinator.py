@@ -27,8 +27,9 @@ import zmq
 
 from stage03_engine.args.command import signals_are_ours
 from stage03_engine.args.log import enter_process
+from stage03_engine.args.processes import SocketFolder
 from stage03_engine.config import VllmConfig
-from stage03_engine.frontend.engine_process import TERMINATE_SECONDS, SocketFolder
+from stage03_engine.frontend.engine_process import TERMINATE_SECONDS
 from stage03_engine.tracing import open_trace
 from stagetrace import trace
 
@@ -125,7 +126,7 @@ class CountsLink:
         self._read(on_counts)
 
     def _read(self, on_counts: Callable[[list[EngineCounts]], None]) -> None:
-        while self._sub.EVENTS & zmq.POLLIN:
+        while int(self._sub.EVENTS) & zmq.POLLIN:
             published = _decode_all(self._sub.recv())
             if trace.on:
                 trace.emit("dp.counts_received", cause=published.cause, engines=len(published.engines))
