@@ -93,7 +93,7 @@ def test_one_value_means_the_same_from_every_source(data: st.DataObject, tmp_pat
     "content, message",
     [
         ("max-num-seq: 4", "unknown key 'max-num-seq'; did you mean max_num_seqs\\?"),
-        ("tensor-parallel-siz: 2", "unknown key 'tensor-parallel-siz'$"),  # no hint at what is not built
+        ("tensor-parallel-siz: 2", "unknown key 'tensor-parallel-siz'; did you mean tensor_parallel_size\\?"),
         ("max_num_seqs: four", "max_num_seqs: 'four' is not an integer"),
         ("max_num_seqs: true", "max_num_seqs: True is not an integer"),
         ("max_num_seqs: 4.0", "max_num_seqs: 4.0 is not an integer"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -131,13 +132,14 @@ def test_the_same_tokens_as_in_the_engine_process(expected: list[list[int]], rec
     assert recorded == expected
 
 
+SIZES = [(2, 1), (1, 2), (2, 2)]
+
+
 @needs_slices
-@pytest.mark.parametrize(
-    "sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=lambda sizes: next(iter(sizes))
-)
-def test_several_workers_give_the_same_tokens(sizes: dict[str, int], expected: list[list[int]]) -> None:
-    with LLM("gpt2-tiny", **TIGHT, **sizes) as llm:
-        assert len(workers_of()) == 2, "mp is the default for several"
+@pytest.mark.parametrize(("tp", "pp"), SIZES)
+def test_several_workers_give_the_same_tokens(tp: int, pp: int, expected: list[list[int]]) -> None:
+    with LLM("gpt2-tiny", tensor_parallel_size=tp, pipeline_parallel_size=pp, **TIGHT) as llm:
+        assert len(workers_of()) == tp * pp, "mp is the default for several"
         assert tokens(llm, *workload()) == expected
 
 
@@ -484,6 +486,35 @@ def test_a_launched_process_that_stays_alone_says_so() -> None:
     errors = [line for line in run.stderr.splitlines() if line.startswith("stages: error:")]
     assert run.returncode == 2 and len(errors) == 1 and "Traceback" not in run.stderr, run.stderr
     assert "the workers did not meet within 1 s (--distributed-timeout-seconds)" in errors[0]
+
+
+SAME = """
+    import json, os, sys
+    from stage03_engine.llm import LLM
+    from stage03_engine.sampling_params import SamplingParams
+    prompts, most, settings = json.loads(sys.argv[1])
+    with LLM("gpt2-tiny", distributed_executor_backend="external_launcher", **settings) as llm:
+        params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in most]
+        tokens = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+    with open(sys.argv[2] + os.environ["RANK"], "w") as file:
+        json.dump(tokens, file)
+"""
+
+
+@needs_slices
+@pytest.mark.parametrize(("tp", "pp"), SIZES[:2])
+def test_every_launched_process_has_the_same_tokens(
+    tp: int, pp: int, tmp_path: Path, expected: list[list[int]]
+) -> None:
+    script = tmp_path / "same.py"
+    script.write_text(textwrap.dedent(SAME))
+    prompts, params = workload()
+    settings = TIGHT | {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
+    job = json.dumps([prompts, [each.max_tokens for each in params], settings])
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    run = subprocess.run([*launch, job, str(tmp_path / "tokens")], capture_output=True, text=True, timeout=PATIENCE)
+    assert run.returncode == 0, run.stderr
+    assert [json.loads((tmp_path / f"tokens{rank}").read_text()) for rank in range(2)] == [expected] * 2
 
 
 DIFFERENT = """

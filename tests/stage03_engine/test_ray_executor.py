@@ -23,7 +23,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 
 def actors(parent: int | None = None) -> list[psutil.Process]:
     found = psutil.Process(parent).children(recursive=True)
-    return [process for process in found if "stages::Worker" in " ".join(process.cmdline())]
+    return [process for process in found if "ray::Actor" in " ".join(process.cmdline())]  # Ray names it
 
 
 def test_the_same_tokens_and_a_lane_per_worker(tmp_path: Any) -> None:

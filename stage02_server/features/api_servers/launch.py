@@ -25,7 +25,7 @@ from stage02_server.features.api_servers.server_process import ApiServerProcess
 from stage02_server.features.api_servers.this_server import Start
 from stage03_engine.args.cpu import find_cores
 from stage03_engine.args.log import announce
-from stage03_engine.args.processes import SocketFolder, private_folder
+from stage03_engine.args.processes import private_folder
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import ConfigError, StagesError
 from stage03_engine.frontend.engine_process import EngineProcess
@@ -112,7 +112,7 @@ class Launcher:
     def __init__(self, config: VllmConfig, args: FrontendArgs) -> None:
         self._config, self._args = config, args
         self._loop = asyncio.get_running_loop()
-        self._folder: SocketFolder = private_folder()
+        self._folder = private_folder()
         self._engines: list[EngineProcess] = []
         self._servers: list[ApiServerProcess] = []
         self._running: set[ApiServerProcess] = set()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import tempfile
 import threading
 from collections import deque
@@ -43,6 +44,7 @@ from stagetrace import trace
 
 PLACE_SECONDS = 60.0  # for a busy cluster to make room
 SHUTDOWN_SECONDS = 3.0
+KNOCK_SECONDS = 5.0
 Answer = tuple[bytes, bytes, bytes]  # kind, payload, cause
 
 
@@ -273,9 +275,17 @@ def _join_cluster(ray: Any) -> None:
     address = os.environ.get("RAY_ADDRESS")
     try:
         if address:
+            _knock(address)
             ray.init(address=address, log_to_driver=True)
         else:
             ray.init(address="local", include_dashboard=False, log_to_driver=True)
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:  # OSError: ConnectionError too
         where = f"the Ray cluster at RAY_ADDRESS={address} cannot be joined" if address else "Ray cannot be started"
         raise ConfigError(f"{where}: {str(error).strip().partition(chr(10))[0]}") from error
+
+
+def _knock(address: str) -> None:
+    """Ray itself asks for minutes at an address where nobody listens. Raises OSError. `auto` and `ray://` are Ray's to find."""
+    host, _, port = address.rpartition(":")
+    if host and "/" not in address and port.isdecimal():
+        socket.create_connection((host, int(port)), timeout=KNOCK_SECONDS).close()
