@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from pipeline_in_process import stages_in_this_process
 from test_async_scheduling import answers_of
@@ -345,7 +346,7 @@ def test_a_request_that_resumes_while_its_token_is_in_flight_gets_it_once() -> N
         scheduler.add_request(make_request(name, prompt, params))
     while scheduler.requests or in_flight:
         while len(in_flight) < 3 and scheduler.can_schedule():
-            output = scheduler.schedule()
+            output = msgspec.msgpack.decode(msgspec.msgpack.encode(scheduler.schedule()), type=SchedulerOutput)
             resumed += [
                 new
                 for new in output.scheduled_new_reqs

@@ -13,6 +13,7 @@ from stage03_engine.replay.replay import replay
 from stage03_engine.sampling_params import SamplingParams
 from stagetrace import read_run
 from stagetrace.check.invariants import check
+from stagetrace.read.story import tell
 
 SMALL: dict[str, Any] = {
     "model": "gpt2-tiny", "max_model_len": 96, "block_size": 4, "num_gpu_blocks_override": 70, "max_num_batched_tokens": 48,
@@ -47,6 +48,8 @@ def test_two_stages_give_the_same_tokens_and_work_at_the_same_time(expected: lis
     sent = {e.ref for e in run.named("worker.collective") if e.ph == "B" and e.args["kind"] == "send"}
     received = {e.cause for e in run.named("worker.collective") if e.ph == "E" and e.args["kind"] == "receive"}
     assert received == sent
+    steps = [step for step in tell(run.events).steps if step.total_tokens]
+    assert all(step.decided_ns < step.forward_ns[0] < step.forward_ns[1] < step.end_ns for step in steps)
     assert check(tmp_path).deaths == []
     assert [result.difference for result in replay(tmp_path)] == [None]
 

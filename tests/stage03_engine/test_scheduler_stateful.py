@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import replace
 
+import msgspec
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from toy_runner import MAX_LEN, ToyRunner, make_request, make_scheduler, right_answer
@@ -169,6 +170,11 @@ class PipelineSchedulerMachine(AsyncSchedulerMachine):
         self.stages = data.draw(st.integers(2, 4))
         groups = data.draw(st.booleans())
         self.scheduler.config = replace(self.scheduler.config, pipeline_stages=self.stages, pipeline_groups=groups)
+
+    def decide(self) -> None:
+        """What is sent does not change afterwards."""
+        super().decide()
+        self.in_flight[-1] = msgspec.msgpack.decode(msgspec.msgpack.encode(self.in_flight[-1]), type=SchedulerOutput)
 
     @rule()
     def step(self) -> None:

@@ -141,6 +141,7 @@ class Story:
         self._on_step = on_step
         self._open: dict[tuple[int, int], StepStory] = {}  # (pid, step); an engine with asynchronous scheduling has two
         self._sent: dict[str, Event] = {}
+        self._engines: dict[int, int] = {}  # pid of a worker -> pid of the engine that started it
 
     def feed(self, event: Event) -> None:
         """Process the next event."""
@@ -180,8 +181,9 @@ class Story:
                 self._on_step(step)
 
     def _step_of(self, event: Event) -> StepStory | None:
-        """The step in progress that an event belongs to; the newest one if it names none."""
-        return self._open.get((event.pid, self._newest(event) if event.step is None else event.step))
+        """The step in progress that an event of an engine or its worker belongs to; the newest one if it names none."""
+        engine = self._engines.get(event.pid, event.pid)
+        return self._open.get((engine, self._newest(event) if event.step is None else event.step))
 
     def _newest(self, event: Event, default: int = 0) -> int:
         """The newest step in progress in the process of an event."""
@@ -199,6 +201,9 @@ class Story:
 
     def _header(self, event: Event) -> None:
         self.headers[event.pid] = event.args
+
+    def _worker(self, event: Event) -> None:
+        self._engines[event.args["pid"]] = event.pid
 
     def _created(self, event: Event) -> None:
         self.settings = event.args
@@ -262,12 +267,12 @@ class Story:
 
     def _forward(self, event: Event) -> None:
         if (step := self._step_of(event)) is not None:
-            begin = step.forward_ns[0]
-            step.forward_ns = (event.ts, event.ts) if event.ph == "B" else (begin, event.ts)
+            begin, end = step.forward_ns  # of several workers: from the first one's beginning to the last one's end
+            step.forward_ns = (min(begin or event.ts, event.ts), max(end, event.ts))
 
     def _sampled(self, event: Event) -> None:
         if (step := self._step_of(event)) is not None:
-            step.sampled_ns = event.ts
+            step.sampled_ns = max(step.sampled_ns, event.ts)
 
     def _token(self, event: Event) -> None:
         request = self.requests[event.req or ""]
@@ -316,6 +321,7 @@ class Story:
 
 _HANDLERS: dict[str, Callable[[Story, Event], None]] = {
     "run.start": Story._header,
+    "worker.spawned": Story._worker,
     "scheduler.created": Story._created,
     "sched.queued": Story._queued,
     "sched.admit": Story._admitted,
