@@ -28,7 +28,8 @@ import zmq
 from stage03_engine.args.command import signals_are_ours
 from stage03_engine.args.log import enter_process
 from stage03_engine.config import VllmConfig
-from stage03_engine.frontend.engine_process import TERMINATE_SECONDS, SocketFolder
+from stage03_engine.frontend.engine_process import LOCKED_FOLDER, TERMINATE_SECONDS, SocketFolder
+from stage03_engine.mixins import is_there, load
 from stage03_engine.tracing import open_trace
 from stagetrace import trace
 
@@ -79,7 +80,8 @@ class DPCoordinator:
     """The coordinator's process, for whoever starts the front ends: they get the name of `folder`."""
 
     def __init__(self, config: VllmConfig) -> None:
-        self._folder = SocketFolder()
+        locks = is_there(LOCKED_FOLDER.partition(":")[0])
+        self._folder: SocketFolder = load(LOCKED_FOLDER)() if locks else SocketFolder()
         self.folder = self._folder.path
         command = [sys.executable, "-m", __name__, str(self.folder)]
         with signals_are_ours():
