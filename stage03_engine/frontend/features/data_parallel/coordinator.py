@@ -127,7 +127,7 @@ class CountsLink:
         self._read(on_counts)
 
     def _read(self, on_counts: Callable[[list[EngineCounts]], None]) -> None:
-        while self._sub.EVENTS & zmq.POLLIN:
+        while int(self._sub.EVENTS) & zmq.POLLIN:
             published = _decode_all(self._sub.recv())
             if trace.on:
                 trace.emit("dp.counts_received", cause=published.cause, engines=len(published.engines))
