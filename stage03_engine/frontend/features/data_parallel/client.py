@@ -421,7 +421,7 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
             self._is_scaling = False
         if trace.on:
             trace.emit("dp.scaled", engines=size)
-        logger.info("There are %d engines now.", size)
+        logger.info("Engines: %d now.", size)
 
     async def _grow(self, size: int) -> None:
         free = (index for index in itertools.count() if index not in self._engines)
