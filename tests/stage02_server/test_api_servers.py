@@ -22,9 +22,9 @@ from server_under_test import InProcessServer, ServerProcess, byte_config
 
 from stage02_server.cli_args import FrontendArgs
 from stage02_server.features.api_servers.launch import with_front_ends
+from stage03_engine.args.processes import base_folder
 from stage03_engine.core.features.front_ends.flags import FrontEnds
 from stage03_engine.errors import ConfigError
-from stage03_engine.frontend.engine_process import base_folder
 from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import SamplingParams
 from stagetrace import read_run

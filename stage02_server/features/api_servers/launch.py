@@ -25,9 +25,10 @@ from stage02_server.features.api_servers.server_process import ApiServerProcess
 from stage02_server.features.api_servers.this_server import Start
 from stage03_engine.args.cpu import find_cores
 from stage03_engine.args.log import announce
+from stage03_engine.args.processes import private_folder
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import ConfigError, StagesError
-from stage03_engine.frontend.engine_process import LOCKED_FOLDER, EngineProcess, SocketFolder
+from stage03_engine.frontend.engine_process import EngineProcess
 from stage03_engine.frontend.features.shared_engine import (
     AllConnected,
     Connected,
@@ -39,7 +40,6 @@ from stage03_engine.frontend.features.shared_engine import (
     Stop,
 )
 from stage03_engine.messages import EngineReady
-from stage03_engine.mixins import is_there, load
 from stagetrace import trace
 
 logger = logging.getLogger(__name__)
@@ -112,9 +112,7 @@ class Launcher:
     def __init__(self, config: VllmConfig, args: FrontendArgs) -> None:
         self._config, self._args = config, args
         self._loop = asyncio.get_running_loop()
-        self._folder: SocketFolder = (
-            load(LOCKED_FOLDER)() if is_there(LOCKED_FOLDER.partition(":")[0]) else SocketFolder()
-        )
+        self._folder = private_folder()  # of the metrics
         self._engines: list[EngineProcess] = []
         self._servers: list[ApiServerProcess] = []
         self._running: set[ApiServerProcess] = set()
