@@ -72,7 +72,11 @@ def _remove_if_dead(path: str) -> None:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         names = os.listdir(folder)
         modes = {name: os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode for name in names}
-        files = {name for name, mode in modes.items() if stat.S_ISREG(mode) and (name == RENDEZVOUS or METRICS.fullmatch(name))}
+        files = {
+            name
+            for name, mode in modes.items()
+            if stat.S_ISREG(mode) and (name == RENDEZVOUS or METRICS.fullmatch(name))
+        }
         if all(stat.S_ISSOCK(mode) or name in files for name, mode in modes.items()):
             for name in names:
                 os.unlink(name, dir_fd=folder)

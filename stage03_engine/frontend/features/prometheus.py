@@ -149,7 +149,8 @@ class _EngineMetrics:
             "Of those that wait: for room (capacity), or until they are ready (deferred).",
         )
         self._waiting_by_reason = {
-            reason: families.get(Gauge, name, text, values | {"reason": reason}, **SUMMED) for reason in ("capacity", "deferred")
+            reason: families.get(Gauge, name, text, values | {"reason": reason}, **SUMMED)
+            for reason in ("capacity", "deferred")
         }
         name, text = "vllm:request_success", "Requests that ended, by reason."
         self._success = {

@@ -27,8 +27,9 @@ import zmq
 
 from stage03_engine.args.command import signals_are_ours
 from stage03_engine.args.log import enter_process
+from stage03_engine.args.processes import private_folder
 from stage03_engine.config import VllmConfig
-from stage03_engine.frontend.engine_process import TERMINATE_SECONDS, SocketFolder
+from stage03_engine.frontend.engine_process import TERMINATE_SECONDS
 from stage03_engine.tracing import open_trace
 from stagetrace import trace
 
@@ -79,7 +80,7 @@ class DPCoordinator:
     """The coordinator's process, for whoever starts the front ends: they get the name of `folder`."""
 
     def __init__(self, config: VllmConfig) -> None:
-        self._folder = SocketFolder()
+        self._folder = private_folder()
         self.folder = self._folder.path
         command = [sys.executable, "-m", __name__, str(self.folder)]
         with signals_are_ours():
@@ -125,7 +126,7 @@ class CountsLink:
         self._read(on_counts)
 
     def _read(self, on_counts: Callable[[list[EngineCounts]], None]) -> None:
-        while self._sub.EVENTS & zmq.POLLIN:
+        while self._sub.poll(0):
             published = _decode_all(self._sub.recv())
             if trace.on:
                 trace.emit("dp.counts_received", cause=published.cause, engines=len(published.engines))
