@@ -166,8 +166,8 @@ class VllmConfig(
         _FEATURES + "profiler.flags:ProfilerFlags",
         _FEATURES + "recording.flags:RecordingFlags",
         "stage03_engine.frontend.features.hidden_metrics.flags:HiddenMetricsFlags",
+        _FEATURES + "front_ends.flags:FrontEndsFlags",  # before several engines: its client knows them too
         "stage03_engine.frontend.features.data_parallel.flags:DataParallelFlags",
-        _FEATURES + "front_ends.flags:FrontEndsFlags",  # last: several engines have a client of their own
     )
 ):
     """Everything that the front end and the engine core share; sent in the handshake as msgpack.

@@ -23,8 +23,8 @@ from server_under_test import InProcessServer, ServerProcess, byte_config
 from stage02_server.cli_args import FrontendArgs
 from stage02_server.features.api_servers.launch import with_front_ends
 from stage03_engine.args.processes import base_folder
-from stage03_engine.core.features.front_ends.flags import FrontEnds
 from stage03_engine.errors import ConfigError
+from stage03_engine.frontend.features.data_parallel.flags import DataParallelConfig
 from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import SamplingParams
 from stagetrace import read_run
@@ -146,6 +146,8 @@ def test_metrics_are_those_of_all(clients: list[httpx.Client]) -> None:
     before = samples(clients[0])
     for client in clients:
         client.post("/v1/completions", json=BODY).raise_for_status()
+    # The last tokens are counted after they are sent.
+    wait_until(lambda: samples(clients[0])[tokens] >= before[tokens] + 48, "tokens are missing")
     wait_until(lambda: samples(clients[0])["vllm:num_requests_running", ""] == 0, "requests stay")
     after = [samples(client) for client in clients]
     assert after[0] == after[1]
@@ -198,10 +200,9 @@ def test_the_log_warns_of_what_is_not_stored_and_of_more_servers_than_cores(pair
     assert not any("make nothing faster" in line for line in pair.lines) or (os.cpu_count() or 1) < 2
 
 
-def test_several_engines_need_one_server() -> None:
-    config = replace(byte_config(), front_ends=FrontEnds(2))  # type: ignore[call-arg]
-    assert config.hooks("client")
-    with pytest.raises(ConfigError, match="data_parallel_size and data_parallel_rank need api_server_count 1"):
+def test_one_engine_of_those_of_several_servers_needs_one_server() -> None:
+    config = replace(byte_config(), data_parallel_config=DataParallelConfig(2, data_parallel_rank=1))  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="data_parallel_rank needs api_server_count 1, not 2"):
         with_front_ends(config, FrontendArgs(api_server_count=2))
 
 
@@ -319,6 +320,47 @@ def test_all_servers_say_that_the_engine_is_dead_and_end(start_server: Start) ->
         assert {health.json()["state"] for health in healths} <= {"failed", "draining"}
     assert server.wait() == 1
     assert not psutil.wait_procs(processes, timeout=PATIENCE)[1]
+
+
+def tokens_of_engines(client: httpx.Client) -> dict[str, float]:
+    families = text_string_to_metric_families(client.get("/metrics").text)
+    found = (sample for family in families for sample in family.samples)
+    return {each.labels["engine"]: each.value for each in found if each.name == "vllm:generation_tokens_total"}
+
+
+def test_two_servers_before_two_engines(start_server: Start, tmp_path: Path) -> None:
+    """Both servers use both engines, the coordinator tells them how much these have to do, and one dead engine ends all."""
+    flags = ("--data-parallel-size", "2", "--kv-cache-memory-bytes", "50000000", "--trace", str(tmp_path))
+    server = start_server("gpt2-tiny", *FLAGS, *flags)
+    wait_until_both_serve(server)
+    processes = processes_of(server)
+    kept = open_folders(processes)
+    with connected_to_both(server) as clients:
+        texts = {client.post("/v1/completions", json=BODY).json()["choices"][0]["text"] for client in clients * 3}
+        drawn_once = [client.post("/v1/completions", json=BODY | {"temperature": 1}).json() for client in clients]
+        assert len({answer["choices"][0]["text"] for answer in drawn_once}) == 2, "both servers draw the same seeds"
+        with clients[0].stream("POST", "/v1/completions", json=LONG) as one:
+            pieces = one.iter_text()
+            next(pieces)
+            body = BODY | {"prompt": ["To be, or"] * 4, "temperature": 1}
+            drawn = [choice["text"] for choice in clients[1].post("/v1/completions", json=body).json()["choices"]]
+            text = "".join(pieces)
+        assert text.endswith("data: [DONE]\n\n") and len(texts) == 1 and len(set(drawn)) == 4
+        # The last tokens are counted after they are sent.
+        wait_until(lambda: sum(tokens_of_engines(clients[1]).values()) == 8 * 24 + 480 + 4 * 24, "tokens are missing")
+        assert min(tokens_of_engines(clients[1]).values()) > 0
+        [engine] = {pid_of(server, "EngineCore_DP1")} & {process.pid for process in processes}
+        os.kill(engine, signal.SIGKILL)
+        for client in clients:
+            wait_until(lambda client=client: client.get("/health").status_code == 503, "a server does not know it")  # type: ignore[misc]
+    assert server.wait() == 1
+    assert not psutil.wait_procs(processes, timeout=PATIENCE)[1] and not kept & folders()
+    run = read_run(tmp_path)
+    assert {event.proc for event in run.events} == {
+        "APIServer", "APIServer_0", "APIServer_1", "DPCoordinator", "EngineCore_DP0", "EngineCore_DP1",
+    }  # fmt: skip
+    assert {event.proc for event in run.named("dp.counts_received")} == {"APIServer_0", "APIServer_1"}
+    assert {event.proc for event in run.named("dp.counts_sent")} == {"APIServer_0"}
 
 
 def test_an_engine_that_cannot_start_is_one_line(start_server: Start) -> None:

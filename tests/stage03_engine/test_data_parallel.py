@@ -27,7 +27,7 @@ from stage03_engine.args.cpu import compute_threads, find_cores
 from stage03_engine.errors import ConfigError, EngineDeadError, EngineStartError, InvalidRequestError
 from stage03_engine.frontend.features.data_parallel import devices
 from stage03_engine.frontend.features.data_parallel.balancing import MOST_BEHIND, Balancer, PrefixIndex
-from stage03_engine.frontend.features.data_parallel.client import DPLBAsyncMPClient, EngineState, ScalingError
+from stage03_engine.frontend.features.data_parallel.client import DPLBAsyncMPClient, EngineState, ScalingError, share_of
 from stage03_engine.frontend.features.data_parallel.coordinator import CountsLink, DPCoordinator, EngineCounts
 from stage03_engine.frontend.features.data_parallel.in_flight import LOST
 from stage03_engine.frontend.features.data_parallel.restart import WINDOW_SECONDS, RestartLimit
@@ -550,7 +550,7 @@ def test_engines_share_cores_and_memory() -> None:
     client.start_process()
     assert [each.config.cache_config.gpu_memory_utilization for each in engines.made] == [0.4, 0.4]
     assert [each.config.device_config.num_threads for each in engines.made] == [threads, threads]
-    assert client._share(2 * threads * 4).device_config.num_threads == 1
+    assert share_of(config, 2 * threads * 4).device_config.num_threads == 1
     client.shutdown()
 
 

@@ -11,6 +11,7 @@ import os
 import shutil
 import socket
 import sys
+from pathlib import Path
 from typing import NoReturn
 
 import msgspec
@@ -38,6 +39,7 @@ def main(index: int) -> int:
     name_process(start.name)
     configure_logging(start.name, start.config.observability_config)
     set_this_server(start)
+    link.number, link.coordinator = index, None if start.coordinator is None else Path(start.coordinator)
     use_link(link)
     for number, (inputs, outputs) in enumerate(start.engines):
         link.add_engine(number, f"{inputs}_{index}", f"{outputs}_{index}")

@@ -12,7 +12,7 @@ from stage02_server.api_server import Services
 from stage02_server.features.api_servers.this_server import this_server
 
 COMPUTED = ("stages:server_state",)
-"""Metrics that a function computes when somebody asks, so that they stand in no file: those of the server that answers."""
+"""Metrics that a function computes when somebody asks: no file has their numbers, and they are those of the server that answers."""
 
 
 class MergedRegistry(CollectorRegistry):
@@ -32,8 +32,9 @@ class MergedRegistry(CollectorRegistry):
 
     def collect(self) -> Iterator[Metric]:
         """The metrics of all, once each."""
-        yield from (metric for metric in self._files.collect() if metric.name not in COMPUTED)
-        yield from (metric for metric in self._own.collect() if metric.name in COMPUTED)
+        merged = {metric.name: metric for metric in self._files.collect() if metric.name not in COMPUTED}
+        yield from merged.values()
+        yield from (metric for metric in self._own.collect() if metric.name not in merged)
 
 
 def install(app: FastAPI, services: Services) -> None:

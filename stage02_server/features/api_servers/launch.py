@@ -1,4 +1,4 @@
-"""Several API servers in front of one engine (vllm/entrypoints/cli/serve.py, run_multi_api_server).
+"""Several API servers in front of one engine, or of several (vllm/entrypoints/cli/serve.py, run_multi_api_server).
 
 This process binds the port, starts the engine and the API servers, and waits. It serves no request itself. The servers accept
 connections from the one socket: who is idle takes the next one.
@@ -40,9 +40,13 @@ from stage03_engine.frontend.features.shared_engine import (
     Stop,
 )
 from stage03_engine.messages import EngineReady
+from stage03_engine.mixins import load
 from stagetrace import trace
 
 logger = logging.getLogger(__name__)
+DATA_PARALLEL = "stage03_engine.frontend.features.data_parallel."
+START_ENGINE = DATA_PARALLEL + "several_front_ends:start_engine"
+COORDINATOR = DATA_PARALLEL + "coordinator:DPCoordinator"
 END_SECONDS = 10.0  # for an API server to end, beyond the time that its requests get
 
 
@@ -77,9 +81,9 @@ async def _launch(config: VllmConfig, args: FrontendArgs) -> int:
 def with_front_ends(config: VllmConfig, args: FrontendArgs) -> VllmConfig:
     """The settings of an engine with as many front ends as there are API servers. Raises ConfigError."""
     count, cores = args.api_server_count, find_cores()
-    if config.hooks("client"):
+    if getattr(getattr(config, "data_parallel_config", None), "is_external", False):
         raise ConfigError(
-            f"api_server_count {count} is for one engine: data_parallel_size and data_parallel_rank need api_server_count 1"
+            f"data_parallel_rank needs api_server_count 1, not {count}: whoever balances between servers does so here too"
         )
     if count > cores.usable:
         logger.warning("%d API servers share %s: more of them than cores make nothing faster.", count, cores)
@@ -87,6 +91,11 @@ def with_front_ends(config: VllmConfig, args: FrontendArgs) -> VllmConfig:
         return config
     several = replace(config.front_ends, num_front_ends=count)
     return replace(config, front_ends=several)  # type: ignore[call-arg]
+
+
+def num_engines(config: VllmConfig) -> int:
+    """How many engines the settings ask for."""
+    return getattr(getattr(config, "data_parallel_config", None), "data_parallel_size", 1)
 
 
 def without_store(args: FrontendArgs) -> FrontendArgs:
@@ -112,8 +121,9 @@ class Launcher:
     def __init__(self, config: VllmConfig, args: FrontendArgs) -> None:
         self._config, self._args = config, args
         self._loop = asyncio.get_running_loop()
-        self._folder = private_folder()
+        self._folder = private_folder()  # of the metrics
         self._engines: list[EngineProcess] = []
+        self._coordinator: Any = None  # a DPCoordinator, with several engines
         self._servers: list[ApiServerProcess] = []
         self._running: set[ApiServerProcess] = set()
         self._connected: Counter[int] = Counter()  # engine -> servers that have a connection to it
@@ -124,7 +134,7 @@ class Launcher:
 
     async def run(self, address: str, descriptor: int, stop: StopSignals) -> int:
         """Returns the exit code when all servers have ended. Raises the StagesError of a failed start."""
-        self._start_engines(1 if self._args.engine == "core" else 0)
+        self._start_engines(0 if self._args.engine == "echo" else num_engines(self._config))
         self._start_servers(address, descriptor)
         relay = asyncio.create_task(self._relay(stop))
         try:
@@ -142,13 +152,18 @@ class Launcher:
             server.kill()
         for engine in self._engines:
             engine.shutdown()
+        if self._coordinator is not None:
+            self._coordinator.shutdown()
         self._folder.remove()
 
     def _start_engines(self, count: int) -> None:
         for index in range(count):
-            engine = EngineProcess(self._config, index)
+            engine = EngineProcess(self._config) if count == 1 else load(START_ENGINE)(self._config, index)
             self._engines.append(engine)
             threading.Thread(target=self._wait_for_engine, args=(index, engine), name="handshake", daemon=True).start()
+
+        if count > 1:
+            self._coordinator = load(COORDINATOR)(self._config)
 
     def _wait_for_engine(self, index: int, engine: EngineProcess) -> None:
         """In a thread: the handshake, and then the end of the process."""
@@ -163,9 +178,12 @@ class Launcher:
 
     def _start_servers(self, address: str, descriptor: int) -> None:
         engines = [(engine.input_address, engine.output_address) for engine in self._engines]
+        coordinator = None if self._coordinator is None else str(self._coordinator.folder)
         secret, folder = secrets.token_hex(16), str(self._folder.path)
         for index in range(self._args.api_server_count):
-            start = Start(index, address, descriptor, self._config, self._args, engines, folder, secret, trace.run_id)
+            start = Start(
+                index, address, descriptor, self._config, self._args, engines, folder, secret, trace.run_id, coordinator
+            )
             server = ApiServerProcess(start)
             self._servers.append(server)
             self._running.add(server)

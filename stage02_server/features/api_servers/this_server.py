@@ -20,6 +20,7 @@ class Start(msgspec.Struct):
     folder: str  # of the metrics of all servers
     secret: str  # shared by the servers, for what they must compute alike
     run_id: str  # of the trace
+    coordinator: str | None = None  # its folder, with several engines
     cause: str | None = None
 
     @property

@@ -13,15 +13,19 @@ import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, InvalidStateError
+from pathlib import Path
 
 import msgspec
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import EngineStartError
-from stage03_engine.frontend.core_client import AsyncMPClient
+from stage03_engine.frontend.core_client import AsyncEngineCoreClient, AsyncMPClient
 from stage03_engine.frontend.engine_process import EngineProcess
 from stage03_engine.messages import EngineReady
+from stage03_engine.mixins import load
 from stagetrace import trace
+
+SEVERAL_ENGINES = "stage03_engine.frontend.features.data_parallel.several_front_ends:make_front_end"
 
 
 class EngineUp(msgspec.Struct, tag=True):
@@ -124,6 +128,8 @@ class LauncherLink:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket, self._lines = sock, sock.makefile("rb")
+        self.number = 0  # of this API server
+        self.coordinator: Path | None = None  # its folder, if there are several engines
         self.engines: dict[int, SharedEngine] = {}
 
     def first_line(self) -> bytes:
@@ -193,3 +199,11 @@ class SharedEngineClient(AsyncMPClient):
         ready = await super().start()
         await self._shared.wait_for_others()
         return ready
+
+
+def make_shared_client(config: VllmConfig) -> AsyncEngineCoreClient:
+    """The client of this API server: of the one engine, or of several, with what the coordinator says about them."""
+    assert _link is not None, "the launcher sets the number of front ends, and says where the engines are"
+    if _link.coordinator is None:
+        return SharedEngineClient(config)
+    return load(SEVERAL_ENGINES)(config, _link.number, _link.coordinator, SharedEngineClient)

@@ -22,9 +22,9 @@ class FrontEndsFlags:
     front_ends: FrontEnds = FrontEnds()
 
     def hooks(self: Any) -> dict[str, list[str]]:
-        """With several: the engine process that tells them apart, and the client of an engine that somebody else started."""
+        """With several: the engine process that tells them apart, and the client of engines that somebody else started."""
         several = self.front_ends.num_front_ends > 1
         return {
             "core_proc": ["stage03_engine.core.features.front_ends.core_proc:SharedEngineCoreProc"] * several,
-            "client": ["stage03_engine.frontend.features.shared_engine:SharedEngineClient"] * several,
+            "client": ["stage03_engine.frontend.features.shared_engine:make_shared_client"] * several,
         }

@@ -109,6 +109,16 @@ async def _all_of(work: Iterable[Coroutine[Any, Any, EngineReady]]) -> list[Engi
     return [result for result in done if isinstance(result, EngineReady)]
 
 
+def share_of(config: VllmConfig, size: int) -> VllmConfig:
+    """The settings of one of `size` engines: of a CPU's cores and memory it gets its part."""
+    device, cache = config.device_config, config.cache_config
+    cores = (device.num_threads or 1) * config.data_parallel_config.data_parallel_size
+    shared = replace(device, num_threads=min(device.num_threads or 1, max(1, cores // size)))
+    if device.device == "cpu":
+        cache = replace(cache, gpu_memory_utilization=cache.gpu_memory_utilization / size)
+    return replace(config, device_config=shared, cache_config=cache)
+
+
 MakeEngine = Callable[[VllmConfig, int], AsyncEngineCoreClient]
 
 
@@ -169,20 +179,10 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
 
     def _add(self, index: int, size: int) -> Engine:
         """Start the process of one of `size` engines. Raises OSError, and ConfigError if there is no GPU for it."""
-        engine = self._engines[index] = Engine(index, self._make_engine(self._share(size), index))
+        engine = self._engines[index] = Engine(index, self._make_engine(share_of(self._config, size), index))
         engine.earlier = self._counted_before.get(index)
         engine.client.start_process()
         return engine
-
-    def _share(self, size: int) -> VllmConfig:
-        """The settings of one of `size` engines: of a CPU's cores and memory it gets its part."""
-        config, device = self._config, self._config.device_config
-        cores = (device.num_threads or 1) * config.data_parallel_config.data_parallel_size
-        shared = replace(device, num_threads=min(device.num_threads or 1, max(1, cores // size)))
-        cache = config.cache_config
-        if device.device == "cpu":
-            cache = replace(cache, gpu_memory_utilization=cache.gpu_memory_utilization / size)
-        return replace(config, device_config=shared, cache_config=cache)
 
     async def start(self) -> EngineReady:
         """Wait until all engines can serve. Raises StagesError for the first one that cannot."""
@@ -382,7 +382,10 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
 
     async def _start_again(self, engine: Engine) -> None:
         await self._end_engine(engine)
-        engine.client, engine.state = self._make_engine(self._share(self.size), engine.index), EngineState.LOADING
+        engine.client, engine.state = (
+            self._make_engine(share_of(self._config, self.size), engine.index),
+            EngineState.LOADING,
+        )
         try:
             engine.client.start_process()
             ready = await engine.client.start()
