@@ -26,14 +26,15 @@ def actors(parent: int | None = None) -> list[psutil.Process]:
     return [process for process in found if "ray::Actor" in " ".join(process.cmdline())]  # Ray names it
 
 
-def test_the_same_tokens_and_a_lane_per_worker(tmp_path: Any) -> None:
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_same_tokens_and_a_lane_per_worker(count: int, tmp_path: Any) -> None:
     prompts = ["To be, or", "ROMEO:", "O"]
     with LLM("gpt2-tiny", kv_cache_memory_bytes=50_000_000) as llm:
         expected = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY)]
-    with LLM("gpt2-tiny", trace=str(tmp_path), **RAY) as llm:
+    with LLM("gpt2-tiny", tensor_parallel_size=count, trace=str(tmp_path), **RAY) as llm:
         assert [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY)] == expected
     run = read_run(tmp_path)
-    assert {event.proc for event in run.events} == {"LLM", "Worker_TP0"}
+    assert {event.proc for event in run.events} == {"LLM", "Worker_TP0", f"Worker_TP{count - 1}"}
     sent = {event.ref for event in run.named("executor.step_sent")}
     assert {event.cause for event in run.named("worker.step_received")} == sent
 
