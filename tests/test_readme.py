@@ -196,8 +196,6 @@ def flags_of(parser: argparse.ArgumentParser) -> set[str]:
 
 
 NO_FLAGS_OF_OURS = {
-    "--editable",
-    "--nproc-per-node",  # of pip and torchrun
     "--out",
     "--text",
     "--disable-lora",

@@ -16,6 +16,7 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from stage03_engine.args.processes import PREFIX, RENDEZVOUS
@@ -132,6 +133,7 @@ class RayDistributedExecutor(SeveralWorkers):
         self._group: Any = None
         self._in_flight: deque[tuple[int, list[Any]]] = deque()
         self._closing = False
+        self._meeting = ""
         self._own_cluster = not ray.is_initialized()
         if self._own_cluster:
             _join_cluster(ray)
@@ -186,10 +188,10 @@ class RayDistributedExecutor(SeveralWorkers):
 
     def _load(self, config: VllmConfig) -> list[int]:
         threads = threads_each(config, len(self._actors))
-        [meeting] = self._get([self._actors[0].make_rendezvous.remote()])
+        [self._meeting] = self._get([self._actors[0].make_rendezvous.remote()])
         inits = [
             # Ray shows each worker its own GPU alone, which is then its first.
-            encode(WorkerInit(config, rank, 0, threads, meeting, trace.run_id))
+            encode(WorkerInit(config, rank, 0, threads, self._meeting, trace.run_id))
             for rank in range(len(self._actors))
         ]
         return self._values([actor.start.remote(init) for actor, init in zip(self._actors, inits)])
@@ -266,6 +268,8 @@ class RayDistributedExecutor(SeveralWorkers):
             ray.kill(actor)
         if self._group is not None:
             ray.util.remove_placement_group(self._group)
+        if self._meeting:  # of an actor that was killed, if it was on this machine
+            shutil.rmtree(Path(self._meeting.removeprefix("file://")).parent, ignore_errors=True)
         if self._own_cluster:
             ray.shutdown()
 
