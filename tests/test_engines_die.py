@@ -179,6 +179,17 @@ def test_sigterm_lets_all_engines_finish(three: Several) -> None:
     begun.shutdown()
 
 
+@pytest.mark.long
+def test_engines_may_have_several_workers_each(expected: list[str]) -> None:
+    several = Several("-dp", "2", "-tp", "2", *TIGHT)
+    try:
+        answer = several.post(prompt=PROMPTS).json()
+        assert [choice["text"] for choice in answer["choices"]] == expected
+        several.end()
+    finally:
+        several.server.close()
+
+
 def test_the_engine_of_one_server_of_several(tmp_path: Path) -> None:
     """With --data-parallel-rank: its number stands in its name, in the metrics and in the trace; its death ends the server."""
     server = ServerProcess(*FLAGS, "-dp", "2", "-dpn", "1", "-dpe", "--trace", str(tmp_path))
