@@ -110,8 +110,9 @@ def core() -> Iterator[EngineCore]:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("STAGES_CHECK_INVARIANTS", raising=False)  # the checks would be counted
         config = EngineArgs.from_kwargs(
-            model="gpt2-tiny", max_num_seqs=64, max_num_batched_tokens=2048, num_gpu_blocks_override=600
-        )
+            model="gpt2-tiny", max_num_seqs=64, max_num_batched_tokens=2048, num_gpu_blocks_override=600,
+            enforce_eager=True,  # a recorded step would run the real model
+        )  # fmt: skip
     core = EngineCore(config)
     core.executor.worker.model_runner.model = StandIn()
     yield core
