@@ -1,6 +1,6 @@
 """Do again what a function did, without the Python between its calls (the idea of CUDA graphs, for a CPU).
 
-A decode step of GPT-2 is 86 calls of native.cpp, and a few operations of torch's before them. Each call from Python takes some ten
+A decode step of GPT-2 is 85 calls of native.cpp, and a few operations of torch's before them. Each call from Python takes some ten
 microseconds, to check tensors and to make one for the result, and only one core works meanwhile. A recording keeps the arguments of the
 calls, and the tensors that they point to; a replay hands the whole list to native.cpp at once.
 """
