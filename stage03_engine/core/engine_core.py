@@ -138,6 +138,10 @@ class EngineCore:
         name = CALLS.get(method, "")
         return is_there(name.partition(":")[0]) and bool(load(name)(self)) if name else False
 
+    def on_failure(self, report: Callable[[str], None]) -> None:
+        """From now on `report(why)` is called, from any thread, when a worker has died."""
+        self.executor.on_failure(report)
+
     def shutdown(self) -> None:
         """Release the hooks and the executor."""
         for hook in self.scheduler.hooks:

@@ -70,7 +70,7 @@ class EngineCoreProc:
         self.core = make_core(init.config)
         self.input_queue: queue.SimpleQueue = queue.SimpleQueue()
         self.output_queue: queue.SimpleQueue[EngineCoreOutputs | bytes] = queue.SimpleQueue()
-        self.core.executor.on_failure(self.fail)
+        self.core.on_failure(self.fail)
         self._context = zmq.Context()
         connected = threading.Event()
         self._input_thread = threading.Thread(

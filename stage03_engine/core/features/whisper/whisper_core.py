@@ -8,6 +8,7 @@ paged cache and no batch: the encoder runs once per request, then each step give
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,6 +130,9 @@ class WhisperCore:
         """End requests at once; unknown ids are ignored."""
         for request_id in request_ids:
             self._listening.pop(request_id, None)
+
+    def on_failure(self, report: Callable[[str], None]) -> None:
+        """The model runs in this process: there is no worker that could die alone."""
 
     def call(self, method: str) -> bool:
         """The profiler; there is no prefix cache to forget, and no scheduler to watch."""
