@@ -13,11 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import os
-import shutil
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,9 +21,8 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from stage03_engine.args.command import signals_are_ours
 from stage03_engine.args.log import enter_process
-from stage03_engine.args.processes import private_folder
+from stage03_engine.args.processes import end_process, end_with_parent, private_folder, start_process
 from stage03_engine.config import VllmConfig
 from stage03_engine.frontend.engine_process import TERMINATE_SECONDS
 from stage03_engine.tracing import open_trace
@@ -35,7 +30,6 @@ from stagetrace import trace
 
 PUBLISH_SECONDS = 0.1  # from one publication to the next, at least
 NAME = "DPCoordinator"
-_LENGTH_BYTES = 4
 
 
 class EngineCounts(msgspec.Struct, array_like=True, gc=False):
@@ -82,12 +76,9 @@ class DPCoordinator:
     def __init__(self, config: VllmConfig) -> None:
         self._folder = private_folder()
         self.folder = self._folder.path
-        command = [sys.executable, "-m", __name__, str(self.folder)]
-        with signals_are_ours():
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0)
-        init = _encode(_Init(config, trace.run_id))
+        self._process = start_process(__name__, str(self.folder))
         assert self._process.stdin is not None
-        self._process.stdin.write(len(init).to_bytes(_LENGTH_BYTES, "little") + init)
+        self._process.stdin.write(msgspec.json.encode(_Init(config, trace.run_id)) + b"\n")
 
     @property
     def pid(self) -> int:
@@ -98,11 +89,7 @@ class DPCoordinator:
         """End the process, reap it, and remove the sockets. May be called twice."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        try:
-            self._process.wait(TERMINATE_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        end_process(self._process, TERMINATE_SECONDS)
         self._folder.remove()
 
 
@@ -198,31 +185,13 @@ class _Gatherer:
         self._news, self._next = False, time.monotonic() + PUBLISH_SECONDS
 
 
-def _watch_parent(folder: Path) -> None:
-    """End this process when standard input closes: its parent is done with it, or dead."""
-    while os.read(0, 4096):
-        pass
-    trace.close()
-    shutil.rmtree(folder, ignore_errors=True)
-    os._exit(0)
-
-
-def _read_exactly(count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        piece = os.read(0, count - len(data))
-        if not piece:
-            os._exit(0)
-        data += piece
-    return data
-
-
 def main(folder: Path) -> None:
     """Main function of the process."""
     trace.hold(NAME)
-    size = int.from_bytes(_read_exactly(_LENGTH_BYTES), "little")
-    init = msgspec.msgpack.decode(_read_exactly(size), type=_Init)
-    threading.Thread(target=_watch_parent, args=(folder,), name="parent-watch", daemon=True).start()
+    if not (line := sys.stdin.buffer.readline()).endswith(b"\n"):
+        return  # the parent is gone already
+    init = msgspec.json.decode(line, type=_Init)
+    end_with_parent(folder)
     open_trace(init.config, run_id=init.run_id)
     enter_process(NAME, init.config)
     _Gatherer(folder).run()
