@@ -10,7 +10,7 @@ from stage03_engine.args.cpu import compute_threads, find_cores
 from stage03_engine.args.fields import option
 from stage03_engine.errors import ConfigError
 
-_CLIENT = "stage03_engine.frontend.features.data_parallel.client:"
+_ROOM = "stage03_engine.frontend.features.data_parallel."
 MAX_ENGINES = 64
 """Most engines of one server: a slip of the finger must not start thousands of processes."""
 
@@ -94,5 +94,5 @@ class DataParallelFlags:
         """The client of the engines."""
         parallel = self.data_parallel_config
         if parallel.is_external:
-            return {"client": [_CLIENT + "DPAsyncMPClient"]}
-        return {"client": [_CLIENT + "DPLBAsyncMPClient"] * (parallel.data_parallel_size > 1)}
+            return {"client": [_ROOM + "engine:DPAsyncMPClient"]}
+        return {"client": [_ROOM + "client:DPLBAsyncMPClient"] * (parallel.data_parallel_size > 1)}
