@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+import signal
 import socket as sockets
 import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -22,7 +24,8 @@ from collections.abc import Callable
 
 import zmq
 
-from stage03_engine.args.processes import RENDEZVOUS, engine_environment, exit_reason, private_folder, start_process
+from stage03_engine.args.command import signals_are_ours
+from stage03_engine.args.processes import RENDEZVOUS, engine_environment, private_folder
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.features.distributed.several_workers import (
     SeveralWorkers,
@@ -91,13 +94,15 @@ class WorkerProcesses:
         self._report: Callable[[str], None] | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
         try:
-            for rank, lane in enumerate(lanes):
-                self._watch(start_process(MODULE, address, str(rank), lane, environment=environment), lane)
+            with signals_are_ours():
+                for rank, lane in enumerate(lanes):
+                    self._spawn([sys.executable, "-m", MODULE, address, str(rank), lane], environment, lane)
         except BaseException:
             self.close()
             raise
 
-    def _watch(self, process: subprocess.Popen[bytes], lane: str) -> None:
+    def _spawn(self, command: list[str], environment: dict[str, str], lane: str) -> None:
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, env=environment)
         self._processes.append(process)
         threading.Thread(target=self._wait_for_end, args=(process, lane), name=f"watch-{lane}", daemon=True).start()
         if trace.on:
@@ -110,7 +115,8 @@ class WorkerProcesses:
             if self._closing:
                 return
             if self._why is None or code < 0:
-                self._why = f"{lane} ended unexpectedly with {exit_reason(code)}"
+                why = " (killed, as a system does that runs out of memory)" if code == -signal.SIGKILL else ""
+                self._why = f"{lane} ended unexpectedly with exit code {code}{why}"
             report, first = self._report, not self._died.is_set()
             self._died.set()
             if code < 0:
