@@ -1,4 +1,4 @@
-"""The process that tells every front end how much each engine has to do (vllm/v1/engine/coordinator.py, DPCoordinator).
+"""The process that tells every front end how busy each engine is (vllm/v1/engine/coordinator.py, DPCoordinator).
 
 One front end knows that without it: the counts come with the outputs, and it alone sends requests. Several front ends each see only
 what they sent themselves. So each pushes the counts that an engine gave it (PUSH -> PULL), and the coordinator publishes the newest
@@ -49,7 +49,7 @@ class AllCounts(msgspec.Struct, array_like=True, gc=False):
 
 
 class _Init(msgspec.Struct):
-    """What the process needs to know."""
+    """The line of JSON that the process reads first."""
 
     config: VllmConfig
     run_id: str  # of the trace
@@ -61,12 +61,12 @@ _decode_all = msgspec.msgpack.Decoder(AllCounts).decode
 
 
 def report_address(folder: Path) -> str:
-    """Where front ends push the counts that engines gave them."""
+    """Where front ends push the counts that they have from engines."""
     return f"ipc://{folder}/counts"
 
 
 def publish_address(folder: Path) -> str:
-    """Where front ends hear the counts of all engines."""
+    """Where the coordinator publishes the counts of all engines."""
     return f"ipc://{folder}/published"
 
 
@@ -94,7 +94,7 @@ class DPCoordinator:
 
 
 class CountsLink:
-    """A front end's sockets to the coordinator. Lost messages do no harm: the next ones say more."""
+    """A front end's sockets to the coordinator. A lost message does no harm: the next one has newer counts."""
 
     def __init__(self, folder: Path) -> None:
         self._context = zmq.Context()
@@ -120,7 +120,7 @@ class CountsLink:
             on_counts(published.engines)
 
     def report(self, counts: EngineCounts) -> None:
-        """What an engine said; nothing is sent if it says the same again."""
+        """Pass on an engine's counts, if they have changed."""
         said = counts.waiting, counts.running
         if self._last.get(counts.engine_index) == said:
             return
@@ -155,7 +155,7 @@ class _Gatherer:
         self._news, self._next = False, 0.0
 
     def run(self) -> None:
-        """Gather and publish for ever."""
+        """Gather and publish forever."""
         while True:
             left = max(0.0, self._next - time.monotonic()) if self._news else None
             for socket, _ in self._poller.poll(None if left is None else math.ceil(left * 1000)):
@@ -172,7 +172,7 @@ class _Gatherer:
         self._counts[counts.engine_index], self._news = counts, True
 
     def _welcome(self) -> None:
-        if self._publisher.recv()[:1] == b"\x01" and self._counts:  # it subscribes; 0 says that one has left
+        if self._publisher.recv()[:1] == b"\x01" and self._counts:  # 1: a front end subscribes; 0: one has left
             self._news, self._next = True, 0.0
 
     def _publish(self) -> None:
