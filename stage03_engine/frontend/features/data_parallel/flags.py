@@ -12,7 +12,7 @@ from stage03_engine.errors import ConfigError
 
 _ROOM = "stage03_engine.frontend.features.data_parallel."
 MAX_ENGINES = 64
-"""Most engines of one server: a slip of the finger must not start thousands of processes."""
+"""More are refused, or a typing error could start thousands of processes."""
 
 
 @dataclass(frozen=True)
@@ -21,34 +21,34 @@ class DataParallelConfig:
 
     data_parallel_size: int = option(
         1,
-        "engines; a request goes to one of them, and they share the cores of this machine",
+        "engines, each with the whole model and its own scheduler and KV cache; a request goes to one of them",
         aliases=("-dp",),
         at_least=1,
     )
     data_parallel_routing: str = option(
         "load",
-        "how a request finds its engine: the one that has least to do, or the one that has computed the longest beginning of its "
-        "prompt, unless others have much less to do",
+        "how a request finds its engine: load = the least busy one; prefix = the one that has cached the longest prefix of its prompt, "
+        "unless others are much less busy",
         ("load", "prefix"),
     )
     data_parallel_restart: int = option(
         3,
-        "how often a dead engine of several is started again within 10 minutes; one death more ends the server, and with 0 the "
-        "first one does",
+        "with several engines: how many restarts of dead ones are allowed within 10 minutes; one death more ends the server, and with 0 "
+        "the first one does",
         at_least=0,
     )
     data_parallel_external_lb: bool = option(
         False,
-        "this server starts one engine, whose number is --data-parallel-rank; somebody else balances between the servers",
+        "start only the engine with the number --data-parallel-rank: a load balancer of your own stands in front of several servers",
         aliases=("-dpe",),
     )
     data_parallel_rank: int | None = option(
-        None, "number of this server's one engine; implies --data-parallel-external-lb", aliases=("-dpn",), at_least=0
+        None, "number of this server's only engine; implies --data-parallel-external-lb", aliases=("-dpn",), at_least=0
     )
 
     @property
     def is_external(self) -> bool:
-        """Is there one engine here, and a load balancer in front of several servers?"""
+        """Does this server have one engine, behind a load balancer in front of several servers?"""
         return self.data_parallel_external_lb or self.data_parallel_rank is not None
 
     @property
@@ -65,7 +65,7 @@ class DataParallelFlags:
 
     @staticmethod
     def detect(values: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-        """Each of several engines gets its part of the cores."""
+        """Each engine gets its part of the cores."""
         size = values["data_parallel_size"]
         if size <= 1 or values["data_parallel_external_lb"] or values["data_parallel_rank"] is not None:
             return {}
