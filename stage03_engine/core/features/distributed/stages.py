@@ -36,7 +36,7 @@ def layer_partition(num_layers: int, pp_size: int) -> list[int]:
         return _asked_partition(asked, num_layers, pp_size)
     if pp_size > num_layers:
         raise ConfigError(
-            f"pipeline_parallel_size = {pp_size} is more than the model's {num_layers} layers: each stage needs one"
+            f"pipeline_parallel_size = {pp_size} is more than the model's {num_layers} layers: each stage needs at least one"
         )
     each, left = divmod(num_layers, pp_size)
     return [each + (pp_size - 1 - left <= stage < pp_size - 1) for stage in range(pp_size)]
