@@ -447,7 +447,7 @@ def test_variables_that_torchrun_would_not_set(
 def test_a_server_cannot_be_launched_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in LAUNCHED.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(EngineStartError, match="a server has them in one process only: use mp"):
+    with pytest.raises(EngineStartError, match="a server gets them in one process only: use mp"):
         LLM("gpt2-tiny", distributed_executor_backend="external_launcher", multiprocess=True, **SMALL)
 
 
