@@ -569,7 +569,7 @@ def test_each_engine_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_pa
             assert os.environ["CUDA_VISIBLE_DEVICES"] == seen
         assert "CUDA_VISIBLE_DEVICES" not in os.environ
     with (
-        pytest.raises(ConfigError, match="3 engines with 1 GPUs each need 3, and there are 2"),
+        pytest.raises(ConfigError, match="3 engines with 1 GPUs each need 3 GPUs, and there are 2"),
         devices.own_devices(config, 2),
     ):
         pass

@@ -12,9 +12,9 @@ from stage03_engine.mixins import is_there
 MAX_SERVERS = 64
 """More are refused, or a typing error could start thousands of processes."""
 ALONE = {
-    "in_process": "the engine would be in each of them",
-    "enable_server_load_tracking": "GET /load would count the requests of one server",
-    "server_dev_mode": "POST /abort_requests would find the requests of one server",
+    "in_process": "each server would have an engine of its own",
+    "enable_server_load_tracking": "GET /load would count only the requests of one server",
+    "server_dev_mode": "POST /abort_requests would find only the requests of one server",
 }
 """Setting -> what would go wrong with several API servers."""
 NEEDS = ("stage03_engine.core.features.front_ends", "stage03_engine.frontend.features.shared_engine")
@@ -30,6 +30,7 @@ class ApiServerFlags:
         "API server processes in front of the same engine, each with its own event loop and tokenizer; they share the port, and "
         "/metrics is the sum over all of them; 1 if not given",
         aliases=("-asc",),
+        at_least=0,
     )
 
     def check(self: Any) -> None:

@@ -79,7 +79,9 @@ class DataParallelFlags:
         if parallel.data_parallel_external_lb and rank is None:
             raise ConfigError("data_parallel_external_lb needs data_parallel_rank, the number of this server's engine")
         if rank is not None and rank >= size:
-            raise ConfigError(f"data_parallel_rank {rank} must be less than data_parallel_size, which is {size}")
+            raise ConfigError(
+                f"data_parallel_rank {rank} must be less than data_parallel_size, the number of engines of all servers, which is {size}"
+            )
         if not parallel.is_external and size > MAX_ENGINES:
             raise ConfigError(f"data_parallel_size must be at most {MAX_ENGINES} in one server, not {size}")
         bound = getattr(self.device_config, "cpu_omp_threads_bind", None)
@@ -88,7 +90,9 @@ class DataParallelFlags:
                 "cpu_omp_threads_bind names the cores of one engine, and data_parallel_size is more; leave one of them out"
             )
         if parallel.data_parallel_routing == "prefix" and not self.cache_config.enable_prefix_caching:
-            raise ConfigError("data_parallel_routing prefix needs the prefix cache, and enable_prefix_caching is off")
+            raise ConfigError(
+                "data_parallel_routing prefix needs the prefix cache, and enable_prefix_caching is off; leave out one of the two"
+            )
 
     def hooks(self: Any) -> dict[str, list[str]]:
         """The client of the engines."""
