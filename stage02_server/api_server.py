@@ -108,7 +108,7 @@ HTTP_FEATURES = (  # each is called with (app, services); the first of two route
     Feature("stage02_server.features.audio.routes:install", tasks=("transcription",), needs=COLLECT),
     Feature("stage02_server.features.admin.routes:install"),
     Feature("stage02_server.features.admin.states:install"),
-    Feature("stage02_server.features.data_parallel.routes:install", needs=ENGINES),
+    Feature("stage02_server.features.data_parallel.install:install", needs=ENGINES),
     Feature("stage02_server.features.page.routes:install"),
     Feature("stage02_server.features.page.docs:install"),
     Feature("stage02_server.features.responses.routes:install", tasks=("generate",), needs=(*PARSED, LOGPROBS)),

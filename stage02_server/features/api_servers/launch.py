@@ -81,21 +81,16 @@ async def _launch(config: VllmConfig, args: FrontendArgs) -> int:
 def with_front_ends(config: VllmConfig, args: FrontendArgs) -> VllmConfig:
     """The settings of an engine with as many front ends as there are API servers. Raises ConfigError."""
     count, cores = args.api_server_count, find_cores()
-    check_engines(config, count)
+    if getattr(getattr(config, "data_parallel_config", None), "is_external", False):
+        raise ConfigError(
+            f"data_parallel_rank needs api_server_count 1, not {count}: whoever balances between servers does so here too"
+        )
     if count > cores.usable:
         logger.warning("%d API servers share %s: more of them than cores make nothing faster.", count, cores)
     if args.engine == "echo":  # each server has its own
         return config
     several = replace(config.front_ends, num_front_ends=count)
     return replace(config, front_ends=several)  # type: ignore[call-arg]
-
-
-def check_engines(config: VllmConfig, num_servers: int) -> None:
-    """Raises ConfigError if several API servers cannot share the engines."""
-    if getattr(getattr(config, "data_parallel_config", None), "is_external", False):
-        raise ConfigError(
-            f"data_parallel_rank needs api_server_count 1, not {num_servers}; put more servers behind your load balancer instead"
-        )
 
 
 def num_engines(config: VllmConfig) -> int:

@@ -89,10 +89,10 @@ class EngineCollector(Collector):
 
 
 def install(app: FastAPI, services: Services) -> None:
-    """With several engines, add the metrics and the routes. This /health comes before the walk's own, which it calls."""
+    """Add the metrics and the routes; /health comes before the walk's own, which this one asks."""
     client = services.engine.engine_core
     if not isinstance(client, DPLBAsyncMPClient):
-        return
+        return  # one engine, with a load balancer in front of several servers
     services.engine.listeners.append(LostAnswers(services.engine.output_processor))
     services.registry.register(EngineCollector(client))
     before = len(app.router.routes)

@@ -31,7 +31,7 @@ ABOUT_THE_APP = (
 OWN_CLASSES = "stage03_engine.core.features.own_classes:make_scheduler"
 SWAP_BLOCKS = "stage03_engine.core.features.swap_space.swap_space:num_swap_blocks"
 ECHO_ENGINE = "stage02_server.features.echo_engine"
-CHECK_SERVERS = "stage02_server.features.api_servers.launch:check_engines"
+WITH_FRONT_ENDS = "stage02_server.features.api_servers.launch:with_front_ends"
 
 
 def check_start(config: VllmConfig, settings: Mapping[str, Resolved]) -> None:
@@ -51,7 +51,7 @@ def check_start(config: VllmConfig, settings: Mapping[str, Resolved]) -> None:
     path = config.model_config.tokenizer_path
     template = get_tokenizer(path).chat_template if path is not None else None
     if (template or any(settings[name].value for name in ABOUT_THE_APP if name in settings)) and is_there(ECHO_ENGINE):
-        _check_app(config, FrontendArgs(**{each.name: settings[each.name].value for each in fields(FrontendArgs)}))
+        _check_app(config, _frontend_args(settings))
 
 
 def _check_number_of_engines(config: VllmConfig, settings: Mapping[str, Resolved]) -> None:
@@ -59,9 +59,12 @@ def _check_number_of_engines(config: VllmConfig, settings: Mapping[str, Resolved
     for name, value, who in (("in_process", True, "--in-process"), ("engine", "echo", "--engine echo")):
         if settings[name].value == value:
             check_one_engine(config, who)
-    servers = settings["api_server_count"].value if "api_server_count" in settings else None
-    if (servers or 1) > 1:
-        load(CHECK_SERVERS)(config, servers)
+    if "api_server_count" in settings and (settings["api_server_count"].value or 1) > 1:
+        load(WITH_FRONT_ENDS)(config, _frontend_args(settings))
+
+
+def _frontend_args(settings: Mapping[str, Resolved]) -> FrontendArgs:
+    return FrontendArgs(**{each.name: settings[each.name].value for each in fields(FrontendArgs)})
 
 
 def _check_device(config: VllmConfig) -> None:

@@ -7,11 +7,12 @@ Source: vllm/v1/executor/multiproc_executor.py (WorkerProc).
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stage03_engine.args.processes import end_with_parent
 from stagetrace import trace
 
 if TYPE_CHECKING:
@@ -22,9 +23,19 @@ if TYPE_CHECKING:
 FLUSH_MS = 50
 
 
+def _watch_parent(folder: Path) -> None:
+    """os._exit, because the main thread may be deep in a forward pass, or wait for a worker that is dead."""
+    while os.read(0, 4096):
+        pass
+    trace.close()
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(0)
+
+
 def run_worker(address: str, rank: int, lane: str) -> int:
     """Main function of the worker process; returns its exit code."""
-    end_with_parent(Path(address.removeprefix("ipc://")).parent)
+    folder = Path(address.removeprefix("ipc://")).parent
+    threading.Thread(target=_watch_parent, args=(folder,), name="parent-watch", daemon=True).start()
     trace.hold(lane)
     socket = _connect(address, rank)
     # From here on modules are imported that take seconds: the watch has begun before.

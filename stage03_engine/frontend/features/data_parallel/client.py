@@ -39,7 +39,7 @@ from stagetrace import trace
 
 logger = logging.getLogger(__name__)
 WATCHING = ("watch_scheduler", "unwatch_scheduler")
-"""Calls for the first engine alone: the live view shows one scheduler."""
+"""Calls that only the first engine gets: the live view shows one scheduler, and two would be mixed up in it."""
 
 
 class ScalingError(Exception):
@@ -70,7 +70,7 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
     ) -> None:  # fmt: skip
         settings = config.data_parallel_config
         self._config, self._make_engine = config, make_engine
-        self.size: int = settings.data_parallel_size  # how many engines there are when all is well
+        self.size: int = settings.data_parallel_size  # how many engines there should be
         self._engines: dict[int, Engine] = {}
         self._requests: dict[str, InFlight] = {}
         self._held: dict[str, InFlight] = {}  # while no engine is ready
@@ -80,7 +80,7 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
         self._counts = counts
         self._outputs: asyncio.Queue[EngineCoreOutputs | EngineDeadError] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
-        # A request without a seed gets one here, as an engine would give it: if it runs again, it must have the same.
+        # The seeds that an engine would give to requests without one. A request that runs again must have the same.
         self._seeds = random.Random(config.model_config.seed)
         self._is_scaling = self._is_watched = False
         self._totals = Totals()
@@ -127,7 +127,7 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
         return ready[0]
 
     async def _join(self, engine: Engine, ready: EngineReady) -> None:
-        """From now on the engine takes requests, first those that no engine could take."""
+        """From now on the engine takes requests, first those that waited for one."""
         engine.state = EngineState.READY
         self._balancer.join(engine.index, ready.num_gpu_blocks)
         engine.reader = self._in_background(self._read(engine))
@@ -207,14 +207,14 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
         return in_flight
 
     async def call(self, method: str) -> bool:
-        """Ask every engine. True if each did something. Raises EngineDeadError if none is ready, and InvalidRequestError."""
+        """True if every engine did something. Raises EngineDeadError if none is ready, and InvalidRequestError."""
         engines = self._alive[:1] if method in WATCHING else self._alive
         asked = [engine.client.call(method) for engine in engines]
         answers = await asyncio.gather(*asked, return_exceptions=True)
         for answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, EngineDeadError):
                 raise answer
-        done = [answer for answer in answers if isinstance(answer, bool)]  # without those that died meanwhile
+        done = [answer for answer in answers if isinstance(answer, bool)]  # who died in between has nothing to say
         if not done:
             raise EngineDeadError("No engine is ready.")
         if method == "reset_prefix_cache" and all(done):
@@ -273,13 +273,16 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
                 load.seen(each.waiting, each.running, engine.num_requests)
 
     async def _died(self, engine: Engine, error: EngineDeadError) -> None:
-        """Send the engine's requests to others, end those that cannot run again, and start the engine again."""
+        """Give the engine's requests to others, tell the clients of those that cannot run again, and start it again."""
         was_draining, engine.state = engine.state == EngineState.DRAINING, EngineState.DEAD
         self._balancer.leave(engine.index)
         if not was_draining and not self._limit.take():
             logger.error(
-                "Engine %d: %s It is not started again (--data-parallel-restart %d).", engine.index, error, self._limit.most
-            )  # fmt: skip
+                "Engine %d: %s It is not started again (--data-parallel-restart %d).",
+                engine.index,
+                error,
+                self._limit.most,
+            )
             return self._end(error)
         own = [each for each in self._requests.values() if each.engine == engine.index]
         again = [each for each in own if each.can_run_again]
@@ -309,8 +312,10 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
 
     async def _start_again(self, engine: Engine) -> None:
         await self._end_engine(engine)
-        engine.state = EngineState.LOADING
-        engine.client = self._make_engine(share_of(self._config, self.size), engine.index)
+        engine.client, engine.state = (
+            self._make_engine(share_of(self._config, self.size), engine.index),
+            EngineState.LOADING,
+        )
         try:
             engine.client.start_process()
             ready = await engine.client.start()
@@ -335,8 +340,8 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
     async def scale(self, size: int) -> None:
         """Change the number of engines: start more, or let the last ones finish their requests and end.
 
-        Raises ScalingError if the number is being changed already or an engine is not ready. Raises StagesError or OSError if a new
-        engine cannot start; then there are as many as before.
+        Raises ScalingError if that is under way already or an engine is not ready, StagesError or OSError if a new one cannot
+        start; then there are as many as before.
         """
         if self._is_scaling:
             raise ScalingError("The number of engines is being changed already.")

@@ -10,9 +10,9 @@ from stage03_engine.args.cpu import compute_threads, find_cores
 from stage03_engine.args.fields import option
 from stage03_engine.errors import ConfigError
 
-_ROOM = "stage03_engine.frontend.features.data_parallel."
+_CLIENT = "stage03_engine.frontend.features.data_parallel.client:"
 MAX_ENGINES = 64
-"""More are refused, or a typing error could start thousands of processes."""
+"""Most engines of one server: a slip of the finger must not start thousands of processes."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class DataParallelConfig:
 
     data_parallel_size: int = option(
         1,
-        "engines, each with the whole model and its own scheduler and KV cache; a request goes to one of them",
+        "engines; a request goes to one of them, and they share the cores of this machine",
         aliases=("-dp",),
         at_least=1,
     )
@@ -48,7 +48,7 @@ class DataParallelConfig:
 
     @property
     def is_external(self) -> bool:
-        """Does this server have one engine, behind a load balancer in front of several servers?"""
+        """Is there one engine here, and a load balancer in front of several servers?"""
         return self.data_parallel_external_lb or self.data_parallel_rank is not None
 
     @property
@@ -65,7 +65,7 @@ class DataParallelFlags:
 
     @staticmethod
     def detect(values: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-        """Each engine gets its part of the cores."""
+        """Each of several engines gets its part of the cores."""
         size = values["data_parallel_size"]
         if size <= 1 or values["data_parallel_external_lb"] or values["data_parallel_rank"] is not None:
             return {}
@@ -98,5 +98,5 @@ class DataParallelFlags:
         """The client of the engines."""
         parallel = self.data_parallel_config
         if parallel.is_external:
-            return {"client": [_ROOM + "engine:DPAsyncMPClient"]}
-        return {"client": [_ROOM + "client:DPLBAsyncMPClient"] * (parallel.data_parallel_size > 1)}
+            return {"client": [_CLIENT + "DPAsyncMPClient"]}
+        return {"client": [_CLIENT + "DPLBAsyncMPClient"] * (parallel.data_parallel_size > 1)}
