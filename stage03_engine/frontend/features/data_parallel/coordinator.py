@@ -94,7 +94,7 @@ class DPCoordinator:
 
 
 class CountsLink:
-    """A front end's sockets to the coordinator. A lost message does no harm: the next one has newer counts."""
+    """A front end's sockets to the coordinator. Lost messages do no harm: the next ones say more."""
 
     def __init__(self, folder: Path) -> None:
         self._context = zmq.Context()
@@ -172,7 +172,7 @@ class _Gatherer:
         self._counts[counts.engine_index], self._news = counts, True
 
     def _welcome(self) -> None:
-        if self._publisher.recv()[:1] == b"\x01" and self._counts:  # 1: a front end subscribes; 0: one has left
+        if self._publisher.recv()[:1] == b"\x01" and self._counts:  # it subscribes; 0 says that one has left
             self._news, self._next = True, 0.0
 
     def _publish(self) -> None:
