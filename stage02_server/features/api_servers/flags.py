@@ -34,7 +34,7 @@ class ApiServerFlags:
     )
 
     def check(self: Any) -> None:
-        """Raises ConfigError for settings that need a single API server."""
+        """Raises ConfigError for what needs one API server."""
         count = self.api_server_count or 1
         if count > MAX_SERVERS:
             raise ConfigError(f"api_server_count must be at most {MAX_SERVERS}, not {count}")
