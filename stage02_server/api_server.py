@@ -96,6 +96,7 @@ REFUSALS = "stage02_server.features.refusals"
 COLLECT = ("stage02_server.features.collect", "stage02_server.features.several_prompts")
 PARSED = ("stage02_server.features.tools", "stage02_server.features.structured_outputs")
 LOGPROBS = "stage02_server.features.logprobs"
+ENGINES = ("stage03_engine.frontend.features.data_parallel",)
 TOOL_FLAGS = (
     "enable_auto_tool_choice", "tool_call_parser", "tool_parser_plugin", "reasoning_parser", "reasoning_parser_plugin"
 )  # fmt: skip
@@ -107,6 +108,7 @@ HTTP_FEATURES = (  # each is called with (app, services); the first of two route
     Feature("stage02_server.features.audio.routes:install", tasks=("transcription",), needs=COLLECT),
     Feature("stage02_server.features.admin.routes:install"),
     Feature("stage02_server.features.admin.states:install"),
+    Feature("stage02_server.features.data_parallel.install:install", needs=ENGINES),
     Feature("stage02_server.features.page.routes:install"),
     Feature("stage02_server.features.page.docs:install"),
     Feature("stage02_server.features.responses.routes:install", tasks=("generate",), needs=(*PARSED, LOGPROBS)),

@@ -29,7 +29,7 @@ FEATURE_FLAGS = mixins(
     "stage02_server.features.stream_usage.flags:StreamUsageFlags",
     "stage02_server.features.responses.flags:ResponsesFlags",
     "stage02_server.features.tokenizer_info.flags:TokenizerInfoFlags",
-    "stage02_server.features.api_servers.flags:ApiServerFlags",  # last: what it checks, the others have declared
+    "stage02_server.features.api_servers.flags:ApiServerFlags",  # last: it checks settings that the others declare
 )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from stage03_engine.args.fields import internal as internal, option as option, own_first
-from stage03_engine.mixins import each, mixins
+from stage03_engine.mixins import each, load, mixins
 from stage03_engine.model_shape import ModelShape
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
@@ -207,6 +207,10 @@ class VllmConfig(
     def hooks(self, seam: str) -> list[str]:
         """The hooks ("module:Class") that the settings switch on at `seam`, which `hooks` above lists."""
         return [name for hooks in each(VllmConfig, "hooks") for name in hooks(self).get(seam, [])]
+
+    def chosen(self, seam: str, default: Any) -> Any:
+        """What takes a place that only one can have: the first hook at `seam`, loaded, or the walk's own `default`."""
+        return next(map(load, self.hooks(seam)), default)
 
     def hash(self) -> str:
         """12 hex digits that change with every setting that can change the work (vLLM: VllmConfig.compute_hash)."""

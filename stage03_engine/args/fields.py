@@ -215,8 +215,10 @@ def add_flags(parser: argparse.ArgumentParser, section: type) -> None:
 
     A flag that is not given leaves no trace in the namespace (SUPPRESS): that shows later which flags were given.
     """
+    if not (settings := settings_of(section)):
+        return  # all of it is computed
     group = parser.add_argument_group(section.__name__, (section.__doc__ or "").partition("\n")[0])
-    for setting in settings_of(section):
+    for setting in settings:
         shown = " ".join(setting.default) if setting.kind is tuple and setting.default else setting.default
         default = "" if shown in (None, (), "") else f" (default: {shown})"
         common: dict[str, Any] = {"dest": setting.name, "default": argparse.SUPPRESS}

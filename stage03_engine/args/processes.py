@@ -1,17 +1,23 @@
-"""What a process gets from the one that starts it: an environment, and a private folder for the sockets between the two.
+"""Start a process that ends with this one, and a private folder for the sockets between the two.
 
-The API server starts the engine with it, and an engine its workers.
+The API server starts the engine with it, an engine its workers, and whoever has several API servers the coordinator.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import tempfile
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from stage03_engine.args.command import WAITING
+from stage03_engine.args.command import WAITING, signals_are_ours
 from stage03_engine.mixins import is_there, load
+from stagetrace import trace
 
 PREFIX = "stages-"
 LOCKED_FOLDER = "stage03_engine.frontend.features.dead_folders:claim_folder"
@@ -36,6 +42,12 @@ class SocketFolder:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
+def private_folder() -> SocketFolder:
+    """A new folder; one that the next start removes after a kill -9, if the feature that does so is there."""
+    locks = is_there(LOCKED_FOLDER.partition(":")[0])
+    return load(LOCKED_FOLDER)() if locks else SocketFolder()
+
+
 def engine_environment(num_threads: int, attention_backend: str = "auto") -> dict[str, str]:
     """Environment of the engine process. Triton reads from it whether to interpret kernels, and OpenMP how its threads wait, when
     they are loaded: so both are set before the process exists. What the user has set stays."""
@@ -45,7 +57,42 @@ def engine_environment(num_threads: int, attention_backend: str = "auto") -> dic
     return {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **waiting, **interpret}
 
 
-def private_folder() -> SocketFolder:
-    """A new folder; one that the next start removes after a kill -9, if the feature that does so is there."""
-    locks = is_there(LOCKED_FOLDER.partition(":")[0])
-    return load(LOCKED_FOLDER)() if locks else SocketFolder()
+def start_process(module: str, *args: str, environment: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+    """Start `python -m module args`. The child never receives SIGINT and SIGTERM (see `signals_are_ours`). Its standard input is a pipe
+    from this process, which closes when this process ends, even by kill -9: see `end_with_parent`. Raises OSError."""
+    with signals_are_ours():
+        return subprocess.Popen(
+            [sys.executable, "-m", module, *args], stdin=subprocess.PIPE, bufsize=0, env=environment
+        )
+
+
+def end_process(process: subprocess.Popen[bytes], seconds: float) -> None:
+    """Wait until the process has ended, and kill it if that takes longer than `seconds`."""
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def exit_reason(code: int) -> str:
+    """An exit code, and what it means if the process was killed."""
+    why = " (killed, as a system does that runs out of memory)" if code == -signal.SIGKILL else ""
+    return f"exit code {code}{why}"
+
+
+def end_with_parent(folder: Path, asked_to_end: Callable[[], None] = lambda: None) -> None:
+    """In a child: from now on a thread watches standard input. It calls `asked_to_end` for what the parent writes. When the pipe closes,
+    it removes the `folder` of the sockets and ends this process.
+
+    os._exit, because the main thread may be deep in a forward pass, or wait for a process that is dead.
+    """
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            asked_to_end()
+        trace.close()
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(0)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()

@@ -6,7 +6,6 @@ import os
 import random
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import asdict, replace
 
 from stage03_engine.config import VllmConfig
@@ -39,12 +38,13 @@ class EngineCore:
     def __init__(self, config: VllmConfig) -> None:
         self.config = config
         self.executor = Executor.get_class(config)(config)
-        with ExitStack() as undo:
-            undo.callback(self.executor.shutdown)  # or its workers would outlive an engine that never was
+        try:
             self.num_gpu_blocks = decide_num_blocks(config, self.executor)
             self.executor.initialize_kv_cache(self.num_gpu_blocks)
             self.scheduler = self._make_scheduler()
-            undo.pop_all()
+        except BaseException:
+            self.executor.shutdown()  # or its workers would go on without an engine
+            raise
         self.observers: list[Callable[[EngineCoreOutputs], None]] = []  # see each step's outputs before they are sent
         # Seeds for requests that bring none: the same engine seed and order of arrival give the same outputs.
         self._seeds = random.Random(config.model_config.seed)

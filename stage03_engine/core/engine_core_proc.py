@@ -11,7 +11,6 @@ import gc
 import logging
 import os
 import queue
-import shutil
 import sys
 import threading
 import time
@@ -23,6 +22,7 @@ import zmq
 
 from stage03_engine import messages
 from stage03_engine.args.log import enter_process, seconds_since_start
+from stage03_engine.args.processes import end_with_parent
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.engine_core import EngineCore
 from stage03_engine.errors import StagesError
@@ -49,13 +49,13 @@ _DECODE: dict[EngineCoreRequestType, Callable[[bytes], _Message]] = {
     EngineCoreRequestType.UTILITY: messages.decode_utility,
 }
 CORES = {"transcription": "stage03_engine.core.features.whisper.whisper_core:WhisperCore"}
-"""Task -> the class that replaces EngineCore for models of that task. A setting may name another: `VllmConfig.hooks("core")`."""
+"""Task -> the class that replaces EngineCore for models of that task. A setting may put another into its place."""
 
 
 def make_core(config: VllmConfig) -> EngineCore:
     """The core for the configured model. Raises ConfigError."""
-    name = next(iter(config.hooks("core")), CORES.get(config.supported_tasks[0]))
-    return EngineCore(config) if name is None else load(name)(config)
+    name = CORES.get(config.supported_tasks[0])
+    return config.chosen("core", EngineCore if name is None else load(name))(config)
 
 
 class EngineCoreProc:
@@ -190,22 +190,6 @@ class EngineCoreProc:
         self.core.shutdown()
 
 
-def _watch_parent(ipc_directory: Path, started: list[EngineCoreProc]) -> None:
-    """Watch standard input, a pipe from the front end: a byte ends this process between two steps (at once during
-    start-up); end of file, which comes even after kill -9 of the front end, ends it at once.
-
-    os._exit, because the main thread may be deep in a forward pass and no front end is left to answer.
-    """
-    while os.read(0, 4096):
-        if not started:
-            trace.close()
-            os._exit(0)
-        started[0].stop()
-    trace.close()
-    shutil.rmtree(ipc_directory, ignore_errors=True)
-    os._exit(0)
-
-
 def _startup_handshake(socket: zmq.Socket, engine_index: int) -> EngineInit:
     """hello -> init. Trace events are held until the configuration arrives."""
     trace.hold(f"EngineCore_DP{engine_index}")
@@ -223,21 +207,25 @@ def run_engine_core(handshake_address: str, engine_index: int) -> int:
 
     SIGINT and SIGTERM are blocked in this process (see `signals_are_ours`): the front end decides when it ends.
     """
-    started: list[EngineCoreProc] = []
-    directory = Path(handshake_address.removeprefix("ipc://")).parent
-    threading.Thread(target=_watch_parent, args=(directory, started), name="parent-watch", daemon=True).start()
+    engine: EngineCoreProc | None = None
+
+    def stop() -> None:
+        """Between two steps, or at once during start-up."""
+        if engine is None:
+            trace.close()
+            os._exit(0)
+        engine.stop()
+
+    end_with_parent(Path(handshake_address.removeprefix("ipc://")).parent, stop)
     identity = engine_index.to_bytes(2, "little")
     context = zmq.Context()
     handshake = context.socket(zmq.DEALER)
     handshake.setsockopt(zmq.IDENTITY, identity)
     handshake.setsockopt(zmq.LINGER, 1000)
     handshake.connect(handshake_address)
-    engine: EngineCoreProc | None = None
     try:
         init = _startup_handshake(handshake, engine_index)
-        kind = next(iter(init.config.hooks("core_proc")), None)
-        engine = (EngineCoreProc if kind is None else load(kind))(init, identity, engine_index)
-        started.append(engine)
+        engine = init.config.chosen("core_proc", EngineCoreProc)(init, identity, engine_index)
         gc.collect()
         gc.freeze()  # the model and the modules live as long as the process: the collector need not scan them again
         ready = EngineReady(engine.core.num_gpu_blocks, init.config.max_model_len)

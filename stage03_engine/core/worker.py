@@ -88,9 +88,8 @@ class Executor(ABC):
 
     @staticmethod
     def get_class(config: VllmConfig) -> type[Executor]:
-        """UniProcExecutor, unless a setting asks for several workers: `VllmConfig.hooks("executor")`."""
-        name = next(iter(config.hooks("executor")), None)
-        return UniProcExecutor if name is None else load(name)
+        """UniProcExecutor, unless a setting puts another class into its place."""
+        return config.chosen("executor", UniProcExecutor)
 
     @abstractmethod
     def __init__(self, config: VllmConfig) -> None:

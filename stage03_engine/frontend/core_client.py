@@ -31,7 +31,6 @@ from stage03_engine.messages import (
     EngineReady,
     UtilityRequest,
 )
-from stage03_engine.mixins import load
 from stagetrace import trace
 
 logger = logging.getLogger(__name__)
@@ -233,6 +232,5 @@ class AsyncMPClient(AsyncEngineCoreClient):
 
 
 def make_client(config: VllmConfig) -> AsyncEngineCoreClient:
-    """AsyncMPClient, unless a setting asks for several engines: `VllmConfig.hooks("client")`."""
-    name = next(iter(config.hooks("client")), None)
-    return AsyncMPClient(config) if name is None else load(name)(config)
+    """AsyncMPClient, unless a setting puts another client into its place."""
+    return config.chosen("client", AsyncMPClient)(config)

@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,8 +16,7 @@ from collections.abc import Callable
 import zmq
 
 from stage03_engine import messages
-from stage03_engine.args.command import signals_are_ours
-from stage03_engine.args.processes import engine_environment, private_folder
+from stage03_engine.args.processes import end_process, engine_environment, exit_reason, private_folder, start_process
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import EngineStartError
 from stage03_engine.messages import EngineFailed, EngineHello, EngineInit, EngineReady
@@ -45,12 +41,10 @@ class EngineProcess:
         self._context = zmq.Context()
         self._handshake = self._context.socket(zmq.ROUTER)
         self._handshake.bind(self.handshake_address)
-        command = [sys.executable, "-m", "stage03_engine.core", self.handshake_address, str(engine_index)]
-        # Standard input is how the engine is asked to end, and notices our death: the pipe closes even on kill -9.
         device = config.device_config
         environment = engine_environment(device.num_threads or 1, device.attention_backend)
-        with signals_are_ours():
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, env=environment)
+        place = self.handshake_address, str(engine_index)
+        self._process = start_process("stage03_engine.core", *place, environment=environment)
         if trace.on:
             trace.emit("engine.spawned", pid=self._process.pid)
 
@@ -90,9 +84,8 @@ class EngineProcess:
                     f"the engine process said nothing for {limit:.0f} s; is {self._directory} still there?"
                 )
             if not self.alive and not self._handshake.poll(POLL_MS):
-                code = self._process.returncode
-                why = " (killed, as a system does that runs out of memory)" if code == -signal.SIGKILL else ""
-                raise EngineStartError(f"the engine process ended during start-up with exit code {code}{why}")
+                reason = exit_reason(self._process.returncode)
+                raise EngineStartError(f"the engine process ended during start-up with {reason}")
         _, payload = self._handshake.recv_multipart()
         return messages.decode_handshake(payload)
 
@@ -109,12 +102,8 @@ class EngineProcess:
         pipe = self._process.stdin
         assert pipe is not None
         with contextlib.suppress(OSError, ValueError):  # it has ended already, or this is the second call
-            pipe.write(b"\n")
-        try:
-            self._process.wait(TERMINATE_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            pipe.write(b"\n")  # asks it to end after its step
+        end_process(self._process, TERMINATE_SECONDS)
         pipe.close()
         self._handshake.close(linger=0)
         self._context.term()

@@ -106,6 +106,9 @@ REFUSED = {
     "--profiler-dir /etc/passwd": "cannot write profiles to '/etc/passwd': File exists; see --profiler-dir",
     "--profiler-dir /etc/passwd/a/b": "cannot write profiles to '/etc/passwd/a/b': Not a directory; see --profiler-dir",
     "--log-config-file /no/such.json": "cannot read log_config_file",
+    "-dp=2 --in-process": "--in-process has one engine",
+    "-dp=2 --engine=echo": "--engine echo has one engine",
+    "-dp=2 --data-parallel-rank=1 -asc=2": "data_parallel_rank needs api_server_count 1, not 2",
 }
 
 

@@ -124,6 +124,13 @@ def test_both_commands_know_the_same_flags_and_refuse_alike(capsys: pytest.Captu
     assert said[0] == said[1] and all(line.startswith("stages: error: ") for line in said[0])
 
 
+def test_every_heading_of_the_help_has_flags() -> None:
+    parser = importlib.import_module("stage02_server.__main__").make_parser("serve")
+    [commands] = [action for action in parser._actions if action.dest == "subparser"]
+    groups = commands.choices["serve"]._action_groups
+    assert len(groups) > 10 and not [group.title for group in groups if group.description and not group._group_actions]
+
+
 def test_several_api_servers_are_a_branch_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dry_run(capsys, "-asc=2", f"--trace={tmp_path}")
     [decision] = read_run(tmp_path).named("serve.decision")

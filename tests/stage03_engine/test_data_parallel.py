@@ -27,8 +27,9 @@ from stage03_engine.args.cpu import compute_threads, find_cores
 from stage03_engine.errors import ConfigError, EngineDeadError, EngineStartError, InvalidRequestError
 from stage03_engine.frontend.features.data_parallel import devices
 from stage03_engine.frontend.features.data_parallel.balancing import MOST_BEHIND, Balancer, PrefixIndex
-from stage03_engine.frontend.features.data_parallel.client import DPLBAsyncMPClient, EngineState, ScalingError, share_of
+from stage03_engine.frontend.features.data_parallel.client import DPLBAsyncMPClient, ScalingError
 from stage03_engine.frontend.features.data_parallel.coordinator import CountsLink, DPCoordinator, EngineCounts
+from stage03_engine.frontend.features.data_parallel.engine import EngineState, share_of
 from stage03_engine.frontend.features.data_parallel.in_flight import LOST
 from stage03_engine.frontend.features.data_parallel.restart import WINDOW_SECONDS, RestartLimit
 from stage03_engine.frontend.features.dead_folders import remove_dead_folders
@@ -487,10 +488,8 @@ def test_engines_are_added_and_drained() -> None:
             await settle()
             scaling = asyncio.create_task(made.client.scale(1))
             await settle()
-            assert (
-                list(made.client.states.values()) == [EngineState.READY, *3 * [EngineState.DRAINING]]
-                and not scaling.done()
-            )
+            assert list(made.client.states.values()) == [EngineState.READY, *3 * [EngineState.DRAINING]]
+            assert not scaling.done()
             with pytest.raises(ScalingError, match="already"):
                 await made.client.scale(2)
             assert await made.add(request("late")) == 0
@@ -511,6 +510,10 @@ def test_engines_are_added_and_drained() -> None:
             made.engines[1].may_start.set()
             await scaling
             assert made.client.num_ready == 2
+            made.engines[1].die()  # before its first output
+            await until(lambda: made.client.states[1] == EngineState.LOADING)
+            made.engines[1].may_start.set()
+            await until(lambda: made.client.num_ready == 2)
             made.engines[1].preemptions = 1
             made.engines[1].step()
             await settle()
@@ -566,7 +569,7 @@ def test_each_engine_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_pa
             assert os.environ["CUDA_VISIBLE_DEVICES"] == seen
         assert "CUDA_VISIBLE_DEVICES" not in os.environ
     with (
-        pytest.raises(ConfigError, match="3 engines with 1 GPUs each need 3, and there are 2"),
+        pytest.raises(ConfigError, match="3 engines with 1 GPUs each need 3 GPUs, and there are 2"),
         devices.own_devices(config, 2),
     ):
         pass

@@ -39,8 +39,6 @@ from stage03_engine.core.sched_output import SchedulerOutput
 from stage03_engine.errors import ConfigError, EngineDeadError, EngineStartError, StagesError
 from stage03_engine.frontend.engine_process import EngineProcess
 from stage03_engine.frontend.features.sync_mp_client import SyncMPClient
-from stage03_engine.frontend.input_processor import InputProcessor
-from stage03_engine.frontend.tokenizer import init_tokenizer_from_configs
 from stage03_engine.llm import LLM
 from stage03_engine.mixins import is_there
 from stage03_engine.model_path import BUNDLED_FOLDER
@@ -87,14 +85,6 @@ def _command(process: psutil.Process) -> str:
         return ""
 
 
-def has_ended(process: psutil.Process) -> bool:
-    """Whose parent was killed is reaped by the system's first process, in its own time."""
-    try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
 def folder_of(llm: LLM) -> Path:
     return executor_of(llm).workers._folder.path
 
@@ -132,14 +122,11 @@ def test_the_same_tokens_as_in_the_engine_process(expected: list[list[int]], rec
     assert recorded == expected
 
 
-SIZES = [(2, 1), (1, 2), (2, 2)]
-
-
 @needs_slices
-@pytest.mark.parametrize(("tp", "pp"), SIZES)
-def test_several_workers_give_the_same_tokens(tp: int, pp: int, expected: list[list[int]]) -> None:
-    with LLM("gpt2-tiny", tensor_parallel_size=tp, pipeline_parallel_size=pp, **TIGHT) as llm:
-        assert len(workers_of()) == tp * pp, "mp is the default for several"
+def test_two_workers_give_the_same_tokens(expected: list[list[int]]) -> None:
+    """Those of pipeline stages are in test_pipeline_processes.py."""
+    with LLM("gpt2-tiny", tensor_parallel_size=2, **TIGHT) as llm:
+        assert len(workers_of()) == 2, "mp is the default for several"
         assert tokens(llm, *workload()) == expected
 
 
@@ -222,14 +209,17 @@ def test_vectors() -> None:
     assert found[0] == found[1] and len(found[1]) == 2
 
 
-def test_steps_in_flight_are_answered_in_order() -> None:
+def test_steps_in_flight_are_answered_in_order_and_signals_do_not_reach_the_worker() -> None:
     with LLM("gpt2-tiny", **MP, **SMALL) as llm:
         executor = executor_of(llm)
         for step in (1, 2, 3):
             executor.begin_step(SchedulerOutput(step, [], {}, {}, [], []))
         assert [executor.finish_step().sampled_token_ids for _ in range(3)] == [{}] * 3
         assert not executor._in_flight
-        assert len(tokens(llm, ["O"], SamplingParams(max_tokens=2))[0]) == 2
+        [worker] = workers_of()
+        worker.terminate()
+        assert len(tokens(llm, ["O"], SamplingParams(max_tokens=3, ignore_eos=True))[0]) == 3
+        assert worker.is_running()
 
 
 # Deaths
@@ -239,21 +229,11 @@ def config(**settings: Any) -> VllmConfig:
     return EngineArgs.from_kwargs(model="gpt2-tiny", **SMALL, **MP, **settings)
 
 
-def add(client: SyncMPClient, name: str) -> None:
-    settings = config()
-    processor = InputProcessor(settings, init_tokenizer_from_configs(settings))
-    client.add_request(processor.process_inputs(name, "ROMEO:", SamplingParams(max_tokens=400, ignore_eos=True)))
-
-
-@pytest.mark.parametrize("when", ["idle", "in a step"])
-def test_a_killed_worker_ends_the_engine_with_its_name(when: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_worker_ends_the_idle_engine_with_its_name(capfd: pytest.CaptureFixture[str]) -> None:
+    """In a step: `test_a_server_whose_worker_is_killed_answers_and_ends`."""
     client = SyncMPClient(config())
     try:
         [worker] = workers_of(client._process.pid)
-        if when == "in a step":
-            add(client, "r")
-            while not client.get_output().outputs:
-                pass
         worker.kill()
         with pytest.raises(EngineDeadError, match=r"stopped: Worker_TP0 ended unexpectedly with exit code -9 \(killed"):
             while True:
@@ -300,7 +280,7 @@ def test_an_engine_that_cannot_start_ends_its_workers() -> None:
     assert not workers_of(), caught  # whose traceback still holds the executor
 
 
-@pytest.mark.parametrize("multiprocess", [False, True])
+@pytest.mark.parametrize("multiprocess", [pytest.param(False, marks=pytest.mark.long), True])
 def test_killing_the_parent_ends_the_workers(multiprocess: bool) -> None:
     script = f"""
         from stage03_engine.llm import LLM
@@ -351,14 +331,6 @@ def test_a_server_whose_worker_is_killed_answers_and_ends() -> None:
         assert any("Worker_TP0 ended unexpectedly with exit code -9" in line for line in server.lines), server.lines
     finally:
         server.close()
-
-
-def test_signals_do_not_reach_the_workers() -> None:
-    with LLM("gpt2-tiny", **MP, **SMALL) as llm:
-        [worker] = workers_of()
-        worker.terminate()
-        assert len(tokens(llm, ["O"], SamplingParams(max_tokens=3, ignore_eos=True))[0]) == 3
-        assert worker.is_running()
 
 
 # Errors
@@ -448,7 +420,7 @@ def test_variables_that_torchrun_would_not_set(
 def test_a_server_cannot_be_launched_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in LAUNCHED.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(EngineStartError, match="a server has them in one process only: use mp"):
+    with pytest.raises(EngineStartError, match="a server gets them in one process only: use mp"):
         LLM("gpt2-tiny", distributed_executor_backend="external_launcher", multiprocess=True, **SMALL)
 
 
@@ -503,7 +475,7 @@ SAME = """
 
 
 @needs_slices
-@pytest.mark.parametrize(("tp", "pp"), SIZES[:2])
+@pytest.mark.parametrize(("tp", "pp"), [pytest.param(2, 1, marks=pytest.mark.long), (1, 2)])
 def test_every_launched_process_has_the_same_tokens(
     tp: int, pp: int, tmp_path: Path, expected: list[list[int]]
 ) -> None:

@@ -1,5 +1,4 @@
-"""What the states of the server need besides `lifecycle.py`: a watch on the engine, the metric `stages:server_state`, and with several
-engines the state of each."""
+"""What the states of the server need besides `lifecycle.py`: a watch on the engine, and the metric `stages:server_state`."""
 
 from __future__ import annotations
 
@@ -11,9 +10,6 @@ from prometheus_client import Gauge
 from stage02_server.api_server import Services
 from stage02_server.features.admin.engine_stall import EngineStall, StallLifecycle
 from stage02_server.lifecycle import Lifecycle, ServerState
-from stage03_engine.mixins import mixins
-
-SEVERAL_ENGINES = "stage02_server.features.data_parallel.routes:install"
 
 
 def install(app: FastAPI, services: Services) -> None:
@@ -24,9 +20,6 @@ def install(app: FastAPI, services: Services) -> None:
     gauge = Gauge("stages:server_state", "1 for the state of the server.", ["state"], registry=services.registry)
     for state in ServerState:
         gauge.labels(state=state.value).set_function(partial(_is, services.lifecycle, state))
-    if hasattr(services.engine.engine_core, "states"):
-        for install_engines in mixins(SEVERAL_ENGINES):
-            install_engines(app, services)
 
 
 def _is(lifecycle: Lifecycle, state: ServerState) -> float:

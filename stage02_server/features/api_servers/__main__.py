@@ -1,6 +1,6 @@
 """One of several API servers: a process that the launcher starts (vllm/entrypoints/openai/api_server.py, run_server_worker).
 
-Standard input is a socket to the launcher. Signals do not reach this process (see `signals_are_ours`): the launcher says when it ends.
+Standard input is a socket to the launcher. Signals do not reach this process (see `signals_are_ours`); the launcher tells it to end.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from stagetrace import trace
 
 
 def main(index: int) -> int:
-    """Serve until the launcher says to end, or is gone; returns the exit code."""
+    """Serve until the launcher asks for the end, or is gone. Returns the exit code."""
     trace.hold(f"APIServer_{index}")
     link = LauncherLink(_take_standard_input())
     if not (line := link.first_line()):
@@ -47,7 +47,7 @@ def main(index: int) -> int:
         PROCESS.load()(start.args)
     try:
         return uvloop.run(_serve(start, link))
-    except StagesError as error:  # the launcher says it, once
+    except StagesError as error:  # several servers may fail alike: the launcher prints the reason, once
         link.tell(Failed(str(error), error.exit_code))
         return error.exit_code
     finally:
@@ -55,7 +55,7 @@ def main(index: int) -> int:
 
 
 def _take_standard_input() -> socket.socket:
-    """The socket that is standard input, under a number that no process of ours inherits: it closes when this process ends."""
+    """The socket that is standard input, under a number that no child inherits, so that it closes when this process ends."""
     sock = socket.socket(fileno=os.dup(0))
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -83,7 +83,7 @@ async def _serve(start: Start, link: LauncherLink) -> int:
 
 
 def _leave(folder: str) -> NoReturn:
-    """The launcher is gone, perhaps by kill -9: nobody is left who could answer for this server, or clean up behind it."""
+    """The launcher is gone, perhaps by kill -9, and cannot clean up any more."""
     trace.close()
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)

@@ -1,4 +1,4 @@
-"""`--api-server-count`, and what cannot be right across several processes."""
+"""`--api-server-count`, and the settings that need a single API server."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import is_there
 
 MAX_SERVERS = 64
-"""Most API servers: a slip of the finger must not start thousands of processes."""
+"""More are refused, or a typing error could start thousands of processes."""
 ALONE = {
-    "in_process": "the engine would be in each of them",
-    "enable_server_load_tracking": "GET /load would count the requests of one server",
-    "server_dev_mode": "POST /abort_requests would find the requests of one server",
+    "in_process": "each server would have an engine of its own",
+    "enable_server_load_tracking": "GET /load would count only the requests of one server",
+    "server_dev_mode": "POST /abort_requests would find only the requests of one server",
 }
-"""Switch -> what would be wrong with several API servers."""
+"""Setting -> what would go wrong with several API servers."""
 NEEDS = ("stage03_engine.core.features.front_ends", "stage03_engine.frontend.features.shared_engine")
 
 
@@ -27,9 +27,10 @@ class ApiServerFlags:
     headless: bool = option(False, "start engines without an API server (not built yet)")
     api_server_count: int | None = option(
         None,
-        "API server processes in front of the same engine, each with an event loop and a tokenizer of its own; they share the port, "
-        "and /metrics of each is the sum of all; 1 if not given",
+        "API server processes in front of the same engine, each with its own event loop and tokenizer; they share the port, and "
+        "/metrics is the sum over all of them; 1 if not given",
         aliases=("-asc",),
+        at_least=0,
     )
 
     def check(self: Any) -> None:
@@ -45,6 +46,6 @@ class ApiServerFlags:
         stored = next((field for field in fields(self) if field.name == "max_stored_responses"), None)
         if count > 1 and stored is not None and getattr(self, stored.name) not in (0, stored.default):
             raise ConfigError(
-                f"max_stored_responses needs api_server_count 1: with {count}, each server would only know the responses that it made "
-                "itself, so none is stored; give 0, or leave it out"
+                f"max_stored_responses needs api_server_count 1: with {count}, each server would know only its own responses, so none "
+                "is stored; set it to 0, or leave it out"
             )

@@ -1,4 +1,4 @@
-"""What one of several API servers does differently: its metrics are everybody's, and tenants are the same everywhere."""
+"""What is different in one of several API servers: it shows the metrics of all, and tenants are the same on all."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from stage02_server.api_server import Services
 from stage02_server.features.api_servers.this_server import this_server
 
 COMPUTED = ("stages:server_state",)
-"""Metrics that a function computes when somebody asks: no file has their numbers, and they are those of the server that answers."""
+"""Metrics that a function computes when somebody reads them. No file has them, so they describe the server that answers."""
 
 
 class MergedRegistry(CollectorRegistry):
     """What all API servers have counted (vllm/v1/metrics/prometheus.py, get_prometheus_registry).
 
-    Each keeps its numbers in files of one folder: counters and histograms are added up, and gauges too, because of one engine only
-    the first server hears the scheduler's numbers.
+    Each server keeps its numbers in files of one folder. Counters and histograms are added up. So are gauges: of an engine's scheduler only
+    the first server hears, and the others stay at 0.
     """
 
     def __init__(self, own: CollectorRegistry, folder: str) -> None:
@@ -27,11 +27,11 @@ class MergedRegistry(CollectorRegistry):
         self._own, self._files = own, MultiProcessCollector(None, folder)
 
     def register(self, collector: object) -> None:
-        """For what is made later: it belongs to this server's own metrics."""
+        """Metrics that are made later belong to this server."""
         self._own.register(collector)  # type: ignore[arg-type]
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics of all, once each."""
+        """Each metric once: merged, or else this server's own."""
         merged = {metric.name: metric for metric in self._files.collect() if metric.name not in COMPUTED}
         yield from merged.values()
         yield from (metric for metric in self._own.collect() if metric.name not in merged)

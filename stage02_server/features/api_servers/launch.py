@@ -104,7 +104,7 @@ def without_store(args: FrontendArgs) -> FrontendArgs:
         return args
     logger.warning(
         "With %d API servers no response is stored: previous_response_id, GET /v1/responses/{id} and background need "
-        "--api-server-count 1. --max-stored-responses 0 says that you know.",
+        "--api-server-count 1. --max-stored-responses 0 silences this warning.",
         args.api_server_count,
     )
     changed: dict[str, Any] = {field.name: 0 for field in fields(args) if field.name == "max_stored_responses"}

@@ -19,7 +19,7 @@ from stagetrace import trace
 
 
 class ApiServerProcess:
-    """One API server. It ends when this process ends: its end of the socket closes then, even on kill -9."""
+    """One API server. It ends when this process ends, even by kill -9, because the socket between them closes then."""
 
     def __init__(self, start: Start) -> None:
         self.name = start.name
@@ -35,7 +35,7 @@ class ApiServerProcess:
         self._send(msgspec.json.encode(start))
 
     def tell(self, order: Order) -> None:
-        """Send an order. One that nobody can read any more is dropped."""
+        """Send an order. If the server is gone, the order is dropped."""
         self._send(encode(order))
 
     def _send(self, line: bytes) -> None:
@@ -43,7 +43,7 @@ class ApiServerProcess:
             self._link.sendall(line + b"\n")
 
     def follow(self, on_report: Callable[[Report], None], on_exit: Callable[[int], None]) -> None:
-        """Call `on_report` with each report, and `on_exit` with the exit code when the process has ended, from a thread."""
+        """From a thread, call `on_report` with each report, and `on_exit` with the exit code when the process has ended."""
 
         def run() -> None:
             with contextlib.suppress(OSError), self._link.makefile("rb") as lines:

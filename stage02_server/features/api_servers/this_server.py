@@ -1,4 +1,4 @@
-"""What the launcher tells an API server first: its settings, and where everything is."""
+"""The first thing that an API server hears from the launcher: its settings, and where everything is."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Start(msgspec.Struct):
     args: FrontendArgs
     engines: list[tuple[str, str]]  # input and output address of each; empty with the echo engine
     folder: str  # of the metrics of all servers
-    secret: str  # shared by the servers, for what they must compute alike
+    secret: str  # the servers share it, so that they compute the same salts
     run_id: str  # of the trace
     coordinator: str | None = None  # its folder, with several engines
     cause: str | None = None
@@ -39,5 +39,5 @@ def set_this_server(start: Start) -> None:
 
 
 def this_server() -> Start | None:
-    """What this API server was told; None in a process that is not one of several."""
+    """The settings of this API server; None in a process that is not one of several."""
     return _this

@@ -1,4 +1,4 @@
-"""The answer of a request whose engine died while others serve on: the error that a dead engine has always been, 503."""
+"""What a request gets whose engine died while others go on: a 503, as if its only engine had died."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from stagetrace import trace
 
 
 class LostAnswers:
-    """A listener of AsyncLLM: it hears of such a request before the output processor, for which any error is the server's own."""
+    """A listener of AsyncLLM. It sees such a request before the output processor does, which would report an internal error."""
 
     def __init__(self, processor: OutputProcessor) -> None:
         self._processor = processor
 
     def received(self, outputs: EngineCoreOutputs) -> None:
-        """End the requests of a step that were lost."""
+        """End the requests of a step whose engine died."""
         for output in outputs.outputs:
             if output.result is not None and LOST in output.result:
                 self._end(output)
@@ -30,4 +30,4 @@ class LostAnswers:
             state.queue.put(unavailable(output.error or ""))
 
     def close(self) -> None:
-        """The last engine is gone: every request hears of it in the usual way."""
+        """Nothing to do: when the last engine is gone, every request gets that error anyway."""

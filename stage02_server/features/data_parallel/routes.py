@@ -1,6 +1,6 @@
-"""What a server with several engines shows and offers: /health with the state `degraded`, metrics, POST /scale_engines.
+"""What a server with several engines has besides: the state `degraded` in /health, two metrics, POST /scale_engines.
 
-vLLM's /health knows one state of all engines; its POST /scale_elastic_ep needs Ray and expert parallelism.
+vLLM's /health has one state for all engines, and its POST /scale_elastic_ep needs Ray and expert parallelism.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ router, dev_router = APIRouter(), APIRouter()
 
 
 class ScaleRequest(BaseModel):
-    """How many engines there shall be."""
+    """The body of POST /scale_engines."""
 
     data_parallel_size: Annotated[int, Field(strict=True, ge=1, le=MAX_ENGINES)] = Field(
-        description="How many engines there shall be."
+        description="How many engines there should be."
     )
 
 
@@ -44,7 +44,7 @@ def client_of(raw_request: Request) -> DPLBAsyncMPClient:
 
 @router.get("/health", include_in_schema=False)
 async def health_of_engines(raw_request: Request) -> Response:
-    """As with one engine while all are ready. With fewer 200 and the state `degraded`, since requests are served; with none 503."""
+    """The same as with one engine while all are ready. 200 with the state `degraded` while some are, and 503 while none is."""
     client = client_of(raw_request)
     lifecycle = raw_request.app.state.services.lifecycle
     if lifecycle.state != ServerState.READY or client.num_ready >= client.size:
@@ -57,20 +57,20 @@ async def health_of_engines(raw_request: Request) -> Response:
 
 @dev_router.post("/scale_engines")
 async def scale_engines(body: ScaleRequest, raw_request: Request) -> dict[str, int]:
-    """Change the number of engines: start more, or let the last ones finish their requests and end. Answers when that is done;
-    409 while it is under way already, or while an engine is being started again."""
+    """Change the number of engines: start more, or let the last ones finish their requests and end. Answers when that is done.
+    409 while the number is already being changed, or while an engine is being started again."""
     client = client_of(raw_request)
     try:
         await client.scale(body.data_parallel_size)
     except ScalingError as error:
         raise APIError(409, "ConflictError", str(error)) from error
     except (StagesError, OSError) as error:
-        raise unavailable(f"A new engine cannot start, and there are as many as before: {error}") from error
+        raise unavailable(f"A new engine cannot start; there are as many as before: {error}") from error
     return {"data_parallel_size": client.size}
 
 
 class EngineCollector(Collector):
-    """Which engines are ready, and how often one was started again; asked for when somebody reads /metrics."""
+    """Which engines are ready, and how many restarts there were, at the moment when somebody reads /metrics."""
 
     def __init__(self, client: DPLBAsyncMPClient) -> None:
         self._client = client
@@ -83,7 +83,7 @@ class EngineCollector(Collector):
         for index, state in self._client.states.items():
             ready.add_metric([str(index)], float(state == "ready"))
         yield ready
-        restarts = CounterMetricFamily("stages:engine_restarts", "How often a dead engine was started again.")
+        restarts = CounterMetricFamily("stages:engine_restarts", "How often a dead engine has been started again.")
         restarts.add_metric([], self._client.num_restarts)
         yield restarts
 

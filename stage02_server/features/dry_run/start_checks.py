@@ -14,12 +14,13 @@ from pathlib import Path
 
 from stage02_server.cli_args import FrontendArgs
 from stage03_engine.args import Resolved
+from stage03_engine.args.check import check_one_engine
 from stage03_engine.args.resolve import detect_device
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.kv_cache_manager import cdiv
 from stage03_engine.errors import ConfigError
 from stage03_engine.frontend.tokenizer import get_tokenizer
-from stage03_engine.mixins import is_there, load_feature
+from stage03_engine.mixins import is_there, load, load_feature
 from stagetrace import trace
 
 NEEDS = {"triton": "triton", "triton-interpret": "triton"}  # attention backend -> its package
@@ -30,11 +31,13 @@ ABOUT_THE_APP = (
 OWN_CLASSES = "stage03_engine.core.features.own_classes:make_scheduler"
 SWAP_BLOCKS = "stage03_engine.core.features.swap_space.swap_space:num_swap_blocks"
 ECHO_ENGINE = "stage02_server.features.echo_engine"
+WITH_FRONT_ENDS = "stage02_server.features.api_servers.launch:with_front_ends"
 
 
 def check_start(config: VllmConfig, settings: Mapping[str, Resolved]) -> None:
     """Raises the StagesError of the start. Ends the recording of the trace: what is tried here is no part of it."""
     trace.close()
+    _check_number_of_engines(config, settings)
     if settings["engine"].value == "core":
         _check_device(config)
     _check_scheduler(config)
@@ -48,7 +51,20 @@ def check_start(config: VllmConfig, settings: Mapping[str, Resolved]) -> None:
     path = config.model_config.tokenizer_path
     template = get_tokenizer(path).chat_template if path is not None else None
     if (template or any(settings[name].value for name in ABOUT_THE_APP if name in settings)) and is_there(ECHO_ENGINE):
-        _check_app(config, FrontendArgs(**{each.name: settings[each.name].value for each in fields(FrontendArgs)}))
+        _check_app(config, _frontend_args(settings))
+
+
+def _check_number_of_engines(config: VllmConfig, settings: Mapping[str, Resolved]) -> None:
+    """What works with one engine, or with engines that the server starts itself."""
+    for name, value, who in (("in_process", True, "--in-process"), ("engine", "echo", "--engine echo")):
+        if settings[name].value == value:
+            check_one_engine(config, who)
+    if "api_server_count" in settings and (settings["api_server_count"].value or 1) > 1:
+        load(WITH_FRONT_ENDS)(config, _frontend_args(settings))
+
+
+def _frontend_args(settings: Mapping[str, Resolved]) -> FrontendArgs:
+    return FrontendArgs(**{each.name: settings[each.name].value for each in fields(FrontendArgs)})
 
 
 def _check_device(config: VllmConfig) -> None:

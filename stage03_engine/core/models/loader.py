@@ -18,7 +18,7 @@ from stage03_engine.args.weight_files import weight_files
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.models.registry import model_class
 from stage03_engine.errors import ConfigError
-from stage03_engine.mixins import load, load_feature
+from stage03_engine.mixins import load_feature
 from stagetrace import trace
 
 DUMMY_WEIGHTS = "stage03_engine.core.features.dummy_weights:dummy_tensors"
@@ -41,8 +41,8 @@ def get_model(config: VllmConfig, dtype: torch.dtype, device: torch.device) -> n
     started, shape = time.monotonic(), config.shape
     with torch.device("meta"):  # shapes only: no memory is touched before the real weights arrive
         model = model_class(shape.architecture)(shape, config.device_config.attention_backend)
-    if sharded := next(iter(config.hooks("weights")), None):
-        tensors = load(sharded)(config, model, dtype)
+    if own_tensors := config.chosen("weights", None):
+        tensors = own_tensors(config, model, dtype)
     elif config.model_config.load_format == "dummy":
         tensors = load_feature(DUMMY_WEIGHTS, "--load-format dummy")(model, config.model_config.seed, dtype)
     else:

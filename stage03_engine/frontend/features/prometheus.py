@@ -35,7 +35,7 @@ STEP_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 ANSWER_BUCKETS = (1, 2, 5, 10, 20)
 PREEMPTION_BUCKETS = (1, 2, 3, 4, 5, 10, 20)
 SUMMED = {"multiprocess_mode": "livesum"}
-"""Of a gauge that several API servers add up: of one engine, only the first server hears the scheduler's numbers."""
+"""How several API servers merge a gauge: by adding up, because only the first server hears from an engine's scheduler."""
 CACHE_SETTINGS = (
     "block_size", "enable_prefix_caching", "gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override",
     "swap_space",
@@ -51,7 +51,7 @@ M = TypeVar("M", bound=MetricWrapperBase)
 
 
 class Families:
-    """The metrics of a registry by name: each is made once, and every engine has its own labels in it."""
+    """The metrics of a registry, by name. Each is made once, and each engine has its own labels."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -75,7 +75,7 @@ class PrometheusStatLogger(StatLogger):
             self._of(index)
 
     def _of(self, index: int) -> _EngineMetrics:
-        """The metrics of one engine, which may have been added while others served."""
+        """The metrics of one engine, made when its first numbers come: engines may be added later."""
         if index not in self._engines:
             self._engines[index] = _EngineMetrics(self._config, self._families, self._model_name, index)
         return self._engines[index]
@@ -84,7 +84,7 @@ class PrometheusStatLogger(StatLogger):
         self._of(engine_index).record(scheduler, iteration)
 
     def request_aborted(self) -> None:
-        """Counted for the first engine: whoever ends a request does not know which one has it."""
+        """Counted for the first engine, because nobody here knows which engine had the request."""
         next(iter(self._engines.values())).request_aborted()
 
 
@@ -144,10 +144,8 @@ class _EngineMetrics:
 
     def _add_reasons(self, families: Families, values: dict[str, str]) -> None:
         """The metrics that have a label more, with each of its values from the start."""
-        name, text = (
-            "vllm:num_requests_waiting_by_reason",
-            "Of those that wait: for room (capacity), or until they are ready (deferred).",
-        )
+        name = "vllm:num_requests_waiting_by_reason"
+        text = "Of those that wait: for room (capacity), or until they are ready (deferred)."
         self._waiting_by_reason = {
             reason: families.get(Gauge, name, text, values | {"reason": reason}, **SUMMED)
             for reason in ("capacity", "deferred")

@@ -4,9 +4,9 @@
     torchrun ─┬─ rank 0: LLM -> EngineCore -> this executor -> Worker ─┐  all_reduce
               └─ rank 1: LLM -> EngineCore -> this executor -> Worker ─┘
 
-Nobody sends decisions: every process is given the same requests, and has a scheduler that decides the same. That needs the same number
-of KV-cache blocks everywhere, which is the smallest of all. Each step begins with a check that all have decided the same, because
-workers with different decisions would wait for each other for ever, or add up what does not belong together.
+No decisions are sent: every process gets the same requests, and its scheduler decides the same. For that all must have the same number of
+KV-cache blocks, so the smallest number counts. Each step begins with a check that all have decided the same, because workers with
+different decisions would wait for each other forever, or add up tensors that do not belong together.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ COMMAND = "stage03_engine.__main__"
 
 
 def launched(config: VllmConfig, environ: Mapping[str, str] = os.environ) -> tuple[Ranks, int]:
-    """This process's place, and how many processes there are on this machine. Raises ConfigError for what torchrun would not set."""
+    """This process's place, and how many processes there are on this machine. Raises ConfigError if torchrun's variables are missing or
+    make no sense."""
     parallel = config.parallel_config
     size = parallel.world_size
     if missing := [name for name in VARIABLES if not environ.get(name)]:
@@ -67,7 +68,7 @@ class ExecutorWithExternalLauncher(Executor):
         if trace.proc.startswith(SERVERS):
             raise ConfigError(
                 "distributed_executor_backend external_launcher is for LLM(...) and `python -m stage03_engine generate`, where every "
-                "process is given all requests; a server has them in one process only: use mp"
+                "process gets all requests; a server gets them in one process only: use mp"
             )
         self.ranks, local_size = launched(config)
         if config.device_config.device == "cuda":
@@ -110,12 +111,12 @@ class ExecutorWithExternalLauncher(Executor):
         self.worker.initialize_kv_cache(num_blocks)
 
     def begin_step(self, scheduler_output: SchedulerOutput) -> None:
-        """Run this process's part of a step. Raises StagesError if the processes have not decided the same."""
+        """Run this process's part of a step. Raises StagesError if the processes have decided differently."""
         self._check(scheduler_output)
         self._outputs.append(self.worker.execute_model(scheduler_output))
 
     def finish_step(self) -> ModelRunnerOutput:
-        """The output of the oldest step that has begun: with one stage every worker has it, else the last stage sends it."""
+        """The output of the oldest step that has begun. With one stage every worker has it; otherwise the last stage sends it."""
         own = self._outputs.popleft()
         return own if self.ranks.pp_size == 1 else self._from_last_stage(own)
 
@@ -126,15 +127,15 @@ class ExecutorWithExternalLauncher(Executor):
     def _check(self, scheduler_output: SchedulerOutput) -> None:
         if self.ranks.world_size == 1:
             return
-        # A sampling seed that nobody chose is drawn from the engine's, and so is the same too.
+        # A request without a seed gets one that is drawn from the engine's seed, so that is the same too.
         mark = zlib.crc32(encode(scheduler_output))
         both = self._tensor([mark, -mark])
         dist.all_reduce(both, dist.ReduceOp.MAX)
         highest, lowest = both[0].item(), -both[1].item()
         if highest != lowest:
             raise StagesError(
-                f"step {scheduler_output.step}: the processes of the launcher have decided differently; give each the same prompts, "
-                "settings and order"
+                f"step {scheduler_output.step}: the processes of the launcher have decided differently; give each the same prompts, in "
+                "the same order, and the same settings"
             )
 
     def _from_last_stage(self, own: ModelRunnerOutput) -> ModelRunnerOutput:
@@ -151,8 +152,8 @@ class ExecutorWithExternalLauncher(Executor):
 
 
 def _only_first_prints(ranks: Ranks) -> None:
-    """`python -m stage03_engine generate` prints what it generates, and every process generates the same. A script of the user's
-    prints as it likes."""
+    """`python -m stage03_engine generate` prints what it generates, which is the same in every process. A user's own script may print
+    what it likes."""
     main = getattr(sys.modules["__main__"], "__spec__", None)
     if ranks.rank > 0 and main is not None and main.name == COMMAND:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")

@@ -124,7 +124,7 @@ class ParallelFlags(PipelineFlags):
         parallel = self.parallel_config
         if parallel.executor == "uni" and parallel.world_size > 1:
             raise ConfigError(
-                f"distributed_executor_backend uni is one worker, and tensor_parallel_size x pipeline_parallel_size is {parallel.world_size}"
+                f"distributed_executor_backend uni is one worker, and tensor_parallel_size x pipeline_parallel_size is {parallel.world_size}; use mp"
             )
         if parallel.executor != "uni":
             _check_workers(self, parallel)

@@ -1,8 +1,8 @@
-"""What a model of several workers does besides its own work: it adds up, and puts side by side (vllm/model_executor/layers/linear.py,
+"""What the workers of one model exchange: sums, and slices side by side (vllm/model_executor/layers/linear.py,
 vocab_parallel_embedding.py; Shoeybi et al. 2019, "Megatron-LM").
 
-A column-parallel layer needs nothing: a smaller matrix gives fewer outputs, which are this worker's heads or columns. The layer after it
-takes just these as inputs, so its product is a part of a sum, which `RowParallelLinear` completes: one all-reduce per half layer.
+A column-parallel layer needs no exchange: a smaller matrix gives fewer outputs, which are this worker's heads or columns. The next layer
+takes exactly these as inputs, so its product is one term of a sum. `RowParallelLinear` completes it: one all-reduce per half layer.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from stage04_kernels.attention import AttentionMetadata
 
 
 class RowParallelLinear(nn.Module):
-    """A linear layer with a slice of the inputs [num_rows, own inputs]; the outputs [num_rows, out_features] are whole. `inner` stays an
-    ordinary layer, which `--linear-backend` and `--quantization` may replace. The bias is added once: by the first worker's product."""
+    """A linear layer that takes a slice of the inputs, [num_rows, own inputs], and gives whole outputs, [num_rows, out_features]. `inner`
+    stays an ordinary layer, which `--linear-backend` and `--quantization` may replace. Only the first worker adds the bias."""
 
     def __init__(self, inner: Linear, own: Ranks) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """A token embedding of which this worker has the rows from `start` on: [num_tokens] ids -> [num_tokens, hidden_size]."""
+    """This worker's rows of a token embedding, from `start` on: [num_tokens] ids -> [num_tokens, hidden_size]."""
 
     def __init__(self, inner: nn.Embedding, own: Ranks) -> None:
         super().__init__()
@@ -38,11 +38,11 @@ class VocabParallelEmbedding(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The own rows, [own rows, hidden_size]: with tied weights a slice of the output matrix too."""
+        """This worker's rows, [own rows, hidden_size]. With tied weights they are also its slice of the output matrix."""
         return self.inner.weight
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Each token's row comes from the one worker that has it; the others add zeros."""
+        """The one worker that has a token's row contributes it; the others add zeros."""
         row = input_ids - self.start
         elsewhere = (row < 0) | (row >= self.inner.num_embeddings)
         x = self.inner(row.masked_fill(elsewhere, 0))
@@ -50,10 +50,10 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class TensorParallelModel(nn.Module):
-    """Takes the place of the model it wraps: its logits are those of the whole vocabulary.
+    """Wraps a model, and gives the logits of the whole vocabulary.
 
-    Every worker gets them, bit for bit the same, because each slice is computed once and copied to all. The sampler is a function of logits,
-    settings, seed and position, so every worker samples the same tokens and appends them to its batch: nothing is sent after sampling.
+    Every worker gets the same logits, bit for bit, because each slice is computed once and copied to all. The sampler is a function of logits,
+    settings, seed and position. So every worker samples the same tokens and appends them to its batch; nothing is sent after sampling.
     """
 
     def __init__(self, inner: nn.Module, vocab_size: int) -> None:
@@ -65,18 +65,18 @@ class TensorParallelModel(nn.Module):
     def forward(
         self, input_ids: Tensor, positions: Tensor, kv_caches: list[Tensor], metadata: AttentionMetadata
     ) -> Tensor:
-        """As the model's own: hidden states [num_tokens, hidden_size], whole on every worker."""
+        """Hidden states, [num_tokens, hidden_size], whole on every worker."""
         hidden: Tensor = self.inner(input_ids, positions, kv_caches, metadata)
         return hidden
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        """[num_rows, hidden_size] -> float32 [num_rows, vocab_size]; what slices hold beyond the vocabulary is cut off."""
+        """[num_rows, hidden_size] -> float32 [num_rows, vocab_size]. The padding of the last slices is cut off."""
         logits: Tensor = self.inner.compute_logits(hidden_states)  # type: ignore[operator]
         return all_gather(logits)[:, : self.vocab_size].contiguous() if self.has_vocabulary else logits
 
 
 def make_parallel(model: nn.Module, own: Ranks) -> None:
-    """Put the exchanges into a model of gpt2.py or llama.py whose weights are this worker's slices."""
+    """Add the exchanges to a model of gpt2.py or llama.py whose weights are this worker's slices."""
     for parent in list(model.modules()):
         for name in ("c_proj", "o_proj", "down_proj"):
             if isinstance(layer := getattr(parent, name, None), Linear):

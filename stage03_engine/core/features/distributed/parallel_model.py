@@ -1,4 +1,4 @@
-"""Makes a worker's model one of several, once its weights are loaded. Runs before what packs or quantizes them."""
+"""Adds the exchanges to a worker's model once its weights are loaded, before other hooks pack or quantize them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class ParallelModelHook(RunnerHook):
     """Installed in each worker of several."""
 
     def model_loaded(self, model: nn.Module) -> nn.Module:
-        """The model with its exchanges: within each layer, and with the stages before and after."""
+        """The model with its exchanges: within each layer, and with the neighbouring stages."""
         own = ranks()
         if own.tp_size > 1:
             make_parallel(model, own)

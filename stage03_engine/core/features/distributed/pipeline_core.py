@@ -4,8 +4,8 @@
     stage 0      |          run 1         run 2                    run 3                    run 4
     stage 1      |                        run 1         run 2                    run 3
 
-A stage that does not sample learns from the decisions which tokens the last one has sampled (`SchedulerOutput.new_token_ids`), so no worker
-waits for another but for its hidden states.
+The stages that do not sample learn the sampled tokens from the decisions (`SchedulerOutput.new_token_ids`). So a worker waits for hidden
+states, and for nothing else.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from stage03_engine.messages import EngineCoreOutput, EngineCoreOutputs
 
 
 class StepsInFlight(Protocol):
-    """What an executor of several stages offers besides `Executor`: steps that do not wait for each other. Answers come in order."""
+    """What an executor of several stages has besides the methods of `Executor`: steps that need not wait for each other. Outputs come in order."""
 
     def begin_step(self, scheduler_output: SchedulerOutput) -> None: ...
     def finish_step(self) -> ModelRunnerOutput: ...
 
 
 class PipelineEngineCore(EngineCore):
-    """An EngineCore whose `step` returns the outputs of the oldest step while as many others as there are stages are in flight."""
+    """An EngineCore that keeps as many steps in flight as there are stages. Its `step` returns the outputs of the oldest one."""
 
     scheduler: PipelineScheduler
 
@@ -41,7 +41,7 @@ class PipelineEngineCore(EngineCore):
 
     @property
     def has_unfinished_requests(self) -> bool:
-        """Does `step` have anything to do? A step in flight has results, if only some to be dropped."""
+        """Has `step` anything to do? A step in flight has results, even if all of them will be dropped."""
         return bool(self._in_flight) or super().has_unfinished_requests
 
     def step(self) -> EngineCoreOutputs:
@@ -66,7 +66,7 @@ class PipelineEngineCore(EngineCore):
         return self._end(output, self._steps.finish_step(), ended)
 
     def shutdown(self) -> None:
-        """End the steps in flight, so that a recording has no half steps, and release everything."""
+        """Finish the steps in flight, so that a recording has no half steps, and release everything."""
         try:
             with suppress(Exception):  # an engine that fails has said why
                 while self._in_flight:

@@ -1,15 +1,15 @@
 """A scheduler that decides steps while others are in flight in the stages of a pipeline (vllm/v1/core/sched/scheduler.py). No torch.
 
-A request whose next token is in flight is not scheduled: it has no token left to compute until that one is known. A long prompt may
-have several chunks in flight, for they need no new token. (`--async-scheduling` goes one step further; here nothing is decided in advance.)
+A request whose next token is in flight is not scheduled: it has nothing to compute until that token is known. A long prompt may
+have several chunks in flight, because they need no new token. (`--async-scheduling` decides steps before their tokens are known; here none is.)
 
-The steps that are in flight should have the same size, or stages wait for each other. So a step goes on with at most one running request in
-`pipeline_stages`: the others go into the next steps, and each group comes back when its tokens do. vLLM takes all that are ready, so requests
-that are admitted together stay together, and all stages but one are idle; `--no-pipeline-groups` does the same.
+Steps in flight should have the same size, or stages wait for each other. So with n stages a step takes at most one n-th of the running
+requests. The others go into the next steps, and each group comes back with its tokens. vLLM takes all that are ready, and so does
+`--no-pipeline-groups`: then requests that are admitted together stay together, and all stages but one are idle.
 
 When a step's tokens arrive, those of requests that have ended or lost their blocks meanwhile are dropped. A preempted request
-computes its last token again, and samples the same one. Blocks need no waiting time: every stage runs the steps in order, so what a step in
-flight writes to a block is there before the next owner writes.
+computes its last token again, and samples the same one. Its blocks can be reused at once: every stage runs the steps in order, so whatever a
+step in flight writes to a block is written before the next owner writes.
 """
 
 from __future__ import annotations
@@ -49,26 +49,26 @@ class PipelineScheduler(Scheduler):
         return output
 
     def _later(self) -> list[Request]:
-        """Those that are left to the steps after the next one, so that all have the same size. Prompts are not: the token budget bounds
-        how many there are in a step."""
+        """The running requests that this step leaves to later ones, so that all steps have the same size. Prompts are never left: the token
+        budget limits them."""
         if not self.config.pipeline_groups:
             return []
         ready = [r for r in self.running if r.num_computed_tokens < r.num_tokens and r.num_output_tokens > 0]
         return ready[cdiv(len(self.running), self.config.pipeline_stages) :]
 
     def can_schedule(self) -> bool:
-        """Is there anything to decide while steps are in flight?"""
+        """Is there anything to schedule while steps are in flight?"""
         return any(r.num_computed_tokens < r.num_tokens for r in self.running) or (
             len(self.waiting) > 0 and len(self.running) < self.config.max_num_seqs
         )
 
     def _preempt(self, request: Request, output: SchedulerOutput, needed_by: Request) -> None:
-        """As in the base class. If a hook keeps what was computed: the token in flight is dropped, so the one before is computed again."""
+        """As in the base class. A hook may keep what was computed; but the token in flight is dropped, so the last known one is computed again."""
         super()._preempt(request, output, needed_by)
         request.num_computed_tokens = min(request.num_computed_tokens, len(request.all_token_ids) - 1)
 
     def update_from_output(self, output: SchedulerOutput, runner_output: ModelRunnerOutput) -> list[EngineCoreOutput]:
-        """Append the sampled tokens of the requests that still run; the others' are dropped."""
+        """Append the sampled tokens of the requests that still run, and drop the others."""
         for request_id, (request, num_preemptions) in self._in_flight.pop(output.step).items():
             ended = self.requests.get(request_id) is not request  # its id may have a new owner
             if ended:

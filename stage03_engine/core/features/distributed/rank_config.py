@@ -30,13 +30,20 @@ class RankShape(ModelShape):
 
 def check_divides(shape: ModelShape, tp_size: int) -> None:
     """Raises ConfigError if this model cannot be cut into `tp_size` equal slices."""
-    name = f"tensor_parallel_size = {tp_size}"
+    if why := _does_not_divide(shape, tp_size):
+        possible = ", ".join(str(size) for size in range(1, shape.num_heads + 1) if not _does_not_divide(shape, size))
+        raise ConfigError(f"tensor_parallel_size = {tp_size} {why}; possible for this model: {possible}")
+
+
+def _does_not_divide(shape: ModelShape, tp_size: int) -> str:
+    """What stands against `tp_size` equal slices; empty if nothing does."""
     if shape.num_heads % tp_size:
-        raise ConfigError(f"{name} does not divide the model's {shape.num_heads} attention heads")
+        return f"does not divide the model's {shape.num_heads} attention heads"
     if shape.num_kv_heads % tp_size and tp_size % shape.num_kv_heads:
-        raise ConfigError(f"{name} neither divides the model's {shape.num_kv_heads} KV heads nor is a multiple of them")
+        return f"neither divides the model's {shape.num_kv_heads} KV heads nor is a multiple of them"
     if shape.intermediate_size % tp_size:
-        raise ConfigError(f"{name} does not divide the model's intermediate size, {shape.intermediate_size}")
+        return f"does not divide the model's intermediate size, {shape.intermediate_size}"
+    return ""
 
 
 def rank_config(config: VllmConfig, own: Ranks) -> VllmConfig:

@@ -1,10 +1,10 @@
 """`--distributed-executor-backend ray`: a Ray actor per worker (vllm/v1/executor/ray_executor.py, RayDistributedExecutor).
 
 Ray chooses the node, starts the processes and notices their end. All actors of an engine are in one placement group on one node
-(STRICT_PACK): workers exchange tensors in every layer, and a network between them would cost more than a second GPU brings. RAY_ADDRESS
-names a cluster to join; without it a cluster of this machine alone is started, and ended with the engine.
+(STRICT_PACK): workers exchange tensors in every layer, and a network between them would cost more than a second GPU gains. RAY_ADDRESS
+names a cluster to join. Without it, the engine starts a cluster on this machine, and ends it again.
 
-Calls are Ray's, arguments and results are bytes: the msgpack that MultiprocExecutor sends too.
+The calls are Ray's. Arguments and results are bytes, the same msgpack that MultiprocExecutor sends.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ def import_ray() -> Any:
         if error.name != "ray":
             raise
         raise ConfigError(
-            "distributed_executor_backend ray needs Ray, which is not installed: pip install --editable '.[ray]' adds it; mp does without"
+            "distributed_executor_backend ray needs Ray, which is not installed: pip install --editable '.[ray]' adds it; mp works without it"
         ) from None
     return ray
 
 
 class RayWorker:
-    """What runs in an actor. No method raises: errors travel as messages."""
+    """What runs in an actor. No method raises: errors are messages."""
 
     def __init__(self, lane: str) -> None:
         self._lane, self._folder = lane, ""
@@ -71,7 +71,7 @@ class RayWorker:
         trace.hold(lane)
 
     def make_rendezvous(self) -> str:
-        """Called on rank 0: where the workers, who are all on its machine, meet."""
+        """Called on rank 0: where the workers meet, all of which are on its machine."""
         self._folder = tempfile.mkdtemp(prefix=PREFIX + "ray-")
         return f"file://{self._folder}/{RENDEZVOUS}"
 
@@ -94,7 +94,7 @@ class RayWorker:
         return CALL, encode(self._worker.loaded()), b""
 
     def step(self, payload: bytes, cause: bytes) -> Answer:
-        """Run a decision; an empty payload if another worker answers."""
+        """Run a decision. The payload is empty if another worker answers."""
         return self._answer(lambda: (STEP, *(self._worker.step(payload, cause) or (b"", b""))))
 
     def call(self, payload: bytes) -> Answer:
@@ -175,7 +175,7 @@ class RayDistributedExecutor(SeveralWorkers):
         class Actor(RayWorker):
             @ray.method(concurrency_group="watch")
             def wait_for_end(self) -> None:
-                """Never returns: its failure is how the end of the actor is known at once, also between steps."""
+                """Never returns. The call fails when the actor ends, so its end is known at once, even between steps."""
                 threading.Event().wait()
 
         gpus = 1 if self.config.device_config.device == "cuda" else 0
@@ -206,7 +206,7 @@ class RayDistributedExecutor(SeveralWorkers):
             ) from error
 
     def _wait(self, refs: list[Any], wanted: list[Any]) -> list[Answer]:
-        """The results of `wanted`, which are among `refs`. A failure of any of `refs` is raised at once: the others may wait for it."""
+        """The results of `wanted`, which are among `refs`. Raises the failure of any of `refs` at once: the others may be waiting for it."""
         left, answers = list(refs), {}
         while any(ref not in answers for ref in wanted):
             [ready], left = self._ray.wait(left, num_returns=1)
@@ -289,7 +289,7 @@ def _join_cluster(ray: Any) -> None:
 
 
 def _knock(address: str) -> None:
-    """Ray itself asks for minutes at an address where nobody listens. Raises OSError. `auto` and `ray://` are Ray's to find."""
+    """Raises OSError if nobody listens there; Ray itself would try for minutes. It has to find `auto` and `ray://` by itself."""
     host, _, port = address.rpartition(":")
     if host and "/" not in address and port.isdecimal():
         socket.create_connection((host, int(port)), timeout=KNOCK_SECONDS).close()

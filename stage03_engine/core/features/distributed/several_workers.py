@@ -1,4 +1,4 @@
-"""What the executors have in common whose workers are processes (vllm/v1/executor/abstract.py, collective_rpc)."""
+"""What executors with worker processes have in common (vllm/v1/executor/abstract.py, collective_rpc)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stagetrace import trace
 
 
 class SeveralWorkers(Executor):
-    """Calls go to all workers, and wait for all. A step goes to all, and waits for the output rank alone.
+    """A call goes to all workers and waits for all. A step goes to all and waits for the output rank only.
 
     Several steps may be in flight: `begin_step` hands one to the workers, `finish_step` waits for the oldest.
     """
@@ -72,8 +72,8 @@ def threads_each(config: VllmConfig, num_workers: int) -> int | None:
 
 
 def share_of_memory(config: VllmConfig, available: int, num_workers: int) -> int:
-    """Bytes for one worker's KV cache. On a CPU every worker measures the same memory, and has its share of it, and of the most
-    that an engine takes unasked."""
+    """Bytes for one worker's KV cache. On a CPU every worker measures the same memory, so each gets its share: of that, or of what an
+    engine takes by default if that is less."""
     if config.device_config.device != "cpu" or num_workers == 1:
         return available
     return min(available, CPU_DEFAULT_BYTES) // num_workers

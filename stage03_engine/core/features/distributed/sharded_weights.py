@@ -2,7 +2,7 @@
 
 A column-parallel matrix is cut along its outputs, a row-parallel one along its inputs, an embedding along the vocabulary; norms, position
 embeddings and the biases of row-parallel layers are whole everywhere. safetensors files are mapped into memory: rows of a matrix that
-lie together stay where they are, others are copied, and the pages of the rest are not kept.
+are contiguous stay where they are, and other slices are copied; pages that nobody uses are not kept in memory.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from stage03_engine.mixins import load_feature
 from stage03_engine.model_shape import ModelShape
 
 VOCABULARY = ("wte", "embed_tokens", "lm_head")
-"""The model's parts that have a row for each token."""
+"""The parts of a model that have a row for each token."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """How a tensor is cut: in which dimension, and what lies along it. `parts` lie there one after the other, and each is cut."""
+    """How a tensor is cut: in which dimension, and what is counted along it. If it consists of several `parts` in a row, each is cut."""
 
     dim: int
     along: str
@@ -63,12 +63,12 @@ SPLITS = {
     "down_proj.weight": Split(1, "intermediate"),
     **{f"{name}.weight": Split(0, "vocabulary") for name in VOCABULARY},
 }
-"""End of a tensor's name in the checkpoint -> how it is cut. What is not named here is whole on every worker."""
+"""End of a tensor's name in the checkpoint -> how it is cut. Every other tensor is whole on every worker."""
 
 
 def sharded_tensors(config: VllmConfig, model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """(name, this worker's slice) of each tensor of its stage. `config` is the worker's own (`rank_config`), `model` has no values yet: its
-    vocabulary is cut here, and what other stages have is left out. Raises as `weight_files` does, and ConfigError for a file that cannot be read or does not fit."""
+    """(name, this worker's slice) of each tensor of its stage. `config` is the worker's own (`rank_config`). `model` has no values yet: this
+    cuts its vocabulary, and takes out what other stages have. Raises what `weight_files` raises, and ConfigError for a file that cannot be read or does not fit."""
     own, whole = ranks(), whole_shape(config.shape)
     cut_vocabulary(model, whole, own)
     leave_out(model, whole, own)
@@ -78,7 +78,7 @@ def sharded_tensors(config: VllmConfig, model: nn.Module, dtype: torch.dtype) ->
 
 
 def cut_vocabulary(model: nn.Module, whole: ModelShape, own: Ranks) -> None:
-    """Give the model's embedding and output matrix as many rows as a worker has. No memory is touched."""
+    """Cut the model's embedding and output matrix down to the rows of one worker. Touches no memory."""
     for name in VOCABULARY:
         if isinstance(layer := getattr(model, name, None), nn.Embedding):
             with torch.device("meta"):
@@ -103,7 +103,7 @@ def _checkpoint_slices(folder: Path, whole: ModelShape, own: Ranks) -> Iterator[
 def _dummy_slices(
     config: VllmConfig, whole: ModelShape, own: Ranks, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """Slices of the random model that one worker would have, so the tokens are the same."""
+    """Slices of the random model that a single worker would have, so that the tokens are the same."""
     with torch.device("meta"):
         model = model_class(whole.architecture)(whole, config.device_config.attention_backend)
     dummy_tensors = load_feature(DUMMY_WEIGHTS, "--load-format dummy")
@@ -125,7 +125,7 @@ def split_of(name: str) -> Split | None:
 
 
 def cut(name: str, stored: Any, split: Split, whole: ModelShape, own: Ranks) -> Tensor:
-    """The worker's slice of a tensor, which is one of torch or a slice of a safetensors file. Raises ConfigError if it has another size."""
+    """The worker's slice of a tensor, which is torch's or a lazy slice of a safetensors file. Raises ConfigError if its size is not the configured one."""
     sizes = list(stored.shape if isinstance(stored, Tensor) else stored.get_shape())
     length = length_of(split.along, whole)
     if len(sizes) <= split.dim or sizes[split.dim] != split.parts * length:
@@ -143,7 +143,7 @@ def cut(name: str, stored: Any, split: Split, whole: ModelShape, own: Ranks) -> 
 
 
 def length_of(along: str, shape: ModelShape) -> int:
-    """How many rows or columns lie along it."""
+    """How many rows or columns there are of this kind in the whole model."""
     return {
         "heads": shape.num_heads * shape.head_dim,
         "kv_heads": shape.num_kv_heads * shape.head_dim,
@@ -153,9 +153,9 @@ def length_of(along: str, shape: ModelShape) -> int:
 
 
 def own_range(along: str, whole: ModelShape, own: Ranks) -> tuple[int, int]:
-    """(start, end) of the worker's rows or columns. Slices are equal: the last ones may reach beyond the end of the vocabulary.
+    """(start, end) of the worker's rows or columns. All slices have the same size; the last ones may reach beyond the end of the vocabulary.
 
-    Workers that share a KV head follow each other: their query heads are those that read it.
+    Workers that share a KV head are neighbours: theirs are the query heads that read it.
     """
     rank, slices = own.tp_rank, own.tp_size
     if along == "kv_heads" and slices > whole.num_kv_heads:

@@ -1,10 +1,10 @@
 """The two ends of a pipeline stage: hidden states come in from the stage before, and go out to the next (vLLM: IntermediateTensors).
 
-The model files know nothing of it. In a later stage, what receives takes the place of the token embedding; in all but the last, what sends
-takes that of the final norm. What is sent is x + residual, one tensor [num_tokens, hidden_size]: the next stage begins with it as its x
-and no residual, and its first norm sees the very sum that it would have made itself. So float32 results are the same, bit for bit.
+The model files know nothing of it. In every stage but the first, a module that receives replaces the token embedding; in every stage but the last, a module that sends
+replaces the final norm. It sends x + residual, one tensor [num_tokens, hidden_size]. The next stage takes that as its x, without a
+residual, so its first norm gets the very sum that it would have computed itself. Float32 results are the same, bit for bit.
 
-With tensor parallelism every worker of a stage has all of x, and hands it to the worker with the same slice: no exchange is needed.
+With tensor parallelism every worker of a stage has all of x and sends it to the worker with the same slice of the next stage.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PLAIN = SamplingParams(temperature=0)
 
 
 class FirstEmbedding(nn.Module):
-    """The token embedding of the first stage, which is no output matrix there."""
+    """The token embedding of the first stage. It hides the weight, which would be taken for an output matrix."""
 
     def __init__(self, embedding: nn.Module) -> None:
         super().__init__()
@@ -43,8 +43,8 @@ class FirstEmbedding(nn.Module):
 
 
 class ReceivedStates(nn.Module):
-    """In the place of the token embedding: the hidden states of the stage before, [num_tokens, hidden_size]. On the last stage `weight` is
-    the output matrix, if weights are tied."""
+    """Instead of the token embedding: the hidden states of the previous stage, [num_tokens, hidden_size]. With tied weights, `weight` on the
+    last stage is the output matrix."""
 
     def __init__(self, embedding: nn.Module, runner: ModelRunner) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class ReceivedStates(nn.Module):
 
     @property
     def weight(self) -> Tensor | None:
-        """None if this stage has no such tensor."""
+        """None if this stage does not have it."""
         return self.embedding.weight  # type: ignore[return-value]
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -62,14 +62,14 @@ class ReceivedStates(nn.Module):
 
 
 class NoPositions(nn.Module):
-    """In the place of the position embedding: what is received has it already."""
+    """Instead of the position embedding, which the received states contain already."""
 
     def forward(self, positions: Tensor) -> float:
         return 0.0
 
 
 class SentStates(nn.Module):
-    """In the place of the final norm: the next stage gets the sum, which this stage's runner ignores."""
+    """Instead of the final norm: sends the sum to the next stage. This stage's runner ignores the result."""
 
     def __init__(self, runner: ModelRunner) -> None:
         super().__init__()
@@ -82,10 +82,10 @@ class SentStates(nn.Module):
 
 
 class EarlierStageHook(RunnerHook):
-    """In every stage but the last: nothing is sampled. A decision tells which tokens the last stage has sampled, and they join the batch
-    before it is applied; a request that has left the batch meanwhile gets none.
+    """In every stage but the last, which alone samples. The sampled tokens come with a decision and are appended to the batch before it is
+    applied, unless their request has left the batch meanwhile.
 
-    What a request wants to know of its logits is for the last stage alone, so this stage's batch holds plain requests.
+    Sampling settings and logprobs concern only the last stage, so the requests in this stage's batch have plain settings.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
@@ -94,7 +94,7 @@ class EarlierStageHook(RunnerHook):
         runner.execute_model = self.execute_model  # type: ignore[method-assign]
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        """As the runner's own."""
+        """As ModelRunner.execute_model."""
         output, batch = scheduler_output, self.runner.batch
         for request_id, token_ids in output.new_token_ids.items():
             if request_id in batch.row_of:
@@ -110,12 +110,12 @@ class EarlierStageHook(RunnerHook):
 
 
 def is_linked(runner: ModelRunner) -> bool:
-    """With a trace, each event of a stage that receives names the one that sent. All workers have the same setting."""
+    """Is there a trace, in which each event of a receiving stage names the event that sent? All workers agree on it."""
     return bool(runner.config.hooks("trace"))
 
 
 def install_ends(model: nn.Module, runner: ModelRunner, own: Ranks) -> None:
-    """Replace what this stage lacks, once its weights are loaded and split."""
+    """Replace the parts that this stage lacks, once its weights are loaded and cut."""
     for name in TIED:
         if (embedding := getattr(model, name, None)) is None:
             continue
@@ -136,7 +136,7 @@ def install_ends(model: nn.Module, runner: ModelRunner, own: Ranks) -> None:
 
 
 def _number_layers(model: nn.Module, runner: ModelRunner, own: Ranks) -> None:
-    """`scale_attn_by_inverse_layer_idx` divides by a layer's number in the whole model."""
+    """Correct the scale that `scale_attn_by_inverse_layer_idx` asks for: it divides by a layer's number in the whole model."""
     shape = runner.config.shape
     if shape.scale_attn_by_inverse_layer_idx and hasattr(model, "h"):
         unscaled = shape.head_dim**-0.5 if shape.scale_attn_weights else 1.0
@@ -145,5 +145,5 @@ def _number_layers(model: nn.Module, runner: ModelRunner, own: Ranks) -> None:
 
 
 def _no_logits(hidden_states: Tensor) -> Tensor:
-    """Of a vocabulary of one: only the measurement of memory asks for them here."""
+    """Logits of a one-token vocabulary: in these stages only the measurement of memory asks for logits."""
     return hidden_states.new_zeros(len(hidden_states), 1, dtype=torch.float32)

@@ -1,7 +1,7 @@
-"""Pipeline stages: which layers of a model are whose (vllm/distributed/utils.py, get_pp_indices; model_executor/models/utils.py, make_layers).
+"""Pipeline stages: which stage has which layers (vllm/distributed/utils.py, get_pp_indices; model_executor/models/utils.py, make_layers).
 
 The first stage has the token and position embeddings too, the last one the final norm and the output matrix. With tied weights these are
-the same tensor, so both have it. Imports no torch: what a stage does to its model is in stage_ends.py.
+the same tensor, so both stages have it. Imports no torch: stage_ends.py changes the models.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _LAYER = re.compile(r"((?:transformer\.|model\.)?(?:h|layers)\.)(\d+)(\..*)")
 
 
 def layer_partition(num_layers: int, pp_size: int) -> list[int]:
-    """How many layers each stage has. What is left over goes to the stages before the last, which has the output matrix to compute, from
-    the end on: 14 layers in 4 stages are 3, 4, 4, 3. Raises ConfigError for a stage without layers, and for a wrong VLLM_PP_LAYER_PARTITION."""
+    """How many layers each stage has. Layers that are left over go to the stages just before the last, which has the output matrix to
+    compute: 14 layers in 4 stages are 3, 4, 4, 3. Raises ConfigError for a stage without layers, and for a wrong VLLM_PP_LAYER_PARTITION."""
     if asked := os.environ.get(PARTITION, "").strip():
         return _asked_partition(asked, num_layers, pp_size)
     if pp_size > num_layers:
         raise ConfigError(
-            f"pipeline_parallel_size = {pp_size} is more than the model's {num_layers} layers: each stage needs one"
+            f"pipeline_parallel_size = {pp_size} is more than the model's {num_layers} layers: each stage needs at least one"
         )
     each, left = divmod(num_layers, pp_size)
     return [each + (pp_size - 1 - left <= stage < pp_size - 1) for stage in range(pp_size)]
@@ -59,7 +59,7 @@ def _asked_partition(asked: str, num_layers: int, pp_size: int) -> list[int]:
 
 
 def layer_range(shape: ModelShape, own: Ranks) -> range:
-    """The layers of this worker's stage, counted through the whole model, of which `shape` is the size. Raises ConfigError."""
+    """The layers of this worker's stage, by their numbers in the whole model, whose size is `shape`. Raises ConfigError."""
     if own.pp_size == 1:
         return range(shape.num_layers)
     layers = layer_partition(shape.num_layers, own.pp_size)
@@ -68,7 +68,7 @@ def layer_range(shape: ModelShape, own: Ranks) -> range:
 
 
 def own_layers(shape: ModelShape, own: Ranks) -> ModelShape:
-    """The size of this worker's stage of a model: fewer layers, counted from 0 again. Raises ConfigError."""
+    """The size of this worker's stage: fewer layers, numbered from 0. Raises ConfigError."""
     mine = layer_range(shape, own)
     changes: dict[str, Any] = {"num_layers": len(mine)}
     if hasattr(shape, "sliding_layers"):
@@ -77,8 +77,8 @@ def own_layers(shape: ModelShape, own: Ranks) -> ModelShape:
 
 
 def local_name(name: str, shape: ModelShape, own: Ranks) -> str | None:
-    """The name that a tensor of the whole model's checkpoint has in this worker's stage; None if the stage lacks it. `shape` is the whole
-    model's. A name that no model of ours has goes to all stages, where loading refuses it."""
+    """The name that a tensor of the checkpoint has in this worker's stage; None if the stage lacks it. `shape` is that of the whole
+    model. A name that no model here has is passed to all stages, where loading refuses it."""
     if match := _LAYER.fullmatch(name):
         mine, layer = layer_range(shape, own), int(match[2])
         unknown = layer >= shape.num_layers and own.is_last_stage  # its number is too large there too
@@ -88,14 +88,14 @@ def local_name(name: str, shape: ModelShape, own: Ranks) -> str | None:
 
 
 def has_part(part: str, shape: ModelShape, own: Ranks) -> bool:
-    """Does this worker's stage have this part of the model, which is not a layer?"""
+    """Does this worker's stage have this part of the model? (Not for layers.)"""
     if part in TIED and shape.tie_word_embeddings and own.is_last_stage:
         return True
     return own.is_first_stage if part in FIRST_STAGE else own.is_last_stage if part in LAST_STAGE else True
 
 
 def leave_out(model: nn.Module, shape: ModelShape, own: Ranks) -> None:
-    """Take from a model without values the tensors that this worker's stage lacks, so that they are not loaded."""
+    """Remove the tensors that this worker's stage lacks from a model without values, so that they are not loaded."""
     for part in (*FIRST_STAGE, *LAST_STAGE):
         module = getattr(model, part, None)
         if module is not None and not has_part(part, shape, own):
@@ -104,7 +104,7 @@ def leave_out(model: nn.Module, shape: ModelShape, own: Ranks) -> None:
 
 
 def install_ends(model: nn.Module, runner: ModelRunner) -> None:
-    """Connect the loaded model of this worker's stage with the stages before and after."""
+    """Connect the loaded model of this worker's stage with the neighbouring stages."""
     from stage03_engine.core.features.distributed import stage_ends
     from stage03_engine.core.features.distributed.parallel_state import ranks
 

@@ -54,14 +54,14 @@ class WorkerResult(msgspec.Struct, tag="result"):
 
 
 class WorkerFailed(msgspec.Struct, tag="failed"):
-    """Instead of an answer: an error's class with those above it, by name, and its text."""
+    """Instead of an answer: the names of an error's class and its base classes, and its text."""
 
     kinds: list[str]
     message: str
 
 
 class WorkerDiedError(StagesError, EngineDeadError):
-    """A worker process ended that nobody had asked to. One line for the log, and the end of the engine for its callers."""
+    """A worker process ended without being asked to. The log gets one line, and callers see a dead engine."""
 
 
 _KINDS: dict[str, type[Exception]] = {
@@ -71,7 +71,7 @@ _KINDS: dict[str, type[Exception]] = {
         RuntimeError,
     )
 }  # fmt: skip
-"""The errors that arrive as what they are; any other one as the nearest class above it, or as RuntimeError."""
+"""Errors that keep their class on the way. Any other arrives as its nearest base class among these, or as RuntimeError."""
 
 
 def failure_of(error: Exception) -> WorkerFailed:

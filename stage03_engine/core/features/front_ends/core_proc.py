@@ -1,7 +1,7 @@
 """An engine process with several front ends: each API server has its own sockets, and gets the outputs of its own requests.
 
 Source: vllm/v1/engine/core.py (EngineCoreProc with several input and output addresses, EngineCoreRequest.client_index). Here no message
-names its front end: the socket does on the way in, and on the way out this process remembers whose each request is.
+names its front end. On the way in the socket tells it; for the way out this process remembers whose request each one is.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from stage03_engine.messages import (
 )
 
 FIRST = 0
-"""The front end that hears the scheduler's numbers: they are the engine's, and must be counted once."""
+"""The front end that gets the scheduler's statistics, so that they are counted once."""
 WATCH, UNWATCH = "watch_scheduler", "unwatch_scheduler"
 
 
 class SharedEngineCoreProc(EngineCoreProc):
     """The engine core behind two sockets per front end, whose addresses end in the front end's number.
 
-    A front end hears of a step if it has requests in the engine, even if the step has nothing for it: that is the engine's sign of life.
-    When its process ends, its requests are aborted. The main thread and the two threads of the sockets share what `_lock` guards.
+    A front end with requests in the engine gets a message after each step, even if the step has no output for it, as a sign of life.
+    When the front end's process ends, its requests are aborted. `_lock` guards what the main thread and the threads of the sockets share.
     """
 
     def __init__(self, init: EngineInit, identity: bytes, engine_index: int) -> None:
         self._num_front_ends = init.config.front_ends.num_front_ends
         self._lock = threading.Lock()
         self._owners: dict[str, int] = {}  # request -> its front end
-        self._answered: set[int] = set()  # front ends whose abort was handled, and that do not know it yet
+        self._answered: set[int] = set()  # front ends to be told that their abort was handled
         self._watchers: set[int] = set()  # front ends with a live view
         self._gone: set[int] = set()
         super().__init__(init, identity, engine_index)
 
     def _process_input_socket(self, address: str, identity: bytes, connected: threading.Event) -> None:
-        """Input thread: wait for all front ends at once, for what they send and for their end."""
+        """Input thread: wait for messages from all front ends, and for the end of any."""
         poller = zmq.Poller()
         inputs: dict[zmq.Socket, int] = {}
         monitors: dict[zmq.Socket, int] = {}
@@ -74,17 +74,17 @@ class SharedEngineCoreProc(EngineCoreProc):
                 socket.close(linger=0)
 
     def _take(self, front_end: int, frames: list[bytes]) -> None:
-        """Note whose the message is, before the busy loop can answer it."""
+        """Note which front end sent the message, before the busy loop can answer it."""
         if (received := self._decode(frames)) is None:
             return
         request_type, message = received
         if isinstance(message, EngineCoreRequest):
             with self._lock:
                 owner = self._owners.setdefault(message.request_id, front_end)
-            if owner != front_end:  # the answer must not end the other one's request
+            if owner != front_end:  # a refusal from the busy loop would go to the owner, and end its request
                 self._refuse(front_end, message.request_id)
                 return
-        elif isinstance(message, UtilityRequest):  # each front end counts its calls from 0
+        elif isinstance(message, UtilityRequest):  # each front end numbers its calls from 0: make them unique
             message.call_id = message.call_id * self._num_front_ends + front_end
         self.input_queue.put((request_type, message))
 
@@ -93,7 +93,7 @@ class SharedEngineCoreProc(EngineCoreProc):
         self.output_queue.put((front_end, refusal))  # type: ignore[arg-type]
 
     def _leave(self, front_end: int) -> None:
-        """A front end's process has ended: nobody reads what it asked for."""
+        """A front end's process has ended: abort its requests."""
         with self._lock:
             self._gone.add(front_end)
             orphans = [request_id for request_id, owner in self._owners.items() if owner == front_end]
@@ -113,13 +113,13 @@ class SharedEngineCoreProc(EngineCoreProc):
         super()._handle(request_type, message)
 
     def _watch(self, front_end: int, watches: bool) -> bool:
-        """Note who watches the scheduler. False if others still do, and the scheduler must go on telling."""
+        """Note which front ends watch the scheduler. False if one stops and others still watch: then the scheduler goes on."""
         with self._lock:
             (self._watchers.add if watches else self._watchers.discard)(front_end)
             return watches or not self._watchers
 
     def _process_output_socket(self, address: str) -> None:
-        """Output thread: encode and send to each front end its part; bytes instead of outputs are the death notice and end the thread."""
+        """Output thread: send each front end its part of the outputs. Bytes instead of outputs are the death notice and end the thread."""
         sockets = []
         for index in range(self._num_front_ends):
             socket = self._context.socket(zmq.PUSH)
@@ -137,7 +137,7 @@ class SharedEngineCoreProc(EngineCoreProc):
             socket.close(linger=1000)
 
     def _split(self, outputs: EngineCoreOutputs) -> dict[int, EngineCoreOutputs]:
-        """Front end -> what is its own."""
+        """Front end -> its part of the outputs."""
         if (answer := outputs.utility_result) is not None:
             answer.call_id, front_end = divmod(answer.call_id, self._num_front_ends)
             return {front_end: outputs}

@@ -1,4 +1,4 @@
-"""How many front ends an engine has. No flag of the engine: whoever starts several API servers sets it."""
+"""How many front ends an engine has. This is no flag: the launcher of several API servers sets it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stage03_engine.args.fields import internal
 
 @dataclass(frozen=True)
 class FrontEnds:
-    """Who sends requests to an engine."""
+    """The front ends that send requests to an engine."""
 
     num_front_ends: int = internal(1)
 
@@ -22,7 +22,7 @@ class FrontEndsFlags:
     front_ends: FrontEnds = FrontEnds()
 
     def hooks(self: Any) -> dict[str, list[str]]:
-        """With several: the engine process that tells them apart, and the client of engines that somebody else started."""
+        """With several: the engine process that tells them apart, and the client of an engine that the launcher started."""
         several = self.front_ends.num_front_ends > 1
         return {
             "core_proc": ["stage03_engine.core.features.front_ends.core_proc:SharedEngineCoreProc"] * several,

@@ -1,4 +1,4 @@
-"""Which engine a request goes to: the one that has least to do, or the one that knows the longest beginning of its prompt.
+"""Which engine a request goes to: the least busy one, or the one that has cached the longest prefix of its prompt.
 
 Source: vllm/v1/engine/core_client.py (DPLBAsyncMPClient.get_core_engine_for_request). Routing by prefix is what vLLM leaves to
 routers in front of several servers.
@@ -13,21 +13,21 @@ from dataclasses import dataclass
 from stage03_engine.messages import EngineCoreRequest
 
 WAITING_WEIGHT = 4
-"""A request that waits counts as much as four that run: whoever joins a queue waits for all before it."""
+"""A waiting request counts as much as four running ones: whatever joins a queue waits for all that is before it."""
 MOST_BEHIND = 16
-"""How much higher than the lowest score that of an engine may be for its cached prefix still to decide."""
+"""An engine whose score is further above the lowest than this is too busy for its cached prefix to count."""
 
 
 @dataclass
 class EngineLoad:
-    """How much an engine has to do, as far as this front end knows."""
+    """How busy an engine is, as far as this front end knows."""
 
     waiting: int = 0
     running: int = 0
 
     @property
     def score(self) -> int:
-        """The lower, the sooner a new request gets its turn."""
+        """The lower it is, the sooner a new request runs."""
         return self.waiting * WAITING_WEIGHT + self.running
 
     def sent(self) -> None:
@@ -35,17 +35,17 @@ class EngineLoad:
         self.waiting += 1
 
     def seen(self, waiting: int, running: int, own: int) -> None:
-        """The scheduler's counts after a step. Of the `own` requests that this front end has there, it had not seen those that were
-        still on their way."""
+        """The scheduler's counts after a step. They lack what is still on its way: this front end knows that the engine has `own` of its
+        requests."""
         self.waiting, self.running = max(waiting, own - running), running
 
 
 class PrefixIndex:
-    """What the engines have in their prefix caches, reckoned from the prompts that were sent there.
+    """What the engines should have in their prefix caches, judging by the prompts that were sent to them.
 
-    A hash stands for all tokens up to the end of its block. It is Python's own: a clash would send a request to a worse engine,
-    and change nothing else. An engine's hashes are forgotten in the order in which its cache forgets blocks: the longest unused
-    first, and of a prompt its end first.
+    A hash stands for all tokens up to the end of its block. Python's own hash will do: a collision would only send a request to a worse
+    engine. The index forgets hashes in the order in which a cache evicts blocks: least recently used first, the end of a prompt
+    before its beginning.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -54,7 +54,7 @@ class PrefixIndex:
         self._known: dict[int, OrderedDict[int, None]] = {}
 
     def join(self, engine: int, num_blocks: int) -> None:
-        """An engine with an empty cache of this many blocks."""
+        """A new engine, with an empty cache of this many blocks."""
         self._capacity[engine], self._known[engine] = max(1, num_blocks), OrderedDict()
 
     def leave(self, engine: int) -> None:
@@ -67,7 +67,7 @@ class PrefixIndex:
             known.clear()
 
     def hashes(self, request: EngineCoreRequest) -> list[int]:
-        """One per full block of the prompt."""
+        """A hash for each full block of the prompt."""
         tokens, size = request.prompt_token_ids, self._block_size
         made, parent = list[int](), hash(request.cache_salt)
         for start in range(0, len(tokens) - size + 1, size):
@@ -76,12 +76,12 @@ class PrefixIndex:
         return made
 
     def num_known(self, engine: int, hashes: list[int]) -> int:
-        """How many of these blocks, from the first on, the engine should have."""
+        """How many of the first blocks the engine should have cached."""
         known = self._known[engine]
         return next((count for count, each in enumerate(hashes) if each not in known), len(hashes))
 
     def add(self, engine: int, hashes: list[int]) -> None:
-        """The engine computes a prompt with these blocks."""
+        """The engine gets a prompt with these blocks."""
         known = self._known[engine]
         for each in reversed(hashes):
             known[each] = None
@@ -99,31 +99,31 @@ class Choice:
 
 
 class Balancer:
-    """Knows the load of each engine that takes requests; with `prefixes` also what is cached there."""
+    """Knows how busy each engine is that takes requests, and with `prefixes` what it has cached."""
 
     def __init__(self, prefixes: PrefixIndex | None = None) -> None:
         self.loads: dict[int, EngineLoad] = {}
         self._prefixes = prefixes
 
     def join(self, engine: int, num_blocks: int) -> None:
-        """From now on this engine, which has nothing to do, takes requests."""
+        """This idle engine takes requests from now on."""
         self.loads[engine] = EngineLoad()
         if self._prefixes is not None:
             self._prefixes.join(engine, num_blocks)
 
     def leave(self, engine: int) -> None:
-        """It takes none any more. May be called twice."""
+        """The engine takes no more requests. May be called twice."""
         self.loads.pop(engine, None)
         if self._prefixes is not None:
             self._prefixes.leave(engine)
 
     def caches_are_empty(self) -> None:
-        """The engines were told to forget what they have cached."""
+        """All prefix caches have been reset."""
         if self._prefixes is not None:
             self._prefixes.reset()
 
     def choose(self, request: EngineCoreRequest) -> Choice | None:
-        """The engine for this request, which is counted there from now on; None if there is none. The first of equals is chosen."""
+        """Choose the engine for this request, and count the request there. None if no engine is ready. Ties go to the lowest number."""
         if not self.loads:
             return None
         choice = Choice(min(sorted(self.loads), key=self._score))

@@ -1,35 +1,38 @@
-"""Several engine processes behind one front end (vllm/v1/engine/core_client.py: DPAsyncMPClient, DPLBAsyncMPClient).
+"""Several engines behind one front end (vllm/v1/engine/core_client.py, DPLBAsyncMPClient).
 
-Each engine is a process with its own scheduler, KV cache, sockets and trace file. `DPLBAsyncMPClient` is to `AsyncLLM` what
-AsyncMPClient is: it sends each request to one of them and passes on what they answer. An engine that dies takes only its own
-requests with it: what can run again does so elsewhere, and the engine is started again.
+Each engine is a process with its own scheduler, KV cache, sockets and trace file. `AsyncLLM` uses DPLBAsyncMPClient as it uses
+AsyncMPClient. The client sends each request to one engine and passes on the outputs of all. When an engine dies, only its own
+requests are hit: those that can run again do so on another engine, and the engine is started again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import enum
 import itertools
 import logging
 import random
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import EngineDeadError, StagesError
-from stage03_engine.frontend.core_client import AsyncEngineCoreClient, AsyncMPClient
-from stage03_engine.frontend.engine_process import EngineProcess
+from stage03_engine.frontend.core_client import AsyncEngineCoreClient
 from stage03_engine.frontend.features.data_parallel.balancing import Balancer, PrefixIndex
 from stage03_engine.frontend.features.data_parallel.coordinator import CountsLink, EngineCounts
-from stage03_engine.frontend.features.data_parallel.devices import own_devices
+from stage03_engine.frontend.features.data_parallel.engine import (
+    DPAsyncMPClient,
+    Engine,
+    EngineState,
+    MakeEngine,
+    share_of,
+)
 from stage03_engine.frontend.features.data_parallel.in_flight import InFlight, lost
 from stage03_engine.frontend.features.data_parallel.restart import RestartLimit
-from stage03_engine.frontend.features.data_parallel.totals import add_totals, totals_of
+from stage03_engine.frontend.features.data_parallel.totals import Totals
 from stage03_engine.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady, FinishReason, SchedulerStats
 from stage03_engine.tracing import trace_message
 from stagetrace import trace
@@ -39,69 +42,12 @@ WATCHING = ("watch_scheduler", "unwatch_scheduler")
 """Calls that only the first engine gets: the live view shows one scheduler, and two would be mixed up in it."""
 
 
-class DPAsyncMPClient(AsyncMPClient):
-    """One engine that knows its number: that of a server with --data-parallel-rank, or one of several below DPLBAsyncMPClient."""
-
-    def __init__(self, config: VllmConfig, engine_index: int | None = None) -> None:
-        super().__init__(config)
-        self._is_alone = engine_index is None  # somebody else balances between servers, and says which GPUs are whose
-        [first, *_] = config.data_parallel_config.engine_indices
-        self.engine_index = first if engine_index is None else engine_index
-
-    def start_process(self) -> None:
-        if self._is_alone:
-            if trace.on:
-                trace.emit("client.created", kind="DPAsyncMPClient", engine_ranks=[self.engine_index])
-            self._process = EngineProcess(self._config, self.engine_index)
-            return
-        with own_devices(self._config, self.engine_index):
-            self._process = EngineProcess(self._config, self.engine_index)
-
-    async def get_output_async(self) -> EngineCoreOutputs:
-        outputs = await super().get_output_async()
-        outputs.engine_index = self.engine_index
-        return outputs
-
-    def end_process(self) -> None:
-        """End and reap the process, in any thread; `shutdown` then has only the sockets to close."""
-        if self._process is not None:
-            self._process.shutdown()
-
-
-class EngineState(enum.StrEnum):
-    """What an engine of several is doing."""
-
-    LOADING = "loading"
-    READY = "ready"
-    DRAINING = "draining"  # it finishes its requests, then ends
-    DEAD = "dead"
-
-
-@dataclass
-class Engine:
-    """One engine of several."""
-
-    index: int
-    client: AsyncEngineCoreClient
-    state: EngineState = EngineState.LOADING
-    num_requests: int = 0  # that it has, of this front end
-    totals: SchedulerStats = field(default_factory=SchedulerStats)  # counted since the start, by those before it too
-    earlier: SchedulerStats | None = None  # counted by those before it, if it was started again
-    drained: asyncio.Event = field(default_factory=asyncio.Event)
-    reader: asyncio.Task[None] | None = None
-
-    @property
-    def is_alive(self) -> bool:
-        """Can it be asked something?"""
-        return self.state in (EngineState.READY, EngineState.DRAINING)
-
-
 class ScalingError(Exception):
     """The number of engines cannot be changed now."""
 
 
 async def _all_of(work: Iterable[Coroutine[Any, Any, EngineReady]]) -> list[EngineReady]:
-    """All results. Raises the first error when all have ended."""
+    """All results. Waits until all have ended, then raises the first error."""
     done = await asyncio.gather(*work, return_exceptions=True)
     for result in done:
         if isinstance(result, BaseException):
@@ -109,24 +55,11 @@ async def _all_of(work: Iterable[Coroutine[Any, Any, EngineReady]]) -> list[Engi
     return [result for result in done if isinstance(result, EngineReady)]
 
 
-def share_of(config: VllmConfig, size: int) -> VllmConfig:
-    """The settings of one of `size` engines: of a CPU's cores and memory it gets its part."""
-    device, cache = config.device_config, config.cache_config
-    cores = (device.num_threads or 1) * config.data_parallel_config.data_parallel_size
-    shared = replace(device, num_threads=min(device.num_threads or 1, max(1, cores // size)))
-    if device.device == "cpu":
-        cache = replace(cache, gpu_memory_utilization=cache.gpu_memory_utilization / size)
-    return replace(config, device_config=shared, cache_config=cache)
-
-
-MakeEngine = Callable[[VllmConfig, int], AsyncEngineCoreClient]
-
-
 class DPLBAsyncMPClient(AsyncEngineCoreClient):
     """Balances requests between several engines.
 
-    `make_engine(config, index)` makes the client of one engine; a front end beside others also has the counts that a
-    coordinator publishes (`counts`), because it does not see what the others send. Everything happens on the event loop.
+    `make_engine` makes the client of one engine. If there are other front ends, `counts` links this one with the coordinator, which knows
+    what the others have sent. Everything happens on the event loop.
 
     Invariant: an output is passed on only if it comes from the engine that has the request now.
     """
@@ -150,11 +83,11 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
         # The seeds that an engine would give to requests without one. A request that runs again must have the same.
         self._seeds = random.Random(config.model_config.seed)
         self._is_scaling = self._is_watched = False
-        self._counted_before: dict[int, SchedulerStats] = {}  # of engines that were removed
+        self._totals = Totals()
 
     @property
     def states(self) -> dict[int, EngineState]:
-        """Engine -> what it is doing."""
+        """Number of an engine -> what it is doing."""
         return {index: engine.state for index, engine in sorted(self._engines.items())}
 
     @property
@@ -168,7 +101,7 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
 
     @property
     def num_restarts(self) -> int:
-        """How often a dead engine was started again."""
+        """How often a dead engine has been started again."""
         return self._limit.total
 
     def start_process(self) -> None:
@@ -180,7 +113,6 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
     def _add(self, index: int, size: int) -> Engine:
         """Start the process of one of `size` engines. Raises OSError, and ConfigError if there is no GPU for it."""
         engine = self._engines[index] = Engine(index, self._make_engine(share_of(self._config, size), index))
-        engine.earlier = self._counted_before.get(index)
         engine.client.start_process()
         return engine
 
@@ -218,7 +150,7 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
         return task
 
     def _finished(self, task: asyncio.Task[None]) -> None:
-        """A bug of ours must reach the waiting clients, not leave them hanging."""
+        """A bug in a task must reach the clients that wait, or they would hang."""
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("the client of the engines failed", exc_info=error)
@@ -232,7 +164,7 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
         await self._send(in_flight)
 
     async def _send(self, in_flight: InFlight, again: bool = False) -> None:
-        """Send a request to the engine that suits it best, or keep it until one is ready."""
+        """Send a request to the engine that the balancer chooses, or keep it until one is ready."""
         request = in_flight.request
         choice = self._balancer.choose(request)
         if choice is None:
@@ -246,7 +178,7 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
                 "dp.routed", req=request.request_id, engine=engine.index, waiting=load.waiting, running=load.running,
                 cached_blocks=choice.cached_blocks, again=again,
             )  # fmt: skip
-        with contextlib.suppress(EngineDeadError):  # `_died` sends it elsewhere
+        with contextlib.suppress(EngineDeadError):  # `_died` will send it to another one
             await engine.client.add_request_async(request)
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
@@ -299,7 +231,7 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
         return item
 
     async def _read(self, engine: Engine) -> None:
-        """Pass on what the engine says until it dies."""
+        """Pass on the engine's outputs until it dies."""
         try:
             while True:
                 self._received(engine, await engine.client.get_output_async())
@@ -311,7 +243,7 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
         for output in outputs.outputs:
             in_flight = self._requests.get(output.request_id)
             if in_flight is None or in_flight.engine != engine.index:
-                continue  # aborted, or elsewhere by now
+                continue  # aborted, or on another engine by now
             new = in_flight.admit(output)
             if new is not None:
                 passed.append(new)
@@ -325,17 +257,16 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
         self._outputs.put_nowait(outputs)
 
     def _counted(self, engine: Engine, stats: SchedulerStats) -> SchedulerStats:
-        """The engine's counts, with those of the engines that it follows."""
+        """Note how much the engine has to do. Returns its state with all that its predecessors counted."""
         load = self._balancer.loads.get(engine.index)
         if load is not None:
             load.seen(stats.num_waiting, stats.num_running, engine.num_requests)
         if self._counts is not None:
             self._counts.report(EngineCounts(engine.index, stats.num_waiting, stats.num_running))
-        engine.totals = stats if engine.earlier is None else add_totals(stats, engine.earlier)
-        return engine.totals
+        return self._totals.add(engine.index, stats)
 
     def _counted_elsewhere(self, counts: Iterable[EngineCounts]) -> None:
-        """What a coordinator publishes: the counts hold the requests of all front ends."""
+        """Note what the coordinator publishes: counts of the requests of all front ends."""
         for each in counts:
             load, engine = self._balancer.loads.get(each.engine_index), self._engines.get(each.engine_index)
             if load is not None and engine is not None:
@@ -357,7 +288,7 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
         again = [each for each in own if each.can_run_again]
         failed = [each.request.request_id for each in own if not each.can_run_again]
         logger.error(
-            "Engine %d: %s %d of its requests run again elsewhere, %d end with an error.",
+            "Engine %d: %s %d of its requests run again on another engine, %d end with an error.",
             engine.index, error, len(again), len(failed),
         )  # fmt: skip
         if trace.on:
@@ -365,11 +296,10 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
                 "dp.engine_lost", engine=engine.index, message=trace_message(error), again=len(again), failed=len(failed),
                 num_ready=self.num_ready,
             )  # fmt: skip
-        engine.earlier = engine.totals = totals_of(engine.totals)
         for request_id in failed:
             self._forget(request_id)
-        last = [lost(request_id) for request_id in failed]
-        self._outputs.put_nowait(EngineCoreOutputs(last, engine.totals, engine_index=engine.index))
+        last, counted = [lost(request_id) for request_id in failed], self._totals.engine_ended(engine.index)
+        self._outputs.put_nowait(EngineCoreOutputs(last, counted, engine_index=engine.index))
         for each in again:
             each.runs_again()
         for each in again:
@@ -396,7 +326,7 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
         await self._join(engine, ready)
 
     async def _end_engine(self, engine: Engine) -> None:
-        """Release what an engine holds; the event loop goes on while its process ends."""
+        """End an engine's process, while the event loop goes on, and close its sockets."""
         if engine.reader is not None and engine.reader is not asyncio.current_task():
             engine.reader.cancel()
         if isinstance(engine.client, DPAsyncMPClient):
@@ -404,7 +334,7 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
         engine.client.shutdown()
 
     def _end(self, error: EngineDeadError) -> None:
-        """The server ends: every request gets this error."""
+        """End every request with this error, and with it the server."""
         self._outputs.put_nowait(error)
 
     async def scale(self, size: int) -> None:
@@ -452,7 +382,7 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
             if engine.num_requests:
                 await engine.drained.wait()
             await self._end_engine(engine)
-            self._counted_before[engine.index] = totals_of(engine.totals)
+            self._totals.engine_ended(engine.index)
             del self._engines[engine.index]
 
     def shutdown(self) -> None:

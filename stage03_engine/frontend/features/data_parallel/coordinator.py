@@ -1,4 +1,4 @@
-"""The process that tells every front end how much each engine has to do (vllm/v1/engine/coordinator.py, DPCoordinator).
+"""The process that tells every front end how busy each engine is (vllm/v1/engine/coordinator.py, DPCoordinator).
 
 One front end knows that without it: the counts come with the outputs, and it alone sends requests. Several front ends each see only
 what they sent themselves. So each pushes the counts that an engine gave it (PUSH -> PULL), and the coordinator publishes the newest
@@ -13,11 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import os
-import shutil
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,9 +21,8 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from stage03_engine.args.command import signals_are_ours
 from stage03_engine.args.log import enter_process
-from stage03_engine.args.processes import private_folder
+from stage03_engine.args.processes import end_process, end_with_parent, private_folder, start_process
 from stage03_engine.config import VllmConfig
 from stage03_engine.frontend.engine_process import TERMINATE_SECONDS
 from stage03_engine.tracing import open_trace
@@ -35,7 +30,6 @@ from stagetrace import trace
 
 PUBLISH_SECONDS = 0.1  # from one publication to the next, at least
 NAME = "DPCoordinator"
-_LENGTH_BYTES = 4
 
 
 class EngineCounts(msgspec.Struct, array_like=True, gc=False):
@@ -55,7 +49,7 @@ class AllCounts(msgspec.Struct, array_like=True, gc=False):
 
 
 class _Init(msgspec.Struct):
-    """What the process needs to know."""
+    """The line of JSON that the process reads first."""
 
     config: VllmConfig
     run_id: str  # of the trace
@@ -67,12 +61,12 @@ _decode_all = msgspec.msgpack.Decoder(AllCounts).decode
 
 
 def report_address(folder: Path) -> str:
-    """Where front ends push the counts that engines gave them."""
+    """Where front ends push the counts that they have from engines."""
     return f"ipc://{folder}/counts"
 
 
 def publish_address(folder: Path) -> str:
-    """Where front ends hear the counts of all engines."""
+    """Where the coordinator publishes the counts of all engines."""
     return f"ipc://{folder}/published"
 
 
@@ -82,12 +76,9 @@ class DPCoordinator:
     def __init__(self, config: VllmConfig) -> None:
         self._folder = private_folder()
         self.folder = self._folder.path
-        command = [sys.executable, "-m", __name__, str(self.folder)]
-        with signals_are_ours():
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0)
-        init = _encode(_Init(config, trace.run_id))
+        self._process = start_process(__name__, str(self.folder))
         assert self._process.stdin is not None
-        self._process.stdin.write(len(init).to_bytes(_LENGTH_BYTES, "little") + init)
+        self._process.stdin.write(msgspec.json.encode(_Init(config, trace.run_id)) + b"\n")
 
     @property
     def pid(self) -> int:
@@ -98,11 +89,7 @@ class DPCoordinator:
         """End the process, reap it, and remove the sockets. May be called twice."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        try:
-            self._process.wait(TERMINATE_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        end_process(self._process, TERMINATE_SECONDS)
         self._folder.remove()
 
 
@@ -133,7 +120,7 @@ class CountsLink:
             on_counts(published.engines)
 
     def report(self, counts: EngineCounts) -> None:
-        """What an engine said; nothing is sent if it says the same again."""
+        """Pass on an engine's counts, if they have changed."""
         said = counts.waiting, counts.running
         if self._last.get(counts.engine_index) == said:
             return
@@ -168,7 +155,7 @@ class _Gatherer:
         self._news, self._next = False, 0.0
 
     def run(self) -> None:
-        """Gather and publish for ever."""
+        """Gather and publish forever."""
         while True:
             left = max(0.0, self._next - time.monotonic()) if self._news else None
             for socket, _ in self._poller.poll(None if left is None else math.ceil(left * 1000)):
@@ -198,31 +185,13 @@ class _Gatherer:
         self._news, self._next = False, time.monotonic() + PUBLISH_SECONDS
 
 
-def _watch_parent(folder: Path) -> None:
-    """End this process when standard input closes: its parent is done with it, or dead."""
-    while os.read(0, 4096):
-        pass
-    trace.close()
-    shutil.rmtree(folder, ignore_errors=True)
-    os._exit(0)
-
-
-def _read_exactly(count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        piece = os.read(0, count - len(data))
-        if not piece:
-            os._exit(0)
-        data += piece
-    return data
-
-
 def main(folder: Path) -> None:
     """Main function of the process."""
     trace.hold(NAME)
-    size = int.from_bytes(_read_exactly(_LENGTH_BYTES), "little")
-    init = msgspec.msgpack.decode(_read_exactly(size), type=_Init)
-    threading.Thread(target=_watch_parent, args=(folder,), name="parent-watch", daemon=True).start()
+    if not (line := sys.stdin.buffer.readline()).endswith(b"\n"):
+        return  # the parent is gone already
+    init = msgspec.json.decode(line, type=_Init)
+    end_with_parent(folder)
     open_trace(init.config, run_id=init.run_id)
     enter_process(NAME, init.config)
     _Gatherer(folder).run()

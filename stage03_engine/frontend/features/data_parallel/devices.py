@@ -25,9 +25,9 @@ def visible_devices() -> list[str]:
 
 @contextmanager
 def own_devices(config: VllmConfig, place: int) -> Iterator[None]:
-    """An engine process that is started inside the `with` block sees only the GPUs of the engine with this place.
+    """An engine process that starts inside the `with` block sees only the GPUs of engine number `place`.
 
-    Raises ConfigError if there are too few. On a CPU nothing happens: the engines share the cores.
+    Raises ConfigError if there are too few. Does nothing on a CPU.
     """
     if config.device_config.device != "cuda":
         yield
@@ -37,7 +37,7 @@ def own_devices(config: VllmConfig, place: int) -> Iterator[None]:
     own = devices[place * per_engine : (place + 1) * per_engine]
     if len(own) < per_engine:
         raise ConfigError(
-            f"{place + 1} engines with {per_engine} GPUs each need {(place + 1) * per_engine}, and there are {len(devices)}; lower "
+            f"{place + 1} engines with {per_engine} GPUs each need {(place + 1) * per_engine} GPUs, and there are {len(devices)}; lower "
             "data_parallel_size"
         )
     before = os.environ.get(VISIBLE)

@@ -27,23 +27,23 @@ class DataParallelConfig:
     )
     data_parallel_routing: str = option(
         "load",
-        "how a request finds its engine: the one that has least to do, or the one that has computed the longest beginning of its "
-        "prompt, unless others have much less to do",
+        "how a request finds its engine: load = the least busy one; prefix = the one that has cached the longest prefix of its prompt, "
+        "unless others are much less busy",
         ("load", "prefix"),
     )
     data_parallel_restart: int = option(
         3,
-        "how often a dead engine of several is started again within 10 minutes; one death more ends the server, and with 0 the "
-        "first one does",
+        "with several engines: how many restarts of dead ones are allowed within 10 minutes; one death more ends the server, and with 0 "
+        "the first one does",
         at_least=0,
     )
     data_parallel_external_lb: bool = option(
         False,
-        "this server starts one engine, whose number is --data-parallel-rank; somebody else balances between the servers",
+        "start only the engine with the number --data-parallel-rank: a load balancer of your own stands in front of several servers",
         aliases=("-dpe",),
     )
     data_parallel_rank: int | None = option(
-        None, "number of this server's one engine; implies --data-parallel-external-lb", aliases=("-dpn",), at_least=0
+        None, "number of this server's only engine; implies --data-parallel-external-lb", aliases=("-dpn",), at_least=0
     )
 
     @property
@@ -79,7 +79,9 @@ class DataParallelFlags:
         if parallel.data_parallel_external_lb and rank is None:
             raise ConfigError("data_parallel_external_lb needs data_parallel_rank, the number of this server's engine")
         if rank is not None and rank >= size:
-            raise ConfigError(f"data_parallel_rank {rank} must be less than data_parallel_size, which is {size}")
+            raise ConfigError(
+                f"data_parallel_rank {rank} must be less than data_parallel_size, the number of engines of all servers, which is {size}"
+            )
         if not parallel.is_external and size > MAX_ENGINES:
             raise ConfigError(f"data_parallel_size must be at most {MAX_ENGINES} in one server, not {size}")
         bound = getattr(self.device_config, "cpu_omp_threads_bind", None)
@@ -88,7 +90,9 @@ class DataParallelFlags:
                 "cpu_omp_threads_bind names the cores of one engine, and data_parallel_size is more; leave one of them out"
             )
         if parallel.data_parallel_routing == "prefix" and not self.cache_config.enable_prefix_caching:
-            raise ConfigError("data_parallel_routing prefix needs the prefix cache, and enable_prefix_caching is off")
+            raise ConfigError(
+                "data_parallel_routing prefix needs the prefix cache, and enable_prefix_caching is off; leave out one of the two"
+            )
 
     def hooks(self: Any) -> dict[str, list[str]]:
         """The client of the engines."""

@@ -1,4 +1,4 @@
-"""A request that one of several engines has: what of its answer has been passed on, and whether it can run again elsewhere."""
+"""A request of one of several engines: how much of its answer has been passed on, and whether it can run again on another engine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from stage03_engine.messages import EngineCoreOutput, EngineCoreRequest, FinishR
 from stage03_engine.sampling_params import RequestOutputKind
 
 LOST = "engine_lost"
-"""In `EngineCoreOutput.result` of a request that ends because its engine died."""
+"""Key in `EngineCoreOutput.result` of a request that ends because its engine died."""
 _DIED = "The engine that wrote this answer has died; send the request again."
 _DIFFERS = (
     "The engine that wrote this answer has died, and another one continues it differently; send the request again."
@@ -21,32 +21,32 @@ def lost(request_id: str, why: str = _DIED) -> EngineCoreOutput:
 class InFlight:
     """One request of an engine core.
 
-    A request that runs again, with the seed that it had, gets the same tokens again. Of a stream some may be with the client by
-    then: it does not run again. Of an answer that is sent as a whole none is, but the front end has begun to make text of them: those
-    that come a second time are compared with the first, and not passed on.
+    A request that runs again with the same seed gets the same tokens. A stream does not run again once something has been passed on, because
+    the client may have it. An answer that is sent as a whole does. The front end has already detokenized its first tokens: when they
+    come again, they are compared with those and not passed on.
     """
 
     __slots__ = ("_is_whole", "_num_again", "_tokens", "engine", "has_begun", "request")
 
     def __init__(self, request: EngineCoreRequest) -> None:
         self.request = request
-        self.engine: int | None = None  # its number; None while there is none
-        self.has_begun = False  # something was passed on
+        self.engine: int | None = None  # its number; None while the request has no engine
+        self.has_begun = False  # has something been passed on?
         self._is_whole = request.sampling_params.output_kind == RequestOutputKind.FINAL_ONLY
-        self._tokens: list[int] = []  # of a whole answer, those that were passed on
-        self._num_again = 0  # how many of them have come again
+        self._tokens: list[int] = []  # passed on so far, if the answer is sent as a whole
+        self._num_again = 0  # how many of them have come from the present engine
 
     @property
     def can_run_again(self) -> bool:
-        """Has its client received nothing?"""
+        """Has the client received nothing yet?"""
         return self._is_whole or not self.has_begun
 
     def runs_again(self) -> None:
-        """Another engine begins it."""
+        """The request begins again, on another engine."""
         self.engine, self._num_again = None, 0
 
     def admit(self, output: EngineCoreOutput) -> EngineCoreOutput | None:
-        """What of this output is new; None if nothing is."""
+        """The part of this output that is new; None if nothing is."""
         if self._num_again < len(self._tokens):
             return self._new_part(output)
         self.has_begun = True

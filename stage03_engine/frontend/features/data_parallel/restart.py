@@ -19,7 +19,7 @@ class RestartLimit:
         self._recent: deque[float] = deque()
 
     def take(self) -> bool:
-        """May an engine be started again now? If so, it counts."""
+        """May an engine be started again now? A yes counts as a restart."""
         now = self._clock()
         while self._recent and now - self._recent[0] >= WINDOW_SECONDS:
             self._recent.popleft()

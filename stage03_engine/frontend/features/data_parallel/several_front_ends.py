@@ -10,9 +10,10 @@ from pathlib import Path
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.frontend.engine_process import EngineProcess
-from stage03_engine.frontend.features.data_parallel.client import DPLBAsyncMPClient, MakeEngine, share_of
+from stage03_engine.frontend.features.data_parallel.client import DPLBAsyncMPClient
 from stage03_engine.frontend.features.data_parallel.coordinator import CountsLink
 from stage03_engine.frontend.features.data_parallel.devices import own_devices
+from stage03_engine.frontend.features.data_parallel.engine import MakeEngine, share_of
 from stage03_engine.frontend.features.data_parallel.restart import RestartLimit
 
 

@@ -1,4 +1,4 @@
-"""What a scheduler counts since its start, kept across the deaths of engines: a counter of the metrics never goes back."""
+"""What schedulers have counted since the server started. A counter of the metrics never goes back, so the counts outlive their engines."""
 
 from __future__ import annotations
 
@@ -9,14 +9,29 @@ from stage03_engine.messages import SchedulerStats, SpecDecodingStats
 COUNTED = ("num_preemptions", "prefix_cache_queries", "prefix_cache_hits")
 
 
-def totals_of(stats: SchedulerStats) -> SchedulerStats:
-    """What was counted since the start; nothing runs and nothing waits."""
-    return SchedulerStats(**{name: getattr(stats, name) for name in COUNTED}, spec_decoding=stats.spec_decoding)
+class Totals:
+    """For each engine number the counts of all engines that have had it."""
+
+    def __init__(self) -> None:
+        self._now: dict[int, SchedulerStats] = {}
+        self._earlier: dict[int, SchedulerStats] = {}  # of the engines before the one that runs now
+
+    def add(self, engine: int, stats: SchedulerStats) -> SchedulerStats:
+        """The state of an engine, its counts added to those of its predecessors."""
+        earlier = self._earlier.get(engine)
+        self._now[engine] = stats if earlier is None else _sum(stats, earlier)
+        return self._now[engine]
+
+    def engine_ended(self, engine: int) -> SchedulerStats:
+        """Keep its counts for the next engine with this number. Returns them; nothing runs and nothing waits any more."""
+        last = self._now.get(engine, SchedulerStats())
+        kept = SchedulerStats(**{name: getattr(last, name) for name in COUNTED}, spec_decoding=last.spec_decoding)
+        self._now[engine] = self._earlier[engine] = kept
+        return kept
 
 
-def add_totals(stats: SchedulerStats, earlier: SchedulerStats) -> SchedulerStats:
-    """The state of an engine, with what the engines before it had counted."""
-    sums = {name: getattr(stats, name) + getattr(earlier, name) for name in COUNTED}
+def _sum(stats: SchedulerStats, earlier: SchedulerStats) -> SchedulerStats:
+    counts = {name: getattr(stats, name) + getattr(earlier, name) for name in COUNTED}
     now, before = stats.spec_decoding, earlier.spec_decoding
     drafts = {name: getattr(now, name) + getattr(before, name) for name in SpecDecodingStats.__struct_fields__}
-    return msgspec.structs.replace(stats, **sums, spec_decoding=SpecDecodingStats(**drafts))
+    return msgspec.structs.replace(stats, **counts, spec_decoding=SpecDecodingStats(**drafts))

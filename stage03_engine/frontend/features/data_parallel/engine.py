@@ -1,0 +1,84 @@
+"""One engine of several: the client of its process, what it is doing, and its part of the machine."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from stage03_engine.config import VllmConfig
+from stage03_engine.frontend.core_client import AsyncEngineCoreClient, AsyncMPClient
+from stage03_engine.frontend.engine_process import EngineProcess
+from stage03_engine.frontend.features.data_parallel.devices import own_devices
+from stage03_engine.messages import EngineCoreOutputs
+from stagetrace import trace
+
+MakeEngine = Callable[[VllmConfig, int], AsyncEngineCoreClient]
+"""(settings, number) -> the client of the engine with this number."""
+
+
+class DPAsyncMPClient(AsyncMPClient):
+    """The client of an engine with a number: the only one of a server with --data-parallel-rank, or one of several below DPLBAsyncMPClient
+    (vllm/v1/engine/core_client.py)."""
+
+    def __init__(self, config: VllmConfig, engine_index: int | None = None) -> None:
+        super().__init__(config)
+        self._is_alone = engine_index is None  # then whoever started the servers has divided the GPUs among them
+        [first, *_] = config.data_parallel_config.engine_indices
+        self.engine_index = first if engine_index is None else engine_index
+
+    def start_process(self) -> None:
+        if self._is_alone:
+            if trace.on:
+                trace.emit("client.created", kind="DPAsyncMPClient", engine_ranks=[self.engine_index])
+            self._process = EngineProcess(self._config, self.engine_index)
+            return
+        with own_devices(self._config, self.engine_index):
+            self._process = EngineProcess(self._config, self.engine_index)
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        outputs = await super().get_output_async()
+        outputs.engine_index = self.engine_index
+        return outputs
+
+    def end_process(self) -> None:
+        """End and reap the process, from any thread; `shutdown` then has only the sockets to close."""
+        if self._process is not None:
+            self._process.shutdown()
+
+
+class EngineState(enum.StrEnum):
+    """What an engine is doing."""
+
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"  # it finishes its requests, then ends
+    DEAD = "dead"
+
+
+@dataclass
+class Engine:
+    """An engine as DPLBAsyncMPClient sees it."""
+
+    index: int
+    client: AsyncEngineCoreClient
+    state: EngineState = EngineState.LOADING
+    num_requests: int = 0  # of this front end, in this engine
+    drained: asyncio.Event = field(default_factory=asyncio.Event)
+    reader: asyncio.Task[None] | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        """Does it answer?"""
+        return self.state in (EngineState.READY, EngineState.DRAINING)
+
+
+def share_of(config: VllmConfig, size: int) -> VllmConfig:
+    """The settings of one of `size` engines. On a CPU it gets its part of the cores and of the memory."""
+    device, cache = config.device_config, config.cache_config
+    cores = (device.num_threads or 1) * config.data_parallel_config.data_parallel_size
+    shared = replace(device, num_threads=min(device.num_threads or 1, max(1, cores // size)))
+    if device.device == "cpu":
+        cache = replace(cache, gpu_memory_utilization=cache.gpu_memory_utilization / size)
+    return replace(config, device_config=shared, cache_config=cache)
