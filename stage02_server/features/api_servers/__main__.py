@@ -42,7 +42,7 @@ def main(index: int) -> int:
     link.number, link.coordinator = index, None if start.coordinator is None else Path(start.coordinator)
     use_link(link)
     for number, (inputs, outputs) in enumerate(start.engines):
-        link.add_engine(number, f"{inputs}_{index}", f"{outputs}_{index}")
+        link.add_engine(number, inputs, outputs)
     if PROCESS.is_on(start.args):
         PROCESS.load()(start.args)
     try:

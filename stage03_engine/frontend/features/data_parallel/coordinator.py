@@ -5,13 +5,15 @@ what they sent themselves. So each pushes the counts that an engine gave it (PUS
 of all engines (PUB -> SUB), ten times a second at most. The sockets lie in a private folder; messages are msgpack.
 
 The process is started by whoever starts the front ends, gets its configuration through its standard input, and ends when that
-closes, which it does even on kill -9.
+closes, which it does even on kill -9. If it dies it is started again, on the same sockets. While it is gone, each front end goes on with what
+it knows: what it sends itself.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import os
 import shutil
@@ -30,10 +32,13 @@ from stage03_engine.args.log import enter_process
 from stage03_engine.args.processes import private_folder
 from stage03_engine.config import VllmConfig
 from stage03_engine.frontend.engine_process import TERMINATE_SECONDS
+from stage03_engine.frontend.features.data_parallel.restart import RestartLimit
 from stage03_engine.tracing import open_trace
 from stagetrace import trace
 
+logger = logging.getLogger(__name__)
 PUBLISH_SECONDS = 0.1  # from one publication to the next, at least
+MOST_RESTARTS = 3  # within ten minutes
 NAME = "DPCoordinator"
 _LENGTH_BYTES = 4
 
@@ -77,17 +82,44 @@ def publish_address(folder: Path) -> str:
 
 
 class DPCoordinator:
-    """The coordinator's process, for whoever starts the front ends: they get the name of `folder`."""
+    """The coordinator's process, for whoever starts the front ends: they get the name of `folder`.
+
+    Invariant: until `shutdown`, a thread waits for the end of the process, and starts it again at most MOST_RESTARTS times within ten minutes.
+    """
 
     def __init__(self, config: VllmConfig) -> None:
         self._folder = private_folder()
         self.folder = self._folder.path
+        self._init = _encode(_Init(config, trace.run_id))
+        self._limit, self._lock, self._is_closing = RestartLimit(MOST_RESTARTS), threading.Lock(), False
+        self._start()
+
+    def _start(self) -> None:
         command = [sys.executable, "-m", __name__, str(self.folder)]
         with signals_are_ours():
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0)
-        init = _encode(_Init(config, trace.run_id))
         assert self._process.stdin is not None
-        self._process.stdin.write(len(init).to_bytes(_LENGTH_BYTES, "little") + init)
+        with contextlib.suppress(OSError):  # it has ended already
+            self._process.stdin.write(len(self._init).to_bytes(_LENGTH_BYTES, "little") + self._init)
+        threading.Thread(target=self._wait, args=(self._process,), name="coordinator-monitor", daemon=True).start()
+
+    def _wait(self, process: subprocess.Popen[bytes]) -> None:
+        """In a thread: wait for the end of the process, and start it again."""
+        code = process.wait()
+        with self._lock:
+            if self._is_closing:
+                return
+            assert process.stdin is not None
+            process.stdin.close()
+            may = self._limit.take()
+            then = (
+                "it is started again"
+                if may
+                else "it is not started again, and each API server goes by what it sends itself"
+            )
+            logger.error("%s ended unexpectedly (exit code %d); %s.", NAME, code, then)
+            if may:
+                self._start()
 
     @property
     def pid(self) -> int:
@@ -96,6 +128,8 @@ class DPCoordinator:
 
     def shutdown(self) -> None:
         """End the process, reap it, and remove the sockets. May be called twice."""
+        with self._lock:
+            self._is_closing = True
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
