@@ -703,6 +703,7 @@ def test_a_coordinator_that_dies_is_started_again(
     async def test() -> None:
         heard: dict[int, tuple[int, int]] = {}
         links = [CountsLink(coordinator.folder) for _ in range(2)]
+        links[0].start(lambda counts: None)
         links[1].start(
             lambda counts: heard.update({each.engine_index: (each.waiting, each.running) for each in counts})
         )

@@ -141,7 +141,7 @@ class DPCoordinator:
 
 
 class CountsLink:
-    """A front end's sockets to the coordinator. Lost messages do no harm: the next ones say more."""
+    """A front end's sockets to the coordinator. Lost messages do no harm: they are repeated, or the next ones say more."""
 
     def __init__(self, folder: Path) -> None:
         self._context = zmq.Context()
@@ -165,6 +165,13 @@ class CountsLink:
             if trace.on:
                 trace.emit("dp.counts_received", cause=published.cause, engines=len(published.engines))
             on_counts(published.engines)
+            self._repeat_without(published.engines)
+
+    def _repeat_without(self, published: list[EngineCounts]) -> None:
+        """Say again what the coordinator does not know: it was started again, and nobody read what was said meanwhile."""
+        for index in self._last.keys() - {each.engine_index for each in published}:
+            waiting, running = self._last.pop(index)
+            self.report(EngineCounts(index, waiting, running))
 
     def report(self, counts: EngineCounts) -> None:
         """What an engine said; nothing is sent if it says the same again."""
@@ -219,7 +226,8 @@ class _Gatherer:
         self._counts[counts.engine_index], self._news = counts, True
 
     def _welcome(self) -> None:
-        if self._publisher.recv()[:1] == b"\x01" and self._counts:  # it subscribes; 0 says that one has left
+        """Tell it what is known; if that is nothing, it says what it knows itself."""
+        if self._publisher.recv()[:1] == b"\x01":  # it subscribes; 0 says that one has left
             self._news, self._next = True, 0.0
 
     def _publish(self) -> None:
