@@ -263,6 +263,28 @@ def test_a_killed_worker_ends_the_engine_with_its_name(when: str, capfd: pytest.
     assert "Traceback" not in capfd.readouterr().err
 
 
+@needs_slices
+@pytest.mark.parametrize("settings", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
+def test_of_several_workers_the_one_that_is_killed_is_named(
+    settings: dict[str, int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And not those that wait for it, who have nothing to add."""
+    with LLM("gpt2-tiny", **SMALL, **settings) as llm:
+        tokens(llm, ["O"], SamplingParams(max_tokens=2))
+        name, victim = next((lane, each) for each in workers_of() if (lane := _command(each).split()[0])[-1] == "0")
+        llm.add_request(
+            llm.input_processor.process_inputs("r", "ROMEO:", SamplingParams(max_tokens=400, ignore_eos=True))
+        )
+        llm.step()
+        victim.kill()
+        with pytest.raises(
+            EngineDeadError, match=f"{name.removeprefix('stages::')} ended unexpectedly with exit code -9"
+        ):
+            while True:
+                llm.step()
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_a_worker_killed_while_it_starts_is_one_line() -> None:
     process = EngineProcess(config())
     try:
