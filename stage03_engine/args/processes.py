@@ -5,8 +5,11 @@ The API server starts the engine with it, and an engine its workers.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 
@@ -16,6 +19,7 @@ from stage03_engine.mixins import is_there, load
 PREFIX = "stages-"
 LOCKED_FOLDER = "stage03_engine.frontend.features.dead_folders:claim_folder"
 MAX_IPC_PATH = 80  # a Unix socket path has room for 107 bytes; leave some for the file name
+PR_SET_PDEATHSIG = 1  # of prctl(2)
 RENDEZVOUS = "rendezvous"  # the file through which workers find each other, in the folder of their sockets
 
 
@@ -43,6 +47,15 @@ def engine_environment(num_threads: int, attention_backend: str = "auto") -> dic
     waiting = {} if any(name in os.environ for name in WAITING) else WAITING
     interpret = {"TRITON_INTERPRET": "1"} if attention_backend == "triton-interpret" else {}
     return {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **waiting, **interpret}
+
+
+def wake_as_orphan() -> None:
+    """Let the system continue this process when its parent ends, if somebody has stopped it (Linux only).
+
+    Each child ends when its standard input closes. One that is stopped does not notice, and would stay behind.
+    """
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
 
 
 def private_folder() -> SocketFolder:

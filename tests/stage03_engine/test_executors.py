@@ -323,6 +323,7 @@ def test_an_engine_that_cannot_start_ends_its_workers() -> None:
 
 @pytest.mark.parametrize("multiprocess", [False, True])
 def test_killing_the_parent_ends_the_workers(multiprocess: bool) -> None:
+    """On Linux even those that are stopped, and so cannot see it."""
     script = f"""
         from stage03_engine.llm import LLM
         from stage03_engine.sampling_params import SamplingParams
@@ -341,6 +342,8 @@ def test_killing_the_parent_ends_the_workers(multiprocess: bool) -> None:
         next(word for word in worker.cmdline()[0].split() if word.startswith("ipc://")).removeprefix("ipc://")
     )
     assert sockets.exists()
+    for child in children if sys.platform == "linux" else []:
+        child.suspend()
     parent.kill()
     parent.communicate()
     psutil.wait_procs(children, timeout=PATIENCE)
