@@ -528,6 +528,35 @@ def test_whatever_dies_no_token_is_wrong_and_none_is_sent_twice(rng: random.Rand
     run(test)
 
 
+def test_nothing_grows_with_the_number_of_requests() -> None:
+    """Those that end, those that are aborted, and those that lose their engine leave nothing behind."""
+
+    async def test() -> None:
+        async with front(2, restart=1000, routing="prefix") as made:
+            client, sizes = made.client, set[tuple[int, ...]]()
+            for turn in range(300):
+                for number in range(8):
+                    await made.add(request(f"{turn}-{number}", [turn, number] * 40, number % 2 == 0, max_tokens=2))
+                await client.abort_requests_async([f"{turn}-0", f"{turn}-1"])
+                if turn % 100 == 50:
+                    made.engines.waits = False
+                    made.engines[1].die()
+                    await until(lambda: client.num_ready == 1)
+                    await until(lambda: client.num_ready == 2)
+                while client._requests:
+                    for index in range(2):
+                        made.engines[index].step()
+                    await settle()
+                index = client._balancer._prefixes
+                assert index is not None
+                known = [len(blocks) for blocks in index._known.values()]
+                sizes.add((len(client._held), len(client._engines), len(client._counted_before), max(known) <= 100))
+                assert len(client._tasks) <= 3 and all(engine.num_requests == 0 for engine in client._engines.values())
+            assert sizes == {(0, 2, 0, True)} and made.dead is None
+
+    run(test)
+
+
 # Scaling
 
 
