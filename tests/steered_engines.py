@@ -48,15 +48,15 @@ class SteeredEngine(AsyncEngineCoreClient):
         self.calls: list[str] = []
         self.answer: bool | Exception = True
         self.may_start = asyncio.Event()
-        self.start_error: str | None = None
+        self.start_error: str | Exception | None = None
         self.preemptions = 0
-        self.is_down = False
+        self.is_down = self.was_given_up = False
         self._said: asyncio.Queue[EngineCoreOutputs | Exception] = asyncio.Queue()
 
     async def start(self) -> EngineReady:
         await self.may_start.wait()
         if self.start_error is not None:
-            raise EngineStartError(self.start_error)
+            raise self.start_error if isinstance(self.start_error, Exception) else EngineStartError(self.start_error)
         return EngineReady(num_gpu_blocks=100, max_model_len=64)
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
@@ -106,6 +106,9 @@ class SteeredEngine(AsyncEngineCoreClient):
         self.requests.clear()
         self._said.put_nowait(EngineDeadError("It was killed."))
 
+    def stands_still(self) -> None:
+        self.was_given_up = True
+
     def shutdown(self) -> None:
         self.is_down = True
 
@@ -149,7 +152,7 @@ class Engines:
     def __init__(self, make: Callable[[VllmConfig, int], Any] = SteeredEngine) -> None:
         self.made: list[Any] = []
         self._make = make
-        self.start_errors: list[str] = []
+        self.start_errors: list[str | Exception] = []
         self.waits = True  # does an engine wait to be told that it may start, if there was one with its number before?
 
     def __call__(self, config: VllmConfig, index: int) -> Any:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 import signal
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -113,8 +115,8 @@ def test_the_tokens_are_those_of_one_engine(three: Several, expected: list[str])
 
 async def _one_answer(
     client: httpx.AsyncClient, prompt: str, stream: bool, on_chunk: Callable[[], None]
-) -> tuple[str, bool]:
-    """(the text, does it end with an error)"""
+) -> tuple[str, float | None]:
+    """(the text, when it ended if that was with an error)"""
     body = {"prompt": prompt, "temperature": 0, "max_tokens": MAX_TOKENS, "stream": stream}
     async with client.stream("POST", "/v1/completions", json=body) as response:
         lines = []
@@ -124,42 +126,78 @@ async def _one_answer(
                 on_chunk()
     assert response.status_code == 200, lines
     if not stream:
-        return json.loads(lines[0])["choices"][0]["text"], False
+        return json.loads(lines[0])["choices"][0]["text"], None
     assert lines[-1] == "data: [DONE]"
     told = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
     errors = [each["error"] for each in told if "error" in each]
     assert all(error["code"] == 503 for error in errors)
-    return "".join(each["choices"][0]["text"] for each in told if "choices" in each), bool(errors)
+    return "".join(
+        each["choices"][0]["text"] for each in told if "choices" in each
+    ), time.monotonic() if errors else None
 
 
 async def _kill_under_load(
-    several: Several, victim: psutil.Process, after: int, streams: int
-) -> list[tuple[str, bool]]:
-    """What 32 clients got, of whom the first ones stream."""
-    count = 0
+    several: Several,
+    victim: psutil.Process,
+    after: int,
+    streams: int,
+    how: Callable[[psutil.Process], None] = psutil.Process.kill,
+) -> tuple[list[tuple[str, bool]], float]:
+    """What 32 clients got, of whom the first ones stream: (text, does it end with an error); and after how many seconds the last of them
+    heard of the death."""
+    count, killed = 0, math.inf
 
     def on_chunk() -> None:
-        nonlocal count
+        nonlocal count, killed
         count += 1
         if count == after:
-            victim.kill()
+            how(victim)
+            killed = time.monotonic()
 
     async with httpx.AsyncClient(base_url=several.url, limits=httpx.Limits(max_connections=None)) as client:
-        return await asyncio.gather(*(_one_answer(client, PROMPTS[i], i < streams, on_chunk) for i in range(32)))
+        answers = await asyncio.gather(*(_one_answer(client, PROMPTS[i], i < streams, on_chunk) for i in range(32)))
+    ended = [(text, end is not None) for text, end in answers]
+    return ended, max((end - killed for _, end in answers if end is not None), default=0.0)
 
 
 @pytest.mark.parametrize("times", [3, pytest.param(20, marks=[pytest.mark.long, pytest.mark.timeout(1800)])])
 def test_an_engine_is_killed_under_32_clients(three: Several, expected: list[str], times: int) -> None:
-    rng = random.Random(times)
+    rng, errors, slowest = random.Random(times), 0, 0.0
     for _ in range(times):
         streams, after = rng.choice([16, 24, 32]), rng.randint(1, 200)
         name, victim = rng.choice(sorted(three.engines.items()))
-        answers = asyncio.run(_kill_under_load(three, victim, after, streams))
+        answers, seconds = asyncio.run(_kill_under_load(three, victim, after, streams))
+        errors, slowest = errors + sum(failed for _, failed in answers), max(slowest, seconds)
         for (text, failed), right in zip(answers[:streams], expected):
             assert right.startswith(text) if failed else text == right
         assert answers[streams:] == [(right, False) for right in expected[streams:32]], f"{name} after {after}"
         three.wait_until_whole()
     assert sorted(three.engines) == ["EngineCore_DP0", "EngineCore_DP1", "EngineCore_DP2"]
+    print(
+        f"{times} engines killed under 32 clients: {errors} of {32 * times} answers ended with an error, the last {slowest:.2f} s later"
+    )
+
+
+STILL = ("-dp", "2", "--engine-stall-seconds", "3")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("flags", [STILL, (*STILL, "-asc", "2")])
+def test_an_engine_that_is_stopped_is_replaced(flags: tuple[str, ...], expected: list[str]) -> None:
+    """What it had sent nothing of is answered by the other one; its streams end with an error."""
+    several = Several(*flags, *TIGHT)
+    try:
+        several.wait_until_whole()
+        [victim] = [process for name, process in several.engines.items() if name == "EngineCore_DP1"]
+        answers, _ = asyncio.run(_kill_under_load(several, victim, 20, 16, psutil.Process.suspend))
+        for (text, failed), right in zip(answers, expected):
+            assert right.startswith(text) if failed else text == right
+        assert not any(failed for _, failed in answers[16:])
+        several.wait_until_whole()
+        assert several.engines["EngineCore_DP1"].pid != victim.pid
+        several.end()
+    finally:
+        several.server.close()
 
 
 def test_sigterm_lets_all_engines_finish(three: Several) -> None:

@@ -5,6 +5,8 @@ The API server starts the engine with it, an engine its workers, and whoever has
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import shutil
 import signal
@@ -22,6 +24,7 @@ from stagetrace import trace
 PREFIX = "stages-"
 LOCKED_FOLDER = "stage03_engine.frontend.features.dead_folders:claim_folder"
 MAX_IPC_PATH = 80  # a Unix socket path has room for 107 bytes; leave some for the file name
+PR_SET_PDEATHSIG = 1  # of prctl(2)
 RENDEZVOUS = "rendezvous"  # the file through which workers find each other, in the folder of their sockets
 
 
@@ -96,3 +99,12 @@ def end_with_parent(folder: Path, asked_to_end: Callable[[], None] = lambda: Non
         os._exit(0)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def wake_as_orphan() -> None:
+    """Let the system continue this process when its parent ends, if somebody has stopped it (Linux only).
+
+    Each child ends when its standard input closes. One that is stopped does not notice, and would stay behind.
+    """
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)

@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -37,10 +38,10 @@ Start = Callable[..., ServerProcess]
 
 
 def pid_of(server: ServerProcess, name: str) -> int:
-    """That of `APIServer_0` and its like: it stands before each line of its log."""
+    """That of `APIServer_0` and its like: it stands before each line of its log. Of an engine that was started again, the newest."""
     found = [match for line in server.lines if (match := re.search(rf"\({name} pid=(\d+)\)", line))]
     assert found, server.lines
-    return int(found[0][1])
+    return int(found[-1][1])
 
 
 def wait_until_both_serve(server: ServerProcess) -> str:
@@ -328,10 +329,31 @@ def tokens_of_engines(client: httpx.Client) -> dict[str, float]:
     return {each.labels["engine"]: each.value for each in found if each.name == "vllm:generation_tokens_total"}
 
 
+def coordinator_of(server: ServerProcess) -> psutil.Process:
+    children = psutil.Process(server.process.pid).children()
+    return next(child for child in children if "coordinator" in " ".join(child.cmdline()).lower())
+
+
+def ask(server: ServerProcess, **body: Any) -> str:
+    """The text of an answer on a connection of its own, or "" for the error of a stream whose engine died."""
+    answer = httpx.post(f"{server.url}/v1/completions", json=BODY | body, timeout=PATIENCE)
+    assert answer.status_code == 200, answer.text
+    if "stream" not in body:
+        return answer.json()["choices"][0]["text"]
+    *told, done, rest = answer.text.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    chunks = [json.loads(line.removeprefix("data: ")) for line in told]
+    if "error" in chunks[-1]:
+        assert chunks[-1]["error"]["code"] == 503
+        return ""
+    return "".join(chunk["choices"][0]["text"] for chunk in chunks)
+
+
 def test_two_servers_before_two_engines(start_server: Start, tmp_path: Path) -> None:
-    """Both servers use both engines, the coordinator tells them how much these have to do, and one dead engine ends all."""
+    """Both servers use both engines, and the coordinator tells them how much these have to do. An engine that dies is started again, as often
+    as that may be, and so is the coordinator."""
     flags = ("--data-parallel-size", "2", "--kv-cache-memory-bytes", "50000000", "--trace", str(tmp_path))
-    server = start_server("gpt2-tiny", *FLAGS, *flags)
+    server = start_server("gpt2-tiny", *FLAGS, *flags, "--data-parallel-restart", "1")
     wait_until_both_serve(server)
     processes = processes_of(server)
     kept = open_folders(processes)
@@ -349,11 +371,37 @@ def test_two_servers_before_two_engines(start_server: Start, tmp_path: Path) -> 
         # The last tokens are counted after they are sent.
         wait_until(lambda: sum(tokens_of_engines(clients[1]).values()) == 8 * 24 + 480 + 4 * 24, "tokens are missing")
         assert min(tokens_of_engines(clients[1]).values()) > 0
-        [engine] = {pid_of(server, "EngineCore_DP1")} & {process.pid for process in processes}
-        os.kill(engine, signal.SIGKILL)
+
+        engine, [text] = pid_of(server, "EngineCore_DP1"), texts
+        with ThreadPoolExecutor(8) as pool, clients[0].stream("POST", "/v1/completions", json=LONG) as one:
+            pieces = one.iter_text()
+            next(pieces)
+            whole = [pool.submit(ask, server) for _ in range(4)]
+            streams = [pool.submit(ask, server, stream=True) for _ in range(4)]
+            coordinator_of(server).kill()
+            os.kill(engine, signal.SIGKILL)
+            assert {each.result() for each in whole} == {text}
+            assert {each.result() for each in streams} <= {text, ""}
+            assert "".join(pieces).endswith("data: [DONE]\n\n")
+            for client in (clients[1], clients[0]):
+                wait_until(
+                    lambda client=client: samples(client)["stages:engine_restarts_total", ""] == 1,
+                    "a server does not know of the death",
+                )  # type: ignore[misc]
+                wait_until(lambda client=client: not client.get("/health").content, "the engine does not come back")  # type: ignore[misc]
+        assert any(
+            "DPCoordinator ended unexpectedly (exit code -9); it is started again" in line for line in server.lines
+        )
+        before = tokens_of_engines(clients[0])["1"]
+        for client in clients:
+            client.post("/v1/completions", json=BODY | {"prompt": ["To be, or"] * 4}).raise_for_status()
+        wait_until(lambda: tokens_of_engines(clients[0])["1"] > before, "the engine that came back does nothing")
+        processes += processes_of(server)
+        os.kill(pid_of(server, "EngineCore_DP1"), signal.SIGKILL)
         for client in clients:
             wait_until(lambda client=client: client.get("/health").status_code == 503, "a server does not know it")  # type: ignore[misc]
     assert server.wait() == 1
+    assert not any("Traceback" in line for line in server.lines), server.lines
     assert not psutil.wait_procs(processes, timeout=PATIENCE)[1] and not kept & folders()
     run = read_run(tmp_path)
     assert {event.proc for event in run.events} == {
@@ -361,6 +409,8 @@ def test_two_servers_before_two_engines(start_server: Start, tmp_path: Path) -> 
     }  # fmt: skip
     assert {event.proc for event in run.named("dp.counts_received")} == {"APIServer_0", "APIServer_1"}
     assert {event.proc for event in run.named("dp.counts_sent")} == {"APIServer_0"}
+    assert {event.proc for event in run.named("dp.engine_lost")} == {"APIServer_0", "APIServer_1"}
+    assert len(run.named("dp.engine_joined")) == 2 * 3
 
 
 def test_an_engine_that_cannot_start_is_one_line(start_server: Start) -> None:

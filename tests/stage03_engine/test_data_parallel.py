@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import random
+import signal
 import subprocess
 import sys
 import textwrap
@@ -16,6 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
+import zmq
 from hypothesis import given, settings, strategies as st
 from patience import PATIENCE, wait_until
 from steered_engines import Engines, SteeredEngine, config_of, token_at
@@ -25,7 +28,7 @@ from stage02_server.cli_args import FrontendArgs
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.args.cpu import compute_threads, find_cores
 from stage03_engine.errors import ConfigError, EngineDeadError, EngineStartError, InvalidRequestError
-from stage03_engine.frontend.features.data_parallel import devices
+from stage03_engine.frontend.features.data_parallel import coordinator as coordinator_module, devices
 from stage03_engine.frontend.features.data_parallel.balancing import MOST_BEHIND, Balancer, PrefixIndex
 from stage03_engine.frontend.features.data_parallel.client import DPLBAsyncMPClient, ScalingError
 from stage03_engine.frontend.features.data_parallel.coordinator import CountsLink, DPCoordinator, EngineCounts
@@ -393,15 +396,68 @@ def test_one_death_too_many_ends_the_server(most: int) -> None:
     run(test)
 
 
-def test_an_engine_that_cannot_start_again_is_tried_as_often_as_allowed() -> None:
+@pytest.mark.parametrize(
+    "error", ["no memory", OSError(errno.ENOSPC, "no memory"), zmq.ZMQError(errno.ENOSPC, "no memory")]
+)
+def test_an_engine_that_cannot_start_again_is_tried_as_often_as_allowed(error: str | Exception) -> None:
     async def test() -> None:
         async with front(2, restart=2) as made:
-            made.engines.start_errors = ["no memory", "no memory"]
+            made.engines.start_errors = [error, error]
             made.engines[1].die()
             while made.dead is None:
                 made.engines[1].may_start.set()
                 await asyncio.sleep(0)
             assert "no memory" in str(made.dead) and len(made.engines.made) == 4
+
+    run(test)
+
+
+def test_an_engine_that_stands_still_counts_as_dead() -> None:
+    """It owes an answer for too long. One that has nothing to do, or that says anything, does not."""
+
+    async def test() -> None:
+        now = 0.0
+        async with front(3) as made:
+            made.client.clock, made.client.stall_seconds = lambda: now, 10.0
+            names = {"alive": True, "stream": False, "gone": True, "alive2": True, "whole": True}
+            places = {name: await made.add(request(name, whole=whole)) for name, whole in names.items()}
+            assert places == {"alive": 0, "stream": 1, "gone": 2, "alive2": 0, "whole": 1}
+            await made.client.abort_requests_async(["gone"])
+            made.engines[2].step()
+            made.engines[1].step()
+            await settle()
+            now = 9.0
+            made.engines[0].step()
+            await settle()
+            await made.client.look_for_stalls()
+            assert made.client.num_ready == 3
+            now = 11.0
+            still = made.engines[1]
+            await made.client.look_for_stalls()
+            await made.client.look_for_stalls()
+            still.step()  # it comes back to life, too late
+            await settle()
+            assert made.lost == {"stream"} and still.was_given_up and still.is_down
+            assert made.client.states[1] == EngineState.LOADING and made.client.num_restarts == 1
+            for _ in range(6):
+                made.engines[0].step()
+                made.engines[2].step()
+                await settle()
+            for name in names:
+                made.check(name, complete=name not in ("stream", "gone"))
+            made.engines[1].may_start.set()
+            await until(lambda: made.client.num_ready == 3)
+
+    run(test)
+
+
+def test_an_engine_that_stands_still_is_left_alone_if_none_is_started_again() -> None:
+    async def test() -> None:
+        async with front(2, restart=0) as made:
+            await made.add(request("a"))
+            made.client.clock, made.client.stall_seconds = lambda: 1e9, 10.0
+            await made.client.look_for_stalls()
+            assert made.client.num_ready == 2 and made.dead is None
 
     run(test)
 
@@ -469,6 +525,35 @@ def test_whatever_dies_no_token_is_wrong_and_none_is_sent_twice(rng: random.Rand
             assert all(engine.num_requests == 0 for engine in made.client._engines.values())
             for name in set(alive) & set(made.sent):
                 made.check(name, complete=name not in made.lost)
+
+    run(test)
+
+
+def test_nothing_grows_with_the_number_of_requests() -> None:
+    """Those that end, those that are aborted, and those that lose their engine leave nothing behind."""
+
+    async def test() -> None:
+        async with front(2, restart=1000, routing="prefix") as made:
+            client, sizes = made.client, set[tuple[int, ...]]()
+            for turn in range(300):
+                for number in range(8):
+                    await made.add(request(f"{turn}-{number}", [turn, number] * 40, number % 2 == 0, max_tokens=2))
+                await client.abort_requests_async([f"{turn}-0", f"{turn}-1"])
+                if turn % 100 == 50:
+                    made.engines.waits = False
+                    made.engines[1].die()
+                    await until(lambda: client.num_ready == 1)
+                    await until(lambda: client.num_ready == 2)
+                while client._requests:
+                    for index in range(2):
+                        made.engines[index].step()
+                    await settle()
+                index = client._balancer._prefixes
+                assert index is not None
+                known = [len(blocks) for blocks in index._known.values()]
+                sizes.add((len(client._held), len(client._engines), len(client._totals._now) - 2, max(known) <= 100))
+                assert len(client._tasks) <= 3 and all(engine.num_requests == 0 for engine in client._engines.values())
+            assert sizes == {(0, 2, 0, True)} and made.dead is None
 
     run(test)
 
@@ -638,6 +723,41 @@ async def _until_timed(condition: Callable[[], bool]) -> None:
     """Another process has to act: do not take its core."""
     while not condition():
         await asyncio.sleep(0.01)
+
+
+def test_a_coordinator_that_dies_is_started_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On the same sockets, as often as it may; the front ends need not do anything."""
+    monkeypatch.setattr(coordinator_module, "MOST_RESTARTS", 1)
+    coordinator = DPCoordinator(EngineArgs.from_kwargs(**SMALL))
+
+    async def test() -> None:
+        heard: dict[int, tuple[int, int]] = {}
+        links = [CountsLink(coordinator.folder) for _ in range(2)]
+        links[0].start(lambda counts: None)
+        links[1].start(
+            lambda counts: heard.update({each.engine_index: (each.waiting, each.running) for each in counts})
+        )
+        links[0].report(EngineCounts(0, 1, 2))
+        await _until_timed(lambda: heard == {0: (1, 2)})
+        first = coordinator.pid
+        os.kill(first, signal.SIGKILL)
+        links[0].report(EngineCounts(0, 3, 4))
+        await _until_timed(lambda: heard == {0: (3, 4)})
+        assert coordinator.pid != first
+        os.kill(coordinator.pid, signal.SIGKILL)
+        await _until_timed(lambda: "is not started again" in caplog.text)
+        for number in range(5000):  # nobody reads them, and nobody waits
+            links[0].report(EngineCounts(0, number, 0))
+        for link in links:
+            link.close()
+
+    try:
+        run(test)
+    finally:
+        coordinator.shutdown()
+    assert not coordinator.folder.exists()
 
 
 def test_a_front_end_beside_others_balances_by_their_counts_too() -> None:

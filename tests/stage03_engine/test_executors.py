@@ -244,6 +244,28 @@ def test_a_killed_worker_ends_the_idle_engine_with_its_name(capfd: pytest.Captur
     assert "Traceback" not in capfd.readouterr().err
 
 
+@needs_slices
+@pytest.mark.parametrize("settings", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
+def test_of_several_workers_the_one_that_is_killed_is_named(
+    settings: dict[str, int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And not those that wait for it, who have nothing to add."""
+    with LLM("gpt2-tiny", **SMALL, **settings) as llm:
+        tokens(llm, ["O"], SamplingParams(max_tokens=2))
+        name, victim = next((lane, each) for each in workers_of() if (lane := _command(each).split()[0])[-1] == "0")
+        llm.add_request(
+            llm.input_processor.process_inputs("r", "ROMEO:", SamplingParams(max_tokens=400, ignore_eos=True))
+        )
+        llm.step()
+        victim.kill()
+        with pytest.raises(
+            EngineDeadError, match=f"{name.removeprefix('stages::')} ended unexpectedly with exit code -9"
+        ):
+            while True:
+                llm.step()
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_a_worker_killed_while_it_starts_is_one_line() -> None:
     process = EngineProcess(config())
     try:
@@ -282,6 +304,7 @@ def test_an_engine_that_cannot_start_ends_its_workers() -> None:
 
 @pytest.mark.parametrize("multiprocess", [pytest.param(False, marks=pytest.mark.long), True])
 def test_killing_the_parent_ends_the_workers(multiprocess: bool) -> None:
+    """On Linux even those that are stopped, and so cannot see it."""
     script = f"""
         from stage03_engine.llm import LLM
         from stage03_engine.sampling_params import SamplingParams
@@ -300,6 +323,8 @@ def test_killing_the_parent_ends_the_workers(multiprocess: bool) -> None:
         next(word for word in worker.cmdline()[0].split() if word.startswith("ipc://")).removeprefix("ipc://")
     )
     assert sockets.exists()
+    for child in children if sys.platform == "linux" else []:
+        child.suspend()
     parent.kill()
     parent.communicate()
     psutil.wait_procs(children, timeout=PATIENCE)

@@ -31,7 +31,8 @@ class AdminFlags:
     engine_stall_seconds: float = option(
         300.0,
         "how long the engine may owe an answer, without a step in between, before /health is 503 with the state `stalled`; 0 = "
-        "no limit. A first step that compiles kernels on a slow machine takes a minute or two",
+        "no limit. One of several engines is killed then, and started again as a dead one is. A first step that compiles kernels "
+        "on a slow machine takes a minute or two",
         at_least=0,
     )
     enable_log_requests: bool = option(False, "log each prompt, with its text and its sampling parameters")

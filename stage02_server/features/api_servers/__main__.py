@@ -20,6 +20,7 @@ import uvloop
 from stage02_server.api_server import CONNECTION, PROCESS, StopRequested, StopSignals, run_server_worker
 from stage02_server.features.api_servers.this_server import Start, set_this_server
 from stage03_engine.args.log import configure_logging, name_process
+from stage03_engine.args.processes import wake_as_orphan
 from stage03_engine.errors import StagesError
 from stage03_engine.frontend.features.shared_engine import Failed, LauncherLink, use_link
 from stage03_engine.tracing import open_trace
@@ -37,12 +38,13 @@ def main(index: int) -> int:
     if trace.on:
         trace.emit("api_server.started", cause=start.cause, index=index)
     name_process(start.name)
+    wake_as_orphan()
     configure_logging(start.name, start.config.observability_config)
     set_this_server(start)
     link.number, link.coordinator = index, None if start.coordinator is None else Path(start.coordinator)
     use_link(link)
     for number, (inputs, outputs) in enumerate(start.engines):
-        link.add_engine(number, f"{inputs}_{index}", f"{outputs}_{index}")
+        link.add_engine(number, inputs, outputs)
     if PROCESS.is_on(start.args):
         PROCESS.load()(start.args)
     try:

@@ -10,17 +10,15 @@ import asyncio
 import contextlib
 import logging
 import secrets
-import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
-import zmq
-
 from stage02_server.api_server import PROCESS, StopSignals, setup_server
 from stage02_server.cli_args import FrontendArgs
+from stage02_server.features.api_servers.engines import Engines
 from stage02_server.features.api_servers.server_process import ApiServerProcess
 from stage02_server.features.api_servers.this_server import Start
 from stage03_engine.args.cpu import find_cores
@@ -28,25 +26,10 @@ from stage03_engine.args.log import announce
 from stage03_engine.args.processes import private_folder
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import ConfigError, StagesError
-from stage03_engine.frontend.engine_process import EngineProcess
-from stage03_engine.frontend.features.shared_engine import (
-    AllConnected,
-    Connected,
-    EngineGone,
-    EngineRefused,
-    EngineUp,
-    Failed,
-    Report,
-    Stop,
-)
-from stage03_engine.messages import EngineReady
-from stage03_engine.mixins import load
+from stage03_engine.frontend.features.shared_engine import AllConnected, Connected, EngineStalled, Order, Report, Stop
 from stagetrace import trace
 
 logger = logging.getLogger(__name__)
-DATA_PARALLEL = "stage03_engine.frontend.features.data_parallel."
-START_ENGINE = DATA_PARALLEL + "several_front_ends:start_engine"
-COORDINATOR = DATA_PARALLEL + "coordinator:DPCoordinator"
 END_SECONDS = 10.0  # for an API server to end, beyond the time that its requests get
 
 
@@ -112,7 +95,7 @@ def without_store(args: FrontendArgs) -> FrontendArgs:
 
 
 class Launcher:
-    """Starts the engine and the servers, and ends all when one of them ends, as vLLM does.
+    """Starts the engines and the servers, and ends all when a server ends, or an engine that is not started again, as vLLM does.
 
     An API server that dies takes its own requests along. The others finish theirs first, in the time that a signal would give them.
     All state belongs to the event loop; the threads that wait for processes hand over what they learn.
@@ -122,8 +105,8 @@ class Launcher:
         self._config, self._args = config, args
         self._loop = asyncio.get_running_loop()
         self._folder = private_folder()  # of the metrics
-        self._engines: list[EngineProcess] = []
-        self._coordinator: Any = None  # a DPCoordinator, with several engines
+        self._num_engines = 0 if args.engine == "echo" else num_engines(config)
+        self._engines = Engines(config, self._tell_all, self._is_up, self._engines_end)
         self._servers: list[ApiServerProcess] = []
         self._running: set[ApiServerProcess] = set()
         self._connected: Counter[int] = Counter()  # engine -> servers that have a connection to it
@@ -134,7 +117,7 @@ class Launcher:
 
     async def run(self, address: str, descriptor: int, stop: StopSignals) -> int:
         """Returns the exit code when all servers have ended. Raises the StagesError of a failed start."""
-        self._start_engines(0 if self._args.engine == "echo" else num_engines(self._config))
+        self._engines.start(self._num_engines)
         self._start_servers(address, descriptor)
         relay = asyncio.create_task(self._relay(stop))
         try:
@@ -150,35 +133,11 @@ class Launcher:
         self._is_ending = True
         for server in self._servers:
             server.kill()
-        for engine in self._engines:
-            engine.shutdown()
-        if self._coordinator is not None:
-            self._coordinator.shutdown()
+        self._engines.shutdown()
         self._folder.remove()
 
-    def _start_engines(self, count: int) -> None:
-        for index in range(count):
-            engine = EngineProcess(self._config) if count == 1 else load(START_ENGINE)(self._config, index)
-            self._engines.append(engine)
-            threading.Thread(target=self._wait_for_engine, args=(index, engine), name="handshake", daemon=True).start()
-
-        if count > 1:
-            self._coordinator = load(COORDINATOR)(self._config)
-
-    def _wait_for_engine(self, index: int, engine: EngineProcess) -> None:
-        """In a thread: the handshake, and then the end of the process."""
-        try:
-            ready = engine.shake_hands()
-        except StagesError as error:
-            return self._soon(self._engine_failed, index, error)
-        except zmq.ZMQError:
-            return  # `shutdown` closed the socket
-        self._soon(self._engine_up, index, ready)
-        engine.on_exit(partial(self._soon, self._engine_gone, index))
-
     def _start_servers(self, address: str, descriptor: int) -> None:
-        engines = [(engine.input_address, engine.output_address) for engine in self._engines]
-        coordinator = None if self._coordinator is None else str(self._coordinator.folder)
+        engines, coordinator = self._engines.addresses, self._engines.coordinator_folder
         secret, folder = secrets.token_hex(16), str(self._folder.path)
         for index in range(self._args.api_server_count):
             start = Start(
@@ -194,7 +153,7 @@ class Launcher:
         with contextlib.suppress(RuntimeError):  # it is closed: all has ended
             self._loop.call_soon_threadsafe(handle, *args)
 
-    def _tell_all(self, order: EngineUp | EngineRefused | AllConnected | EngineGone | Stop) -> None:
+    def _tell_all(self, order: Order) -> None:
         for server in self._running:
             server.tell(order)
 
@@ -217,31 +176,27 @@ class Launcher:
             logger.error("%s does not end; it is killed.", server.name)
             server.process.kill()
 
-    def _engine_up(self, index: int, ready: EngineReady) -> None:
-        self._tell_all(EngineUp(index, ready))
+    def _is_up(self) -> bool:
+        """Is every server connected to every engine?"""
+        return all(self._connected[index] >= len(self._servers) for index in range(self._num_engines))
 
-    def _engine_failed(self, index: int, error: StagesError) -> None:
-        if self._is_ending:
-            return
-        self._error = self._error or error
-        self._tell_all(EngineRefused(index, str(error)))
-        self._stop("The engine cannot start", END_SECONDS)
-
-    def _engine_gone(self, index: int, exit_code: int) -> None:
+    def _engines_end(self, why: StagesError) -> None:
         """The servers say so to their clients for a moment, and end by themselves; those that still start would wait for ever."""
-        self._has_failed = True
-        self._tell_all(EngineGone(index, exit_code))
-        if self._connected[index] < len(self._servers):
-            self._stop("The engine has died", END_SECONDS)
-        self._is_ending = True
-        self._loop.call_later(END_SECONDS, self._kill_rest)
+        if self._is_up():
+            self._has_failed = self._is_ending = True
+            self._loop.call_later(END_SECONDS, self._kill_rest)
+        elif not self._is_ending:
+            self._error = self._error or why
+            self._stop("The engine cannot start", END_SECONDS)
 
     def _reported(self, report: Report) -> None:
         if isinstance(report, Connected):
             self._connected[report.engine] += 1
             if self._connected[report.engine] == len(self._servers):
                 self._tell_all(AllConnected(report.engine))
-        elif isinstance(report, Failed) and self._error is None:
+        elif isinstance(report, EngineStalled):
+            self._engines.end_stalled(report.engine, report.input_address)
+        elif self._error is None:
             self._error = StagesError(report.message)
             self._error.exit_code = report.exit_code
 

@@ -93,6 +93,7 @@ def install(app: FastAPI, services: Services) -> None:
     client = services.engine.engine_core
     if not isinstance(client, DPLBAsyncMPClient):
         return  # one engine, with a load balancer in front of several servers
+    client.stall_seconds = services.args.engine_stall_seconds
     services.engine.listeners.append(LostAnswers(services.engine.output_processor))
     services.registry.register(EngineCollector(client))
     before = len(app.router.routes)

@@ -1,7 +1,8 @@
 """The client of an engine that somebody else started: one of several API servers has no engine process of its own.
 
 The launcher (stage02_server/features/api_servers) starts the engine, shakes hands with it, and tells every API server over a
-socket of its own what the handshake said, and when the engine ends. Orders and reports are lines of JSON.
+socket of its own what the handshake said, when the engine ends, and where the one is that takes its place. Orders and reports are
+lines of JSON.
 Source: vllm/v1/engine/core_client.py (client_addresses), vllm/v1/engine/utils.py (APIServerProcessManager).
 """
 
@@ -14,6 +15,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -36,10 +38,11 @@ class EngineUp(msgspec.Struct, tag=True):
 
 
 class EngineRefused(msgspec.Struct, tag=True):
-    """Launcher -> API server: this engine cannot start."""
+    """Launcher -> API server: this engine cannot start. `again`: another attempt follows (EngineStarted)."""
 
     engine: int
     message: str
+    again: bool = False
 
 
 class AllConnected(msgspec.Struct, tag=True):
@@ -49,10 +52,19 @@ class AllConnected(msgspec.Struct, tag=True):
 
 
 class EngineGone(msgspec.Struct, tag=True):
-    """Launcher -> API server: the process of this engine has ended."""
+    """Launcher -> API server: the process of this engine has ended. `again`: it is started again (EngineStarted)."""
 
     engine: int
     exit_code: int
+    again: bool = False
+
+
+class EngineStarted(msgspec.Struct, tag=True):
+    """Launcher -> API server: a process takes the place of this engine's dead one, with these addresses."""
+
+    engine: int
+    input_address: str
+    output_address: str
 
 
 class Stop(msgspec.Struct, tag=True):
@@ -67,6 +79,13 @@ class Connected(msgspec.Struct, tag=True):
     engine: int
 
 
+class EngineStalled(msgspec.Struct, tag=True):
+    """API server -> launcher: this engine, behind this address, owes an answer for too long, and is to be ended."""
+
+    engine: int
+    input_address: str
+
+
 class Failed(msgspec.Struct, tag=True):
     """API server -> launcher: it could not start, and why."""
 
@@ -74,8 +93,8 @@ class Failed(msgspec.Struct, tag=True):
     exit_code: int
 
 
-Order = EngineUp | EngineRefused | AllConnected | EngineGone | Stop
-Report = Connected | Failed
+Order = EngineUp | EngineRefused | AllConnected | EngineGone | EngineStarted | Stop
+Report = Connected | EngineStalled | Failed
 encode = msgspec.json.Encoder().encode
 decode_order = msgspec.json.Decoder(Order).decode
 decode_report = msgspec.json.Decoder(Report).decode
@@ -90,8 +109,8 @@ class SharedEngine(EngineProcess):
         self.input_address, self.output_address = input_address, output_address
         self.up: Future[EngineReady] = Future()
         self.all_connected: Future[None] = Future()
-        self._callback: Callable[[int], None] | None = None
-        self._exit_code: int | None = None
+        self.ended: Future[int] = Future()  # the exit code
+        self.successor: Future[SharedEngine] = Future()  # what is started in its place after its death
 
     def shake_hands(self) -> EngineReady:
         """Blocks until the launcher tells what the engine said. Raises EngineStartError."""
@@ -107,15 +126,7 @@ class SharedEngine(EngineProcess):
 
     def on_exit(self, callback: Callable[[int], None]) -> None:
         """Call `callback(exit code)` from a thread as soon as the launcher says that the process has ended."""
-        self._callback = callback
-        if self._exit_code is not None:
-            callback(self._exit_code)
-
-    def gone(self, exit_code: int) -> None:
-        """The process has ended."""
-        self._exit_code = exit_code
-        if self._callback is not None:
-            self._callback(exit_code)
+        self.ended.add_done_callback(lambda ended: callback(ended.result()))
 
     def shutdown(self) -> None:
         """The engine goes on: it is not ours. Whoever waits here is released."""
@@ -130,15 +141,31 @@ class LauncherLink:
         self._socket, self._lines = sock, sock.makefile("rb")
         self.number = 0  # of this API server
         self.coordinator: Path | None = None  # its folder, if there are several engines
-        self.engines: dict[int, SharedEngine] = {}
+        self.goes_on = True  # False once an engine is dead that is not started again
+        self._engines: dict[int, SharedEngine] = {}  # the newest with each number
+        self._taken: dict[int, SharedEngine] = {}  # those that the clients have
 
     def first_line(self) -> bytes:
         """What comes before all orders; empty if the launcher has gone."""
         return self._lines.readline()
 
-    def add_engine(self, engine: int, input_address: str, output_address: str) -> None:
-        """An engine that this API server is to use. These addresses are this server's own ends."""
-        self.engines[engine] = SharedEngine(self, engine, input_address, output_address)
+    def add_engine(self, engine: int, input_address: str, output_address: str) -> SharedEngine:
+        """An engine that this API server is to use. Of these addresses it gets its own ends."""
+        inputs, outputs = f"{input_address}_{self.number}", f"{output_address}_{self.number}"
+        made = self._engines[engine] = SharedEngine(self, engine, inputs, outputs)
+        return made
+
+    async def take_engine(self, engine: int) -> SharedEngine:
+        """The engine with this number; each next time the one that was started in place of the last. Raises EngineStartError if none is."""
+        last = self._taken.get(engine)
+        taken = self._engines[engine] if last is None else await asyncio.wrap_future(last.successor)
+        self._taken[engine] = taken
+        return taken
+
+    def give_up(self, engine: int) -> None:
+        """The engine that was taken last stands still: ask the launcher to end it."""
+        address = self._taken[engine].input_address.removesuffix(f"_{self.number}")
+        self.tell(EngineStalled(engine, address))
 
     def follow(self, on_stop: Callable[[str], None], on_lost: Callable[[], None]) -> None:
         """Obey orders from now on, in a thread, and call `on_lost` when the launcher is gone."""
@@ -155,17 +182,29 @@ class LauncherLink:
 
         threading.Thread(target=run, name="launcher-link", daemon=True).start()
 
-    def _obey(self, order: EngineUp | EngineRefused | AllConnected | EngineGone) -> None:
-        shared = self.engines[order.engine]
+    def _obey(self, order: EngineUp | EngineRefused | AllConnected | EngineGone | EngineStarted) -> None:
+        shared = self._engines[order.engine]
         with contextlib.suppress(InvalidStateError):  # nobody waits any more
             if isinstance(order, EngineUp):
                 shared.up.set_result(order.ready)
-            elif isinstance(order, EngineRefused):
-                shared.up.set_exception(EngineStartError(order.message))
             elif isinstance(order, AllConnected):
                 shared.all_connected.set_result(None)
+            elif isinstance(order, EngineStarted):
+                next_one = self.add_engine(order.engine, order.input_address, order.output_address)
+                next_one.all_connected.set_result(None)  # each server goes on with it as soon as it can
+                shared.successor.set_result(next_one)
             else:
-                shared.gone(order.exit_code)
+                self._obey_end(shared, order)
+
+    def _obey_end(self, shared: SharedEngine, order: EngineRefused | EngineGone) -> None:
+        if not order.again:
+            self.goes_on = False
+            with contextlib.suppress(InvalidStateError):
+                shared.successor.set_exception(EngineStartError("it is not started again"))
+        if isinstance(order, EngineGone):
+            shared.ended.set_result(order.exit_code)
+        else:
+            shared.up.set_exception(EngineStartError(order.message))
 
     def tell(self, report: Report) -> None:
         """Send a report. One that nobody can read any more is dropped."""
@@ -187,17 +226,34 @@ class SharedEngineClient(AsyncMPClient):
 
     def __init__(self, config: VllmConfig, engine: int = 0) -> None:
         super().__init__(config)
-        assert _link is not None, "the launcher sets the number of front ends, and says where the engines are"
-        self._shared = _link.engines[engine]
+        self._index = engine
 
     def start_process(self) -> None:
         if trace.on:
-            trace.emit("client.created", kind="SharedEngineClient", engine_ranks=[self._shared.identity[0]])
-        self._process = self._shared
+            trace.emit("client.created", kind="SharedEngineClient", engine_ranks=[self._index])
 
     async def start(self) -> EngineReady:
+        assert _link is not None, "the launcher sets the number of front ends, and says where the engines are"
+        self._process = shared = await _link.take_engine(self._index)
+        ended = asyncio.wrap_future(shared.ended)
+        connecting = asyncio.create_task(self._connect(shared))
+        try:
+            waiting: set[asyncio.Future[Any]] = {ended, connecting}
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if not connecting.done():  # it would wait for the first message of an engine that is dead
+                raise EngineStartError(f"it ended unexpectedly (exit code {ended.result()})")
+            return connecting.result()
+        finally:
+            connecting.cancel()
+
+    def stands_still(self) -> None:
+        """It owes an answer for too long. Whoever started it ends it."""
+        assert _link is not None
+        _link.give_up(self._index)
+
+    async def _connect(self, shared: SharedEngine) -> EngineReady:
         ready = await super().start()
-        await self._shared.wait_for_others()
+        await shared.wait_for_others()
         return ready
 
 
@@ -206,4 +262,4 @@ def make_shared_client(config: VllmConfig) -> AsyncEngineCoreClient:
     assert _link is not None, "the launcher sets the number of front ends, and says where the engines are"
     if _link.coordinator is None:
         return SharedEngineClient(config)
-    return load(SEVERAL_ENGINES)(config, _link.number, _link.coordinator, SharedEngineClient)
+    return load(SEVERAL_ENGINES)(config, _link, SharedEngineClient)

@@ -92,11 +92,24 @@ def destroy_distributed() -> None:
     _ranks, _tp_group = Ranks(), None
 
 
+class ExchangeError(RuntimeError):
+    """Another worker is gone, or did not come in time. It is the one to blame, so nobody needs to see where this one waited."""
+
+
+@contextmanager
+def _exchange() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise ExchangeError(str(error).partition("\n")[0]) from error
+
+
 @contextmanager
 def _span(kind: str, num_bytes: int) -> Iterator[None]:
     if trace.on:
         trace.emit("worker.collective", ph="B", kind=kind, bytes=num_bytes)
-    yield
+    with _exchange():
+        yield
     if trace.on:
         trace.emit("worker.collective", ph="E", kind=kind, bytes=num_bytes)
 
@@ -124,10 +137,11 @@ def send_to_next_stage(x: Tensor, linked: bool = False) -> None:
     """Hand `x` to the worker with the same slice of the next stage. `linked`: its event will name this one as its cause."""
     sent = trace.emit("worker.collective", ph="B", kind="send", bytes=x.nbytes) if trace.on else None
     there = _ranks.rank + _ranks.tp_size
-    dist.send(x.contiguous(), there)
-    if linked:
-        pid, _, number = (sent or "0:0").partition(":")
-        dist.send(torch.tensor([int(pid), int(number)], device=x.device), there)
+    with _exchange():
+        dist.send(x.contiguous(), there)
+        if linked:
+            pid, _, number = (sent or "0:0").partition(":")
+            dist.send(torch.tensor([int(pid), int(number)], device=x.device), there)
     if trace.on:
         trace.emit("worker.collective", ph="E", kind="send", bytes=x.nbytes)
 
@@ -137,9 +151,12 @@ def receive_from_previous_stage(like: Tensor, linked: bool = False) -> Tensor:
     if trace.on:
         trace.emit("worker.collective", ph="B", kind="receive", bytes=like.nbytes)
     there, cause = _ranks.rank - _ranks.tp_size, None
-    dist.recv(like, there)
+    event = torch.zeros(2, dtype=torch.int64, device=like.device)
+    with _exchange():
+        dist.recv(like, there)
+        if linked:
+            dist.recv(event, there)
     if linked:
-        dist.recv(event := torch.zeros(2, dtype=torch.int64, device=like.device), there)
         pid, number = event.tolist()
         cause = f"{pid}:{number}" if pid else None  # a filter had left it out
     if trace.on:

@@ -39,6 +39,7 @@ def run_worker(address: str, rank: int, lane: str) -> int:
     trace.hold(lane)
     socket = _connect(address, rank)
     # From here on modules are imported that take seconds: the watch has begun before.
+    from stage03_engine.core.features.distributed.parallel_state import ExchangeError
     from stage03_engine.core.features.distributed.worker_messages import FAILED, encode, failure_of
     from stage03_engine.errors import StagesError
     from stage03_engine.tracing import trace_message
@@ -48,7 +49,7 @@ def run_worker(address: str, rank: int, lane: str) -> int:
     except Exception as error:
         if trace.on:
             trace.emit("worker.failed", message=trace_message(error))
-        if not isinstance(error, StagesError):
+        if not isinstance(error, StagesError | ExchangeError):
             sys.excepthook(type(error), error, error.__traceback__)  # nobody expected it: the log gets the traceback
         socket.send_multipart([FAILED, encode(failure_of(error))])
         return 1

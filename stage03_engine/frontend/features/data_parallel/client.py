@@ -12,11 +12,13 @@ import contextlib
 import itertools
 import logging
 import random
+import time
 from collections.abc import Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
+import zmq
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import EngineDeadError, StagesError
@@ -83,6 +85,7 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
         # The seeds that an engine would give to requests without one. A request that runs again must have the same.
         self._seeds = random.Random(config.model_config.seed)
         self._is_scaling = self._is_watched = False
+        self.stall_seconds, self.clock = 0.0, time.monotonic  # --engine-stall-seconds: set by the server before `start`
         self._totals = Totals()
 
     @property
@@ -124,11 +127,13 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
             self._counts.start(self._counted_elsewhere)
         for engine, said in zip(engines, ready):
             await self._join(engine, said)
+        if self.stall_seconds:
+            self._in_background(self._look_for_stalls_for_ever())
         return ready[0]
 
     async def _join(self, engine: Engine, ready: EngineReady) -> None:
         """From now on the engine takes requests, first those that waited for one."""
-        engine.state = EngineState.READY
+        engine.state, engine.owes_since = EngineState.READY, None
         self._balancer.join(engine.index, ready.num_gpu_blocks)
         engine.reader = self._in_background(self._read(engine))
         if self._is_watched and engine is self._alive[0]:
@@ -173,6 +178,7 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
         engine, load = self._engines[choice.engine], self._balancer.loads[choice.engine]
         in_flight.engine = engine.index
         engine.num_requests += 1
+        engine.owes_since = self.clock() if engine.owes_since is None else engine.owes_since
         if trace.on:
             trace.emit(
                 "dp.routed", req=request.request_id, engine=engine.index, waiting=load.waiting, running=load.running,
@@ -251,6 +257,7 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
                     self._forget(output.request_id)
                 if new.finish_reason == FinishReason.ERROR and output.finish_reason is None:
                     self._in_background(self._abort(engine, [output.request_id]))
+        engine.owes_since = self.clock() if engine.num_requests else None
         outputs.outputs = passed
         if outputs.scheduler_stats is not None:
             outputs.scheduler_stats = self._counted(engine, outputs.scheduler_stats)
@@ -310,6 +317,25 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
         if not was_draining:
             self._in_background(self._start_again(engine))
 
+    async def _look_for_stalls_for_ever(self) -> None:
+        while True:
+            before = self.clock()
+            await asyncio.sleep(min(1.0, self.stall_seconds / 4))
+            if self.clock() - before < self.stall_seconds / 2:  # else this process stood still, and has answers to read
+                await self.look_for_stalls()
+
+    async def look_for_stalls(self) -> None:
+        """An engine that has owed an answer for `stall_seconds` counts as dead: it is ended and started again. Without restarts it is
+        left alone, as it may still go on."""
+        now = self.clock()
+        for engine in self._alive if self._limit.most else []:
+            if engine.is_alive and engine.owes_since is not None and now - engine.owes_since > self.stall_seconds:
+                assert engine.reader is not None
+                engine.reader.cancel()  # nothing that it says counts any more
+                engine.client.stands_still()  # type: ignore[attr-defined]
+                why = f"It has not answered for {now - engine.owes_since:.1f} s (--engine-stall-seconds)."
+                await self._died(engine, EngineDeadError(why))
+
     async def _start_again(self, engine: Engine) -> None:
         await self._end_engine(engine)
         engine.client, engine.state = (
@@ -319,7 +345,7 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
         try:
             engine.client.start_process()
             ready = await engine.client.start()
-        except (StagesError, OSError) as error:
+        except (StagesError, OSError, zmq.ZMQError) as error:  # the disk is full, for instance
             await self._died(engine, EngineDeadError(f"It cannot start again: {error}"))
             return
         logger.info("Engine %d is ready again.", engine.index)

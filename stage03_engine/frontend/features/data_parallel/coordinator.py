@@ -5,15 +5,19 @@ what they sent themselves. So each pushes the counts that an engine gave it (PUS
 of all engines (PUB -> SUB), ten times a second at most. The sockets lie in a private folder; messages are msgpack.
 
 The process is started by whoever starts the front ends, gets its configuration through its standard input, and ends when that
-closes, which it does even on kill -9.
+closes, which it does even on kill -9. If it dies it is started again, on the same sockets. While it is gone, each front end goes on with what
+it knows: what it sends itself.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,13 +26,16 @@ import msgspec
 import zmq
 
 from stage03_engine.args.log import enter_process
-from stage03_engine.args.processes import end_process, end_with_parent, private_folder, start_process
+from stage03_engine.args.processes import end_process, end_with_parent, exit_reason, private_folder, start_process
 from stage03_engine.config import VllmConfig
 from stage03_engine.frontend.engine_process import TERMINATE_SECONDS
+from stage03_engine.frontend.features.data_parallel.restart import RestartLimit
 from stage03_engine.tracing import open_trace
 from stagetrace import trace
 
+logger = logging.getLogger(__name__)
 PUBLISH_SECONDS = 0.1  # from one publication to the next, at least
+MOST_RESTARTS = 3  # within ten minutes
 NAME = "DPCoordinator"
 
 
@@ -71,14 +78,42 @@ def publish_address(folder: Path) -> str:
 
 
 class DPCoordinator:
-    """The coordinator's process, for whoever starts the front ends: they get the name of `folder`."""
+    """The coordinator's process, for whoever starts the front ends: they get the name of `folder`.
+
+    Invariant: until `shutdown`, a thread waits for the end of the process, and starts it again at most MOST_RESTARTS times within ten minutes.
+    """
 
     def __init__(self, config: VllmConfig) -> None:
         self._folder = private_folder()
         self.folder = self._folder.path
+        self._init = msgspec.json.encode(_Init(config, trace.run_id)) + b"\n"
+        self._limit, self._lock, self._is_closing = RestartLimit(MOST_RESTARTS), threading.Lock(), False
+        self._start()
+
+    def _start(self) -> None:
         self._process = start_process(__name__, str(self.folder))
         assert self._process.stdin is not None
-        self._process.stdin.write(msgspec.json.encode(_Init(config, trace.run_id)) + b"\n")
+        with contextlib.suppress(OSError):  # it has ended already
+            self._process.stdin.write(self._init)
+        threading.Thread(target=self._wait, args=(self._process,), name="coordinator-monitor", daemon=True).start()
+
+    def _wait(self, process: subprocess.Popen[bytes]) -> None:
+        """In a thread: wait for the end of the process, and start it again."""
+        code = process.wait()
+        with self._lock:
+            if self._is_closing:
+                return
+            assert process.stdin is not None
+            process.stdin.close()
+            may = self._limit.take()
+            then = (
+                "it is started again"
+                if may
+                else "it is not started again, and each API server goes by what it sends itself"
+            )
+            logger.error("%s ended unexpectedly (%s); %s.", NAME, exit_reason(code), then)
+            if may:
+                self._start()
 
     @property
     def pid(self) -> int:
@@ -87,6 +122,8 @@ class DPCoordinator:
 
     def shutdown(self) -> None:
         """End the process, reap it, and remove the sockets. May be called twice."""
+        with self._lock:
+            self._is_closing = True
         assert self._process.stdin is not None
         self._process.stdin.close()
         end_process(self._process, TERMINATE_SECONDS)
@@ -94,7 +131,7 @@ class DPCoordinator:
 
 
 class CountsLink:
-    """A front end's sockets to the coordinator. Lost messages do no harm: the next ones say more."""
+    """A front end's sockets to the coordinator. Lost messages do no harm: they are repeated, or the next ones say more."""
 
     def __init__(self, folder: Path) -> None:
         self._context = zmq.Context()
@@ -118,6 +155,13 @@ class CountsLink:
             if trace.on:
                 trace.emit("dp.counts_received", cause=published.cause, engines=len(published.engines))
             on_counts(published.engines)
+            self._repeat_without(published.engines)
+
+    def _repeat_without(self, published: list[EngineCounts]) -> None:
+        """Say again what the coordinator does not know: it was started again, and nobody read what was said meanwhile."""
+        for index in self._last.keys() - {each.engine_index for each in published}:
+            waiting, running = self._last.pop(index)
+            self.report(EngineCounts(index, waiting, running))
 
     def report(self, counts: EngineCounts) -> None:
         """Pass on an engine's counts, if they have changed."""
@@ -172,7 +216,8 @@ class _Gatherer:
         self._counts[counts.engine_index], self._news = counts, True
 
     def _welcome(self) -> None:
-        if self._publisher.recv()[:1] == b"\x01" and self._counts:  # it subscribes; 0 says that one has left
+        """Tell it what is known; if that is nothing, it says what it knows itself."""
+        if self._publisher.recv()[:1] == b"\x01":  # it subscribes; 0 says that one has left
             self._news, self._next = True, 0.0
 
     def _publish(self) -> None:

@@ -47,6 +47,9 @@ class DPAsyncMPClient(AsyncMPClient):
         if self._process is not None:
             self._process.shutdown()
 
+    def stands_still(self) -> None:
+        """It owes an answer for too long. Its process is ended as that of a dead one is: there is nothing else to do."""
+
 
 class EngineState(enum.StrEnum):
     """What an engine is doing."""
@@ -67,6 +70,7 @@ class Engine:
     num_requests: int = 0  # of this front end, in this engine
     drained: asyncio.Event = field(default_factory=asyncio.Event)
     reader: asyncio.Task[None] | None = None
+    owes_since: float | None = None  # by `DPLBAsyncMPClient.clock`; each sign of life counts as an answer
 
     @property
     def is_alive(self) -> bool:

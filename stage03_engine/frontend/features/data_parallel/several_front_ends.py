@@ -6,7 +6,7 @@ vLLM: run_multi_api_server with data_parallel_size above 1.
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.frontend.engine_process import EngineProcess
@@ -16,6 +16,22 @@ from stage03_engine.frontend.features.data_parallel.devices import own_devices
 from stage03_engine.frontend.features.data_parallel.engine import MakeEngine, share_of
 from stage03_engine.frontend.features.data_parallel.restart import RestartLimit
 
+if TYPE_CHECKING:
+    from stage03_engine.frontend.features.shared_engine import LauncherLink
+
+
+class LauncherDecides(RestartLimit):
+    """An engine is started again unless the launcher, which counts the deaths, says that it is not."""
+
+    def __init__(self, most: int, link: LauncherLink) -> None:
+        super().__init__(most)
+        self._link = link
+
+    def take(self) -> bool:
+        """See RestartLimit. An engine may say itself that it dies, before the launcher knows: then one is expected in its place."""
+        self.total += (may := self.most > 0 and self._link.goes_on)
+        return may
+
 
 def start_engine(config: VllmConfig, index: int) -> EngineProcess:
     """The process of one of the engines, with its part of the machine. Raises OSError, and ConfigError if there is no GPU for it."""
@@ -23,12 +39,12 @@ def start_engine(config: VllmConfig, index: int) -> EngineProcess:
         return EngineProcess(share_of(config, config.data_parallel_config.data_parallel_size), index)
 
 
-def make_front_end(config: VllmConfig, number: int, folder: Path, make_engine: MakeEngine) -> DPLBAsyncMPClient:
-    """The client of the API server with this number. `folder` is the coordinator's; `make_engine` makes the client of an engine that
-    is there already.
+def make_front_end(config: VllmConfig, link: LauncherLink, make_engine: MakeEngine) -> DPLBAsyncMPClient:
+    """The client of an API server. `make_engine` makes the client of an engine that the launcher has started.
 
-    Two servers draw different seeds for requests without one. No server can start an engine again that is not its own, so the
-    first one that dies ends all, as in vLLM.
+    Two servers draw different seeds for requests without one.
     """
-    model = replace(config.model_config, seed=config.model_config.seed + number)
-    return DPLBAsyncMPClient(replace(config, model_config=model), make_engine, CountsLink(folder), RestartLimit(0))
+    assert link.coordinator is not None
+    model = replace(config.model_config, seed=config.model_config.seed + link.number)
+    limit = LauncherDecides(config.data_parallel_config.data_parallel_restart, link)
+    return DPLBAsyncMPClient(replace(config, model_config=model), make_engine, CountsLink(link.coordinator), limit)
