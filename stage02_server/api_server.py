@@ -96,7 +96,6 @@ REFUSALS = "stage02_server.features.refusals"
 COLLECT = ("stage02_server.features.collect", "stage02_server.features.several_prompts")
 PARSED = ("stage02_server.features.tools", "stage02_server.features.structured_outputs")
 LOGPROBS = "stage02_server.features.logprobs"
-ENGINES = ("stage03_engine.frontend.features.data_parallel",)
 TOOL_FLAGS = (
     "enable_auto_tool_choice", "tool_call_parser", "tool_parser_plugin", "reasoning_parser", "reasoning_parser_plugin"
 )  # fmt: skip
@@ -108,7 +107,6 @@ HTTP_FEATURES = (  # each is called with (app, services); the first of two route
     Feature("stage02_server.features.audio.routes:install", tasks=("transcription",), needs=COLLECT),
     Feature("stage02_server.features.admin.routes:install"),
     Feature("stage02_server.features.admin.states:install"),
-    Feature("stage02_server.features.data_parallel.install:install", needs=ENGINES),
     Feature("stage02_server.features.page.routes:install"),
     Feature("stage02_server.features.page.docs:install"),
     Feature("stage02_server.features.responses.routes:install", tasks=("generate",), needs=(*PARSED, LOGPROBS)),
@@ -123,6 +121,10 @@ HTTP_FEATURES = (  # each is called with (app, services); the first of two route
     Feature("stage02_server.features.stream_usage.install:install", flags=("enable_force_include_usage",)),
     Feature("stage02_server.features.api_servers.install:install", flags=("api_server_count",)),
     Feature(f"{REFUSALS}:install"),
+)
+ENGINES = ("stage03_engine.frontend.features.data_parallel",)
+CLIENT_FEATURES = (  # if a setting chooses the engine's client
+    Feature("stage02_server.features.data_parallel.routes:install", needs=ENGINES),
 )
 
 ECHO_ENGINE = "stage02_server.features.echo_engine"
@@ -370,7 +372,7 @@ def init_app_state(engine: AsyncLLM, app: FastAPI, args: FrontendArgs, registry:
     app.state.services = services
     app.state.openai_serving_completion = OpenAIServingCompletion(engine, models, args)
     app.state.openai_serving_chat = OpenAIServingChat(engine, models, template, args)
-    for feature in HTTP_FEATURES:
+    for feature in (*(CLIENT_FEATURES if config.hooks("client") else ()), *HTTP_FEATURES):
         if feature.is_on(args, config.supported_tasks):
             feature.load()(app, services)
     if config.model_config.default_sampling_params:
