@@ -25,8 +25,11 @@ _AFTER_A_WAIT = {
 }  # the engine said hello, or that it is ready
 
 
+_MEASURING = {"worker.collective"}
+
+
 class StepTime:
-    """Sums the parts of all steps; they add up to the time from the first step's beginning to the last one's end."""
+    """Sums the parts of the steps of one engine; they add up to the time from the first step's beginning to the last one's end."""
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -66,7 +69,7 @@ class StartPart:
 
 _PHASES = {phase: StartPart(name, phase, phase) for phase, name in
            enumerate(("CLI", "serve", "API server", "AsyncLLM", "EngineCore"), start=1)}  # fmt: skip
-BIRTH = StartPart("EngineCore: the process starts, and imports torch", 5, 5)
+BIRTH = StartPart("EngineCore: the process starts, and imports torch", 5, 5)  # a worker's too
 WAITING = StartPart("waits for the engine", 0, 6)
 
 
@@ -93,6 +96,8 @@ class StartUp:
             self._servers.add(pid)
         if pid in self._serving or event.phase == 0:
             return
+        if event.name in _MEASURING:  # a worker tries the largest step, before it serves
+            return
         if event.phase >= 6:  # of a server that loads: somebody asks for its health
             if pid not in self._servers:
                 self._serving.add(pid)
@@ -104,6 +109,8 @@ class StartUp:
         if event.name == "engine.spawned":
             self._spawned[event.args["pid"]] = event.ts
             self._waiting.add(pid)
+        elif event.name == "worker.spawned":
+            self._spawned[event.args["pid"]] = event.ts
         elif event.name in ("server.listening", "engine.busy_loop"):
             self._serving.add(pid)
 
