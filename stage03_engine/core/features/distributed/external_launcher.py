@@ -113,6 +113,7 @@ class ExecutorWithExternalLauncher(Executor):
     def begin_step(self, scheduler_output: SchedulerOutput) -> None:
         """Run this process's part of a step. Raises StagesError if the processes have decided differently."""
         self._check(scheduler_output)
+        trace_step(scheduler_output.step)
         self._outputs.append(self.worker.execute_model(scheduler_output))
 
     def finish_step(self) -> ModelRunnerOutput:
