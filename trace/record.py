@@ -26,6 +26,7 @@ HERE = Path(__file__).parent
 RECORDED = HERE / "recorded"
 ARRIVAL_SECONDS = 30.0  # how long a request may take to reach the scheduler
 POLL_SECONDS = 0.002
+HEALTH_SECONDS = 0.5  # each question is in the recording
 PROMPTS = [
     "ROMEO:",
     "To be, or not to be",
@@ -97,7 +98,7 @@ class Server:
     def wait_until_healthy(self) -> None:
         """Wait until all engines are ready again."""
         while "X-Server-State" in (answer := self._client.get("/health")).headers or answer.status_code != 200:
-            time.sleep(POLL_SECONDS)
+            time.sleep(HEALTH_SECONDS)
 
     def kill_engine_number(self, number: int) -> None:
         """kill -9 of one of several engines."""

@@ -186,6 +186,9 @@ class Routing:
             self._routed[req] = event.args["engine"]
         elif event.name == "sched.queued":
             self._queued(event, req, notes)
+        elif event.name == "dp.engine_lost":
+            lost = event.args["engine"]
+            self._lives_in = {r: e for r, e in self._lives_in.items() if engine_number(e.proc) != lost}
         elif event.name == "sched.finished" and req in self._lives_in and self._lives_in[req].pid == event.pid:
             del self._lives_in[req]
 

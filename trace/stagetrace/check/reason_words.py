@@ -169,7 +169,7 @@ def ended(args: dict[str, Any], request: RequestState, settings: dict[str, Any])
 
 def routed(args: dict[str, Any]) -> str:
     """Which engine got it: a `dp.routed`."""
-    had = f"which had {count(args['waiting'], 'request')} waiting and {args['running']} running"
+    had = f"which has {count(args['waiting'], 'request')} waiting and {args['running']} running with it"
     cached = f" and is reckoned to have {count(args['cached_blocks'], 'block')} of its prompt" if args["cached_blocks"] else ""
     again = " It begins again there: what it had computed died with its engine." if args["again"] else ""
     return f"It was sent to engine {args['engine']}, {had}{cached}.{again}"
