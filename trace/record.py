@@ -26,7 +26,6 @@ HERE = Path(__file__).parent
 RECORDED = HERE / "recorded"
 ARRIVAL_SECONDS = 30.0  # how long a request may take to reach the scheduler
 POLL_SECONDS = 0.002
-HEALTH_SECONDS = 0.5  # each question is in the recording
 PROMPTS = [
     "ROMEO:",
     "To be, or not to be",
@@ -95,10 +94,10 @@ class Server:
             time.sleep(POLL_SECONDS)
         raise SystemExit(f"{self.folder.name}: the engine did not get request {name}")
 
-    def wait_until_healthy(self) -> None:
-        """Wait until all engines are ready again."""
-        while "X-Server-State" in (answer := self._client.get("/health")).headers or answer.status_code != 200:
-            time.sleep(HEALTH_SECONDS)
+    def wait_for_engines(self, count: int) -> None:
+        """Wait until so many engines have joined, those that were started again included."""
+        while sum(path.read_bytes().count(b'"dp.engine_joined"') for path in self.folder.glob("APIServer*")) < count:
+            time.sleep(POLL_SECONDS)
 
     def kill_engine_number(self, number: int) -> None:
         """kill -9 of one of several engines."""
@@ -223,7 +222,9 @@ def tp2() -> None:
 
 def pp2() -> None:
     """Two pipeline stages: the chunks of a prompt follow each other, so two steps are in flight; its answer has one at a time."""
-    with serving("pp2", "--pipeline-parallel-size", "2", "--max-num-batched-tokens", "16", "--max-num-seqs", "4") as server:
+    with serving(
+        "pp2", "--pipeline-parallel-size", "2", "--max-num-batched-tokens", "16", "--max-num-seqs", "4"
+    ) as server:
         server.stream("r0", "Now is the winter of our discontent made glorious summer by this sun of York; " * 3, 8)
         server.stream("r1", PROMPTS[0], 6)
 
@@ -267,7 +268,7 @@ def dp2_death() -> None:
         server.stream("r0", PROMPTS[0], 400, lambda: start(server.stream, "r1", PROMPTS[1], 60, both_run))
         for client in clients:
             client.join()
-        server.wait_until_healthy()
+        server.wait_for_engines(3)
 
 
 def bug_starvation(name: str = "bug_starvation", scheduler: str = "buggy_schedulers:Overtaken") -> None:
@@ -301,7 +302,19 @@ def _healthy(run: Callable[[str, str], None]) -> Callable[[], None]:
 BUGS = (bug_starvation, bug_leak, bug_stall)
 RUNS: dict[str, Callable[[], None]] = {
     run.__name__: run
-    for run in (one_request, mixed, preemption, prefix_hits, speculative, client_abort, engine_death, tp2, pp2, dp2, dp2_death)
+    for run in (
+        one_request,
+        mixed,
+        preemption,
+        prefix_hits,
+        speculative,
+        client_abort,
+        engine_death,
+        tp2,
+        pp2,
+        dp2,
+        dp2_death,
+    )
 }
 """Name of the folder -> what makes it."""
 RUNS |= {bug.__name__: bug for bug in BUGS} | {f"{bug.__name__}_healthy": _healthy(bug) for bug in BUGS}

@@ -260,7 +260,10 @@ def _known(kind: type[Any], settings: dict[str, Any]) -> Any:
 
 
 def replay(
-    directory: str | Path, scheduler_cls: str | None = None, block_pool_cls: str | None = None, engine: int | None = None
+    directory: str | Path,
+    scheduler_cls: str | None = None,
+    block_pool_cls: str | None = None,
+    engine: int | None = None,
 ) -> list[Replayed]:
     """Decide a recording again, with the reference classes or with those that `module:Class` names; one result per engine, each by
     itself. `engine`: only the one of this number, with all that came after it under the same number.
@@ -309,7 +312,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--scheduler-cls", metavar="MODULE:CLASS", help="decide with this class, not the reference scheduler"
     )
     parser.add_argument("--block-pool-cls", metavar="MODULE:CLASS", help="hand out blocks with this class")
-    parser.add_argument("--engine", metavar="N", type=int, help="of several engines only this one (default: one after the other)")
+    parser.add_argument(
+        "--engine", metavar="N", type=int, help="of several engines only this one (default: one after the other)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -25,9 +25,9 @@ from stagetrace.export.perfetto import PerfettoWriter
 from stagetrace.export.request_parts import HttpRequest, gather
 from stagetrace.figures import block_map_table, process_lanes_table, request_timeline_table, token_budget_table
 from stagetrace.read.latency import of_request
+from stagetrace.read.reader import Recording
 from stagetrace.read.story import one_engine
 from stagetrace.read.walk import Walk
-from stagetrace.read.reader import Recording
 
 RECORDED = Path(__file__).parents[2] / "trace" / "recorded"
 TP, PP, DP, DEATH = (RECORDED / name for name in ("tp2", "pp2", "dp2", "dp2_death"))
@@ -91,8 +91,12 @@ def test_collectives_are_spans_with_bytes_and_the_step_that_they_belong_to() -> 
         counts = Counter((e.proc, e.args["kind"]) for e in ends)
         assert set(counts.values()) == {2 * layers + 1, 1} and len(counts) == 4
         assert all(e.args["bytes"] > 0 for e in ends)
-    sends = {e.ref: e for e in events_of(PP) if e.name == "worker.collective" and e.args["kind"] == "send" and e.ph == "B"}
-    receipts = [e for e in events_of(PP) if e.name == "worker.collective" and e.args["kind"] == "receive" and e.ph == "E"]
+    sends = {
+        e.ref: e for e in events_of(PP) if e.name == "worker.collective" and e.args["kind"] == "send" and e.ph == "B"
+    }
+    receipts = [
+        e for e in events_of(PP) if e.name == "worker.collective" and e.args["kind"] == "receive" and e.ph == "E"
+    ]
     assert len(receipts) == len(sends)
     in_steps = [e for e in receipts if e.step is not None]
     assert in_steps and all(sends[e.cause or ""].step == e.step for e in in_steps)
@@ -122,7 +126,9 @@ def test_check_explains_the_death_of_one_of_two_engines() -> None:
     [death] = report.deaths
     assert str(pids(DEATH)["EngineCore_DP0"][0]) in death and "dp.engine_lost" not in death
     assert report.findings and all("EngineCore_DP0" in finding.explained for finding in report.findings)
-    assert not any("queued in EngineCore_DP1" in finding.text for finding in report.findings), "it runs again: that is no fault"
+    assert not any("queued in EngineCore_DP1" in finding.text for finding in report.findings), (
+        "it runs again: that is no fault"
+    )
 
 
 def changed(folder: Path, tmp_path: Path, lane: str, change: Callable[[list[Line]], list[Line]]) -> Report:
@@ -186,7 +192,9 @@ def test_check_notices_what_is_wrong(folder: Path, lane: str, change: Any, words
 
 
 def test_check_notices_a_request_that_two_engines_have(tmp_path: Path) -> None:
-    report = changed(DEATH, tmp_path, "APIServer", lambda lines: [line for line in lines if line["name"] != "dp.engine_lost"])
+    report = changed(
+        DEATH, tmp_path, "APIServer", lambda lines: [line for line in lines if line["name"] != "dp.engine_lost"]
+    )
     assert any("is queued in EngineCore_DP1" in finding.text for finding in report.findings)
 
 
@@ -233,11 +241,13 @@ def again(folder: Path, target: Path, seed: int) -> Path:
             if "cause" in line:
                 cause, _, seq = line["cause"].partition(":")
                 line["cause"] = f"{new[int(cause)]}:{seq}"
-            if "pid" in line["args"]:
+            if "pid" in line.get("args", {}):
                 line["args"]["pid"] = new[line["args"]["pid"]]
             if pid == late and line["ts"] < first:
                 line["ts"] += 1_000_000
-        (target / path.name.replace(str(pid), str(new[pid]))).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (target / path.name.replace(str(pid), str(new[pid]))).write_text(
+            "".join(json.dumps(line) + "\n" for line in lines)
+        )
     return target
 
 
@@ -277,7 +287,10 @@ def test_why_tells_the_story_of_a_request_that_ran_again(capsys: pytest.CaptureF
     assert "1 of its requests run again on another one, 1 end with an error" in texts[1]
     assert "begins again there" in texts[2]
     engines = {step.process: step.engine for step in explain(DEATH, request) if step.step}
-    assert engines == {"EngineCore_DP0": pids(DEATH)["EngineCore_DP0"][0], "EngineCore_DP1": pids(DEATH)["EngineCore_DP1"][0]}
+    assert engines == {
+        "EngineCore_DP0": pids(DEATH)["EngineCore_DP0"][0],
+        "EngineCore_DP1": pids(DEATH)["EngineCore_DP1"][0],
+    }
 
 
 def test_why_names_the_engine_of_a_step(capsys: pytest.CaptureFixture[str]) -> None:
@@ -303,7 +316,9 @@ def test_stats_are_those_of_each_engine_and_each_worker(capsys: pytest.CaptureFi
     assert numbers["engine"]["steps"] == sum(steps.values()) and numbers["workers"] == []
     numbers = json.loads(printed(capsys, "stats", TP, "--json"))
     for worker in numbers["workers"]:
-        mine = [e for e in events_of(TP) if e.pid == worker["pid"] and e.name == "worker.collective" and e.step is not None]
+        mine = [
+            e for e in events_of(TP) if e.pid == worker["pid"] and e.name == "worker.collective" and e.step is not None
+        ]
         for kind, total in worker["exchanges"].items():
             ends = [e for e in mine if e.args["kind"] == kind and e.ph == "E"]
             begins = [e for e in mine if e.args["kind"] == kind and e.ph == "B"]
@@ -381,7 +396,9 @@ def test_perfetto_has_a_track_for_each_lane_and_arrows_between_them(folder: Path
     assert (links["Worker_PP0_TP0", "Worker_PP1_TP0"] >= steps) == (folder == PP)
     collectives = Counter(r["pid"] for r in records if r["ph"] == "B" and r["name"] == "worker.collective")
     own = [pid for pid, name in story.processes.items() if name in workers]
-    assert all(r["tid"] == r["pid"] for r in records if r["pid"] in own and r["ph"] == "B" and r["name"] == "model.forward")
+    assert all(
+        r["tid"] == r["pid"] for r in records if r["pid"] in own and r["ph"] == "B" and r["name"] == "model.forward"
+    )
     assert set(collectives) == set(own)
 
 
@@ -411,9 +428,10 @@ def test_tables_name_the_engine_of_a_step_and_of_a_request(tmp_path: Path) -> No
     place = rows[0].index("engine_pid")
     keys = [(row[place], row[0]) for row in rows[1:]]
     assert len(keys) == len(set(keys)) > len({step for _, step in keys}), "a number alone is no key"
-    assert " ".join(map(str, tell(events_of(DEATH)).requests[find_request(DEATH, "-r2-")].engines)) in (
-        tmp_path / "tables" / "requests.csv"
-    ).read_text()
+    assert (
+        " ".join(map(str, tell(events_of(DEATH)).requests[find_request(DEATH, "-r2-")].engines))
+        in (tmp_path / "tables" / "requests.csv").read_text()
+    )
 
 
 def test_a_figure_is_of_one_engine() -> None:

@@ -195,7 +195,9 @@ class Routing:
     def _queued(self, event: Event, req: str, notes: Notes) -> None:
         number, before = engine_number(event.proc), self._lives_in.get(req)
         if self._balanced and number is not None and self._routed.get(req) != number:
-            where = f"was routed to engine {self._routed[req]}" if req in self._routed else "was not routed to any engine"
+            where = (
+                f"was routed to engine {self._routed[req]}" if req in self._routed else "was not routed to any engine"
+            )
             notes.add("not routed", req, f"{event.ref}: {req} is queued in {event.proc}, but {where}", event)
         if before is not None and before.pid != event.pid:
             text = f"{event.ref}: {req} is queued in {notes.name(event.pid)} while {notes.name(before.pid)} has it, since {before.ref}"

@@ -170,7 +170,11 @@ def ended(args: dict[str, Any], request: RequestState, settings: dict[str, Any])
 def routed(args: dict[str, Any]) -> str:
     """Which engine got it: a `dp.routed`."""
     had = f"which has {count(args['waiting'], 'request')} waiting and {args['running']} running with it"
-    cached = f" and is reckoned to have {count(args['cached_blocks'], 'block')} of its prompt" if args["cached_blocks"] else ""
+    cached = (
+        f" and is reckoned to have {count(args['cached_blocks'], 'block')} of its prompt"
+        if args["cached_blocks"]
+        else ""
+    )
     again = " It begins again there: what it had computed died with its engine." if args["again"] else ""
     return f"It was sent to engine {args['engine']}, {had}{cached}.{again}"
 
@@ -186,9 +190,13 @@ def engine_lost(args: dict[str, Any]) -> str:
 
 def worker_time(time: WorkerTime) -> str:
     """What a worker did in a step."""
-    kinds = [f"{one.count} {kind} ({milliseconds(one.ns)} ms, {one.bytes} bytes)" for kind, one in time.exchanges.items()]
+    kinds = [
+        f"{one.count} {kind} ({milliseconds(one.ns)} ms, {one.bytes} bytes)" for kind, one in time.exchanges.items()
+    ]
     own = f"{time.lane} took {milliseconds(time.forward_ns)} ms for its forward pass"
-    return f"{own}, and was {milliseconds(time.waited_ns)} ms in collectives: {', '.join(kinds)}." if kinds else f"{own}."
+    return (
+        f"{own}, and was {milliseconds(time.waited_ns)} ms in collectives: {', '.join(kinds)}." if kinds else f"{own}."
+    )
 
 
 def waited_for(times: list[WorkerTime]) -> list[str]:
@@ -206,5 +214,7 @@ def waited_for(times: list[WorkerTime]) -> list[str]:
         for time in slices:
             if time is not last:
                 ms = milliseconds(time.waited_ns - last.waited_ns)
-                lines.append(f"{time.lane} was {ms} ms longer in collectives than {last.lane}, which came last: that is waiting.")
+                lines.append(
+                    f"{time.lane} was {ms} ms longer in collectives than {last.lane}, which came last: that is waiting."
+                )
     return lines

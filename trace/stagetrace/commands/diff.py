@@ -29,7 +29,9 @@ def run(args: argparse.Namespace) -> int:
     if len(result.engines[0]) != len(result.engines[1]):
         for label, engines in zip("AB", result.engines):
             say(f"engines of {label}: {', '.join(engines) or 'none'}")
-        print("they differ in the number of engines: those of one number are compared, and the others have nothing beside them")
+        print(
+            "they differ in the number of engines: those of one number are compared, and the others have nothing beside them"
+        )
     for line in result.settings:
         say(f"settings differ: {line}")
     for number, lane in result.steps.items():

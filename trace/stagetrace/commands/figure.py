@@ -31,7 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--x", choices=["step", "time"], help="request_timeline: what runs from left to right (default: step)"
     )
     parser.add_argument(
-        "--engine", metavar="N", type=int, help="of several engines this one (default: the first, or the one that has --req)"
+        "--engine",
+        metavar="N",
+        type=int,
+        help="of several engines this one (default: the first, or the one that has --req)",
     )
 
 

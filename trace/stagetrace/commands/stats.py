@@ -46,10 +46,14 @@ def run(args: argparse.Namespace) -> int:
         workers.feed(event)
 
     story = tell_bounded(open_recording(args.run), ended, of_step, of_event)
-    engines = sorted(((story.processes[pid], pid) for pid in steps))
+    engines = sorted((story.processes[pid], pid) for pid in steps)
     latencies.sort(key=lambda latency: latency.arrival_ns)
     if args.json:
-        print(json.dumps(_numbers(latencies, {pid: (name, steps[pid]) for name, pid in engines}, start_up, workers), indent=1))
+        print(
+            json.dumps(
+                _numbers(latencies, {pid: (name, steps[pid]) for name, pid in engines}, start_up, workers), indent=1
+            )
+        )
         return 0
     _print_start_up(start_up)
     for name, pid in engines:
@@ -102,7 +106,9 @@ def _print_workers(workers: list[tuple[int, WorkerTime]], num_steps: int) -> Non
             each = milliseconds(one.ns / one.count)
             rows.append(["", kind, str(one.count), milliseconds(one.ns), each, f"{one.bytes / max(1, num_steps):.0f}"])
     if rows:
-        print("its workers: the forward pass, and the collectives, most of which are part of it; a long one is waiting for the others")
+        print(
+            "its workers: the forward pass, and the collectives, most of which are part of it; a long one is waiting for the others"
+        )
         print(table(["worker", "", "times", "ms", "ms each", "bytes per step"], rows, left=(0, 1)) + "\n")
 
 

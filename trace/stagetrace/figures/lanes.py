@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from stagetrace.errors import TraceError
 from stagetrace.figures.names import columns, drawn_names, milliseconds, short_names
-from stagetrace.read.lanes import place_of_worker
 from stagetrace.figures.style import INK, KINDS, PALE, Box, boxes, legend, new_figure, note, spread
+from stagetrace.read.lanes import place_of_worker
 from stagetrace.read.story import Message, RequestStory, StepStory, Story, of_engine, one_engine
 
 if TYPE_CHECKING:
@@ -55,7 +55,9 @@ def scene(story: Story, req: str | None = None) -> Scene:
     engines = [pid for pid, name in story.processes.items() if name.startswith("EngineCore")] or list(story.processes)
     engine = engines[0] if engines else None
     helpers = {pid for pid, name in story.processes.items() if place_of_worker(name) or name == "DPCoordinator"}
-    front_ends = [pid for pid in story.processes if pid != engine and pid not in helpers] or list(story.processes)  # one process is both
+    front_ends = [pid for pid in story.processes if pid != engine and pid not in helpers] or list(
+        story.processes
+    )  # one process is both
     return Scene(start, end, requests, steps, messages, front_ends, engine)
 
 

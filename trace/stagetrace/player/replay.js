@@ -163,10 +163,10 @@ function onQueued(state, engine, args, r, req, event) {
   enqueue(state, engine, engine.waiting, req);
 }
 
-/** Of several engines the one of this number died; the newest process of that name. */
+/** Of several engines the one of this number died, the newest process of that name: nobody runs there now, and its blocks are gone. */
 function onLost(state, engine, args, r, req, event, { processes }) {
   const lost = processes.findLastIndex(({ name }, at) => name === `EngineCore_DP${args.engine}` && state.lastOf[at] !== undefined);
-  if (lost >= 0) state.engines[lost].dead = args.message || "the engine process is gone";
+  if (lost >= 0) state.engines[lost] = { ...emptyEngine(), dead: args.message || "the engine process is gone" };
 }
 
 function onAllDead(state, engine, { message }) {

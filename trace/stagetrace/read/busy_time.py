@@ -114,7 +114,7 @@ class StartUp:
         began = self._last.get(pid, self._spawned.get(pid, event.ts))
         self.parts[key] = self.parts.get(key, 0) + event.ts - began
         self._last[pid] = event.ts
-        if event.name == "engine.spawned":
+        if event.name in ("engine.spawned", "api_server.started"):  # for one of several servers somebody else spawns it
             self._waiting.add(pid)
         elif event.name == "worker.spawned":
             self._employers.add(pid)

@@ -64,7 +64,9 @@ class Narrator:
     def __init__(self, request_id: str) -> None:
         self._id = request_id
         self._root = root_of(request_id)
-        self._step: tuple[int, int | None] | None = None  # the last one in which it computed tokens: (pid of its engine, number)
+        self._step: tuple[int, int | None] | None = (
+            None  # the last one in which it computed tokens: (pid of its engine, number)
+        )
         self._first_token: tuple[int, int | None] | None = None  # the step that gave it
         self._engine: int | None = None  # with several engines: the number of the one that has it
         self._chunk_sent = False

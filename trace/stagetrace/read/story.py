@@ -218,8 +218,7 @@ class Story:
     def _routed(self, event: Event) -> None:
         """The engine that had it died: what the front end had not received is computed again elsewhere."""
         request = self.requests[event.req or ""]
-        if event.args["again"] and request.spans:
-            request.spans[-1].end_ns = event.ts
+        if event.args["again"]:
             del request.token_ns[len(request.delivery.tokens) :]
 
     def _queued(self, event: Event) -> None:
