@@ -249,7 +249,7 @@ class EnginePanel {
 
   draw(state, event) {
     const engine = state.engines[this.process];
-    this.root.classList.toggle("acting", event.process === this.process);
+    this.root.hidden = this.panels.engines.length > 1 && state.lastOf[this.process] === undefined; // it is started later
     this.#drawWaiting(state, engine);
     this.#drawEnded(state);
     this.#drawRunning(state, engine);

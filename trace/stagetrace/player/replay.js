@@ -282,7 +282,7 @@ class Recording {
       this.#note(event, state);
       if ((event.at + 1) % this.every === 0) this.snapshots.push(structuredClone(state));
     }
-    this.numBlocks = state.engines.map((engine) => Math.max(engine.blocks.length, 1)); // by process
+    this.numBlocks = state.engines.map(({ blocks }, process) => Math.max(blocks.length, this.numBlocks[process] ?? 1)); // by process
     this.current = state;
   }
 
@@ -294,6 +294,7 @@ class Recording {
     }
     const { at, name, ph } = event;
     const { process } = event;
+    if (name === "scheduler.created") this.numBlocks[process] = event.args.num_blocks;
     if (name === "engine.step" && ph === "B") this.steps.push({ step: event.step, process, start: at, decided: at, end: at });
     const step = name === "engine.step" || name === "sched.output" ? this.steps.findLast((one) => one.process === process) : null;
     if (step && name === "sched.output") step.decided = at;
