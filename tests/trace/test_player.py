@@ -109,7 +109,9 @@ def check_state(
     assert shown["phase"] == str(event.phase)
     assert shown["running"] == naive["running"] and set(shown["waiting"]) == set(naive["waiting"])
     assert shown["lacks"] == [naive["lacks"][request_id] for request_id in shown["waiting"]]
-    if event.name == "sched.held_back" and event.pid == engine:  # the scheduler's own order, which a class of the user's may choose
+    if (
+        event.name == "sched.held_back" and event.pid == engine
+    ):  # the scheduler's own order, which a class of the user's may choose
         assert shown["waiting"] == [*event.args["grammar"], event.args["first"], *event.args["behind"]]
     elif not overtakes:
         assert shown["waiting"] == naive["waiting"]
@@ -156,7 +158,10 @@ def test_every_lane_and_what_crosses_between_them(opened: Any) -> None:
     player.read(inside)
     lane = player.page.locator(".workers .lane.acting")
     assert lane.locator("h2").text_content() == events[inside].proc
-    assert lane.locator(".inside").text_content() == f"model.forward, step 3 › all_reduce of {events[inside].args['bytes']} bytes"
+    assert (
+        lane.locator(".inside").text_content()
+        == f"model.forward, step 3 › all_reduce of {events[inside].args['bytes']} bytes"
+    )
     sent = next(i for i, e in enumerate(events) if e.name == "executor.step_sent" and e.step == 3)
     player.read(sent)
     assert player.text(".wire.steps .messages") == "step 3 → 2 workers"
