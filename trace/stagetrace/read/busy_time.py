@@ -90,7 +90,7 @@ class StartUp:
         self._spawned: dict[int, int] = {}  # pid -> when
         self._waiting: set[int] = set()  # pids that spawned an engine
         self._employers: set[int] = set()  # pids that spawned workers
-        self._first: dict[str, int] = {}  # process -> its first pid: an engine may be started again
+        self._first: dict[str, int] = {}  # name -> the first pid that has it: an engine may be started again
         self._servers: set[int] = set()  # pids with a port: only `server.listening` ends their start
         self._serving: set[int] = set()
 
@@ -109,8 +109,8 @@ class StartUp:
             if pid not in self._servers:
                 self._serving.add(pid)
             return
-        again = "" if self._first.setdefault(event.proc, pid) == pid else " again"
-        key = event.proc + again, self._part(event)
+        another = "" if self._first.setdefault(event.proc, pid) == pid else f" ({pid})"
+        key = event.proc + another, self._part(event)
         began = self._last.get(pid, self._spawned.get(pid, event.ts))
         self.parts[key] = self.parts.get(key, 0) + event.ts - began
         self._last[pid] = event.ts

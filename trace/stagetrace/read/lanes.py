@@ -99,21 +99,24 @@ class WorkerTimes:
 
     def __init__(self, step: tuple[int, int] | None = None) -> None:
         """`step`: only this one, (pid of the engine, number)."""
-        self.of_worker: dict[int, WorkerTime] = {}  # by pid
+        self._times: dict[int, WorkerTime] = {}  # by pid
         self._only = step
         self._lanes = Lanes()
         self._step: dict[int, int] = {}  # of each worker
         self._begun: dict[tuple[int, str], int] = {}  # (pid, span) -> when
 
+    @property
+    def of_worker(self) -> dict[int, WorkerTime]:
+        """By pid. A process that torchrun started is engine and worker in one: it is known by its collectives."""
+        return {pid: time for pid, time in self._times.items() if time.exchanges or place_of_worker(time.lane) is not None}
+
     def feed(self, event: Event) -> None:
         """Process the next event."""
         self._lanes.feed(event)
-        if place_of_worker(event.proc) is None:
-            return
         if event.step is not None:
             self._step[event.pid] = event.step
         step = self._step.get(event.pid, 0)
-        if event.ph == "i" or not step:
+        if event.ph == "i" or not step or event.name not in ("model.forward", "worker.collective"):
             return
         engine = self._lanes.engine_of(event.pid)
         if self._only is not None and self._only != (engine, step):
@@ -122,7 +125,7 @@ class WorkerTimes:
             self._begun[event.pid, event.name] = event.ts
             return
         took = event.ts - self._begun.pop((event.pid, event.name), event.ts)
-        time = self.of_worker.setdefault(event.pid, WorkerTime(event.proc, engine))
+        time = self._times.setdefault(event.pid, WorkerTime(event.proc, engine))
         if event.name == "model.forward":
             time.forward_ns += took
         elif event.name == "worker.collective":
