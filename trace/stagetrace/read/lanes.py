@@ -108,7 +108,9 @@ class WorkerTimes:
     @property
     def of_worker(self) -> dict[int, WorkerTime]:
         """By pid. A process that torchrun started is engine and worker in one: it is known by its collectives."""
-        return {pid: time for pid, time in self._times.items() if time.exchanges or place_of_worker(time.lane) is not None}
+        return {
+            pid: time for pid, time in self._times.items() if time.exchanges or place_of_worker(time.lane) is not None
+        }
 
     def feed(self, event: Event) -> None:
         """Process the next event."""
