@@ -368,6 +368,30 @@ def test_a_state_of_several_engines_is_that_of_each_alone() -> None:
         assert last[pid] == state
 
 
+def test_each_of_two_api_servers_gets_a_message_with_its_own_tokens() -> None:
+    """A step that has tokens for both is sent twice, and received at different times."""
+    first, second, engine = 1, 2, 3
+
+    def event(seq: int, pid: int, name: str, req: str | None = None, step: int | None = None, **args: Any) -> Event:
+        return Event(1, seq, seq * 10, pid, f"P{pid}", "i", name, 6, "x.py:1", req, step, args.pop("cause", None), args)
+
+    ask = {"method": "POST", "path": "/", "trace_id": None, "parent_id": None}
+    token = {"num_tokens": 1, "sampled": 1, "num_output_tokens": 1, "token_ids": [], "block_hashes": []}
+    sent = [event(seq, engine, "zmq.outputs_sent", step=1, num_outputs=1, bytes=9) for seq in (5, 6)]
+    events = [
+        event(1, first, "http.request", "r0", **ask),
+        event(2, second, "http.request", "r1", **ask),
+        event(3, engine, "sched.token", "r0", 1, **token),
+        event(4, engine, "sched.token", "r1", 1, **token),
+        *sent,
+        event(7, second, "zmq.outputs_received", step=1, num_outputs=1, cause=sent[1].ref),
+        event(9, first, "zmq.outputs_received", step=1, num_outputs=1, cause=sent[0].ref),
+    ]
+    story = tell(events)
+    received = {name: [token.received_ns for token in r.delivery.tokens] for name, r in story.requests.items()}
+    assert received == {"r0": [90], "r1": [70]}
+
+
 # Perfetto, OTLP, CSV, figures
 
 
