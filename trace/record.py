@@ -47,6 +47,11 @@ class Server:
         self.process, self.folder = process, folder
         self._client = httpx.Client(base_url=url, timeout=60, verify=False)  # verify: to load no certificates
 
+    def ask(self, name: str, prompt: str, max_tokens: int) -> None:
+        """One greedy completion that is sent as a whole."""
+        body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+        self._client.post("/v1/completions", json=body, headers={"X-Request-Id": name})
+
     def stream(self, name: str, prompt: str, max_tokens: int, meanwhile: Callable[[], bool] | None = None) -> None:
         """One streamed greedy completion. `meanwhile` is called after the first line; if it returns True the client leaves."""
         body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
@@ -88,6 +93,16 @@ class Server:
                 return
             time.sleep(POLL_SECONDS)
         raise SystemExit(f"{self.folder.name}: the engine did not get request {name}")
+
+    def wait_for_engines(self, count: int) -> None:
+        """Wait until so many engines have joined, those that were started again included."""
+        while sum(path.read_bytes().count(b'"dp.engine_joined"') for path in self.folder.glob("APIServer*")) < count:
+            time.sleep(POLL_SECONDS)
+
+    def kill_engine_number(self, number: int) -> None:
+        """kill -9 of one of several engines."""
+        [path] = self.folder.glob(f"EngineCore_DP{number}-*.jsonl")
+        os.kill(int(path.stem.rpartition("-")[2]), signal.SIGKILL)
 
     def kill_engine(self) -> None:
         """kill -9."""
@@ -199,6 +214,63 @@ def engine_death() -> None:
         server.stream("r1", "ROMEO:", 500, meanwhile=kill)
 
 
+def tp2() -> None:
+    """Two workers that share every layer: what a step sends to them, and what they exchange."""
+    with serving("tp2", "--tensor-parallel-size", "2", gather=2) as server:
+        server.together([(PROMPTS[0], 6), (PROMPTS[1], 8)])
+
+
+def pp2() -> None:
+    """Two pipeline stages: the chunks of a prompt follow each other, so two steps are in flight; its answer has one at a time."""
+    with serving(
+        "pp2", "--pipeline-parallel-size", "2", "--max-num-batched-tokens", "16", "--max-num-seqs", "4"
+    ) as server:
+        server.stream("r0", "Now is the winter of our discontent made glorious summer by this sun of York; " * 3, 8)
+        server.stream("r1", PROMPTS[0], 6)
+
+
+def dp2() -> None:
+    """Two engines. The second request comes while the first engine is busy; later ones go where their beginning is cached."""
+    beginnings = [
+        "KING RICHARD: what a piece of work is a man, how noble in reason, how infinite in faculty; ",
+        "JULIET: good night, good night! parting is such sweet sorrow, that I shall say good night; ",
+    ]
+    clients: list[threading.Thread] = []
+
+    def second() -> bool:
+        clients.append(threading.Thread(target=server.stream, args=("r1", beginnings[1] + "yes", 12)))
+        clients[0].start()
+        return False
+
+    with serving("dp2", "--data-parallel-size", "2", "--data-parallel-routing", "prefix") as server:
+        server.stream("r0", beginnings[0] + "yes", 72, meanwhile=second)
+        clients[0].join()
+        for i, beginning in enumerate([*beginnings, *beginnings], start=2):
+            server.stream(f"r{i}", beginning + ("no" if i < 4 else "I know not"), 8)
+
+
+def dp2_death() -> None:
+    """kill -9 of one of two engines: a stream of its ends, an answer that is sent as a whole is computed again by the other."""
+    clients: list[threading.Thread] = []
+
+    def start(target: Callable[..., None], *args: object) -> bool:
+        clients.append(threading.Thread(target=target, args=args))
+        clients[-1].start()
+        return False
+
+    def both_run() -> bool:  # so the third request finds both engines with one, and gets the first
+        start(server.ask, "r2", PROMPTS[2], 40)
+        server.wait_for_arrival("r2")
+        server.kill_engine_number(0)
+        return False
+
+    with serving("dp2_death", "--data-parallel-size", "2") as server:
+        server.stream("r0", PROMPTS[0], 400, lambda: start(server.stream, "r1", PROMPTS[1], 60, both_run))
+        for client in clients:
+            client.join()
+        server.wait_for_engines(3)
+
+
 def bug_starvation(name: str = "bug_starvation", scheduler: str = "buggy_schedulers:Overtaken") -> None:
     """Planted bug: new requests overtake preempted ones."""
     flags = ("--num-gpu-blocks-override", "13", "--max-model-len", "64", "--block-size", "8", "--max-num-seqs", "4")
@@ -229,7 +301,20 @@ def _healthy(run: Callable[[str, str], None]) -> Callable[[], None]:
 
 BUGS = (bug_starvation, bug_leak, bug_stall)
 RUNS: dict[str, Callable[[], None]] = {
-    run.__name__: run for run in (one_request, mixed, preemption, prefix_hits, speculative, client_abort, engine_death)
+    run.__name__: run
+    for run in (
+        one_request,
+        mixed,
+        preemption,
+        prefix_hits,
+        speculative,
+        client_abort,
+        engine_death,
+        tp2,
+        pp2,
+        dp2,
+        dp2_death,
+    )
 }
 """Name of the folder -> what makes it."""
 RUNS |= {bug.__name__: bug for bug in BUGS} | {f"{bug.__name__}_healthy": _healthy(bug) for bug in BUGS}

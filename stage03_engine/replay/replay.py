@@ -26,6 +26,7 @@ from stage03_engine.replay.report import MANY, Difference, Replayed, facts_that_
 from stagetrace import Event, Recording
 from stagetrace.commands.common import add_run
 from stagetrace.errors import TraceError
+from stagetrace.read.lanes import choose_engine
 
 _FEATURES = "stage03_engine.core.features."
 HOOKS = {
@@ -259,15 +260,20 @@ def _known(kind: type[Any], settings: dict[str, Any]) -> Any:
 
 
 def replay(
-    directory: str | Path, scheduler_cls: str | None = None, block_pool_cls: str | None = None
+    directory: str | Path,
+    scheduler_cls: str | None = None,
+    block_pool_cls: str | None = None,
+    engine: int | None = None,
 ) -> list[Replayed]:
-    """Decide a recording again, with the reference classes or with those that `module:Class` names; one result per engine.
+    """Decide a recording again, with the reference classes or with those that `module:Class` names; one result per engine, each by
+    itself. `engine`: only the one of this number, with all that came after it under the same number.
 
     Raises FileNotFoundError when there is no recording, TraceError when it cannot be replayed, ConfigError for a class that
     cannot be made.
     """
     headers: dict[int, Event] = {}
     engines: dict[int, Replay] = {}
+    names: dict[int, str] = {}
     results: list[Replayed] = []
     for event in Recording(directory):
         if event.name == "run.start":
@@ -278,6 +284,7 @@ def replay(
                 raise TraceError(
                     f"{event.proc} recorded only some events ({left_out}): record without filters to replay"
                 )
+            names[event.pid] = event.proc
             if event.pid in engines:  # one process, one engine after another
                 results.append(engines[event.pid].end())
             engines[event.pid] = Replay(event, scheduler_cls, block_pool_cls)
@@ -291,7 +298,11 @@ def replay(
             )
     if not engines:
         raise TraceError(f"no engine's scheduler was recorded in {directory}: there is nothing to decide again")
-    return results + [engine.end() for engine in engines.values()]
+    results += [each.end() for each in engines.values()]
+    if engine is not None:
+        chosen = choose_engine(names.items(), engine)
+        results = [result for result in results if result.pid in chosen]
+    return sorted(results, key=lambda result: result.proc)  # stable: one that was started again comes after
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -301,11 +312,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--scheduler-cls", metavar="MODULE:CLASS", help="decide with this class, not the reference scheduler"
     )
     parser.add_argument("--block-pool-cls", metavar="MODULE:CLASS", help="hand out blocks with this class")
+    parser.add_argument(
+        "--engine", metavar="N", type=int, help="of several engines only this one (default: one after the other)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the result; 1 when a decision differs."""
-    results = replay(args.run, args.scheduler_cls, args.block_pool_cls)
+    results = replay(args.run, args.scheduler_cls, args.block_pool_cls, args.engine)
     for result in results:
         print(result)
     return int(any(result.difference for result in results))

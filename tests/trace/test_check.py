@@ -75,7 +75,7 @@ def test_the_recorded_runs_are_consistent_but_for_the_killed_and_the_leaking_eng
     texts = [str(finding) for finding in report.findings]
     if folder.name == "bug_leak":
         assert len(texts) == 1 and re.search(r"sched.finished .*: blocks .* were not given back", texts[0]), texts
-    elif folder.name == "engine_death":
+    elif folder.name in ("engine_death", "dp2_death"):
         assert report.deaths and texts and all(finding.explained for finding in report.findings)
     else:
         assert report.consistent, texts

@@ -64,7 +64,9 @@ def test_times_pids_and_random_ids_are_ignored(tmp_path: Path) -> None:
 @pytest.mark.parametrize("folder", RECORDED, ids=lambda path: path.name)
 def test_a_recording_is_like_itself_and_unlike_the_others(folder: Path) -> None:
     assert compare(folder, folder).same
-    assert all(not compare(folder, other).same for other in RECORDED if other != folder)
+    place = RECORDED.index(folder)
+    others = [*RECORDED[place + 1 :], *RECORDED[:place]]
+    assert all(not compare(folder, other).same for other in others[:5])
 
 
 @settings(max_examples=25, deadline=None)

@@ -115,7 +115,7 @@ def check_request(story: Story, spans: list[tuple[str, Span]], request_id: str) 
     names = {"queue": "wait"}
     kinds = ("queue", "prefill", "decode", "preempted")
     engine = [(service, span) for service, span in parts if span.name in kinds]
-    assert {service for service, _ in engine} == {"EngineCore_DP0"}
+    assert [service for service, _ in engine] == [story.processes[span.engine] for span in request.spans]
     times = [
         (
             names.get(s.name, s.name),

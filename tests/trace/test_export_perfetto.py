@@ -89,12 +89,16 @@ def test_the_picture_holds_what_the_recording_tells(name: str) -> None:
         assert instants == Counter(e.name for e in events if e.req == request_id)
     arrows = {end: [int(r["ts"] * 1000) for r in records if r["ph"] == end] for end in "sf"}
     sent, received = [m.sent_ns for m in story.messages], [m.received_ns for m in story.messages]
-    assert arrows == {"s": sent, "f": received} and sent
-    steps = [step for step in story.steps if step.end_ns]
-    counted = [r["args"]["used"] for r in records if r["ph"] == "C" and r["name"] == "KV-cache blocks"]
-    assert counted == [story.settings["num_blocks"] - 1 - step.free_blocks for step in steps]
-    budget = [(int(r["ts"] * 1000), r["args"]["used"]) for r in records if r["name"] == "token budget"]
-    assert budget == [(step.start_ns, step.total_tokens) for step in steps]
+    assert sent and all(Counter(times) <= Counter(arrows[end]) for end, times in (("s", sent), ("f", received)))
+    has_workers = any(name.startswith("Worker") for name in story.processes.values())  # these have arrows of their own
+    assert has_workers or arrows == {"s": sent, "f": received}
+    for engine, created in story.engines.items():
+        own = [r for r in records if r["ph"] == "C" and r["pid"] == engine]
+        steps = [step for step in story.steps if step.end_ns and step.engine == engine]
+        counted = [r["args"]["used"] for r in own if r["name"] == "KV-cache blocks"]
+        assert counted == [created["num_blocks"] - 1 - step.free_blocks for step in steps]
+        budget = [(int(r["ts"] * 1000), r["args"]["used"]) for r in own if r["name"] == "token budget"]
+        assert budget == [(step.start_ns, step.total_tokens) for step in steps]
 
 
 def test_a_lost_end_of_a_span_does_not_prolong_the_span_around_it() -> None:

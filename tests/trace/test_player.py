@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from naive_replay import state_after
+from naive_replay import on_the_way, state_after
 from patience import PATIENCE
 
 from stagetrace import Event, Recording, Run, read_run
@@ -24,16 +24,16 @@ pytest_plugins = ["browser"]  # the fixture of tests/browser.py
 RECORDED = Path(__file__).parents[2] / "trace" / "recorded"
 RUNS = sorted(path.name for path in RECORDED.iterdir() if path.is_dir())
 
-READ_STATE = """positions => positions.map(position => {
-  const slider = document.getElementById("slider"), run = document.querySelector(".run");
+READ_STATE = """([engine, positions]) => positions.map(position => {
+  const slider = document.getElementById("slider"), all = document.querySelector(".run"), run = all.querySelectorAll(".core")[engine];
   slider.value = position;
   slider.dispatchEvent(new Event("input"));
   const ids = selector => [...run.querySelectorAll(selector + " > li[data-request]")].map(li => li.dataset.id);
   const cells = [...run.querySelectorAll(".block")];
   return {
-    event: run.querySelector(".event-name").textContent,
-    listed: run.querySelector(".list [aria-current] .name").textContent,
-    phase: run.querySelector(".phases [aria-current]")?.dataset.phase ?? "0",
+    event: all.querySelector(".event-name").textContent,
+    listed: all.querySelector(".list [aria-current] .name").textContent,
+    phase: all.querySelector(".phases [aria-current]")?.dataset.phase ?? "0",
     running: ids(".rows"),
     waiting: ids(".waiting ol"),
     lacks: [...run.querySelectorAll(".waiting ol > li[data-request]")].map(li => Number(li.textContent.match(/lacks (\\d+)$/)[1])),
@@ -42,7 +42,7 @@ READ_STATE = """positions => positions.map(position => {
     cached: cells.filter(cell => cell.classList.contains("b-cached")).map(cell => Number(cell.dataset.block)),
     free: Number(run.querySelector(".blocks").dataset.free),
     used: Number(run.querySelector(".budget").dataset.used),
-    messages: [...run.querySelectorAll(".zmq .pill:not(.arrives)")].map(pill => Number(pill.dataset.sent)),
+    messages: [...all.querySelectorAll(".zmq .pill:not(.arrives)")].map(pill => Number(pill.dataset.sent)),
     heldBack: run.querySelector(".held-back").textContent,
   };
 })"""
@@ -64,9 +64,9 @@ class Opened:
         file.write_text(text, encoding="utf-8")
         self.page.goto(file.as_uri())
 
-    def read(self, *positions: int) -> list[dict[str, Any]]:
-        """What the page shows at these positions of the slider."""
-        shown: list[dict[str, Any]] = self.page.evaluate(READ_STATE, list(positions))
+    def read(self, *positions: int, engine: int = 0) -> list[dict[str, Any]]:
+        """What the page shows at these positions of the slider, of one engine in the order of their names."""
+        shown: list[dict[str, Any]] = self.page.evaluate(READ_STATE, [engine, list(positions)])
         return shown
 
     def at(self, run: int = 0) -> int:
@@ -99,16 +99,19 @@ def opened(browser: Any, tmp_path: Path) -> Iterator[Any]:
 
 
 def check_state(
-    shown: dict[str, Any], events: list[Event], labels: dict[str, str], received: set[str], overtakes: bool
+    shown: dict[str, Any], events: list[Event], labels: dict[str, str], received: set[str], overtakes: bool, engine: int
 ) -> None:
-    """What the page shows after `events` is what the naive replay finds; `overtakes`: they do not wait in order of arrival."""
-    event, naive = events[-1], state_after(events)
+    """What the page shows after `events` is what the naive replay finds of an engine (its pid); `overtakes`: they do not wait in order
+    of arrival."""
+    event, naive = events[-1], state_after([e for e in events if e.pid == engine])
     assert shown["event"].startswith(event.name) and shown["listed"].startswith(event.name)
     assert (labels[event.req] in shown["event"]) if event.req else True
     assert shown["phase"] == str(event.phase)
     assert shown["running"] == naive["running"] and set(shown["waiting"]) == set(naive["waiting"])
     assert shown["lacks"] == [naive["lacks"][request_id] for request_id in shown["waiting"]]
-    if event.name == "sched.held_back":  # the scheduler's own order, which a class of the user's may choose
+    if (
+        event.name == "sched.held_back" and event.pid == engine
+    ):  # the scheduler's own order, which a class of the user's may choose
         assert shown["waiting"] == [*event.args["grammar"], event.args["first"], *event.args["behind"]]
     elif not overtakes:
         assert shown["waiting"] == naive["waiting"]
@@ -116,9 +119,9 @@ def check_state(
     assert shown["holders"] == {str(b): " ".join(labels[r] for r in who) for b, who in naive["holders"].items()}
     assert set(shown["cached"]) == naive["cached"]
     assert (shown["free"], shown["used"]) == (naive["free"], naive["used"])
-    if event.name == "sched.output":  # what the scheduler itself said
+    if event.name == "sched.output" and event.pid == engine:  # what the scheduler itself said
         assert (shown["free"], shown["used"]) == (event.args["free_blocks"], event.args["total_tokens"])
-    sent = [i for i in naive["on_the_way"] if events[i].ref in received or i == len(events) - 1]
+    sent = [i for i in on_the_way(events) if events[i].ref in received or i == len(events) - 1]
     assert shown["messages"] == sent[-4:]
 
 
@@ -133,8 +136,57 @@ def test_what_it_shows_is_what_the_recording_says(opened: Any, name: str) -> Non
     order += [i for i in (len(events) - 1, 256, 255, 254) if i < len(events)]  # the page keeps a state every 256 events
     labels = dict(short_names(dict.fromkeys(e.req for e in events if e.req)))
     received = {e.cause for e in events if e.cause}
-    for place, shown in zip(order, opened(RECORDED / name).read(*order)):
-        check_state(shown, events[: place + 1], labels, received, name == "bug_starvation")
+    names = {e.pid: e.proc for e in events}
+    engines = sorted({e.pid for e in events if e.name == "scheduler.created"}, key=lambda pid: (names[pid], pid))
+    player = opened(RECORDED / name)
+    for number, engine in enumerate(engines):
+        for place, shown in zip(order, player.read(*order, engine=number)):
+            lost = {f"EngineCore_DP{e.args['engine']}" for e in events[: place + 1] if e.name == "dp.engine_lost"}
+            if names[engine] in lost and engine == min(pid for pid in engines if names[pid] == names[engine]):
+                assert shown["running"] == shown["waiting"] == [] and not shown["holders"], "the dead have nothing"
+            else:
+                check_state(shown, events[: place + 1], labels, received, name == "bug_starvation", engine)
+
+
+def test_every_lane_and_what_crosses_between_them(opened: Any) -> None:
+    """Two workers: each is a lane that says which collective it is in, and the wire to them shows a step on its way."""
+    events = read_run(RECORDED / "tp2").events
+    player = opened(RECORDED / "tp2")
+    lanes = player.page.locator(".workers .lane h2").all_text_contents()
+    assert sorted(lanes) == ["Worker_TP0", "Worker_TP1"] and player.page.locator(".core").count() == 1
+    inside = next(i for i, e in enumerate(events) if e.name == "worker.collective" and e.step == 3 and e.ph == "B")
+    player.read(inside)
+    lane = player.page.locator(".workers .lane.acting")
+    assert lane.locator("h2").text_content() == events[inside].proc
+    assert (
+        lane.locator(".inside").text_content()
+        == f"model.forward, step 3 › all_reduce of {events[inside].args['bytes']} bytes"
+    )
+    sent = next(i for i, e in enumerate(events) if e.name == "executor.step_sent" and e.step == 3)
+    player.read(sent)
+    assert player.text(".wire.steps .messages") == "step 3 → 2 workers"
+    got = next(i for i, e in enumerate(events) if e.cause == events[sent].ref)
+    player.read(got)
+    assert player.text(".wire.steps .messages") == f"step 3 → {events[got].proc} ✓"
+    assert "executor.step_sent in EngineCore_DP0" in player.text(".event .facts")
+
+
+def test_two_engines_are_two_schedulers(opened: Any) -> None:
+    events = read_run(RECORDED / "dp2_death").events
+    player = opened(RECORDED / "dp2_death")
+    created = sorted((e.proc, e.pid) for e in events if e.name == "scheduler.created")
+    again = [f"{name} ({pid})" if name == "EngineCore_DP0" else name for name, pid in created]
+    assert sorted(player.page.locator(".whose").all_text_contents()) == again and len(again) == 3
+    lost = next(i for i, e in enumerate(events) if e.name == "dp.engine_lost")
+    player.read(lost)
+    dead = [text for text in player.page.locator(".engines .lane").all_text_contents() if "×" in text]
+    assert len(dead) == 1 and "EngineCore_DP0" in dead[0]
+    steps = [i for i, e in enumerate(events) if e.name == "sched.output"]
+    for place in steps[:: len(steps) // 5]:
+        player.read(place)
+        assert f"engine step {events[place].step} of {events[place].proc} " in player.text(".run-when")
+    player.press("Home")
+    assert player.press("Shift+ArrowRight", "Shift+ArrowRight") == steps[1], "a step of either engine"
 
 
 def test_keys_step_through_the_recording(opened: Any) -> None:
@@ -371,7 +423,8 @@ def test_what_a_client_wrote_is_text(opened: Any) -> None:
     assert player.page.locator(".run[data-run=A] .texts .answer").all_text_contents() == EVIL
     assert player.page.title().startswith(f"run {EVIL[0]} and")
     player.read(3)
-    assert EVIL[0] in player.text(".held-back") and EVIL[0] in player.text(".event .facts")
+    reasons = player.page.locator(".held-back").all_text_contents()  # each name of the process is an engine here
+    assert any(EVIL[0] in reason for reason in reasons) and EVIL[0] in player.text(".event .facts")
 
 
 def test_in_a_notebook(browser: Any, tmp_path: Path) -> None:

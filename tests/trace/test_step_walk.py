@@ -93,7 +93,7 @@ def test_an_event_comes_with_its_meaning_and_its_counterpart(walk) -> None:
 def test_the_state_agrees_with_what_the_engine_said(run: str) -> None:
     """At every step's begin the engine itself counts its queues; at every decision, blocks and budget."""
     walk = Walk(Recording(RECORDED / run))
-    steps = {step.step: step for step in tell(Recording(RECORDED / run)).steps}
+    steps = {(step.engine, step.step): step for step in tell(Recording(RECORDED / run)).steps}
     seen = 0
     while walk.forward(lambda place: place.event.step is not None):
         assert walk.place is not None
@@ -102,7 +102,7 @@ def test_the_state_agrees_with_what_the_engine_said(run: str) -> None:
             assert (len(state.running), len(state.waiting)) == (event.args["running"], event.args["waiting"])
             seen += 1
         elif event.name == "sched.output":
-            step = steps[event.step or 0]
+            step = steps[event.pid, event.step or 0]
             assert (state.free_blocks, state.budget) == (step.free_blocks, step.budget)
             assert state.budget_left == step.budget - step.total_tokens
     assert seen == len(steps)

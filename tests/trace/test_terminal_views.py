@@ -49,7 +49,7 @@ def test_view_has_a_line_for_every_event_in_causal_order(run: str, command) -> N
         assert event.req is None or short_id(event.req) in line
         assert event.step is None or f" {event.step} " in line
     columns = {event.pid: line.index(event.name) for line, event in zip(lines, events, strict=True) if "◀" not in line}
-    assert len(set(columns.values())) == 2  # each process its own
+    assert len(set(columns.values())) == len(columns) > 1  # each process its own
 
 
 @pytest.mark.parametrize("width", [40, 80, 120, 200])
@@ -191,7 +191,8 @@ def test_a_story_accounts_for_every_token_and_chunk(run: str, command) -> None:
             assert text.count(name) == sum(event.name == name for event in mine)
         if run != "engine_death":  # the first token's messages
             assert text.count("zmq.outputs_sent") == text.count("zmq.outputs_received") == 1
-        assert text.index("http.request") < text.index("zmq.request_sent") < text.index("sse.chunk")
+        answer = "sse.chunk" if chunks else "http.response"
+        assert text.index("http.request") < text.index("zmq.request_sent") < text.index(answer)
 
 
 def test_a_story_says_which_chunks_of_the_prompt_which_step_computed(command) -> None:

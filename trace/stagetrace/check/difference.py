@@ -17,10 +17,11 @@ from typing import Any
 
 from stagetrace.event import Event
 from stagetrace.read.engine_state import EngineState
+from stagetrace.read.lanes import engine_number
 from stagetrace.read.reader import Recording
 
 CORE = ("sched", "kv", "spec", "grammar")  # first words of what the engine decides
-_FRONT = ("http", "request")
+_FRONT = ("http", "request", "dp")
 _RANDOM = re.compile(r"(?<![0-9a-zA-Z])[0-9a-f]{8,32}(?![0-9a-zA-Z])")
 _VOLATILE = {"seconds", "cached", "bytes", "trace_id", "parent_id", "running"}
 _OF_COMPANY = {
@@ -73,7 +74,8 @@ class Lane:
 class Result:
     """What `compare` found."""
 
-    settings: list[str] = field(default_factory=list)  # settings of the scheduler that differ
+    settings: list[str] = field(default_factory=list)  # settings of the schedulers that differ
+    engines: tuple[list[str], list[str]] = ([], [])  # names of those that each side has, in the order of their numbers
     steps: dict[int, Lane] = field(default_factory=dict)  # number of the engine -> its steps, where they differ
     requests: dict[str, Lane] = field(default_factory=dict)  # request -> its events, where they differ
     num_steps: list[int] = field(default_factory=lambda: [0, 0])
@@ -82,7 +84,7 @@ class Result:
     @property
     def same(self) -> bool:
         """Nothing that is compared differs. Settings alone do not count."""
-        return not self.steps and not self.requests
+        return not self.steps and not self.requests and len(self.engines[0]) == len(self.engines[1])
 
 
 class _Side:
@@ -90,9 +92,10 @@ class _Side:
 
     def __init__(self, only_core: bool) -> None:
         self.names: dict[str, str] = {}  # request id -> the same without random parts, and numbered
-        self.engines: dict[int, int] = {}  # pid -> number
+        self.engines: dict[int, int] = {}  # pid -> number; an engine that was started again has another pid
+        self.engine_names: dict[int, str] = {}
         self.states: dict[int, EngineState] = {}
-        self.settings: dict[str, Any] = {}
+        self.settings: dict[int, dict[str, Any]] = {}  # number -> arguments of scheduler.created
         self._facts: dict[int, list[Fact]] = defaultdict(list)  # since the last step, for the next one
         self._open: dict[int, dict[int, StepFacts]] = defaultdict(dict)  # pid -> its steps in progress
         self._seen: dict[str, int] = defaultdict(int)
@@ -110,8 +113,9 @@ class _Side:
         """(lane, item) for what this event completes."""
         first = event.name.partition(".")[0]
         if event.name == "scheduler.created":
-            self.engines.setdefault(event.pid, len(self.engines))
-            self.settings = event.args
+            number = engine_number(event.proc)
+            number = self.engines.setdefault(event.pid, len(self.engines) if number is None else number)
+            self.engine_names[number], self.settings[number] = event.proc, event.args
         if event.pid in self.engines:
             yield from self._step(event, first)
         if event.req is None or first == "kv" or first not in (CORE if self._only_core else CORE + _FRONT):
@@ -222,7 +226,10 @@ def compare(a: str | Path, b: str | Path, only_core: bool = False) -> Result:
             result.steps[int(name)] = lane
         elif lane.differs:
             result.requests.setdefault(name, lane)
-    result.settings = list(_settings(sides[0].settings, sides[1].settings))
+    result.engines = tuple([name for _, name in sorted(side.engine_names.items())] for side in sides)  # type: ignore[assignment]
+    for number in sides[0].settings.keys() & sides[1].settings.keys():
+        differ = _settings(sides[0].settings[number], sides[1].settings[number])
+        result.settings += [line for line in differ if line not in result.settings]
     return result
 
 

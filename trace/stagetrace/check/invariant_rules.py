@@ -7,7 +7,9 @@ from typing import Any
 
 from stagetrace.check.block_rules import BlockBalance
 from stagetrace.check.invariants import Notes, Rule
+from stagetrace.check.worker_rules import Collectives, StepsOfWorkers
 from stagetrace.event import Event
+from stagetrace.read.lanes import engine_number
 from stagetrace.vocabulary import VOCABULARY
 
 
@@ -168,6 +170,46 @@ class Requests:
             notes.add("never answered", (pid, req), text, excuses=None)
 
 
+class Routing:
+    """With several engines a front end routes a request before an engine hears of it, and it lives in one engine at a time."""
+
+    def __init__(self) -> None:
+        self._routed: dict[str, int] = {}  # request -> number of the engine that it was sent to last
+        self._balanced = False
+        self._lives_in: dict[str, Event] = {}  # request -> its sched.queued in the engine that has it
+
+    def feed(self, event: Event, notes: Notes) -> None:
+        req = event.req or ""
+        if event.name == "client.created":
+            self._balanced |= event.args["kind"] == "DPLBAsyncMPClient"
+        elif event.name == "dp.routed":
+            self._routed[req] = event.args["engine"]
+        elif (
+            event.name == "sched.queued" and engine_number(event.proc) is not None
+        ):  # under torchrun all processes have all
+            self._queued(event, req, notes)
+        elif event.name == "dp.engine_lost":
+            lost = event.args["engine"]
+            self._lives_in = {r: e for r, e in self._lives_in.items() if engine_number(e.proc) != lost}
+        elif event.name == "sched.finished" and req in self._lives_in and self._lives_in[req].pid == event.pid:
+            del self._lives_in[req]
+
+    def _queued(self, event: Event, req: str, notes: Notes) -> None:
+        number, before = engine_number(event.proc), self._lives_in.get(req)
+        if self._balanced and number is not None and self._routed.get(req) != number:
+            where = (
+                f"was routed to engine {self._routed[req]}" if req in self._routed else "was not routed to any engine"
+            )
+            notes.add("not routed", req, f"{event.ref}: {req} is queued in {event.proc}, but {where}", event)
+        if before is not None and before.pid != event.pid:
+            text = f"{event.ref}: {req} is queued in {notes.name(event.pid)} while {notes.name(before.pid)} has it, since {before.ref}"
+            notes.add("two engines", req, text, event, excuses=[before.pid])
+        self._lives_in[req] = event
+
+    def end(self, notes: Notes) -> None:
+        """Who still has a request then is reported by another rule."""
+
+
 class Spans:
     """The spans of a step end in the opposite order of their beginnings, and so do those of no step. With asynchronous scheduling
     the spans of two steps overlap."""
@@ -237,4 +279,6 @@ class Steps:
 
 def make_rules(whole: bool) -> list[Rule]:
     """All rules except those of single events and their numbers; none for a recording that left events out on purpose."""
-    return [Causality(), Requests(), Spans(), Steps(), BlockBalance()] if whole else []
+    if not whole:
+        return []
+    return [Causality(), Requests(), Routing(), Spans(), Steps(), StepsOfWorkers(), Collectives(), BlockBalance()]

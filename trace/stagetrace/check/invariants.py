@@ -14,6 +14,7 @@ from typing import Protocol
 import msgspec
 
 from stagetrace.event import Event, decode_line
+from stagetrace.read.lanes import Lanes
 from stagetrace.read.reader import Recording
 
 
@@ -91,12 +92,27 @@ class Deaths:
         self._said: dict[int, str] = {}  # pid -> how it is known
         self._children: dict[int, list[int]] = {}
         self._serving: dict[int, bool] = {}  # API servers: have they said that they stopped?
-        self._open_steps: dict[int, list[int]] = {}  # two at most, and one with synchronous scheduling
+        self._open_steps: dict[int, list[int]] = {}  # as many as are in flight
+        self._gone: dict[int, Event] = {}  # pid of a front end -> its engine.dead
+        self._newest: dict[str, int] = {}  # name of an engine or a worker -> pid: it may have been started again
+        self._stopped: set[int] = set()  # engines and workers that ended as they were told to
+        self._lanes = Lanes()
 
     def feed(self, event: Event) -> None:
         """Process the next event."""
         pid = event.pid
-        if event.name == "engine.spawned":
+        self._lanes.feed(event)
+        if event.name == "run.start":
+            self._newest[event.proc] = pid
+        elif event.name in ("engine.stopped", "worker.stopped"):
+            self._stopped.add(pid)
+        elif event.name == "dp.engine_lost":
+            self._is_gone(self._newest.get(f"EngineCore_DP{event.args['engine']}"), event)
+        elif event.name == "worker.dead":
+            self._is_gone(self._newest.get(event.args["lane"]), event)
+        elif event.name == "worker.failed":
+            self._said[pid] = f"it failed: {event.args['message']}"
+        elif event.name == "engine.spawned":
             self._children.setdefault(pid, []).append(event.args["pid"])
         elif event.name == "server.socket_bound":
             self._serving[pid] = False
@@ -105,15 +121,23 @@ class Deaths:
         elif event.name == "engine.failed":
             self._said[pid] = f"it failed: {event.args['message']}"
         elif event.name == "engine.dead":
-            for child in self._children.get(pid, []):
-                self._said.setdefault(child, f"{event.proc} noticed at {event.ref} that it was gone")
+            self._gone.setdefault(pid, event)
         elif event.name == "engine.step" and event.ph == "B":
             self._open_steps.setdefault(pid, []).append(event.step or 0)
         elif event.name == "engine.step":
             self._open_steps[pid] = [step for step in self._open_steps.get(pid, []) if step != event.step]
 
+    def _is_gone(self, pid: int | None, noticed: Event) -> None:
+        if pid is not None:
+            self._said.setdefault(pid, f"{noticed.proc} noticed at {noticed.ref} that it was gone")
+
     def end(self, torn: Collection[int], notes: Notes) -> dict[int, tuple[str, str]]:
         """pid -> (what became of the process, how it is known). `torn`: those whose last line is torn."""
+        every = [child for children in self._children.values() for child in children]
+        for pid, event in self._gone.items():  # one of several API servers did not start the engine itself
+            for child in self._children.get(pid, every):
+                if child not in self._stopped:
+                    self._is_gone(child, event)
         found = {pid: f"it ends in the middle of step {steps[0]}" for pid, steps in self._open_steps.items() if steps}
         found |= dict.fromkeys(torn, "its last line is torn")
         found |= {pid: "it never said that it stopped" for pid, stopped in self._serving.items() if not stopped}
@@ -122,6 +146,10 @@ class Deaths:
             for child in children if parent in dead else []:
                 if self._open_steps.get(child):  # an engine ends at once when its front end is gone
                     dead[child] = (f"ended with its front end, {notes.name(parent)}", found[child])
+        for engine in [pid for pid in dead if self._lanes.workers_of(pid)]:
+            for worker in self._lanes.workers_of(engine):
+                if worker not in dead and worker not in self._stopped:
+                    dead[worker] = (f"ended with its engine, {notes.name(engine)}", "it never said that it stopped")
         return dead
 
 

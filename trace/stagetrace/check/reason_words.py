@@ -6,6 +6,8 @@ from typing import Any
 
 from stagetrace.ids import root_of
 from stagetrace.read.engine_state import EngineState, RequestState
+from stagetrace.read.lanes import WorkerTime, place_of_worker
+from stagetrace.read.terminal import milliseconds
 
 _SCHEDULER = "stage03_engine/core/scheduler.py Scheduler."
 _VLLM = "vllm/v1/core/sched/scheduler.py Scheduler."
@@ -17,6 +19,9 @@ _AHEAD = "stage03_engine/core/features/async_scheduling/async_scheduler.py Async
 _FAIR = "stage03_engine/core/features/fair_queue.py FairQueue."
 _WAITING = (_SCHEDULER + "_schedule_waiting", _VLLM + "schedule")
 _STOP = ("stage03_engine/core/request.py check_stop", "vllm/v1/core/sched/utils.py check_stop")
+
+_CLIENT = "stage03_engine/frontend/features/data_parallel/client.py DPLBAsyncMPClient."
+_BALANCER = "stage03_engine/frontend/features/data_parallel/balancing.py Balancer."
 
 CODE: dict[str, tuple[str, str]] = {
     "budget": _WAITING,
@@ -40,6 +45,8 @@ CODE: dict[str, tuple[str, str]] = {
     "end length": _STOP,
     "end grammar": (_GRAMMARS + "sampled", _VLLM + "update_from_output"),
     "dropped": (_AHEAD + "update_from_output", _VLLM + "update_from_output"),
+    "routed": (_BALANCER + "choose", "vllm/v1/engine/core_client.py DPLBAsyncMPClient.get_core_engine_for_request"),
+    "engine lost": (_CLIENT + "_died", "nowhere"),
     "end outside": (_SCHEDULER + "finish_requests", _VLLM + "finish_requests"),
 }
 """Rule -> (file and function here, file and function in vLLM)."""
@@ -158,3 +165,56 @@ def ended(args: dict[str, Any], request: RequestState, settings: dict[str, Any])
         "outside": "between two steps the engine was told to (the client left, or a stop string or a repetition came), or its grammar was refused",
     }.get(args["by"], args["by"])
     return f"It ended ({args['reason']}): {why}. It gave {count(args['freed_blocks'], 'block')} back."
+
+
+def routed(args: dict[str, Any]) -> str:
+    """Which engine got it: a `dp.routed`."""
+    had = f"which has {count(args['waiting'], 'request')} waiting and {args['running']} running with it"
+    cached = (
+        f" and is reckoned to have {count(args['cached_blocks'], 'block')} of its prompt"
+        if args["cached_blocks"]
+        else ""
+    )
+    again = " It begins again there: what it had computed died with its engine." if args["again"] else ""
+    return f"It was sent to engine {args['engine']}, {had}{cached}.{again}"
+
+
+def engine_lost(args: dict[str, Any]) -> str:
+    """What became of the requests of an engine that died: a `dp.engine_lost`."""
+    return (
+        f"Engine {args['engine']}, which had it, died: {args['again']} of its requests run again on another one, "
+        f"{args['failed']} end with an error because something of their answer had been sent; {args['num_ready']} more "
+        f"{'engine is' if args['num_ready'] == 1 else 'engines are'} ready."
+    )
+
+
+def worker_time(time: WorkerTime) -> str:
+    """What a worker did in a step."""
+    kinds = [
+        f"{one.count} {kind} ({milliseconds(one.ns)} ms, {one.bytes} bytes)" for kind, one in time.exchanges.items()
+    ]
+    own = f"{time.lane} took {milliseconds(time.forward_ns)} ms for its forward pass"
+    return (
+        f"{own}, and was {milliseconds(time.waited_ns)} ms in collectives: {', '.join(kinds)}." if kinds else f"{own}."
+    )
+
+
+def waited_for(times: list[WorkerTime]) -> list[str]:
+    """Who waited for whom: within a stage for the one that was in collectives the shortest, and for the stage before."""
+    lines = []
+    stages: dict[int, list[WorkerTime]] = {}
+    for time in times:
+        stage, _ = place_of_worker(time.lane) or (0, 0)
+        stages.setdefault(stage, []).append(time)
+        if "receive" in time.exchanges:
+            waited = milliseconds(time.exchanges["receive"].ns)
+            lines.append(f"{time.lane} waited {waited} ms for the hidden states of the stage before it.")
+    for slices in stages.values():
+        last = min(slices, key=lambda time: time.waited_ns)
+        for time in slices:
+            if time is not last:
+                ms = milliseconds(time.waited_ns - last.waited_ns)
+                lines.append(
+                    f"{time.lane} was {ms} ms longer in collectives than {last.lane}, which came last: that is waiting."
+                )
+    return lines

@@ -10,12 +10,26 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from stagetrace.check.reason_words import CODE, count, ended, held_back, preempted, scheduled, turn
+from stagetrace.check.reason_words import (
+    CODE,
+    count,
+    ended,
+    engine_lost,
+    held_back,
+    preempted,
+    routed,
+    scheduled,
+    turn,
+    waited_for,
+    worker_time,
+)
 from stagetrace.errors import TraceError
 from stagetrace.event import Event
 from stagetrace.ids import root_of
 from stagetrace.read.engine_state import EngineState, RequestState
+from stagetrace.read.lanes import WorkerTimes
 from stagetrace.read.reader import Recording
+from stagetrace.read.terminal import milliseconds
 
 MANY = 10  # ids that an error lists
 
@@ -39,9 +53,11 @@ class Reason:
 class StepReasons:
     """What happened to the request in one step."""
 
-    step: int
+    step: int  # 0: before it was in an engine, or between two engines
     before: list[str]  # the state of the engine when the step began
     reasons: list[Reason] = field(default_factory=list)
+    engine: int = 0  # pid
+    process: str = ""  # its name
 
 
 def find_request(directory: str | Path, part: str) -> str:
@@ -59,18 +75,49 @@ def find_request(directory: str | Path, part: str) -> str:
 
 
 def explain(directory: str | Path, request_id: str) -> Iterator[StepReasons]:
-    """One item for each step from the arrival of a request to its end, in order."""
+    """One item for each step from the arrival of a request to its end, in order; with several engines also for where it was sent, and for
+    the death of an engine that had it."""
     engines: dict[int, _Engine] = {}
+    number: int | None = None  # with several engines: the one that has it
     for event in Recording(directory):
         if event.name == "scheduler.created":
-            engines[event.pid] = _Engine(request_id)
+            engines[event.pid] = _Engine(request_id, event.proc)
         engine = engines.get(event.pid)
         if engine is not None:
             done = engine.feed(event)
             if done is not None:
-                yield done
-    for engine in engines.values():
-        yield from (step for step in engine.open.values() if step.reasons)  # the recording ends within this step
+                yield replace(done, engine=event.pid, process=event.proc)
+        elif event.name == "dp.routed" and event.req == request_id:
+            again, number = event.args["again"], event.args["engine"]
+            short = f"sent to engine {number}{', to begin again' if again else ''}"
+            yield StepReasons(0, [], [Reason("routed", routed(event.args), short)])
+        elif event.name == "dp.engine_lost" and number is not None and event.args["engine"] == number:
+            yield from _broken_off(engines)
+            yield StepReasons(0, [], [Reason("engine lost", engine_lost(event.args), f"engine {number} died")])
+        elif number is not None and event.req == request_id and event.name in ("request.finished", "request.aborted"):
+            number = None
+    yield from _broken_off(engines)
+
+
+def _broken_off(engines: dict[int, _Engine]) -> Iterator[StepReasons]:
+    """Steps that concerned the request and that no engine ended: the recording ends within them, or the engine died."""
+    for pid, engine in engines.items():
+        steps, engine.open = engine.open, {}
+        yield from (replace(step, engine=pid, process=engine.process) for step in steps.values() if step.reasons)
+
+
+def time_of_step(directory: str | Path, engine: int, step: int) -> list[str]:
+    """What the workers of an engine (its pid) did in a step, as sentences: none if the engine is its own worker."""
+    times, begun, took = WorkerTimes((engine, step)), 0, 0
+    for event in Recording(directory):
+        times.feed(event)
+        if event.name == "engine.step" and (event.pid, event.step) == (engine, step):
+            begun, took = (event.ts, 0) if event.ph == "B" else (begun, event.ts - begun)
+    workers = sorted(times.of_worker.values(), key=lambda time: time.lane)
+    if not workers:
+        return []
+    whole = [f"The step took {milliseconds(took)} ms."] if took else []
+    return [*whole, *map(worker_time, workers), *waited_for(workers)]
 
 
 def _ends(step: StepReasons) -> bool:
@@ -80,8 +127,8 @@ def _ends(step: StepReasons) -> bool:
 class _Engine:
     """Follows one request through one engine."""
 
-    def __init__(self, request_id: str) -> None:
-        self.request_id = request_id
+    def __init__(self, request_id: str, process: str) -> None:
+        self.request_id, self.process = request_id, process
         self.state = EngineState()
         self.open: dict[int, StepReasons] = {}  # steps in progress that may concern it; at most two
         self._at = StepReasons(0, [])  # the one that the event belongs to

@@ -26,10 +26,16 @@ def run(args: argparse.Namespace) -> int:
     result = compare(args.a, args.b, args.only == "engine")
     for label, path, steps, requests in zip("AB", (args.a, args.b), result.num_steps, result.num_requests):
         say(f"{label} = {Path(path).name}: {steps} steps, {requests} requests")
+    if len(result.engines[0]) != len(result.engines[1]):
+        for label, engines in zip("AB", result.engines):
+            say(f"engines of {label}: {', '.join(engines) or 'none'}")
+        print(
+            "they differ in the number of engines: those of one number are compared, and the others have nothing beside them"
+        )
     for line in result.settings:
         say(f"settings differ: {line}")
     for number, lane in result.steps.items():
-        _print_step(lane, f" of engine {number}" if len(result.steps) > 1 else "")
+        _print_step(lane, f" of engine {number}" if max(map(len, result.engines)) > 1 else "")
     if result.requests:
         print(f"{len(result.requests)} requests differ:")
     for name, lane in list(result.requests.items())[:MANY]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import sys
 from pathlib import Path
 
 from stagetrace import Recording, tell
 from stagetrace.commands.common import add_run
 from stagetrace.errors import TraceError
+from stagetrace.read.story import one_engine
 
 KINDS = ["request_timeline", "process_lanes", "block_map", "token_budget", "latency_breakdown"]
 FORMATS = [".png", ".svg", ".pdf"]
@@ -28,6 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--x", choices=["step", "time"], help="request_timeline: what runs from left to right (default: step)"
     )
+    parser.add_argument(
+        "--engine",
+        metavar="N",
+        type=int,
+        help="of several engines this one (default: the first, or the one that has --req)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -41,6 +49,11 @@ def run(args: argparse.Namespace) -> int:
     for name in given.keys() - inspect.signature(draw).parameters.keys():
         raise TraceError(f"--{name} says nothing about {args.kind}")
     story = tell(Recording(args.run))
+    if len(story.engines) > 1 and args.engine is None and args.kind not in ("latency_breakdown", "process_lanes"):
+        names = sorted({story.processes[pid] for pid in story.engines})
+        print(f"of {', '.join(names)} the first; --engine chooses", file=sys.stderr)
+    if args.engine is not None:
+        story = one_engine(story, args.engine)
     if args.out is not None:
         draw(story, **given).savefig(args.out)
     if args.out is None or args.table:

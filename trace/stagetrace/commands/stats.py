@@ -8,11 +8,13 @@ from dataclasses import asdict
 from typing import Any
 
 from stagetrace.commands.common import add_run, open_recording
+from stagetrace.event import Event
 from stagetrace.ids import is_beam
 from stagetrace.read.bounded import tell_bounded
 from stagetrace.read.busy_time import STEP_PARTS, StartUp, StepTime
+from stagetrace.read.lanes import WorkerTime, WorkerTimes
 from stagetrace.read.latency import PARTS, Latency, Split, of_request, split_tpot, split_ttft
-from stagetrace.read.story import RequestStory
+from stagetrace.read.story import RequestStory, StepStory
 from stagetrace.read.terminal import milliseconds, short_id, table
 
 
@@ -26,7 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the tables."""
     latencies: list[Latency] = []
-    steps, start_up = StepTime(), StartUp()
+    steps: dict[int, StepTime] = {}  # by pid of the engine
+    start_up, workers = StartUp(), WorkerTimes()
 
     def ended(request: RequestStory) -> None:
         if is_beam(request.request_id):  # a part of the request that searches
@@ -35,13 +38,28 @@ def run(args: argparse.Namespace) -> int:
         if request.delivery.tokens or not request.delivery.children:  # the children of a request have its tokens
             latencies.append(latency)
 
-    tell_bounded(open_recording(args.run), ended, steps.feed, start_up.feed)
+    def of_step(step: StepStory) -> None:
+        steps.setdefault(step.engine, StepTime()).feed(step)
+
+    def of_event(event: Event) -> None:
+        start_up.feed(event)
+        workers.feed(event)
+
+    story = tell_bounded(open_recording(args.run), ended, of_step, of_event)
+    engines = sorted((story.processes[pid], pid) for pid in steps)
     latencies.sort(key=lambda latency: latency.arrival_ns)
     if args.json:
-        print(json.dumps(_numbers(latencies, steps, start_up), indent=1))
+        print(
+            json.dumps(
+                _numbers(latencies, {pid: (name, steps[pid]) for name, pid in engines}, start_up, workers), indent=1
+            )
+        )
         return 0
     _print_start_up(start_up)
-    _print_steps(steps)
+    for name, pid in engines:
+        own = [(p, time) for p, time in workers.of_worker.items() if time.engine == pid]
+        _print_steps(f"{name} ({pid})" if len(engines) > 1 else "engine", steps[pid])
+        _print_workers(own, steps[pid].num_steps)
     reached = sum(1 for latency in latencies if latency.num_tokens)
     print(f"requests: {len(latencies)}, {reached} of them with tokens ({sum(one.num_tokens for one in latencies)})")
     ttft, tpot = split_ttft(latencies), split_tpot(latencies)
@@ -67,7 +85,7 @@ def _print_start_up(start_up: StartUp) -> None:
         print(table(["phase", "", "process", "ms"], rows, left=(1, 2)) + "\n")
 
 
-def _print_steps(steps: StepTime) -> None:
+def _print_steps(name: str, steps: StepTime) -> None:
     if not steps.num_steps:
         return
     rows = [
@@ -75,8 +93,23 @@ def _print_steps(steps: StepTime) -> None:
         for part, time in steps.parts.items()
     ]
     rows = [[*row, meaning] for row, meaning in zip(rows, STEP_PARTS.values(), strict=True)]
-    print(f"engine: {steps.num_steps} steps, {steps.num_tokens} tokens computed (phase 8)")
+    print(f"{name}: {steps.num_steps} steps, {steps.num_tokens} tokens computed (phase 8)")
     print(table(["part", "ms", "share", "ms per step", ""], rows, left=(0, 4)) + "\n")
+
+
+def _print_workers(workers: list[tuple[int, WorkerTime]], num_steps: int) -> None:
+    """Who waited for whom: the worker with the least time in collectives is the one that the others waited for."""
+    rows = []
+    for pid, worker in sorted(workers, key=lambda one: one[1].lane):
+        rows.append([f"{worker.lane} ({pid})", "model.forward", "", milliseconds(worker.forward_ns), "", ""])
+        for kind, one in sorted(worker.exchanges.items()):
+            each = milliseconds(one.ns / one.count)
+            rows.append(["", kind, str(one.count), milliseconds(one.ns), each, f"{one.bytes / max(1, num_steps):.0f}"])
+    if rows:
+        print(
+            "its workers: the forward pass, and the collectives, most of which are part of it; a long one is waiting for the others"
+        )
+        print(table(["worker", "", "times", "ms", "ms each", "bytes per step"], rows, left=(0, 1)) + "\n")
 
 
 def _print_split(title: str, split: Split | None) -> None:
@@ -104,14 +137,25 @@ def _print_requests(latencies: list[Latency]) -> None:
         print(table(["request", "tokens", "end", title, *shown], rows, left=(0, 2)))
 
 
-def _numbers(latencies: list[Latency], steps: StepTime, start_up: StartUp) -> dict[str, Any]:
+def _numbers(
+    latencies: list[Latency], engines: dict[int, tuple[str, StepTime]], start_up: StartUp, workers: WorkerTimes
+) -> dict[str, Any]:
     splits = {"ttft_ns": split_ttft(latencies), "tpot_ns": split_tpot(latencies)}
     return {
         "start_up_ns": [
             {"process": proc, "phase": part.phase, "part": part.name, "ns": ns}
             for (proc, part), ns in start_up.parts.items()
         ],
-        "engine": {"steps": steps.num_steps, "tokens": steps.num_tokens, "parts_ns": steps.parts},
+        "engine": {  # all engines together
+            "steps": sum(steps.num_steps for _, steps in engines.values()),
+            "tokens": sum(steps.num_tokens for _, steps in engines.values()),
+            "parts_ns": {part: sum(steps.parts[part] for _, steps in engines.values()) for part in STEP_PARTS},
+        },
+        "engines": [
+            {"process": name, "pid": pid, "steps": steps.num_steps, "tokens": steps.num_tokens, "parts_ns": steps.parts}
+            for pid, (name, steps) in engines.items()
+        ],
+        "workers": [{"pid": pid, **asdict(worker)} for pid, worker in workers.of_worker.items()],
         **{name: None if split is None else asdict(split) for name, split in splits.items()},
         "requests": [asdict(latency) for latency in latencies],
     }

@@ -8,7 +8,9 @@ from collections.abc import Callable
 from fnmatch import fnmatchcase
 
 from stagetrace.commands.common import add_run, open_recording
+from stagetrace.event import Event
 from stagetrace.read.columns import arguments
+from stagetrace.read.lanes import engine_number
 from stagetrace.read.selection import names_request
 from stagetrace.read.terminal import (
     BOLD,
@@ -27,7 +29,7 @@ from stagetrace.vocabulary import VOCABULARY
 
 HELP = """Enter, n [N]  the next event, or N events forward
 b [N]         back, one event or N
-s N           to the beginning of the engine's step N
+s N           to the beginning of the engine's step N; s N E: of engine E's, if there are several
 t N           to the N-th token: of the request that `r` chose, else of all requests
 /NAME         to the next event of this name or pattern (/sched.pre, /kv.*); / alone repeats
 r ID          only this request from here on; r alone: all again
@@ -46,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Read commands until the end of the input, or q."""
     recording = open_recording(args.run)
-    session = _Session(Walk(recording), recording.start_ns(), wants_colour(args.color))
+    session = _Session(Walk(recording), recording.start_ns(), wants_colour(args.color), recording.processes())
     session.show()
     interactive = sys.stdin.isatty()
     while True:
@@ -62,7 +64,8 @@ def run(args: argparse.Namespace) -> int:
 class _Session:
     """What one person has chosen so far."""
 
-    def __init__(self, walk: Walk, start_ns: int, colour: bool) -> None:
+    def __init__(self, walk: Walk, start_ns: int, colour: bool, names: dict[int, str]) -> None:
+        self._names = names
         self._walk, self._start_ns, self._colour = walk, start_ns, colour
         self._req: str | None = None
         self._pattern = ""
@@ -110,7 +113,8 @@ class _Session:
                 f"  {row.meaning}",
                 self._paint(f"  in vLLM: {row.vllm}   here: {row.stage}, {printable(event.src)}", DIM),
             ]
-        return [*lines, "  " + _state(place.state), ""]
+        name = self._names.get(place.engine, "engine") if len(place.states) > 1 else "engine"
+        return [*lines, "  " + _state(place.state, name), ""]
 
     def _move(self, way: Callable[[Callable[[Place], bool]], bool], text: str) -> None:
         count = _number(text)
@@ -123,14 +127,13 @@ class _Session:
         self.show()
 
     def _jump(self, word: str, text: str) -> None:
+        text, _, engine = text.strip().partition(" ") if word == "s" else (text, "", "")
         number = _number(text)
-        if number is None:
+        if number is None or (engine and not engine.isdecimal() and _number(engine) is None):
             return
         if word == "s":
-            what = f"step {number}"
-            found = self._walk.from_start(
-                lambda place: place.event.name == "engine.step" and place.event.ph == "B" and place.event.step == number
-            )
+            what = f"step {number}" + (f" of engine {int(engine)}" if engine else "")
+            found = self._walk.from_start(lambda place: _begins(place.event, number, int(engine) if engine else None))
         else:
             what = f"token {number}"
             found = self._walk.from_start(lambda place: self._tokens(place) >= number)
@@ -140,7 +143,9 @@ class _Session:
         """How many tokens there are so far, if this event brings one."""
         if place.event.name != "sched.token" or not self._is_meant(place):
             return 0
-        return place.state.num_tokens if self._req is None else int(place.event.args["num_output_tokens"])
+        if self._req is None:
+            return sum(state.num_tokens for state in place.states.values())
+        return int(place.event.args["num_output_tokens"])
 
     def _find(self, pattern: str) -> None:
         self._pattern = pattern or self._pattern
@@ -167,6 +172,13 @@ class _Session:
         return f"{code}{text}{RESET}" if self._colour else text
 
 
+def _begins(event: Event, step: int, engine: int | None) -> bool:
+    """Does this step begin with the event? `engine`: only of this engine."""
+    if event.name != "engine.step" or event.ph != "B" or event.step != step:
+        return False
+    return engine is None or engine == (engine_number(event.proc) or 0)
+
+
 def _number(text: str) -> int | None:
     if text.strip().isdecimal() and len(text) < 10 and int(text) > 0:
         return int(text)
@@ -174,7 +186,7 @@ def _number(text: str) -> int | None:
     return None
 
 
-def _state(state: EngineState) -> str:
+def _state(state: EngineState, name: str) -> str:
     """The engine in one line."""
     if state.num_blocks is None and not state.step and not state.waiting:
         return "engine: not there yet"
@@ -182,7 +194,7 @@ def _state(state: EngineState) -> str:
     total = "" if state.num_blocks is None else f" of {state.num_blocks}"
     budget = "?" if state.budget_left is None else f"{state.budget_left} of {state.budget}"
     return (
-        f"engine: step {state.step} | running {_requests(state.running)} | waiting {_requests(state.waiting)} | "
+        f"{name}: step {state.step} | running {_requests(state.running)} | waiting {_requests(state.waiting)} | "
         f"free blocks {blocks}{total} | budget left {budget} | tokens so far {state.num_tokens}"
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Iterator
 
-from stagetrace.check.reasons import StepReasons, explain, find_request
+from stagetrace.check.reasons import StepReasons, explain, find_request, time_of_step
 from stagetrace.commands.common import add_run
 from stagetrace.errors import TraceError
 from stagetrace.read.terminal import say
@@ -29,12 +29,22 @@ def run(args: argparse.Namespace) -> int:
         for line in _ranges(steps):
             say(f"  {line}")
         return 0
-    first, last, found = None, None, False
+    first, last = None, None
+    several = False  # engines
+    found: dict[int, str] = {}  # pid of an engine that had it in such a step -> its name
     for step in steps:
-        first, last = first or step.step, step.step
-        if step.step == args.step:  # twice, if it was aborted after its step
-            _print_step(request_id, step)
-            found = True
+        several |= not step.step
+        if step.step:
+            first, last = min(first or step.step, step.step), max(last or 0, step.step)
+        if step.step and step.step == args.step:  # twice, if it was aborted after its step, or ran on two engines
+            _print_step(request_id, step, f" of {step.process}" if several else "")
+            found[step.engine] = step.process
+    for engine, name in found.items():
+        times = time_of_step(args.run, engine, args.step)
+        if times:
+            say(f"the workers of {name} in step {args.step}")
+        for line in times:
+            say(f"- {line}")
     if found:
         return 0
     if first is None or last is None or args.step < 1:
@@ -50,8 +60,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _print_step(request_id: str, step: StepReasons) -> None:
-    say(f"{request_id} in step {step.step}")
+def _print_step(request_id: str, step: StepReasons, engine: str) -> None:
+    say(f"{request_id} in step {step.step}{engine}")
     for line in step.before:
         say(f"  before: {line}")
     for reason in step.reasons:
@@ -62,16 +72,19 @@ def _print_step(request_id: str, step: StepReasons) -> None:
 def _ranges(steps: Iterable[StepReasons]) -> Iterator[str]:
     """Steps with the same reasons as one line."""
     first, last, words = 0, 0, ""
+    engine = 0
     for step in steps:
         own = ", ".join(reason.short for reason in step.reasons)
-        if own != words:
+        if (own, step.engine) != (words, engine):
             if words:
                 yield _range(first, last, words)
-            first, words = step.step, own
+            first, words, engine = step.step, own, step.engine
         last = step.step
     if words:
         yield _range(first, last, words)
 
 
 def _range(first: int, last: int, words: str) -> str:
+    if not first:  # between the engines
+        return words
     return f"step {first}: {words}" if first == last else f"steps {first} to {last}: {words}"

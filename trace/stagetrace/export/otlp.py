@@ -150,7 +150,7 @@ class _Spans:
         if (failure := _engine_failure(engine)) is not None:
             whole.set_status(Status(StatusCode.ERROR, failure))
         spans = [
-            Part(_KINDS.get(s.kind, s.kind), s.start_ns, s.end_ns, engine.engine_pid or pid,
+            Part(_KINDS.get(s.kind, s.kind), s.start_ns, s.end_ns, s.engine or pid,
                  {"first_step": s.first_step, "last_step": s.last_step, "num_tokens": s.num_tokens})
             for s in story.spans
         ]  # fmt: skip

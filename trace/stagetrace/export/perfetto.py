@@ -4,7 +4,8 @@
                   prefill, decode and preempted, and each of its events as an instant
     each process  its spans (engine.step, model.forward, ...) and the events of no request; one more track per socket thread,
                   with a slice per message; an arrow leads from sending to receiving
-    counters      KV-cache blocks used, requests running and waiting, tokens of the budget used
+    counters      of each engine: KV-cache blocks used, requests running and waiting, tokens of the budget used
+    workers       a process each; what a stage of a pipeline receives from the one before has an arrow too
 
 The format allows slices of a track to nest, never to overlap. So all slices are begin/end pairs whose times never run
 backwards on their track, times are decimal microseconds with all their nanoseconds, and what a crash left open ends with the
@@ -37,6 +38,10 @@ _SOCKETS = {
     "zmq.request_received": "input thread",
     "zmq.outputs_sent": "output thread",
     "zmq.outputs_received": "receives from the engine",
+    "executor.step_sent": "sends to the workers",
+    "worker.step_received": "receives from the executor",
+    "worker.output_sent": "sends to the executor",
+    "executor.output_received": "receives from the workers",
 }
 
 
@@ -66,7 +71,6 @@ class PerfettoWriter:
         self._ended = Lingering()
         self._sent: OrderedDict[str, tuple[_Track, int]] = OrderedDict()  # ref -> where and when a message left
         self._next_tid = REQUESTS_PID
-        self._engine: _Track | None = None
         self._num_flows = 0
 
     def write(self, events: Iterable[Event]) -> None:
@@ -144,23 +148,25 @@ class PerfettoWriter:
 
     def _span(self, event: Event) -> None:
         track = self._main(event)
-        if event.name == "engine.step":
-            self._engine = track
-        overlapping = self._overlapping()
+        overlapping = self._overlapping(event.pid)
         if event.step is not None and (number := event.step % overlapping):
             name = f"{event.proc}, odd steps" if overlapping == 2 else f"{event.proc}, steps {number} of {overlapping}"
             track = self._tracks.get((event.pid, name)) or self._track(event.pid, self._new_tid(), name, event.proc)
         if event.ph == "B":
             args = {"req": event.req, "step": event.step, **event.args}
             self._begin(track, event.name, event.ts, {key: value for key, value in args.items() if value is not None})
+            if event.args.get("kind") == "send":  # hidden states leave for the next stage of a pipeline
+                self._remember(event.ref, track)
         elif event.name in track.open:  # an end whose beginning was not recorded is left out
             while track.open[-1] != event.name:
                 self._end(track, event.ts, {"unfinished": True})
+            if event.cause in self._sent:
+                self._arrow(event.cause or "", track, event.ts, "collective")
             self._end(track, event.ts)
 
-    def _overlapping(self) -> int:
-        """How many steps may overlap: each of them needs a track of its own."""
-        settings = self._story.settings.get("scheduler_config", {})
+    def _overlapping(self, pid: int) -> int:
+        """How many steps of a process may overlap: each of them needs a track of its own. A worker has one at a time."""
+        settings = self._story.engines.get(pid, {}).get("scheduler_config", {})
         return max(2 if settings.get("async_scheduling") else 1, settings.get("pipeline_stages", 1))
 
     def _message(self, event: Event) -> None:
@@ -170,19 +176,26 @@ class PerfettoWriter:
             self._main(event)
             track = self._track(event.pid, self._new_tid(), name, event.proc)
         self._end_message(track, min(track.message_end, event.ts))
-        label = event.args.get("type") or f"outputs of step {event.step}"
+        label = event.args.get("type") or ("step" if "step" in event.name else "outputs of step") + f" {event.step}"
         self._begin(track, label, event.ts, {"req": event.req} | event.args if event.req else event.args)
         track.message_end = event.ts + MESSAGE_NS
         if event.name.endswith("_sent"):
-            self._sent[event.ref] = (track, track.now)
-            if len(self._sent) > MAX_PENDING:
-                self._sent.popitem(last=False)
+            self._remember(event.ref, track)
         elif event.cause in self._sent:
-            sender, sent_ns = self._sent.pop(event.cause or "")
-            self._num_flows += 1
-            flow = {"cat": "zmq", "name": "zmq", "id": self._num_flows}
-            self._at(sender, sent_ns, {"ph": "s"} | flow)
-            self._at(track, track.now, {"ph": "f", "bp": "e"} | flow)
+            self._arrow(event.cause or "", track, track.now, "zmq")
+
+    def _remember(self, ref: str, track: _Track) -> None:
+        self._sent[ref] = (track, track.now)
+        if len(self._sent) > MAX_PENDING:
+            self._sent.popitem(last=False)
+
+    def _arrow(self, cause: str, track: _Track, ts: int, name: str) -> None:
+        """From a sending to a receiving; a step is received by several workers."""
+        sender, sent_ns = self._sent[cause]
+        self._num_flows += 1
+        flow = {"cat": name, "name": name, "id": self._num_flows}
+        self._at(sender, sent_ns, {"ph": "s"} | flow)
+        self._at(track, ts, {"ph": "f", "bp": "e"} | flow)
 
     def _end_message(self, track: _Track, ts: int) -> None:
         if track.message_end and track.open:
@@ -227,14 +240,14 @@ class PerfettoWriter:
         self._end(track, track.last, {"reason": story.reason, "num_output_tokens": story.num_output_tokens})
 
     def _counters(self, step: StepStory) -> None:
-        assert self._engine is not None, "a complete step has begun"
         values: dict[str, dict[str, int]] = {
             "requests": {"running": step.running, "waiting": step.waiting},
             "token budget": {"used": step.total_tokens},
         }
-        if "num_blocks" in self._story.settings:  # the first block is never given to a request
-            values["KV-cache blocks"] = {"used": self._story.settings["num_blocks"] - 1 - step.free_blocks}
-        where = {"pid": self._engine.pid, "tid": self._engine.tid, "ts": _microseconds(step.start_ns)}
+        settings = self._story.engines.get(step.engine, {})
+        if "num_blocks" in settings:  # the first block is never given to a request
+            values["KV-cache blocks"] = {"used": settings["num_blocks"] - 1 - step.free_blocks}
+        where = {"pid": step.engine, "tid": step.engine, "ts": _microseconds(step.start_ns)}
         for name, counted in values.items():
             self._put({"ph": "C", "name": name, **where, "args": counted})
 

@@ -10,6 +10,7 @@ from typing import Any
 from stagetrace.event import Event
 from stagetrace.export.lingering import Lingering
 from stagetrace.ids import root_of
+from stagetrace.read.lanes import pid_of
 from stagetrace.read.story import RequestStory, Story
 
 MAX_PENDING = 4096  # messages on their way, and steps whose outputs are
@@ -59,7 +60,7 @@ _SAID = {
     "request.refused",
     "request.aborted",
 }
-_MARKS = {"sched.preempt", "sched.prefix_hit"}
+_MARKS = {"sched.preempt", "sched.prefix_hit", "dp.routed"}
 
 
 class Gatherer:
@@ -71,7 +72,9 @@ class Gatherer:
         self._requests: dict[str, HttpRequest] = {}
         self._ended = Lingering()
         self._sent: OrderedDict[str, Event] = OrderedDict()  # ref -> a message on its way
-        self._in_step: OrderedDict[int, list[str]] = OrderedDict()  # step -> who received tokens in it
+        self._in_step: OrderedDict[tuple[int | None, int | None], list[str]] = (
+            OrderedDict()
+        )  # (pid of the engine, step) -> who received tokens in it
         self._arrived: dict[str, deque[int]] = {}  # request -> when its outputs arrived that are not text yet
 
         self._latest_arrival = 0
@@ -84,7 +87,7 @@ class Gatherer:
         elif event.name == "zmq.outputs_received":
             self._outputs_received(event)
         elif event.name == "sched.token" and event.step is not None:
-            self._in_step.setdefault(event.step, []).append(event.req or "")
+            self._in_step.setdefault((event.pid, event.step), []).append(event.req or "")
             while len(self._in_step) > MAX_PENDING:
                 self._in_step.popitem(last=False)
         if event.req is not None:
@@ -133,13 +136,19 @@ class Gatherer:
     def _outputs_received(self, event: Event) -> None:
         self._latest_arrival = event.ts
         sent = self._sent.pop(event.cause or "", None)
-        for request_id in self._in_step.pop(event.step or 0, []):
+        key = (pid_of(event.cause), event.step)
+        left: list[str] = []  # of another API server: the engine sends it a message of its own
+        for request_id in self._in_step.pop(key, []):
             request = self._requests.get(root_of(request_id))
-            if request is not None and request_id in request.engine:
+            if request is not None and request.pid not in (0, event.pid):
+                left.append(request_id)
+            elif request is not None and request_id in request.engine:
                 self._arrived.setdefault(request_id, deque()).append(event.ts)
                 if sent is not None:
                     part = Part("ipc", sent.ts, event.ts, sent.pid, {"message": "outputs", "step": event.step})
                     request.engine[request_id].parts.append(part)
+        if left:
+            self._in_step[key] = left
 
     def _forget(self, root: str) -> None:
         request = self._requests.pop(root)

@@ -21,7 +21,7 @@ from stagetrace.figures.style import (
     whole_ticks,
     write,
 )
-from stagetrace.read.story import BlockChange, Story
+from stagetrace.read.story import BlockChange, Story, one_engine
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -121,6 +121,7 @@ def block_map(story: Story) -> Figure:
 
     Of a large cache only the blocks up to the highest used one are shown. Raises TraceError without matplotlib.
     """
+    story = one_engine(story)
     map_ = stretches(story)
     usable = num_usable(story)
     shown = min(usable, max((stretch.block for stretch in map_), default=0) + 1)
@@ -230,6 +231,7 @@ def _marks(axes: Axes, story: Story) -> dict[str, tuple[str, str]]:
 def block_map_table(story: Story) -> str:
     """One line per step in which the map changed: how many blocks are free (and how many of those still cached), how many are held by
     several requests, what was evicted, and who holds which."""
+    story = one_engine(story)
     names, rows = short_names(story.requests), []
     usable = num_usable(story)
     for step, (pool, changes) in zip(story.steps, pools(story)):

@@ -20,7 +20,7 @@ from stagetrace.figures.style import (
     write,
 )
 from stagetrace.figures.timeline import in_engine, stretches
-from stagetrace.read.story import Story
+from stagetrace.read.story import Story, one_engine
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -66,6 +66,7 @@ def shares(story: Story) -> list[list[Share]]:
 def token_budget(story: Story) -> Figure:
     """Above: the tokens of each step, stacked by use and request, under the budget. Below: running and waiting requests as the
     step begins. Raises TraceError without matplotlib."""
+    story = one_engine(story)
     title = f"How {plural(len(story.steps), 'engine step')} used the token budget"
     group = max(1, -(-len(story.steps) // MOST_COLUMNS))
     title += f" (each bar: the mean of {group} steps)" if group > 1 else ""
@@ -170,6 +171,7 @@ def _draw_queue(axes: Axes, story: Story) -> None:
 
 def token_budget_table(story: Story) -> str:
     """One line per step: its tokens by use, the budget, who ran and waited as it began, and what each request got."""
+    story = one_engine(story)
     names, rows = short_names(story.requests), []
     sign = {"decode": "", "prefill": " prefill", "drafts": " drafts"}
     for step, found in zip(story.steps, shares(story)):

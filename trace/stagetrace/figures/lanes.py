@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from stagetrace.errors import TraceError
 from stagetrace.figures.names import columns, drawn_names, milliseconds, short_names
 from stagetrace.figures.style import INK, KINDS, PALE, Box, boxes, legend, new_figure, note, spread
-from stagetrace.read.story import Message, RequestStory, StepStory, Story
+from stagetrace.read.lanes import place_of_worker
+from stagetrace.read.story import Message, RequestStory, StepStory, Story, of_engine, one_engine
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,7 +54,10 @@ def scene(story: Story, req: str | None = None) -> Scene:
         messages = [m for m in messages if m.req == requests[0].request_id or m is abort or m.step in numbers]
     engines = [pid for pid, name in story.processes.items() if name.startswith("EngineCore")] or list(story.processes)
     engine = engines[0] if engines else None
-    front_ends = [pid for pid in story.processes if pid != engine] or list(story.processes)  # one process is both
+    helpers = {pid for pid, name in story.processes.items() if place_of_worker(name) or name == "DPCoordinator"}
+    front_ends = [pid for pid in story.processes if pid != engine and pid not in helpers] or list(
+        story.processes
+    )  # one process is both
     return Scene(start, end, requests, steps, messages, front_ends, engine)
 
 
@@ -83,6 +87,7 @@ def process_lanes(story: Story, req: str | None = None) -> Figure:
     With `req` only what concerns that request, whose events in the front end have letters. Raises TraceError without
     matplotlib, or when `req` is unknown.
     """
+    story = _own(story, req)
     shown = scene(story, req)
     names = drawn_names(story.requests)
     whose = f"Request {names[shown.requests[0].request_id]}" if req is not None else "All requests"
@@ -108,6 +113,12 @@ def process_lanes(story: Story, req: str | None = None) -> Figure:
     axes.set_xlim(-0.02 * span, span * 1.02)
     axes.set_xlabel(f"ms since {'the request' if req is not None else 'the first request'} came", fontsize=9, color=INK)
     return figure
+
+
+def _own(story: Story, req: str | None) -> Story:
+    """Of several engines the first one, or the one that had this request last."""
+    engines = find_request(story, req).engines if req is not None else []
+    return of_engine(story, engines[-1]) if engines else one_engine(story)
 
 
 def _lanes(story: Story, shown: Scene) -> list[tuple[int | str, str]]:
@@ -264,6 +275,7 @@ class Entry:
 def process_lanes_table(story: Story, req: str | None = None) -> str:
     """All that the figure shows, in the order of time: milliseconds, process, what, and how long it took. Raises TraceError when
     `req` is unknown."""
+    story = _own(story, req)
     shown = scene(story, req)
     entries = [*_front_end_entries(story, shown), *_step_entries(story, shown), *_message_entries(story, shown)]
     rows = [

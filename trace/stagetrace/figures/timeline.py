@@ -20,7 +20,7 @@ from stagetrace.figures.style import (
     step_ticks,
     write,
 )
-from stagetrace.read.story import RequestStory, StepStory, Story
+from stagetrace.read.story import RequestStory, StepStory, Story, one_engine
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -98,6 +98,7 @@ def request_timeline(story: Story, x: str = "step") -> Figure:
     x is "step" (every step equally wide) or "time" (milliseconds since the first request was queued). Raises ValueError for another x,
     TraceError without matplotlib.
     """
+    story = one_engine(story)
     if x not in ("step", "time"):
         raise ValueError(f'x is "step" or "time", not {x!r}')
     requests = in_engine(story)
@@ -213,6 +214,7 @@ def _draw(axes: Axes, places: dict[str, list[Box]], marks: dict[str, list[tuple[
 
 def request_timeline_table(story: Story) -> str:
     """One line per stretch of each request: the steps, the tokens of each, and at its end why it ended."""
+    story = one_engine(story)
     names, rows = short_names(story.requests), []
     for request in in_engine(story):
         life = stretches(story, request)

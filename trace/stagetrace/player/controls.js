@@ -9,14 +9,20 @@ const SPEEDS = [
 /**
  * The common time line: {places, marks}. `places[run][position]` is the event of that run. A step begins for all runs at the same
  * position, and its decision is complete for all at the same position; a run that is there earlier waits. `marks` are those positions:
- * {step, start, decided}.
+ * {step, start, decided}. Of several engines, whose steps lie between each other, the first one's are laid side by side; one run alone
+ * has marks for the steps of all.
  */
 function synchronise(recordings) {
-  const ofStep = recordings.map((recording) => new Map(recording.steps.map((one, k) => [one.step, stretchOf(recording, k)])));
+  if (recordings.length === 1) {
+    const [{ events, steps }] = recordings;
+    const marks = steps.map(({ step, start, decided }) => ({ step, start, decided })).sort((a, b) => a.decided - b.decided);
+    return { places: [events.map(({ at }) => at)], marks };
+  }
+  const ofStep = recordings.map((recording) => new Map(recording.compared.map((one, k) => [one.step, stretchOf(recording, k)])));
   const steps = [...new Set(ofStep.flatMap((one) => [...one.keys()]))].sort((a, b) => a - b);
   const places = recordings.map(() => []);
   const marks = [];
-  addStretch(places, recordings.map((recording) => [0, recording.steps[0]?.start ?? recording.events.length]));
+  addStretch(places, recordings.map((recording) => [0, recording.compared[0]?.start ?? recording.events.length]));
   for (const step of steps) {
     const start = places[0].length;
     addStretch(places, ofStep.map((one) => one.get(step)?.slice(0, 2)));
@@ -28,8 +34,8 @@ function synchronise(recordings) {
 
 /** The places where a step begins, where its decision is complete, and where the next step begins. */
 function stretchOf(recording, k) {
-  const { start, decided } = recording.steps[k];
-  return [start, decided + 1, recording.steps[k + 1]?.start ?? recording.events.length];
+  const { start, decided } = recording.compared[k];
+  return [start, decided + 1, recording.compared[k + 1]?.start ?? recording.events.length];
 }
 
 /** Lay stretches of events, [first, after the last], side by side; a run without one stays where it is. */
@@ -154,8 +160,8 @@ class Player {
 
   #inWords() {
     const event = this.event(0);
-    const step = this.panels[0].recording.current.step;
     const [{ events }] = this.recordings;
+    const step = this.panels[0].stepAt(event);
     return `event ${event.at + 1} of ${events.length}, ${step ? `step ${step}` : "start"}: ${this.recordings[0].oneLine(event)}`;
   }
 

@@ -10,11 +10,12 @@ const STATUS_WORDS = {
 
 /** The KV cache: one cell per block, and only cells that look different from before are touched. */
 class BlockMap {
-  constructor(recording, element) {
+  /** `engine`: its process. */
+  constructor(recording, element, engine) {
     this.recording = recording;
     this.element = element;
-    const last = recording.stateAt(recording.events.length - 1);
-    this.total = Math.max(last.usable + 1, recording.numBlocks);
+    const last = recording.stateAt(recording.events.length - 1).engines[engine];
+    this.total = Math.max(last.usable + 1, recording.numBlocks[engine]);
     const count = Math.min(this.total, MAX_CELLS);
     this.cells = Array.from({ length: count }, (_, id) => make("span", { "data-block": id }, make("small", {}, String(id)), make("b")));
     this.looks = [];
@@ -22,24 +23,25 @@ class BlockMap {
     element.append(...this.cells);
   }
 
-  draw(state, event, only) {
+  /** `engine`: its state; `event` is its own. */
+  draw(engine, requests, event, only) {
     const { args } = event;
     const named = [...(args.blocks ?? []), ...(args.new_blocks ?? []), event.name === "kv.evicted" ? args.block : -1];
     const changed = new Set(named);
-    this.cells.forEach((cell, id) => this.#drawCell(cell, id, state, changed.has(id), only));
-    this.element.dataset.free = state.usable - state.held;
-    const holdings = state.running.map((req) => `${this.recording.label(req)} holds ${state.requests[req].blocks.join(", ") || "none"}`);
-    this.element.setAttribute("aria-label", `${this.words(state)}. ${holdings.join("; ")}`);
+    this.cells.forEach((cell, id) => this.#drawCell(cell, id, engine, changed.has(id), only));
+    this.element.dataset.free = engine.usable - engine.held;
+    const holdings = engine.running.map((req) => `${this.recording.label(req)} holds ${requests[req].blocks.join(", ") || "none"}`);
+    this.element.setAttribute("aria-label", `${this.words(engine)}. ${holdings.join("; ")}`);
   }
 
-  words(state) {
-    if (state.usable === 0) return "not allocated yet";
+  words(engine) {
+    if (engine.usable === 0) return "not allocated yet";
     const drawn = this.total > this.cells.length ? `, the first ${this.cells.length} are drawn` : "";
-    return `${state.usable - state.held} of ${state.usable} free${drawn}`;
+    return `${engine.usable - engine.held} of ${engine.usable} free${drawn}`;
   }
 
-  #drawCell(cell, id, state, changed, only) {
-    const { holders = [], cached = false } = state.blocks[id] ?? {};
+  #drawCell(cell, id, engine, changed, only) {
+    const { holders = [], cached = false } = engine.blocks[id] ?? {};
     const dim = holders.length > 0 && only >= 0 && !holders.includes(only);
     const look = `${holders.join(",")}/${cached}/${changed}/${dim}`;
     if (this.looks[id] === look) return;
@@ -129,12 +131,17 @@ class EventList {
     const texts = {
       mark: now ? "▶" : "",
       "phase-number": event.phase || "–",
-      process: this.recording.processes[event.process].name.replace(/_DP\d+$/, ""),
+      process: this.#shortName(this.recording.processes[event.process]),
       name: event.name + { B: " ⟨ begins", E: " ⟩ ends", i: "" }[event.ph],
       who: this.recording.label(event.req),
     };
     const cells = Object.entries(texts).map(([name, text]) => make("span", { class: name }, String(text)));
     return this.#seeking(make("button", attributes, ...cells), event.at);
+  }
+
+  /** The number of an engine is only said where there are several. */
+  #shortName({ name }) {
+    return this.recording.engines.length > 1 ? name.replace("EngineCore", "Engine") : name.replace(/_DP\d+$/, "");
   }
 
   #seeking(button, at) {

@@ -30,7 +30,7 @@ class Panels {
     this.root.dataset.run = "AB"[index];
     this.only = -1; // the request that is shown alone
     this.#setUp();
-    this.blocks = new BlockMap(recording, this.find(".blocks"));
+    this.engines = this.#enginePanels();
     this.timeline = new RequestTimeline(recording, this.find(".tracks"), seek);
     this.events = new EventList(recording, this.find(".list"), this.find(".event"), seek);
   }
@@ -50,9 +50,29 @@ class Panels {
     this.root.style.setProperty("--letters", nameWidth);
     const phase = (name, at) => make("li", { "data-phase": at + 1 }, make("b", {}, String(at + 1)), ` ${name}`);
     this.find(".phases").append(...PHASES.map(phase));
-    processes.forEach((process, number) => this.find(process.isEngine ? ".engines" : ".front").append(this.#lane(process, number)));
+    const side = ({ isEngine, isWorker }) => (isEngine ? ".engines" : isWorker ? ".workers" : ".front");
+    processes.forEach((process, number) => this.find(side(process)).append(this.#lane(process, number)));
     for (const part of [".clients", ".wire.http"]) this.find(part).hidden = !meanings.has("http.request");
     for (const part of [".wire.zmq", ".engines"]) this.find(part).hidden = !processes.some(({ isEngine }) => isEngine);
+    for (const part of [".wire.steps", ".workers"]) this.find(part).hidden = !processes.some(({ isWorker }) => isWorker);
+  }
+
+  /** The scheduler and the cache of each engine; of a recording without one, those of nobody. */
+  #enginePanels() {
+    const { engines, processes } = this.recording;
+    const sections = [this.find(".core")];
+    while (sections.length < engines.length) {
+      sections.push(sections[0].cloneNode(true));
+      sections.at(-2).after(sections.at(-1));
+    }
+    return sections.map((section, place) => {
+      const engine = engines[place] ?? 0;
+      const { name, pid } = processes[engine];
+      const again = engines.filter((one) => processes[one].name === name).length > 1 ? ` (${pid})` : "";
+      section.querySelector(".whose").hidden = engines.length < 2;
+      section.querySelector(".whose").textContent = name + again;
+      return new EnginePanel(this, section, engine);
+    });
   }
 
   #lane({ name, pid }, number) {
@@ -64,17 +84,17 @@ class Panels {
   filter(only) {
     this.only = only;
     this.events.filter(only);
-    this.timeline.filter((req) => this.#isDim(req));
+    this.timeline.filter((req) => this.isDim(req));
     this.find(".events .count").textContent = only < 0 ? "" : `of ${this.label(only)} alone: ${this.events.matching.length}`;
   }
 
-  #isDim(req) {
+  isDim(req) {
     return this.only >= 0 && req !== this.only;
   }
 
-  #chip(req, ...more) {
+  chip(req, ...more) {
     const { id, label } = this.recording.requests[req];
-    const attributes = { class: this.#isDim(req) ? "chip dim" : "chip", "data-request": label, "data-id": id, title: id };
+    const attributes = { class: this.isDim(req) ? "chip dim" : "chip", "data-request": label, "data-id": id, title: id };
     return make("li", { ...attributes, "--hue": hue(req) }, make("b", {}, label), ...more);
   }
 
@@ -85,17 +105,23 @@ class Panels {
     this.root.dataset.at = at;
     this.#drawHead(state, event);
     this.#drawLanes(state, event);
-    this.#drawWaiting(state);
-    this.#drawEnded(state);
-    this.#drawRunning(state);
-    this.#drawCache(state, event);
+    for (const panel of this.engines) panel.draw(state, event);
     this.#drawTexts(state);
     this.timeline.draw(at);
     this.events.draw(at);
   }
 
+  /** The step that an engine was in, or after, at an event: the event's own engine, its only one, or else the one that began a step last. */
+  stepAt({ at, process }) {
+    const { engines, steps } = this.recording;
+    const engine = engines.includes(process) ? process : steps.findLast(({ start }) => start <= at)?.process ?? engines[0] ?? 0;
+    const { step } = this.recording.stateAt(at).engines[engine];
+    return step && engines.length > 1 ? `${step} of ${this.recording.processes[engine].name}` : step;
+  }
+
   #drawHead(state, event) {
-    const step = state.step ? `engine step ${state.step}` : "before the first engine step";
+    const now = this.stepAt(event);
+    const step = now ? `engine step ${now}` : "before the first engine step";
     const seconds = (event.us / 1e6).toFixed(3);
     this.find(".run-when").textContent = `event ${event.at + 1} of ${this.recording.events.length} · ${step} · ${seconds} s`;
     for (const item of this.find(".phases").children) {
@@ -124,21 +150,42 @@ class Panels {
       const last = this.recording.events[state.lastOf[number]];
       lane.classList.toggle("acting", number === event.process);
       lane.querySelector(".last").textContent = last ? this.recording.oneLine(last) : "not started yet";
-      lane.querySelector(".inside").textContent = this.#inside(state, this.recording.processes[number]);
+      lane.querySelector(".inside").textContent = this.#inside(state, this.recording.processes[number], number);
     }
     this.find(".wire.zmq .messages").replaceChildren(...this.#zmqMessages(state, event));
+    this.find(".wire.steps .messages").replaceChildren(...this.#stepMessages(event));
     this.find(".wire.http .messages").replaceChildren(...this.#httpMessages(event));
     this.find(".clients .last").textContent = this.#clientLine(event);
   }
 
-  #inside(state, { isEngine, hasScheduler }) {
-    if (state.engineDead && (isEngine || hasScheduler)) return `× ${state.engineDead}`;
+  #inside(state, { isEngine, isWorker, hasScheduler }, number) {
+    const engine = state.engines[number];
+    if (engine.dead && (isEngine || hasScheduler)) return `× ${engine.dead}`;
+    if (isWorker) return (state.doing[number] ?? []).map((at) => this.#doing(this.recording.events[at])).join(" › ");
     const parts = [];
     const open = state.requests.filter((r) => r.status !== "unknown" && !r.answered).length;
     if (!isEngine && open) parts.push(`${counted(open, "request")} open`);
-    const queues = `${state.running.length} running, ${state.waiting.length} waiting`;
-    if (hasScheduler && state.step) parts.push(`step ${state.step}${state.inStep ? "" : " is done"}: ${queues}`);
+    const queues = `${engine.running.length} running, ${engine.waiting.length} waiting`;
+    if (hasScheduler && engine.step) parts.push(`step ${engine.step}${engine.inStep ? "" : " is done"}: ${queues}`);
     return parts.join(" · ");
+  }
+
+  /** A span that a worker is in, in words. */
+  #doing({ name, step, args }) {
+    return name === "worker.collective" ? `${args.kind} of ${args.bytes} bytes` : `${name}${step >= 0 ? `, step ${step}` : ""}`;
+  }
+
+  /** Between an engine and its workers: what leaves or arrives with this event. */
+  #stepMessages({ name, args, step, process }) {
+    const worker = this.recording.processes[process].name;
+    const text = {
+      "executor.step_sent": `step ${step} → ${counted(args.workers, "worker")}`,
+      "worker.step_received": `step ${step} → ${worker} ✓`,
+      "worker.output_sent": `← tokens of step ${step}`,
+      "executor.output_received": `← tokens of step ${step} ✓`,
+    }[name];
+    const motion = `${name.startsWith("executor.step") || name === "worker.step_received" ? "to-right" : "to-left"} ${/received$/.test(name) ? "arrives" : "leaves"}`;
+    return text ? [make("span", { class: `pill ${motion}`, title: `${args.bytes} bytes` }, text)] : [];
   }
 
   #clientLine({ name, args, req }) {
@@ -175,35 +222,67 @@ class Panels {
     return name === "http.response" ? [make("span", { class: "pill to-left whole" }, `← ${args.status} ${label}`)] : [];
   }
 
-  // The scheduler
+  /** The prompts and the outputs, if they were recorded. */
+  #drawTexts(state) {
+    const has = ({ askedFor, text, tokenIds }) => askedFor || text || tokenIds.length;
+    const requests = state.requests.map((r, req) => [r, req]).filter(([r, req]) => has(r) && !this.isDim(req));
+    this.find(".output").hidden = requests.length === 0;
+    this.find(".texts").replaceChildren(...requests.flatMap(([r, req]) => {
+      const answer = r.text || (r.tokenIds.length ? `token ids ${r.tokenIds.join(" ")}` : "");
+      const both = [make("span", { class: "prompt" }, r.askedFor), make("span", { class: "answer" }, answer)];
+      return [make("dt", {}, this.label(req)), make("dd", {}, ...both)];
+    }));
+  }
+}
+
+/** One engine's scheduler and KV cache: a <div class="core"> of a run. */
+class EnginePanel {
+  /** `process`: the engine's. */
+  constructor(panels, root, process) {
+    Object.assign(this, { panels, root, process });
+    this.blocks = new BlockMap(panels.recording, this.find(".blocks"), process);
+  }
+
+  find(selector) {
+    return this.root.querySelector(selector);
+  }
+
+  draw(state, event) {
+    const engine = state.engines[this.process];
+    this.root.hidden = this.panels.engines.length > 1 && state.lastOf[this.process] === undefined; // it is started later
+    this.#drawWaiting(state, engine);
+    this.#drawEnded(state);
+    this.#drawRunning(state, engine);
+    this.#drawCache(state, engine, event);
+  }
 
   #fill(selector, items) {
     this.find(selector).replaceChildren(...(items.length ? items : [make("li", { class: "nobody" }, "nobody")]));
   }
 
-  #drawWaiting(state) {
-    this.find(".waiting .count").textContent = state.waiting.length;
+  #drawWaiting(state, engine) {
+    this.find(".waiting .count").textContent = engine.waiting.length;
     const chip = (req) => {
       const { status, total, computed } = state.requests[req];
-      return this.#chip(req, ` ${status === "preempted" ? "preempted, " : ""}lacks ${total - computed}`);
+      return this.panels.chip(req, ` ${status === "preempted" ? "preempted, " : ""}lacks ${total - computed}`);
     };
-    this.#fill(".waiting .chips", state.waiting.map(chip));
+    this.#fill(".waiting .chips", engine.waiting.map(chip));
     const reason = this.find(".held-back");
-    reason.hidden = state.heldBack === null;
-    reason.textContent = state.heldBack === null ? "" : this.#reason(state.heldBack);
+    reason.hidden = engine.heldBack === null;
+    reason.textContent = engine.heldBack === null ? "" : this.#reason(engine.heldBack);
   }
 
   #drawEnded(state) {
-    const ended = state.requests.map((r, req) => [r, req]).filter(([r]) => r.status === "done").reverse();
+    const ended = state.requests.map((r, req) => [r, req]).filter(([r]) => r.status === "done" && r.engine === this.process).reverse();
     this.find(".count-done").textContent = ended.length;
-    const chips = ended.slice(0, MAX_ENDED).map(([r, req]) => this.#chip(req, ` ${r.reason}, ${counted(r.output, "token")}`));
+    const chips = ended.slice(0, MAX_ENDED).map(([r, req]) => this.panels.chip(req, ` ${r.reason}, ${counted(r.output, "token")}`));
     if (ended.length > MAX_ENDED) chips.push(make("li", { class: "nobody" }, `and ${ended.length - MAX_ENDED} before`));
     this.#fill(".done", chips);
   }
 
   /** Why a request waits after this decision, in words. */
   #reason({ rule, first, behind, grammar, budget_left, free_blocks, num_running }) {
-    const names = (ids) => ids.map((id) => this.recording.labelOfId(id)).join(", ");
+    const names = (ids) => ids.map((id) => this.panels.recording.labelOfId(id)).join(", ");
     const because = {
       budget: `the token budget of this step is used up (${budget_left} left)`,
       max_num_seqs: `${num_running} requests are running, the most allowed (max_num_seqs)`,
@@ -217,29 +296,29 @@ class Panels {
     return parts.join(" ");
   }
 
-  #drawRunning(state) {
-    const most = state.maxSeqs ? ` of at most ${state.maxSeqs}` : "";
-    this.find(".running .count").textContent = state.running.length + most;
-    this.#drawBudget(state);
-    const longest = Math.max(1, ...state.running.map((req) => state.requests[req].total + state.requests[req].drafts));
-    this.find(".rows").classList.toggle("many", state.running.length > 8); // one line each
-    this.#fill(".rows", state.running.map((req) => this.#runningRow(req, state.requests[req], longest)));
+  #drawRunning(state, engine) {
+    const most = engine.maxSeqs ? ` of at most ${engine.maxSeqs}` : "";
+    this.find(".running .count").textContent = engine.running.length + most;
+    this.#drawBudget(state, engine);
+    const longest = Math.max(1, ...engine.running.map((req) => state.requests[req].total + state.requests[req].drafts));
+    this.find(".rows").classList.toggle("many", engine.running.length > 8); // one line each
+    this.#fill(".rows", engine.running.map((req) => this.#runningRow(req, state.requests[req], longest)));
   }
 
-  #drawBudget(state) {
+  #drawBudget(state, engine) {
     const tokens = (req) => state.requests[req].chunk + state.requests[req].drafts;
-    const given = state.running.filter((req) => tokens(req) > 0);
+    const given = engine.running.filter((req) => tokens(req) > 0);
     const used = given.reduce((sum, req) => sum + tokens(req), 0);
-    const text = state.budget ? `Token budget: ${used} of ${state.budget} given out in this step` : "The scheduler does not exist yet.";
+    const text = engine.budget ? `Token budget: ${used} of ${engine.budget} given out in this step` : "The scheduler does not exist yet.";
     const bar = this.find(".budget");
-    Object.assign(bar.dataset, { used, budget: state.budget });
+    Object.assign(bar.dataset, { used, budget: engine.budget });
     bar.setAttribute("aria-label", text);
     this.find(".budget-text").textContent = text;
-    bar.replaceChildren(...given.map((req) => this.#budgetPart(req, tokens(req), tokens(req) / state.budget)));
+    bar.replaceChildren(...given.map((req) => this.#budgetPart(req, tokens(req), tokens(req) / engine.budget)));
   }
 
   #budgetPart(req, tokens, share) {
-    const label = this.label(req);
+    const label = this.panels.label(req);
     return make("i", { "--hue": hue(req), "--share": share, title: `${label}: ${tokens}` }, share > 0.06 ? label : "");
   }
 
@@ -248,7 +327,7 @@ class Panels {
     const now = (r.chunk ? ` + ${r.chunk} now` : "") + (r.drafts ? ` + ${counted(r.drafts, "draft")}` : "");
     const words = `${r.computed} computed${now} of ${r.total}`;
     const pieces = Object.entries(parts).filter(([, n]) => n).map(([kind, n]) => make("i", { class: kind, "--share": n / longest }));
-    const row = this.#chip(
+    const row = this.panels.chip(
       req,
       make("span", { class: "what" }, r.status),
       make("div", { class: "tokens", role: "img", "aria-label": `${words} tokens` }, ...pieces),
@@ -268,23 +347,12 @@ class Panels {
     return parts.join(" · ");
   }
 
-  #drawCache(state, event) {
-    this.blocks.draw(state, event, this.only);
-    this.find(".cache .count").textContent = this.blocks.words(state);
+  #drawCache(state, engine, event) {
+    const own = event.process === this.process ? event : { name: "", args: {} };
+    this.blocks.draw(engine, state.requests, own, this.panels.only);
+    this.find(".cache .count").textContent = this.blocks.words(engine);
     const partial = this.find(".partial");
-    partial.hidden = event.name !== "sched.output" || state.freeRecorded === state.usable - state.held;
-    partial.textContent = partial.hidden ? "" : `The scheduler says ${state.freeRecorded} free: some events of blocks were not recorded.`;
-  }
-
-  /** The prompts and the outputs, if they were recorded. */
-  #drawTexts(state) {
-    const has = ({ askedFor, text, tokenIds }) => askedFor || text || tokenIds.length;
-    const requests = state.requests.map((r, req) => [r, req]).filter(([r, req]) => has(r) && !this.#isDim(req));
-    this.find(".output").hidden = requests.length === 0;
-    this.find(".texts").replaceChildren(...requests.flatMap(([r, req]) => {
-      const answer = r.text || (r.tokenIds.length ? `token ids ${r.tokenIds.join(" ")}` : "");
-      const both = [make("span", { class: "prompt" }, r.askedFor), make("span", { class: "answer" }, answer)];
-      return [make("dt", {}, this.label(req)), make("dd", {}, ...both)];
-    }));
+    partial.hidden = own.name !== "sched.output" || engine.freeRecorded === engine.usable - engine.held;
+    partial.textContent = partial.hidden ? "" : `The scheduler says ${engine.freeRecorded} free: some events of blocks were not recorded.`;
   }
 }

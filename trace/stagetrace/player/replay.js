@@ -5,26 +5,37 @@
 const PHASES = ["CLI entry", "serve", "API server", "AsyncLLM", "EngineCore", "request", "into the engine", "execution", "response"];
 const SNAPSHOTS = 64; // states that are kept, evenly spread: going back replays at most one such stretch
 
-/** The state before the first event. `requests` has one entry per request, by its place in the recording's table. */
-function emptyState(numRequests) {
+/** The state before the first event. `requests` has one entry per request, by its place in the recording's table, `engines` one per process:
+ * most processes are no engine, and theirs stays empty. */
+function emptyState(numRequests, numProcesses) {
   return {
     at: -1, // place of the last event that is in this state
-    phase: 0, step: 0, inStep: false, engineDead: "",
+    phase: 0,
     requests: Array.from({ length: numRequests }, emptyRequest),
+    engines: Array.from({ length: numProcesses }, emptyEngine),
+    inFlight: [], // places of messages that were sent and not received yet
+    lastOf: [], // process -> place of its last event
+    doing: [], // process -> places of the spans that it is in
+  };
+}
+
+/** One engine: its scheduler and its KV cache. */
+function emptyEngine() {
+  return {
+    step: 0, inStep: false, dead: "",
     waiting: [], running: [], // places of requests, in the scheduler's order
     policy: "fcfs", usable: 0, blockSize: 0, arrivals: 0,
     blocks: [], // block id -> {holders: [request, ...], cached}; undefined: never named yet
     held: 0, // blocks with a holder
     freeRecorded: -1, // what the scheduler itself reported last; -1: nothing yet
     budget: 0, maxSeqs: 0, decided: false, heldBack: null, preempted: [],
-    inFlight: [], // places of messages that were sent and not received yet
-    lastOf: [], // process -> place of its last event
   };
 }
 
 function emptyRequest() {
   return {
     status: "unknown", // api, waiting, prefill, decode, preempted, done
+    engine: -1, // process of the engine that has it, or had it last
     prompt: 0, total: 0, computed: 0, output: 0, // tokens
     chunk: 0, drafts: 0, accepted: 0, // of this step
     given: 0, // tokens that it got since it was admitted last
@@ -42,62 +53,62 @@ function remove(list, req) {
 }
 
 /** Enter a queue where the policy says. Arrival breaks every tie, so a preempted request returns to its old place. */
-function enqueue(state, queue, req) {
+function enqueue(state, engine, queue, req) {
   if (queue.includes(req)) return;
-  const key = (one) => [state.policy === "priority" ? state.requests[one].priority : 0, state.requests[one].arrival];
+  const key = (one) => [engine.policy === "priority" ? state.requests[one].priority : 0, state.requests[one].arrival];
   const goesBefore = ([priority, arrival], [p, a]) => priority < p || (priority === p && arrival < a);
   const behind = queue.findIndex((other) => goesBefore(key(req), key(other)));
   queue.splice(behind < 0 ? queue.length : behind, 0, req);
 }
 
-function block(state, id) {
-  return (state.blocks[id] ??= { holders: [], cached: false });
+function block(engine, id) {
+  return (engine.blocks[id] ??= { holders: [], cached: false });
 }
 
-function hold(state, id, req) {
-  const one = block(state, id);
+function hold(engine, id, req) {
+  const one = block(engine, id);
   if (one.holders.includes(req)) return;
-  if (one.holders.length === 0) state.held += 1;
+  if (one.holders.length === 0) engine.held += 1;
   one.holders.push(req);
 }
 
-function release(state, id, req) {
-  const one = block(state, id);
+function release(engine, id, req) {
+  const one = block(engine, id);
   if (!one.holders.includes(req)) return;
   remove(one.holders, req);
-  if (one.holders.length === 0) state.held -= 1;
+  if (one.holders.length === 0) engine.held -= 1;
 }
 
 /** Between two steps: what was given is computed, and no request has anything yet. */
-function completeStep(state) {
-  for (const req of state.running) {
+function completeStep(state, engine) {
+  for (const req of engine.running) {
     const r = state.requests[req];
     r.computed = Math.min(r.computed + r.chunk + r.accepted, r.total);
     r.chunk = r.drafts = r.accepted = 0;
   }
 }
 
-// One handler per event that changes the state: (state, args, request, its place, event, places of request ids)
+// One handler per event that changes the state: (state, the engine of its process, args, request, its place, event, the recording)
 
-function onStep(state, args, r, req, event) {
-  completeStep(state);
-  state.inStep = event.ph === "B";
-  if (!state.inStep) return;
-  state.step = event.step;
-  state.heldBack = null;
-  state.decided = false;
-  state.preempted = [];
+function onStep(state, engine, args, r, req, event) {
+  completeStep(state, engine);
+  engine.inStep = event.ph === "B";
+  if (!engine.inStep) return;
+  engine.step = event.step;
+  engine.heldBack = null;
+  engine.decided = false;
+  engine.preempted = [];
 }
 
-function onAdmit(state, args, r, req) {
-  remove(state.waiting, req);
-  enqueue(state, state.running, req);
+function onAdmit(state, engine, args, r, req) {
+  remove(engine.waiting, req);
+  enqueue(state, engine, engine.running, req);
   r.status = "prefill";
   r.given = 0;
   r.blocks = args.new_blocks.slice(); // the prefix cache's first
 }
 
-function onScheduled(state, args, r) {
+function onScheduled(state, engine, args, r) {
   if (r.status === "prefill" && args.missing === 1 && r.given > 0) r.status = "decode"; // it lacks only the token it received last
   r.computed = args.num_computed;
   r.total = args.num_computed + args.missing;
@@ -106,129 +117,152 @@ function onScheduled(state, args, r) {
 }
 
 /** The scheduler says in which order they wait: whatever policy a user's own class has, this is what it did. */
-function onHeldBack(state, args, r, req, event, placeOfId) {
-  state.heldBack = args;
-  const order = [...args.grammar, args.first, ...args.behind].map((id) => placeOfId.get(id)).filter((one) => state.waiting.includes(one));
-  if (order.length === state.waiting.length) state.waiting = order;
+function onHeldBack(state, engine, args, r, req, event, { placeOfId }) {
+  engine.heldBack = args;
+  const order = [...args.grammar, args.first, ...args.behind].map((id) => placeOfId.get(id)).filter((one) => engine.waiting.includes(one));
+  if (order.length === engine.waiting.length) engine.waiting = order;
 }
 
-function onPreempt(state, args, r, req) {
-  remove(state.running, req);
-  enqueue(state, state.waiting, req);
+function onPreempt(state, engine, args, r, req) {
+  remove(engine.running, req);
+  enqueue(state, engine, engine.waiting, req);
   r.status = "preempted";
   r.preemptions += 1;
   if (!args.swapped) r.computed = 0; // it must be computed again, unless it was copied to CPU memory
   r.chunk = r.drafts = r.accepted = 0;
-  state.preempted.push(req);
+  engine.preempted.push(req);
 }
 
-function onFinished(state, args, r, req) {
-  remove(state.running, req);
-  remove(state.waiting, req);
+function onFinished(state, engine, args, r, req) {
+  remove(engine.running, req);
+  remove(engine.waiting, req);
   r.status = "done";
   r.reason = args.reason;
   r.by = args.by;
 }
 
-function onFreed(state, args, r, req) {
+function onFreed(state, engine, args, r, req) {
   for (const id of args.blocks) {
-    release(state, id, req);
+    release(engine, id, req);
     remove(r.blocks, id);
   }
 }
 
-function onDetokenized(state, args, r) {
+function onDetokenized(state, engine, args, r) {
   if (typeof args.text === "string") r.text += args.text;
 }
 
+/** An engine hears of the request, for the first time or because the one that had it died. */
+function onQueued(state, engine, args, r, req, event) {
+  const before = state.engines[r.engine];
+  if (before && before !== engine) for (const queue of [before.waiting, before.running]) remove(queue, req);
+  Object.assign(r, { status: "waiting", engine: event.process, prompt: args.num_prompt_tokens, total: args.num_prompt_tokens });
+  Object.assign(r, { computed: 0, chunk: 0, drafts: 0, accepted: 0, output: 0, blocks: [], tokenIds: [] });
+  r.priority = args.params?.priority ?? 0;
+  r.arrival = engine.arrivals++;
+  enqueue(state, engine, engine.waiting, req);
+}
+
+/** Of several engines the one of this number died, the newest process of that name: nobody runs there now, and its blocks are gone. */
+function onLost(state, engine, args, r, req, event, { processes }) {
+  const lost = processes.findLastIndex(({ name }, at) => name === `EngineCore_DP${args.engine}` && state.lastOf[at] !== undefined);
+  if (lost >= 0) state.engines[lost] = { ...emptyEngine(), dead: args.message || "the engine process is gone" };
+}
+
+function onAllDead(state, engine, { message }) {
+  for (const each of state.engines) each.dead ||= message || "the engine process is gone";
+}
+
 const HANDLERS = {
-  "scheduler.created": (state, args) => {
-    state.usable = args.num_blocks - 1; // block 0 is padding and never given to a request
-    state.budget = args.max_num_batched_tokens;
-    state.maxSeqs = args.max_num_seqs;
-    state.policy = args.scheduler_config?.scheduling_policy ?? "fcfs";
-    state.blockSize = args.cache_config?.block_size ?? 0;
+  "scheduler.created": (state, engine, args) => {
+    engine.usable = args.num_blocks - 1; // block 0 is padding and never given to a request
+    engine.budget = args.max_num_batched_tokens;
+    engine.maxSeqs = args.max_num_seqs;
+    engine.policy = args.scheduler_config?.scheduling_policy ?? "fcfs";
+    engine.blockSize = args.cache_config?.block_size ?? 0;
   },
-  "http.request": (state, args, r) => { if (r) r.status = "api"; },
-  "request.registered": (state, args, r) => { r.status = "api"; },
-  "zmq.request_sent": (state, args, r, req, event) => state.inFlight.push(event.at),
-  "zmq.outputs_sent": (state, args, r, req, event) => state.inFlight.push(event.at),
-  "zmq.request_received": (state, args, r, req, event) => remove(state.inFlight, event.cause),
-  "zmq.outputs_received": (state, args, r, req, event) => remove(state.inFlight, event.cause),
-  "sched.queued": (state, args, r, req) => {
-    r.status = "waiting";
-    r.prompt = r.total = args.num_prompt_tokens;
-    r.priority = args.params?.priority ?? 0;
-    r.arrival = state.arrivals++;
-    enqueue(state, state.waiting, req);
-  },
+  "http.request": (state, engine, args, r) => { if (r) r.status = "api"; },
+  "request.registered": (state, engine, args, r) => { r.status = "api"; },
+  "zmq.request_sent": (state, engine, args, r, req, event) => state.inFlight.push(event.at),
+  "zmq.outputs_sent": (state, engine, args, r, req, event) => state.inFlight.push(event.at),
+  "zmq.request_received": (state, engine, args, r, req, event) => remove(state.inFlight, event.cause),
+  "zmq.outputs_received": (state, engine, args, r, req, event) => remove(state.inFlight, event.cause),
+  "sched.queued": onQueued,
   "engine.step": onStep,
   "sched.admit": onAdmit,
   "sched.resume": onAdmit,
-  "sched.prefix_hit": (state, args, r, req) => {
+  "sched.prefix_hit": (state, engine, args, r, req) => {
     r.cachedTokens = args.num_tokens;
-    for (const id of args.blocks) hold(state, id, req);
+    for (const id of args.blocks) hold(engine, id, req);
   },
   "sched.scheduled": onScheduled,
-  "spec.scheduled": (state, args, r) => { r.drafts = args.num_tokens; },
-  "spec.verified": (state, args, r) => { r.accepted = args.accepted; },
+  "spec.scheduled": (state, engine, args, r) => { r.drafts = args.num_tokens; },
+  "spec.verified": (state, engine, args, r) => { r.accepted = args.accepted; },
   "sched.preempt": onPreempt,
   "sched.held_back": onHeldBack,
-  "sched.output": (state, args) => {
-    state.decided = true;
-    state.budget = args.budget;
-    state.freeRecorded = args.free_blocks;
+  "sched.output": (state, engine, args) => {
+    engine.decided = true;
+    engine.budget = args.budget;
+    engine.freeRecorded = args.free_blocks;
   },
-  "sched.token": (state, args, r) => {
+  "sched.token": (state, engine, args, r) => {
     r.total = r.prompt + args.num_output_tokens;
     r.output = args.num_output_tokens;
     r.tokenIds.push(...(args.token_ids ?? []));
   },
   "sched.finished": onFinished,
-  "kv.allocated": (state, args, r, req) => {
-    for (const id of args.blocks) hold(state, id, req);
+  "kv.allocated": (state, engine, args, r, req) => {
+    for (const id of args.blocks) hold(engine, id, req);
     r.blocks.push(...args.blocks);
   },
   "kv.freed": onFreed,
-  "kv.cached": (state, args) => args.blocks.forEach((id) => { block(state, id).cached = true; }),
-  "kv.evicted": (state, args) => { block(state, args.block).cached = false; },
-  "kv.reset": (state, args) => { if (args.done) state.blocks.forEach((one) => { one.cached = false; }); },
-  "request.tokenized": (state, args, r) => { r.askedFor = args.prompt ?? ""; },
+  "kv.cached": (state, engine, args) => args.blocks.forEach((id) => { block(engine, id).cached = true; }),
+  "kv.evicted": (state, engine, args) => { block(engine, args.block).cached = false; },
+  "kv.reset": (state, engine, args) => { if (args.done) engine.blocks.forEach((one) => { one.cached = false; }); },
+  "request.tokenized": (state, engine, args, r) => { r.askedFor = args.prompt ?? ""; },
   "request.detokenized": onDetokenized,
-  "request.finished": (state, args, r) => { r.answered = true; },
-  "request.aborted": (state, args, r) => { r.answered = true; r.reason ||= args.reason; },
-  "engine.dead": (state, args) => { state.engineDead = args.message || "the engine process is gone"; },
-  "engine.failed": (state, args) => { state.engineDead = args.message || "the engine failed"; },
+  "request.finished": (state, engine, args, r) => { r.answered = true; },
+  "request.aborted": (state, engine, args, r) => { r.answered = true; r.reason ||= args.reason; },
+  "dp.engine_lost": onLost,
+  "engine.dead": onAllDead,
+  "engine.failed": (state, engine, args) => { engine.dead = args.message || "the engine failed"; },
 };
 
-/** Apply the next event to the state. */
-function apply(state, event, placeOfId) {
+/** Apply the next event of a recording to the state. */
+function apply(state, event, recording) {
   state.at = event.at;
   state.phase = event.phase || state.phase;
   state.lastOf[event.process] = event.at;
+  const doing = (state.doing[event.process] ??= []);
+  if (event.ph === "B") doing.push(event.at);
+  else if (event.ph === "E") remove(doing, doing.findLast((at) => recording.events[at].name === event.name && recording.events[at].step === event.step));
   const r = event.req >= 0 ? state.requests[event.req] : null;
-  HANDLERS[event.name]?.(state, event.args, r, event.req, event, placeOfId);
+  HANDLERS[event.name]?.(state, state.engines[event.process], event.args, r, event.req, event, recording);
 }
 
 /** One run: its tables, its events, and the state after each of them. */
 class Recording {
   constructor(data) {
     this.title = data.title;
-    this.processes = data.processes.map(([pid, name]) => ({ pid, name, isEngine: name.startsWith("EngineCore"), hasScheduler: false }));
+    this.processes = data.processes.map(([pid, name]) =>
+      ({ pid, name, isEngine: name.startsWith("EngineCore"), isWorker: name.startsWith("Worker_"), hasScheduler: false }));
     this.meanings = new Map(data.names.map(([name, phase, stage, meaning, vllm]) => [name, { phase, stage, meaning, vllm }]));
     this.requests = data.requests.map(([id, label]) => ({ id, label }));
     this.nameWidth = this.requests.reduce((most, { label }) => Math.max(most, Math.min(8, label.length)), 2); // letters
     this.placeOfId = new Map(data.requests.map(([id], at) => [id, at]));
     this.events = data.events.map((row, at) => this.#event(data, row, at));
     this.effects = new Map(); // place of an event -> places of those that it caused
-    this.steps = []; // {step, start, decided, end}: places of events; decided = where the decision of the step is complete
+    this.steps = []; // {step, process, start, decided, end}: places of events; decided = where the decision of the step is complete
     this.spans = this.requests.map(() => []); // request -> [{start, status}], for the timeline
     this.received = new Set(); // places of messages whose receipt was recorded
-    this.numBlocks = 0; // ids below this one are named in the recording
+    this.numBlocks = []; // of each engine: ids below this one are named in the recording
     for (const event of this.events) {
       if (event.name === "scheduler.created" || event.name === "engine.step") this.processes[event.process].hasScheduler = true;
     }
+    const engines = this.processes.map((process, number) => ({ ...process, number })).filter((one) => one.hasScheduler);
+    this.engines = engines.sort((a, b) => (a.name < b.name ? -1 : a.name > b.name ? 1 : a.number - b.number)).map((one) => one.number); // processes
     this.#readThrough();
+    this.compared = this.steps.filter((one) => one.process === this.engines[0]); // two runs are compared by the steps of their first engines
   }
 
   #event(data, [us, process, kind, source, ph, values, step, req, cause], at) {
@@ -241,14 +275,14 @@ class Recording {
   /** Once over everything: snapshots, and where steps, spans and messages begin. */
   #readThrough() {
     this.every = Math.max(256, Math.ceil(this.events.length / SNAPSHOTS));
-    this.snapshots = [emptyState(this.requests.length)];
-    const state = emptyState(this.requests.length);
+    this.snapshots = [emptyState(this.requests.length, this.processes.length)];
+    const state = emptyState(this.requests.length, this.processes.length);
     for (const event of this.events) {
-      apply(state, event, this.placeOfId);
+      apply(state, event, this);
       this.#note(event, state);
       if ((event.at + 1) % this.every === 0) this.snapshots.push(structuredClone(state));
     }
-    this.numBlocks = Math.max(state.blocks.length, 1);
+    this.numBlocks = state.engines.map(({ blocks }, process) => Math.max(blocks.length, this.numBlocks[process] ?? 1)); // by process
     this.current = state;
   }
 
@@ -259,8 +293,10 @@ class Recording {
       this.received.add(event.cause);
     }
     const { at, name, ph } = event;
-    if (name === "engine.step" && ph === "B") this.steps.push({ step: event.step, start: at, decided: at, end: at });
-    const step = this.steps.at(-1);
+    const { process } = event;
+    if (name === "scheduler.created") this.numBlocks[process] = event.args.num_blocks;
+    if (name === "engine.step" && ph === "B") this.steps.push({ step: event.step, process, start: at, decided: at, end: at });
+    const step = name === "engine.step" || name === "sched.output" ? this.steps.findLast((one) => one.process === process) : null;
     if (step && name === "sched.output") step.decided = at;
     if (step && name === "engine.step") step.end = at;
     if (event.req < 0) return;
@@ -274,7 +310,7 @@ class Recording {
     const snapshot = Math.floor((at + 1) / this.every);
     const behind = this.current.at > at;
     if (behind || at - this.current.at > this.every) this.current = structuredClone(this.snapshots[snapshot]);
-    while (this.current.at < at) apply(this.current, this.events[this.current.at + 1], this.placeOfId);
+    while (this.current.at < at) apply(this.current, this.events[this.current.at + 1], this);
     return this.current;
   }
 
@@ -309,9 +345,10 @@ class Recording {
  * compared by it (`stagetrace diff` compares the same); times, pids and the random parts of ids are not in it.
  */
 function decisions(recording, k) {
-  const lines = [];
-  for (let at = k ? recording.steps[k - 1].end + 1 : 0; at <= recording.steps[k].end; at++) {
-    const line = decision(recording, recording.events[at]);
+  const lines = [], steps = recording.compared;
+  for (let at = k ? steps[k - 1].end + 1 : 0; at <= steps[k].end; at++) {
+    const event = recording.events[at];
+    const line = event.process === steps[k].process ? decision(recording, event) : "";
     if (line) lines.push(line);
   }
   return lines;
@@ -347,7 +384,7 @@ function decision(recording, { name, args, req }) {
 
 /** What only one of two runs has in its step of this number, [lines of the first, of the second]; null if the step is the same. */
 function stepDifference(runs, step) {
-  const places = runs.map((run) => run.steps.findIndex((one) => one.step === step));
+  const places = runs.map((run) => run.compared.findIndex((one) => one.step === step));
   const lines = runs.map((run, i) => (places[i] < 0 ? ["there is no such step"] : decisions(run, places[i])));
   if (lines[0].join("\n") === lines[1].join("\n")) return null;
   const only = [0, 1].map((i) => lines[i].filter((line) => !lines[1 - i].includes(line)));

@@ -22,11 +22,16 @@ _AFTER_A_WAIT = {
     "engine.init_sent",
     "output_handler.started",
     "client.created",
+    "dp.engine_joined",
 }  # the engine said hello, or that it is ready
+_AFTER_WORKERS = {"worker.init_sent", "kv_cache.profiled"}  # they said hello, or that they have loaded the model
+
+
+_MEASURING = {"worker.collective"}
 
 
 class StepTime:
-    """Sums the parts of all steps; they add up to the time from the first step's beginning to the last one's end."""
+    """Sums the parts of the steps of one engine; they add up to the time from the first step's beginning to the last one's end."""
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -66,8 +71,9 @@ class StartPart:
 
 _PHASES = {phase: StartPart(name, phase, phase) for phase, name in
            enumerate(("CLI", "serve", "API server", "AsyncLLM", "EngineCore"), start=1)}  # fmt: skip
-BIRTH = StartPart("EngineCore: the process starts, and imports torch", 5, 5)
+BIRTH = StartPart("EngineCore: the process starts, and imports torch", 5, 5)  # also of a worker
 WAITING = StartPart("waits for the engine", 0, 6)
+WAITING_FOR_WORKERS = StartPart("waits for its workers", 0, 7)
 
 
 class StartUp:
@@ -83,6 +89,8 @@ class StartUp:
         self._last: dict[int, int] = {}  # pid -> time of its event before
         self._spawned: dict[int, int] = {}  # pid -> when
         self._waiting: set[int] = set()  # pids that spawned an engine
+        self._employers: set[int] = set()  # pids that spawned workers
+        self._first: dict[str, int] = {}  # name -> the first pid that has it: an engine may be started again
         self._servers: set[int] = set()  # pids with a port: only `server.listening` ends their start
         self._serving: set[int] = set()
 
@@ -91,19 +99,25 @@ class StartUp:
         pid = event.pid
         if event.name == "server.socket_bound":
             self._servers.add(pid)
+        if event.name in ("engine.spawned", "worker.spawned"):
+            self._spawned[event.args["pid"]] = event.ts
         if pid in self._serving or event.phase == 0:
+            return
+        if event.name in _MEASURING:  # a worker tries the largest step, before it serves
             return
         if event.phase >= 6:  # of a server that loads: somebody asks for its health
             if pid not in self._servers:
                 self._serving.add(pid)
             return
-        key = event.proc, self._part(event)
+        another = "" if self._first.setdefault(event.proc, pid) == pid else f" ({pid})"
+        key = event.proc + another, self._part(event)
         began = self._last.get(pid, self._spawned.get(pid, event.ts))
         self.parts[key] = self.parts.get(key, 0) + event.ts - began
         self._last[pid] = event.ts
-        if event.name == "engine.spawned":
-            self._spawned[event.args["pid"]] = event.ts
+        if event.name in ("engine.spawned", "api_server.started"):  # for one of several servers somebody else spawns it
             self._waiting.add(pid)
+        elif event.name == "worker.spawned":
+            self._employers.add(pid)
         elif event.name in ("server.listening", "engine.busy_loop"):
             self._serving.add(pid)
 
@@ -112,4 +126,6 @@ class StartUp:
             return BIRTH
         if event.pid in self._waiting and event.name in _AFTER_A_WAIT:
             return WAITING
+        if event.pid in self._employers and event.name in _AFTER_WORKERS:
+            return WAITING_FOR_WORKERS
         return _PHASES[event.phase]

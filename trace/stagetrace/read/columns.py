@@ -12,7 +12,8 @@ _LEFT = 33  # columns before the first process: time, phase, step, request
 _MIN_TEXT = 40  # the fewest columns that an event's text needs
 _MIN_STRIDE = 4  # columns from one process to the next, at least
 _QUIET = {"params", "block_hashes"}  # arguments that are for programs
-_LEAVES = {"zmq.request_sent", "zmq.outputs_sent", "engine.hello", "engine.init_sent"}
+_LEAVES = {"zmq.request_sent", "zmq.outputs_sent", "engine.hello", "engine.init_sent", "worker.hello", "worker.init_sent",
+           "executor.step_sent", "worker.output_sent", "api_server.spawned", "dp.counts_sent", "dp.counts_published"}  # fmt: skip
 _MAX_REMEMBERED = 10_000  # messages on the way, spans that are open
 
 
@@ -46,7 +47,7 @@ class Columns:
         """Remember what later lines need, whether or not this event gets one."""
         self.add_process(event.pid, event.proc)
         self._took = None
-        if event.name in _LEAVES:
+        if event.name in _LEAVES or _is_send(event):
             _remember(self._sent, event.ref, event)
         if event.ph == "B":
             _remember(self._begun, (event.pid, event.name), event.ts)
@@ -93,13 +94,13 @@ class Columns:
     def _words(self, event: Event) -> str:
         """What to print besides the name."""
         words = []
-        if event.name in _LEAVES:
+        if event.name in _LEAVES or _is_send(event):
             words.append("─▶")
         cause = self._sent.get(event.cause or "")
         if cause is not None:
             words.append(f"after {milliseconds(event.ts - cause.ts)} ms")
         if event.ph == "E":
-            return f"end, {milliseconds(self._took)} ms"
+            return " ".join([*words, f"end, {milliseconds(self._took)} ms"])
         if event.ph == "B":
             words.append("begin")
         return " ".join([*words, arguments(event.args)]).rstrip()
@@ -116,6 +117,11 @@ class Columns:
 
     def _paint(self, text: str, code: str) -> str:
         return f"{code}{text}{RESET}" if self._colour and text and code else text
+
+
+def _is_send(event: Event) -> bool:
+    """Do hidden states leave for the next stage of a pipeline? Their receipt ends the span that names this one."""
+    return event.name == "worker.collective" and event.ph == "B" and event.args["kind"] == "send"
 
 
 def _text_after(gap: int, columns: int, stride: int) -> str:

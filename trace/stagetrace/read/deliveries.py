@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from stagetrace.event import Event
+from stagetrace.read.lanes import pid_of
 
 MAX_STEPS_ON_THE_WAY = (
     1024  # a step whose outputs are never received (no ZMQ, or a process that died) is forgotten then
@@ -35,11 +36,13 @@ class Delivery:
     arrival_ns: int = 0  # its HTTP request, which may be that of several requests of the engine; 0: not recorded
     params_ns: int = 0  # its sampling parameters were made
     whole: bool = False  # the tokens leave in one answer, not in chunks
+    front_end: int = 0  # pid of the process that its tokens go to; 0: not recorded
     parent: str | None = None  # request whose chunks carry these tokens
     children: list[str] = field(default_factory=list)
     num_text: int = 0  # tokens that are text
     num_yielded: int = 0  # of those, handed to the caller of generate()
     num_client: int = 0  # of those, sent
+    num_again: int = 0  # tokens that it has and that another engine, after the death of its own, computes once more
 
     def became_text(self, count: int, ts: int) -> None:
         """The next tokens are text; those that the engine did not record show up here."""
@@ -61,9 +64,8 @@ class Deliveries:
 
     def __init__(self) -> None:
         self.of_request: dict[str, Delivery] = {}
-        self._steps: dict[
-            tuple[int, int | None], list[Token]
-        ] = {}  # (pid, step) -> tokens between engine and front end
+        self._steps: dict[tuple[int, int | None], list[tuple[Delivery, Token]]] = {}
+        """(pid of the engine, step) -> tokens between it and a front end"""
 
     def feed(self, event: Event) -> None:
         """Process the next event."""
@@ -85,6 +87,7 @@ class Deliveries:
         head, member = self.delivery(parent), self.delivery(child)
         head.children.append(child)
         member.parent, member.arrival_ns, member.params_ns = parent, head.arrival_ns, head.params_ns
+        member.front_end = head.front_end
 
     def _family(self, request_id: str) -> list[Delivery]:
         delivery = self.delivery(request_id)
@@ -93,7 +96,8 @@ class Deliveries:
     # One method per event
 
     def _arrived(self, event: Event) -> None:
-        self.delivery(event.req).arrival_ns = event.ts
+        delivery = self.delivery(event.req)
+        delivery.arrival_ns, delivery.front_end = event.ts, event.pid
 
     def _params(self, event: Event) -> None:
         for delivery in self._family(event.req or ""):
@@ -108,21 +112,38 @@ class Deliveries:
         for number in range(event.args["children"]):
             self._adopt(event.req or "", f"{number}_{event.req}")
 
+    def _routed(self, event: Event) -> None:
+        """The engine of a request died: the tokens that the front end did not receive are lost."""
+        if event.args["again"]:
+            delivery = self.delivery(event.req)
+            received = sum(bool(token.received_ns) for token in delivery.tokens)
+            delivery.num_again = max(received, delivery.num_text)
+            del delivery.tokens[delivery.num_again :]
+
     def _token(self, event: Event) -> None:
-        tokens = [Token(event.ts) for _ in range(event.args["num_tokens"])]
-        self.delivery(event.req).tokens += tokens
-        self._steps.setdefault((event.pid, event.step), []).extend(tokens)
+        delivery = self.delivery(event.req)
+        again = min(delivery.num_again, event.args["num_tokens"])
+        delivery.num_again -= again
+        tokens = [Token(event.ts) for _ in range(event.args["num_tokens"] - again)]
+        delivery.tokens += tokens
+        self._steps.setdefault((event.pid, event.step), []).extend((delivery, token) for token in tokens)
         if len(self._steps) > MAX_STEPS_ON_THE_WAY:
             del self._steps[next(iter(self._steps))]
 
     def _sent(self, event: Event) -> None:
-        for token in self._steps.get((event.pid, event.step), ()):
+        for _, token in self._steps.get((event.pid, event.step), ()):
             token.sent_ns = event.ts
 
     def _received(self, event: Event) -> None:
-        pid = (event.cause or "").partition(":")[0]
-        for token in self._steps.pop((int(pid), event.step), ()) if pid.isdecimal() else ():
-            token.received_ns = event.ts
+        """Each of several API servers gets a message with the tokens of its own requests."""
+        engine = pid_of(event.cause)
+        under_way = self._steps.pop((engine, event.step), []) if engine is not None else []
+        left = [(delivery, token) for delivery, token in under_way if delivery.front_end not in (0, event.pid)]
+        for delivery, token in under_way:
+            if delivery.front_end in (0, event.pid):
+                token.received_ns = event.ts
+        if left and engine is not None:
+            self._steps[engine, event.step] = left
 
     def _text(self, event: Event) -> None:
         self.delivery(event.req).became_text(event.args["num_tokens"], event.ts)
@@ -144,6 +165,7 @@ _HANDLERS: dict[str, Callable[[Deliveries, Event], None]] = {
     "request.sampling_params": Deliveries._params,
     "request.validated": Deliveries._validated,
     "request.fanned_out": Deliveries._fanned_out,
+    "dp.routed": Deliveries._routed,
     "sched.token": Deliveries._token,
     "zmq.outputs_sent": Deliveries._sent,
     "zmq.outputs_received": Deliveries._received,

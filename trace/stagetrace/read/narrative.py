@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from stagetrace.event import Event
 from stagetrace.ids import root_of
 from stagetrace.read.columns import arguments
+from stagetrace.read.lanes import pid_of
 
 _LOOP = {"sched.scheduled", "sched.token", "zmq.outputs_sent", "zmq.outputs_received", "request.detokenized", "request.collected",
          "generate.yield", "sse.chunk", "kv.allocated", "kv.cached", "spec.proposed", "spec.scheduled", "spec.verified"}  # fmt: skip
@@ -63,8 +64,11 @@ class Narrator:
     def __init__(self, request_id: str) -> None:
         self._id = request_id
         self._root = root_of(request_id)
-        self._step: int | None = None  # the last one in which it computed tokens
-        self._first_token: int | None = None  # the step that gave it
+        self._step: tuple[int, int | None] | None = (
+            None  # the last one in which it computed tokens: (pid of its engine, number)
+        )
+        self._first_token: tuple[int, int | None] | None = None  # the step that gave it
+        self._engine: int | None = None  # with several engines: the number of the one that has it
         self._chunk_sent = False
         self._round: _Round | None = None
         self._waits_for: Line | None = None  # for the size of its step
@@ -74,18 +78,22 @@ class Narrator:
         mine = (
             event.req == self._id
             or event.name in ("engine.dead", "engine.failed")
+            or (event.name == "dp.engine_lost" and event.args["engine"] == self._engine)
             or (event.req is not None and event.phase != 8 and self._carries(event))
         )
-        if event.name == "sched.output" and event.step == self._step:
+        if event.req == self._id and event.name == "dp.routed":
+            self._engine = event.args["engine"]
+        if event.name == "sched.output" and (event.pid, event.step) == self._step:
             yield from self._step_size(event.args["total_tokens"])
         elif event.name in ("zmq.outputs_sent", "zmq.outputs_received"):
-            if event.step == self._first_token and event.args["num_outputs"] and not self._chunk_sent:
+            sender = event.pid if event.name == "zmq.outputs_sent" else pid_of(event.cause)
+            if (sender, event.step) == self._first_token and event.args["num_outputs"] and not self._chunk_sent:
                 yield self._line(event)
         elif not mine:
             return
         elif event.name == "sched.scheduled" and (event.args["missing"] > 1 or not self._chunk_sent):
             yield from self.finish()
-            self._step = event.step
+            self._step = (event.pid, event.step)
             self._waits_for = self._line(event)
         elif self._chunk_sent and event.name in _LOOP:
             self._add(event)
@@ -93,7 +101,7 @@ class Narrator:
             yield from self.finish()
             yield self._line(event)
             if event.name == "sched.token" and self._first_token is None:
-                self._first_token = event.step
+                self._first_token = (event.pid, event.step)
             self._chunk_sent |= event.name == "sse.chunk"
 
     def finish(self) -> Iterator[Line]:
@@ -141,7 +149,7 @@ class Narrator:
         now = self._round = self._round or _Round(event.ts, event.ts)
         now.end_ns = event.ts
         if event.name == "sched.scheduled":
-            self._step = now.last_step = event.step or 0
+            self._step, now.last_step = (event.pid, event.step), event.step or 0
             now.first_step = now.first_step or now.last_step
             now.own += event.args["num_tokens"]
             now.blocks += event.args["new_blocks"]

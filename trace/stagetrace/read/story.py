@@ -1,18 +1,20 @@
 """What a recording holds: its requests, its engine steps, its messages. Whatever counts or draws builds on this.
 
 `tell(events)` makes a `Story` of a whole recording; `Story.feed` takes one event after another. Times are nanoseconds of
-`time.monotonic_ns()`; step numbers are the scheduler's and begin at 1.
+`time.monotonic_ns()`; step numbers are a scheduler's and begin at 1: with several engines, a step is known by (pid of its engine, number).
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from stagetrace.event import Event
 from stagetrace.read.deliveries import Deliveries, Delivery
+from stagetrace.read.lanes import Lanes, choose_engine
 
 
 @dataclass
@@ -31,6 +33,7 @@ class Span:
     first_step: int
     last_step: int
     num_tokens: int = 0  # computed in it
+    engine: int = 0  # pid
 
 
 @dataclass
@@ -48,6 +51,7 @@ class RequestStory:
     reason: str | None = (
         None  # of its end: stop, length, abort, error; the engine calls a stop string an abort, the front end not
     )
+    engines: list[int] = field(default_factory=list)  # pids of those that had it: another one follows where one died
     token_ns: list[int] = field(default_factory=list)  # when the engine had each output token
     chunk_ns: list[int] = field(default_factory=list)  # when each server-sent event left
     delivery: Delivery = field(default_factory=Delivery)  # the path of each token to the client
@@ -76,6 +80,7 @@ class StepStory:
 
     step: int
     start_ns: int
+    engine: int = 0  # pid
     end_ns: int = 0  # 0: the recording ends within the step
     running: int = 0  # requests, when it began
     waiting: int = 0
@@ -118,6 +123,7 @@ class BlockChange:
     step: int  # 0 before the first one
     req: str | None
     blocks: list[int]
+    engine: int = 0  # pid
 
 
 class Story:
@@ -130,7 +136,8 @@ class Story:
     def __init__(self, on_step: Callable[[StepStory], None] | None = None) -> None:
         self.processes: dict[int, str] = {}  # pid -> name
         self.headers: dict[int, dict[str, Any]] = {}  # pid -> arguments of run.start
-        self.settings: dict[str, Any] = {}  # arguments of scheduler.created
+        self.settings: dict[str, Any] = {}  # arguments of scheduler.created, of the latest engine
+        self.engines: dict[int, dict[str, Any]] = {}  # pid of an engine -> its own
         self.requests: dict[str, RequestStory] = {}
         self.steps: list[StepStory] = []
         self.messages: list[Message] = []
@@ -141,7 +148,8 @@ class Story:
         self._on_step = on_step
         self._open: dict[tuple[int, int], StepStory] = {}  # (pid, step); an engine with asynchronous scheduling has two
         self._sent: dict[str, Event] = {}
-        self._engines: dict[int, int] = {}  # pid of a worker -> pid of the engine that started it
+        self.lanes = Lanes()
+        self._last_step: dict[int, int] = {}  # pid of an engine -> its newest step
 
     def feed(self, event: Event) -> None:
         """Process the next event."""
@@ -149,6 +157,7 @@ class Story:
         self.start_ns = min(self.start_ns or event.ts, event.ts)
         self.end_ns = max(self.end_ns, event.ts)
         self.deliveries.feed(event)
+        self.lanes.feed(event)
         if event.req is not None:
             request = self._request(event.req)
             name = sys.intern(event.name)
@@ -167,7 +176,8 @@ class Story:
     def _step(self, event: Event) -> None:
         number = event.step or 0
         if event.ph == "B":
-            step = StepStory(number, event.ts, running=event.args["running"], waiting=event.args["waiting"])
+            step = StepStory(number, event.ts, event.pid, running=event.args["running"], waiting=event.args["waiting"])
+            self._last_step[event.pid] = number
             self._open[event.pid, number] = step
             if self._on_step is None:
                 self.steps.append(step)
@@ -182,7 +192,7 @@ class Story:
 
     def _step_of(self, event: Event) -> StepStory | None:
         """The step in progress that an event of an engine or its worker belongs to; the newest one if it names none."""
-        engine = self._engines.get(event.pid, event.pid)
+        engine = self.lanes.engine_of(event.pid)
         return self._open.get((engine, self._newest(event) if event.step is None else event.step))
 
     def _newest(self, event: Event, default: int = 0) -> int:
@@ -195,21 +205,26 @@ class Story:
         step = event.step or self._newest(event)
         if spans:
             spans[-1].end_ns = event.ts
-        spans.append(Span(kind, event.ts, event.ts, step, step))
+        spans.append(Span(kind, event.ts, event.ts, step, step, engine=event.pid))
 
     # One method per event that changes what is known
 
     def _header(self, event: Event) -> None:
         self.headers[event.pid] = event.args
 
-    def _worker(self, event: Event) -> None:
-        self._engines[event.args["pid"]] = event.pid
-
     def _created(self, event: Event) -> None:
-        self.settings = event.args
+        self.settings = self.engines[event.pid] = event.args
+
+    def _routed(self, event: Event) -> None:
+        """The engine that had it died: what the front end had not received is computed again elsewhere."""
+        request = self.requests[event.req or ""]
+        if event.args["again"]:
+            del request.token_ns[len(request.delivery.tokens) :]
 
     def _queued(self, event: Event) -> None:
-        self.requests[event.req or ""].num_prompt_tokens = event.args["num_prompt_tokens"]
+        request = self.requests[event.req or ""]
+        request.num_prompt_tokens = event.args["num_prompt_tokens"]
+        request.engines.append(event.pid)
         self._span(event, "wait")
 
     def _admitted(self, event: Event) -> None:
@@ -231,18 +246,18 @@ class Story:
             step.scheduled[event.req or ""] = scheduled
         request = self.requests[event.req or ""]
         spans = request.spans
-        if spans and spans[-1].kind == "prefill" and self._is_decode(request, scheduled):
+        if spans and spans[-1].kind == "prefill" and self._is_decode(event.pid, request, scheduled):
             self._span(event, "decode")
         if spans:
             span = spans[-1]
             span.num_tokens += scheduled.num_tokens
             span.last_step, span.end_ns = event.step or 0, event.ts
 
-    def _is_decode(self, request: RequestStory, scheduled: Scheduled) -> bool:
+    def _is_decode(self, engine: int, request: RequestStory, scheduled: Scheduled) -> bool:
         """Is what it lacks the token that it received last or, with asynchronous scheduling, that a step in flight gives it?"""
         if request.token_ns and request.token_ns[-1] > request.spans[-1].start_ns:
             return True
-        ahead = self.settings.get("scheduler_config", {}).get("async_scheduling", False)
+        ahead = self.engines.get(engine, {}).get("scheduler_config", {}).get("async_scheduling", False)
         return ahead and scheduled.num_computed >= request.num_prompt_tokens + request.num_output_tokens
 
     def _drafts(self, event: Event) -> None:
@@ -277,7 +292,10 @@ class Story:
     def _token(self, event: Event) -> None:
         request = self.requests[event.req or ""]
         request.num_output_tokens = event.args["num_output_tokens"]
-        request.token_ns += [event.ts] * event.args["num_tokens"]
+        new = event.args["num_tokens"]
+        if len(set(request.engines)) > 1:  # it runs again, and gets its first tokens once more
+            new = max(0, min(new, request.num_output_tokens - len(request.token_ns)))
+        request.token_ns += [event.ts] * new
         if (step := self._step_of(event)) is not None:
             step.tokens[event.req or ""] = event.args["num_tokens"]
 
@@ -306,8 +324,8 @@ class Story:
         if self._on_step is None and event.args.get("done", True):  # a reset that was refused changes nothing
             blocks = event.args.get("blocks", [])
             blocks = [event.args["block"]] if event.name == "kv.evicted" else blocks
-            step = self._newest(event, self.steps[-1].step if self.steps else 0)
-            self.blocks.append(BlockChange(event.name, event.ts, step, event.req, blocks))
+            step = self._newest(event, self._last_step.get(event.pid, 0))
+            self.blocks.append(BlockChange(event.name, event.ts, step, event.req, blocks, event.pid))
 
     def _message_sent(self, event: Event) -> None:
         if self._on_step is None:
@@ -321,8 +339,8 @@ class Story:
 
 _HANDLERS: dict[str, Callable[[Story, Event], None]] = {
     "run.start": Story._header,
-    "worker.spawned": Story._worker,
     "scheduler.created": Story._created,
+    "dp.routed": Story._routed,
     "sched.queued": Story._queued,
     "sched.admit": Story._admitted,
     "sched.resume": Story._admitted,
@@ -358,3 +376,35 @@ def tell(events: Iterable[Event]) -> Story:
     for event in events:
         story.feed(event)
     return story
+
+
+def one_engine(story: Story, number: int | None = None) -> Story:
+    """What a story says of one engine: its steps, blocks, settings, and the requests that it had. `number` is that of `EngineCore_DP1`; of an
+    engine that was started again, the first of its processes. None: the first engine. Raises TraceError for one that is not there.
+    """
+    engines = sorted(((pid, story.processes[pid]) for pid in story.engines), key=lambda engine: engine[1])
+    if len(engines) < 2 and number is None:
+        return story
+    return of_engine(story, engines[0][0] if number is None else choose_engine(engines, number)[0])
+
+
+def of_engine(story: Story, pid: int) -> Story:
+    """What a story says of the engine with this pid."""
+    if len(story.engines) < 2:
+        return story
+    others = {other for other in story.engines if other != pid}
+    own = copy(story)
+    own.settings, own.engines = story.engines[pid], {pid: story.engines[pid]}
+    own.processes = {p: name for p, name in story.processes.items() if story.lanes.engine_of(p) not in others}
+    own.blocks = [change for change in story.blocks if change.engine == pid]
+    before = [0]  # of the first n changes, how many are this engine's
+    for change in story.blocks:
+        before.append(before[-1] + (change.engine == pid))
+    own.steps = [replace(step, num_changes=before[step.num_changes]) for step in story.steps if step.engine == pid]
+    own.messages = [m for m in story.messages if m.sender not in others and m.receiver not in others]
+    own.requests = {
+        request_id: replace(request, spans=[span for span in request.spans if span.engine == pid])
+        for request_id, request in story.requests.items()
+        if pid in request.engines or not request.engines
+    }
+    return own

@@ -25,6 +25,7 @@ REQUESTS: dict[str, Callable[[RequestStory], Any]] = {
     "output_tokens": lambda r: r.num_output_tokens,
     "preemptions": lambda r: r.num_preemptions,
     "reason": lambda r: r.reason,  # of its end
+    "engine_pids": lambda r: " ".join(map(str, r.engines)),  # several if one died and another took over
     "first_event_ns": lambda r: min(r.first.values()),
     "queued_ns": lambda r: r.first.get("sched.queued"),
     "first_token_ns": lambda r: r.token_ns[0] if r.token_ns else None,  # in the engine
@@ -40,6 +41,7 @@ REQUESTS: dict[str, Callable[[RequestStory], Any]] = {
 
 STEPS: dict[str, Callable[[StepStory], Any]] = {
     "step": lambda s: s.step,
+    "engine_pid": lambda s: s.engine,  # with several engines, a step is known by both
     "start_ns": lambda s: s.start_ns,
     "end_ns": lambda s: s.end_ns,
     "forward_start_ns": lambda s: s.forward_ns[0] or None,

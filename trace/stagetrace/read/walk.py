@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from stagetrace.event import Event
+from stagetrace.read.lanes import Lanes
 from stagetrace.read.reader import Recording
 
 HISTORY = 4096  # events that are kept
@@ -101,7 +102,9 @@ class Place:
 
     number: int  # of the event in the recording, from 1
     event: Event
-    state: EngineState  # after it
+    state: EngineState  # of its engine, after it
+    engine: int = 0  # pid of that one: the event's own, its worker's, or else the one that was heard last
+    states: dict[int, EngineState] = field(default_factory=dict)  # of all engines, by pid
 
 
 class Walk:
@@ -159,13 +162,23 @@ class Walk:
         if self._history and number < self._history[-1].number:
             return self._history[number + 1 - self._history[0].number]
         for event in self._events:
-            last = self._history[-1] if self._history else Place(0, event, EngineState())
-            place = Place(last.number + 1, event, last.state.after(event))
+            place = self._after(self._history[-1] if self._history else Place(0, event, EngineState()), event)
             self._history.append(place)
             if place.number > number:
                 return place
         return None
 
+    def _after(self, last: Place, event: Event) -> Place:
+        """The place of the next event. Several engines have a state each, and steps of the same numbers."""
+        self._lanes.feed(event)
+        engine, states = self._lanes.engine_of(event.pid), last.states
+        if event.name not in _CHANGES:
+            engine = engine if engine in states else last.engine
+            return Place(last.number + 1, event, states.get(engine, EngineState()), engine, states)
+        state = states.get(engine, EngineState()).after(event)
+        return Place(last.number + 1, event, state, engine, states | {engine: state})
+
     def _restart(self) -> None:
         self._history.clear()
+        self._lanes = Lanes()
         self._events: Iterator[Event] = iter(self._recording)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stage03_engine.config import VllmConfig
-from stage03_engine.core.features.distributed.parallel_state import Ranks, destroy_distributed
+from stage03_engine.core.features.distributed.parallel_state import Ranks, destroy_distributed, trace_step
 from stage03_engine.core.features.distributed.rank_worker import join, own_config
 from stage03_engine.core.features.distributed.several_workers import share_of_memory, threads_each
 from stage03_engine.core.features.distributed.worker_messages import decode_output, encode
@@ -113,6 +113,7 @@ class ExecutorWithExternalLauncher(Executor):
     def begin_step(self, scheduler_output: SchedulerOutput) -> None:
         """Run this process's part of a step. Raises StagesError if the processes have decided differently."""
         self._check(scheduler_output)
+        trace_step(scheduler_output.step)
         self._outputs.append(self.worker.execute_model(scheduler_output))
 
     def finish_step(self) -> ModelRunnerOutput:

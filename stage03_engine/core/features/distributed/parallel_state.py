@@ -59,11 +59,18 @@ class Ranks:
 
 _ranks = Ranks()
 _tp_group: dist.ProcessGroup | None = None
+_step: int | None = None  # the engine's, for the trace
 
 
 def ranks() -> Ranks:
     """This process's place; that of the only worker unless `init_distributed` was called."""
     return _ranks
+
+
+def trace_step(step: int) -> None:
+    """What is exchanged from here on belongs to this step of the engine."""
+    global _step
+    _step = step
 
 
 def init_distributed(mine: Ranks, init_method: str, device: str, timeout_seconds: float | None = None) -> None:
@@ -107,11 +114,11 @@ def _exchange() -> Iterator[None]:
 @contextmanager
 def _span(kind: str, num_bytes: int) -> Iterator[None]:
     if trace.on:
-        trace.emit("worker.collective", ph="B", kind=kind, bytes=num_bytes)
+        trace.emit("worker.collective", ph="B", step=_step, kind=kind, bytes=num_bytes)
     with _exchange():
         yield
     if trace.on:
-        trace.emit("worker.collective", ph="E", kind=kind, bytes=num_bytes)
+        trace.emit("worker.collective", ph="E", step=_step, kind=kind, bytes=num_bytes)
 
 
 def all_reduce(x: Tensor) -> Tensor:
@@ -135,7 +142,7 @@ def all_gather(x: Tensor) -> Tensor:
 
 def send_to_next_stage(x: Tensor, linked: bool = False) -> None:
     """Hand `x` to the worker with the same slice of the next stage. `linked`: its event will name this one as its cause."""
-    sent = trace.emit("worker.collective", ph="B", kind="send", bytes=x.nbytes) if trace.on else None
+    sent = trace.emit("worker.collective", ph="B", step=_step, kind="send", bytes=x.nbytes) if trace.on else None
     there = _ranks.rank + _ranks.tp_size
     with _exchange():
         dist.send(x.contiguous(), there)
@@ -143,13 +150,13 @@ def send_to_next_stage(x: Tensor, linked: bool = False) -> None:
             pid, _, number = (sent or "0:0").partition(":")
             dist.send(torch.tensor([int(pid), int(number)], device=x.device), there)
     if trace.on:
-        trace.emit("worker.collective", ph="E", kind="send", bytes=x.nbytes)
+        trace.emit("worker.collective", ph="E", step=_step, kind="send", bytes=x.nbytes)
 
 
 def receive_from_previous_stage(like: Tensor, linked: bool = False) -> Tensor:
     """What the worker with the same slice of the stage before sends; `like` has its shape and format, and is overwritten. `linked` as there."""
     if trace.on:
-        trace.emit("worker.collective", ph="B", kind="receive", bytes=like.nbytes)
+        trace.emit("worker.collective", ph="B", step=_step, kind="receive", bytes=like.nbytes)
     there, cause = _ranks.rank - _ranks.tp_size, None
     event = torch.zeros(2, dtype=torch.int64, device=like.device)
     with _exchange():
@@ -160,5 +167,5 @@ def receive_from_previous_stage(like: Tensor, linked: bool = False) -> Tensor:
         pid, number = event.tolist()
         cause = f"{pid}:{number}" if pid else None  # a filter had left it out
     if trace.on:
-        trace.emit("worker.collective", ph="E", kind="receive", bytes=like.nbytes, cause=cause)
+        trace.emit("worker.collective", ph="E", step=_step, kind="receive", bytes=like.nbytes, cause=cause)
     return like

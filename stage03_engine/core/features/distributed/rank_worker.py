@@ -7,7 +7,12 @@ from dataclasses import replace
 import torch
 
 from stage03_engine.config import VllmConfig
-from stage03_engine.core.features.distributed.parallel_state import Ranks, destroy_distributed, init_distributed
+from stage03_engine.core.features.distributed.parallel_state import (
+    Ranks,
+    destroy_distributed,
+    init_distributed,
+    trace_step,
+)
 from stage03_engine.core.features.distributed.worker_messages import (
     SHUTDOWN,
     WorkerCall,
@@ -69,6 +74,7 @@ class RankWorker:
         output = decode_step(payload)
         if trace.on:
             trace.emit("worker.step_received", step=output.step, cause=cause.decode() or None, bytes=len(payload))
+            trace_step(output.step)
         ran = self.worker.execute_model(output)
         if not self.answers:
             return None
