@@ -204,10 +204,10 @@ print("requests in a step -> how many steps:", dict(halves))
 lab.claim("most steps have half of the four requests", halves.most_common(1)[0][0] == len(PROMPTS) // 2)
 
 # %% [markdown]
-# Once per boundary between stages, where tensor parallelism has two exchanges per layer: 13 times less here, 161 times less for a model of 80 layers. And
-# the answer to the second question: two steps are in flight, with half of the requests each. While the second worker runs its layers for one half,
-# the first one runs its own for the other. Above, the two slices of each step; below, the two stages, each with another step. Light: a worker waits
-# for the hidden states of the stage before.
+# Once per boundary between stages: one exchange where tensor parallelism has 13, and in a model of 80 layers 161. And the answer to the second
+# question: two steps are in flight, with half of the requests each. While the second worker runs its layers for one half, the first one runs its
+# own for the other. The upper picture has the two slices of each step, the lower one the two stages, each with another step. Light: a
+# worker waits for the hidden states of the stage before.
 
 
 # %%
@@ -374,6 +374,17 @@ def links(run):
     return Counter((one, other) for one, other in pairs if one != other)
 
 
+def over_zmq(run):
+    """What crossed between front ends and engines: messages in and out, bytes for a request and for a token."""
+    requests = [event.args["bytes"] for event in run.named("zmq.request_sent") if event.req]
+    outputs = [event.args for event in run.named("zmq.outputs_sent") if event.args["num_outputs"]]
+    tokens = sum(args["num_outputs"] for args in outputs)
+    out = sum(args["bytes"] for args in outputs)
+    print(f"{len(requests)} requests of {sum(requests) / len(requests):.0f} bytes; ", end="")
+    print(f"{tokens} tokens in {len(outputs)} messages, {out / tokens:.0f} bytes for a token")
+
+
+over_zmq(run)
 lab.table([(*pair, count) for pair, count in sorted(links(run).items())], "from", "to", "messages")
 lab.claim(
     "the engines say nothing to each other", not any(one[:6] == other[:6] == "Engine" for one, other in links(run))
@@ -403,6 +414,7 @@ owners = Counter(event.proc for event in run.named("zmq.request_sent") if event.
 print("requests:", dict(owners))
 outputs = [event for event in run.named("zmq.outputs_sent") if event.step]
 per_step = Counter(event.step for event in outputs)
+over_zmq(run)
 print("messages in a step -> how many steps:", dict(sorted(Counter(per_step.values()).items())))
 lab.table([(*pair, count) for pair, count in sorted(links(run).items())], "from", "to", "messages")
 lab.claim("a step sends one message to each server, at most", max(per_step.values()) <= 2)
@@ -411,7 +423,7 @@ lab.claim(
 )
 
 # %% [markdown]
-# The bytes are the same, in one message per server. It pays where the API process is the bottleneck: many streams, and an engine so fast that one
+# The same tokens, in one message for each server that has requests. It pays where the API process is the bottleneck: many streams, and an engine so fast that one
 # core of Python cannot write what it says. (Which server gets a connection is up to the operating system: on your machine one of them
 # may have got most.)
 #
@@ -468,7 +480,7 @@ lab.claim("slices of a large one win over the two links within a machine", split
 # %% [markdown]
 # | form | splits | crosses for a token | pays when |
 # |---|---|---|---|
-# | `mp`, one worker | nothing | two messages a step more | a crash of the model must not take the scheduler along |
+# | `mp`, one worker | nothing | two messages a step more | by itself it does not; `-tp` and `-pp` build on it |
 # | `-tp` | each layer | `(2 x layers + 1)` all-reduces of `hidden` numbers, and logits | the model does not fit, or a token must come sooner; fast links |
 # | `-pp` | the layers | `hidden` numbers per boundary | the model does not fit, many requests run, links are slow |
 # | `-dp` | the requests | nothing between engines | the model fits, and there are more requests than one engine can run |
