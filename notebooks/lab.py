@@ -79,6 +79,13 @@ class Server:
                 if line.strip():
                     yield line.decode().rstrip()
 
+    def watch(self, path: str) -> Iterator[Any]:
+        """What a GET streams as server-sent events, decoded, as it comes."""
+        with self._open(path, None, {}) as answer:
+            for line in answer:
+                if line.startswith(b"data: "):
+                    yield json.loads(line[6:])
+
     def _open(self, path: str, body: dict[str, Any] | None, headers: dict[str, str]) -> Any:
         data = None if body is None else json.dumps(body).encode()
         names = {name.replace("_", "-"): value for name, value in headers.items()}

@@ -18,6 +18,7 @@ import psutil
 import pytest
 from patience import wait_until
 from server_under_test import ServerProcess
+from watcher import Watcher
 
 from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import SamplingParams
@@ -111,6 +112,33 @@ def test_the_tokens_are_those_of_one_engine(three: Several, expected: list[str])
             each for each in metrics.splitlines() if each.startswith(f'vllm:prompt_tokens_total{{engine="{index}"')
         ]
         assert float(line.split()[-1]) > 0
+
+
+def test_a_watcher_can_tell_the_engines_apart(three: Several) -> None:
+    """Each request's events are of one engine; of one that is killed it hears, and it sees the next one."""
+    names = sorted(three.engines)
+    watcher = Watcher(three.url)
+    for name in names:
+        watcher.wait_for("sched.state", proc=name)
+    assert watcher.events[0]["args"]["states"] == {"0": "ready", "1": "ready", "2": "ready"}
+    assert three.post(prompt=PROMPTS[:6]).status_code == 200
+    watcher.wait_for("sched.finished", 6)
+    engines_of: dict[str, set[str]] = {}
+    for event in [event for event in watcher.events if "req" in event]:
+        engines_of.setdefault(event["req"], set()).add(event["proc"])
+    assert all(len(engines) == 1 for engines in engines_of.values())
+    assert sorted(engine for [engine] in engines_of.values()) == sorted(2 * names)
+    for name in names:
+        steps = [event["step"] for event in watcher.named("sched.output", name)]
+        assert steps == list(range(steps[0], steps[0] + len(steps))), (
+            "a step is missing, or another engine's is among them"
+        )
+    told = len(watcher.named("dp.engines"))
+    three.engines["EngineCore_DP1"].kill()
+    watcher.wait_for("sched.state", 2, "EngineCore_DP1")
+    states = [event["args"]["states"]["1"] for event in watcher.named("dp.engines")[told:]]
+    assert states == ["dead", "loading", "ready"]
+    three.wait_until_whole()
 
 
 async def _one_answer(

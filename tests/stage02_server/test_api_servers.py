@@ -20,6 +20,7 @@ import pytest
 from patience import PATIENCE, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 from server_under_test import InProcessServer, ServerProcess, byte_config
+from watcher import Watcher
 
 from stage02_server.cli_args import FrontendArgs
 from stage02_server.features.api_servers.launch import with_front_ends
@@ -357,6 +358,10 @@ def test_two_servers_before_two_engines(start_server: Start, tmp_path: Path) -> 
     wait_until_both_serve(server)
     processes = processes_of(server)
     kept = open_folders(processes)
+    watchers = [Watcher(server.url) for _ in range(2)]
+    for watcher in watchers:
+        for name in ("EngineCore_DP0", "EngineCore_DP1"):
+            watcher.wait_for("sched.state", proc=name)
     with connected_to_both(server) as clients:
         texts = {client.post("/v1/completions", json=BODY).json()["choices"][0]["text"] for client in clients * 3}
         drawn_once = [client.post("/v1/completions", json=BODY | {"temperature": 1}).json() for client in clients]
@@ -371,6 +376,9 @@ def test_two_servers_before_two_engines(start_server: Start, tmp_path: Path) -> 
         # The last tokens are counted after they are sent.
         wait_until(lambda: sum(tokens_of_engines(clients[1]).values()) == 8 * 24 + 480 + 4 * 24, "tokens are missing")
         assert min(tokens_of_engines(clients[1]).values()) > 0
+        for watcher in watchers:  # whichever server they reached: the requests of both, of each engine
+            watcher.wait_for("sched.finished", 13)
+            assert all(len(watcher.named("sched.token", name)) > 0 for name in ("EngineCore_DP0", "EngineCore_DP1"))
 
         engine, [text] = pid_of(server, "EngineCore_DP1"), texts
         with ThreadPoolExecutor(8) as pool, clients[0].stream("POST", "/v1/completions", json=LONG) as one:

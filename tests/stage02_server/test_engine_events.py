@@ -2,57 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 from patience import PATIENCE
 from server_under_test import InProcessServer, ServerProcess
+from watcher import Watcher
 
 from stage03_engine.core.features.scheduler_watch import SHOWN
 
 ASK = {"prompt": "KING RICHARD: a secret", "max_tokens": 6, "temperature": 0}
-
-
-class Watcher:
-    """A client that reads the stream in a thread."""
-
-    def __init__(self, url: str) -> None:
-        self.events: list[dict[str, Any]] = []
-        self.text = ""
-        self.ended = threading.Event()
-        self._grew = threading.Condition()
-        self._thread = threading.Thread(target=self._read, args=(url + "/v1/engine/events",), daemon=True)
-        self._thread.start()
-
-    def _read(self, url: str) -> None:
-        try:
-            with httpx.stream("GET", url) as response:
-                assert response.headers["content-type"].startswith("text/event-stream")
-                for line in response.iter_lines():
-                    with self._grew:
-                        self.text += line + "\n"
-                        if line.startswith("data: "):
-                            self.events.append(json.loads(line[6:]))
-                        self._grew.notify_all()
-        except httpx.HTTPError:
-            pass  # the server was killed
-        finally:
-            self.ended.set()
-
-    def wait_for(self, name: str, count: int = 1) -> None:
-        with self._grew:
-            assert self._grew.wait_for(
-                lambda: sum(e["name"] == name for e in self.events) >= count, timeout=PATIENCE
-            ), name
 
 
 @pytest.fixture

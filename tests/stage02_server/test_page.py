@@ -23,10 +23,7 @@ from stagetrace import trace
 
 pytest_plugins = ["browser"]  # the fixture of tests/browser.py
 
-READ_STATE = """batches => {
-  const state = new EngineState();
-  return batches.map(lines => {
-    for (const line of lines) state.apply(JSON.parse(line));
+STATE_OF = """state => {
     const open = [...state.requests].filter(([, request]) => request.status !== "ended");
     return {
       running: open.filter(([, r]) => r.status === "running").map(([id, r]) => [id, r.tokens, r.computed]).sort(),
@@ -35,8 +32,28 @@ READ_STATE = """batches => {
       cached: [...state.cached].sort((a, b) => a - b),
       free: state.free,
     };
-  });
 }"""
+READ_STATE = f"""batches => {{
+  const state = new EngineState();
+  return batches.map(lines => {{
+    for (const line of lines) state.apply(JSON.parse(line));
+    return ({STATE_OF})(state);
+  }});
+}}"""
+READ_VIEWS = f"""batches => {{
+  const shown = batches.map(lines => {{
+    for (const line of lines) apply(JSON.parse(line));
+    return Object.fromEntries(views.map(view => [view.number, ({STATE_OF})(view.state)]));
+  }});
+  views.forEach(view => view.draw());
+  return shown;
+}}"""
+SEEN = """[...document.querySelectorAll(".engine")].map(engine => ({
+  name: engine.querySelector("h3").hidden ? "" : engine.querySelector("h3").textContent,
+  past: engine.classList.contains("past"),
+  step: engine.querySelector("dd").textContent,
+  rows: [...engine.querySelectorAll("tbody tr")].map(row => row.dataset.req),
+}))"""
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +154,7 @@ def test_stop_frees_the_blocks(opened: Any, server: ServerProcess) -> None:
     page.until("live.count('running') === 1 && live.holders.size > 0")
     page.page.keyboard.press("Escape")
     page.until("live.count('running') === 0 && live.holders.size === 0")
-    page.until("document.getElementById('live').dataset.used === '0'")
+    page.until("document.getElementById('pictures').dataset.used === '0'")
     assert "stopped" in page.page.text_content("#summary")
     assert "from outside" in page.page.locator("#rows tr").first.text_content()
 
@@ -263,10 +280,8 @@ def facts(engine: ToyEngine) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_its_state_is_the_schedulers(browser: Any, seed: int) -> None:
-    """From any moment on, through arrivals, preemption, swapping, drafts, aborts and resets: after each step what the page
-    made of the events is what the scheduler has."""
+def life(seed: int, names: str = "r") -> tuple[list[list[str]], list[dict[str, Any]]]:
+    """(what each step tells, from any moment on; what is true then) of a random engine whose requests have such names."""
     chance = random.Random(seed)
     engine = ToyEngine(seed, num_blocks=chance.choice([28, 34]), swap_blocks=seed % 2 * 40, num_drafts=seed % 3)
     watch = SchedulerWatch(engine.scheduler)
@@ -277,11 +292,11 @@ def test_its_state_is_the_schedulers(browser: Any, seed: int) -> None:
         for turn in range(80):
             if turn == joins or (turn > joins and chance.random() < 0.05):  # again: somebody else has joined
                 watch.start()
-            engine.add_random(f"r{turn}")
+            engine.add_random(f"{names}{turn}")
             if engine.scheduler.has_unfinished_requests:
                 engine.step()
             if chance.random() < 0.1:
-                engine.scheduler.finish_requests([f"r{chance.randint(0, turn)}"])
+                engine.scheduler.finish_requests([f"{names}{chance.randint(0, turn)}"])
             if chance.random() < 0.1:
                 reset(engine.scheduler)
             if turn >= joins:
@@ -289,10 +304,86 @@ def test_its_state_is_the_schedulers(browser: Any, seed: int) -> None:
                 truth.append(facts(engine))
     finally:
         trace.watch(None)
+    return batches, truth
+
+
+@pytest.fixture
+def script(browser: Any) -> Iterator[Any]:
+    """The page without a server: only its script runs."""
     context = browser.new_context()
     page = context.new_page()
     page.set_content(build_page()[0])
-    shown = page.evaluate(READ_STATE, batches)
+    page.uncheck("#watch")  # there is nobody to listen to
+    page.evaluate("say('watching')")
+    yield page
     context.close()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_its_state_is_the_schedulers(script: Any, seed: int) -> None:
+    """Through arrivals, preemption, swapping, drafts, aborts and resets: after each step what the page made of the events is
+    what the scheduler has."""
+    batches, truth = life(seed)
+    shown = script.evaluate(READ_STATE, batches)
     for place, (mine, real) in enumerate(zip(shown, truth, strict=True)):
         assert mine == real, f"after batch {place}"
+
+
+def of_engine(batches: list[list[str]], number: int) -> list[list[str]]:
+    """The same events, told by another engine."""
+    return [[json.dumps(json.loads(line) | {"proc": f"EngineCore_DP{number}"}) for line in lines] for lines in batches]
+
+
+def engines(**states: str) -> str:
+    """What the front end says of its engines."""
+    told = {name.removeprefix("e"): state for name, state in states.items()}
+    return json.dumps({"proc": "APIServer", "name": "dp.engines", "args": {"states": told}})
+
+
+def test_what_two_engines_tell_is_not_mixed_up(script: Any) -> None:
+    """Their steps, blocks and requests have the same numbers, and each view shows its own scheduler's."""
+    chance = random.Random(1)
+    lives = {number: life(number, f"e{number}-") for number in (0, 1)}
+    told = {number: of_engine(batches, number) for number, (batches, _) in lives.items()}
+    turns = chance.sample([number for number in told for _ in told[number]], k=sum(map(len, told.values())))
+    left = {number: iter(batches) for number, batches in told.items()}
+    shown = script.evaluate(READ_VIEWS, [[engines(e0="ready", e1="ready")], *(next(left[number]) for number in turns)])
+    for number, (_, truth) in lives.items():
+        own = [views[str(number)] for views, turn in zip(shown[1:], turns, strict=True) if turn == number]
+        assert own == truth
+    seen = script.evaluate(SEEN)
+    assert [one["name"] for one in seen] == ["Engine 0: ready", "Engine 1: ready"]
+    for number, one in enumerate(seen):
+        assert one["rows"] and all(row.startswith(f"e{number}-") for row in one["rows"])
+    labels = script.evaluate("[...document.querySelectorAll('tbody th')].map(th => th.textContent)")
+    assert len(labels) == len(set(labels)), "two requests have one name"
+    assert script.evaluate("new Set([...document.querySelectorAll('[id]')].map(e => e.id)).size") == script.evaluate(
+        "document.querySelectorAll('[id]').length"
+    )
+    assert script.text_content("#live-title") == "The engines, live"
+
+
+def test_an_engine_that_dies_turns_grey_and_its_successor_begins_from_nothing(script: Any) -> None:
+    before, after = of_engine(life(2, "old-")[0], 1), of_engine(life(4, "new-")[0], 1)
+    script.evaluate(READ_VIEWS, [[engines(e0="ready", e1="ready")], *before])
+    assert script.evaluate(SEEN)[1]["rows"]
+    for state in ("dead", "loading"):
+        script.evaluate(READ_VIEWS, [[engines(e0="ready", e1=state)]])
+        seen = script.evaluate(SEEN)
+        assert [one["past"] for one in seen] == [False, True] and seen[1]["name"] == f"Engine 1: {state}"
+        assert seen[1]["rows"], "what it did stays in sight"
+    script.evaluate(READ_VIEWS, [[engines(e0="ready", e1="ready")], *after])
+    seen = script.evaluate(SEEN)[1]
+    assert not seen["past"] and seen["rows"] and all(row.startswith("new-") for row in seen["rows"])
+    script.evaluate(READ_VIEWS, [[engines(e0="ready", e1="ready", e2="loading")]])
+    assert [one["name"] for one in script.evaluate(SEEN)] == ["Engine 0: ready", "Engine 1: ready", "Engine 2: loading"]
+    script.evaluate(READ_VIEWS, [[engines(e0="ready", e1="draining")]])
+    assert [one["name"] for one in script.evaluate(SEEN)] == ["Engine 0: ready", "Engine 1: draining"]
+
+
+def test_a_single_engine_has_no_name_whatever_its_number(script: Any) -> None:
+    script.evaluate(READ_VIEWS, of_engine(life(3)[0], 2))
+    [one] = script.evaluate(SEEN)
+    assert one["name"] == "" and not one["past"] and one["rows"]
+    assert script.text_content("#live-title") == "The engine, live"
+    assert script.get_attribute("#pictures", "role") is None

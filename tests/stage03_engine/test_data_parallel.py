@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import os
 import random
 import signal
@@ -62,6 +63,7 @@ class Front:
         self.lost: set[str] = set()
         self.dead: EngineDeadError | None = None
         self.preemptions: dict[int, int] = {}
+        self.told: list[dict[str, str]] = []  # to those who watch: what each engine is doing
         self.num_outputs = 0
 
     async def add(self, made: EngineCoreRequest) -> int:
@@ -84,6 +86,8 @@ class Front:
                 self.dead = error
                 return
             self.num_outputs += 1
+            events = [json.loads(line) for line in outputs.trace_events]
+            self.told += [event["args"]["states"] for event in events if event["name"] == "dp.engines"]
             if outputs.scheduler_stats is not None:
                 assert outputs.scheduler_stats.num_preemptions >= self.preemptions.get(outputs.engine_index, 0)
                 self.preemptions[outputs.engine_index] = outputs.scheduler_stats.num_preemptions
@@ -264,21 +268,11 @@ def test_requests_without_a_seed_get_those_of_one_engine() -> None:
     run(test)
 
 
-def test_calls_reach_every_engine_but_those_of_the_live_view() -> None:
+def test_calls_reach_every_engine() -> None:
     async def test() -> None:
         async with front(3) as made:
             assert await made.client.call("reset_prefix_cache")
-            assert await made.client.call("watch_scheduler")
-            assert [made.engines[i].calls for i in range(3)] == [
-                ["reset_prefix_cache", "watch_scheduler"],
-                *2 * [["reset_prefix_cache"]],
-            ]
-            made.engines[0].die()
-            await until(lambda: made.client.states[0] == EngineState.LOADING)
-            made.engines[0].may_start.set()
-            await until(lambda: made.client.num_ready == 3)
-            await settle()
-            assert made.engines[0].calls == ["watch_scheduler"], "the view goes on"
+            assert [made.engines[i].calls for i in range(3)] == 3 * [["reset_prefix_cache"]]
             made.engines[1].answer = False
             assert not await made.client.call("reset_prefix_cache"), "it is done only if all did it"
             made.engines[1].answer = EngineDeadError("gone")
@@ -290,6 +284,56 @@ def test_calls_reach_every_engine_but_those_of_the_live_view() -> None:
                 made.engines[i].answer = EngineDeadError("gone")
             with pytest.raises(EngineDeadError):
                 await made.client.call("reset_prefix_cache")
+
+    run(test)
+
+
+def test_whoever_watches_sees_every_engine_and_what_becomes_of_it() -> None:
+    async def test() -> None:
+        async with front(2) as made:
+            assert await made.client.call("watch_scheduler")
+            assert [made.engines[i].calls for i in range(2)] == 2 * [["watch_scheduler"]]
+            made.engines[1].die()
+            await until(lambda: made.client.states[1] == EngineState.LOADING)
+            assert await made.client.call("watch_scheduler"), "somebody else begins to watch"
+            made.engines[1].may_start.set()
+            await until(lambda: made.client.num_ready == 2)
+            await settle()
+            assert made.engines[1].calls == ["watch_scheduler"], "the view goes on"
+            await made.client.scale(3)
+            await settle()
+            assert made.engines[2].calls == ["watch_scheduler"]
+            await made.client.scale(2)
+            await settle()
+            both = {"0": "ready", "1": "ready"}
+            assert made.told == [
+                both, both | {"1": "dead"}, *2 * [both | {"1": "loading"}], both,
+                both | {"2": "loading"}, both | {"2": "ready"}, both | {"2": "draining"}, both,
+            ]  # fmt: skip
+            assert await made.client.call("unwatch_scheduler")
+            made.engines[0].die()
+            await until(lambda: made.client.states[0] == EngineState.LOADING)
+            made.engines[0].may_start.set()
+            await until(lambda: made.client.num_ready == 2)
+            await settle()
+            assert len(made.told) == 9 and made.engines[0].calls == [], "nobody watches"
+
+    run(test)
+
+
+def test_whoever_begins_to_watch_while_no_engine_is_ready_sees_them_come() -> None:
+    async def test() -> None:
+        async with front(2) as made:
+            for index in range(2):
+                made.engines[index].die()
+                await until(lambda index=index: made.client.states[index] == EngineState.LOADING)  # type: ignore[misc]
+            assert await made.client.call("watch_scheduler")
+            for index in range(2):
+                made.engines[index].may_start.set()
+            await until(lambda: made.client.num_ready == 2)
+            await settle()
+            assert made.told[0] == {"0": "loading", "1": "loading"} and made.told[-1] == {"0": "ready", "1": "ready"}
+            assert [made.engines[i].calls for i in range(2)] == 2 * [["watch_scheduler"]]
 
     run(test)
 

@@ -138,6 +138,7 @@ _ROWS = [
         "v1/engine/core_client.py DPLBAsyncMPClient"),
     _optional("dp.engine_lost", 5, ENGINE, {"engine": "int", "message": "str", "again": "int", "failed": "int", "num_ready": "int"},
         "One of several engines died: how many of its requests run again on another, how many end with an error, and how many engines are left.", "-"),
+    _optional("dp.engines", 5, ENGINE, {"states": "dict[str, str]"}, "A client watches the schedulers of several engines: what each is doing (loading, ready, draining, dead), when it begins to watch and at each change.", "-"),
     _optional("dp.scaled", 5, ENGINE, {"engines": "int"}, "The number of engines was changed.", "v1/engine/core_client.py scale_elastic_ep"),
     # Phase 6: request
     Row("http.request", 6, SERVER, {"method": "str", "path": "str", "trace_id": "str | None", "parent_id": "str | None"},

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from stage03_engine.frontend.features.engine_watch import EngineWatch, WatchQueue
 
 router = APIRouter()
-SCRIPTS = ("stream.js", "playground.js", "state.js", "live.js")
+SCRIPTS = ("stream.js", "playground.js", "state.js", "view.js", "live.js")
 PAUSE_SECONDS = 0.05  # between two messages: no eye is faster, and a fast engine has hundreds of steps a second
 LOOK_UP_SECONDS = 0.5  # how soon an idle stream notices that the server ends
 
@@ -61,8 +61,9 @@ async def show_page(raw_request: Request) -> Response:
 
 @router.get("/v1/engine/events")
 async def stream_engine_events(raw_request: Request) -> Response:
-    """What the scheduler decides, as server-sent events, one trace event each, its present state first. No prompts, no
-    tokens. The engine emits nothing while no client listens. With several API keys only with --enable-engine-events."""
+    """What the scheduler decides, as server-sent events, one trace event each, its present state first; with several engines
+    `dp.engines` says which there are, and `proc` whose an event is. No prompts, no tokens. The engine emits nothing while no client
+    listens. With several API keys only with --enable-engine-events."""
     if not is_there("stage03_engine.frontend.features.engine_watch"):
         raise not_found("The live view is not installed: the engine's front end has no engine_watch.")
     from stage03_engine.frontend.features.engine_watch import EngineWatch, WatchError

@@ -1,4 +1,4 @@
-// Part 2 of 4: the playground. One request at a time; text is always streamed.
+// Part 2 of 5: the playground. One request at a time; text is always streamed.
 
 const form = byId("request");
 const conversation = []; // of the chat: {role, content}

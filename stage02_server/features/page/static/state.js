@@ -1,13 +1,19 @@
-// Part 3 of 4: from the scheduler's events to its state: who runs, who waits, who holds which block, what each step did.
+// Part 3 of 5: from one scheduler's events to its state: who runs, who waits, who holds which block, what each step did.
 
 const STEPS_KEPT = 96; // columns of the pictures
 const ENDED_KEPT = 8; // requests that have ended and are still listed
 
 class EngineState {
-  constructor() {
+  /** `labels`: request id -> 1, 2, 3, ... in the order in which this page saw them; several engines share it. */
+  constructor(labels = new Map()) {
+    this.labels = labels;
+    this.clear();
+  }
+
+  /** Begin from nothing: another process takes the place of the one before. */
+  clear() {
     this.known = false; // nothing means anything before the first sched.state
     this.settings = { num_blocks: 0, block_size: 0, max_num_batched_tokens: 0, max_num_seqs: 0 };
-    this.labels = new Map(); // request id -> 1, 2, 3, ... in the order in which this page saw them
     this.#forget();
   }
 

@@ -1,5 +1,5 @@
 "use strict";
-// Part 1 of 4: what both halves of the page need: elements, and server-sent events over fetch (EventSource cannot send a key).
+// Part 1 of 5: what both halves of the page need: elements, and server-sent events over fetch (EventSource cannot send a key).
 
 /** A DOM element: make("li", {class: "chip"}, "text", child, ...). Strings become text nodes, so nothing in them is ever markup. */
 function make(tag, attributes = {}, ...children) {

@@ -34,14 +34,14 @@ from stage03_engine.frontend.features.data_parallel.engine import (
 )
 from stage03_engine.frontend.features.data_parallel.in_flight import InFlight, lost
 from stage03_engine.frontend.features.data_parallel.restart import RestartLimit
+from stage03_engine.frontend.features.data_parallel.states import states_event
 from stage03_engine.frontend.features.data_parallel.totals import Totals
 from stage03_engine.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady, FinishReason, SchedulerStats
 from stage03_engine.tracing import trace_message
 from stagetrace import trace
 
 logger = logging.getLogger(__name__)
-WATCHING = ("watch_scheduler", "unwatch_scheduler")
-"""Calls that only the first engine gets: the live view shows one scheduler, and two would be mixed up in it."""
+WATCH, UNWATCH = "watch_scheduler", "unwatch_scheduler"
 
 
 class ScalingError(Exception):
@@ -133,10 +133,11 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
 
     async def _join(self, engine: Engine, ready: EngineReady) -> None:
         """From now on the engine takes requests, first those that waited for one."""
-        engine.state, engine.owes_since = EngineState.READY, None
+        engine.owes_since = None
+        self._now(engine, EngineState.READY)
         self._balancer.join(engine.index, ready.num_gpu_blocks)
         engine.reader = self._in_background(self._read(engine))
-        if self._is_watched and engine is self._alive[0]:
+        if self._is_watched:
             self._in_background(self._watch_again(engine))
         if trace.on:
             trace.emit("dp.engine_joined", engine=engine.index, num_ready=self.num_ready)
@@ -144,9 +145,20 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
             first = next(iter(self._held))
             await self._send(self._held.pop(first))
 
+    def _now(self, engine: Engine, state: EngineState) -> None:
+        """What the engine is doing from now on."""
+        engine.state = state
+        self._tell_watchers()
+
+    def _tell_watchers(self) -> None:
+        """Whoever watches the schedulers learns what each engine is doing."""
+        if self._is_watched:
+            event = states_event(self.states)
+            self._outputs.put_nowait(EngineCoreOutputs(engine_index=min(self._engines), trace_events=[event]))
+
     async def _watch_again(self, engine: Engine) -> None:
         with contextlib.suppress(EngineDeadError):
-            await engine.client.call("watch_scheduler")
+            await engine.client.call(WATCH)
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -213,20 +225,22 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
         return in_flight
 
     async def call(self, method: str) -> bool:
-        """True if every engine did something. Raises EngineDeadError if none is ready, and InvalidRequestError."""
-        engines = self._alive[:1] if method in WATCHING else self._alive
-        asked = [engine.client.call(method) for engine in engines]
+        """True if every engine did something. Raises EngineDeadError if none is ready, and InvalidRequestError.
+
+        Who watches while no engine is ready sees each one as soon as it is."""
+        if method in (WATCH, UNWATCH):
+            self._is_watched = method == WATCH
+            self._tell_watchers()
+        asked = [engine.client.call(method) for engine in self._alive]
         answers = await asyncio.gather(*asked, return_exceptions=True)
         for answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, EngineDeadError):
                 raise answer
         done = [answer for answer in answers if isinstance(answer, bool)]  # who died in between has nothing to say
-        if not done:
+        if not done and method not in (WATCH, UNWATCH):
             raise EngineDeadError("No engine is ready.")
         if method == "reset_prefix_cache" and all(done):
             self._balancer.caches_are_empty()
-        if method in WATCHING:
-            self._is_watched = method == WATCHING[0]
         return all(done)
 
     async def get_output_async(self) -> EngineCoreOutputs:
@@ -281,7 +295,8 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
 
     async def _died(self, engine: Engine, error: EngineDeadError) -> None:
         """Give the engine's requests to others, tell the clients of those that cannot run again, and start it again."""
-        was_draining, engine.state = engine.state == EngineState.DRAINING, EngineState.DEAD
+        was_draining = engine.state == EngineState.DRAINING
+        self._now(engine, EngineState.DEAD)
         self._balancer.leave(engine.index)
         if not was_draining and not self._limit.take():
             logger.error(
@@ -338,10 +353,8 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
 
     async def _start_again(self, engine: Engine) -> None:
         await self._end_engine(engine)
-        engine.client, engine.state = (
-            self._make_engine(share_of(self._config, self.size), engine.index),
-            EngineState.LOADING,
-        )
+        engine.client = self._make_engine(share_of(self._config, self.size), engine.index)
+        self._now(engine, EngineState.LOADING)
         try:
             engine.client.start_process()
             ready = await engine.client.start()
@@ -387,11 +400,13 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
         indices = list(itertools.islice(free, size - self.size))
         try:
             new = [self._add(index, size) for index in indices]
+            self._tell_watchers()
             ready = await _all_of(engine.client.start() for engine in new)
         except BaseException:
             for index in indices:
                 if (engine := self._engines.pop(index, None)) is not None:
                     await self._end_engine(engine)
+            self._tell_watchers()
             raise
         self.size = size
         for engine, said in zip(new, ready):
@@ -401,7 +416,7 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
         self.size = size
         leaving = [engine for _, engine in sorted(self._engines.items())][size:]
         for engine in leaving:
-            engine.state = EngineState.DRAINING
+            self._now(engine, EngineState.DRAINING)
             engine.drained.clear()
             self._balancer.leave(engine.index)
         for engine in leaving:
@@ -410,6 +425,7 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
             await self._end_engine(engine)
             self._totals.engine_ended(engine.index)
             del self._engines[engine.index]
+            self._tell_watchers()
 
     def shutdown(self) -> None:
         for task in list(self._tasks):
