@@ -397,8 +397,11 @@ def test_two_servers_before_two_engines(start_server: Start, tmp_path: Path) -> 
                     "a server does not know of the death",
                 )  # type: ignore[misc]
                 wait_until(lambda client=client: not client.get("/health").content, "the engine does not come back")  # type: ignore[misc]
+            for watcher in watchers:  # the beginning, the death, the start, and the engine is ready again
+                watcher.wait_for("dp.engines", 4)
+                watcher.wait_for("sched.state", 2, "EngineCore_DP1")
         assert any(
-            re.search(r"DPCoordinator ended unexpectedly \(exit code -9.*; it is started again", line)
+            "DPCoordinator ended unexpectedly (exit code -9" in line and line.endswith("it is started again.")
             for line in server.lines
         )
         before = tokens_of_engines(clients[0])["1"]
