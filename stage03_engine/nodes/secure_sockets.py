@@ -173,9 +173,13 @@ class Lost(Exception):
 class Connection:
     """A connected socket. It tries for as long as nobody listens; whoever uses it limits the time."""
 
-    def __init__(self, context: zmq.Context, kind: int, address: str, secret: NodeSecret | None) -> None:
-        """Raises StagesError if the address is none."""
+    def __init__(
+        self, context: zmq.Context, kind: int, address: str, secret: NodeSecret | None, identity: bytes = b""
+    ) -> None:
+        """`identity` is the name by which a ROUTER knows it. Raises StagesError if the address is none."""
         self.socket = context.socket(kind)
+        if identity:
+            self.socket.setsockopt(zmq.IDENTITY, identity)
         _prepare(self.socket, address)
         if secret is not None:
             self.socket.curve_serverkey = secret.listens.public

@@ -18,7 +18,7 @@ EXECUTORS = {
     "several machines": _ROOM + "machines.head:MultiNodeExecutor",
 }
 """--distributed-executor-backend -> class; `uni` is the walk's own, and --nnodes has one of its own."""
-_SECURE = "stage03_engine.core.features.nodes.secure_sockets"
+_SECURE = "stage03_engine.nodes"
 PIPELINE_SCHEDULER = _ROOM + "pipeline_scheduler:PipelineScheduler"
 
 
@@ -167,7 +167,14 @@ class ParallelFlags(PipelineFlags):
             "weights": [_ROOM + "sharded_weights:sharded_tensors"] * several,
             "runner": [_ROOM + "parallel_model:ParallelModelHook"] * several,
             "core": [_ROOM + "pipeline_core:PipelineEngineCore"] * (parallel.pipeline_parallel_size > 1),
+            # before the one that opens the trace
+            "trace": [_ROOM + "launched_lane:name_lane"] * (several and executor == "external_launcher" and _is_traced(self)),
         }
+
+
+def _is_traced(config: Any) -> bool:
+    observed = config.observability_config
+    return getattr(observed, "trace", None) is not None or getattr(observed, "trace_console", False)
 
 
 def _check_machines(config: Any, parallel: ParallelConfig) -> None:

@@ -93,9 +93,11 @@ class WorkerProcesses:
         self._socket.setsockopt(zmq.RCVTIMEO, POLL_MS)
 
     def _spawn(self, ranks: range, address: str, interface: str | None) -> None:
-        threads = threads_each(self.config, len(ranks)) or 1
-        environment = worker_environment(threads, self.config.device_config.attention_backend, interface)
+        environment = self._environment(threads_each(self.config, len(ranks)) or 1, interface)
         self._spawned.start({rank: self.lanes[rank] for rank in ranks}, address, environment)
+
+    def _environment(self, threads: int, interface: str | None) -> dict[str, str]:
+        return worker_environment(threads, self.config.device_config.attention_backend, interface)
 
     def _ended(self, lane: str, code: int) -> None:
         """From any thread: a process has ended."""

@@ -1,6 +1,6 @@
 """`python -m stage03_engine.core.features.distributed.worker_process ADDRESS RANK LANE`: a worker as a process of its own.
 
-Started by MultiprocExecutor, not by hand. It ends when its standard input closes, which comes even after kill -9 of the executor.
+Started by MultiprocExecutor, or on another machine by machines/node.py, not by hand. It ends when its standard input closes, which comes even after kill -9 of the executor.
 Source: vllm/v1/executor/multiproc_executor.py (WorkerProc).
 """
 
@@ -21,21 +21,23 @@ if TYPE_CHECKING:
     from stage03_engine.core.features.distributed.rank_worker import RankWorker
 
 FLUSH_MS = 50
+LINGER_MS = 1000  # for the last message of a worker that ends
+IPC = "ipc://"
 
 
-def _watch_parent(folder: Path) -> None:
+def _watch_parent(address: str) -> None:
     """os._exit, because the main thread may be deep in a forward pass, or wait for a worker that is dead."""
     while os.read(0, 4096):
         pass
     trace.close()
-    shutil.rmtree(folder, ignore_errors=True)
+    if address.startswith(IPC):
+        shutil.rmtree(Path(address.removeprefix(IPC)).parent, ignore_errors=True)
     os._exit(0)
 
 
 def run_worker(address: str, rank: int, lane: str) -> int:
     """Main function of the worker process; returns its exit code."""
-    folder = Path(address.removeprefix("ipc://")).parent
-    threading.Thread(target=_watch_parent, args=(folder,), name="parent-watch", daemon=True).start()
+    threading.Thread(target=_watch_parent, args=(address,), name="parent-watch", daemon=True).start()
     trace.hold(lane)
     socket = _connect(address, rank)
     # From here on modules are imported that take seconds: the watch has begun before.
@@ -54,8 +56,7 @@ def run_worker(address: str, rank: int, lane: str) -> int:
         socket.send_multipart([FAILED, encode(failure_of(error))])
         return 1
     finally:
-        socket.close()
-        socket.context.term()
+        socket.context.destroy(linger=LINGER_MS)
         trace.close()
     return 0
 
@@ -63,9 +64,14 @@ def run_worker(address: str, rank: int, lane: str) -> int:
 def _connect(address: str, rank: int) -> zmq.Socket:
     import zmq
 
+    name = b"worker%d" % rank
+    if not address.startswith(IPC):
+        from stage03_engine.core.features.distributed.machines.addresses import secret_of_worker
+        from stage03_engine.nodes.secure_sockets import Connection, read_secret
+
+        return Connection(zmq.Context(), zmq.DEALER, address, read_secret(secret_of_worker()), name).socket
     socket = zmq.Context().socket(zmq.DEALER)
-    socket.setsockopt(zmq.IDENTITY, b"worker%d" % rank)
-    socket.setsockopt(zmq.LINGER, 1000)
+    socket.setsockopt(zmq.IDENTITY, name)
     socket.set_hwm(0)
     socket.connect(address)
     return socket
