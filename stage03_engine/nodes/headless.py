@@ -13,4 +13,6 @@ def run_headless(config: VllmConfig) -> int:
     """Work until the server elsewhere ends; returns the exit code. Raises StagesError."""
     if getattr(getattr(config, "parallel_config", None), "nnodes", 1) > 1:
         return load_feature(WORKERS, "nnodes > 1")(config)
-    raise ConfigError("headless is for a machine that works for a server elsewhere: name it with nnodes, node_rank and master_addr")
+    raise ConfigError(
+        "headless is for a machine that works for a server elsewhere: name it with nnodes, node_rank and master_addr"
+    )

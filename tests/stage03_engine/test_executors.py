@@ -27,8 +27,8 @@ from stage03_engine.config import VllmConfig
 from stage03_engine.core.features.distributed import multiproc_executor
 from stage03_engine.core.features.distributed.external_launcher import ExecutorWithExternalLauncher
 from stage03_engine.core.features.distributed.multiproc_executor import MultiprocExecutor
-from stage03_engine.core.features.distributed.ranks import Ranks
 from stage03_engine.core.features.distributed.rank_worker import RANK_CONFIG
+from stage03_engine.core.features.distributed.ranks import Ranks
 from stage03_engine.core.features.distributed.several_workers import (
     check_devices,
     lane_of,

@@ -182,7 +182,10 @@ def test_what_differs_is_named() -> None:
     assert difference(here, there) == f"the version of torch: {here['the version of torch']} on the head, 1.0 there"
     smaller = replace(config, model_config=replace(config.model_config, shape=replace(config.shape, num_layers=5)))
     assert difference(here, must_agree(smaller)) == "the model's num_layers: 6 on the head, 5 there"
-    assert difference(here, {}) == f"the version of vllm-in-stages: {here['the version of vllm-in-stages']} on the head, unknown there"
+    assert (
+        difference(here, {})
+        == f"the version of vllm-in-stages: {here['the version of vllm-in-stages']} on the head, unknown there"
+    )
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -210,7 +213,10 @@ def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None
 def test_a_port_that_is_taken(port: int) -> None:
     with socket.create_server(("127.0.0.1", port)), pytest.raises(ConfigError, match=rf"port {port} \(--master-port\)"):
         LLM("gpt2-tiny", **SETTINGS, **TWO, master_port=port)
-    with socket.create_server(("127.0.0.1", port + 1)), pytest.raises(StagesError, match=f"127.0.0.1:{port + 1} is taken"):
+    with (
+        socket.create_server(("127.0.0.1", port + 1)),
+        pytest.raises(StagesError, match=f"127.0.0.1:{port + 1} is taken"),
+    ):
         LLM("gpt2-tiny", **SETTINGS, **TWO, master_port=port)
 
 
@@ -221,7 +227,7 @@ def test_without_a_secret(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_machine_with_the_engine_is_not_headless(port: int) -> None:
-    with machine(port, rank=0) as other:
+    with machine(port, "-tp", "2", rank=0) as other:
         assert "node_rank 0 is the machine with the engine and the API server" in error_of(other)
 
 

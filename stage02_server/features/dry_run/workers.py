@@ -30,7 +30,9 @@ def rows(config: VllmConfig) -> list[tuple[str, str, str]]:
     parallel = config.parallel_config
     found = []
     for stage in range(parallel.pipeline_parallel_size):
-        own = Ranks(stage * parallel.tensor_parallel_size, parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+        own = Ranks(
+            stage * parallel.tensor_parallel_size, parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+        )
         shape = rank_shape(config.shape, own)
         per_token = kv_block_bytes(rank_config(config, own)) // config.cache_config.block_size
         layers = f"layers {shape.first_layer} to {shape.first_layer + shape.num_layers - 1}"

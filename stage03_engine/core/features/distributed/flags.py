@@ -168,7 +168,8 @@ class ParallelFlags(PipelineFlags):
             "runner": [_ROOM + "parallel_model:ParallelModelHook"] * several,
             "core": [_ROOM + "pipeline_core:PipelineEngineCore"] * (parallel.pipeline_parallel_size > 1),
             # before the one that opens the trace
-            "trace": [_ROOM + "launched_lane:name_lane"] * (several and executor == "external_launcher" and _is_traced(self)),
+            "trace": [_ROOM + "launched_lane:name_lane"]
+            * (several and executor == "external_launcher" and _is_traced(self)),
         }
 
 
@@ -189,7 +190,10 @@ def _check_machines(config: Any, parallel: ParallelConfig) -> None:
     engines = getattr(getattr(config, "data_parallel_config", None), "data_parallel_size", 1)
     for refused, why in (
         (parallel.executor != "mp", f"works with distributed_executor_backend mp alone, not with {parallel.executor}"),
-        (engines > 1, "is one engine on several machines, and data_parallel_size several engines; leave out one of the two"),
+        (
+            engines > 1,
+            "is one engine on several machines, and data_parallel_size several engines; leave out one of the two",
+        ),
         (
             parallel.node_rank == 0 and size % nodes != 0,
             f"must divide tensor_parallel_size x pipeline_parallel_size, which is {size}: each machine has as many workers",
@@ -198,7 +202,10 @@ def _check_machines(config: Any, parallel: ParallelConfig) -> None:
             parallel.master_addr in ("", "*", "0.0.0.0", "::"),
             "needs the address of machine 0 in master_addr, not that of every interface",
         ),
-        (parallel.master_port >= 65535, f"needs two ports, master_port and the next one; {parallel.master_port} is too high"),
+        (
+            parallel.master_port >= 65535,
+            f"needs two ports, master_port and the next one; {parallel.master_port} is too high",
+        ),
     ):
         if refused:
             raise ConfigError(f"nnodes = {nodes} {why}")

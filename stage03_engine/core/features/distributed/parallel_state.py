@@ -16,7 +16,6 @@ from torch import Tensor
 from stage03_engine.core.features.distributed.ranks import Ranks
 from stagetrace import trace
 
-
 _ranks = Ranks()
 _tp_group: dist.ProcessGroup | None = None
 _step: int | None = None  # the engine's, for the trace

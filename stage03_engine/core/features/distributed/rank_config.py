@@ -17,6 +17,7 @@ from stage03_engine.core.features.distributed.stages import layer_range, own_lay
 from stage03_engine.errors import ConfigError
 from stage03_engine.model_shape import ModelShape
 
+
 @dataclass(frozen=True)
 class RankShape(ModelShape):
     """The size of one worker's part of a model. `whole` is the size of all parts together, as in config.json; the first of the worker's

@@ -22,7 +22,6 @@ from dataclasses import replace
 import msgspec
 import zmq
 
-from stage03_engine.config import VllmConfig
 from stage03_engine.core.features.distributed.machines.addresses import (
     environment_with_secret,
     head_address,
@@ -80,7 +79,9 @@ class Nodes:
         while not self._stopping.is_set():
             ready = dict(poller.poll(100))
             if self._listener.monitor in ready and (count := self._listener.refused()):
-                logger.warning("Refused %d connections to %s: their secret is another one.", count, self._listener.address)
+                logger.warning(
+                    "Refused %d connections to %s: their secret is another one.", count, self._listener.address
+                )
             if self._listener.socket in ready:
                 self._read(*self._listener.socket.recv_multipart()[:2])
             if time.monotonic() >= next_ping:
