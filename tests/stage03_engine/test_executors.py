@@ -24,7 +24,7 @@ from server_under_test import ServerProcess
 
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.config import VllmConfig
-from stage03_engine.core.features.distributed import multiproc_executor
+from stage03_engine.core.features.distributed import spawned_workers
 from stage03_engine.core.features.distributed.external_launcher import ExecutorWithExternalLauncher
 from stage03_engine.core.features.distributed.multiproc_executor import MultiprocExecutor
 from stage03_engine.core.features.distributed.rank_worker import RANK_CONFIG
@@ -388,7 +388,7 @@ def test_an_error_in_a_step_names_the_worker() -> None:
 def test_a_worker_that_never_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "silent.py").write_text("import sys; sys.stdin.read()")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(multiproc_executor, "MODULE", "silent")
+    monkeypatch.setattr(spawned_workers, "MODULE", "silent")
     with pytest.raises(StagesError, match=r"^Worker_TP0 did not come within 1 s \(--distributed-timeout-seconds\)$"):
         LLM("gpt2-tiny", distributed_timeout_seconds=1, **MP, **SMALL)
 

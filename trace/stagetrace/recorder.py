@@ -75,7 +75,7 @@ class Recorder:
         self._held, self.on = None, False
 
     def rename(self, proc: str) -> None:
-        """Between `hold` and `open`: call the process otherwise."""
+        """Give the process another name, also in what it holds. Not once it is open: its file has the name."""
         self.proc = proc
         for event in self._held or []:
             event.proc = proc
