@@ -465,12 +465,15 @@ def torchrun(count: int, *flags: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("count", [1, pytest.param(2, marks=needs_slices)])
-def test_torchrun_prints_the_answer_once(count: int) -> None:
+def test_torchrun_prints_the_answer_once(count: int, tmp_path: Path) -> None:
     with LLM("gpt2-tiny", **SMALL) as llm:
         [answer] = llm.generate("To be, or", SamplingParams(temperature=0, max_tokens=12))
-    run = torchrun(count, "-tp", str(count), "--max-tokens", "12")
+    run = torchrun(count, "-tp", str(count), "--max-tokens", "12", "--trace", str(tmp_path))
     assert run.returncode == 0, run.stderr
     assert run.stdout == f"To be, or{answer.outputs[0].text}\n"
+    lanes = {path.name.partition("-")[0] for path in tmp_path.iterdir()}
+    assert lanes == ({"LLM"} if count == 1 else {"LLM_TP0", "LLM_TP1"})
+    assert {event.proc for event in read_run(tmp_path).events} == lanes
 
 
 def test_a_launched_process_that_stays_alone_says_so() -> None:
