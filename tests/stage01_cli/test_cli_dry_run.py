@@ -117,7 +117,7 @@ def test_one_worker_of_several_beside_the_whole(words: str, capsys: pytest.Captu
         if "-q" in given:
             size += int8_bytes(replace(mine.shape, vocab_size=rows if own.is_last_stage else 0), 4)
         assert shown[f"{own.lane}_weights"] == readable(size)
-        assert shown[f"{own.lane}_kv_cache_per_token"] == readable(kv_block_bytes(mine) // 16)
+        assert shown[f"{own.lane}_kv_per_token"] == readable(kv_block_bytes(mine) // 16)
 
 
 def size_of_part(config: VllmConfig, mine: VllmConfig, own: Ranks) -> tuple[int, int]:

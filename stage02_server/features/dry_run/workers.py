@@ -39,7 +39,7 @@ def rows(config: VllmConfig) -> list[tuple[str, str, str]]:
         who = f"of each of {parallel.tensor_parallel_size} workers with {layers}"
         heads = f"{shape.num_kv_heads} of {config.shape.num_kv_heads} KV heads in {shape.num_layers} layers"
         found.append((f"{own.lane}_weights", shown(_weights(config, shape, own)), who))
-        found.append((f"{own.lane}_kv_cache_per_token", shown(per_token), heads))
+        found.append((f"{own.lane}_kv_per_token", shown(per_token), heads))
     return found
 
 
