@@ -319,10 +319,8 @@ def test_killing_the_parent_ends_the_workers(multiprocess: bool) -> None:
     assert parent.stdout.readline() == "ready\n"
     children = psutil.Process(parent.pid).children(recursive=True)
     [worker] = workers_of(parent.pid)
-    sockets = Path(
-        next(word for word in worker.cmdline()[0].split() if word.startswith("ipc://")).removeprefix("ipc://")
-    )
-    assert sockets.exists()
+    folder = Path(next(word for word in worker.cmdline()[0].split() if word.startswith("pipe:")).split(":", 2)[2])
+    assert folder.exists()
     for child in children if sys.platform == "linux" else []:
         child.suspend()
     parent.kill()
@@ -331,7 +329,7 @@ def test_killing_the_parent_ends_the_workers(multiprocess: bool) -> None:
     wait_until(
         lambda: not any(c.is_running() and c.status() != psutil.STATUS_ZOMBIE for c in children), "a process stays"
     )
-    wait_until(lambda: not sockets.parent.exists(), "the sockets stay")
+    wait_until(lambda: not folder.exists(), "the private folder stays")
 
 
 def test_a_server_whose_worker_is_killed_answers_and_ends() -> None:

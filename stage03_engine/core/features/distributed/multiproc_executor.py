@@ -1,11 +1,10 @@
 """`--distributed-executor-backend mp`: a process per worker (vllm/v1/executor/multiproc_executor.py, MultiprocExecutor).
 
-    EngineCore -> MultiprocExecutor  ROUTER ─┬─> DEALER  Worker_TP0 -> Worker -> ModelRunner   (the output rank: it answers)
-                                             └─> DEALER  Worker_TP1 -> Worker -> ModelRunner
+    EngineCore -> MultiprocExecutor ─┬─> Worker_TP0 -> Worker -> ModelRunner   (the output rank: it answers)
+                                     └─> Worker_TP1 -> Worker -> ModelRunner
 
-One ROUTER is enough for everything: it addresses each worker by name for the handshake, sends the same bytes to all of them in a step, and
-receives every answer, so that there is one place to wait. PUSH and PULL would need a socket per worker for the same.
-vLLM writes into a ring buffer in shared memory, on which the workers spin; a socket sleeps, which on few cores is faster.
+A step sends the same bytes to all workers and waits for the output rank, while it listens to all: another one may report why it cannot go on.
+worker_links.py has the sockets.
 """
 
 from __future__ import annotations
@@ -17,9 +16,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
-
-import zmq
+from collections.abc import Callable, Sequence
 
 from stage03_engine.args.processes import RENDEZVOUS, private_folder
 from stage03_engine.config import VllmConfig
@@ -31,6 +28,7 @@ from stage03_engine.core.features.distributed.several_workers import (
     threads_each,
 )
 from stage03_engine.core.features.distributed.spawned_workers import SpawnedWorkers, loopback, worker_environment
+from stage03_engine.core.features.distributed.worker_links import Message, WorkerLinks, WorkerPipes
 from stage03_engine.core.features.distributed.worker_messages import (
     CALL,
     FAILED,
@@ -57,7 +55,7 @@ HELLO_SECONDS = 600.0  # for the processes to import their modules; loading may 
 
 
 class WorkerProcesses:
-    """The processes of the workers, and the socket to them.
+    """The processes of the workers, and the links to them.
 
     Invariant: as long as the object is not closed, somebody waits for each process, so that its end is known at once. It knows no
     executor: one that nobody holds any longer can end it (`weakref.finalize`).
@@ -66,14 +64,13 @@ class WorkerProcesses:
     def __init__(self, config: VllmConfig, lanes: list[str]) -> None:
         self.config, self.lanes = config, lanes
         self._folder = private_folder()
-        self._context = zmq.Context()
-        self._names = [b"worker%d" % rank for rank in range(len(lanes))]
         self._lock = threading.Lock()
         self._closing, self._loaded = False, False
         self._why: str | None = None  # a worker died
         self._died, self._killed = threading.Event(), threading.Event()
         self._report: Callable[[str], None] | None = None
         self._spawned = SpawnedWorkers(self._ended)
+        self._links: WorkerLinks
         try:
             self._open()
         except BaseException:
@@ -81,22 +78,17 @@ class WorkerProcesses:
             raise
 
     def _open(self) -> None:
-        """Bind the socket, and start the processes."""
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._set_up_socket()
-        self._socket.bind(address := f"ipc://{self._folder.path}/workers")
-        self._spawn(range(len(self.lanes)), address, loopback())
+        """Start the processes with a link to each."""
+        self._links = pipes = WorkerPipes()
+        environment = self._environment(loopback())
+        for rank, lane in enumerate(self.lanes):
+            with pipes.add() as theirs:
+                how = f"pipe:{theirs.fileno()}:{self._folder.path}"
+                self._spawned.start(rank, lane, environment, how, (theirs.fileno(),))
 
-    def _set_up_socket(self) -> None:
-        self._socket.set_hwm(0)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a message to a worker that is gone is an error, not lost
-        self._socket.setsockopt(zmq.RCVTIMEO, POLL_MS)
-
-    def _spawn(self, ranks: range, address: str, interface: str | None) -> None:
-        environment = self._environment(threads_each(self.config, len(ranks)) or 1, interface)
-        self._spawned.start({rank: self.lanes[rank] for rank in ranks}, address, environment)
-
-    def _environment(self, threads: int, interface: str | None) -> dict[str, str]:
+    def _environment(self, interface: str | None) -> dict[str, str]:
+        """Of the workers of this machine."""
+        threads = threads_each(self.config, self.config.parallel_config.local_world_size) or 1
         return worker_environment(threads, self.config.device_config.attention_backend, interface)
 
     def _ended(self, lane: str, code: int) -> None:
@@ -127,32 +119,31 @@ class WorkerProcesses:
         if why is not None:
             report(why)
 
-    def send(self, frames: list[bytes], ranks: list[int] | None = None) -> None:
+    def send(self, kind: bytes, payload: bytes, cause: bytes = b"", ranks: Sequence[int] | None = None) -> None:
         """To these workers, or to all. Raises WorkerDiedError."""
         try:
-            for rank in range(len(self._names)) if ranks is None else ranks:
-                self._socket.send_multipart([self._names[rank], *frames])
-        except zmq.ZMQError as error:
+            for rank in range(len(self.lanes)) if ranks is None else ranks:
+                self._links.send(rank, (kind, payload, cause))
+        except OSError as error:
             self._died.wait(TERMINATE_SECONDS)
             raise WorkerDiedError(self._why or f"the workers cannot be reached: {error}") from error
 
-    def receive(self, limit: float = math.inf) -> tuple[int, bytes, list[bytes]]:
-        """(rank, kind, frames) of the next message. Raises what a worker reports, WorkerDiedError, and TimeoutError after `limit`
-        seconds."""
+    def receive(self, limit: float = math.inf) -> tuple[int, Message]:
+        """(rank, message), the next one. Raises what a worker reports, WorkerDiedError, and TimeoutError after `limit` seconds."""
         deadline = time.monotonic() + limit
         while True:
-            try:
-                name, kind, *frames = self._socket.recv_multipart()
-            except zmq.Again:  # nothing for a while
-                if self._died.is_set() and not self._socket.poll(POLL_MS):
-                    raise WorkerDiedError(self._why) from None
-                if time.monotonic() > deadline:
-                    raise TimeoutError from None
-                continue
-            rank = int(name.removeprefix(b"worker"))
-            if kind == FAILED:
-                self._raise(rank, frames[0])
-            return rank, kind, frames
+            received = self._links.receive(POLL_MS)
+            if received is None and self._died.is_set():
+                received = self._links.receive(POLL_MS)  # its last words
+                if received is None:
+                    raise WorkerDiedError(self._why)
+            if received is not None:
+                rank, (kind, payload, _) = received
+                if kind == FAILED:
+                    self._raise(rank, payload)
+                return received
+            if time.monotonic() > deadline:
+                raise TimeoutError
 
     def _raise(self, rank: int, payload: bytes) -> None:
         """Workers that wait for each other complain of the one that is killed: then the killing is the reason."""
@@ -171,8 +162,8 @@ class WorkerProcesses:
             self._answer_hello(rank, hello, offset_ns)
         loaded: dict[int, int] = {}
         while len(loaded) < len(self.lanes):
-            rank, _, frames = self.receive()
-            message = decode_answer(frames[0])
+            rank, (_, payload, _) = self.receive()
+            message = decode_answer(payload)
             assert not isinstance(message, WorkerHello)
             loaded[rank] = message.value
         self._loaded = True
@@ -186,12 +177,12 @@ class WorkerProcesses:
         deadline = time.monotonic() + (asked or HELLO_SECONDS)
         while len(hellos) < len(self.lanes):
             try:
-                rank, _, frames = self.receive(deadline - time.monotonic())
+                rank, (_, payload, _) = self.receive(deadline - time.monotonic())
             except TimeoutError:
                 flag = " (--distributed-timeout-seconds)" if asked else ""
                 missing = self._missing([rank for rank in range(len(self.lanes)) if rank not in hellos])
                 raise StagesError(f"{missing} did not come within {asked or HELLO_SECONDS:.0f} s{flag}") from None
-            hello = decode_answer(frames[0])
+            hello = decode_answer(payload)
             assert isinstance(hello, WorkerHello)
             hellos[rank] = hello, time.monotonic_ns() - hello.monotonic_ns
         return hellos
@@ -204,7 +195,7 @@ class WorkerProcesses:
         init = self._init_of(rank)
         if trace.on:
             init.cause = trace.emit("worker.init_sent", cause=hello.cause, rank=rank, clock_offset_ns=offset_ns)
-        self.send([CALL, encode(init)], [rank])
+        self.send(CALL, encode(init), ranks=[rank])
 
     def _init_of(self, rank: int) -> WorkerInit:
         """What the worker has to know."""
@@ -224,14 +215,15 @@ class WorkerProcesses:
         healthy = self._loaded and not self._died.is_set()
         if healthy:
             with contextlib.suppress(WorkerDiedError):
-                self.send([CALL, encode(WorkerCall(SHUTDOWN))])
+                self.send(CALL, encode(WorkerCall(SHUTDOWN)))
         self._spawned.reap_all(TERMINATE_SECONDS if healthy else 0.0)
         self._release()
         self._folder.remove()
 
     def _release(self) -> None:
         """Close what was opened; `_open` may have failed half-way."""
-        self._context.destroy(linger=0)
+        if hasattr(self, "_links"):
+            self._links.close()
 
 
 class MultiprocExecutor(SeveralWorkers):
@@ -256,11 +248,11 @@ class MultiprocExecutor(SeveralWorkers):
             raise
 
     def call_all(self, method: str, argument: int | None = None) -> list[int]:
-        self.workers.send([CALL, encode(WorkerCall(method, argument))])
+        self.workers.send(CALL, encode(WorkerCall(method, argument)))
         results: dict[int, int] = {}
         while len(results) < len(self.block_bytes):
-            rank, _, frames = self.workers.receive()
-            answer = decode_answer(frames[0])
+            rank, (_, payload, _) = self.workers.receive()
+            answer = decode_answer(payload)
             assert not isinstance(answer, WorkerHello)
             results[rank] = answer.value
         return [results[rank] for rank in range(len(self.block_bytes))]
@@ -271,11 +263,11 @@ class MultiprocExecutor(SeveralWorkers):
         if trace.on:
             size, count = len(payload), len(self.block_bytes)
             sent = trace.emit("executor.step_sent", step=scheduler_output.step, bytes=size, workers=count)
-        self.workers.send([STEP, payload, (sent or "").encode()])
+        self.workers.send(STEP, payload, (sent or "").encode())
         self._in_flight.append(scheduler_output.step)
 
     def finish_step(self) -> ModelRunnerOutput:
-        rank, kind, (payload, cause) = self.workers.receive()
+        rank, (kind, payload, cause) = self.workers.receive()
         assert kind == STEP and rank == self._output_rank
         step = self._in_flight.popleft()
         if trace.on:

@@ -36,16 +36,17 @@ class SpawnedWorkers:
         self._ended = ended
         self._processes: list[subprocess.Popen[bytes]] = []
 
-    def start(self, lanes: dict[int, str], address: str, environment: dict[str, str]) -> None:
-        """A process for each rank, which connects to `address`."""
+    def start(
+        self, rank: int, lane: str, environment: dict[str, str], how: str, inherited: tuple[int, ...] = ()
+    ) -> None:
+        """A process; `how` is the address of the executor, or the descriptor in `inherited` and the private folder."""
+        command = [sys.executable, "-m", MODULE, how, str(rank), lane]
         with signals_are_ours():
-            for rank, lane in lanes.items():
-                command = [sys.executable, "-m", MODULE, address, str(rank), lane]
-                process = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, env=environment)
-                self._processes.append(process)
-                threading.Thread(target=self._watch, args=(process, lane), name=f"watch-{lane}", daemon=True).start()
-                if trace.on:
-                    trace.emit("worker.spawned", lane=lane, pid=process.pid)
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, env=environment, pass_fds=inherited)
+        self._processes.append(process)
+        threading.Thread(target=self._watch, args=(process, lane), name=f"watch-{lane}", daemon=True).start()
+        if trace.on:
+            trace.emit("worker.spawned", lane=lane, pid=process.pid)
 
     def _watch(self, process: subprocess.Popen[bytes], lane: str) -> None:
         self._ended(lane, process.wait())

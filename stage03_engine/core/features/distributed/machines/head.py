@@ -29,6 +29,7 @@ from stage03_engine.core.features.distributed.machines.addresses import (
     nodes_port,
     tcp,
 )
+from stage03_engine.core.features.distributed.machines.links import WorkerRouter
 from stage03_engine.core.features.distributed.machines.messages import (
     NodeHello,
     NodeInit,
@@ -154,16 +155,17 @@ class WorkersOfMachines(WorkerProcesses):
         self._agreed = must_agree(self.config)
         self._head, secret = head_address(parallel), read_secret(self.config.node_config)
         self._check_port(parallel.master_port)
-        self._listener = Listener(self._context, zmq.ROUTER, tcp(self._head, "*"), secret)
-        self._socket = self._listener.socket
-        self._set_up_socket()
+        self._links = router = WorkerRouter(tcp(self._head, "*"), secret)
+        self._address = router.address
         meet = tcp(self._head, nodes_port(parallel))
         self._nodes = Nodes(meet, secret, self._welcome, self._ended, lambda why: self._fail(why, killed=True))
         logger.info(
             "Listening on %s for %d other machines: stages serve MODEL --headless --nnodes %d --node-rank N --master-addr %s --master-port %d",
             meet, parallel.nnodes - 1, parallel.nnodes, parallel.master_addr, parallel.master_port,
         )  # fmt: skip
-        self._spawn(range(parallel.local_world_size), self._listener.address, interface_towards(self._head))
+        environment = self._environment(interface_towards(self._head))
+        for rank in range(parallel.local_world_size):
+            self._spawned.start(rank, self.lanes[rank], environment, self._address)
 
     def _check_port(self, port: int) -> None:
         """torch would say so in many lines, after the weights of this machine's workers are loaded."""
@@ -172,8 +174,8 @@ class WorkersOfMachines(WorkerProcesses):
         except OSError as error:
             raise ConfigError(f"port {port} (--master-port) cannot be listened on: {error.strerror}") from None
 
-    def _environment(self, threads: int, interface: str | None) -> dict[str, str]:
-        return environment_with_secret(super()._environment(threads, interface), self.config.node_config)
+    def _environment(self, interface: str | None) -> dict[str, str]:
+        return environment_with_secret(super()._environment(interface), self.config.node_config)
 
     def _welcome(self, hello: NodeHello) -> NodeInit | NodeRefused:
         """In the thread of `Nodes`."""
@@ -184,7 +186,7 @@ class WorkersOfMachines(WorkerProcesses):
             self._hosts[node] = hello
             count = parallel.local_world_size
             ranks = range(node * count, (node + 1) * count)
-            return NodeInit({rank: self.lanes[rank] for rank in ranks}, self._listener.address)
+            return NodeInit({rank: self.lanes[rank] for rank in ranks}, self._address)
         logger.warning("Refused machine %d: %s.", node, why)
         return NodeRefused(why)
 
@@ -194,8 +196,8 @@ class WorkersOfMachines(WorkerProcesses):
         config, threads = self.config, self.config.device_config.num_threads
         if node > 0:
             host = self._hosts[node]
-            own = {"model_path": host.model_path, "tokenizer_path": host.tokenizer_path}
-            config, threads = replace(config, model_config=replace(config.model_config, **own)), host.num_threads
+            own = replace(config.model_config, model_path=host.model_path, tokenizer_path=host.tokenizer_path)
+            config, threads = replace(config, model_config=own), host.num_threads
         each = None if threads is None else max(1, threads // parallel.local_world_size)
         return WorkerInit(config, rank, local_rank, each, tcp(self._head, parallel.master_port), trace.run_id)
 
@@ -206,8 +208,6 @@ class WorkersOfMachines(WorkerProcesses):
     def _release(self) -> None:
         if hasattr(self, "_nodes"):
             self._nodes.close(self._why or ("" if self._loaded else "it could not start"))
-        if hasattr(self, "_listener"):
-            self._listener.close()
         super()._release()
 
 

@@ -152,7 +152,9 @@ class Node:
         device, interface = self._config.device_config, interface_towards(self._head)
         threads = max(1, (device.num_threads or 1) // len(init.workers))
         environment = worker_environment(threads, device.attention_backend, interface)
-        self._workers.start(init.workers, init.address, environment_with_secret(environment, self._config.node_config))
+        environment = environment_with_secret(environment, self._config.node_config)
+        for rank, lane in init.workers.items():
+            self._workers.start(rank, lane, environment, init.address)
         logger.info("Running %s for %s", ", ".join(init.workers.values()), self._address)
 
     def _stop(self, why: str) -> None:
