@@ -94,7 +94,8 @@ class WorkerProcesses:
     def _ended(self, lane: str, code: int) -> None:
         """From any thread: a process has ended."""
         why = " (killed, as a system does that runs out of memory)" if code == -signal.SIGKILL else ""
-        if self._fail(f"{lane} ended unexpectedly with exit code {code}{why}", killed=code < 0) and trace.on:
+        matters = self._fail(f"{lane} ended unexpectedly with exit code {code}{why}", killed=code < 0)
+        if trace.on and matters:
             trace.emit("worker.dead", lane=lane, exit_code=code)
 
     def _fail(self, why: str, killed: bool) -> bool:
