@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-import signal
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from stage03_engine.args.processes import RENDEZVOUS, private_folder
+from stage03_engine.args.processes import RENDEZVOUS, exit_reason, private_folder
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.features.distributed.several_workers import (
     SeveralWorkers,
@@ -93,8 +92,7 @@ class WorkerProcesses:
 
     def _ended(self, lane: str, code: int) -> None:
         """From any thread: a process has ended."""
-        why = " (killed, as a system does that runs out of memory)" if code == -signal.SIGKILL else ""
-        matters = self._fail(f"{lane} ended unexpectedly with exit code {code}{why}", killed=code < 0)
+        matters = self._fail(f"{lane} ended unexpectedly with {exit_reason(code)}", killed=code < 0)
         if trace.on and matters:
             trace.emit("worker.dead", lane=lane, exit_code=code)
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
 
-from stage03_engine.args.command import signals_are_ours
-from stage03_engine.args.processes import engine_environment
+from stage03_engine.args.processes import engine_environment, start_process
 from stagetrace import trace
 
 MODULE = "stage03_engine.core.features.distributed.worker_process"
@@ -40,9 +38,7 @@ class SpawnedWorkers:
         self, rank: int, lane: str, environment: dict[str, str], how: str, inherited: tuple[int, ...] = ()
     ) -> None:
         """A process; `how` is the address of the executor, or the descriptor in `inherited` and the private folder."""
-        command = [sys.executable, "-m", MODULE, how, str(rank), lane]
-        with signals_are_ours():
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, env=environment, pass_fds=inherited)
+        process = start_process(MODULE, how, str(rank), lane, environment=environment, inherited=inherited)
         self._processes.append(process)
         threading.Thread(target=self._watch, args=(process, lane), name=f"watch-{lane}", daemon=True).start()
         if trace.on:
