@@ -9,11 +9,11 @@ import argparse
 
 from stage02_server.cli_args import add_serve_args, resolve_serve_args
 from stage03_engine.args import CLISubcommand, FlexibleArgumentParser
-from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import load_feature
 from stage03_engine.tracing import open_trace
 from stagetrace import trace
 
+HEADLESS = "stage03_engine.nodes.headless:run_headless"
 SEVERAL = "stage02_server.features.api_servers.launch:run_multi_api_server"
 
 
@@ -41,6 +41,8 @@ class ServeSubcommand(CLISubcommand):
             table = load_feature("stage02_server.features.dry_run.table:table", "--dry-run")
             print(table(vllm_config, settings))
             return 0
+        if branch == "run_headless":
+            return load_feature(HEADLESS, "headless")(vllm_config)
         if branch == "run_multi_api_server":
             return load_feature(SEVERAL, "api_server_count above 1")(vllm_config, frontend_args)
         from stage02_server.api_server import serve  # late: `serve --help` needs no web framework
@@ -49,8 +51,8 @@ class ServeSubcommand(CLISubcommand):
 
 
 def decide(headless: bool, api_server_count: int) -> str:
-    """The decision tree of `serve`: run_server, where this process becomes the API server, or run_multi_api_server, where it starts
-    several. vLLM's third branch, run_headless, is not built yet. Raises ConfigError."""
+    """The decision tree of `serve`: run_server, where this process becomes the API server; run_multi_api_server, where it starts
+    several; run_headless, where it works for a server on another machine."""
     if headless or api_server_count < 1:
         branch = "run_headless"
     elif api_server_count > 1:
@@ -59,6 +61,4 @@ def decide(headless: bool, api_server_count: int) -> str:
         branch = "run_server"
     if trace.on:
         trace.emit("serve.decision", branch=branch, headless=headless, api_server_count=api_server_count)
-    if branch == "run_headless":
-        raise ConfigError("engines without an API server (headless, or api_server_count below 1) are not built yet")
     return branch

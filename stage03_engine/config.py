@@ -167,6 +167,7 @@ class VllmConfig(
         _FEATURES + "recording.flags:RecordingFlags",
         "stage03_engine.frontend.features.hidden_metrics.flags:HiddenMetricsFlags",
         _FEATURES + "front_ends.flags:FrontEndsFlags",  # before several engines: its client knows them too
+        "stage03_engine.nodes.flags:NodeFlags",
         "stage03_engine.frontend.features.data_parallel.flags:DataParallelFlags",
     )
 ):

@@ -22,12 +22,12 @@ from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.features.distributed import flags
 from stage03_engine.core.features.distributed.parallel_state import (
-    Ranks,
     destroy_distributed,
     init_distributed,
     ranks,
 )
 from stage03_engine.core.features.distributed.rank_config import rank_config
+from stage03_engine.core.features.distributed.ranks import Ranks
 from stage03_engine.core.input_batch import make_metadata
 from stage03_engine.core.worker import UniProcExecutor, Worker
 from stage03_engine.errors import ConfigError

@@ -13,8 +13,8 @@ import torch
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.features.distributed import flags, parallel_state, stage_ends
-from stage03_engine.core.features.distributed.parallel_state import Ranks
 from stage03_engine.core.features.distributed.rank_config import rank_config
+from stage03_engine.core.features.distributed.ranks import Ranks
 from stage03_engine.core.kv_cache_size import kv_block_bytes
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
 from stage03_engine.core.worker import Executor, Worker

@@ -33,7 +33,7 @@ FLOORS = (
 )  # fmt: skip
 SINGLE_ROOMS = (
     "stage01_cli/tools", "stage01_cli/bench", "stage03_engine/replay", "stage03_engine/model_formats",
-    "stage03_engine/core/models/more", "stage04_kernels/triton_kernels", "stage04_kernels/lab",
+    "stage03_engine/nodes", "stage03_engine/core/models/more", "stage04_kernels/triton_kernels", "stage04_kernels/lab",
 )  # fmt: skip
 COMPLETION = {"model": "gpt2-tiny", "prompt": "ROMEO:", "max_tokens": 12, "temperature": 0, "stream": True}
 CHAT = {

@@ -60,13 +60,15 @@ def engine_environment(num_threads: int, attention_backend: str = "auto") -> dic
     return {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **waiting, **interpret}
 
 
-def start_process(module: str, *args: str, environment: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+def start_process(
+    module: str, *args: str, environment: Mapping[str, str] | None = None, inherited: tuple[int, ...] = ()
+) -> subprocess.Popen[bytes]:
     """Start `python -m module args`. The child never receives SIGINT and SIGTERM (see `signals_are_ours`). Its standard input is a pipe
-    from this process, which closes when this process ends, even by kill -9: see `end_with_parent`. Raises OSError."""
+    from this process, which closes when this process ends, even by kill -9: see `end_with_parent`. `inherited`: descriptors that it
+    gets too. Raises OSError."""
     with signals_are_ours():
-        return subprocess.Popen(
-            [sys.executable, "-m", module, *args], stdin=subprocess.PIPE, bufsize=0, env=environment
-        )
+        command = [sys.executable, "-m", module, *args]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, env=environment, pass_fds=inherited)
 
 
 def end_process(process: subprocess.Popen[bytes], seconds: float) -> None:

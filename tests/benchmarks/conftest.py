@@ -14,4 +14,5 @@ def without_checks(monkeypatch: pytest.MonkeyPatch) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     for result in config._benchmarksession.benchmarks:
         for name, value in result.extra_info.items():
-            terminalreporter.write_line(f"{result.name}: {name} = {value}")
+            for line in value if isinstance(value, list) else [f"{name} = {value}"]:
+                terminalreporter.write_line(f"{result.name}: {line}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -11,9 +12,15 @@ import pytest
 import torch
 
 from stage01_cli.main import main
-from stage02_server.features.dry_run.memory import count_parameters, reckon
+from stage02_server.features.dry_run.memory import count_parameters, reckon, shown as readable
 from stage03_engine.arg_utils import EngineArgs
-from stage03_engine.core.kv_cache_size import kv_block_bytes
+from stage03_engine.config import VllmConfig
+from stage03_engine.core.features.distributed.rank_config import rank_config
+from stage03_engine.core.features.distributed.ranks import Ranks
+from stage03_engine.core.features.distributed.sharded_weights import cut_vocabulary
+from stage03_engine.core.features.distributed.stages import leave_out
+from stage03_engine.core.features.quantization.size import int8_bytes
+from stage03_engine.core.kv_cache_size import item_bytes, kv_block_bytes
 from stage03_engine.core.models.registry import model_class
 
 BUNDLED = Path(__file__).parent.parent.parent / "stage03_engine/bundled/gpt2-tiny"
@@ -79,6 +86,48 @@ def test_the_sum_is_of_all_requests(capsys: pytest.CaptureFixture[str]) -> None:
         "available",
     )
     assert set(names) <= set(shown)
+
+
+FORMS = ["-tp 2", "-pp 2", "-tp 2 -pp 3", "-tp 2 -pp 2 -q int8", "-tp 4 --dtype bfloat16", "llama -tp 4 -pp 2"]
+
+
+@pytest.mark.parametrize("words", FORMS)
+def test_one_worker_of_several_beside_the_whole(words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """What a worker of each stage really has: its model without values, on torch's device meta."""
+    flags = words.removeprefix("llama ").split()
+    model = "gpt2-tiny"
+    if words.startswith("llama"):
+        model = str(tmp_path)
+        (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+        flags += ["--load-format", "dummy"]
+    assert main(["serve", model, "--dry-run", *flags]) == 0
+    lines = capsys.readouterr().out.partition("\nMemory\n")[2].splitlines()
+    shown = {line.split()[0]: " ".join(line.split()[1:3]) for line in lines}
+    given = dict(zip(flags[::2], flags[1::2], strict=True))
+    tp, pp = int(given.get("-tp", 1)), int(given.get("-pp", 1))
+    dtype, format_ = given.get("--dtype", "auto"), given.get("--load-format", "auto")
+    sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
+    config = EngineArgs.from_kwargs(
+        model=model, load_format=format_, dtype=dtype, quantization=given.get("-q"), **sizes
+    )
+    for stage in range(pp):
+        own = Ranks(stage * tp, tp, pp)
+        mine = rank_config(config, own)
+        size, rows = size_of_part(config, mine, own)
+        if "-q" in given:
+            size += int8_bytes(replace(mine.shape, vocab_size=rows if own.is_last_stage else 0), 4)
+        assert shown[f"{own.lane}_weights"] == readable(size)
+        assert shown[f"{own.lane}_kv_per_token"] == readable(kv_block_bytes(mine) // 16)
+
+
+def size_of_part(config: VllmConfig, mine: VllmConfig, own: Ranks) -> tuple[int, int]:
+    """(bytes, rows of the vocabulary) of a worker's model."""
+    with torch.device("meta"):
+        model = model_class(mine.shape.architecture)(mine.shape, "torch")
+    cut_vocabulary(model, config.shape, own)
+    leave_out(model, config.shape, own)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    return count * item_bytes(config), -(-config.shape.vocab_size // own.tp_size)
 
 
 MORE_THAN_THERE_IS = 2 * psutil.virtual_memory().total

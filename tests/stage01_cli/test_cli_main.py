@@ -40,6 +40,9 @@ def test_help_lists_every_command() -> None:
     assert all(name in done.stdout and line in done.stdout for name, (_, line) in COMMANDS.items())
 
 
+HEADLESS = "headless is for a machine that works for a server elsewhere: name it with nnodes, node_rank and master_addr"
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help(command: str) -> None:
     done = stages(command, "--help")
@@ -108,9 +111,11 @@ def test_only_the_chosen_command_is_imported() -> None:
         (["serve", "--config", "missing.yaml"], "cannot read config file missing.yaml: No such file or directory"),
         (["serve", "--config", "bad.yaml"], "config file bad.yaml: unknown key 'prot'; did you mean port?"),
         (["serve", "./missing"], "no model at './missing': no such folder"),
-        (["serve", "--headless"], "engines without an API server (headless, or api_server_count below 1) are not built yet"),
-        (["serve", "--api-server-count", "0"],
-         "engines without an API server (headless, or api_server_count below 1) are not built yet"),
+        (["serve", "--headless"], HEADLESS),
+        (["serve", "--api-server-count", "0"], HEADLESS),
+        (["serve", "--headless", "--nnodes", "2", "--node-rank", "1"],
+         "machines that speak with each other need a shared secret: make one with `openssl rand -hex 32 > node-secret`, copy it to every "
+         "machine, and name it with --node-secret-file or put it into the variable STAGES_NODE_SECRET; --no-node-secret-required does without"),
         (["serve", "-asc", "65"], "api_server_count must be at most 64, not 65"),
         (["serve", "-asc", "2", "--in-process"], "in_process needs api_server_count 1: with 2, each server would have an engine of its own"),
         (["serve", "-asc", "2", "--server-dev-mode"],
@@ -160,7 +165,7 @@ def test_a_bad_variable_is_one_line_too() -> None:
         (["serv"], "no command 'serv'; did you mean serve?; see python -m stage02_server --help"),
         (
             ["serve", "--headless"],
-            "engines without an API server (headless, or api_server_count below 1) are not built yet",
+            HEADLESS,
         ),
         (["serve", "--blok-size", "3"], "unknown flag --blok-size; did you mean --block-size?"),
         (["serve", "./missing"], "no model at './missing': no such folder"),

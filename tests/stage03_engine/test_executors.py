@@ -24,11 +24,11 @@ from server_under_test import ServerProcess
 
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.config import VllmConfig
-from stage03_engine.core.features.distributed import multiproc_executor
+from stage03_engine.core.features.distributed import spawned_workers
 from stage03_engine.core.features.distributed.external_launcher import ExecutorWithExternalLauncher
 from stage03_engine.core.features.distributed.multiproc_executor import MultiprocExecutor
-from stage03_engine.core.features.distributed.parallel_state import Ranks
 from stage03_engine.core.features.distributed.rank_worker import RANK_CONFIG
+from stage03_engine.core.features.distributed.ranks import Ranks
 from stage03_engine.core.features.distributed.several_workers import (
     check_devices,
     lane_of,
@@ -319,10 +319,8 @@ def test_killing_the_parent_ends_the_workers(multiprocess: bool) -> None:
     assert parent.stdout.readline() == "ready\n"
     children = psutil.Process(parent.pid).children(recursive=True)
     [worker] = workers_of(parent.pid)
-    sockets = Path(
-        next(word for word in worker.cmdline()[0].split() if word.startswith("ipc://")).removeprefix("ipc://")
-    )
-    assert sockets.exists()
+    folder = Path(next(word for word in worker.cmdline()[0].split() if word.startswith("pipe:")).split(":", 2)[2])
+    assert folder.exists()
     for child in children if sys.platform == "linux" else []:
         child.suspend()
     parent.kill()
@@ -331,7 +329,7 @@ def test_killing_the_parent_ends_the_workers(multiprocess: bool) -> None:
     wait_until(
         lambda: not any(c.is_running() and c.status() != psutil.STATUS_ZOMBIE for c in children), "a process stays"
     )
-    wait_until(lambda: not sockets.parent.exists(), "the sockets stay")
+    wait_until(lambda: not folder.exists(), "the private folder stays")
 
 
 def test_a_server_whose_worker_is_killed_answers_and_ends() -> None:
@@ -388,7 +386,7 @@ def test_an_error_in_a_step_names_the_worker() -> None:
 def test_a_worker_that_never_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "silent.py").write_text("import sys; sys.stdin.read()")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(multiproc_executor, "MODULE", "silent")
+    monkeypatch.setattr(spawned_workers, "MODULE", "silent")
     with pytest.raises(StagesError, match=r"^Worker_TP0 did not come within 1 s \(--distributed-timeout-seconds\)$"):
         LLM("gpt2-tiny", distributed_timeout_seconds=1, **MP, **SMALL)
 
@@ -465,12 +463,15 @@ def torchrun(count: int, *flags: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("count", [1, pytest.param(2, marks=needs_slices)])
-def test_torchrun_prints_the_answer_once(count: int) -> None:
+def test_torchrun_prints_the_answer_once(count: int, tmp_path: Path) -> None:
     with LLM("gpt2-tiny", **SMALL) as llm:
         [answer] = llm.generate("To be, or", SamplingParams(temperature=0, max_tokens=12))
-    run = torchrun(count, "-tp", str(count), "--max-tokens", "12")
+    run = torchrun(count, "-tp", str(count), "--max-tokens", "12", "--trace", str(tmp_path))
     assert run.returncode == 0, run.stderr
     assert run.stdout == f"To be, or{answer.outputs[0].text}\n"
+    lanes = {path.name.partition("-")[0] for path in tmp_path.iterdir()}
+    assert lanes == ({"LLM"} if count == 1 else {"LLM_TP0", "LLM_TP1"})
+    assert {event.proc for event in read_run(tmp_path).events} == lanes
 
 
 def test_a_launched_process_that_stays_alone_says_so() -> None:

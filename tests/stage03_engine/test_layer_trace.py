@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pipeline_in_process import stages_in_this_process
 from torch import nn
 
 from stage03_engine.core.features.logits_processor.logits_processor import LogitsProcessor
@@ -61,6 +62,20 @@ def test_each_forward_pass_is_embeddings_layers_and_a_final_norm(
     ]  # fmt: skip
     assert [(e.ph, e.name, e.args.get("layer")) for e in spans] == one_pass * 5
     assert [e.step for e in spans] == [step for step in range(1, 6) for _ in one_pass]
+
+
+def test_stages_show_the_models_own_layers(tmp_path: Path) -> None:
+    """The embedding is in the first stage, the final norm in the last: what stands there in the others is no part of the model."""
+    with stages_in_this_process():
+        events, _ = run(tmp_path, "gpt2-tiny", GREEDY, trace_layers=True, pipeline_parallel_size=3)
+    spans = [
+        (e.name.removeprefix("model."), e.args.get("layer"))
+        for e in events
+        if e.name.startswith("model.") and e.ph == "B"
+    ]
+    layers = [(part, layer) for layer in range(6) for part in ("attention", "kv_write", "mlp")]
+    inner = [("embedding", None), ("positional_embedding", None), *layers, ("final_norm", None)]
+    assert [span for span in spans if span[0] not in ("forward", "logits")] == inner * 5
 
 
 def test_without_the_flag_there_are_no_hooks() -> None:

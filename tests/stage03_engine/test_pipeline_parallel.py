@@ -23,9 +23,9 @@ from toy_runner import ToyRunner, make_request, make_scheduler, right_answer
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.args.environment import unread_variables
 from stage03_engine.core.engine_core_proc import make_core
-from stage03_engine.core.features.distributed.parallel_state import Ranks
 from stage03_engine.core.features.distributed.pipeline_core import PipelineEngineCore
 from stage03_engine.core.features.distributed.pipeline_scheduler import PipelineScheduler
+from stage03_engine.core.features.distributed.ranks import Ranks
 from stage03_engine.core.features.distributed.stages import PARTITION, layer_partition, local_name, own_layers
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
 from stage03_engine.errors import ConfigError

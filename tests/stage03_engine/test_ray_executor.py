@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -40,6 +42,7 @@ def test_the_same_tokens_and_a_lane_per_worker(count: int, tmp_path: Any) -> Non
 
 
 def test_a_killed_actor_ends_the_engine_with_its_name() -> None:
+    folders = set(Path(tempfile.gettempdir()).glob("stages-ray-*"))
     client = SyncMPClient(EngineArgs.from_kwargs(model="gpt2-tiny", **RAY))
     pid = client._process.pid
     children = psutil.Process(pid).children(recursive=True)
@@ -53,6 +56,7 @@ def test_a_killed_actor_ends_the_engine_with_its_name() -> None:
         client.shutdown()
     psutil.wait_procs(children, timeout=30)
     wait_until(lambda: not any(c.is_running() and c.status() != psutil.STATUS_ZOMBIE for c in children), "Ray stays")
+    assert set(Path(tempfile.gettempdir()).glob("stages-ray-*")) <= folders, "where the workers met stays"
 
 
 def test_a_cluster_that_is_too_small_or_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,6 +74,12 @@ class Recorder:
         """Forget what was held and switch off."""
         self._held, self.on = None, False
 
+    def rename(self, proc: str) -> None:
+        """Give the process another name, also in what it holds. Not once it is open: its file has the name."""
+        self.proc = proc
+        for event in self._held or []:
+            event.proc = proc
+
     def open(
         self, directory: str | None, *, console: bool = False, run_id: str = "", prompts: bool = False,
         events: EventFilter | None = None, max_bytes: int | None = None, private: Collection[str] = (), **header: Any,

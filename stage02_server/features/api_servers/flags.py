@@ -24,7 +24,9 @@ NEEDS = ("stage03_engine.core.features.front_ends", "stage03_engine.frontend.fea
 class ApiServerFlags:
     """Which processes `serve` starts."""
 
-    headless: bool = option(False, "start engines without an API server (not built yet)")
+    headless: bool = option(
+        False, "no API server: this machine works for one elsewhere, whose --master-addr and --node-rank it names"
+    )
     api_server_count: int | None = option(
         None,
         "API server processes in front of the same engine, each with its own event loop and tokenizer; they share the port, and "

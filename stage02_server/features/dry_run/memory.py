@@ -21,7 +21,8 @@ from stage03_engine.mixins import load
 from stage03_engine.model_shape import ModelShape
 
 MIB, GIB = 1 << 20, 1 << 30
-_INT8_BYTES = "stage03_engine.core.features.quantization.size:int8_bytes"
+INT8_BYTES = "stage03_engine.core.features.quantization.size:int8_bytes"
+_WORKER_ROWS = "stage02_server.features.dry_run.workers:rows"
 _NO_PARAMETER = re.compile(r"(^|\.)attn\.(masked_)?bias$|\.inv_freq$")  # masks and tables that are computed, not loaded
 
 
@@ -59,11 +60,11 @@ def reckon(config: VllmConfig) -> Memory:
 
 def _weights(config: VllmConfig, parameters: int, size: int) -> int:
     """Bytes of the weights."""
-    less = load(_INT8_BYTES)(config.shape, size) if _quantization(config) else 0
+    less = load(INT8_BYTES)(config.shape, size) if quantization(config) else 0
     return int(parameters * size + less)
 
 
-def _quantization(config: VllmConfig) -> str | None:
+def quantization(config: VllmConfig) -> str | None:
     """The number format of the matrices, if it is not that of the other weights."""
     return getattr(config.model_config, "quantization", None)
 
@@ -106,17 +107,35 @@ def _tensors(file: Path) -> dict[str, list[int]]:
 
 def _parameters_of(shape: ModelShape) -> int:
     """Embeddings, layers, and the norm at the end; for GPT-2 and the Llama family."""
-    gpt2 = shape.architecture.startswith("GPT2")
+    matrices = 1 if getattr(shape, "tie_word_embeddings", True) else 2
+    embeddings = matrices * shape.vocab_size * shape.hidden_size + position_parameters(shape)
+    return embeddings + shape.num_layers * layer_parameters(shape) + norm_parameters(shape)
+
+
+def position_parameters(shape: ModelShape) -> int:
+    """GPT-2 learns its positions; the Llama family computes them."""
+    return shape.max_position_embeddings * shape.hidden_size if _is_gpt2(shape) else 0
+
+
+def norm_parameters(shape: ModelShape) -> int:
+    """Of one norm."""
+    return (2 if _is_gpt2(shape) else 1) * shape.hidden_size
+
+
+def layer_parameters(shape: ModelShape) -> int:
+    """Attention, MLP, and their norms. `shape` may be a worker's part of a model."""
+    gpt2 = _is_gpt2(shape)
     hidden, inner = shape.hidden_size, shape.intermediate_size
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     attention = hidden * (queries + 2 * keys) + queries * hidden
     attention += (queries + 2 * keys) * (gpt2 or shape.attention_bias) + hidden * (gpt2 or shape.attention_output_bias)
     attention += 2 * shape.head_dim * getattr(shape, "qk_norm", False)
     mlp = 2 * hidden * inner + inner + hidden if gpt2 else 3 * hidden * inner
-    norm = 2 * hidden if gpt2 else hidden
-    embeddings = shape.vocab_size * hidden * (1 if getattr(shape, "tie_word_embeddings", True) else 2)
-    positions = shape.max_position_embeddings * hidden if gpt2 else 0
-    return embeddings + positions + shape.num_layers * (attention + mlp + 2 * norm) + norm
+    return attention + mlp + 2 * norm_parameters(shape)
+
+
+def _is_gpt2(shape: ModelShape) -> bool:
+    return shape.architecture.startswith("GPT2")
 
 
 def _activations(shape: ModelShape, tokens: int, rows: int, size: int) -> int:
@@ -145,7 +164,7 @@ def shown(count: int) -> str:
 def rows(config: VllmConfig, memory: Memory) -> list[tuple[str, str, str]]:
     """(name, size, how it is made up) for the table."""
     model, scheduler = config.model_config, config.scheduler_config
-    format_ = f"{model.dtype}, matrices in int8" if _quantization(config) else model.dtype
+    format_ = f"{model.dtype}, matrices in int8" if quantization(config) else model.dtype
     found = [
         ("weights", shown(memory.weights), f"{memory.num_parameters:,} parameters in {format_}"),
         ("kv_cache_per_token", shown(memory.per_token), f"keys and values of {config.shape.num_layers} layers"),
@@ -158,6 +177,9 @@ def rows(config: VllmConfig, memory: Memory) -> list[tuple[str, str, str]]:
             "with all requests at full length; the KV cache takes what there is, and others wait",
         ),
     ]
+    parallel = getattr(config, "parallel_config", None)
+    if parallel is not None and parallel.world_size > 1:
+        found += load(_WORKER_ROWS)(config)
     several = getattr(config, "data_parallel_config", None)
     if several is not None and (count := len(several.engine_indices)) > 1:
         found.append(("engines", shown(count * memory.sum), f"{count} times that (data_parallel_size)"))

@@ -35,18 +35,24 @@ class LayerTraceHook(RunnerHook):
         self.step = scheduler_output.step
 
     def model_loaded(self, model: nn.Module) -> nn.Module:
-        """Put hooks of torch on its modules."""
+        """Put hooks of torch on its modules. A pipeline stage has its own part of the layers, and perhaps neither embedding nor final norm:
+        what stands in their place there is no part of the model."""
+        shape = self.config.shape
+        first, whole = getattr(shape, "first_layer", 0), getattr(shape, "whole", None) or shape
+        has_final_norm = first + shape.num_layers == whole.num_layers
         for name, module in model.named_modules():
-            if _EMBEDDING.search(name):
+            if match := _LAYER.search(name):
+                self._watch(module, first + int(match[1]), match[2])
+            elif _FINAL_NORM.search(name) and has_final_norm:
+                module.register_forward_pre_hook(lambda *_: self._final_norm("B"))
+                module.register_forward_hook(lambda *_: self._final_norm("E"))
+            elif first > 0:
+                continue
+            elif _EMBEDDING.search(name):
                 module.register_forward_pre_hook(self._embedding_begins)
             elif _POSITIONS.search(name):
                 module.register_forward_pre_hook(lambda *_: self._positions("B"))
                 module.register_forward_hook(lambda *_: self._positions("E"))
-            elif _FINAL_NORM.search(name):
-                module.register_forward_pre_hook(lambda *_: self._final_norm("B"))
-                module.register_forward_hook(lambda *_: self._final_norm("E"))
-            elif match := _LAYER.search(name):
-                self._watch(module, int(match[1]), match[2])
         return model
 
     def _watch(self, module: nn.Module, layer: int, part: str | None) -> None:

@@ -22,8 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stage03_engine.config import VllmConfig
-from stage03_engine.core.features.distributed.parallel_state import Ranks, destroy_distributed, trace_step
+from stage03_engine.core.features.distributed.parallel_state import destroy_distributed, trace_step
 from stage03_engine.core.features.distributed.rank_worker import join, own_config
+from stage03_engine.core.features.distributed.ranks import Ranks
 from stage03_engine.core.features.distributed.several_workers import share_of_memory, threads_each
 from stage03_engine.core.features.distributed.worker_messages import decode_output, encode
 from stage03_engine.core.kv_cache_size import kv_block_bytes

@@ -8,14 +8,17 @@ from typing import Any
 
 from stage03_engine.args.fields import internal, option
 from stage03_engine.errors import ConfigError
+from stage03_engine.mixins import is_there
 
 _ROOM = "stage03_engine.core.features.distributed."
 EXECUTORS = {
     "mp": _ROOM + "multiproc_executor:MultiprocExecutor",
     "ray": _ROOM + "ray_executor:RayDistributedExecutor",
     "external_launcher": _ROOM + "external_launcher:ExecutorWithExternalLauncher",
+    "several machines": _ROOM + "machines.head:MultiNodeExecutor",
 }
-"""--distributed-executor-backend -> class; `uni` is the walk's own."""
+"""--distributed-executor-backend -> class; `uni` is the walk's own, and --nnodes has one of its own."""
+_SECURE = "stage03_engine.nodes"
 PIPELINE_SCHEDULER = _ROOM + "pipeline_scheduler:PipelineScheduler"
 
 
@@ -35,6 +38,21 @@ class ParallelConfig:
         "started this process as one of them; mp if not given and there are several",
         ("uni", "mp", "ray", "external_launcher"),
     )
+    nnodes: int = option(
+        1, "machines that one engine's workers are spread over, the same number on each", aliases=("-n",), at_least=1
+    )
+    node_rank: int = option(
+        0,
+        "which of --nnodes machines this is: 0 has the engine, and the others run `serve MODEL --headless`",
+        aliases=("-r",),
+        at_least=0,
+    )
+    master_addr: str = option("127.0.0.1", "with --nnodes: address of machine 0, where the others find it")
+    master_port: int = option(
+        29501,
+        "with --nnodes: port of machine 0 at which the workers meet; the machines themselves meet at the next one",
+        at_least=1,
+    )
     distributed_timeout_seconds: int | None = option(
         None,
         "seconds that workers wait for each other at start, and in an exchange, before they give up; torch decides if not given",
@@ -47,9 +65,14 @@ class ParallelConfig:
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
+    def local_world_size(self) -> int:
+        """Those of them on each machine."""
+        return self.world_size // self.nnodes
+
+    @property
     def executor(self) -> str:
         """The backend that is used."""
-        return self.distributed_executor_backend or ("mp" if self.world_size > 1 else "uni")
+        return self.distributed_executor_backend or ("mp" if self.world_size > 1 or self.nnodes > 1 else "uni")
 
 
 @dataclass(frozen=True)
@@ -122,6 +145,7 @@ class ParallelFlags(PipelineFlags):
     def check(self: Any) -> None:
         """Raises ConfigError for combinations that cannot work."""
         parallel = self.parallel_config
+        _check_machines(self, parallel)
         if parallel.executor == "uni" and parallel.world_size > 1:
             raise ConfigError(
                 f"distributed_executor_backend uni is one worker, and tensor_parallel_size x pipeline_parallel_size is {parallel.world_size}; use mp"
@@ -137,12 +161,54 @@ class ParallelFlags(PipelineFlags):
         """The executor, and what each worker of several adds to the model."""
         parallel = self.parallel_config
         several = parallel.world_size > 1
+        executor = "several machines" if parallel.nnodes > 1 else parallel.executor
         return {
-            "executor": [EXECUTORS[parallel.executor]] if parallel.executor != "uni" else [],
+            "executor": [EXECUTORS[executor]] if executor != "uni" else [],
             "weights": [_ROOM + "sharded_weights:sharded_tensors"] * several,
             "runner": [_ROOM + "parallel_model:ParallelModelHook"] * several,
             "core": [_ROOM + "pipeline_core:PipelineEngineCore"] * (parallel.pipeline_parallel_size > 1),
+            # before the one that opens the trace
+            "trace": [_ROOM + "launched_lane:name_lane"]
+            * (several and executor == "external_launcher" and _is_traced(self)),
         }
+
+
+def _is_traced(config: Any) -> bool:
+    observed = config.observability_config
+    return getattr(observed, "trace", None) is not None or getattr(observed, "trace_console", False)
+
+
+def _check_machines(config: Any, parallel: ParallelConfig) -> None:
+    """--nnodes and what belongs to it."""
+    nodes, size = parallel.nnodes, parallel.world_size
+    if parallel.node_rank >= nodes:
+        raise ConfigError(f"node_rank {parallel.node_rank} must be less than nnodes, which is {nodes}")
+    if nodes == 1:
+        return
+    if not is_there(_SECURE):
+        raise ConfigError(f"nnodes > 1 needs {_SECURE}, which is not installed")
+    engines = getattr(getattr(config, "data_parallel_config", None), "data_parallel_size", 1)
+    for refused, why in (
+        (parallel.executor != "mp", f"works with distributed_executor_backend mp alone, not with {parallel.executor}"),
+        (
+            engines > 1,
+            "is one engine on several machines, and data_parallel_size several engines; leave out one of the two",
+        ),
+        (
+            parallel.node_rank == 0 and size % nodes != 0,
+            f"must divide tensor_parallel_size x pipeline_parallel_size, which is {size}: each machine has as many workers",
+        ),
+        (
+            parallel.master_addr in ("", "*", "0.0.0.0", "::"),
+            "needs the address of machine 0 in master_addr, not that of every interface",
+        ),
+        (
+            parallel.master_port >= 65535,
+            f"needs two ports, master_port and the next one; {parallel.master_port} is too high",
+        ),
+    ):
+        if refused:
+            raise ConfigError(f"nnodes = {nodes} {why}")
 
 
 def _check_workers(config: Any, parallel: ParallelConfig) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from stage03_engine.core.features.distributed.parallel_state import Ranks, all_gather, all_reduce
+from stage03_engine.core.features.distributed.parallel_state import all_gather, all_reduce
+from stage03_engine.core.features.distributed.ranks import Ranks
 from stage03_engine.core.models.layers import Linear
 from stage04_kernels.attention import AttentionMetadata
 

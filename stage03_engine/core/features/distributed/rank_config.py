@@ -10,22 +10,21 @@ In vLLM each layer divides for itself (model_executor/layers/linear.py, `divide`
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
 
 from stage03_engine.config import VllmConfig
-from stage03_engine.core.features.distributed.stages import own_layers
+from stage03_engine.core.features.distributed.ranks import Ranks
+from stage03_engine.core.features.distributed.stages import layer_range, own_layers
 from stage03_engine.errors import ConfigError
 from stage03_engine.model_shape import ModelShape
-
-if TYPE_CHECKING:
-    from stage03_engine.core.features.distributed.parallel_state import Ranks
 
 
 @dataclass(frozen=True)
 class RankShape(ModelShape):
-    """The size of one worker's part of a model. `whole` is the size of all parts together, as in config.json."""
+    """The size of one worker's part of a model. `whole` is the size of all parts together, as in config.json; the first of the worker's
+    own layers is the model's layer `first_layer`."""
 
     whole: ModelShape | None = None
+    first_layer: int = 0
 
 
 def check_divides(shape: ModelShape, tp_size: int) -> None:
@@ -49,8 +48,13 @@ def _does_not_divide(shape: ModelShape, tp_size: int) -> str:
 def rank_config(config: VllmConfig, own: Ranks) -> VllmConfig:
     """The settings of the worker at `own`, from those of the engine. Raises ConfigError for sizes that do not divide."""
     check_divides(config.shape, own.tp_size)
-    shape = own_slice(own_layers(config.shape, own), config.shape, own.tp_size)
-    return replace(config, model_config=replace(config.model_config, shape=shape))
+    return replace(config, model_config=replace(config.model_config, shape=rank_shape(config.shape, own)))
+
+
+def rank_shape(whole: ModelShape, own: Ranks) -> RankShape:
+    """The part of a model that the worker at `own` has. Raises ConfigError for layers that cannot be split."""
+    shape = own_slice(own_layers(whole, own), whole, own.tp_size)
+    return replace(shape, first_layer=layer_range(whole, own).start)
 
 
 def own_slice(shape: ModelShape, whole: ModelShape, tp_size: int) -> RankShape:

@@ -7,12 +7,8 @@ from dataclasses import replace
 import torch
 
 from stage03_engine.config import VllmConfig
-from stage03_engine.core.features.distributed.parallel_state import (
-    Ranks,
-    destroy_distributed,
-    init_distributed,
-    trace_step,
-)
+from stage03_engine.core.features.distributed.parallel_state import destroy_distributed, init_distributed, trace_step
+from stage03_engine.core.features.distributed.ranks import Ranks
 from stage03_engine.core.features.distributed.worker_messages import (
     SHUTDOWN,
     WorkerCall,

@@ -7,7 +7,7 @@ from abc import abstractmethod
 import torch
 
 from stage03_engine.config import VllmConfig
-from stage03_engine.core.features.distributed.parallel_state import Ranks
+from stage03_engine.core.features.distributed.ranks import Ranks
 from stage03_engine.core.kv_cache_size import CPU_DEFAULT_BYTES
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
 from stage03_engine.core.worker import Executor
@@ -42,7 +42,7 @@ class SeveralWorkers(Executor):
 
     def determine_available_memory(self) -> int:
         smallest = min(self.call_all("determine_available_memory"))
-        return share_of_memory(self.config, smallest, len(self.block_bytes))
+        return share_of_memory(self.config, smallest, self.config.parallel_config.local_world_size)
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
         self.call_all("initialize_kv_cache", num_blocks)

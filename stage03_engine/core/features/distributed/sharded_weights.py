@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from stage03_engine.args.weight_files import weight_files
 from stage03_engine.config import VllmConfig
-from stage03_engine.core.features.distributed.parallel_state import Ranks, ranks
+from stage03_engine.core.features.distributed.parallel_state import ranks
 from stage03_engine.core.features.distributed.rank_config import whole_shape
+from stage03_engine.core.features.distributed.ranks import Ranks
 from stage03_engine.core.features.distributed.stages import leave_out, local_name
 from stage03_engine.core.kv_cache_manager import cdiv
 from stage03_engine.core.models.layers import embedding

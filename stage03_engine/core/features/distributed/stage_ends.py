@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from stage03_engine.core.features.distributed.parallel_state import (
-    Ranks,
     receive_from_previous_stage,
     send_to_next_stage,
 )
 from stage03_engine.core.features.distributed.rank_config import whole_shape
+from stage03_engine.core.features.distributed.ranks import Ranks
 from stage03_engine.core.features.distributed.stages import TIED, layer_range
 from stage03_engine.core.hooks import RunnerHook
 from stage03_engine.core.input_batch import StepInputs

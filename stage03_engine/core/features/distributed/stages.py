@@ -17,7 +17,7 @@ from stage03_engine.model_shape import ModelShape
 if TYPE_CHECKING:
     from torch import nn
 
-    from stage03_engine.core.features.distributed.parallel_state import Ranks
+    from stage03_engine.core.features.distributed.ranks import Ranks
     from stage03_engine.core.model_runner import ModelRunner
 
 PARTITION = "VLLM_PP_LAYER_PARTITION"

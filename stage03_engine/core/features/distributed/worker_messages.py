@@ -1,10 +1,10 @@
 """What crosses between an executor and its workers: msgpack, never pickle.
 
-Executor -> worker: [STEP, SchedulerOutput, cause], the same bytes for every worker, or [CALL, WorkerInit or WorkerCall]
-Worker -> executor: [STEP, ModelRunnerOutput, cause] from the output rank alone, [CALL, WorkerHello or WorkerResult], or
-[FAILED, WorkerFailed]
+Executor -> worker: (STEP, SchedulerOutput, cause), the same bytes for every worker, or (CALL, WorkerInit or WorkerCall)
+Worker -> executor: (STEP, ModelRunnerOutput, cause) from the output rank alone, (CALL, WorkerHello or WorkerResult), or
+(FAILED, WorkerFailed)
 
-`cause` is the trace reference of the event that sent a step; the frame is empty without a trace.
+`cause` is the trace reference of the event that sent a step, and empty without a trace or in other messages.
 Source: vllm/v1/executor/multiproc_executor.py (its message queues carry pickles).
 """
 

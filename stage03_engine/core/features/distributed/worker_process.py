@@ -1,6 +1,7 @@
-"""`python -m stage03_engine.core.features.distributed.worker_process ADDRESS RANK LANE`: a worker as a process of its own.
+"""`python -m stage03_engine.core.features.distributed.worker_process HOW RANK LANE`: a worker as a process of its own. HOW is the way to the
+executor: `pipe:DESCRIPTOR:FOLDER`, or on several machines `tcp://ADDRESS:PORT`.
 
-Started by MultiprocExecutor, not by hand. It ends when its standard input closes, which comes even after kill -9 of the executor.
+Started by MultiprocExecutor, or on another machine by machines/node.py, not by hand. It ends when its standard input closes, which comes even after kill -9 of the executor.
 Source: vllm/v1/executor/multiproc_executor.py (WorkerProc).
 """
 
@@ -16,28 +17,28 @@ from typing import TYPE_CHECKING
 from stagetrace import trace
 
 if TYPE_CHECKING:
-    import zmq
-
     from stage03_engine.core.features.distributed.rank_worker import RankWorker
+    from stage03_engine.core.features.distributed.worker_links import LinkToExecutor
 
 FLUSH_MS = 50
+PIPE = "pipe:"
 
 
-def _watch_parent(folder: Path) -> None:
+def _watch_parent(how: str) -> None:
     """os._exit, because the main thread may be deep in a forward pass, or wait for a worker that is dead."""
     while os.read(0, 4096):
         pass
     trace.close()
-    shutil.rmtree(folder, ignore_errors=True)
+    if how.startswith(PIPE):
+        shutil.rmtree(Path(how.split(":", 2)[2]), ignore_errors=True)
     os._exit(0)
 
 
-def run_worker(address: str, rank: int, lane: str) -> int:
+def run_worker(how: str, rank: int, lane: str) -> int:
     """Main function of the worker process; returns its exit code."""
-    folder = Path(address.removeprefix("ipc://")).parent
-    threading.Thread(target=_watch_parent, args=(folder,), name="parent-watch", daemon=True).start()
+    threading.Thread(target=_watch_parent, args=(how,), name="parent-watch", daemon=True).start()
     trace.hold(lane)
-    socket = _connect(address, rank)
+    link = _connect(how, rank)
     # From here on modules are imported that take seconds: the watch has begun before.
     from stage03_engine.core.features.distributed.parallel_state import ExchangeError
     from stage03_engine.core.features.distributed.worker_messages import FAILED, encode, failure_of
@@ -45,33 +46,31 @@ def run_worker(address: str, rank: int, lane: str) -> int:
     from stage03_engine.tracing import trace_message
 
     try:
-        _serve(socket, _start(socket, rank, lane))
+        _serve(link, _start(link, rank, lane))
     except Exception as error:
         if trace.on:
             trace.emit("worker.failed", message=trace_message(error))
         if not isinstance(error, StagesError | ExchangeError):
             sys.excepthook(type(error), error, error.__traceback__)  # nobody expected it: the log gets the traceback
-        socket.send_multipart([FAILED, encode(failure_of(error))])
+        link.send(FAILED, encode(failure_of(error)))
         return 1
     finally:
-        socket.close()
-        socket.context.term()
+        link.close()
         trace.close()
     return 0
 
 
-def _connect(address: str, rank: int) -> zmq.Socket:
-    import zmq
+def _connect(how: str, rank: int) -> LinkToExecutor:
+    if how.startswith(PIPE):
+        from stage03_engine.core.features.distributed.worker_links import PipeToExecutor
 
-    socket = zmq.Context().socket(zmq.DEALER)
-    socket.setsockopt(zmq.IDENTITY, b"worker%d" % rank)
-    socket.setsockopt(zmq.LINGER, 1000)
-    socket.set_hwm(0)
-    socket.connect(address)
-    return socket
+        return PipeToExecutor(int(how.removeprefix(PIPE).partition(":")[0]))
+    from stage03_engine.core.features.distributed.machines.links import RouterToExecutor
+
+    return RouterToExecutor(how, rank)
 
 
-def _start(socket: zmq.Socket, rank: int, lane: str) -> RankWorker:
+def _start(link: LinkToExecutor, rank: int, lane: str) -> RankWorker:
     """hello -> init -> loaded. Trace events are held until the configuration arrives."""
     import gc
     import time
@@ -88,8 +87,8 @@ def _start(socket: zmq.Socket, rank: int, lane: str) -> RankWorker:
     from stage03_engine.tracing import open_trace
 
     cause = trace.emit("worker.hello", rank=rank) if trace.on else None
-    socket.send_multipart([CALL, encode(WorkerHello(os.getpid(), time.monotonic_ns(), cause))])
-    _, payload, *_ = socket.recv_multipart()
+    link.send(CALL, encode(WorkerHello(os.getpid(), time.monotonic_ns(), cause)))
+    _, payload, _ = link.receive()
     init = decode_call(payload)
     assert isinstance(init, WorkerInit)
     open_trace(init.config, run_id=init.run_id)
@@ -99,11 +98,11 @@ def _start(socket: zmq.Socket, rank: int, lane: str) -> RankWorker:
     gc.freeze()  # the model and the modules live as long as the process: the collector need not scan them again
     if trace.on:
         trace.emit("worker.ready", rank=rank, cause=init.cause)
-    socket.send_multipart([CALL, encode(worker.loaded())])
+    link.send(CALL, encode(worker.loaded()))
     return worker
 
 
-def _serve(socket: zmq.Socket, worker: RankWorker) -> None:
+def _serve(link: LinkToExecutor, worker: RankWorker) -> None:
     """Steps and calls in the order in which they come, until the executor asks for the end."""
     from stage03_engine.core.features.distributed.worker_messages import (
         CALL,
@@ -115,19 +114,19 @@ def _serve(socket: zmq.Socket, worker: RankWorker) -> None:
     )
 
     while True:
-        if trace.on and not socket.poll(FLUSH_MS):
+        if trace.on and not link.poll(FLUSH_MS):
             trace.flush()
-        kind, payload, *rest = socket.recv_multipart()
+        kind, payload, cause = link.receive()
         if kind == STEP:
-            answer = worker.step(payload, rest[0])
+            answer = worker.step(payload, cause)
             if answer is not None:
-                socket.send_multipart([STEP, *answer])
+                link.send(STEP, *answer)
             continue
         call = decode_call(payload)
         assert isinstance(call, WorkerCall)
         if trace.on and call.method == SHUTDOWN:
             trace.emit("worker.stopped")
-        socket.send_multipart([CALL, encode(worker.call(call))])
+        link.send(CALL, encode(worker.call(call)))
         if call.method == SHUTDOWN:
             return
 

@@ -1,0 +1,58 @@
+"""Where the machines of one engine meet. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import psutil
+
+from stage03_engine.core.features.distributed.flags import ParallelConfig
+from stage03_engine.errors import ConfigError
+from stage03_engine.nodes.flags import NodeConfig
+
+SECRET_FILE, SECRET_REQUIRED = "STAGES_NODE_SECRET_FILE", "STAGES_NODE_SECRET_REQUIRED"
+
+
+def tcp(address: str, port: int | str) -> str:
+    """`tcp://10.0.0.1:29501`; for an IPv6 address with brackets."""
+    return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
+
+
+def head_address(parallel: ParallelConfig) -> str:
+    """The IP address of machine 0: sockets cannot listen on a name. Raises ConfigError for a name that nobody knows."""
+    try:
+        found = socket.getaddrinfo(parallel.master_addr, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(f"master_addr {parallel.master_addr!r} is no address: {error.strerror}") from None
+    return str(found[0][4][0])
+
+
+def nodes_port(parallel: ParallelConfig) -> int:
+    """Where the head listens for the other machines. torch has --master-port itself."""
+    return parallel.master_port + 1
+
+
+def interface_towards(address: str) -> str | None:
+    """The network interface of this machine that reaches `address`; None if the system does not say."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, 9))  # sends nothing
+        except OSError:
+            return None
+        own = probe.getsockname()[0]
+    names = psutil.net_if_addrs().items()
+    return next((name for name, found in names if own in (each.address.partition("%")[0] for each in found)), None)
+
+
+def environment_with_secret(environment: dict[str, str], config: NodeConfig) -> dict[str, str]:
+    """What a worker process needs to connect to the head. The secret itself is in its file, or in the environment already."""
+    required = {SECRET_REQUIRED: str(config.node_secret_required).lower()}
+    file = {} if config.node_secret_file is None else {SECRET_FILE: os.path.abspath(config.node_secret_file)}
+    return environment | required | file
+
+
+def secret_of_worker() -> NodeConfig:
+    """The other end of `environment_with_secret`."""
+    return NodeConfig(os.environ.get(SECRET_FILE), os.environ.get(SECRET_REQUIRED) != "false")

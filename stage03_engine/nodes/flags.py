@@ -1,0 +1,28 @@
+"""What protects the connections between the machines of one service. (vLLM has no such settings.)"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stage03_engine.args.fields import option
+
+
+@dataclass(frozen=True)
+class NodeConfig:
+    """The connections between machines."""
+
+    node_secret_file: str | None = option(
+        None,
+        "file with the secret that all machines of a service share, 16 bytes or more; the variable STAGES_NODE_SECRET can hold it instead",
+    )
+    node_secret_required: bool = option(
+        True,
+        "machines only speak with those that know the secret; without, whoever reaches an address of theirs can use the engines",
+    )
+
+
+@dataclass(frozen=True)
+class NodeFlags:
+    """Part of VllmConfig."""
+
+    node_config: NodeConfig = NodeConfig()

@@ -1,0 +1,18 @@
+"""`serve MODEL --headless`: a machine without an API server, which works for one elsewhere (vllm/entrypoints/cli/serve.py, run_headless)."""
+
+from __future__ import annotations
+
+from stage03_engine.config import VllmConfig
+from stage03_engine.errors import ConfigError
+from stage03_engine.mixins import load_feature
+
+WORKERS = "stage03_engine.core.features.distributed.machines.node:run_node"
+
+
+def run_headless(config: VllmConfig) -> int:
+    """Work until the server elsewhere ends; returns the exit code. Raises StagesError."""
+    if getattr(getattr(config, "parallel_config", None), "nnodes", 1) > 1:
+        return load_feature(WORKERS, "nnodes > 1")(config)
+    raise ConfigError(
+        "headless is for a machine that works for a server elsewhere: name it with nnodes, node_rank and master_addr"
+    )

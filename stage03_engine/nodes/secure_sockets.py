@@ -1,0 +1,209 @@
+"""Sockets between machines: what they carry is encrypted, and only who knows the shared secret gets a connection.
+
+CurveZMQ does it, with two key pairs that follow from the secret: one for who listens, one for who connects. So nothing but the secret has
+to be handed out. scrypt makes each guess at a weak secret cost some 50 ms.
+
+    secret = read_secret(config.node_config)
+    listener = Listener(context, zmq.ROUTER, "tcp://10.0.0.1:13345", secret)  # listener.socket, listener.refused()
+    connection = Connection(context, zmq.DEALER, "tcp://10.0.0.1:13345", secret)  # connection.socket, connection.news()
+
+vLLM's sockets between machines are open to whoever reaches them.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils import z85
+from zmq.utils.monitor import parse_monitor_message
+
+from stage03_engine.errors import ConfigError, StagesError
+from stage03_engine.nodes.flags import NodeConfig
+
+VARIABLE = "STAGES_NODE_SECRET"
+MIN_BYTES = 16
+HOW_TO = (
+    "make one with `openssl rand -hex 32 > node-secret`, copy it to every machine, and name it with --node-secret-file or put it into "
+    f"the variable {VARIABLE}; --no-node-secret-required does without"
+)
+HEARTBEAT_MS = 1000
+SILENCE_MS = 5000
+"""A connection over which nothing came for so long is closed: the other machine, or the network, is gone."""
+_KEY_BYTES = 32
+_FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+
+
+@dataclass(frozen=True)
+class KeyPair:
+    """One side's CURVE keys, in Z85."""
+
+    public: bytes
+    secret: bytes
+
+
+class NodeSecret:
+    """The keys that follow from the secret. `repr` shows nothing of it."""
+
+    def __init__(self, text: bytes) -> None:
+        keys = hashlib.scrypt(text, salt=b"vllm in stages: nodes", n=1 << 14, r=8, p=1, dklen=2 * _KEY_BYTES)
+        self.listens, self.connects = (_key_pair(keys[:_KEY_BYTES]), _key_pair(keys[_KEY_BYTES:]))
+
+
+def _key_pair(key: bytes) -> KeyPair:
+    secret = z85.encode(key)
+    return KeyPair(zmq.curve_public(secret), secret)
+
+
+def read_secret(config: NodeConfig) -> NodeSecret | None:
+    """The secret in the file that is named, or else in the variable STAGES_NODE_SECRET; None if none is required.
+
+    Space around it does not count. Raises ConfigError if there is none, or if it is too short.
+    """
+    if not config.node_secret_required:
+        return None
+    file = config.node_secret_file
+    given = _read_file(file) if file is not None else os.environ.get(VARIABLE, "").strip().encode()
+    if not given:
+        raise ConfigError(f"machines that speak with each other need a shared secret: {HOW_TO}")
+    if len(given) < MIN_BYTES:
+        raise ConfigError(f"the shared secret has {len(given)} bytes and needs at least {MIN_BYTES}: {HOW_TO}")
+    if not zmq.has("curve"):
+        raise ConfigError("this pyzmq cannot encrypt (it was built without CURVE); install one from a wheel")
+    return NodeSecret(given)
+
+
+def _read_file(file: str) -> bytes:
+    try:
+        given = Path(file).expanduser().read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"node_secret_file {file!r} cannot be read: {error.strerror}") from None
+    if not given:
+        raise ConfigError(f"node_secret_file {file!r} is empty: {HOW_TO}")
+    return given
+
+
+class _OnlyNodes:
+    """For the authenticator: which client keys may connect."""
+
+    def __init__(self, secret: NodeSecret) -> None:
+        self._admitted = secret.connects.public
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """May a peer with this public key (Z85) connect?"""
+        return key == self._admitted
+
+
+def _prepare(socket: zmq.Socket, address: str) -> None:
+    socket.set_hwm(0)  # never drop, never block: the schedulers' queues are the only queues that may grow
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, SILENCE_MS)
+    socket.setsockopt(zmq.IPV6, "[" in address)
+
+
+def _close(socket: zmq.Socket, monitor: zmq.Socket) -> None:
+    if not socket.closed:
+        socket.disable_monitor()
+    monitor.close(linger=0)
+    socket.close(linger=0)
+
+
+class Listener:
+    """A bound socket. `context` is this listener's own: its gatekeeper decides for all sockets of the context."""
+
+    def __init__(self, context: zmq.Context, kind: int, address: str, secret: NodeSecret | None) -> None:
+        """Raises StagesError if the address cannot be listened on."""
+        self.socket = context.socket(kind)
+        _prepare(self.socket, address)
+        self._gatekeeper: ThreadAuthenticator | None = None
+        if secret is not None:
+            self._gatekeeper = ThreadAuthenticator(context)
+            self._gatekeeper.start()
+            self._gatekeeper.configure_curve_callback("*", _OnlyNodes(secret))
+            self.socket.curve_server = True
+            self.socket.curve_publickey, self.socket.curve_secretkey = secret.listens.public, secret.listens.secret
+        self.monitor = self.socket.get_monitor_socket(_FAILED)
+        try:
+            self.socket.bind(address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise _cannot_listen(address, error) from None
+        self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)  # with the number of a port that was chosen
+
+    def refused(self) -> int:
+        """How many attempts to connect have failed since the last call, because of their secret. `monitor` has input then."""
+        count = 0
+        while self.monitor.poll(0):
+            self.monitor.recv_multipart()
+            count += 1
+        return count
+
+    def close(self) -> None:
+        """Close the socket and end the gatekeeper; the context can be terminated then. May be called twice."""
+        _close(self.socket, self.monitor)
+        if self._gatekeeper is not None:
+            self._gatekeeper.stop()
+            self._gatekeeper = None
+
+
+def _cannot_listen(address: str, error: zmq.ZMQError) -> StagesError:
+    where = address.removeprefix("tcp://")
+    if error.errno == errno.EADDRINUSE:
+        return StagesError(f"{where} is taken; choose another port")
+    if error.errno in (errno.ENODEV, errno.EADDRNOTAVAIL, errno.EINVAL):
+        return StagesError(f"this machine has no address {where}")
+    return StagesError(f"cannot listen on {where}: {error.strerror}")
+
+
+class Refused(Exception):
+    """The other side does not have the same secret, or only one side has one."""
+
+
+class Lost(Exception):
+    """The connection was there, and is gone."""
+
+
+class Connection:
+    """A connected socket. It tries for as long as nobody listens; whoever uses it limits the time."""
+
+    def __init__(
+        self, context: zmq.Context, kind: int, address: str, secret: NodeSecret | None, identity: bytes = b""
+    ) -> None:
+        """`identity` is the name by which a ROUTER knows it. Raises StagesError if the address is none."""
+        self.socket = context.socket(kind)
+        if identity:
+            self.socket.setsockopt(zmq.IDENTITY, identity)
+        _prepare(self.socket, address)
+        if secret is not None:
+            self.socket.curve_serverkey = secret.listens.public
+            self.socket.curve_publickey, self.socket.curve_secretkey = secret.connects.public, secret.connects.secret
+        events = _FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        self.monitor = self.socket.get_monitor_socket(events)
+        self._is_there = False
+        try:
+            self.socket.connect(address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise StagesError(f"{address.removeprefix('tcp://')} is no address: {error.strerror}") from None
+
+    def news(self) -> None:
+        """Read what became of the connection; `monitor` has input then. Raises Refused or Lost."""
+        while self.monitor.poll(0):
+            event = parse_monitor_message(self.monitor.recv_multipart())["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._is_there = True
+            elif event & _FAILED:
+                raise Refused
+            elif self._is_there:
+                raise Lost
+
+    def close(self) -> None:
+        """Close the socket. May be called twice."""
+        _close(self.socket, self.monitor)

@@ -1,0 +1,290 @@
+"""One engine over two machines, which are two processes here: the same tokens, and one clear line for whatever goes wrong.
+
+`-m long` has two machines with a cable between them: network namespaces, where the system allows them.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from patience import PATIENCE, wait_until
+from server_under_test import ServerProcess
+
+from stage03_engine.arg_utils import EngineArgs
+from stage03_engine.core.features.distributed.machines.sameness import difference, must_agree
+from stage03_engine.errors import ConfigError, EngineDeadError, StagesError
+from stage03_engine.llm import LLM
+from stage03_engine.model_path import BUNDLED_FOLDER
+from stage03_engine.sampling_params import SamplingParams
+from stagetrace import read_run
+
+SECRET = "a secret of these tests"
+SETTINGS: dict[str, Any] = {
+    "max_model_len": 96, "block_size": 4, "num_gpu_blocks_override": 60, "max_num_batched_tokens": 24, "max_num_seqs": 8,
+}  # fmt: skip
+TWO: dict[str, Any] = {"nnodes": 2, "tensor_parallel_size": 2}
+
+
+def workload() -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts that share beginnings, in chunks."""
+    rng = random.Random(15)
+    stem = [rng.randrange(1, 2048) for _ in range(30)]
+    prompts = [stem[: rng.randrange(31)] + [rng.randrange(1, 2048) for _ in range(8)] for _ in range(12)]
+    return prompts, [SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)] * len(prompts)
+
+
+def tokens(llm: LLM) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(*workload())]
+
+
+def two_free_ports() -> int:
+    """The first of two that follow each other."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as first, socket.socket() as second:
+            port = first.getsockname()[1]
+            try:
+                second.bind(("127.0.0.1", port + 1))
+            except (OSError, OverflowError):
+                continue
+            return int(port)
+
+
+@pytest.fixture(autouse=True)
+def secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STAGES_NODE_SECRET", SECRET)
+
+
+@pytest.fixture
+def port() -> int:
+    return two_free_ports()
+
+
+@contextmanager
+def machine(port: int, *flags: str, model: str = "gpt2-tiny", rank: int = 1) -> Iterator[ServerProcess]:
+    """Machine 1 of two."""
+    place = ("--nnodes", "2", "--node-rank", str(rank), "--master-port", str(port))
+    process = ServerProcess(model, "--headless", *place, *flags)
+    try:
+        yield process
+    finally:
+        children = psutil.Process(process.process.pid).children() if process.process.poll() is None else []
+        process.close()
+        psutil.wait_procs(children, timeout=PATIENCE)
+
+
+def error_of(process: ServerProcess) -> str:
+    """The one line with which a machine ended."""
+    assert process.wait() == 2, process.lines
+    errors = [line for line in process.lines if line.startswith("stages: error:")]
+    assert len(errors) == 1 and not any("Traceback" in line for line in process.lines), process.lines
+    return errors[0]
+
+
+def worker_of(process: ServerProcess) -> psutil.Process:
+    [worker] = psutil.Process(process.process.pid).children()
+    return worker
+
+
+def is_gone(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    with LLM("gpt2-tiny", **SETTINGS) as llm:
+        return tokens(llm)
+
+
+@pytest.mark.parametrize("form", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_two_machines_give_the_tokens_of_one(form: str, expected: list[list[int]], port: int, tmp_path: Path) -> None:
+    settings = {**SETTINGS, form: 2, "nnodes": 2, "master_port": port, "trace": str(tmp_path)}
+    with machine(port) as other:
+        with LLM("gpt2-tiny", **settings) as llm:
+            assert tokens(llm) == expected
+            worker = worker_of(other)
+        assert other.wait() == 0, other.lines
+        assert other.process.stdout is not None and "torch" not in other.process.stdout.read().split()
+    assert is_gone(worker)
+    if form == "tensor_parallel_size":
+        check_recording(tmp_path)
+
+
+def check_recording(folder: Path) -> None:
+    run = read_run(folder)
+    assert {event.proc for event in run.events} == {"LLM", "Worker_TP0", "Worker_TP1"}
+    assert len(run.run_ids) == 1
+    sent = {event.ref for event in run.named("executor.step_sent")}
+    assert {event.cause for event in run.named("worker.step_received")} == sent
+
+
+# What a machine is refused for
+
+
+def test_machines_that_do_not_fit_are_refused_and_the_right_one_is_welcome(
+    expected: list[list[int]], port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other_model = tmp_path / "model"
+    shutil.copytree(BUNDLED_FOLDER / "gpt2-tiny", other_model, copy_function=shutil.copy)
+    with (other_model / "model.safetensors").open("r+b") as file:
+        file.seek(-8, os.SEEK_END)
+        file.write(b"\0" * 8)
+    found: list[list[list[int]]] = []
+
+    def engine() -> None:
+        with LLM("gpt2-tiny", **SETTINGS, **TWO, master_port=port) as llm:
+            found.append(tokens(llm))
+
+    head = threading.Thread(target=engine)
+    head.start()
+    with machine(port, model=str(other_model)) as other:
+        assert "refuses this machine: the model's weights: model.safetensors" in error_of(other)
+    with machine(port, "--load-format", "dummy") as other:
+        assert "refuses this machine: load_format: safetensors on the head, dummy there" in error_of(other)
+    with machine(port, "--nnodes", "3") as other:
+        assert "refuses this machine: nnodes is 2 on the head, 3 there" in error_of(other)
+    monkeypatch.setenv("STAGES_NODE_SECRET", "another secret of these tests")
+    with machine(port) as other:
+        assert "has another secret, or only one of the two machines has one" in error_of(other)
+    with machine(port, "--no-node-secret-required") as other:
+        assert "has another secret, or only one of the two machines has one" in error_of(other)
+    monkeypatch.setenv("STAGES_NODE_SECRET", SECRET)
+    with machine(port) as right:
+        right.wait_for("Running Worker_TP1 for")
+        with machine(port) as second:
+            assert "refuses this machine: there is a machine with node_rank 1 already" in error_of(second)
+        head.join(PATIENCE)
+        assert found == [expected] and right.wait() == 0, right.lines
+
+
+def test_what_differs_is_named() -> None:
+    config = EngineArgs.from_kwargs(model="gpt2-tiny")
+    here = must_agree(config)
+    assert difference(here, must_agree(config)) is None
+    there = here | {"the version of torch": "1.0"}
+    assert difference(here, there) == f"the version of torch: {here['the version of torch']} on the head, 1.0 there"
+    smaller = replace(config, model_config=replace(config.model_config, shape=replace(config.shape, num_layers=5)))
+    assert difference(here, must_agree(smaller)) == "the model's num_layers: 6 on the head, 5 there"
+    assert (
+        difference(here, {})
+        == f"the version of vllm-in-stages: {here['the version of vllm-in-stages']} on the head, unknown there"
+    )
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"node_rank": 1}, "node_rank 1 must be less than nnodes, which is 1"),
+    ({**TWO, "node_rank": 2}, "node_rank 2 must be less than nnodes, which is 2"),
+    ({"nnodes": 2}, "nnodes = 2 must divide tensor_parallel_size x pipeline_parallel_size, which is 1"),
+    ({**TWO, "nnodes": 3}, "nnodes = 3 must divide tensor_parallel_size x pipeline_parallel_size, which is 2"),
+    ({**TWO, "distributed_executor_backend": "ray"}, "works with distributed_executor_backend mp alone, not with ray"),
+    ({**TWO, "data_parallel_size": 2}, "nnodes = 2 is one engine on several machines, and data_parallel_size several"),
+    ({**TWO, "master_addr": "0.0.0.0"}, "needs the address of machine 0 in master_addr"),
+    ({**TWO, "master_port": 65535}, "needs two ports, master_port and the next one; 65535 is too high"),
+    ({**TWO, "nnodes": 0}, "nnodes must be at least 1, not 0"),
+    ({**TWO, "node_rank": 1}, "node_rank 1 has no engine of its own: start it with `stages serve MODEL --headless`"),
+    ({**TWO, "master_addr": "no.such.machine.invalid"}, "master_addr 'no.such.machine.invalid' is no address"),
+    ({**TWO, "master_addr": "192.0.2.1"}, "this machine has no address 192.0.2.1"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), WRONG, ids=[message for _, message in WRONG])
+def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(StagesError, match=message.replace("(", r"\(")):
+        LLM("gpt2-tiny", **SETTINGS, **settings)
+
+
+def test_a_port_that_is_taken(port: int) -> None:
+    with socket.create_server(("127.0.0.1", port)), pytest.raises(ConfigError, match=rf"port {port} \(--master-port\)"):
+        LLM("gpt2-tiny", **SETTINGS, **TWO, master_port=port)
+    with (
+        socket.create_server(("127.0.0.1", port + 1)),
+        pytest.raises(StagesError, match=f"127.0.0.1:{port + 1} is taken"),
+    ):
+        LLM("gpt2-tiny", **SETTINGS, **TWO, master_port=port)
+
+
+def test_without_a_secret(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("STAGES_NODE_SECRET")
+    with pytest.raises(ConfigError, match="machines that speak with each other need a shared secret"):
+        LLM("gpt2-tiny", **SETTINGS, **TWO, master_port=port)
+
+
+def test_the_machine_with_the_engine_is_not_headless(port: int) -> None:
+    with machine(port, "-tp", "2", rank=0) as other:
+        assert "node_rank 0 is the machine with the engine and the API server" in error_of(other)
+
+
+# Who does not come, and who goes
+
+
+def test_a_machine_that_never_comes(port: int) -> None:
+    said = r"Worker_TP1 \(rank .*1, on machine .*1\) did not come within 1 s \(--distributed-timeout-seconds\)$"
+    with pytest.raises(StagesError, match=said):
+        LLM("gpt2-tiny", **SETTINGS, **TWO, master_port=port, distributed_timeout_seconds=1)
+
+
+def test_a_head_that_never_comes(port: int) -> None:
+    with machine(port, "--distributed-timeout-seconds", "1") as other:
+        assert f"the head at tcp://127.0.0.1:{port + 1} did not answer within 1 s; is it started?" in error_of(other)
+
+
+def end_of(llm: LLM) -> str:
+    """Why an engine that is at work ended."""
+    with pytest.raises(EngineDeadError) as caught:
+        llm.generate(["O"] * 8, SamplingParams(max_tokens=90, ignore_eos=True))
+        while True:
+            llm.generate(["O"], SamplingParams(max_tokens=2))
+    return str(caught.value)
+
+
+def test_a_worker_that_is_killed_elsewhere_ends_the_engine_with_its_name(port: int) -> None:
+    with machine(port) as other, LLM("gpt2-tiny", **SETTINGS, **TWO, master_port=port) as llm:
+        tokens(llm)
+        worker_of(other).kill()
+        assert end_of(llm).startswith("Worker_TP1 ended unexpectedly with exit code -9 (killed")
+        llm.shutdown()
+        assert f"the engine at tcp://127.0.0.1:{port + 1} ended: Worker_TP1 ended unexpectedly" in error_of(other)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_machine_that_ends_ends_the_engine(how: signal.Signals, port: int) -> None:
+    with machine(port) as other, LLM("gpt2-tiny", **SETTINGS, **TWO, master_port=port) as llm:
+        tokens(llm)
+        worker = worker_of(other)
+        other.process.send_signal(how)
+        why = "is gone: its process was killed, or the network is cut" if how == signal.SIGKILL else "was told to stop"
+        assert end_of(llm) == f"machine 1 {why}"
+        wait_until(lambda: is_gone(worker), "its worker stays")
+        assert other.wait() == (-9 if how == signal.SIGKILL else 0)
+
+
+def test_a_head_that_is_killed_leaves_nothing_behind(port: int) -> None:
+    words = ["generate", "gpt2-tiny", "O", "--max-tokens", "80", "--trace-console", "--nnodes", "2", "-tp", "2"]
+    command = [sys.executable, "-m", "stage03_engine", *words, "--master-port", str(port)]
+    with machine(port) as other:
+        head = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        try:
+            assert head.stderr is not None
+            assert any("engine.step" in line for line in head.stderr)
+            workers = [worker_of(other), *psutil.Process(head.pid).children()]
+        finally:
+            head.kill()
+            head.communicate()
+        assert f"the head at tcp://127.0.0.1:{port + 1} is gone" in error_of(other)
+        wait_until(lambda: all(map(is_gone, workers)), "a worker stays")
