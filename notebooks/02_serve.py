@@ -112,20 +112,20 @@ from stagetrace import read_run
 
 
 def branch(headless, count):
-    """The branch that `decide` takes, from its own trace event, and its error if it has one."""
+    """The branch that `decide` takes, from its own trace event."""
     with lab.record() as folder:
-        result = outcome(decide, headless, count)
+        decide(headless, count)
     (event,) = read_run(folder).named("serve.decision")
-    return event.args["branch"], result[1] if isinstance(result, tuple) else ""
+    return event.args["branch"]
 
 
 grid = list(itertools.product([False, True], [0, 1, 2, 4]))
-lab.table([(h, n, *branch(h, n)) for h, n in grid], "headless", "api_server_count", "branch", "here")
+lab.table([(h, n, branch(h, n)) for h, n in grid], "headless", "api_server_count", "branch")
 
 # %% [markdown]
 # The three branches are vLLM's. With `run_server` the process of the command becomes the API server, and it starts one engine process. With
-# `run_multi_api_server` it becomes [the launcher](../stage02_server/features/api_servers/README.md) of several API servers in front of one engine. The third answers with a
-# clear error and exit code 2, because a flag that is silently ignored would be worse.
+# `run_multi_api_server` it becomes [the launcher](../stage02_server/features/api_servers/README.md) of several API servers in front of one engine. With
+# `run_headless` it is no API server at all: it [works for one on another machine](../stage03_engine/frontend/features/data_parallel/nodes/README.md).
 #
 # So a plain `serve` is two processes. `serve` does not fork the API server: the process that parsed the command line goes on as the API server, with the
 # same pid. The recording of a real run says so: `cli.main` and `server.listening` have one pid.
@@ -177,7 +177,7 @@ for line in subprocess.run(command, capture_output=True, text=True, check=True).
 # The real parts are [`resolve_cli`](../stage03_engine/args/resolve.py) and [`decide`](../stage02_server/serve.py).
 
 # %% tags=["exercise"]
-REAL_BRANCH = {(h, n): branch(h, n)[0] for h in (False, True) for n in range(-1, 5)}
+REAL_BRANCH = {(h, n): branch(h, n) for h in (False, True) for n in range(-1, 5)}
 
 
 def launch(tag, flag, variable, headless, count):

@@ -36,13 +36,13 @@ class ServeSubcommand(CLISubcommand):
         count = getattr(frontend_args, "api_server_count", None)
         branch = decide(getattr(frontend_args, "headless", False), 1 if count is None else count)
         vllm_config, settings = serve_args.engine_args.create_engine_config()
+        if branch == "run_headless" and not args.dry_run:  # its trace begins later: the head knows the run's id
+            return load_feature(HEADLESS, "headless")(vllm_config)
         open_trace(vllm_config)
         if args.dry_run:
             table = load_feature("stage02_server.features.dry_run.table:table", "--dry-run")
             print(table(vllm_config, settings))
             return 0
-        if branch == "run_headless":
-            return load_feature(HEADLESS, "headless")(vllm_config)
         if branch == "run_multi_api_server":
             return load_feature(SEVERAL, "api_server_count above 1")(vllm_config, frontend_args)
         from stage02_server.api_server import serve  # late: `serve --help` needs no web framework
@@ -51,8 +51,7 @@ class ServeSubcommand(CLISubcommand):
 
 
 def decide(headless: bool, api_server_count: int) -> str:
-    """The decision tree of `serve`: run_server, where this process becomes the API server; run_multi_api_server, where it starts
-    several; run_headless, where it works for a server on another machine."""
+    """The decision tree of `serve`: this process becomes the API server, starts several, or works for one on another machine."""
     if headless or api_server_count < 1:
         branch = "run_headless"
     elif api_server_count > 1:

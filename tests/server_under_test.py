@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
@@ -152,12 +153,14 @@ def rest(client: socket.socket) -> bytes:
 
 
 class ServerProcess:
-    """`serve ...` of a stage in a process; `patch` runs before it. Prints its top-level modules at the end."""
+    """`serve ...` of a stage in a process; `patch` runs before it. Prints its top-level modules at the end. `before` is a command
+    that executes another."""
 
     def __init__(
-        self, *args: str, patch: str = "", command: str = "stage02_server.__main__", own_group: bool = False
-    ) -> None:
-        code = [sys.executable, "-c", _SERVE.format(patch=patch, command=command), *args]
+        self, *args: str, patch: str = "", command: str = "stage02_server.__main__", own_group: bool = False,
+        before: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        code = [*before, sys.executable, "-c", _SERVE.format(patch=patch, command=command), *args]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(code, stdout=pipe, stderr=pipe, text=True, start_new_session=own_group)
         self.lines: list[str] = []

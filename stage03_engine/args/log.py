@@ -76,7 +76,8 @@ def log_of_server(settings: dict[str, Resolved], dry_run: bool) -> None:
     if settings["log_level"].value is None:
         settings["log_level"] = replace(settings["log_level"], value="INFO")
     if not dry_run:
-        configure_logging("APIServer", LogFlags(**{each.name: settings[each.name].value for each in fields(LogFlags)}))
+        process = "Node" if "headless" in settings and settings["headless"].value else "APIServer"
+        configure_logging(process, LogFlags(**{each.name: settings[each.name].value for each in fields(LogFlags)}))
 
 
 def read_log_config(path: str) -> dict[str, Any]:

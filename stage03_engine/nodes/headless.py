@@ -5,14 +5,20 @@ from __future__ import annotations
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import load_feature
+from stage03_engine.tracing import open_trace
 
+ENGINES = "stage03_engine.frontend.features.data_parallel.nodes.headless:run_engines"
 WORKERS = "stage03_engine.core.features.distributed.machines.node:run_node"
 
 
 def run_headless(config: VllmConfig) -> int:
     """Work until the server elsewhere ends; returns the exit code. Raises StagesError."""
     if getattr(getattr(config, "parallel_config", None), "nnodes", 1) > 1:
+        open_trace(config)
         return load_feature(WORKERS, "nnodes > 1")(config)
+    if getattr(getattr(config, "data_parallel_config", None), "data_parallel_size", 1) > 1:
+        return load_feature(ENGINES, "data_parallel_size above 1")(config)
     raise ConfigError(
-        "headless is for a machine that works for a server elsewhere: name it with nnodes, node_rank and master_addr"
+        "headless is for a machine that works for a server elsewhere: name it with data_parallel_address and data_parallel_size, or with "
+        "nnodes, node_rank and master_addr"
     )

@@ -17,6 +17,7 @@ import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from socket import SOCK_STREAM, getaddrinfo
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
@@ -108,11 +109,11 @@ def _prepare(socket: zmq.Socket, address: str) -> None:
     socket.setsockopt(zmq.IPV6, "[" in address)
 
 
-def _close(socket: zmq.Socket, monitor: zmq.Socket) -> None:
+def _close(socket: zmq.Socket, monitor: zmq.Socket, linger_ms: int) -> None:
     if not socket.closed:
         socket.disable_monitor()
     monitor.close(linger=0)
-    socket.close(linger=0)
+    socket.close(linger=linger_ms)
 
 
 class Listener:
@@ -131,7 +132,7 @@ class Listener:
             self.socket.curve_publickey, self.socket.curve_secretkey = secret.listens.public, secret.listens.secret
         self.monitor = self.socket.get_monitor_socket(_FAILED)
         try:
-            self.socket.bind(address)
+            self.socket.bind(_numeric(address))
         except zmq.ZMQError as error:
             self.close()
             raise _cannot_listen(address, error) from None
@@ -145,12 +146,22 @@ class Listener:
             count += 1
         return count
 
-    def close(self) -> None:
-        """Close the socket and end the gatekeeper; the context can be terminated then. May be called twice."""
-        _close(self.socket, self.monitor)
+    def close(self, linger_ms: int = 0) -> None:
+        """Close the socket and end the gatekeeper; the context can be terminated then, which sends what is left. May be called twice."""
+        _close(self.socket, self.monitor, linger_ms)
         if self._gatekeeper is not None:
             self._gatekeeper.stop()
             self._gatekeeper = None
+
+
+def _numeric(address: str) -> str:
+    """The same with the number of a host that is given by name: libzmq listens on numbers only."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    try:
+        found = getaddrinfo(host.strip("[]"), None, type=SOCK_STREAM)[0][4][0]
+    except (OSError, UnicodeError):
+        return address
+    return f"tcp://[{found}]:{port}" if ":" in str(found) else f"tcp://{found}:{port}"
 
 
 def _cannot_listen(address: str, error: zmq.ZMQError) -> StagesError:
@@ -186,7 +197,7 @@ class Connection:
             self.socket.curve_publickey, self.socket.curve_secretkey = secret.connects.public, secret.connects.secret
         events = _FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         self.monitor = self.socket.get_monitor_socket(events)
-        self._is_there = False
+        self.is_there = False
         try:
             self.socket.connect(address)
         except zmq.ZMQError as error:
@@ -198,12 +209,12 @@ class Connection:
         while self.monitor.poll(0):
             event = parse_monitor_message(self.monitor.recv_multipart())["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._is_there = True
+                self.is_there = True
             elif event & _FAILED:
                 raise Refused
-            elif self._is_there:
+            elif self.is_there:
                 raise Lost
 
-    def close(self) -> None:
-        """Close the socket. May be called twice."""
-        _close(self.socket, self.monitor)
+    def close(self, linger_ms: int = 0) -> None:
+        """Close the socket; what is left is sent when the context is terminated. May be called twice."""
+        _close(self.socket, self.monitor, linger_ms)

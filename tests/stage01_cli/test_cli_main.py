@@ -40,7 +40,10 @@ def test_help_lists_every_command() -> None:
     assert all(name in done.stdout and line in done.stdout for name, (_, line) in COMMANDS.items())
 
 
-HEADLESS = "headless is for a machine that works for a server elsewhere: name it with nnodes, node_rank and master_addr"
+HEADLESS = (
+    "headless is for a machine that works for a server elsewhere: name it with data_parallel_address and data_parallel_size, or with "
+    "nnodes, node_rank and master_addr"
+)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -116,6 +119,25 @@ def test_only_the_chosen_command_is_imported() -> None:
         (["serve", "--headless", "--nnodes", "2", "--node-rank", "1"],
          "machines that speak with each other need a shared secret: make one with `openssl rand -hex 32 > node-secret`, copy it to every "
          "machine, and name it with --node-secret-file or put it into the variable STAGES_NODE_SECRET; --no-node-secret-required does without"),
+        (["serve", "-asc", "0", "-dp", "2"],
+         "headless is for some engines of a server elsewhere: give data_parallel_start_rank, data_parallel_size_local and "
+         "data_parallel_address"),
+        (["serve", "-asc=-1"], "api_server_count must be at least 0, not -1"),
+        (["serve", "--headless", "-asc", "2"], "headless starts no API server, and api_server_count is 2; leave one of them out"),
+        (["serve", "--headless", "--engine", "echo"],
+         "headless starts engines with a model, each in a process of its own: leave out engine and in_process"),
+        (["serve", "--headless", "-dp", "2", "-dpr", "1", "-dpa", "127.0.0.1"],
+         "machines that speak with each other need a shared secret: make one with `openssl rand -hex 32 > node-secret`, copy it to every "
+         "machine, and name it with --node-secret-file or put it into the variable STAGES_NODE_SECRET; --no-node-secret-required does without"),
+        (["serve", "--headless", "-dp", "2", "-dpr", "1", "-dpa", "127.0.0.1", "--node-secret-file", "absent"],
+         "node_secret_file 'absent' cannot be read: No such file or directory"),
+        (["serve", "--headless", "-dp", "2", "-dpr", "1", "-dpl", "0", "-dpa", "127.0.0.1"],
+         "headless needs engines to start: data_parallel_size_local is 0"),
+        (["serve", "--headless", "-dp", "2", "-dpn", "1"],
+         "headless starts no API server: leave out data_parallel_rank, data_parallel_external_lb and data_parallel_hybrid_lb"),
+        (["serve", "--node-secret", "abcdefghijklmnop"],
+         "--node-secret is not supported: the secret of several machines comes from a file (--node-secret-file) or the variable "
+         "STAGES_NODE_SECRET"),
         (["serve", "-asc", "65"], "api_server_count must be at most 64, not 65"),
         (["serve", "-asc", "2", "--in-process"], "in_process needs api_server_count 1: with 2, each server would have an engine of its own"),
         (["serve", "-asc", "2", "--server-dev-mode"],

@@ -98,6 +98,41 @@ def test_the_alias_is_followed_and_said() -> None:
         ),
         ({"data_parallel_routing": "random"}, "'random' is not one of load, prefix"),
         ({"data_parallel_size": 0}, "data_parallel_size must be at least 1"),
+        (
+            {"data_parallel_size": 4, "data_parallel_size_local": 2},
+            "of 4 engines 2 are on this machine: data_parallel_address must say where the head listens for the others",
+        ),
+        (
+            {"data_parallel_size": 4, "data_parallel_size_local": 3, "data_parallel_start_rank": 2},
+            "3 engines from number 2 on are more than data_parallel_size, which is 4",
+        ),
+        (
+            {"data_parallel_size": 2, "data_parallel_start_rank": 2},
+            "0 engines from number 2 on are more than data_parallel_size, which is 2",
+        ),
+        ({"data_parallel_size": 2, "data_parallel_size_local": -1}, "data_parallel_size_local must be at least 0"),
+        ({"data_parallel_size": 2, "data_parallel_start_rank": -1}, "data_parallel_start_rank must be at least 0"),
+        (
+            {"data_parallel_size": 2, "data_parallel_rank": 1, "data_parallel_size_local": 1},
+            "data_parallel_rank is for a server with one engine: leave out",
+        ),
+        (
+            {"data_parallel_size": 2, "data_parallel_hybrid_lb": True},
+            "data_parallel_hybrid_lb needs data_parallel_start_rank",
+        ),
+        (
+            {"data_parallel_size": 2, "data_parallel_hybrid_lb": True, "data_parallel_size_local": 0},
+            "data_parallel_hybrid_lb needs engines on this machine; data_parallel_size_local is 0",
+        ),
+        (
+            {
+                "data_parallel_size": 2,
+                "data_parallel_size_local": 1,
+                "data_parallel_address": "127.0.0.1",
+                "data_parallel_rpc_port": 65536,
+            },
+            r"data_parallel_rpc_port must be in \[1, 65535\], not 65536",
+        ),
         ({"dtype": "int4"}, "'int4' is not one of auto, float32"),
         ({"blok_size": 4}, "unknown setting 'blok_size'; did you mean block_size\\?"),
         ({"shape": None}, "unknown setting 'shape'"),

@@ -156,3 +156,16 @@ def test_closing_forgets_what_was_only_held(tmp_path: Path) -> None:
     recorder.open(str(tmp_path))
     recorder.close()
     assert [event.name for event in read_run(tmp_path).events] == ["run.start"]
+
+
+@pytest.mark.parametrize("apart, shift", [(0, 0), (400_000_000, 0), (90_000_000_000_000, 90_000_000_000_000)])
+def test_recordings_of_two_machines_have_one_time(tmp_path: Path, apart: int, shift: int) -> None:
+    """Each machine's monotonic clock has a zero of its own. A wall clock that was set meanwhile is no other machine."""
+    for proc, zero in (("APIServer", 0), ("Node_1", apart)):
+        started = Event(1, 0, 1_000, 1 + bool(zero), proc, "i", "run.start", 0, "x.py:1")
+        started.args = {"run_id": "r", "monotonic_ns": 1_000, "wall_clock_ns": 5_000_000_000 + zero + 1_000}
+        later = Event(1, 1, 2_000, 1 + bool(zero), proc, "i", "engine.stopped", 5, "x.py:2")
+        (tmp_path / f"{proc}-1.jsonl").write_bytes(encode_line(started) + encode_line(later))
+    times = {(event.proc, event.name): event.ts for event in read_run(tmp_path).events}
+    assert times["APIServer", "engine.stopped"] == 2_000
+    assert times["Node_1", "run.start"] == 1_000 + shift and times["Node_1", "engine.stopped"] == 2_000 + shift

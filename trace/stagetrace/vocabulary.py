@@ -139,6 +139,13 @@ _ROWS = [
     _optional("dp.engine_lost", 5, ENGINE, {"engine": "int", "message": "str", "again": "int", "failed": "int", "num_ready": "int"},
         "One of several engines died: how many of its requests run again on another, how many end with an error, and how many engines are left.", "-"),
     _optional("dp.engines", 5, ENGINE, {"states": "dict[str, str]"}, "A client watches the schedulers of several engines: what each is doing (loading, ready, draining, dead), when it begins to watch and at each change.", "-"),
+    _optional("node.listening", 5, ENGINE, {"address": "str", "encrypted": "bool"}, "The head listens for the machines on which further engines run; encrypted = only who knows the shared secret gets a connection.",
+        "v1/engine/utils.py launch_core_engines"),
+    _optional("node.join_sent", 5, ENGINE, {"engines": "list[int]", "head": "str"}, "A machine without an API server offers its engines to the head.", "entrypoints/cli/serve.py run_headless"),
+    _optional("node.joined", 5, ENGINE, {"node": "str", "engines": "list[int]", "clock_offset_ns": "int"}, "A machine belongs to the service from now on; offset = the head's clock minus its clock, at most.",
+        "v1/engine/utils.py wait_for_engine_startup"),
+    _optional("node.welcomed", 5, ENGINE, {}, "The machine knows that it belongs to the service.", "-"),
+    _optional("node.lost", 5, ENGINE, {"node": "str", "engines": "list[int]", "message": "str"}, "A machine is gone, and its engines with it, until it joins again.", "-"),
     _optional("dp.scaled", 5, ENGINE, {"engines": "int"}, "The number of engines was changed.", "v1/engine/core_client.py scale_elastic_ep"),
     # Phase 6: request
     Row("http.request", 6, SERVER, {"method": "str", "path": "str", "trace_id": "str | None", "parent_id": "str | None"},

@@ -25,7 +25,9 @@ class ApiServerFlags:
     """Which processes `serve` starts."""
 
     headless: bool = option(
-        False, "no API server: this machine works for one elsewhere, whose --master-addr and --node-rank it names"
+        False,
+        "no API server: this machine works for one elsewhere (--data-parallel-address, or --master-addr and --node-rank); "
+        "--api-server-count 0 says the same",
     )
     api_server_count: int | None = option(
         None,
@@ -37,6 +39,8 @@ class ApiServerFlags:
 
     def check(self: Any) -> None:
         """Raises ConfigError for what needs one API server."""
+        if self.headless or self.api_server_count == 0:
+            _check_headless(self)
         count = self.api_server_count or 1
         if count > MAX_SERVERS:
             raise ConfigError(f"api_server_count must be at most {MAX_SERVERS}, not {count}")
@@ -51,3 +55,15 @@ class ApiServerFlags:
                 f"max_stored_responses needs api_server_count 1: with {count}, each server would know only its own responses, so none "
                 "is stored; set it to 0, or leave it out"
             )
+
+
+def _check_headless(args: Any) -> None:
+    """Raises ConfigError for settings of the server that is not there."""
+    if args.api_server_count:
+        raise ConfigError(
+            f"headless starts no API server, and api_server_count is {args.api_server_count}; leave one of them out"
+        )
+    if args.engine != "core" or args.in_process:
+        raise ConfigError(
+            "headless starts engines with a model, each in a process of its own: leave out engine and in_process"
+        )

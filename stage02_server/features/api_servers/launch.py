@@ -64,9 +64,15 @@ async def _launch(config: VllmConfig, args: FrontendArgs) -> int:
 def with_front_ends(config: VllmConfig, args: FrontendArgs) -> VllmConfig:
     """The settings of an engine with as many front ends as there are API servers. Raises ConfigError."""
     count, cores = args.api_server_count, find_cores()
-    if getattr(getattr(config, "data_parallel_config", None), "is_external", False):
+    parallel = getattr(config, "data_parallel_config", None)
+    for flag in ("data_parallel_rank", "data_parallel_hybrid_lb"):
+        if getattr(parallel, flag, None) not in (None, False):
+            raise ConfigError(
+                f"{flag} needs api_server_count 1, not {count}: whoever balances between servers does so here too"
+            )
+    if getattr(parallel, "num_elsewhere", 0):
         raise ConfigError(
-            f"data_parallel_rank needs api_server_count 1, not {count}: whoever balances between servers does so here too"
+            f"engines on other machines need api_server_count 1, not {count}: they speak with one API server"
         )
     if count > cores.usable:
         logger.warning("%d API servers share %s: more of them than cores make nothing faster.", count, cores)

@@ -181,8 +181,10 @@ def rows(config: VllmConfig, memory: Memory) -> list[tuple[str, str, str]]:
     if parallel is not None and parallel.world_size > 1:
         found += load(_WORKER_ROWS)(config)
     several = getattr(config, "data_parallel_config", None)
-    if several is not None and (count := len(several.engine_indices)) > 1:
-        found.append(("engines", shown(count * memory.sum), f"{count} times that (data_parallel_size)"))
+    if several is not None and (count := several.num_local) > 1:
+        found.append(
+            ("engines", shown(count * memory.sum), f"{count} times that, on this machine (data_parallel_size)")
+        )
     if memory.available is not None:
         share = config.cache_config.gpu_memory_utilization
         found.append(

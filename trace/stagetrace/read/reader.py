@@ -18,6 +18,9 @@ from stagetrace.event import Event, decode_line
 
 REORDER_WINDOW = 256  # events by which the threads of a process may overtake each other on the way to the file
 BATCH_BYTES = 1 << 16  # read at once, of each process
+SAME_MACHINE_NS = (
+    1_000_000_000  # a wall clock that was set during a run moves by less; two machines' monotonic clocks differ by more
+)
 
 
 class Recording:
@@ -30,6 +33,7 @@ class Recording:
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
         self.torn = 0
+        self._zero: int | None = None  # the wall clock when the monotonic clock of the first process was 0
         files = sorted(self.directory.glob("*.jsonl"))
         if not files:
             raise FileNotFoundError(f"no trace in {directory}: expected files like APIServer-1234.jsonl")
@@ -56,9 +60,11 @@ class Recording:
     def _process(self, paths: list[Path]) -> Iterator[Event]:
         """The events of one process by sequence number, except the first records of its later files, which stay in place."""
         held: list[tuple[int, Event]] = []
-        top = 0
+        top, shift = 0, None
         for events in self._batches(paths):
+            shift = self._shift(events) if shift is None else shift
             for event in events:
+                event.ts += shift
                 top = max(top, event.seq)
                 held.append((event.seq or top, event))
             held.sort(key=_place)  # stable, and quick for what is nearly sorted
@@ -69,6 +75,16 @@ class Recording:
                 del held[:ready]
         for _, event in held:
             yield event
+
+    def _shift(self, events: list[Event]) -> int:
+        """What turns the times of a process into those of the first one's machine, in ns. 0 on the same machine, where the monotonic clock is
+        the same; else what the wall clocks say, which is as exact as these were set."""
+        start = next((event.args for event in events[:1] if event.name == "run.start"), {})
+        if "wall_clock_ns" not in start:
+            return 0
+        zero = start["wall_clock_ns"] - start["monotonic_ns"]
+        self._zero = zero if self._zero is None else self._zero
+        return zero - self._zero if abs(zero - self._zero) > SAME_MACHINE_NS else 0
 
     def _batches(self, paths: list[Path]) -> Iterator[list[Event]]:
         for path in paths:

@@ -33,7 +33,7 @@ from stage03_engine.frontend.features.data_parallel.engine import (
     share_of,
 )
 from stage03_engine.frontend.features.data_parallel.in_flight import InFlight, lost
-from stage03_engine.frontend.features.data_parallel.restart import RestartLimit
+from stage03_engine.frontend.features.data_parallel.restart import NodeLostError, RestartLimit
 from stage03_engine.frontend.features.data_parallel.states import states_event
 from stage03_engine.frontend.features.data_parallel.totals import Totals
 from stage03_engine.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady, FinishReason, SchedulerStats
@@ -72,7 +72,7 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
     ) -> None:  # fmt: skip
         settings = config.data_parallel_config
         self._config, self._make_engine = config, make_engine
-        self.size: int = settings.data_parallel_size  # how many engines there should be
+        self.size: int = len(settings.engine_indices)  # how many engines there should be
         self._engines: dict[int, Engine] = {}
         self._requests: dict[str, InFlight] = {}
         self._held: dict[str, InFlight] = {}  # while no engine is ready
@@ -108,9 +108,10 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
         return self._limit.total
 
     def start_process(self) -> None:
+        indices = self._config.data_parallel_config.engine_indices
         if trace.on:
-            trace.emit("client.created", kind="DPLBAsyncMPClient", engine_ranks=list(range(self.size)))
-        for index in range(self.size):
+            trace.emit("client.created", kind="DPLBAsyncMPClient", engine_ranks=list(indices))
+        for index in indices:
             self._add(index, self.size)
 
     def _add(self, index: int, size: int) -> Engine:
@@ -298,7 +299,7 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
         was_draining = engine.state == EngineState.DRAINING
         self._now(engine, EngineState.DEAD)
         self._balancer.leave(engine.index)
-        if not was_draining and not self._limit.take():
+        if not was_draining and not self._may_start_again(error):
             logger.error(
                 "Engine %d: %s It is not started again (--data-parallel-restart %d).",
                 engine.index,
@@ -351,6 +352,10 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
                 why = f"It has not answered for {now - engine.owes_since:.1f} s (--engine-stall-seconds)."
                 await self._died(engine, EngineDeadError(why))
 
+    def _may_start_again(self, error: EngineDeadError) -> bool:
+        """The engines of another machine that is lost come back with it, and nothing is started again here: that has no limit."""
+        return (isinstance(error, NodeLostError) and self._limit.most > 0) or self._limit.take()
+
     async def _start_again(self, engine: Engine) -> None:
         await self._end_engine(engine)
         engine.client = self._make_engine(share_of(self._config, self.size), engine.index)
@@ -379,9 +384,14 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
     async def scale(self, size: int) -> None:
         """Change the number of engines: start more, or let the last ones finish their requests and end.
 
-        Raises ScalingError if that is under way already or an engine is not ready, StagesError or OSError if a new one cannot
+        Raises ScalingError if that is under way already, an engine is not ready, or some are on other machines; StagesError or OSError if a new one cannot
         start; then there are as many as before.
         """
+        settings = self._config.data_parallel_config
+        if settings.num_elsewhere or settings.data_parallel_hybrid_lb:
+            raise ScalingError(
+                "The engines of several machines are fixed: start all of them with another --data-parallel-size."
+            )
         if self._is_scaling:
             raise ScalingError("The number of engines is being changed already.")
         if self.num_ready < len(self._engines):

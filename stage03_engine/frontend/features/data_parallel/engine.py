@@ -34,7 +34,7 @@ class DPAsyncMPClient(AsyncMPClient):
                 trace.emit("client.created", kind="DPAsyncMPClient", engine_ranks=[self.engine_index])
             self._process = EngineProcess(self._config, self.engine_index)
             return
-        with own_devices(self._config, self.engine_index):
+        with own_devices(self._config, self.engine_index - self._config.data_parallel_config.first_index):
             self._process = EngineProcess(self._config, self.engine_index)
 
     async def get_output_async(self) -> EngineCoreOutputs:
@@ -79,10 +79,11 @@ class Engine:
 
 
 def share_of(config: VllmConfig, size: int) -> VllmConfig:
-    """The settings of one of `size` engines. On a CPU it gets its part of the cores and of the memory."""
-    device, cache = config.device_config, config.cache_config
-    cores = (device.num_threads or 1) * config.data_parallel_config.data_parallel_size
-    shared = replace(device, num_threads=min(device.num_threads or 1, max(1, cores // size)))
+    """The settings of one of `size` engines. On a CPU it gets its part of this machine's cores and memory."""
+    device, cache, parallel = config.device_config, config.cache_config, config.data_parallel_config
+    here = max(1, size - parallel.num_elsewhere)
+    cores = (device.num_threads or 1) * parallel.num_local
+    shared = replace(device, num_threads=min(device.num_threads or 1, max(1, cores // here)))
     if device.device == "cpu":
-        cache = replace(cache, gpu_memory_utilization=cache.gpu_memory_utilization / size)
+        cache = replace(cache, gpu_memory_utilization=cache.gpu_memory_utilization / here)
     return replace(config, device_config=shared, cache_config=cache)

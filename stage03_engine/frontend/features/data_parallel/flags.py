@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from stage03_engine.args.cpu import compute_threads, find_cores
 from stage03_engine.args.fields import option
 from stage03_engine.errors import ConfigError
+from stage03_engine.mixins import is_there
 
 _CLIENT = "stage03_engine.frontend.features.data_parallel.client:"
+_HEAD_CLIENT = "stage03_engine.frontend.features.data_parallel.nodes.head:HeadClient"
+_NODES = "stage03_engine.nodes.secure_sockets"
+RPC_PORT = 29550
+"""Where the head listens for nodes if no port is given, as in vLLM."""
 MAX_ENGINES = 64
 """Most engines of one server: a slip of the finger must not start thousands of processes."""
 
@@ -21,7 +26,7 @@ class DataParallelConfig:
 
     data_parallel_size: int = option(
         1,
-        "engines; a request goes to one of them, and they share the cores of this machine",
+        "engines; a request goes to one of them, and those on one machine share its cores",
         aliases=("-dp",),
         at_least=1,
     )
@@ -46,15 +51,67 @@ class DataParallelConfig:
         None, "number of this server's only engine; implies --data-parallel-external-lb", aliases=("-dpn",), at_least=0
     )
 
+    data_parallel_size_local: int | None = option(
+        None,
+        "how many of the engines run on this machine; all if not given, or on a further machine the rest",
+        aliases=("-dpl",),
+        at_least=0,
+    )
+    data_parallel_start_rank: int | None = option(
+        None, "number of the first engine on this machine; 0 if not given", aliases=("-dpr",), at_least=0
+    )
+    data_parallel_address: str | None = option(
+        None,
+        "address of the head, the machine with the API server: it listens there for the others (--headless), and they connect to it",
+        aliases=("-dpa",),
+    )
+    data_parallel_rpc_port: int | None = option(
+        None, f"port of the head for the other machines; {RPC_PORT} if not given", aliases=("-dpp",), at_least=1
+    )
+    data_parallel_hybrid_lb: bool = option(
+        False,
+        "this server has the engines of this machine (--data-parallel-start-rank, --data-parallel-size-local); somebody else balances "
+        "between the machines",
+        aliases=("-dph",),
+    )
+
     @property
     def is_external(self) -> bool:
         """Is there one engine here, and a load balancer in front of several servers?"""
         return self.data_parallel_external_lb or self.data_parallel_rank is not None
 
     @property
+    def first_index(self) -> int:
+        """The number of the first engine on this machine."""
+        return self.data_parallel_start_rank or 0
+
+    @property
+    def num_local(self) -> int:
+        """How many engines run on this machine."""
+        if self.is_external:
+            return 1
+        rest = self.data_parallel_size - self.first_index
+        return rest if self.data_parallel_size_local is None else self.data_parallel_size_local
+
+    @property
     def engine_indices(self) -> tuple[int, ...]:
-        """The numbers of the engines that this server starts."""
-        return (self.data_parallel_rank or 0,) if self.is_external else tuple(range(self.data_parallel_size))
+        """The numbers of the engines that this server uses."""
+        if self.is_external:
+            return (self.data_parallel_rank or 0,)
+        if self.data_parallel_hybrid_lb:
+            return tuple(range(self.first_index, self.first_index + self.num_local))
+        return tuple(range(self.data_parallel_size))
+
+    @property
+    def num_elsewhere(self) -> int:
+        """How many of them run on other machines."""
+        return len(self.engine_indices) - self.num_local
+
+    @property
+    def head_address(self) -> str:
+        """`10.0.0.1:29550`, where the head listens for the other machines."""
+        host = self.data_parallel_address or ""
+        return f"{f'[{host}]' if ':' in host else host}:{self.data_parallel_rpc_port or RPC_PORT}"
 
 
 @dataclass(frozen=True)
@@ -65,12 +122,12 @@ class DataParallelFlags:
 
     @staticmethod
     def detect(values: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-        """Each of several engines gets its part of the cores."""
-        size = values["data_parallel_size"]
-        if size <= 1 or values["data_parallel_external_lb"] or values["data_parallel_rank"] is not None:
+        """Each of several engines on this machine gets its part of the cores."""
+        here = DataParallelConfig(**{each.name: values[each.name] for each in fields(DataParallelConfig)}).num_local
+        if here <= 1:
             return {}
         cores = find_cores()
-        return {"num_threads": (max(1, compute_threads(cores) // size), f"{cores}, shared by {size} engines")}
+        return {"num_threads": (max(1, compute_threads(cores) // here), f"{cores}, shared by {here} engines")}
 
     def check(self: Any) -> None:
         """Raises ConfigError for combinations that cannot work."""
@@ -84,8 +141,9 @@ class DataParallelFlags:
             )
         if not parallel.is_external and size > MAX_ENGINES:
             raise ConfigError(f"data_parallel_size must be at most {MAX_ENGINES} in one server, not {size}")
+        _check_machines(parallel)
         bound = getattr(self.device_config, "cpu_omp_threads_bind", None)
-        if bound not in (None, "auto", "nobind", "all") and size > 1 and not parallel.is_external:
+        if bound not in (None, "auto", "nobind", "all") and parallel.num_local > 1:
             raise ConfigError(
                 "cpu_omp_threads_bind names the cores of one engine, and data_parallel_size is more; leave one of them out"
             )
@@ -99,4 +157,41 @@ class DataParallelFlags:
         parallel = self.data_parallel_config
         if parallel.is_external:
             return {"client": [_CLIENT + "DPAsyncMPClient"]}
-        return {"client": [_CLIENT + "DPLBAsyncMPClient"] * (parallel.data_parallel_size > 1)}
+        if parallel.num_elsewhere:
+            return {"client": [_HEAD_CLIENT]}
+        several = parallel.data_parallel_size > 1
+        return {"client": [_CLIENT + "DPLBAsyncMPClient"] * several}
+
+
+def _check_machines(parallel: DataParallelConfig) -> None:
+    """Raises ConfigError for engines on several machines that do not fit together."""
+    first, local, size = parallel.first_index, parallel.num_local, parallel.data_parallel_size
+    one_machine = parallel.data_parallel_start_rank is None and parallel.data_parallel_size_local is None
+    if parallel.is_external:
+        if not one_machine or parallel.data_parallel_hybrid_lb:
+            raise ConfigError(
+                "data_parallel_rank is for a server with one engine: leave out data_parallel_start_rank, data_parallel_size_local and "
+                "data_parallel_hybrid_lb"
+            )
+        return
+    if first + local > size or first >= size:
+        raise ConfigError(
+            f"{local} engines from number {first} on are more than data_parallel_size, which is {size}: see data_parallel_size_local and "
+            "data_parallel_start_rank"
+        )
+    if parallel.data_parallel_hybrid_lb and not local:
+        raise ConfigError("data_parallel_hybrid_lb needs engines on this machine; data_parallel_size_local is 0")
+    if parallel.data_parallel_hybrid_lb and one_machine:
+        raise ConfigError(
+            "data_parallel_hybrid_lb needs data_parallel_start_rank and data_parallel_size_local, which say which engines are this machine's"
+        )
+    if local == size or parallel.data_parallel_hybrid_lb:
+        return
+    if not parallel.data_parallel_address:
+        raise ConfigError(
+            f"of {size} engines {local} are on this machine: data_parallel_address must say where the head listens for the others"
+        )
+    if (parallel.data_parallel_rpc_port or RPC_PORT) > 65535:
+        raise ConfigError(f"data_parallel_rpc_port must be in [1, 65535], not {parallel.data_parallel_rpc_port}")
+    if not is_there(_NODES):
+        raise ConfigError(f"engines on several machines need {_NODES.rpartition('.')[0]}, which is not installed")

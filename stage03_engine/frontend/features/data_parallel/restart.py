@@ -6,7 +6,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from stage03_engine.errors import EngineDeadError
+
 WINDOW_SECONDS = 600.0
+
+
+class NodeLostError(EngineDeadError):
+    """The machine of the engine is gone, and all of its engines with it."""
 
 
 class RestartLimit:

@@ -1,0 +1,197 @@
+"""Sockets between machines: who gets a connection, and what is seen of it on the way."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import zmq
+from patience import PATIENCE
+
+from stage03_engine.errors import ConfigError, StagesError
+from stage03_engine.nodes.flags import NodeConfig
+from stage03_engine.nodes.secure_sockets import (
+    VARIABLE,
+    Connection,
+    KeyPair,
+    Listener,
+    Lost,
+    NodeSecret,
+    Refused,
+    read_secret,
+)
+
+OURS, OTHER = NodeSecret(b"0123456789abcdef"), NodeSecret(b"0123456789abcdeg")
+
+
+class Ends:
+    """A listener, and connections to it."""
+
+    def __init__(self, secret: NodeSecret | None) -> None:
+        self.here, self.there = zmq.Context(), zmq.Context()
+        self.listener = Listener(self.here, zmq.ROUTER, "tcp://127.0.0.1:0", secret)
+
+    def connect(self, secret: NodeSecret | None, address: str | None = None) -> Connection:
+        self.connection = Connection(self.there, zmq.DEALER, address or self.listener.address, secret)
+        return self.connection
+
+    def close(self) -> None:
+        self.connection.close()
+        self.listener.close()
+        self.listener.close()
+        self.here.term()
+        self.there.term()
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    with closing(Ends(OURS)) as made:
+        yield made
+
+
+def outcome(connection: Connection) -> None:
+    """Wait until something becomes of it."""
+    assert connection.monitor.poll(int(PATIENCE * 1000))
+    connection.news()
+
+
+def test_who_has_the_secret_is_heard_and_hears(ends: Ends) -> None:
+    connection = ends.connect(NodeSecret(b"0123456789abcdef"))
+    connection.socket.send(b"hello")
+    peer, said = ends.listener.socket.recv_multipart()
+    ends.listener.socket.send_multipart([peer, said + b" you"])
+    assert connection.socket.recv() == b"hello you" and ends.listener.refused() == 0
+    outcome(connection)
+    assert connection.is_there
+    ends.listener.close()
+    with pytest.raises(Lost):
+        outcome(connection)
+
+
+def impostor() -> NodeSecret:
+    """Knows the listener's key, and not that of those who connect."""
+    made = NodeSecret(b"0123456789abcdef")
+    made.connects = KeyPair(*zmq.curve_keypair())
+    return made
+
+
+@pytest.mark.parametrize("secret", [OTHER, None, impostor()])
+def test_anybody_else_is_refused_and_both_sides_know(ends: Ends, secret: NodeSecret | None) -> None:
+    connection = ends.connect(secret)
+    connection.socket.send(b"hello")
+    with pytest.raises(Refused):
+        outcome(connection)
+    assert ends.listener.monitor.poll(int(PATIENCE * 1000)) and ends.listener.refused()
+    assert not ends.listener.socket.poll(0) and not connection.is_there
+
+
+def test_a_secret_on_one_side_alone_is_no_connection() -> None:
+    with closing(Ends(None)) as ends, pytest.raises(Refused):
+        outcome(ends.connect(OURS))
+
+
+def test_without_a_secret_by_name_anybody_is_heard() -> None:
+    with closing(Ends(None)) as ends:
+        ends.connect(None).socket.send(b"hello")
+        assert ends.listener.socket.recv_multipart()[1] == b"hello"
+
+
+def test_nothing_that_is_said_can_be_read_on_the_way(ends: Ends) -> None:
+    """A relay in the middle keeps all bytes: neither the message nor the secret is among them."""
+    seen: list[bytes] = []
+    port = int(ends.listener.address.rpartition(":")[2])
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        connection = ends.connect(OURS, f"tcp://127.0.0.1:{server.getsockname()[1]}")
+        connection.socket.send(b"to be or not to be")
+        near = server.accept()[0]
+        far = socket.create_connection(("127.0.0.1", port))
+        for source, target in ((near, far), (far, near)):
+            threading.Thread(target=pump, args=(source, target, seen), daemon=True).start()
+        assert ends.listener.socket.recv_multipart()[1] == b"to be or not to be"
+        for sock in (near, far):
+            sock.close()
+    said = b"".join(seen)
+    assert b"CURVE" in said and b"to be" not in said and b"0123456789" not in said
+
+
+def pump(source: socket.socket, target: socket.socket, seen: list[bytes]) -> None:
+    try:
+        while data := source.recv(4096):
+            seen.append(data)
+            target.sendall(data)
+    except OSError:
+        return
+
+
+def test_bytes_that_are_no_zmq_are_no_message(ends: Ends) -> None:
+    ends.connect(OURS)
+    port = int(ends.listener.address.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port)) as stranger:
+        stranger.sendall(os.urandom(512))
+    outcome(ends.connection)
+    assert not ends.listener.socket.poll(0)
+
+
+@pytest.mark.parametrize("host", ["localhost", "0.0.0.0", "[::1]"])
+def test_hosts_may_have_names_and_other_kinds_of_numbers(host: str) -> None:
+    context, there = zmq.Context(), zmq.Context()
+    try:
+        listener = Listener(context, zmq.ROUTER, f"tcp://{host}:0", OURS)
+    except StagesError:
+        pytest.skip("this machine has no IPv6")
+    connection = Connection(there, zmq.DEALER, listener.address.replace("0.0.0.0", "127.0.0.1"), OURS)
+    connection.socket.send(b"hello")
+    assert listener.socket.recv_multipart()[1] == b"hello"
+    connection.close()
+    listener.close()
+    context.term()
+    there.term()
+
+
+def test_addresses_that_cannot_be(ends: Ends) -> None:
+    ends.connect(OURS)
+    where = ends.listener.address.removeprefix("tcp://")
+    for address, message in (
+        (f"tcp://{where}", f"{where} is taken; choose another port"),
+        ("tcp://192.0.2.1:5", "this machine has no address 192.0.2.1:5"),
+        ("tcp://nowhere.invalid:5", "this machine has no address nowhere.invalid:5"),
+    ):
+        context = zmq.Context()
+        with pytest.raises(StagesError, match=message):
+            Listener(context, zmq.ROUTER, address, OURS)
+        context.term()
+    context = zmq.Context()
+    with pytest.raises(StagesError, match="is no address"):
+        Connection(context, zmq.DEALER, "tcp://127.0.0.1:no", OURS)
+    context.term()
+
+
+def test_where_the_secret_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, " 0123456789abcdef\n")
+    (tmp_path / "secret").write_text("another secret of some length\n")
+    (tmp_path / "short").write_text("too short\n")
+    (tmp_path / "empty").write_text("\n")
+    config = NodeConfig()
+    from_variable = read_secret(config)
+    assert from_variable is not None and from_variable.listens == OURS.listens
+    assert OURS.listens != OURS.connects and OURS.listens != OTHER.listens
+    from_file = read_secret(replace(config, node_secret_file=str(tmp_path / "secret")))
+    assert from_file is not None and from_file.listens != from_variable.listens
+    assert read_secret(replace(config, node_secret_required=False)) is None
+    for name, message in (
+        ("short", "the shared secret has 9 bytes and needs at least 16: make one with"),
+        ("empty", "is empty: make one with"),
+        ("absent", "cannot be read: No such file or directory"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            read_secret(replace(config, node_secret_file=str(tmp_path / name)))
+    monkeypatch.delenv(VARIABLE)
+    with pytest.raises(ConfigError, match="need a shared secret: make one with"):
+        read_secret(config)
+    assert "0123456789abcdef" not in repr(OURS) and OURS.listens.secret.decode() not in repr(OURS)
