@@ -1,6 +1,6 @@
 """Start a process that ends with this one, and a private folder for the sockets between the two.
 
-The API server starts the engine with it, an engine its workers, and whoever has several API servers the coordinator.
+The API server starts the engine with it, an engine its workers, and the launcher of several API servers the coordinator.
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ def exit_reason(code: int) -> str:
     return f"exit code {code}{why}"
 
 
-def end_with_parent(folder: Path, asked_to_end: Callable[[], None] = lambda: None) -> None:
+def end_with_parent(folder: Path | None, asked_to_end: Callable[[], None] = lambda: None) -> None:
     """In a child: from now on a thread watches standard input. It calls `asked_to_end` for what the parent writes. When the pipe closes,
-    it removes the `folder` of the sockets and ends this process.
+    it removes the `folder` of the sockets, if there is one, and ends this process.
 
     os._exit, because the main thread may be deep in a forward pass, or wait for a process that is dead.
     """
@@ -97,14 +97,15 @@ def end_with_parent(folder: Path, asked_to_end: Callable[[], None] = lambda: Non
         while os.read(0, 4096):
             asked_to_end()
         trace.close()
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
         os._exit(0)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
 def wake_as_orphan() -> None:
-    """Let the system continue this process when its parent ends, if somebody has stopped it (Linux only).
+    """Let the system continue this process when its parent ends, in case a signal has stopped it (Linux only).
 
     Each child ends when its standard input closes. One that is stopped does not notice, and would stay behind.
     """

@@ -1,19 +1,19 @@
 """`python -m stage03_engine.core.features.distributed.worker_process HOW RANK LANE`: a worker as a process of its own. HOW is the way to the
 executor: `pipe:DESCRIPTOR:FOLDER`, or on several machines `tcp://ADDRESS:PORT`.
 
-Started by MultiprocExecutor, or on another machine by machines/node.py, not by hand. It ends when its standard input closes, which comes even after kill -9 of the executor.
+MultiprocExecutor starts it, or machines/node.py on another machine; nobody does by hand. It ends when its standard input closes, which happens even
+after kill -9 of the executor.
 Source: vllm/v1/executor/multiproc_executor.py (WorkerProc).
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import sys
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stage03_engine.args.processes import end_with_parent
 from stagetrace import trace
 
 if TYPE_CHECKING:
@@ -24,19 +24,9 @@ FLUSH_MS = 50
 PIPE = "pipe:"
 
 
-def _watch_parent(how: str) -> None:
-    """os._exit, because the main thread may be deep in a forward pass, or wait for a worker that is dead."""
-    while os.read(0, 4096):
-        pass
-    trace.close()
-    if how.startswith(PIPE):
-        shutil.rmtree(Path(how.split(":", 2)[2]), ignore_errors=True)
-    os._exit(0)
-
-
 def run_worker(how: str, rank: int, lane: str) -> int:
     """Main function of the worker process; returns its exit code."""
-    threading.Thread(target=_watch_parent, args=(how,), name="parent-watch", daemon=True).start()
+    end_with_parent(Path(how.split(":", 2)[2]) if how.startswith(PIPE) else None)
     trace.hold(lane)
     link = _connect(how, rank)
     # From here on modules are imported that take seconds: the watch has begun before.
@@ -51,7 +41,7 @@ def run_worker(how: str, rank: int, lane: str) -> int:
         if trace.on:
             trace.emit("worker.failed", message=trace_message(error))
         if not isinstance(error, StagesError | ExchangeError):
-            sys.excepthook(type(error), error, error.__traceback__)  # nobody expected it: the log gets the traceback
+            sys.excepthook(type(error), error, error.__traceback__)  # unexpected: the log gets the traceback
         link.send(FAILED, encode(failure_of(error)))
         return 1
     finally:
