@@ -47,11 +47,11 @@ def free_port() -> int:
         ),
         (
             ["-dp=2", "-dpl=1", "-dpa=127.0.0.1", "-asc=2"],
-            "engines on other machines need api_server_count 1, not 2: they speak with one API server",
+            "engines on other machines need api_server_count 1, not 2: they work for one API server",
         ),
         (
             ["-dp=3", "-dpl=2", "-dpr=1", "-dph", "-asc=2"],
-            "data_parallel_hybrid_lb needs api_server_count 1, not 2: whoever balances between servers does so here too",
+            "data_parallel_hybrid_lb needs api_server_count 1, not 2: your load balancer divides the requests between servers",
         ),
         (
             ["-dp=2", "-dpl=1", "-dpa=127.0.0.1", "-dpp={taken}", "--no-node-secret-required"],

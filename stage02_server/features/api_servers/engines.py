@@ -1,7 +1,7 @@
-"""The engines behind several API servers, which none of these owns: the launcher starts them, and starts those again that die.
+"""The engines behind several API servers. No server owns them: the launcher starts them, and starts again those that die.
 
-Every server hears of each death and of each start (`frontend/features/shared_engine.py`), and gives the requests of a dead engine to others
-by itself. Source: vllm/v1/engine/utils.py (CoreEngineProcManager); vLLM starts no engine again.
+Every server hears of each death and each start (`frontend/features/shared_engine.py`), and itself sends the requests of a dead engine
+to other engines. Source: vllm/v1/engine/utils.py (CoreEngineProcManager); vLLM starts no engine again.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Engines:
 
     @property
     def addresses(self) -> list[tuple[str, str]]:
-        """Input and output of each engine; a server's own ends have its number behind."""
+        """Input and output address of each engine. Those of a server's own ends have its number at the end."""
         return [(engine.input_address, engine.output_address) for _, engine in sorted(self._processes.items())]
 
     @property
@@ -99,7 +99,7 @@ class Engines:
         self._go_on(index, again, error if isinstance(error, StagesError) else EngineStartError(str(error)))
 
     def _take(self) -> bool:
-        """May an engine be started again now? If so, it counts."""
+        """May an engine be started again now? A yes counts as a restart."""
         return self._limit is not None and not self._is_closed and self._may_restart() and self._limit.take()
 
     def _go_on(self, index: int, again: bool, why: StagesError) -> None:
@@ -115,7 +115,7 @@ class Engines:
         self._tell(EngineStarted(index, engine.input_address, engine.output_address))
 
     def end_stalled(self, index: int, input_address: str) -> None:
-        """Kill an engine that stands still. Servers that say so late speak of one that is gone already."""
+        """Kill an engine that no longer answers. A late report has the address of an engine that is gone already, and is ignored."""
         if (engine := self._processes[index]).input_address == input_address and engine.alive:
             os.kill(engine.pid, signal.SIGKILL)
 

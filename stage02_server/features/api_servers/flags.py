@@ -10,7 +10,7 @@ from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import is_there
 
 MAX_SERVERS = 64
-"""More are refused, or a typing error could start thousands of processes."""
+"""More are refused, so that a typing error cannot start thousands of processes."""
 ALONE = {
     "in_process": "each server would have an engine of its own",
     "enable_server_load_tracking": "GET /load would count only the requests of one server",

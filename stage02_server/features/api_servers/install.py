@@ -12,14 +12,14 @@ from stage02_server.api_server import Services
 from stage02_server.features.api_servers.this_server import this_server
 
 COMPUTED = ("stages:server_state",)
-"""Metrics that a function computes when somebody reads them. No file has them, so they describe the server that answers."""
+"""Metrics that are computed when they are read. No file has them, so they describe the server that answers."""
 
 
 class MergedRegistry(CollectorRegistry):
     """What all API servers have counted (vllm/v1/metrics/prometheus.py, get_prometheus_registry).
 
-    Each server keeps its numbers in files of one folder. Counters and histograms are added up. So are gauges: of an engine's scheduler only
-    the first server hears, and the others stay at 0.
+    Each server keeps its numbers in files of one folder. Counters and histograms are added up. So are gauges: only the first
+    server hears from an engine's scheduler, and the gauges of the others stay at 0.
     """
 
     def __init__(self, own: CollectorRegistry, folder: str) -> None:

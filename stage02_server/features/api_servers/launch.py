@@ -1,7 +1,7 @@
 """Several API servers in front of one engine, or of several (vllm/entrypoints/cli/serve.py, run_multi_api_server).
 
 This process binds the port, starts the engine and the API servers, and waits. It serves no request itself. The servers accept
-connections from the one socket: who is idle takes the next one.
+connections from one socket: an idle server takes the next one.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ def with_front_ends(config: VllmConfig, args: FrontendArgs) -> VllmConfig:
     for flag in ("data_parallel_rank", "data_parallel_hybrid_lb"):
         if getattr(parallel, flag, None) not in (None, False):
             raise ConfigError(
-                f"{flag} needs api_server_count 1, not {count}: whoever balances between servers does so here too"
+                f"{flag} needs api_server_count 1, not {count}: your load balancer divides the requests between servers"
             )
     if getattr(parallel, "num_elsewhere", 0):
         raise ConfigError(
-            f"engines on other machines need api_server_count 1, not {count}: they speak with one API server"
+            f"engines on other machines need api_server_count 1, not {count}: they work for one API server"
         )
     if count > cores.usable:
         logger.warning("%d API servers share %s: more of them than cores make nothing faster.", count, cores)
@@ -164,7 +164,7 @@ class Launcher:
             server.tell(order)
 
     async def _relay(self, stop: StopSignals) -> None:
-        """Each of the first two signals reaches every server."""
+        """Pass on the first two signals to every server."""
         await stop.first.wait()
         logger.info("%s: ending %d API servers.", stop.name, len(self._running))
         self._stop(stop.name, self._args.shutdown_timeout + END_SECONDS)
@@ -187,7 +187,7 @@ class Launcher:
         return all(self._connected[index] >= len(self._servers) for index in range(self._num_engines))
 
     def _engines_end(self, why: StagesError) -> None:
-        """The servers say so to their clients for a moment, and end by themselves; those that still start would wait for ever."""
+        """Running servers report it to their clients for a moment, then end by themselves; those that still start would wait forever."""
         if self._is_up():
             self._has_failed = self._is_ending = True
             self._loop.call_later(END_SECONDS, self._kill_rest)

@@ -1,4 +1,4 @@
-"""The first thing that an API server hears from the launcher: its settings, and where everything is."""
+"""What an API server hears first from the launcher: its settings, and where everything is."""
 
 from __future__ import annotations
 

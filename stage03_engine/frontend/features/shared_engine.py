@@ -1,7 +1,7 @@
-"""The client of an engine that somebody else started: one of several API servers has no engine process of its own.
+"""The client of an engine that the launcher started: one of several API servers has no engine process of its own.
 
-The launcher (stage02_server/features/api_servers) starts the engine, shakes hands with it, and tells every API server over a
-socket of its own what the handshake said, when the engine ends, and where the one is that takes its place. Orders and reports are
+The launcher (stage02_server/features/api_servers) starts the engine and shakes hands with it. Each API server has a socket to the
+launcher, and hears over it what the handshake said, when the engine ends, and where to find the one that takes its place. Orders and reports are
 lines of JSON.
 Source: vllm/v1/engine/core_client.py (client_addresses), vllm/v1/engine/utils.py (APIServerProcessManager).
 """
@@ -46,7 +46,7 @@ class EngineRefused(msgspec.Struct, tag=True):
 
 
 class AllConnected(msgspec.Struct, tag=True):
-    """Launcher -> API server: every API server has its connection to this engine, so that all are ready at once."""
+    """Launcher -> API server: every API server is connected to this engine. So all become ready at once."""
 
     engine: int
 
@@ -74,13 +74,13 @@ class Stop(msgspec.Struct, tag=True):
 
 
 class Connected(msgspec.Struct, tag=True):
-    """API server -> launcher: the connection to this engine is there."""
+    """API server -> launcher: it is connected to this engine."""
 
     engine: int
 
 
 class EngineStalled(msgspec.Struct, tag=True):
-    """API server -> launcher: this engine, behind this address, owes an answer for too long, and is to be ended."""
+    """API server -> launcher: this engine, at this address, has owed an answer for too long: end it."""
 
     engine: int
     input_address: str
@@ -101,7 +101,7 @@ decode_report = msgspec.json.Decoder(Report).decode
 
 
 class SharedEngine(EngineProcess):
-    """An engine process that the launcher started, as AsyncMPClient sees it: the same methods, and what they wait for comes as orders."""
+    """An engine process that the launcher started, as AsyncMPClient sees it. The methods are the same; what they wait for comes as orders."""
 
     def __init__(self, link: LauncherLink, engine: int, input_address: str, output_address: str) -> None:
         self._link, self._engine = link, engine
@@ -117,7 +117,7 @@ class SharedEngine(EngineProcess):
         try:
             return self.up.result()
         except CancelledError:
-            raise EngineStartError("this API server ends before the engine is there") from None
+            raise EngineStartError("this API server ends before the engine is ready") from None
 
     async def wait_for_others(self) -> None:
         """Tell that this API server is connected to the engine, and wait until all are."""
@@ -156,14 +156,14 @@ class LauncherLink:
         return made
 
     async def take_engine(self, engine: int) -> SharedEngine:
-        """The engine with this number; each next time the one that was started in place of the last. Raises EngineStartError if none is."""
+        """The engine with this number; each further call waits for the one that replaces the last. Raises EngineStartError if none will."""
         last = self._taken.get(engine)
         taken = self._engines[engine] if last is None else await asyncio.wrap_future(last.successor)
         self._taken[engine] = taken
         return taken
 
     def give_up(self, engine: int) -> None:
-        """The engine that was taken last stands still: ask the launcher to end it."""
+        """The engine that was taken last no longer answers: ask the launcher to end it."""
         address = self._taken[engine].input_address.removesuffix(f"_{self.number}")
         self.tell(EngineStalled(engine, address))
 
@@ -222,7 +222,7 @@ def use_link(link: LauncherLink) -> None:
 
 
 class SharedEngineClient(AsyncMPClient):
-    """AsyncMPClient without the process: the engine is there for all API servers, and stays when one ends."""
+    """AsyncMPClient without the process: the engine serves all API servers, and stays when one ends."""
 
     def __init__(self, config: VllmConfig, engine: int = 0) -> None:
         super().__init__(config)
@@ -247,7 +247,7 @@ class SharedEngineClient(AsyncMPClient):
             connecting.cancel()
 
     def stands_still(self) -> None:
-        """It owes an answer for too long. Whoever started it ends it."""
+        """It has owed an answer for too long. The launcher, which started it, ends it."""
         assert _link is not None
         _link.give_up(self._index)
 

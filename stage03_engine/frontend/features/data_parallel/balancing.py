@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from stage03_engine.messages import EngineCoreRequest
 
 WAITING_WEIGHT = 4
-"""A waiting request counts as much as four running ones: whatever joins a queue waits for all that is before it."""
+"""A waiting request counts as much as four running ones: a request that joins a queue waits for all before it."""
 MOST_BEHIND = 16
 """An engine whose score is further above the lowest than this is too busy for its cached prefix to count."""
 
@@ -35,8 +35,8 @@ class EngineLoad:
         self.waiting += 1
 
     def seen(self, waiting: int, running: int, own: int) -> None:
-        """The scheduler's counts after a step. They lack what is still on its way: this front end knows that the engine has `own` of its
-        requests."""
+        """The scheduler's counts after a step. They lack what is still on its way. `own`: how many of this front end's requests the engine
+        has, those included."""
         self.waiting, self.running = max(waiting, own - running), running
 
 

@@ -129,7 +129,7 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
         for engine, said in zip(engines, ready):
             await self._join(engine, said)
         if self.stall_seconds:
-            self._in_background(self._look_for_stalls_for_ever())
+            self._in_background(self._keep_looking_for_stalls())
         return ready[0]
 
     async def _join(self, engine: Engine, ready: EngineReady) -> None:
@@ -152,7 +152,7 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
         self._tell_watchers()
 
     def _tell_watchers(self) -> None:
-        """Whoever watches the schedulers learns what each engine is doing."""
+        """Tell those who watch the schedulers what each engine is doing."""
         if self._is_watched:
             event = states_event(self.states)
             self._outputs.put_nowait(EngineCoreOutputs(engine_index=min(self._engines), trace_events=[event]))
@@ -228,7 +228,7 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
     async def call(self, method: str) -> bool:
         """True if every engine did something. Raises EngineDeadError if none is ready, and InvalidRequestError.
 
-        Who watches while no engine is ready sees each one as soon as it is."""
+        A watcher who comes while no engine is ready sees each engine as soon as it is."""
         if method in (WATCH, UNWATCH):
             self._is_watched = method == WATCH
             self._tell_watchers()
@@ -237,7 +237,7 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
         for answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, EngineDeadError):
                 raise answer
-        done = [answer for answer in answers if isinstance(answer, bool)]  # who died in between has nothing to say
+        done = [answer for answer in answers if isinstance(answer, bool)]  # an engine that died meanwhile has no answer
         if not done and method not in (WATCH, UNWATCH):
             raise EngineDeadError("No engine is ready.")
         if method == "reset_prefix_cache" and all(done):
@@ -333,11 +333,11 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
         if not was_draining:
             self._in_background(self._start_again(engine))
 
-    async def _look_for_stalls_for_ever(self) -> None:
+    async def _keep_looking_for_stalls(self) -> None:
         while True:
             before = self.clock()
             await asyncio.sleep(min(1.0, self.stall_seconds / 4))
-            if self.clock() - before < self.stall_seconds / 2:  # else this process stood still, and has answers to read
+            if self.clock() - before < self.stall_seconds / 2:  # else this process was halted, and has answers to read
                 await self.look_for_stalls()
 
     async def look_for_stalls(self) -> None:
@@ -353,7 +353,7 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
                 await self._died(engine, EngineDeadError(why))
 
     def _may_start_again(self, error: EngineDeadError) -> bool:
-        """The engines of another machine that is lost come back with it, and nothing is started again here: that has no limit."""
+        """The engines of a lost machine come back with it. Nothing is started again here, so there is no limit."""
         return (isinstance(error, NodeLostError) and self._limit.most > 0) or self._limit.take()
 
     async def _start_again(self, engine: Engine) -> None:
@@ -384,13 +384,13 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
     async def scale(self, size: int) -> None:
         """Change the number of engines: start more, or let the last ones finish their requests and end.
 
-        Raises ScalingError if that is under way already, an engine is not ready, or some are on other machines; StagesError or OSError if a new one cannot
-        start; then there are as many as before.
+        Raises ScalingError if a change is under way already, an engine is not ready, or the engines are on several machines. Raises StagesError or
+        OSError if a new engine cannot start; then there are as many as before.
         """
         settings = self._config.data_parallel_config
         if settings.num_elsewhere or settings.data_parallel_hybrid_lb:
             raise ScalingError(
-                "The engines of several machines are fixed: start all of them with another --data-parallel-size."
+                "The number of engines on several machines is fixed: start all machines with another --data-parallel-size."
             )
         if self._is_scaling:
             raise ScalingError("The number of engines is being changed already.")

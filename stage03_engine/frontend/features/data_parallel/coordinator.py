@@ -1,11 +1,11 @@
 """The process that tells every front end how busy each engine is (vllm/v1/engine/coordinator.py, DPCoordinator).
 
-One front end knows that without it: the counts come with the outputs, and it alone sends requests. Several front ends each see only
-what they sent themselves. So each pushes the counts that an engine gave it (PUSH -> PULL), and the coordinator publishes the newest
+A single front end needs no coordinator: the counts come with the outputs, and it alone sends requests. Of several, each sees only
+what it sent itself. So each pushes the counts that an engine gave it (PUSH -> PULL), and the coordinator publishes the newest
 of all engines (PUB -> SUB), ten times a second at most. The sockets lie in a private folder; messages are msgpack.
 
-The process is started by whoever starts the front ends, gets its configuration through its standard input, and ends when that
-closes, which it does even on kill -9. If it dies it is started again, on the same sockets. While it is gone, each front end goes on with what
+The process that starts the front ends starts this one too. It reads its configuration from its standard input, and ends when that
+closes, which happens even after kill -9. If it dies it is started again, on the same sockets. While it is gone, each front end goes on with what
 it knows: what it sends itself.
 """
 
@@ -78,7 +78,7 @@ def publish_address(folder: Path) -> str:
 
 
 class DPCoordinator:
-    """The coordinator's process, for whoever starts the front ends: they get the name of `folder`.
+    """The coordinator, as the process sees it that starts the front ends and tells them its `folder`.
 
     Invariant: until `shutdown`, a thread waits for the end of the process, and starts it again at most MOST_RESTARTS times within ten minutes.
     """
@@ -158,7 +158,7 @@ class CountsLink:
             self._repeat_without(published.engines)
 
     def _repeat_without(self, published: list[EngineCounts]) -> None:
-        """Say again what the coordinator does not know: it was started again, and nobody read what was said meanwhile."""
+        """Report again what the coordinator does not know: it was started again, and missed what was sent meanwhile."""
         for index in self._last.keys() - {each.engine_index for each in published}:
             waiting, running = self._last.pop(index)
             self.report(EngineCounts(index, waiting, running))
@@ -216,7 +216,7 @@ class _Gatherer:
         self._counts[counts.engine_index], self._news = counts, True
 
     def _welcome(self) -> None:
-        """Tell it what is known; if that is nothing, it says what it knows itself."""
+        """Tell a new front end what is known; if that is nothing, it reports what it knows itself."""
         if self._publisher.recv()[:1] == b"\x01":  # it subscribes; 0 says that one has left
             self._news, self._next = True, 0.0
 

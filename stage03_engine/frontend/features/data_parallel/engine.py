@@ -24,7 +24,7 @@ class DPAsyncMPClient(AsyncMPClient):
 
     def __init__(self, config: VllmConfig, engine_index: int | None = None) -> None:
         super().__init__(config)
-        self._is_alone = engine_index is None  # then whoever started the servers has divided the GPUs among them
+        self._is_alone = engine_index is None  # then the GPUs have been divided among the servers already
         [first, *_] = config.data_parallel_config.engine_indices
         self.engine_index = first if engine_index is None else engine_index
 
@@ -48,7 +48,7 @@ class DPAsyncMPClient(AsyncMPClient):
             self._process.shutdown()
 
     def stands_still(self) -> None:
-        """It owes an answer for too long. Its process is ended as that of a dead one is: there is nothing else to do."""
+        """It has owed an answer for too long. Nothing to do here: its process is ended like that of a dead engine."""
 
 
 class EngineState(enum.StrEnum):

@@ -17,7 +17,7 @@ _NODES = "stage03_engine.nodes.secure_sockets"
 RPC_PORT = 29550
 """Where the head listens for nodes if no port is given, as in vLLM."""
 MAX_ENGINES = 64
-"""Most engines of one server: a slip of the finger must not start thousands of processes."""
+"""More in one server are refused, so that a typing error cannot start thousands of processes."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class DataParallelConfig:
     )
     data_parallel_restart: int = option(
         3,
-        "with several engines: how many restarts of dead ones are allowed within 10 minutes; one death more ends the server, and with 0 "
+        "with several engines: how many restarts of dead ones are allowed within 10 minutes; one more death ends the server, and with 0 "
         "the first one does",
         at_least=0,
     )
@@ -50,10 +50,9 @@ class DataParallelConfig:
     data_parallel_rank: int | None = option(
         None, "number of this server's only engine; implies --data-parallel-external-lb", aliases=("-dpn",), at_least=0
     )
-
     data_parallel_size_local: int | None = option(
         None,
-        "how many of the engines run on this machine; all if not given, or on a further machine the rest",
+        "how many of the engines run on this machine; if not given all of them, or on a further machine the rest",
         aliases=("-dpl",),
         at_least=0,
     )
@@ -70,8 +69,8 @@ class DataParallelConfig:
     )
     data_parallel_hybrid_lb: bool = option(
         False,
-        "this server has the engines of this machine (--data-parallel-start-rank, --data-parallel-size-local); somebody else balances "
-        "between the machines",
+        "this server has the engines of this machine (--data-parallel-start-rank, --data-parallel-size-local); a load balancer of your own "
+        "stands in front of the machines",
         aliases=("-dph",),
     )
 
@@ -164,7 +163,7 @@ class DataParallelFlags:
 
 
 def _check_machines(parallel: DataParallelConfig) -> None:
-    """Raises ConfigError for engines on several machines that do not fit together."""
+    """Raises ConfigError for settings of several machines that do not fit together."""
     first, local, size = parallel.first_index, parallel.num_local, parallel.data_parallel_size
     one_machine = parallel.data_parallel_start_rank is None and parallel.data_parallel_size_local is None
     if parallel.is_external:

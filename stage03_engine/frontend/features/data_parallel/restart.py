@@ -12,7 +12,7 @@ WINDOW_SECONDS = 600.0
 
 
 class NodeLostError(EngineDeadError):
-    """The machine of the engine is gone, and all of its engines with it."""
+    """The engine's machine is gone, and all engines on it."""
 
 
 class RestartLimit:

@@ -28,7 +28,7 @@ class LauncherDecides(RestartLimit):
         self._link = link
 
     def take(self) -> bool:
-        """See RestartLimit. An engine may say itself that it dies, before the launcher knows: then one is expected in its place."""
+        """See RestartLimit. An engine may report its own death before the launcher knows of it: then a successor is expected."""
         self.total += (may := self.most > 0 and self._link.goes_on)
         return may
 

@@ -14,7 +14,7 @@ _numbers = itertools.count(1)
 
 
 def states_event(states: Mapping[int, str]) -> bytes:
-    """Engine -> state, as the trace event `dp.engines`: a line of JSON. It is recorded too while a trace is on."""
+    """Engine -> state, as the trace event `dp.engines`: a line of JSON. While a trace is on, it is recorded too."""
     told = {str(engine): str(state) for engine, state in states.items()}
     if trace.on:
         trace.emit("dp.engines", states=told)

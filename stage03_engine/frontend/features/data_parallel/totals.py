@@ -10,7 +10,7 @@ COUNTED = ("num_preemptions", "prefix_cache_queries", "prefix_cache_hits")
 
 
 class Totals:
-    """For each engine number the counts of all engines that have had it."""
+    """The counts of each engine number: those of all engines that have had it."""
 
     def __init__(self) -> None:
         self._now: dict[int, SchedulerStats] = {}
