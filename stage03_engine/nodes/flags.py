@@ -1,4 +1,4 @@
-"""What protects the connections between the machines of one service. (vLLM has no such settings.)"""
+"""What protects the connections between the machines of one service (vLLM has no such settings)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class NodeConfig:
     )
     node_secret_required: bool = option(
         True,
-        "machines only speak with those that know the secret; without, whoever reaches an address of theirs can use the engines",
+        "machines talk only to those that know the secret; without it anyone who reaches one of their addresses can use the engines",
     )
 
 

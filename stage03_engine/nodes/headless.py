@@ -1,4 +1,4 @@
-"""`serve MODEL --headless`: a machine without an API server, which works for one elsewhere (vllm/entrypoints/cli/serve.py, run_headless)."""
+"""`serve MODEL --headless`: a machine without an API server, which works for one on another machine (vllm/entrypoints/cli/serve.py, run_headless)."""
 
 from __future__ import annotations
 

@@ -162,11 +162,11 @@ def test_another_secret_is_refused_on_both_sides(service: Service, tmp_path: Pat
     (tmp_path / "other").write_text("fedcba9876543210")
     code, line = refused(service, service.node(secret=tmp_path / "other"))
     assert code == 1 and line == (
-        f"stages: error: the head at 127.0.0.1:{service.port} refuses this node: its secret is another one, or only one side has one "
+        f"stages: error: the head at 127.0.0.1:{service.port} refuses this node: the secrets differ, or only one side has one "
         "(--node-secret-file, STAGES_NODE_SECRET)"
     )
     service.head.wait_for(
-        rf"Somebody was refused at 127.0.0.1:{service.port}: a node without the secret of this service"
+        rf"Refused a connection at 127.0.0.1:{service.port}: a node without the secret of this service"
     )
 
 
@@ -180,7 +180,7 @@ def test_another_secret_is_refused_on_both_sides(service: Service, tmp_path: Pat
             "dtype is float32 on the head and bfloat16 on the node; both sides must have the same",
         ),
         (1, [], r"engine 1 is taken by node \S+ \(pid \d+\); see --data-parallel-start-rank"),
-        (0, [], "engine 0 is not for another machine: of 2 the head has 0 to 0"),
+        (0, [], "engine 0 is not for another machine: of 2 engines the head has 0 to 0"),
     ],
 )
 def test_who_does_not_fit_is_refused_on_both_sides(service: Service, rank: int, flags: list[str], why: str) -> None:

@@ -1,4 +1,4 @@
-"""What must be the same on all machines of a service: that whose difference would change tokens.
+"""What must be the same on all machines of a service: everything whose difference would change tokens.
 
 (vLLM compares a hash of some settings, in the handshake between engine and front end, and does not say which one differs.)
 """
@@ -18,10 +18,9 @@ EQUAL = (
     "dtype", "load_format", "seed", "max_model_len", "logits_processors", "quantization", "block_size", "batch_invariant", "speculative_config",
     "runner_type", "convert_type", "pooler_config", "disable_any_whitespace", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size",
 )  # fmt: skip
-"""The settings that are compared. One of a feature that was taken out is on no machine's list."""
-_SAMPLE_BYTES = (
-    1 << 16
-)  # of the beginning of a file of weights, which names the tensors, and of its end, which are some of them
+"""The settings that are compared, those of features that are installed."""
+_SAMPLE_BYTES = 1 << 16
+"""How much of a file of weights is compared at its beginning, which names the tensors, and at its end, which has values."""
 
 
 def facts_of(config: VllmConfig) -> dict[str, str]:

@@ -55,7 +55,7 @@ from stagetrace import trace
 
 logger = logging.getLogger(__name__)
 PING_SECONDS = 0.5
-"""How soon the head notices that a connection is gone."""
+"""How often the head sends a ping, which fails once the connection is gone."""
 LAST_WORDS_MS = 1000
 WARN_SECONDS = 10.0
 """From one warning of nodes without the secret to the next: whoever tries again and again must not fill the log."""
@@ -94,9 +94,9 @@ class RemoteEngine(EngineProcess):
         self.gone.add_done_callback(lambda gone: callback(gone.result()))
 
     def shutdown(self) -> None:
-        """Nobody here uses the engine any more; whoever waits for it is released. The node ends its process."""
+        """Nobody here uses the engine any longer: a caller that waits for it is released. The node ends its process."""
         with contextlib.suppress(InvalidStateError):
-            self.up.set_exception(EngineStartError("the server ends before the engine is there"))
+            self.up.set_exception(EngineStartError("the server ends before the engine is ready"))
         self._hub.forget(self)
 
 
@@ -118,7 +118,7 @@ class _Ends:
 
 
 class NodeHub:
-    """The thread that speaks with the other machines. What other threads ask for reaches it as letters."""
+    """The thread that talks to the other machines. Other threads leave their wishes in its mailbox."""
 
     def __init__(self, config: VllmConfig) -> None:
         """Raises StagesError if it cannot listen."""
@@ -155,7 +155,7 @@ class NodeHub:
         logger.info("Listening on %s for the machines with %s.", address, engines_named(self._engines_elsewhere))
         if not is_protected:
             logger.warning(
-                "%s listens unprotected: whoever reaches it can use the engines and read all that is said.", address
+                "%s listens unprotected: anyone who reaches it can use the engines and read every message.", address
             )
         if trace.on:
             trace.emit("node.listening", address=address, encrypted=is_protected)
@@ -224,14 +224,14 @@ class NodeHub:
                 logger.warning("ignored a malformed message of a node, which may have another version: %s", error)
 
     def _outputs(self, peer: bytes, launch: tuple[int, int], frames: list[bytes]) -> None:
-        """What an engine has sent: on to the front end, unread. Only from its own machine: another one may have more to say to a head
-        that was here before."""
+        """Pass on to the front end, unread, what an engine has sent. Only its own machine counts: another may still send what was meant for
+        an earlier head at this address."""
         ends = self._ends.get(launch[0])
         if ends is not None and ends.engine.launch == launch[1] and self._peer_of(launch[0]) == peer:
             ends.outputs.send_multipart(frames)
 
     def _pass_on(self, source: zmq.Socket) -> None:
-        """What the front end sends to an engine: on to its node, unread."""
+        """Pass on to its node, unread, what the front end sends to an engine."""
         ends = next((each for each in self._ends.values() if each.inputs is source), None)
         if ends is None:
             return  # closed in this turn
@@ -267,7 +267,7 @@ class NodeHub:
         remote = self._wanted.get(report.engine)
         if remote is None or remote.launch != report.launch:
             return
-        with contextlib.suppress(InvalidStateError):  # nobody waits any more
+        with contextlib.suppress(InvalidStateError):  # nobody waits any longer
             if isinstance(report, EngineUp):
                 self._open_ends(remote)
                 self._never_up.discard(remote.engine)
@@ -307,7 +307,7 @@ class NodeHub:
         for engine in join.engines:
             if engine not in self._engines_elsewhere:
                 here = f"0 to {self._parallel.num_local - 1}" if self._parallel.num_local else "none"
-                return f"engine {engine} is not for another machine: of {self._parallel.data_parallel_size} the head has {here}"
+                return f"engine {engine} is not for another machine: of {self._parallel.data_parallel_size} engines the head has {here}"
             if (owner := self._peer_of(engine)) is not None:
                 return f"engine {engine} is taken by node {self._nodes[owner].name}; see --data-parallel-start-rank"
         return ""
@@ -344,7 +344,7 @@ class NodeHub:
             ends.outputs.close()
 
     def _lose_node(self, peer: bytes, why: str) -> None:
-        """A machine is gone. Its engines are wanted again as soon as their clients know; those that were still loading, at once."""
+        """A machine is gone. Once their clients know, its engines are wanted again; those that were still loading already are."""
         node = self._nodes.pop(peer, None)
         if node is None:
             return
@@ -383,7 +383,7 @@ class NodeHub:
         if self._listener.refused() and time.monotonic() >= self._next_warning:
             self._next_warning = time.monotonic() + WARN_SECONDS
             logger.warning(
-                "Somebody was refused at %s: a node without the secret of this service, or with another one.",
+                "Refused a connection at %s: a node without the secret of this service, or with another one.",
                 self._listener.address.removeprefix("tcp://"),
             )
 
@@ -406,7 +406,7 @@ class RemoteEngineClient(DPAsyncMPClient):
     async def start(self) -> EngineReady:
         if self._process is None:
             self.start_process()
-        await asyncio.wrap_future(self._remote.up)  # no thread waits: the machine may take for ever to come back
+        await asyncio.wrap_future(self._remote.up)  # no thread waits: the machine may never come back
         return await super().start()
 
     def _report_death(self, loop: asyncio.AbstractEventLoop, message: str) -> None:

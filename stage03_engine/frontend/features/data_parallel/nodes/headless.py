@@ -1,8 +1,8 @@
 """A machine without an API server: its engines serve the head (`serve --headless`; vllm/entrypoints/cli/serve.py, run_headless).
 
 This process connects to the head, which says when which engine is to start. The engines are those of any other server, with sockets in a private
-folder; this process has the front end's ends of them and passes everything on, unread. It ends when the head ends or cannot be reached any
-more, and its engines with it.
+folder; this process has the front end's ends of them and passes everything on, unread. It ends when the head ends or can no longer be
+reached, and its engines with it.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class HeadlessNode:
         self._context = zmq.Context()
         if secret is None:
             logger.warning(
-                "The connection to %s is unprotected: whoever is on its way can read and change what is said.",
+                "The connection to %s is unprotected: anyone on its path can read and change the messages.",
                 self._head,
             )
         self._connection = Connection(self._context, zmq.DEALER, f"tcp://{self._head}", secret)
@@ -174,7 +174,7 @@ class HeadlessNode:
         return self._exit_code
 
     def _ask_to_join(self) -> None:
-        """First of all; and once the connection is there, so that the head can compare the clocks."""
+        """The first message, sent only once the connection is there, so that the head can compare the clocks."""
         join = Join(self._name, self._engines, facts_of(self._config), time.monotonic_ns())
         if trace.on:
             join.cause = trace.emit("node.join_sent", engines=self._engines, head=self._head)
@@ -195,7 +195,7 @@ class HeadlessNode:
                 self._pass_on(source)
 
     def _news(self) -> None:
-        """Something became of the connection. What the head had said before counts first."""
+        """The connection has changed. What the head said before that comes first."""
         self._obey()
         try:
             if self._exit_code is None:
@@ -204,7 +204,7 @@ class HeadlessNode:
                     self._ask_to_join()
         except Refused:
             raise EngineStartError(
-                f"the head at {self._head} refuses this node: its secret is another one, or only one side has one (--node-secret-file, "
+                f"the head at {self._head} refuses this node: the secrets differ, or only one side has one (--node-secret-file, "
                 "STAGES_NODE_SECRET)"
             ) from None
         except Lost:
@@ -213,7 +213,7 @@ class HeadlessNode:
             ) from None
 
     def _obey(self) -> None:
-        """What the head says."""
+        """Carry out what the head says."""
         for first, *rest in drain(self._connection.socket):
             try:
                 if first != CONTROL:
@@ -248,7 +248,7 @@ class HeadlessNode:
             found.inputs.send_multipart([found.process.identity, *frames])
 
     def _pass_on(self, source: zmq.Socket) -> None:
-        """What an engine sends to the front end; on the input socket it is only the sign that it is there."""
+        """Pass on what an engine sends to the front end. On the input socket it only sends a sign that it is there."""
         for launch in self._launches.values():
             if source is launch.outputs:
                 for frames in drain(source):

@@ -24,7 +24,7 @@ class Mailbox(Generic[T]):
         return self._reader.fileno()
 
     def put(self, letter: T) -> None:
-        """Leave a letter. One that nobody reads any more is dropped."""
+        """Leave a letter. One that comes too late is dropped."""
         self._letters.append(letter)
         with contextlib.suppress(OSError):  # full: then there is input already; closed: nobody reads
             self._writer.send(b"\0")

@@ -1,7 +1,7 @@
 """What the head and the other machines tell each other: msgpack over one connection per machine, never pickle.
 
-A message is two frames or more. The first says whom it is about: nobody (`CONTROL`), and then the second is one of the types below; or a
-launch of an engine, and then the rest is what its own sockets carry (messages.py of stage 3), passed on unread.
+A message is two frames or more. If the first is `CONTROL`, the second is one of the types below. Else the first names a launch of an
+engine, and the rest is what the engine's own sockets carry (messages.py of stage 3), passed on unread.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class Refusal(msgspec.Struct, tag=True):
 
 
 class Ping(msgspec.Struct, tag=True):
-    """Head -> node: nothing. Sending fails if the node is gone."""
+    """Head -> node: no content. Sending it fails if the node is gone."""
 
 
 class StartEngine(msgspec.Struct, tag=True):
-    """Head -> node: start this engine; whatever it still has under this number is ended first."""
+    """Head -> node: start this engine; one that still has this number is ended first."""
 
     engine: int
-    launch: int  # counts the starts of all engines: what an earlier one left behind is told apart by it
+    launch: int  # counts the starts of all engines, so that messages of an earlier start can be told apart
 
 
 class EngineUp(msgspec.Struct, tag=True):
@@ -76,7 +76,7 @@ class EngineGone(msgspec.Struct, tag=True):
 
 
 class Bye(msgspec.Struct, tag=True):
-    """Either way: the sender ends, as it was told to."""
+    """Either way: the sender ends, because it was told to."""
 
 
 Report = Join | EngineUp | EngineRefused | EngineGone | Bye
