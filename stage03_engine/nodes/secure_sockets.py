@@ -1,13 +1,13 @@
-"""Sockets between machines: what they carry is encrypted, and only who knows the shared secret gets a connection.
+"""Sockets between machines: what they carry is encrypted, and only those who know the shared secret get a connection.
 
-CurveZMQ does it, with two key pairs that follow from the secret: one for who listens, one for who connects. So nothing but the secret has
-to be handed out. scrypt makes each guess at a weak secret cost some 50 ms.
+CurveZMQ does it, with two key pairs that are derived from the secret: one for the side that listens, one for the side that connects. So
+only the secret has to be handed out. scrypt makes each guess at a weak secret cost some 50 ms.
 
     secret = read_secret(config.node_config)
     listener = Listener(context, zmq.ROUTER, "tcp://10.0.0.1:13345", secret)  # listener.socket, listener.refused()
     connection = Connection(context, zmq.DEALER, "tcp://10.0.0.1:13345", secret)  # connection.socket, connection.news()
 
-vLLM's sockets between machines are open to whoever reaches them.
+vLLM's sockets between machines are open to anyone who reaches them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ HOW_TO = (
 )
 HEARTBEAT_MS = 1000
 SILENCE_MS = 5000
-"""A connection over which nothing came for so long is closed: the other machine, or the network, is gone."""
+"""A connection that has been silent for so long is closed: the other machine, or the network, is gone."""
 _KEY_BYTES = 32
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
@@ -49,7 +49,7 @@ class KeyPair:
 
 
 class NodeSecret:
-    """The keys that follow from the secret. `repr` shows nothing of it."""
+    """The keys that are derived from the secret. `repr` shows nothing of it."""
 
     def __init__(self, text: bytes) -> None:
         keys = hashlib.scrypt(text, salt=b"vllm in stages: nodes", n=1 << 14, r=8, p=1, dklen=2 * _KEY_BYTES)
@@ -64,7 +64,7 @@ def _key_pair(key: bytes) -> KeyPair:
 def read_secret(config: NodeConfig) -> NodeSecret | None:
     """The secret in the file that is named, or else in the variable STAGES_NODE_SECRET; None if none is required.
 
-    Space around it does not count. Raises ConfigError if there is none, or if it is too short.
+    Spaces and line ends around it do not count. Raises ConfigError if there is none, or if it is too short.
     """
     if not config.node_secret_required:
         return None
@@ -155,7 +155,7 @@ class Listener:
 
 
 def _numeric(address: str) -> str:
-    """The same with the number of a host that is given by name: libzmq listens on numbers only."""
+    """The same address with the host's number instead of its name: libzmq listens on numbers only."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     try:
         found = getaddrinfo(host.strip("[]"), None, type=SOCK_STREAM)[0][4][0]
@@ -182,12 +182,12 @@ class Lost(Exception):
 
 
 class Connection:
-    """A connected socket. It tries for as long as nobody listens; whoever uses it limits the time."""
+    """A connected socket. It keeps trying while nobody listens; its user limits the time."""
 
     def __init__(
         self, context: zmq.Context, kind: int, address: str, secret: NodeSecret | None, identity: bytes = b""
     ) -> None:
-        """`identity` is the name by which a ROUTER knows it. Raises StagesError if the address is none."""
+        """`identity` is the name by which a ROUTER knows it. Raises StagesError if the address is not one."""
         self.socket = context.socket(kind)
         if identity:
             self.socket.setsockopt(zmq.IDENTITY, identity)
@@ -202,7 +202,7 @@ class Connection:
             self.socket.connect(address)
         except zmq.ZMQError as error:
             self.close()
-            raise StagesError(f"{address.removeprefix('tcp://')} is no address: {error.strerror}") from None
+            raise StagesError(f"{address.removeprefix('tcp://')} is not an address: {error.strerror}") from None
 
     def news(self) -> None:
         """Read what became of the connection; `monitor` has input then. Raises Refused or Lost."""

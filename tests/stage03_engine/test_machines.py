@@ -168,7 +168,7 @@ def test_machines_that_do_not_fit_are_refused_and_the_right_one_is_welcome(
     with machine(port) as right:
         right.wait_for("Running Worker_TP1 for")
         with machine(port) as second:
-            assert "refuses this machine: there is a machine with node_rank 1 already" in error_of(second)
+            assert "refuses this machine: another machine has node_rank 1 already" in error_of(second)
         head.join(PATIENCE)
         assert found == [expected] and right.wait() == 0, right.lines
 
@@ -198,7 +198,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({**TWO, "master_port": 65535}, "needs two ports, master_port and the next one; 65535 is too high"),
     ({**TWO, "nnodes": 0}, "nnodes must be at least 1, not 0"),
     ({**TWO, "node_rank": 1}, "node_rank 1 has no engine of its own: start it with `stages serve MODEL --headless`"),
-    ({**TWO, "master_addr": "no.such.machine.invalid"}, "master_addr 'no.such.machine.invalid' is no address"),
+    ({**TWO, "master_addr": "no.such.machine.invalid"}, "master_addr 'no.such.machine.invalid' is not an address"),
     ({**TWO, "master_addr": "192.0.2.1"}, "this machine has no address 192.0.2.1"),
 ]
 
@@ -241,7 +241,7 @@ def test_a_machine_that_never_comes(port: int) -> None:
 
 def test_a_head_that_never_comes(port: int) -> None:
     with machine(port, "--distributed-timeout-seconds", "1") as other:
-        assert f"the head at tcp://127.0.0.1:{port + 1} did not answer within 1 s; is it started?" in error_of(other)
+        assert f"the head at tcp://127.0.0.1:{port + 1} did not answer within 1 s; is it running?" in error_of(other)
 
 
 def end_of(llm: LLM) -> str:

@@ -167,7 +167,7 @@ def test_addresses_that_cannot_be(ends: Ends) -> None:
             Listener(context, zmq.ROUTER, address, OURS)
         context.term()
     context = zmq.Context()
-    with pytest.raises(StagesError, match="is no address"):
+    with pytest.raises(StagesError, match="is not an address"):
         Connection(context, zmq.DEALER, "tcp://127.0.0.1:no", OURS)
     context.term()
 

@@ -17,7 +17,7 @@ EXECUTORS = {
     "external_launcher": _ROOM + "external_launcher:ExecutorWithExternalLauncher",
     "several machines": _ROOM + "machines.head:MultiNodeExecutor",
 }
-"""--distributed-executor-backend -> class; `uni` is the walk's own, and --nnodes has one of its own."""
+"""--distributed-executor-backend -> class. `uni` is in the walk; the last one is for --nnodes."""
 _SECURE = "stage03_engine.nodes"
 PIPELINE_SCHEDULER = _ROOM + "pipeline_scheduler:PipelineScheduler"
 

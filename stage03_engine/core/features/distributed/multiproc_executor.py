@@ -49,15 +49,15 @@ from stagetrace import trace
 
 POLL_MS = 50
 TERMINATE_SECONDS = 3.0
-LAST_WORDS_SECONDS = 0.5  # from the complaint of a worker until the death is known of the one that it talked to
+LAST_WORDS_SECONDS = 0.5  # from a worker's error until the death of the worker that caused it is known
 HELLO_SECONDS = 600.0  # for the processes to import their modules; loading may take any time
 
 
 class WorkerProcesses:
     """The processes of the workers, and the links to them.
 
-    Invariant: as long as the object is not closed, somebody waits for each process, so that its end is known at once. It knows no
-    executor: one that nobody holds any longer can end it (`weakref.finalize`).
+    Invariant: until the object is closed, a thread waits for each process, so that its end is known at once. The object knows no
+    executor, so an executor that is no longer used can end it (`weakref.finalize`).
     """
 
     def __init__(self, config: VllmConfig, lanes: list[str]) -> None:
@@ -86,7 +86,7 @@ class WorkerProcesses:
                 self._spawned.start(rank, lane, environment, how, (theirs.fileno(),))
 
     def _environment(self, interface: str | None) -> dict[str, str]:
-        """Of the workers of this machine."""
+        """The environment of this machine's workers."""
         threads = threads_each(self.config, self.config.parallel_config.local_world_size) or 1
         return worker_environment(threads, self.config.device_config.attention_backend, interface)
 
@@ -97,7 +97,7 @@ class WorkerProcesses:
             trace.emit("worker.dead", lane=lane, exit_code=code)
 
     def _fail(self, why: str, killed: bool) -> bool:
-        """From any thread; False if it does not matter any longer. Who was killed counts more than who complains of it and ends."""
+        """From any thread; False if it no longer matters. A worker that was killed counts more than one that ends because of it."""
         with self._lock:
             if self._closing:
                 return False
@@ -145,7 +145,7 @@ class WorkerProcesses:
                 raise TimeoutError
 
     def _raise(self, rank: int, payload: bytes) -> None:
-        """Workers that wait for each other complain of the one that is killed: then the killing is the reason."""
+        """Workers that waited for one that was killed report errors too: then the kill is the reason."""
         error = error_of(decode_failed(payload), self.lanes[rank])
         if len(self.lanes) > 1 and not isinstance(error, StagesError) and self._killed.wait(LAST_WORDS_SECONDS):
             raise WorkerDiedError(self._why) from error
@@ -169,8 +169,8 @@ class WorkerProcesses:
         return [loaded[rank] for rank in range(len(self.lanes))]
 
     def _hellos(self) -> dict[int, tuple[WorkerHello, int]]:
-        """Of each rank: its hello, and how far our clock is ahead of its (ns). Nobody is answered before all are there: from then on
-        workers wait for each other."""
+        """Of each rank: its hello, and how far our clock is ahead of its (ns). No worker is answered before all are there: once
+        answered, they wait for each other."""
         hellos: dict[int, tuple[WorkerHello, int]] = {}
         asked = self.config.parallel_config.distributed_timeout_seconds
         deadline = time.monotonic() + (asked or HELLO_SECONDS)
@@ -205,7 +205,7 @@ class WorkerProcesses:
     def close(self) -> None:
         """End the processes, reap them, and remove the socket. May be called twice.
 
-        Healthy workers end by themselves once they are asked. Any other may wait for one that is dead: those end with their pipe.
+        Healthy workers end when asked. Others may be waiting for a dead one: they end when their pipe closes.
         """
         with self._lock:
             if self._closing:
@@ -236,7 +236,7 @@ class MultiprocExecutor(SeveralWorkers):
         check_devices(config, config.parallel_config.local_world_size)
         self._output_rank = next(each.rank for each in every if each.is_last_stage)
         self.workers = self.processes(config, [lane_of(each) for each in every])
-        self._end = weakref.finalize(self, self.workers.close)  # also when nobody holds the executor any longer
+        self._end = weakref.finalize(self, self.workers.close)  # also when the executor is dropped without a shutdown
         self._in_flight: deque[int] = deque()  # numbers of steps
         if trace.on:
             trace.emit("executor.created", kind="MultiprocExecutor")

@@ -59,7 +59,7 @@ def destroy_distributed() -> None:
 
 
 class ExchangeError(RuntimeError):
-    """Another worker is gone, or did not come in time. It is the one to blame, so nobody needs to see where this one waited."""
+    """Another worker is gone, or did not come in time. The fault is there, so where this worker waited is of no interest."""
 
 
 @contextmanager

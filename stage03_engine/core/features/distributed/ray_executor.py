@@ -289,7 +289,7 @@ def _join_cluster(ray: Any) -> None:
 
 
 def _knock(address: str) -> None:
-    """Raises OSError if nobody listens there; Ray itself would try for minutes. It has to find `auto` and `ray://` by itself."""
+    """Raises OSError if nothing listens there; Ray itself would try for minutes. It has to find `auto` and `ray://` by itself."""
     host, _, port = address.rpartition(":")
     if host and "/" not in address and port.isdecimal():
         socket.create_connection((host, int(port)), timeout=KNOCK_SECONDS).close()

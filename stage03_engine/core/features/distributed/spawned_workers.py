@@ -16,14 +16,13 @@ MODULE = "stage03_engine.core.features.distributed.worker_process"
 
 
 def worker_environment(threads: int, attention_backend: str, interface: str | None) -> dict[str, str]:
-    """Environment of a worker. gloo and NCCL choose a network interface of their own unless they are told one; what the user has set
-    stays, but workers that are all on one machine never leave it."""
+    """Environment of a worker. gloo uses the network `interface`, or chooses one itself if it is None. What the user has set stays."""
     environment = engine_environment(threads, attention_backend)
     return environment if interface is None else {"GLOO_SOCKET_IFNAME": interface, **environment}
 
 
 def loopback() -> str | None:
-    """The interface that no other machine reaches."""
+    """The network interface that no other machine reaches."""
     return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
 
 
@@ -37,7 +36,7 @@ class SpawnedWorkers:
     def start(
         self, rank: int, lane: str, environment: dict[str, str], how: str, inherited: tuple[int, ...] = ()
     ) -> None:
-        """A process; `how` is the address of the executor, or the descriptor in `inherited` and the private folder."""
+        """Start the process of one rank. `how` is its way to the executor (see worker_process.py), `inherited` the descriptors that it gets."""
         process = start_process(MODULE, how, str(rank), lane, environment=environment, inherited=inherited)
         self._processes.append(process)
         threading.Thread(target=self._watch, args=(process, lane), name=f"watch-{lane}", daemon=True).start()

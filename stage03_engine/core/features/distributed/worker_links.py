@@ -3,9 +3,9 @@
     on one machine           WorkerPipes   <- a Unix socket for each worker ->   PipeToExecutor
     over several machines    WorkerRouter  <- ZMQ over TCP, encrypted       ->   RouterToExecutor   (machines/links.py)
 
-A message is (kind, payload, cause). ZMQ has a thread that reads and writes: a message wakes two threads on each side, and there
-and back cost 75 to 120 microseconds and as much processor time on both sides. A plain socket wakes one, which costs 11 to 16. vLLM writes into
-shared memory, on which the workers spin: quicker still, for a core each.
+A message is (kind, payload, cause). ZMQ reads and writes in a thread of its own, so a message wakes two threads on each side: a round trip
+costs 75 to 120 microseconds, and as much processor time on both sides. A plain socket wakes one thread, and costs 11 to 16. vLLM writes
+into shared memory, which its workers poll without a pause: quicker still, but each worker keeps a core busy.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ READ_BYTES = 1 << 16
 
 
 class WorkerLinks(ABC):
-    """The executor's end of all of them."""
+    """The executor's ends of all links."""
 
     @abstractmethod
     def send(self, rank: int, message: Message) -> None:
-        """Never waits for the worker to be idle. Raises OSError if it is gone."""
+        """Send without waiting for the worker to be idle. Raises OSError if it is gone."""
 
     @abstractmethod
     def receive(self, milliseconds: int) -> tuple[int, Message] | None:
@@ -35,7 +35,7 @@ class WorkerLinks(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Forget what was not sent. May be called twice."""
+        """Close all links; what was not sent is dropped. May be called twice."""
 
 
 class LinkToExecutor(ABC):
@@ -51,15 +51,15 @@ class LinkToExecutor(ABC):
 
     @abstractmethod
     def poll(self, milliseconds: int) -> bool:
-        """Does a message come in time?"""
+        """Does a message come within this time?"""
 
     @abstractmethod
     def close(self) -> None:
-        """Send what is left."""
+        """Send what is left, and close the link."""
 
 
 class Stream:
-    """Messages over a connected socket: the size of all, the sizes of cause and kind, which are small, and the three."""
+    """Messages over a connected socket. Each is its total size, the sizes of cause and kind (a byte each), and then cause, kind and payload."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
@@ -130,7 +130,7 @@ class WorkerPipes(WorkerLinks):
             if event == select.POLLOUT:
                 continue
             messages = self._streams[rank := self._rank_of[descriptor]].read()
-            if messages is None:  # it has ended, of which somebody else hears
+            if messages is None:  # it has ended; the thread that waits for its process reports it
                 self._poller.unregister(descriptor)
             self._inbox.extend((rank, message) for message in messages or ())
 
@@ -149,14 +149,14 @@ class PipeToExecutor(LinkToExecutor):
         self._poller.register(descriptor, select.POLLIN)
 
     def send(self, *message: bytes) -> None:
-        with contextlib.suppress(ConnectionError):  # the executor is gone: this process ends by its standard input
+        with contextlib.suppress(ConnectionError):  # the executor is gone, and so is this process soon
             self._stream.socket.sendall(framed(*message))
 
     def receive(self) -> Message:
         while not self._inbox:
             messages = self._stream.read()
             if messages is None:
-                threading.Event().wait()  # the same
+                threading.Event().wait()  # as in `send`
             self._inbox.extend(messages or ())
         return self._inbox.popleft()
 

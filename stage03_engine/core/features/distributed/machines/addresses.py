@@ -20,16 +20,16 @@ def tcp(address: str, port: int | str) -> str:
 
 
 def head_address(parallel: ParallelConfig) -> str:
-    """The IP address of machine 0: sockets cannot listen on a name. Raises ConfigError for a name that nobody knows."""
+    """The IP address of machine 0: sockets cannot listen on a name. Raises ConfigError for an unknown name."""
     try:
         found = socket.getaddrinfo(parallel.master_addr, None, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise ConfigError(f"master_addr {parallel.master_addr!r} is no address: {error.strerror}") from None
+        raise ConfigError(f"master_addr {parallel.master_addr!r} is not an address: {error.strerror}") from None
     return str(found[0][4][0])
 
 
 def nodes_port(parallel: ParallelConfig) -> int:
-    """Where the head listens for the other machines. torch has --master-port itself."""
+    """Where the head listens for the other machines. torch uses --master-port itself."""
     return parallel.master_port + 1
 
 

@@ -54,7 +54,7 @@ FAREWELL_MS = 1000
 
 
 class Nodes:
-    """The other machines. A thread owns the socket to them; it calls `welcome` for each that comes, and `ended` or `lost` for what happens to them."""
+    """The other machines. A thread owns the socket to them. It calls `welcome` when one joins, `ended` when a worker ends, and `lost` when a machine is gone."""
 
     def __init__(
         self, address: str, secret: NodeSecret | None, welcome: Callable[[NodeHello], NodeInit | NodeRefused],
@@ -109,20 +109,20 @@ class Nodes:
 
     def _welcome_once(self, hello: NodeHello) -> NodeInit | NodeRefused:
         if hello.node_rank in self._there.values():
-            why = f"there is a machine with node_rank {hello.node_rank} already"
+            why = f"another machine has node_rank {hello.node_rank} already"
             logger.warning("Refused a machine: %s.", why)
             return NodeRefused(why)
         return self._welcome(hello)
 
     def _ping(self) -> None:
-        """The system closes the connections of a process that ends; of a machine that is gone, ZMQ does after some seconds."""
+        """When a process ends, its system closes its connections; when a machine is gone, ZMQ closes them after some seconds."""
         for name, node in list(self._there.items()):
             if not self._send(name, Ping()):
                 del self._there[name]
                 self._lost(f"machine {node} is gone: its process was killed, or the network is cut")
 
     def _send(self, name: bytes, message: msgspec.Struct) -> bool:
-        """False if nobody is there any longer."""
+        """False if the machine is gone."""
         try:
             self._listener.socket.send_multipart([name, encode(message)])
         except zmq.ZMQError:
@@ -143,7 +143,7 @@ class Nodes:
 
 
 class WorkersOfMachines(WorkerProcesses):
-    """The workers of all machines. Those of this one are its processes; of the others, `Nodes` hears."""
+    """The workers of all machines. Those of this machine are child processes; `Nodes` hears of the others."""
 
     def _open(self) -> None:
         parallel = self.config.parallel_config
@@ -168,11 +168,11 @@ class WorkersOfMachines(WorkerProcesses):
             self._spawned.start(rank, self.lanes[rank], environment, self._address)
 
     def _check_port(self, port: int) -> None:
-        """torch would say so in many lines, after the weights of this machine's workers are loaded."""
+        """Raises ConfigError for a port in use: torch would report it in many lines, after this machine's workers have loaded their weights."""
         try:
             socket.create_server(("", port)).close()
         except OSError as error:
-            raise ConfigError(f"port {port} (--master-port) cannot be listened on: {error.strerror}") from None
+            raise ConfigError(f"port {port} (--master-port) cannot be used: {error.strerror}") from None
 
     def _environment(self, interface: str | None) -> dict[str, str]:
         return environment_with_secret(super()._environment(interface), self.config.node_config)
@@ -212,6 +212,6 @@ class WorkersOfMachines(WorkerProcesses):
 
 
 class MultiNodeExecutor(MultiprocExecutor):
-    """A worker process per rank, as many on each of `--nnodes` machines."""
+    """A worker process per rank, the same number on each of `--nnodes` machines."""
 
     processes = WorkersOfMachines

@@ -25,9 +25,7 @@ class WorkerRouter(WorkerLinks):
             self._context.destroy(linger=0)
             raise
         self.address = self._listener.address
-        self._listener.socket.setsockopt(
-            zmq.ROUTER_MANDATORY, 1
-        )  # a message to a worker that is gone is an error, not lost
+        self._listener.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to a worker that is gone is an error
 
     def send(self, rank: int, message: Message) -> None:
         try:

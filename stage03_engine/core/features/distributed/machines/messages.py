@@ -1,4 +1,4 @@
-"""What the machines of one engine say to each other, beside their workers: msgpack over an encrypted socket.
+"""What the machines of one engine say to each other, apart from their workers: msgpack over an encrypted socket.
 
 Node -> head: NodeHello, WorkerEnded, NodeLeft
 Head -> node: NodeInit or NodeRefused, Ping, NodeStop
@@ -28,17 +28,17 @@ class NodeInit(msgspec.Struct, tag="init"):
 
 
 class NodeRefused(msgspec.Struct, tag="refused"):
-    """Instead of a NodeInit."""
+    """The machine cannot join."""
 
     why: str
 
 
 class Ping(msgspec.Struct, tag="ping"):
-    """Nothing. The head cannot send it to a machine whose connection is gone."""
+    """No content. Sending it fails if the machine is gone."""
 
 
 class NodeStop(msgspec.Struct, tag="stop"):
-    """The engine ends. `why` is empty if that is as it should be."""
+    """The engine ends. `why` is empty if it ends normally."""
 
     why: str = ""
 

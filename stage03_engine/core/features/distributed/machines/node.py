@@ -1,7 +1,7 @@
 """`stages serve MODEL --headless --nnodes 2 --node-rank 1 --master-addr HEAD`: a machine that lends its processor to an engine elsewhere.
 
-It asks the head which workers to start, watches them, and reports who ends. The workers talk to the head themselves. When the engine ends, so
-does this; when the head does not answer for 5 seconds, too. (vLLM: run_headless in vllm/entrypoints/cli/serve.py, with an executor
+It asks the head which workers to start, watches them, and reports those that end. The workers talk to the head themselves. This process ends
+when the engine ends, or when the head is silent for 5 seconds. (vLLM: run_headless in vllm/entrypoints/cli/serve.py, with an executor
 on each machine.) Imports no torch.
 """
 
@@ -53,7 +53,7 @@ class Stopped(Exception):
 
 
 def run_node(config: VllmConfig) -> int:
-    """Lend this machine until the engine ends; returns the exit code. Raises StagesError for the one reason why it could not go on."""
+    """Lend this machine until the engine ends; returns the exit code. Raises StagesError with the reason if it cannot go on."""
     if config.parallel_config.node_rank == 0:
         raise ConfigError("node_rank 0 is the machine with the engine and the API server: start it without headless")
     node = Node(config)
@@ -88,7 +88,7 @@ class Node:
     """One of the machines that have no engine."""
 
     def __init__(self, config: VllmConfig) -> None:
-        """Raises ConfigError for a model or a secret that is not there."""
+        """Raises ConfigError for a missing model or secret."""
         self._config = config
         self._parallel = parallel = config.parallel_config
         self._head = head_address(parallel)
@@ -96,12 +96,12 @@ class Node:
         self._agreed, secret = must_agree(config), read_secret(config.node_config)
         self._ended: queue.SimpleQueue[WorkerEnded] = queue.SimpleQueue()
         self._workers = SpawnedWorkers(lambda lane, code: self._ended.put(WorkerEnded(lane, code)))
-        self._patience = 0.0  # for workers whose engine ends as it should
+        self._patience = 0.0  # for workers whose engine ends normally
         self._context = zmq.Context()
         self._connection = Connection(self._context, zmq.DEALER, self._address, secret)
 
     def run(self) -> None:
-        """Until the engine ends as it should. Raises StagesError for any other end."""
+        """Returns when the engine ends normally. Raises StagesError for any other end."""
         self._say_hello()
         poller = zmq.Poller()
         poller.register(self._connection.socket, zmq.POLLIN)
@@ -110,7 +110,7 @@ class Node:
         deadline: float | None = time.monotonic() + asked
         while True:
             ready = dict(poller.poll(POLL_MS))
-            if self._connection.socket in ready:  # first: a head that ends says why, and is gone
+            if self._connection.socket in ready:  # first: a head that ends says why before it is gone
                 message = decode_from_head(self._connection.socket.recv())
                 if isinstance(message, NodeStop):
                     return self._stop(message.why)
@@ -122,7 +122,7 @@ class Node:
             elif self._connection.monitor in ready:
                 self._news()
             elif deadline is not None and time.monotonic() > deadline:
-                raise StagesError(f"the head at {self._address} did not answer within {asked:.0f} s; is it started?")
+                raise StagesError(f"the head at {self._address} did not answer within {asked:.0f} s; is it running?")
             while not self._ended.empty():
                 self._connection.socket.send(encode(self._ended.get()))
 
@@ -163,7 +163,7 @@ class Node:
         self._patience = END_SECONDS
 
     def leave(self) -> None:
-        """Tell the head, which ends."""
+        """Tell the head, whose engine then ends."""
         self._connection.socket.send(encode(NodeLeft()))
         self._connection.socket.disable_monitor()
         self._connection.socket.close(linger=FAREWELL_MS)

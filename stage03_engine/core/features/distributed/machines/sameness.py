@@ -18,7 +18,7 @@ SAMPLES, SAMPLE_BYTES = 16, 4096
 
 
 def must_agree(config: VllmConfig) -> dict[str, str]:
-    """Name -> value, as text. Raises ModelNotFoundError and ConfigError for weights that are not there."""
+    """Name -> value, as text. Raises ModelNotFoundError and ConfigError for missing weights."""
     model = config.model_config
     found = {f"the version of {name}": _version(name) for name in PACKAGES}
     found["load_format"] = "dummy" if model.load_format == "dummy" else "safetensors"
