@@ -121,8 +121,8 @@ lab.claim("with prompts it is larger than without", min(row[-1] for row in rows 
 lab.claim("a plain decode step needs less than 20 bytes per request", max(plain) < 20 * len(PROMPTS))
 
 # %% [markdown]
-# So what does a worker process cost? Two messages of some tens of bytes a step, and the time until the operating system has woken who waits
-# for them: a tenth of a millisecond or two, whatever the model. What does it give? By itself nothing. It is there for the next two forms.
+# So what does a worker process cost? Two messages of some tens of bytes a step, and the time until the operating system has woken the process that waits
+# for them: a tenth of a millisecond or two, whatever the model. What does it give? By itself nothing. The next two forms build on it.
 #
 # ## Tensor parallelism: each layer in slices
 #
@@ -141,7 +141,7 @@ show_step(runs["tp 2"], 8)
 lab.claim("the texts are those of one worker", texts["tp 2"] == texts["uni"])
 
 # %% [markdown]
-# An all-reduce behind the attention and one behind the MLP of each layer, and one behind the embedding, whose rows are split too:
+# There is an all-reduce after the attention and one after the MLP of each layer, and one after the embedding, whose rows are split too:
 # `2 x layers + 1`. Each carries `tokens x hidden x 4` bytes. The logits are `rows x vocabulary x 4` bytes, where a row is a request that gets a
 # token in this step. The formula, against every step of the recording:
 
@@ -319,7 +319,7 @@ lab.claim("what the streams said is right", all(expected[client].startswith(got[
 lab.claim("one stream ended with an error", sum(error is not None for _, error in got) == 1)
 
 # %% [markdown]
-# A request whose client has seen nothing can run again on the other engine, from its prompt, with the same seed: it becomes the same text. A stream has
+# A request whose client has seen nothing can run again on the other engine, from its prompt, with the same seed: it produces the same text. A stream has
 # been read in part; it ends with an error. (vLLM ends the whole server; so does `--data-parallel-restart 0` here.) We wait until the engine
 # is back, end the server and look.
 
@@ -363,7 +363,7 @@ axes.set(
 plt.show()
 
 # %% [markdown]
-# And what crosses? Every event that was caused by another process names its cause. So the recording says who ever sent anything to whom:
+# And what crosses? Every event that was caused by another process names its cause. So the recording shows which process ever sent anything to which:
 
 
 # %%
@@ -391,12 +391,12 @@ lab.claim(
 )
 
 # %% [markdown]
-# Nothing crosses between engines: for a token it is what crosses with one engine, a share of the message that each step sends to the front end
+# Nothing crosses between engines: for a token the same crosses as with one engine, a share of the message that each step sends to the front end
 # (notebook [07](07_into_the_engine.ipynb)). So data parallelism scales as far as there are requests and devices. Its price is memory (each engine has all weights) and that a single request becomes no faster.
 #
 # ## Several API servers
 #
-# Turn it round: `-asc 2` has two API servers in front of one engine. Each tokenizes, detokenizes and writes the chunks of its own requests.
+# Now the other way round: `-asc 2` puts two API servers in front of one engine. Each tokenizes, detokenizes and writes the chunks of its own requests.
 
 # %% [markdown] tags=["predict"]
 # > **Predict.** In one step, the engine makes tokens for requests of both servers. How many output messages is that? What do the two servers
@@ -424,7 +424,7 @@ lab.claim(
 
 # %% [markdown]
 # The same tokens, in one message for each server that has requests. It pays where the API process is the bottleneck: many streams, and an engine so fast that one
-# core of Python cannot write what it says. (Which server gets a connection is up to the operating system: on your machine one of them
+# core of Python cannot write all that it produces. (Which server gets a connection is up to the operating system: on your machine one of them
 # may have got most.)
 #
 # ## When does it pay?
@@ -443,7 +443,7 @@ lab.table(rows, "form", "processes", "messages per token", "bytes per token")
 
 # %% [markdown]
 # With a device for each worker it is another matter. A decode step must read all weights from memory, and half of them take half the time. Against
-# that stand the exchanges. A rough reckoning for one request, with bfloat16 weights, 3 TB/s of memory bandwidth in each GPU, and round figures for the links:
+# that stand the exchanges. A rough estimate for one request, with bfloat16 weights, 3 TB/s of memory bandwidth in each GPU, and round figures for the links:
 
 # %%
 LINKS = {
@@ -496,7 +496,7 @@ lab.claim("slices of a large one win over the two links within a machine", split
 #
 # **Contract.** `MyLoad()` begins with nothing to do, and has
 #
-# - `score` (a property): 4 for each request that waits, and 1 for each that runs. Whoever joins a queue waits for all before it.
+# - `score` (a property): 4 for each request that waits, and 1 for each that runs. A request that joins a queue waits for all before it.
 # - `sent()`: one more request is on its way there. Until the engine has said something, it counts as waiting.
 # - `seen(waiting, running, own)`: the engine's own counts after a step; they replace what was known. But `own` requests of this front end are there
 #   by now, and the engine may not have seen all of them: those that do not run count as waiting, even if the engine says less.
