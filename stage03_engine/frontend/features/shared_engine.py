@@ -221,6 +221,11 @@ def use_link(link: LauncherLink) -> None:
     _link = link
 
 
+def _launcher() -> LauncherLink:
+    assert _link is not None, "the launcher sets the number of front ends, and says where the engines are"
+    return _link
+
+
 class SharedEngineClient(AsyncMPClient):
     """AsyncMPClient without the process: the engine serves all API servers, and stays when one ends."""
 
@@ -233,8 +238,7 @@ class SharedEngineClient(AsyncMPClient):
             trace.emit("client.created", kind="SharedEngineClient", engine_ranks=[self._index])
 
     async def start(self) -> EngineReady:
-        assert _link is not None, "the launcher sets the number of front ends, and says where the engines are"
-        self._process = shared = await _link.take_engine(self._index)
+        self._process = shared = await _launcher().take_engine(self._index)
         ended = asyncio.wrap_future(shared.ended)
         connecting = asyncio.create_task(self._connect(shared))
         try:
@@ -248,8 +252,7 @@ class SharedEngineClient(AsyncMPClient):
 
     def stands_still(self) -> None:
         """It has owed an answer for too long. The launcher, which started it, ends it."""
-        assert _link is not None
-        _link.give_up(self._index)
+        _launcher().give_up(self._index)
 
     async def _connect(self, shared: SharedEngine) -> EngineReady:
         ready = await super().start()
@@ -259,7 +262,7 @@ class SharedEngineClient(AsyncMPClient):
 
 def make_shared_client(config: VllmConfig) -> AsyncEngineCoreClient:
     """The client of this API server: of the one engine, or of several, with what the coordinator says about them."""
-    assert _link is not None, "the launcher sets the number of front ends, and says where the engines are"
-    if _link.coordinator is None:
+    link = _launcher()
+    if link.coordinator is None:
         return SharedEngineClient(config)
-    return load(SEVERAL_ENGINES)(config, _link, SharedEngineClient)
+    return load(SEVERAL_ENGINES)(config, link, SharedEngineClient)

@@ -110,7 +110,8 @@ class DataParallelConfig:
     def head_address(self) -> str:
         """`10.0.0.1:29550`, where the head listens for the other machines."""
         host = self.data_parallel_address or ""
-        return f"{f'[{host}]' if ':' in host else host}:{self.data_parallel_rpc_port or RPC_PORT}"
+        shown = f"[{host}]" if ":" in host else host
+        return f"{shown}:{self.data_parallel_rpc_port or RPC_PORT}"
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,8 @@ class RemoteEngine(EngineProcess):
         self.gone.add_done_callback(lambda gone: callback(gone.result()))
 
     def shutdown(self) -> None:
-        """Nobody here uses the engine any longer: a caller that waits for it is released. The node ends its process."""
+        """Nobody here uses the engine any longer: a caller that waits for it is released. The node ends its process at
+        the next StartEngine for this number, or at the Bye."""
         with contextlib.suppress(InvalidStateError):
             self.up.set_exception(EngineStartError("the server ends before the engine is ready"))
         self._hub.forget(self)
