@@ -171,7 +171,7 @@ def routed(args: dict[str, Any]) -> str:
     """Which engine got it: a `dp.routed`."""
     had = f"which has {count(args['waiting'], 'request')} waiting and {args['running']} running with it"
     cached = (
-        f" and is reckoned to have {count(args['cached_blocks'], 'block')} of its prompt"
+        f" and should have cached {count(args['cached_blocks'], 'block')} of its prompt"
         if args["cached_blocks"]
         else ""
     )
@@ -183,8 +183,8 @@ def engine_lost(args: dict[str, Any]) -> str:
     """What became of the requests of an engine that died: a `dp.engine_lost`."""
     return (
         f"Engine {args['engine']}, which had it, died: {args['again']} of its requests run again on another one, "
-        f"{args['failed']} end with an error because something of their answer had been sent; {args['num_ready']} more "
-        f"{'engine is' if args['num_ready'] == 1 else 'engines are'} ready."
+        f"{args['failed']} end with an error because part of their answer had been sent; {count(args['num_ready'], 'engine')} "
+        f"{'is' if args['num_ready'] == 1 else 'are'} still ready."
     )
 
 

@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
         for label, engines in zip("AB", result.engines):
             say(f"engines of {label}: {', '.join(engines) or 'none'}")
         print(
-            "they differ in the number of engines: those of one number are compared, and the others have nothing beside them"
+            "they differ in the number of engines: engines with the same number are compared, the others have no counterpart"
         )
     for line in result.settings:
         say(f"settings differ: {line}")

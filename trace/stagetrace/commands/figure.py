@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     story = tell(Recording(args.run))
     if len(story.engines) > 1 and args.engine is None and args.kind not in ("latency_breakdown", "process_lanes"):
         names = sorted({story.processes[pid] for pid in story.engines})
-        print(f"of {', '.join(names)} the first; --engine chooses", file=sys.stderr)
+        print(f"the figure shows the first of {', '.join(names)}; --engine N shows another", file=sys.stderr)
     if args.engine is not None:
         story = one_engine(story, args.engine)
     if args.out is not None:
