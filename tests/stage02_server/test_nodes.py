@@ -340,5 +340,5 @@ def test_with_a_balancer_between_machines_each_has_its_own_engines() -> None:
         for name in ("stages:engine_ready", "vllm:generation_tokens_total"):
             assert [line.partition('engine="')[2][0] for line in lines if line.startswith(name)] == ["2", "3"]
         refused = client.post("/scale_engines", json={"data_parallel_size": 3})
-        assert refused.status_code == 409 and "are fixed" in refused.json()["error"]["message"]
+        assert refused.status_code == 409 and "is fixed" in refused.json()["error"]["message"]
         client.close()
