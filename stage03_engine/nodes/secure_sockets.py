@@ -139,7 +139,10 @@ class Listener:
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)  # with the number of a port that was chosen
 
     def refused(self) -> int:
-        """How many attempts to connect have failed since the last call, because of their secret. `monitor` has input then."""
+        """How many attempts to connect have failed since the last call, because of their secret. `monitor` has input then.
+
+        Who does not call it has to disable the monitor: ZMQ stops all sockets of the context once 2000 attempts are unread.
+        """
         count = 0
         while self.monitor.poll(0):
             self.monitor.recv_multipart()

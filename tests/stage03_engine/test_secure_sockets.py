@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -14,6 +15,7 @@ import pytest
 import zmq
 from patience import PATIENCE
 
+from stage03_engine.core.features.distributed.machines.links import WorkerRouter
 from stage03_engine.errors import ConfigError, StagesError
 from stage03_engine.nodes.flags import NodeConfig
 from stage03_engine.nodes.secure_sockets import (
@@ -136,6 +138,25 @@ def test_bytes_that_are_no_zmq_are_no_message(ends: Ends) -> None:
         stranger.sendall(os.urandom(512))
     outcome(ends.connection)
     assert not ends.listener.socket.poll(0)
+
+
+def test_strangers_who_try_again_and_again_do_not_stop_the_workers() -> None:
+    """Nobody counts those that a WorkerRouter refuses."""
+    there = zmq.Context()
+    without_secret = b"\xff".ljust(9, b"\0") + b"\x7f\x03\0" + b"NULL".ljust(52, b"\0")  # how ZMQ begins
+    with closing(WorkerRouter("tcp://127.0.0.1:*", OURS)) as router:
+        worker = Connection(there, zmq.DEALER, router.address, OURS, b"worker1")
+        port = int(router.address.rpartition(":")[2])
+        for _ in range(2100):
+            with socket.create_connection(("127.0.0.1", port)) as stranger, contextlib.suppress(ConnectionError):
+                stranger.settimeout(PATIENCE)
+                stranger.sendall(without_secret)
+                while stranger.recv(4096):
+                    pass
+        worker.socket.send_multipart([b"kind", b"payload", b"cause"])
+        assert router.receive(int(PATIENCE * 1000)) == (1, (b"kind", b"payload", b"cause"))
+        worker.close()
+    there.term()
 
 
 @pytest.mark.parametrize("host", ["localhost", "0.0.0.0", "[::1]"])

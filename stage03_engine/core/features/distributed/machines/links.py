@@ -25,6 +25,7 @@ class WorkerRouter(WorkerLinks):
             self._context.destroy(linger=0)
             raise
         self.address = self._listener.address
+        self._listener.socket.disable_monitor()  # nobody reads it here: see Listener.refused
         self._listener.socket.setsockopt(
             zmq.ROUTER_MANDATORY, 1
         )  # a message to a worker that is gone is an error, not lost
@@ -53,7 +54,9 @@ class RouterToExecutor(LinkToExecutor):
     def __init__(self, address: str, rank: int) -> None:
         self._context = zmq.Context()
         secret = read_secret(secret_of_worker())
-        self._socket = Connection(self._context, zmq.DEALER, address, secret, NAME + b"%d" % rank).socket
+        self._connection = Connection(self._context, zmq.DEALER, address, secret, NAME + b"%d" % rank)
+        self._socket = self._connection.socket
+        self._socket.disable_monitor()  # nobody reads it here
 
     def send(self, *message: bytes) -> None:
         kind, payload, cause = (*message, b"")[:3]
