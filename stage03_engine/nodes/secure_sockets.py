@@ -37,12 +37,13 @@ HEARTBEAT_MS = 1000
 SILENCE_MS = 5000
 """A connection over which nothing came for so long is closed: the other machine, or the network, is gone."""
 _KEY_BYTES = 32
+_DOMAIN = "nodes"
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class KeyPair:
-    """One side's CURVE keys, in Z85."""
+    """One side's CURVE keys, in Z85. `repr` shows neither: the listener's public key is as good as secret, too."""
 
     public: bytes
     secret: bytes
@@ -127,7 +128,9 @@ class Listener:
         if secret is not None:
             self._gatekeeper = ThreadAuthenticator(context)
             self._gatekeeper.start()
-            self._gatekeeper.configure_curve_callback("*", _OnlyNodes(secret))
+            self._gatekeeper.configure_curve_callback(_DOMAIN, _OnlyNodes(secret))
+            self.socket.zap_domain = _DOMAIN.encode()
+            self.socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a gatekeeper ZMQ would admit everybody
             self.socket.curve_server = True
             self.socket.curve_publickey, self.socket.curve_secretkey = secret.listens.public, secret.listens.secret
         self.monitor = self.socket.get_monitor_socket(_FAILED)

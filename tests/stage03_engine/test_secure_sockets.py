@@ -93,6 +93,16 @@ def test_anybody_else_is_refused_and_both_sides_know(ends: Ends, secret: NodeSec
     assert not ends.listener.socket.poll(0) and not connection.is_there
 
 
+def test_without_its_gatekeeper_a_listener_admits_nobody(ends: Ends) -> None:
+    assert ends.listener._gatekeeper is not None
+    ends.listener._gatekeeper.stop()
+    connection = ends.connect(OURS)
+    connection.socket.send(b"hello")
+    with pytest.raises(Refused):
+        outcome(connection)
+    assert not ends.listener.socket.poll(0) and not connection.is_there
+
+
 def test_a_secret_on_one_side_alone_is_no_connection() -> None:
     with closing(Ends(None)) as ends, pytest.raises(Refused):
         outcome(ends.connect(OURS))
@@ -216,3 +226,4 @@ def test_where_the_secret_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(ConfigError, match="need a shared secret: make one with"):
         read_secret(config)
     assert "0123456789abcdef" not in repr(OURS) and OURS.listens.secret.decode() not in repr(OURS)
+    assert OURS.listens.secret.decode() not in repr(OURS.listens)
