@@ -36,6 +36,8 @@ HOW_TO = (
 HEARTBEAT_MS = 1000
 SILENCE_MS = 5000
 """A connection over which nothing came for so long is closed: the other machine, or the network, is gone."""
+WARN_SECONDS = 10.0
+"""From one warning of nodes without the secret to the next: whoever tries again and again must not fill the log."""
 _KEY_BYTES = 32
 _DOMAIN = "nodes"
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
