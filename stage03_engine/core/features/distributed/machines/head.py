@@ -162,6 +162,14 @@ class WorkersOfMachines(WorkerProcesses):
             "Listening on %s for %d other machines: stages serve MODEL --headless --nnodes %d --node-rank N --master-addr %s --master-port %d",
             meet, parallel.nnodes - 1, parallel.nnodes, parallel.master_addr, parallel.master_port,
         )  # fmt: skip
+        logger.warning(
+            "torch.distributed listens unprotected at port %d of all addresses of this machine; use a network that nobody else is on.",
+            parallel.master_port,
+        )
+        if secret is None:
+            logger.warning(
+                "%s and %s listen unprotected: whoever reaches them can use the engine.", meet, self._address
+            )
         environment = self._environment(interface_towards(self._head))
         for rank in range(parallel.local_world_size):
             self._spawned.start(rank, self.lanes[rank], environment, self._address)

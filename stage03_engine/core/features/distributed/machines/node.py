@@ -96,6 +96,11 @@ class Node:
         self._head = head_address(parallel)
         self._address = tcp(self._head, nodes_port(parallel))
         self._agreed, secret = must_agree(config), read_secret(config.node_config)
+        if secret is None:
+            logger.warning(
+                "The connection to %s is unprotected: whoever is on its way can read and change what is said.",
+                self._address,
+            )
         self._ended: queue.SimpleQueue[WorkerEnded] = queue.SimpleQueue()
         self._workers = SpawnedWorkers(lambda lane, code: self._ended.put(WorkerEnded(lane, code)))
         self._patience = 0.0  # for workers whose engine ends as it should
