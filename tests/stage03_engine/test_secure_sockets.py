@@ -203,6 +203,17 @@ def test_addresses_that_cannot_be(ends: Ends) -> None:
     context.term()
 
 
+def test_a_secret_that_every_user_can_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "secret").write_text("0123456789abcdef")
+    config = NodeConfig(str(tmp_path / "secret"))
+    for mode, warn, lines in ((0o644, True, 1), (0o644, False, 0), (0o640, True, 0), (0o600, True, 0)):
+        (tmp_path / "secret").chmod(mode)
+        caplog.clear()
+        read_secret(config, warn)
+        assert len(caplog.messages) == lines
+        assert all(line.startswith("Every user of this machine can read") for line in caplog.messages)
+
+
 def test_where_the_secret_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, " 0123456789abcdef\n")
     (tmp_path / "secret").write_text("another secret of some length\n")

@@ -53,7 +53,7 @@ class RouterToExecutor(LinkToExecutor):
 
     def __init__(self, address: str, rank: int) -> None:
         self._context = zmq.Context()
-        secret = read_secret(secret_of_worker())
+        secret = read_secret(secret_of_worker(), warn=False)  # its machine has warned
         self._connection = Connection(self._context, zmq.DEALER, address, secret, NAME + b"%d" % rank)
         self._socket = self._connection.socket
         self._socket.disable_monitor()  # nobody reads it here
