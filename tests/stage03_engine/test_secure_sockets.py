@@ -15,7 +15,7 @@ import pytest
 import zmq
 from patience import PATIENCE
 
-from stage03_engine.core.features.distributed.machines.links import WorkerRouter
+from stage03_engine.core.features.distributed.machines.links import RouterToExecutor, WorkerRouter
 from stage03_engine.errors import ConfigError, StagesError
 from stage03_engine.nodes.flags import NodeConfig
 from stage03_engine.nodes.secure_sockets import (
@@ -167,6 +167,21 @@ def test_strangers_who_try_again_and_again_do_not_stop_the_workers() -> None:
         assert router.receive(int(PATIENCE * 1000)) == (1, (b"kind", b"payload", b"cause"))
         worker.close()
     there.term()
+
+
+def test_a_worker_notices_that_its_connection_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "0123456789abcdef")
+    with (
+        closing(WorkerRouter("tcp://127.0.0.1:*", OURS)) as router,
+        closing(RouterToExecutor(router.address, 1)) as worker,
+    ):
+        worker.send(b"kind", b"hello")
+        assert router.receive(int(PATIENCE * 1000)) == (1, (b"kind", b"hello", b""))
+        router.send(1, (b"kind", b"payload", b"cause"))
+        assert worker.receive() == (b"kind", b"payload", b"cause")
+        router.close()
+        with pytest.raises(StagesError, match="its connection to the engine is lost"):
+            worker.receive()
 
 
 @pytest.mark.parametrize("host", ["localhost", "0.0.0.0", "[::1]"])
