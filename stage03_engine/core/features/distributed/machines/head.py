@@ -70,8 +70,15 @@ class Nodes:
         self._welcome, self._ended, self._lost = welcome, ended, lost
         self._there: dict[bytes, int] = {}  # name of the connection -> number of the machine
         self._stopping, self._why = threading.Event(), ""
-        self._thread = threading.Thread(target=self._listen, name="nodes", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="nodes", daemon=True)
         self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._listen()
+        except Exception as error:  # a bug of ours must end the engine, not leave it waiting
+            logger.exception("the thread that hears the other machines failed")
+            self._lost(f"the thread that hears the other machines failed: {error!r}")
 
     def _listen(self) -> None:
         poller, next_ping, next_warning = zmq.Poller(), 0.0, 0.0
