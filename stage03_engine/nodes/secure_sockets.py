@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import logging
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from socket import SOCK_STREAM, getaddrinfo
@@ -27,6 +29,7 @@ from zmq.utils.monitor import parse_monitor_message
 from stage03_engine.errors import ConfigError, StagesError
 from stage03_engine.nodes.flags import NodeConfig
 
+logger = logging.getLogger(__name__)
 VARIABLE = "STAGES_NODE_SECRET"
 MIN_BYTES = 16
 HOW_TO = (
@@ -36,13 +39,16 @@ HOW_TO = (
 HEARTBEAT_MS = 1000
 SILENCE_MS = 5000
 """A connection that has been silent for so long is closed: the other machine, or the network, is gone."""
+WARN_SECONDS = 10.0
+"""From one warning of nodes without the secret to the next: repeated attempts must not fill the log."""
 _KEY_BYTES = 32
+_DOMAIN = "nodes"
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class KeyPair:
-    """One side's CURVE keys, in Z85."""
+    """One side's CURVE keys, in Z85. `repr` shows neither: the listener's public key is as good as secret, too."""
 
     public: bytes
     secret: bytes
@@ -61,15 +67,15 @@ def _key_pair(key: bytes) -> KeyPair:
     return KeyPair(zmq.curve_public(secret), secret)
 
 
-def read_secret(config: NodeConfig) -> NodeSecret | None:
+def read_secret(config: NodeConfig, warn: bool = True) -> NodeSecret | None:
     """The secret in the file that is named, or else in the variable STAGES_NODE_SECRET; None if none is required.
 
-    Spaces and line ends around it do not count. Raises ConfigError if there is none, or if it is too short.
+    Spaces and line ends around it do not count. `warn` of a file that every user can read. Raises ConfigError if there is none, or if it is too short.
     """
     if not config.node_secret_required:
         return None
     file = config.node_secret_file
-    given = _read_file(file) if file is not None else os.environ.get(VARIABLE, "").strip().encode()
+    given = _read_file(file, warn) if file is not None else os.fsencode(os.environ.get(VARIABLE, "")).strip()
     if not given:
         raise ConfigError(f"machines that speak with each other need a shared secret: {HOW_TO}")
     if len(given) < MIN_BYTES:
@@ -79,13 +85,16 @@ def read_secret(config: NodeConfig) -> NodeSecret | None:
     return NodeSecret(given)
 
 
-def _read_file(file: str) -> bytes:
+def _read_file(file: str, warn: bool) -> bytes:
     try:
-        given = Path(file).expanduser().read_bytes().strip()
+        with Path(file).expanduser().open("rb") as opened:
+            given, mode = opened.read().strip(), os.fstat(opened.fileno()).st_mode
     except OSError as error:
         raise ConfigError(f"node_secret_file {file!r} cannot be read: {error.strerror}") from None
     if not given:
         raise ConfigError(f"node_secret_file {file!r} is empty: {HOW_TO}")
+    if warn and mode & stat.S_IROTH:
+        logger.warning("Every user of this machine can read node_secret_file %r; `chmod 600` keeps it to you.", file)
     return given
 
 
@@ -127,7 +136,9 @@ class Listener:
         if secret is not None:
             self._gatekeeper = ThreadAuthenticator(context)
             self._gatekeeper.start()
-            self._gatekeeper.configure_curve_callback("*", _OnlyNodes(secret))
+            self._gatekeeper.configure_curve_callback(_DOMAIN, _OnlyNodes(secret))
+            self.socket.zap_domain = _DOMAIN.encode()
+            self.socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a gatekeeper ZMQ would admit everybody
             self.socket.curve_server = True
             self.socket.curve_publickey, self.socket.curve_secretkey = secret.listens.public, secret.listens.secret
         self.monitor = self.socket.get_monitor_socket(_FAILED)
@@ -139,7 +150,10 @@ class Listener:
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)  # with the number of a port that was chosen
 
     def refused(self) -> int:
-        """How many attempts to connect have failed since the last call, because of their secret. `monitor` has input then."""
+        """How many attempts to connect have failed since the last call, because of their secret. `monitor` has input then.
+
+        Who does not call it has to disable the monitor: ZMQ stops all sockets of the context once 2000 attempts are unread.
+        """
         count = 0
         while self.monitor.poll(0):
             self.monitor.recv_multipart()

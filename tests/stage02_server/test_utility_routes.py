@@ -57,13 +57,13 @@ def test_what_is_not_the_callers_is_off_by_default(server: InProcessServer) -> N
 
 
 def test_server_info_tells_the_settings_but_no_secret() -> None:
-    secret = replace(byte_config().cache_config, prefix_caching_hash_seed="secret")
+    secret = replace(byte_config().cache_config, prefix_caching_hash_seed="hunter2")
     server = InProcessServer(config=replace(byte_config(), cache_config=secret), server_dev_mode=True)
     try:
         text = server.request("GET", "/server_info").json()["vllm_config"]
-        assert "max_num_seqs=256" in text and "secret" not in text
+        assert "max_num_seqs=256" in text and "hunter2" not in text
         as_json = server.request("GET", "/server_info?config_format=json")
-        assert as_json.json()["vllm_config"]["scheduler_config"]["max_num_seqs"] == 256 and "secret" not in as_json.text
+        assert as_json.json()["vllm_config"]["scheduler_config"]["max_num_seqs"] == 256 and "hunter2" not in as_json.text
         assert server.request("GET", "/server_info?config_format=yaml").status_code == 400
     finally:
         server.close()

@@ -25,10 +25,16 @@ from patience import PATIENCE, wait_until
 from server_under_test import ServerProcess
 
 from stage03_engine.arg_utils import EngineArgs
+from stage03_engine.core.features.distributed.machines.addresses import (
+    SECRET_FILE,
+    SECRET_REQUIRED,
+    environment_with_secret,
+)
 from stage03_engine.core.features.distributed.machines.sameness import difference, must_agree
 from stage03_engine.errors import ConfigError, EngineDeadError, StagesError
 from stage03_engine.llm import LLM
 from stage03_engine.model_path import BUNDLED_FOLDER
+from stage03_engine.nodes.flags import NodeConfig
 from stage03_engine.sampling_params import SamplingParams
 from stagetrace import read_run
 
@@ -223,6 +229,13 @@ def test_without_a_secret(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("STAGES_NODE_SECRET")
     with pytest.raises(ConfigError, match="machines that speak with each other need a shared secret"):
         LLM("gpt2-tiny", **SETTINGS, **TWO, master_port=port)
+
+
+def test_a_worker_finds_the_file_with_the_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for given in ("~/secret", str(tmp_path / "secret")):
+        found = environment_with_secret({}, NodeConfig(given))
+        assert found == {SECRET_FILE: str(tmp_path / "secret"), SECRET_REQUIRED: "true"}
 
 
 def test_the_machine_with_the_engine_is_not_headless(port: int) -> None:

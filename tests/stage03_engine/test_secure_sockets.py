@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -14,6 +15,7 @@ import pytest
 import zmq
 from patience import PATIENCE
 
+from stage03_engine.core.features.distributed.machines.links import RouterToExecutor, WorkerRouter
 from stage03_engine.errors import ConfigError, StagesError
 from stage03_engine.nodes.flags import NodeConfig
 from stage03_engine.nodes.secure_sockets import (
@@ -91,6 +93,16 @@ def test_anybody_else_is_refused_and_both_sides_know(ends: Ends, secret: NodeSec
     assert not ends.listener.socket.poll(0) and not connection.is_there
 
 
+def test_without_its_gatekeeper_a_listener_admits_nobody(ends: Ends) -> None:
+    assert ends.listener._gatekeeper is not None
+    ends.listener._gatekeeper.stop()
+    connection = ends.connect(OURS)
+    connection.socket.send(b"hello")
+    with pytest.raises(Refused):
+        outcome(connection)
+    assert not ends.listener.socket.poll(0) and not connection.is_there
+
+
 def test_a_secret_on_one_side_alone_is_no_connection() -> None:
     with closing(Ends(None)) as ends, pytest.raises(Refused):
         outcome(ends.connect(OURS))
@@ -138,6 +150,40 @@ def test_bytes_that_are_no_zmq_are_no_message(ends: Ends) -> None:
     assert not ends.listener.socket.poll(0)
 
 
+def test_strangers_who_try_again_and_again_do_not_stop_the_workers() -> None:
+    """Nobody counts those that a WorkerRouter refuses."""
+    there = zmq.Context()
+    without_secret = b"\xff".ljust(9, b"\0") + b"\x7f\x03\0" + b"NULL".ljust(52, b"\0")  # how ZMQ begins
+    with closing(WorkerRouter("tcp://127.0.0.1:*", OURS)) as router:
+        worker = Connection(there, zmq.DEALER, router.address, OURS, b"worker1")
+        port = int(router.address.rpartition(":")[2])
+        for _ in range(2100):
+            with socket.create_connection(("127.0.0.1", port)) as stranger, contextlib.suppress(ConnectionError):
+                stranger.settimeout(PATIENCE)
+                stranger.sendall(without_secret)
+                while stranger.recv(4096):
+                    pass
+        worker.socket.send_multipart([b"kind", b"payload", b"cause"])
+        assert router.receive(int(PATIENCE * 1000)) == (1, (b"kind", b"payload", b"cause"))
+        worker.close()
+    there.term()
+
+
+def test_a_worker_notices_that_its_connection_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "0123456789abcdef")
+    with (
+        closing(WorkerRouter("tcp://127.0.0.1:*", OURS)) as router,
+        closing(RouterToExecutor(router.address, 1)) as worker,
+    ):
+        worker.send(b"kind", b"hello")
+        assert router.receive(int(PATIENCE * 1000)) == (1, (b"kind", b"hello", b""))
+        router.send(1, (b"kind", b"payload", b"cause"))
+        assert worker.receive() == (b"kind", b"payload", b"cause")
+        router.close()
+        with pytest.raises(StagesError, match="its connection to the engine is lost"):
+            worker.receive()
+
+
 @pytest.mark.parametrize("host", ["localhost", "0.0.0.0", "[::1]"])
 def test_hosts_may_have_names_and_other_kinds_of_numbers(host: str) -> None:
     context, there = zmq.Context(), zmq.Context()
@@ -172,6 +218,17 @@ def test_addresses_that_cannot_be(ends: Ends) -> None:
     context.term()
 
 
+def test_a_secret_that_every_user_can_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "secret").write_text("0123456789abcdef")
+    config = NodeConfig(str(tmp_path / "secret"))
+    for mode, warn, lines in ((0o644, True, 1), (0o644, False, 0), (0o640, True, 0), (0o600, True, 0)):
+        (tmp_path / "secret").chmod(mode)
+        caplog.clear()
+        read_secret(config, warn)
+        assert len(caplog.messages) == lines
+        assert all(line.startswith("Every user of this machine can read") for line in caplog.messages)
+
+
 def test_where_the_secret_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, " 0123456789abcdef\n")
     (tmp_path / "secret").write_text("another secret of some length\n")
@@ -195,3 +252,4 @@ def test_where_the_secret_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(ConfigError, match="need a shared secret: make one with"):
         read_secret(config)
     assert "0123456789abcdef" not in repr(OURS) and OURS.listens.secret.decode() not in repr(OURS)
+    assert OURS.listens.secret.decode() not in repr(OURS.listens)

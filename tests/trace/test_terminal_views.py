@@ -40,7 +40,7 @@ def events_of(lines: list[str]) -> list[str]:
 @pytest.mark.parametrize("run", RUNS)
 def test_view_has_a_line_for_every_event_in_causal_order(run: str, command) -> None:
     events = read_run(RECORDED / run).events
-    lines = events_of(command("view", str(RECORDED / run)))
+    lines = events_of(command("view", str(RECORDED / run), "--width", "300"))  # a column for each process
     assert len(lines) == len(events)
     start = min(event.ts for event in events)
     for line, event in zip(lines, events, strict=True):

@@ -48,9 +48,9 @@ def interface_towards(address: str) -> str | None:
 
 def environment_with_secret(environment: dict[str, str], config: NodeConfig) -> dict[str, str]:
     """What a worker process needs to connect to the head. The secret itself is in its file, or in the environment already."""
-    required = {SECRET_REQUIRED: str(config.node_secret_required).lower()}
-    file = {} if config.node_secret_file is None else {SECRET_FILE: os.path.abspath(config.node_secret_file)}
-    return environment | required | file
+    required, file = {SECRET_REQUIRED: str(config.node_secret_required).lower()}, config.node_secret_file
+    named = {} if file is None else {SECRET_FILE: os.path.abspath(os.path.expanduser(file))}
+    return environment | required | named
 
 
 def secret_of_worker() -> NodeConfig:

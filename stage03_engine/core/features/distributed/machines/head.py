@@ -45,7 +45,7 @@ from stage03_engine.core.features.distributed.machines.sameness import differenc
 from stage03_engine.core.features.distributed.multiproc_executor import MultiprocExecutor, WorkerProcesses
 from stage03_engine.core.features.distributed.worker_messages import WorkerInit
 from stage03_engine.errors import ConfigError
-from stage03_engine.nodes.secure_sockets import Listener, NodeSecret, read_secret
+from stage03_engine.nodes.secure_sockets import WARN_SECONDS, Listener, NodeSecret, read_secret
 from stagetrace import trace
 
 logger = logging.getLogger(__name__)
@@ -70,19 +70,25 @@ class Nodes:
         self._welcome, self._ended, self._lost = welcome, ended, lost
         self._there: dict[bytes, int] = {}  # name of the connection -> number of the machine
         self._stopping, self._why = threading.Event(), ""
-        self._thread = threading.Thread(target=self._listen, name="nodes", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="nodes", daemon=True)
         self._thread.start()
 
+    def _run(self) -> None:
+        try:
+            self._listen()
+        except Exception as error:  # a bug of ours must end the engine, not leave it waiting
+            logger.exception("the thread that hears the other machines failed")
+            self._lost(f"the thread that hears the other machines failed: {error!r}")
+
     def _listen(self) -> None:
-        poller, next_ping = zmq.Poller(), 0.0
+        poller, next_ping, next_warning = zmq.Poller(), 0.0, 0.0
         for each in (self._listener.socket, self._listener.monitor):
             poller.register(each, zmq.POLLIN)
         while not self._stopping.is_set():
             ready = dict(poller.poll(100))
-            if self._listener.monitor in ready and (count := self._listener.refused()):
-                logger.warning(
-                    "Refused %d connections to %s: their secret is another one.", count, self._listener.address
-                )
+            if self._listener.monitor in ready and self._listener.refused() and time.monotonic() >= next_warning:
+                next_warning = time.monotonic() + WARN_SECONDS
+                logger.warning("Refused a connection to %s: its secret is another one.", self._listener.address)
             if self._listener.socket in ready:
                 self._read(*self._listener.socket.recv_multipart()[:2])
             if time.monotonic() >= next_ping:
@@ -94,7 +100,7 @@ class Nodes:
     def _read(self, name: bytes, payload: bytes) -> None:
         try:
             message = decode_from_node(payload)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             logger.warning("Ignored a malformed message of another machine: %s", error)
             return
         if isinstance(message, NodeHello):
@@ -163,6 +169,14 @@ class WorkersOfMachines(WorkerProcesses):
             "Listening on %s for %d other machines: stages serve MODEL --headless --nnodes %d --node-rank N --master-addr %s --master-port %d",
             meet, parallel.nnodes - 1, parallel.nnodes, parallel.master_addr, parallel.master_port,
         )  # fmt: skip
+        logger.warning(
+            "torch.distributed listens unprotected at port %d of all addresses of this machine; use a network that nobody else is on.",
+            parallel.master_port,
+        )
+        if secret is None:
+            logger.warning(
+                "%s and %s listen unprotected: whoever reaches them can use the engine.", meet, self._address
+            )
         environment = self._environment(interface_towards(self._head))
         for rank in range(parallel.local_world_size):
             self._spawned.start(rank, self.lanes[rank], environment, self._address)
@@ -182,6 +196,8 @@ class WorkersOfMachines(WorkerProcesses):
         parallel, node = self.config.parallel_config, hello.node_rank
         if hello.nnodes != parallel.nnodes:
             why = f"nnodes is {parallel.nnodes} on the head, {hello.nnodes} there"
+        elif not 0 < node < parallel.nnodes:
+            why = f"node_rank {node} is not that of another machine"
         elif not (why := difference(self._agreed, hello.agreed) or ""):
             self._hosts[node] = hello
             count = parallel.local_world_size

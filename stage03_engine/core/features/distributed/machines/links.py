@@ -8,7 +8,8 @@ import zmq
 
 from stage03_engine.core.features.distributed.machines.addresses import secret_of_worker
 from stage03_engine.core.features.distributed.worker_links import LinkToExecutor, Message, WorkerLinks
-from stage03_engine.nodes.secure_sockets import Connection, Listener, NodeSecret, read_secret
+from stage03_engine.errors import StagesError
+from stage03_engine.nodes.secure_sockets import Connection, Listener, Lost, NodeSecret, Refused, read_secret
 
 NAME = b"worker"
 LINGER_MS = 1000  # for the last message of a worker that ends
@@ -25,6 +26,7 @@ class WorkerRouter(WorkerLinks):
             self._context.destroy(linger=0)
             raise
         self.address = self._listener.address
+        self._listener.socket.disable_monitor()  # nobody reads it here: see Listener.refused
         self._listener.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to a worker that is gone is an error
 
     def send(self, rank: int, message: Message) -> None:
@@ -50,14 +52,25 @@ class RouterToExecutor(LinkToExecutor):
 
     def __init__(self, address: str, rank: int) -> None:
         self._context = zmq.Context()
-        secret = read_secret(secret_of_worker())
-        self._socket = Connection(self._context, zmq.DEALER, address, secret, NAME + b"%d" % rank).socket
+        secret = read_secret(secret_of_worker(), warn=False)  # its machine has warned
+        self._connection = Connection(self._context, zmq.DEALER, address, secret, NAME + b"%d" % rank)
+        self._socket, self._poller = self._connection.socket, zmq.Poller()
+        for each in (self._socket, self._connection.monitor):
+            self._poller.register(each, zmq.POLLIN)
 
     def send(self, *message: bytes) -> None:
         kind, payload, cause = (*message, b"")[:3]
         self._socket.send_multipart([kind, payload, cause])
 
     def receive(self) -> Message:
+        """Raises StagesError if the connection is lost: ZMQ would make a new one, but what was on its way is gone."""
+        while self._socket not in dict(self._poller.poll()):
+            try:
+                self._connection.news()
+            except Lost:
+                raise StagesError("its connection to the engine is lost") from None
+            except Refused:
+                pass  # the executor may have been busy: it is tried again
         kind, payload, cause = self._socket.recv_multipart()
         return kind, payload, cause
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+import msgspec
 import zmq
 
 from stage03_engine.config import VllmConfig
@@ -32,6 +33,7 @@ from stage03_engine.core.features.distributed.machines.messages import (
     NodeLeft,
     NodeRefused,
     NodeStop,
+    Ping,
     WorkerEnded,
     decode_from_head,
     encode,
@@ -94,6 +96,11 @@ class Node:
         self._head = head_address(parallel)
         self._address = tcp(self._head, nodes_port(parallel))
         self._agreed, secret = must_agree(config), read_secret(config.node_config)
+        if secret is None:
+            logger.warning(
+                "The connection to %s is unprotected: anyone on its path can read and change the messages.",
+                self._address,
+            )
         self._ended: queue.SimpleQueue[WorkerEnded] = queue.SimpleQueue()
         self._workers = SpawnedWorkers(lambda lane, code: self._ended.put(WorkerEnded(lane, code)))
         self._patience = 0.0  # for workers whose engine ends normally
@@ -111,7 +118,7 @@ class Node:
         while True:
             ready = dict(poller.poll(POLL_MS))
             if self._connection.socket in ready:  # first: a head that ends says why before it is gone
-                message = decode_from_head(self._connection.socket.recv())
+                message = self._hear()
                 if isinstance(message, NodeStop):
                     return self._stop(message.why)
                 if isinstance(message, NodeRefused):
@@ -125,6 +132,12 @@ class Node:
                 raise StagesError(f"the head at {self._address} did not answer within {asked:.0f} s; is it running?")
             while not self._ended.empty():
                 self._connection.socket.send(encode(self._ended.get()))
+
+    def _hear(self) -> NodeInit | NodeRefused | Ping | NodeStop:
+        try:
+            return decode_from_head(self._connection.socket.recv())
+        except msgspec.MsgspecError as error:
+            raise StagesError(f"the head at {self._address} may have another version: {error}") from None
 
     def _say_hello(self) -> None:
         parallel, model = self._parallel, self._config.model_config

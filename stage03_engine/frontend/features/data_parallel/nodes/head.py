@@ -50,15 +50,13 @@ from stage03_engine.frontend.features.data_parallel.nodes.messages import (
 )
 from stage03_engine.frontend.features.data_parallel.restart import NodeLostError
 from stage03_engine.messages import EngineReady
-from stage03_engine.nodes.secure_sockets import Listener, read_secret
+from stage03_engine.nodes.secure_sockets import WARN_SECONDS, Listener, read_secret
 from stagetrace import trace
 
 logger = logging.getLogger(__name__)
 PING_SECONDS = 0.5
 """How often the head sends a ping, which fails once the connection is gone."""
 LAST_WORDS_MS = 1000
-WARN_SECONDS = 10.0
-"""From one warning of nodes without the secret to the next: whoever tries again and again must not fill the log."""
 
 
 def join_seconds(config: VllmConfig) -> float:
@@ -221,7 +219,7 @@ class NodeHub:
                     self._obey(peer, decode_report(rest[0]))
                 else:
                     self._outputs(peer, read_launch(first), rest)
-            except (ValueError, IndexError, msgspec.MsgspecError) as error:
+            except (ValueError, IndexError, RecursionError, msgspec.MsgspecError) as error:
                 logger.warning("ignored a malformed message of a node, which may have another version: %s", error)
 
     def _outputs(self, peer: bytes, launch: tuple[int, int], frames: list[bytes]) -> None:
