@@ -63,7 +63,9 @@ def test_server_info_tells_the_settings_but_no_secret() -> None:
         text = server.request("GET", "/server_info").json()["vllm_config"]
         assert "max_num_seqs=256" in text and "hunter2" not in text
         as_json = server.request("GET", "/server_info?config_format=json")
-        assert as_json.json()["vllm_config"]["scheduler_config"]["max_num_seqs"] == 256 and "hunter2" not in as_json.text
+        assert (
+            as_json.json()["vllm_config"]["scheduler_config"]["max_num_seqs"] == 256 and "hunter2" not in as_json.text
+        )
         assert server.request("GET", "/server_info?config_format=yaml").status_code == 400
     finally:
         server.close()
