@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import random
 import shutil
 import signal
@@ -21,6 +22,7 @@ from typing import Any
 
 import psutil
 import pytest
+import zmq
 from patience import PATIENCE, wait_until
 from server_under_test import ServerProcess
 
@@ -30,11 +32,14 @@ from stage03_engine.core.features.distributed.machines.addresses import (
     SECRET_REQUIRED,
     environment_with_secret,
 )
+from stage03_engine.core.features.distributed.machines.head import Nodes
+from stage03_engine.core.features.distributed.machines.messages import NodeHello, NodeRefused, encode
 from stage03_engine.core.features.distributed.machines.sameness import difference, must_agree
 from stage03_engine.errors import ConfigError, EngineDeadError, StagesError
 from stage03_engine.llm import LLM
 from stage03_engine.model_path import BUNDLED_FOLDER
 from stage03_engine.nodes.flags import NodeConfig
+from stage03_engine.nodes.secure_sockets import Connection
 from stage03_engine.sampling_params import SamplingParams
 from stagetrace import read_run
 
@@ -236,6 +241,25 @@ def test_a_worker_finds_the_file_with_the_secret(monkeypatch: pytest.MonkeyPatch
     for given in ("~/secret", str(tmp_path / "secret")):
         found = environment_with_secret({}, NodeConfig(given))
         assert found == {SECRET_FILE: str(tmp_path / "secret"), SECRET_REQUIRED: "true"}
+
+
+def test_a_thread_that_fails_ends_the_engine(port: int) -> None:
+    """A bug while the head listens must not leave the engine waiting for machines that nobody hears."""
+
+    def welcome(hello: NodeHello) -> NodeRefused:
+        raise ZeroDivisionError(hello.node_rank)
+
+    reasons: queue.Queue[str] = queue.Queue()
+    nodes = Nodes(f"tcp://127.0.0.1:{port}", None, welcome, lambda lane, code: None, reasons.put)
+    context = zmq.Context()
+    connection = Connection(context, zmq.DEALER, nodes._listener.address, None, b"node1")
+    try:
+        connection.socket.send(encode(NodeHello(1, 2, {}, None, None, None)))
+        assert "ZeroDivisionError" in reasons.get(timeout=PATIENCE)
+    finally:
+        connection.close()
+        context.destroy(linger=0)
+        nodes.close("the test is over")
 
 
 def test_the_machine_with_the_engine_is_not_headless(port: int) -> None:
