@@ -1,0 +1,117 @@
+"""What the course knows of an exercise: its `exercise.toml`, its starter, and where the reader's own file lies."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from stage03_engine.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[3]
+FOLDER = ROOT / "notebooks" / "exercises"
+JUDGES = ROOT / "tests" / "exercises"
+WORK = ROOT / "work"
+"""Where the reader writes; git ignores it."""
+
+
+@dataclass(frozen=True)
+class Serving:
+    """How the real server is started with the reader's part, and what it is asked.
+
+    `recorded` names a run of trace/recorded whose server had the same `flags`; without one the reference is run beside it.
+    """
+
+    flags: tuple[str, ...] = ()
+    recorded: str = ""
+    prompt: str = "ROMEO:"
+    max_tokens: int = 8
+    request: dict[str, Any] = field(default_factory=dict)  # more fields of the request
+    prepare: str = ""  # module:function, called with the path of the part; gives further flags
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """One `exercise.toml`.
+
+    `parts` names what the reader writes, and for each the reference that it replaces, as `module:name`; `contract` gives a
+    name to each sentence that a judge may find broken.
+    """
+
+    number: int
+    name: str
+    title: str
+    goal: str
+    phase: int
+    minutes: int
+    hints: tuple[str, ...]
+    here: tuple[str, ...]
+    vllm: tuple[str, ...]
+    plugs_in: str
+    parts: dict[str, str]
+    contract: dict[str, str]
+    needs: tuple[int, ...] = ()
+    points: int = 10
+    tensors: bool = False  # its check imports torch: 20 seconds instead of 5
+    serve: Serving = Serving()
+
+    @property
+    def folder(self) -> Path:
+        """Where README.md, starter.py and mutants/ are."""
+        return FOLDER / self.name
+
+    @property
+    def starter(self) -> Path:
+        """The file that `start` copies."""
+        return self.folder / "starter.py"
+
+    @property
+    def judge(self) -> Path:
+        """The tests that say whether a solution keeps the contract."""
+        return JUDGES / f"test_{self.name}.py"
+
+    def solution(self, work: Path) -> Path:
+        """The reader's own file."""
+        return work / f"{self.name}.py"
+
+
+@cache
+def exercises() -> dict[int, Exercise]:
+    """All of them, by number. Raises ConfigError where an exercise.toml is wrong, or the folder is missing."""
+    if not FOLDER.is_dir():
+        raise ConfigError(
+            f"the exercises are not here: {FOLDER} is missing; the course needs a checkout of the project"
+        )
+    found = (_read(path) for path in sorted(FOLDER.glob("ex[0-9][0-9]_*/exercise.toml")))
+    return {exercise.number: exercise for exercise in found}
+
+
+def _read(path: Path) -> Exercise:
+    name = path.parent.name
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        values |= {key: tuple(values[key]) for key in ("hints", "here", "vllm", "needs") if key in values}
+        if "serve" in values:
+            values["serve"] = Serving(**values["serve"] | {"flags": tuple(values["serve"].get("flags", ()))})
+        return Exercise(number=int(name[2:4]), name=name, **values)
+    except (tomllib.TOMLDecodeError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path.relative_to(ROOT)}: {error}") from error
+
+
+def find(what: str | int) -> Exercise:
+    """The exercise that `5`, `05`, `ex05`, `ex05_scheduler` or `scheduler` means. Raises ConfigError if there is none."""
+    text = str(what).strip().lower()
+    number = re.fullmatch(r"(?:ex)?(\d{1,2})", text)
+    for exercise in exercises().values():
+        if (number and int(number[1]) == exercise.number) or text in (exercise.name, exercise.name[5:]):
+            return exercise
+    raise ConfigError(f"no exercise {what!r}; `stages course list` shows all")
+
+
+def in_project(path: Path) -> str:
+    """A path as a reader at the project's root writes it."""
+    path = path.resolve()
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)

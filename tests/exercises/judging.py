@@ -1,0 +1,227 @@
+"""What the judges share: load a solution, hold it against a sentence of the contract, and say what is wrong so that it helps.
+
+    judge = Judge(5)
+
+    @judge.settings()
+    @given(loads())
+    def test_budget(impl, load):
+        with judge.case(load=load):
+            for step in run(impl.Scheduler, load):
+                judge.holds("budget", step.tokens <= load.budget, f"at most {load.budget} tokens", f"{step.tokens} tokens")
+
+A broken sentence raises `Rejected`. Whatever else the solution raises inside `judge.case` becomes a Rejected too, with the line of
+the solution where it happened; only NotImplementedError goes through: it is a part that is still to be written.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
+from itertools import count
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hypothesis import HealthCheck, Phase, settings
+
+from stage01_cli.tools.course.exercises import Exercise, exercises
+
+LONGEST = 600  # characters of an input that are shown
+_numbers = count()
+
+
+class Rejected(AssertionError):
+    """A solution broke a sentence of the contract: with which input, what was expected, what came."""
+
+    def __init__(self, key: str, sentence: str, given: dict[str, Any], expected: Any, got: Any) -> None:
+        self.key, self.sentence, self.given, self.expected, self.got = key, sentence, given, expected, got
+        super().__init__(str(self))
+
+    def __str__(self) -> str:
+        """The verdict as the reader sees it."""
+        lines = [f'broken: "{self.sentence}"']
+        lines += [f"  {name:9} {_shown(value)}" for name, value in self.given.items()]
+        return "\n".join([*lines, f"  {'expected':9} {_shown(self.expected)}", f"  {'got':9} {_shown(self.got)}"])
+
+
+def _shown(value: Any) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= LONGEST else text[:LONGEST] + " ..."
+
+
+@cache
+def _kind(key: str) -> type[Rejected]:
+    """A class of its own for each sentence: Hypothesis shrinks an input only as long as the same sentence is broken."""
+    return type(f"Rejected_{key}", (Rejected,), {})
+
+
+class Judge:
+    """The contract of one exercise."""
+
+    def __init__(self, number: int) -> None:
+        self.exercise = exercises()[number]
+        self._given: dict[str, Any] = {}
+
+    def settings(self, examples: int = 100) -> Callable[[Any], Any]:
+        """For a property: the same examples every time, no deadline, one verdict."""
+        return settings(
+            max_examples=examples, derandomize=True, database=None, deadline=None, report_multiple_bugs=False,
+            phases=(Phase.explicit, Phase.generate, Phase.shrink), suppress_health_check=list(HealthCheck),
+        )  # fmt: skip
+
+    @contextmanager
+    def case(self, **given: Any) -> Iterator[None]:
+        """What is shown of the input when something in the block is wrong; cases may be nested."""
+        before, self._given = self._given, self._given | given
+        try:
+            yield
+        except (Rejected, NotImplementedError):
+            raise
+        except Exception as error:
+            line = _line_in_solution(error)
+            if line is None:  # the judge itself is wrong
+                raise
+            self.rejects("works", "no exception", f"{type(error).__name__}: {error} ({line})", error)
+        finally:
+            self._given = before
+
+    def rejects(self, key: str, expected: Any, got: Any, cause: BaseException | None = None) -> None:
+        """Raise Rejected for the sentence with this name. `works` stands for any sentence: the code raised something."""
+        sentence = self.exercise.contract.get(key, "It works." if key == "works" else "")
+        assert sentence, f"{self.exercise.name} has no sentence {key!r} in its contract"
+        raise _kind(key)(key, sentence, dict(self._given), expected, got) from cause
+
+    def equal(self, key: str, expected: Any, got: Any) -> None:
+        """The two must be equal."""
+        if not bool(expected == got):
+            self.rejects(key, expected, got)
+
+    def holds(self, key: str, condition: bool, expected: Any, got: Any) -> None:
+        """The condition must be true; the two texts say what it means."""
+        if not condition:
+            self.rejects(key, expected, got)
+
+    def raises(self, key: str, kind: type[Exception], work: Callable[[], Any]) -> None:
+        """The call must raise this kind of exception."""
+        try:
+            got = work()
+        except kind:
+            return
+        except NotImplementedError:
+            raise
+        except Exception as error:
+            self.rejects(key, f"a {kind.__name__}", f"{type(error).__name__}: {error}", error)
+        else:
+            self.rejects(key, f"a {kind.__name__}", f"no exception, but {_shown(got)}")
+
+
+def _line_in_solution(error: BaseException) -> str | None:
+    """Where in the file of a solution this was raised: its innermost line there."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_solution(frame.filename)]
+    return f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}: {frames[-1].line}" if frames else None
+
+
+_files: set[str] = set()
+
+
+def _is_solution(filename: str) -> bool:
+    return filename in _files
+
+
+def load(path: Path) -> ModuleType:
+    """The module in a file of the reader's. Raises whatever its code raises."""
+    name = f"solution_{next(_numbers)}_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    _files.add(str(path))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look themselves up there
+    spec.loader.exec_module(module)
+    return module
+
+
+def reference(exercise: Exercise) -> ModuleType:
+    """The project's own parts, as if they were somebody's solution. A part without one is the starter's own (an open-ended
+    exercise): then `reference.py` beside the starter is the solution."""
+    own = exercise.folder / "reference.py"
+    module = load(own) if own.is_file() else ModuleType(f"reference_{exercise.name}")
+    for name, where in exercise.parts.items():
+        if where:
+            setattr(module, name, _named(where))
+    return module
+
+
+def _named(where: str) -> Any:
+    module, _, name = where.partition(":")
+    return getattr(import_module(module), name)
+
+
+def wrong_signatures(exercise: Exercise, module: ModuleType) -> list[str]:
+    """What differs between the signatures of the starter and those of a module: everything that the starter defines must
+    be there and take the same arguments. Empty if all is well."""
+    return [
+        f"{name} takes {theirs}, not {got}" if got else f"{name} is missing"
+        for name, theirs in signatures(load(exercise.starter), exercise).items()
+        if (got := signatures(module, exercise, inherited=True).get(name)) != theirs
+    ]
+
+
+def signatures(module: ModuleType, exercise: Exercise, inherited: bool = False) -> dict[str, str]:
+    """Name -> its parameters with their defaults, without types, for each function and method of the parts."""
+    found: dict[str, str] = {}
+    for name in exercise.parts:
+        part = getattr(module, name, None)
+        if isinstance(part, type):
+            found[name] = "a class"
+            members = {key: value for each in reversed(part.__mro__[:-1]) for key, value in vars(each).items()}
+            for key, value in (members if inherited else vars(part)).items():
+                if inspect.isfunction(value := inspect.unwrap(getattr(value, "__func__", value))):
+                    found[f"{name}.{key}"] = _parameters(value)
+        elif callable(part):
+            found[name] = _parameters(inspect.unwrap(getattr(part, "fn", part)))
+        elif part is not None:
+            found[name] = "a value"
+    return found
+
+
+def _parameters(function: Callable[..., Any]) -> str:
+    plain = [
+        each.replace(annotation=inspect.Parameter.empty) for each in inspect.signature(function).parameters.values()
+    ]
+    return str(inspect.Signature(plain))
+
+
+def text_of(path: Path, name: str) -> str:
+    """The text that a file assigns to a name at its top level, read without running it. Raises KeyError if there is none."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+            return str(ast.literal_eval(node.value))
+    raise KeyError(f"{path.name} has no {name}")
+
+
+def judge_functions(exercise: Exercise) -> list[Callable[..., Any]]:
+    """The test functions of an exercise's judge, in the order in which they stand."""
+    spec = importlib.util.spec_from_file_location(exercise.judge.stem, exercise.judge)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules.get(exercise.judge.stem)
+    if module is None:
+        module = sys.modules[exercise.judge.stem] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return [value for name, value in vars(module).items() if name.startswith("test_")]
+
+
+def verdict(exercise: Exercise, impl: ModuleType) -> Exception | None:
+    """What the first test of the judge that fails raises, or None if the solution passes."""
+    for function in judge_functions(exercise):
+        try:
+            function(impl=impl)
+        except (Rejected, NotImplementedError) as error:
+            return error
+    return None

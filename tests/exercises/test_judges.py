@@ -1,0 +1,61 @@
+"""Proof that the judges judge: unsolved is unsolved, every planted misconception is rejected for its own reason, and what an
+exercise says of itself is true."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from judging import Rejected, load, reference, signatures, text_of, verdict
+
+from stage01_cli.tools.course.exercises import ROOT, Exercise, exercises
+
+ALL = pytest.mark.parametrize("exercise", exercises().values(), ids=lambda each: each.name)
+MUTANTS = [
+    pytest.param(each, path, id=f"{each.name}-{path.stem}")
+    for each in exercises().values()
+    for path in sorted((each.folder / "mutants").glob("*.py"))
+]
+
+
+@ALL
+def test_the_starter_is_not_written_and_nothing_else_is_wrong(exercise: Exercise) -> None:
+    error = verdict(exercise, load(exercise.starter))
+    assert type(error) is NotImplementedError, error
+
+
+@ALL
+def test_starter_and_reference_take_the_same_arguments(exercise: Exercise) -> None:
+    starter, real = (
+        signatures(module, exercise, inherited=True) for module in (load(exercise.starter), reference(exercise))
+    )
+    own = signatures(load(exercise.starter), exercise)
+    assert {name: starter[name] for name in own} == {name: real.get(name) for name in own}
+    assert {name.partition(".")[0] for name in own} == set(exercise.parts), "a part that the starter does not have"
+
+
+@pytest.mark.parametrize(("exercise", "path"), MUTANTS)
+def test_a_misconception_is_rejected_with_its_own_message(exercise: Exercise, path: Path) -> None:
+    error = verdict(exercise, load(path))
+    assert isinstance(error, Rejected), f"{path.name} is not rejected: {error!r}"
+    assert text_of(path, "REJECTED") in str(error), error
+
+
+@ALL
+def test_no_two_misconceptions_share_a_message(exercise: Exercise) -> None:
+    messages = [text_of(path, "REJECTED") for path in (exercise.folder / "mutants").glob("*.py")]
+    assert 5 <= len(messages) <= 10
+    assert len(set(messages)) == len(messages)
+
+
+@ALL
+def test_what_an_exercise_says_of_itself(exercise: Exercise) -> None:
+    text = " ".join((exercise.folder / "README.md").read_text(encoding="utf-8").split())
+    missing = [sentence for sentence in exercise.contract.values() if sentence not in text]
+    assert not missing, "sentences of the contract that its README does not have"
+    assert "```" in text, "a picture or an example"
+    assert len(exercise.hints) == 3 and len(set(exercise.hints)) == 3
+    assert not [place for place in exercise.here if not (ROOT / place.partition("#")[0]).exists()]
+    assert set(exercise.needs) <= {*range(1, 16)} - {exercise.number}
+    assert exercise.vllm and exercise.minutes and exercise.phase in range(1, 10)
+    assert exercise.judge.is_file()
