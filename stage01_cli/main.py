@@ -16,6 +16,10 @@ COMMANDS = {
     "bench": ("stage01_cli.bench.command:BenchSubcommand", "measure a server, the engine, or its start"),
     "run-batch": ("stage01_cli.tools.run_batch:RunBatchSubcommand", "answer a file of requests (OpenAI's batches)"),
     "trace": ("stage01_cli.tools.trace:TraceSubcommand", "look at recordings made with --trace"),
+    "course": (
+        "stage01_cli.tools.course.command:CourseSubcommand",
+        "exercises: rebuild a part, have it judged, let it serve",
+    ),
     "collect-env": ("stage01_cli.tools.collect_env:CollectEnvSubcommand", "describe this machine, for a report"),
 }
 """Subcommand -> (its class, its line in `stages --help`). Only the chosen one is imported."""

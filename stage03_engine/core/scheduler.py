@@ -123,11 +123,15 @@ class Scheduler:
             self.requests[request_id].num_computed_tokens += num_tokens
         for hook in self.hooks:
             hook.decided(output)
+        self._trace_output(output)
+        return output
+
+    def _trace_output(self, output: SchedulerOutput) -> None:
+        """Record that the step is decided."""
         if trace.on:
             total, free = output.total_num_scheduled_tokens, self.kv_cache_manager.block_pool.num_free
             budget = self.config.max_num_batched_tokens
             trace.emit("sched.output", step=self.step, total_tokens=total, budget=budget, free_blocks=free)
-        return output
 
     def _limited(self, num_tokens: int, budget: int) -> int:
         """How many of a request's missing tokens this step computes: within the budget, and for a long prompt within

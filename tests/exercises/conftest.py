@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
+import json
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +19,31 @@ from stage01_cli.tools.course.exercises import Exercise, exercises, find
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--exercise", help="judge this exercise alone: 5, ex05 or scheduler")
     parser.addoption("--impl", type=Path, help="the file to judge; without it the project's own part is judged")
+    parser.addoption("--verdicts", type=Path, help="write a line of JSON for each test to this file")
+    parser.addoption(
+        "--limit", type=float, help="seconds; then the process ends, and a .stack beside --verdicts says where"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    limit, verdicts = (config.getoption(name, default=None) for name in ("limit", "verdicts"))
+    if limit and verdicts:
+        faulthandler.dump_traceback_later(limit, exit=True, file=verdicts.with_suffix(".stack").open("w"))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    write(session.config, {"collected": len(session.items)})
+
+
+def write(config: pytest.Config, line: dict[str, Any]) -> None:
+    if path := config.getoption("verdicts", default=None):
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if config.getoption("limit", default=None):
+        faulthandler.cancel_dump_traceback_later()
 
 
 def chosen(config: pytest.Config) -> Exercise | None:
@@ -35,20 +63,37 @@ def impl(request: pytest.FixtureRequest) -> ModuleType:
     path = request.config.getoption("impl", default=None)
     if path is None:
         return reference(exercise)
-    solution = load(path.resolve())
+    try:
+        solution = load(path.resolve())
+    except Exception as error:
+        pytest.fail(f"{path.name} cannot be loaded: {why(error, path)}", pytrace=False)
     if wrong := wrong_signatures(exercise, solution):
         pytest.fail("\n".join(wrong), pytrace=False)
     return solution
+
+
+def why(error: Exception, path: Path) -> str:
+    """What a file raised when it was loaded, with its line."""
+    if isinstance(error, SyntaxError):
+        return f"line {error.lineno}: {error.msg}"
+    lines = [each.lineno for each in traceback.extract_tb(error.__traceback__) if each.filename == str(path.resolve())]
+    return f"line {lines[-1] if lines else '?'}: {type(error).__name__}: {error}"
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> Iterator[None]:
     """A verdict is shown as it is, without the judge's own code around it."""
     report: Any = yield
-    error = call.excinfo.value if call.excinfo else None
+    error, outcome = call.excinfo.value if call.excinfo else None, "error"
     if isinstance(error, Rejected):
-        report.longrepr = str(error)
+        report.longrepr, outcome = str(error), "rejected"
     elif isinstance(error, NotImplementedError):
         last = call.excinfo.traceback[-1]  # type: ignore[union-attr]
-        report.longrepr = f"not yet written: {last.name} ({last.path.name}, line {last.lineno + 1})"
+        report.longrepr, outcome = (
+            f"not yet written: {last.name} ({last.path.name}, line {last.lineno + 1})",
+            "unwritten",
+        )
+    if call.when == "call" or error is not None:
+        outcome = outcome if error else "passed"
+        write(item.config, {"test": item.name, "outcome": outcome, "text": report.longreprtext})
     return report

@@ -20,12 +20,15 @@ class Scheduler(Mechanics):
     self._give(...)                enter the tokens of a request into the output; returns the budget that is left
     self._preempt(...)             take a running request's blocks, and queue it again
     self._admit(...)               move a request from waiting to running
+    self._trace_output(output)     tell the trace that the step is decided: the last thing in schedule()
+    self._trace_held_back(rule, budget, {})   tell it why the first waiting request is not admitted: rule is "preempted",
+                                   "budget", "max_num_seqs", "no_chunking" or "blocks"
     request.num_tokens             prompt and output so far; request.num_computed_tokens of them are in the KV cache
     """
 
     def schedule(self) -> SchedulerOutput:
         """Decide the next step: count it (`self.step`), serve the running requests, then admit waiting ones, unless
-        somebody was preempted; then count every scheduled token as computed.
+        somebody was preempted; then count every scheduled token as computed, and tell the trace.
 
         Begin with SchedulerOutput(self.step, [], {}, {}, self.finished_req_ids, []), and empty that list for the next step.
         """

@@ -1,0 +1,145 @@
+"""The course: rebuild a part, have it judged, and let it serve. In a terminal `stages course check 5`; in a notebook the same as
+a call:
+
+    import stage01_cli.tools.course as course
+    course.check(5)
+
+Each function prints what the command prints. Raises ConfigError where the command would end with one line.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+from stage01_cli.tools.course import table
+from stage01_cli.tools.course.exercises import WORK, Exercise, exercises, find, in_project
+from stage03_engine.errors import ConfigError
+
+POLL_SECONDS = 0.5
+
+
+def list_exercises(work: Path = WORK) -> None:
+    """What there is to do."""
+    done = table.read(work)
+    print(f"{'':4}{'exercise':40}{'phase':>5}{'minutes':>9}{'points':>8}  state")
+    for each in exercises().values():
+        row = done.get(each.name, table.Done())
+        print(f"{each.number:>2}  {each.title:40}{each.phase:>5}{each.minutes:>9}{each.points:>8}  {_state(row)}")
+
+
+def _state(done: table.Done) -> str:
+    if done.passed:
+        return "passed, served" if done.served else "passed"
+    return "begun" if done.started else ""
+
+
+def start(what: str | int, work: Path = WORK, again: bool = False) -> Path:
+    """Copy the starter into `work/`. Raises ConfigError if you have begun already, unless `again`: then your file is kept beside
+    it, with the ending .old."""
+    exercise = find(what)
+    solution = exercise.solution(work)
+    if solution.exists() and not again:
+        raise ConfigError(
+            f"{in_project(solution)} is there already; --again begins anew, and keeps it as {solution.name}.old"
+        )
+    work.mkdir(parents=True, exist_ok=True)
+    if solution.exists():
+        solution.replace(solution.with_name(f"{solution.name}.old"))
+    shutil.copyfile(exercise.starter, solution)
+    table.update(work, exercise.name, lambda done: setattr(done, "started", done.started or table.now()))
+    print(f"exercise {exercise.number}, {exercise.title.lower()}: {exercise.goal}")
+    print(f"read   {in_project(exercise.folder / 'README.md')}")
+    print(f"write  {in_project(solution)}")
+    print(f"then   stages course check {exercise.number}")
+    return solution
+
+
+def check(what: str | int, work: Path = WORK) -> bool:
+    """Judge your file; True if it passes."""
+    from stage01_cli.tools.course.verdict import judge, report
+
+    exercise = find(what)
+    solution = _own(exercise, work)
+    verdict = judge(exercise, solution)
+
+    def count(done: table.Done) -> None:
+        done.checks += 1
+        done.passed = (done.passed or table.now()) if verdict.passed else ""
+
+    table.update(work, exercise.name, count)
+    print(report(exercise, solution, verdict), flush=True)
+    return verdict.passed
+
+
+def _own(exercise: Exercise, work: Path) -> Path:
+    solution = exercise.solution(work)
+    if not solution.is_file():
+        raise ConfigError(f"{in_project(solution)} is not there; `stages course start {exercise.number}` makes it")
+    return solution
+
+
+def watch(what: str | int, work: Path = WORK) -> None:
+    """Check again whenever your file is saved, until it passes."""
+    solution = _own(find(what), work)
+    while True:
+        seen = solution.stat().st_mtime_ns
+        if check(what, work):
+            return
+        print(f"waiting for the next version of {in_project(solution)}; Ctrl-C ends this", flush=True)
+        while not solution.exists() or solution.stat().st_mtime_ns == seen:  # an editor may replace the file
+            time.sleep(POLL_SECONDS)
+
+
+def hint(what: str | int, work: Path = WORK) -> None:
+    """The next hint, and those that you had."""
+    exercise = find(what)
+
+    def count(done: table.Done) -> None:
+        done.hints = min(done.hints + 1, len(exercise.hints))
+
+    had = table.update(work, exercise.name, count).hints
+    for number, text in enumerate(exercise.hints[:had], start=1):
+        print(f"hint {number} of {len(exercise.hints)}: {text}")
+    if had == len(exercise.hints):
+        print(f"no more hints; the reference is in {', '.join(exercise.here)}; in vLLM: {', '.join(exercise.vllm)}")
+
+
+def progress(work: Path = WORK) -> None:
+    """What you have begun, passed and served, with checks and hints."""
+    done = table.read(work)
+    print(f"{'':4}{'exercise':40}{'begun':12}{'checks':>6}{'hints':>7}  {'passed':12}{'served':12}")
+    for each in exercises().values():
+        if row := done.get(each.name):
+            days = [text[:10] for text in (row.started, row.passed, row.served)]
+            print(
+                f"{each.number:>2}  {each.title:40}{days[0]:12}{row.checks:>6}{row.hints:>7}  {days[1]:12}{days[2]:12}".rstrip()
+            )
+    passed = [each for each in exercises().values() if done.get(each.name, table.Done()).passed]
+    points, all_points = (sum(each.points for each in some) for some in (passed, exercises().values()))
+    print(f"passed: {len(passed)} of {len(exercises())}, {points} of {all_points} points")
+
+
+def serve(what: str | int, work: Path = WORK) -> bool:
+    """The real server with your part, one request, its trace beside the reference's; True if there is no difference."""
+    from stage01_cli.tools.course.serving import served
+
+    exercise = find(what)
+    same = served(exercise, _own(exercise, work), work)
+    if same:
+        table.update(work, exercise.name, lambda done: setattr(done, "served", table.now()))
+    return same
+
+
+def compare(what: str | int, work: Path = WORK) -> None:
+    """Your part and the reference in two servers side by side: speed, then the difference of their traces."""
+    from stage01_cli.tools.course.serving import CLIENTS, ROUNDS, measured
+
+    exercise = find(what)
+    rows = measured(exercise, _own(exercise, work))
+    print(f"{CLIENTS} clients at once, medians of {ROUNDS} alternating rounds")
+    print(f"{'':24}{'reference':>12}{'yours':>12}{'ratio':>8}")
+    for name, reference, own in rows:
+        print(f"{name:24}{reference:>12.1f}{own:>12.1f}{own / reference:>8.2f}")
+    serve(what, work)

@@ -12,7 +12,7 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -37,16 +37,19 @@ class Door:
         for finder in [finder for finder in sys.meta_path if finder is not self]:
             spec = finder.find_spec(name, path, target)
             if spec is not None and spec.loader is not None:
-                run = spec.loader.exec_module
-
-                def exec_module(module: ModuleType) -> None:
-                    run(module)
-                    for part in parts:
-                        self.set(module, part)
-
-                spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+                spec.loader.exec_module = self.then_set(spec.loader.exec_module, parts)  # type: ignore[assignment, method-assign]
                 return spec
         return None
+
+    def then_set(self, run: Callable[[ModuleType], None], parts: list[dict[str, str]]) -> Callable[[ModuleType], None]:
+        """The loader's own work, and after it the parts."""
+
+        def exec_module(module: ModuleType) -> None:
+            run(module)
+            for part in parts:
+                self.set(module, part)
+
+        return exec_module
 
     def set(self, module: ModuleType, part: dict[str, str]) -> None:
         """Put the part that the file defines into the module."""

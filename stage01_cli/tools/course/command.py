@@ -1,0 +1,53 @@
+"""`stages course`: the exercises, from a terminal. vLLM has no counterpart."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+import stage01_cli.tools.course as course
+from stage03_engine.args import CLISubcommand, FlexibleArgumentParser
+
+WITH_NUMBER: dict[str, tuple[Callable[..., object], str]] = {
+    "start": (course.start, "copy the starter of an exercise into work/"),
+    "check": (course.check, "judge your file; the exit code is 1 until it passes"),
+    "hint": (course.hint, "one more hint"),
+    "serve": (course.serve, "the real server with your part: one request, its trace beside the reference's"),
+    "compare": (course.compare, "your part and the reference: speed and trace"),
+}
+WITHOUT: dict[str, tuple[Callable[..., object], str]] = {
+    "list": (course.list_exercises, "what there is to do"),
+    "progress": (course.progress, "what you have begun, passed and served"),
+}
+
+
+class CourseSubcommand(CLISubcommand):
+    """Rebuild a part, have it judged, and let it serve."""
+
+    def add_arguments(self, parser: FlexibleArgumentParser) -> None:
+        """A subcommand per verb."""
+        verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+        for name, (function, help) in (WITHOUT | WITH_NUMBER).items():
+            verb = verbs.add_parser(name, help=help, description=help)
+            if name in WITH_NUMBER:
+                verb.add_argument("exercise", metavar="N", help="its number or name: 5, ex05, scheduler")
+            verb.add_argument(
+                "--work", type=Path, default=course.WORK, help="the folder of your files and your progress"
+            )
+            if name == "start":
+                verb.add_argument(
+                    "--again", action="store_true", help="begin anew; your file is kept with the ending .old"
+                )
+            if name == "check":
+                verb.add_argument("--watch", action="store_true", help="check again whenever the file is saved")
+            verb.set_defaults(course_function=function)
+
+    def cmd(self, args: argparse.Namespace) -> int:
+        """Do it. 1 if a check does not pass or a trace differs."""
+        if args.verb == "check" and args.watch:
+            course.watch(args.exercise, args.work)
+            return 0
+        arguments = [args.exercise] if args.verb in WITH_NUMBER else []
+        more = {"again": args.again} if args.verb == "start" else {}
+        return 1 if args.course_function(*arguments, work=args.work, **more) is False else 0

@@ -1,0 +1,99 @@
+"""`check`: run the judge of an exercise on the reader's file, in a process of its own, and say what it found."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from stage01_cli.tools.course.exercises import ROOT, Exercise, in_project
+from stage03_engine.errors import ConfigError
+
+LIMIT = {False: 60, True: 180}  # seconds; a check takes 5, or 20 with tensors, on a machine with nothing else to do
+NEEDED = ("pytest", "hypothesis", "pytest_benchmark", "pytest_timeout", "httpx")
+
+
+@dataclass
+class Verdict:
+    """What the judge said: passed, or the text of the first thing that is wrong."""
+
+    outcome: str  # passed, rejected, unwritten, error
+    text: str
+    num_tests: int = 0
+    seconds: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        """Does the solution keep the whole contract?"""
+        return self.outcome == "passed"
+
+
+def judge_command(exercise: Exercise, solution: Path, verdicts: Path, limit: float) -> list[str]:
+    """The pytest call: the judge's tests up to the first that fails, which write what they found to `verdicts`."""
+    quiet = ["-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:schemathesis", "-o", "addopts="]
+    return [
+        sys.executable, "-m", "pytest", str(exercise.judge), "--rootdir", str(ROOT), "-x", *quiet,
+        "--exercise", str(exercise.number), "--impl", str(solution), "--verdicts", str(verdicts), "--limit", str(limit),
+    ]  # fmt: skip
+
+
+def judge(exercise: Exercise, solution: Path, limit: float | None = None) -> Verdict:
+    """Judge a file. Raises ConfigError when the judge itself cannot run."""
+    limit = limit or LIMIT[exercise.tensors]
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="stages-course-") as folder:
+        verdicts = Path(folder) / "verdicts.jsonl"
+        command = judge_command(exercise, solution.resolve(), verdicts, limit)
+        try:
+            run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit + 60, check=False)
+        except subprocess.TimeoutExpired:
+            return Verdict("error", f"no verdict within {limit:.0f} s: a loop that never ends?")
+        verdict = read(verdicts, solution.resolve(), limit)
+    if verdict is None:
+        raise ConfigError(_reason(run.stdout + run.stderr))
+    verdict.seconds = time.monotonic() - began
+    return verdict
+
+
+def read(verdicts: Path, solution: Path, limit: float) -> Verdict | None:
+    """What the tests wrote, None if they did not begin. The first that is not passed decides. A stack lies beside it when the
+    time was up."""
+    lines = verdicts.read_text(encoding="utf-8").splitlines() if verdicts.exists() else []
+    if not lines:
+        return None
+    first, *results = [json.loads(line) for line in lines]
+    for result in results:
+        if result["outcome"] != "passed":
+            return Verdict(result["outcome"], result["text"], len(results))
+    stack = verdicts.with_suffix(".stack")
+    if stack.exists() and (text := stack.read_text(encoding="utf-8")):
+        here = [line.strip() for line in text.splitlines() if str(solution) in line]
+        where = f" It was here: {here[0].replace(str(solution), solution.name)}" if here else ""
+        return Verdict("error", f"no verdict within {limit:.0f} s: a loop that never ends?{where}", len(results))
+    if len(results) < first["collected"]:
+        return Verdict("error", "the process ended in the middle of a test", len(results))
+    return Verdict("passed", "", len(results))
+
+
+def _reason(output: str) -> str:
+    """Why pytest ran no test."""
+    for package in NEEDED:
+        if f"No module named '{package}'" in output or f"No module named {package}" in output:
+            return f"the judges need {package}, which is not installed; `make venv` installs everything"
+    return f"the judge could not run:\n{output[-2000:]}"
+
+
+def report(exercise: Exercise, solution: Path, verdict: Verdict) -> str:
+    """The verdict for the reader."""
+    head = f"exercise {exercise.number}, {exercise.title.lower()}"
+    if verdict.passed:
+        tests = f"{verdict.num_tests} test{'s' * (verdict.num_tests > 1)}, {verdict.seconds:.1f} s"
+        return f"{head}: passed ({tests})\nNow let it serve: stages course serve {exercise.number}"
+    word = {"unwritten": "not yet written", "rejected": "not yet right", "error": "it does not work yet"}[
+        verdict.outcome
+    ]
+    return f"{head}: {word} ({in_project(solution)})\n{verdict.text}"
