@@ -1,0 +1,138 @@
+"""`stages course`: what a student types, and what they see. The judges themselves are proved in tests/exercises."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import stage01_cli.tools.course as course
+from stage01_cli.main import main
+from stage01_cli.tools.course import serving, verdict
+from stage01_cli.tools.course.exercises import exercises, find
+from stage03_engine.errors import StagesError
+
+SCHEDULER = find("scheduler")
+REEXPORT = "from stage03_engine.core.scheduler import Scheduler as R\n\n\nclass Scheduler(R):\n"
+
+
+def write(work: Path, text: str) -> Path:
+    work.mkdir(exist_ok=True)
+    path = SCHEDULER.solution(work)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def stages(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    code = main(["course", *words])
+    said = capsys.readouterr()
+    return code, said.out + said.err
+
+
+def test_from_the_starter_to_a_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    work = ["--work", str(tmp_path / "work")]
+    code, said = stages(capsys, "start", "5", *work)
+    assert code == 0 and "stages course check 5" in said
+    code, said = stages(capsys, "check", "scheduler", *work)
+    assert code == 1 and "not yet written: " in said and "ex05_scheduler.py, line" in said
+    write(tmp_path / "work", REEXPORT + "    pass\n")
+    code, said = stages(capsys, "check", "ex05", *work)
+    assert code == 0 and "passed (" in said
+    for number in (1, 2, 3, 3):
+        code, said = stages(capsys, "hint", "5", *work)
+        assert said.count("hint ") == number and ("no more hints" in said) == (number == 3)
+    code, said = stages(capsys, "progress", *work)
+    assert "The scheduler" in said and f"passed: 1 of {len(exercises())}" in said
+    code, said = stages(capsys, "start", "5", *work)
+    assert code == 2 and "--again" in said
+    code, said = stages(capsys, "start", "5", "--again", *work)
+    assert code == 0 and (tmp_path / "work" / "ex05_scheduler.py.old").read_text() == REEXPORT + "    pass\n"
+    code, said = stages(capsys, "list", *work)
+    assert code == 0 and all(each.title in said for each in exercises().values())
+
+
+def test_a_wrong_part_hears_which_sentence_it_breaks_and_with_what(tmp_path: Path) -> None:
+    path = write(tmp_path, REEXPORT + "    def _limited(self, num_tokens, budget):\n        return num_tokens\n")
+    found = verdict.judge(SCHEDULER, path)
+    assert (found.outcome, found.passed) == ("rejected", False)
+    assert SCHEDULER.contract["budget"] in found.text
+    for word in ("load ", "expected ", "got "):
+        assert word in found.text
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("def f(:\n", "line 1"),
+        ("import no_such_module\n", "ModuleNotFoundError"),
+        ("class Other:\n    pass\n", "Scheduler is missing"),
+        (REEXPORT + "    def schedule(self, more):\n        pass\n", "Scheduler.schedule takes (self), not (self, more)"),
+        (REEXPORT + "    def schedule(self):\n        return {}['x']\n", "KeyError: 'x' (ex05_scheduler.py, line 6"),
+        ("import os\n" + REEXPORT + "    def schedule(self):\n        os._exit(0)\n", "ended in the middle"),
+    ],
+    ids=["syntax", "import", "nothing", "signature", "exception", "exit"],
+)  # fmt: skip
+def test_what_goes_wrong_is_said(tmp_path: Path, text: str, said: str) -> None:
+    found = verdict.judge(SCHEDULER, write(tmp_path, text))
+    assert not found.passed and said in found.text
+
+
+def test_a_loop_that_never_ends_is_stopped_and_shown(tmp_path: Path) -> None:
+    path = write(tmp_path, REEXPORT + "    def schedule(self):\n        while True:\n            pass\n")
+    found = verdict.judge(SCHEDULER, path, limit=15)
+    assert "no verdict within 15 s" in found.text
+    assert "ex05_scheduler.py" in found.text and "schedule" in found.text
+
+
+def test_bad_words_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    work = ["--work", str(tmp_path)]
+    for words in (["check", "99"], ["start", "nothing"], ["check", "5"], ["serve", "5"], ["hint", "0"]):
+        code, said = stages(capsys, *words, *work)
+        assert code == 2 and len(said.splitlines()) == 1, said
+    (tmp_path / "progress.json").write_text("[")
+    code, said = stages(capsys, "progress", *work)
+    assert code == 2 and "progress.json" in said and len(said.splitlines()) == 1
+
+
+def test_progress_survives_what_interrupts_it(tmp_path: Path) -> None:
+    course.start(5, tmp_path)
+    assert json.loads((tmp_path / "progress.json").read_text())["ex05_scheduler"]["started"]
+    (tmp_path / "progress.new").write_text("half")
+    course.hint(5, tmp_path)
+    assert json.loads((tmp_path / "progress.json").read_text())["ex05_scheduler"]["hints"] == 1
+
+
+def through_the_door(code: str, parts: list[tuple[str, str, Path]], **environment: str) -> str:
+    """What a process prints that has the door on its path."""
+    door = serving.door(parts) | environment
+    run = subprocess.run([sys.executable, "-c", code], env=os.environ | door, capture_output=True, text=True)
+    return run.stdout + run.stderr
+
+
+def test_the_door_reaches_who_took_the_name_early(tmp_path: Path) -> None:
+    """The part's file imports a module that itself takes the replaced name; both must get the part."""
+    part = tmp_path / "part.py"
+    part.write_text(
+        "from stage03_engine.core.block_pool import BlockPool as R\nimport stage03_engine.core.kv_cache_manager\n\n\n"
+        "class BlockPool(R):\n    mine = True\n"
+    )
+    code = "import stage03_engine.core.kv_cache_manager as m, stage03_engine.core.block_pool as b\n"
+    code += "print(m.BlockPool.mine, b.BlockPool.mine)"
+    said = through_the_door(code, [("stage03_engine.core.block_pool", "BlockPool", part)])
+    assert "True True" in said and said.count("[course]") == 1
+
+
+def test_the_door_leaves_another_sitecustomize_alone(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('the other one')")
+    path = os.pathsep.join([serving.door([])["PYTHONPATH"], str(tmp_path)])
+    assert through_the_door("", [], PYTHONPATH=path) == "the other one\n"
+
+
+def test_a_part_that_cannot_be_loaded_is_said_with_its_reason(tmp_path: Path) -> None:
+    write(tmp_path, "raise RuntimeError('half written')\n")
+    with pytest.raises(StagesError, match="half written"):
+        course.serve(5, tmp_path)
