@@ -143,3 +143,25 @@ def compare(what: str | int, work: Path = WORK) -> None:
     for name, reference, own in rows:
         print(f"{name:24}{reference:>12.1f}{own:>12.1f}{own / reference:>8.2f}")
     serve(what, work)
+
+
+def grade(folder: Path, csv: str | None = None, jobs: int = 0) -> None:
+    """Judge a folder of submissions, each in a sandbox: a table, or with `csv` the same as CSV in that file ("-": printed)."""
+    import sys
+
+    from stage01_cli.tools.course.grading import grade as grades, write_csv
+
+    if csv == "-":
+        write_csv(grades(folder, jobs), sys.stdout)
+        return
+    if csv is not None:
+        with open(csv, "w", encoding="utf-8", newline="") as file:
+            write_csv(grades(folder, jobs), file)
+        return
+    for each in grades(folder, jobs):
+        lines = [" ".join(line.split()) for line in each.verdict.splitlines()]
+        said = " ... ".join(dict.fromkeys([*lines[:1], *lines[-1:]]))
+        print(
+            f"{each.student:20}{each.exercise:26}{each.points:>4}  {each.outcome:10}{each.seconds:>6} s  {said}",
+            flush=True,
+        )

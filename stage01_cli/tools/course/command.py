@@ -20,6 +20,7 @@ WITHOUT: dict[str, tuple[Callable[..., object], str]] = {
     "list": (course.list_exercises, "what there is to do"),
     "progress": (course.progress, "what you have begun, passed and served"),
 }
+GRADE = "judge a folder of submissions, each in a sandbox of its own (Linux)"
 
 
 class CourseSubcommand(CLISubcommand):
@@ -42,11 +43,20 @@ class CourseSubcommand(CLISubcommand):
             if name == "check":
                 verb.add_argument("--watch", action="store_true", help="check again whenever the file is saved")
             verb.set_defaults(course_function=function)
+        grade = verbs.add_parser("grade", help=GRADE, description=GRADE)
+        grade.add_argument("folder", metavar="DIR", type=Path, help="it holds files such as STUDENT/ex05_scheduler.py")
+        grade.add_argument("--csv", nargs="?", const="-", metavar="FILE", help="write CSV to this file, or print it")
+        grade.add_argument(
+            "--jobs", type=int, default=0, help="how many are judged at a time; one per core if not given"
+        )
 
     def cmd(self, args: argparse.Namespace) -> int:
         """Do it. 1 if a check does not pass or a trace differs."""
         if args.verb == "check" and args.watch:
             course.watch(args.exercise, args.work)
+            return 0
+        if args.verb == "grade":
+            course.grade(args.folder, args.csv, args.jobs)
             return 0
         arguments = [args.exercise] if args.verb in WITH_NUMBER else []
         more = {"again": args.again} if args.verb == "start" else {}

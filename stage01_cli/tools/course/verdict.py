@@ -32,11 +32,11 @@ class Verdict:
         return self.outcome == "passed"
 
 
-def judge_command(exercise: Exercise, solution: Path, verdicts: Path, limit: float) -> list[str]:
-    """The pytest call: the judge's tests up to the first that fails, which write what they found to `verdicts`."""
+def judge_arguments(exercise: Exercise, solution: Path, verdicts: Path, limit: float) -> list[str]:
+    """Of pytest: the judge's tests up to the first that fails, which write what they found to `verdicts`."""
     quiet = ["-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:schemathesis", "-o", "addopts="]
     return [
-        sys.executable, "-m", "pytest", str(exercise.judge), "--rootdir", str(ROOT), "-x", *quiet,
+        str(exercise.judge), "--rootdir", str(ROOT), "-x", *quiet,
         "--exercise", str(exercise.number), "--impl", str(solution), "--verdicts", str(verdicts), "--limit", str(limit),
     ]  # fmt: skip
 
@@ -47,7 +47,7 @@ def judge(exercise: Exercise, solution: Path, limit: float | None = None) -> Ver
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="stages-course-") as folder:
         verdicts = Path(folder) / "verdicts.jsonl"
-        command = judge_command(exercise, solution.resolve(), verdicts, limit)
+        command = [sys.executable, "-m", "pytest", *judge_arguments(exercise, solution.resolve(), verdicts, limit)]
         try:
             run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit + 60, check=False)
         except subprocess.TimeoutExpired:
