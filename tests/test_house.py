@@ -203,7 +203,7 @@ def test_no_address_that_somebody_else_could_take() -> None:
 def test_top_level_is_the_card() -> None:
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
     folders = {name.split("/")[0] for name in tracked if "/" in name}
-    assert folders <= {*STAGES, "notebooks", "tests", "trace", ".ci"}
+    assert folders <= {*STAGES, "notebooks", "tests", "trace", ".ci", ".devcontainer"}
     files = {name for name in tracked if "/" not in name and not name.startswith(".")}
     assert files <= {"pyproject.toml", "README.md", "Makefile", "LICENSE", "constraints.txt", "AGENTS.md"}
 

@@ -79,7 +79,7 @@ def loads(draw: st.DrawFn, most_requests: int = 5, policies: tuple[str, ...] = (
     return Load(
         tuple(arrivals), draw(st.integers(1, 12)) if chunked else longest + draw(st.integers(0, 8)), draw(st.integers(1, 4)),
         -(-longest // block_size) + draw(st.integers(0, 6)), block_size, chunked, draw(st.booleans()),
-        draw(st.sampled_from([0, 0, 3])) if chunked else 0, draw(st.sampled_from(policies)),
+        draw(st.sampled_from([0, 1, 3])) if chunked else 0, draw(st.sampled_from(policies)),
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ def test_every_step_keeps_the_rules(impl: ModuleType, load: Load) -> None:
         number = 0
         for number, step in enumerate(run(impl.Scheduler, load), start=1):
             with judge.case(step=f"{number}: waiting {step.waiting}, running {step.running}"):
+                judge.equal("numbered", number, step.output.step)
                 check_step(load, step)
         judge.holds("ends", number < MOST_STEPS, f"the end within {MOST_STEPS} steps", "requests that never end")
 

@@ -3,12 +3,16 @@ exercise says of itself is true."""
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 
 import pytest
 from judging import Rejected, load, reference, signatures, text_of, verdict
+from mistakes import table, written
 
-from stage01_cli.tools.course.exercises import ROOT, Exercise, exercises
+from stage01_cli.main import make_parser
+from stage01_cli.tools.course.exercises import FOLDER, ROOT, Exercise, exercises
 
 ALL = pytest.mark.parametrize("exercise", exercises().values(), ids=lambda each: each.name)
 MUTANTS = [
@@ -59,3 +63,18 @@ def test_what_an_exercise_says_of_itself(exercise: Exercise) -> None:
     assert set(exercise.needs) <= {*range(1, 16)} - {exercise.number}
     assert exercise.vllm and exercise.minutes and exercise.phase in range(1, 10)
     assert exercise.judge.is_file()
+
+
+def test_the_table_of_mistakes_is_new() -> None:
+    assert written()[1] == table(), "run python tests/exercises/mistakes.py"
+
+
+@pytest.mark.parametrize("readme", sorted(FOLDER.rglob("*.md")), ids=lambda path: str(path.relative_to(FOLDER)))
+def test_what_the_texts_tell_to_type_can_be_typed(readme: Path) -> None:
+    text = readme.read_text(encoding="utf-8")
+    for block in re.findall(r"^```sh\n(.*?)^```", text, re.M | re.S):
+        for words in map(shlex.split, block.splitlines()):
+            if words[:2] == ["stages", "course"]:
+                make_parser("course").parse_args(words[1:])
+    for target in re.findall(r"\]\(([^)#:]+)", text):
+        assert (readme.parent / target).exists(), f"{readme.name} points to {target}"
