@@ -12,7 +12,8 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -28,6 +29,8 @@ class Door:
     def __init__(self, parts: list[dict[str, str]]) -> None:
         self.parts = parts
         self.files: dict[str, ModuleType] = {}
+        self.loading = 0  # modules with parts, and files of parts, whose code is running now
+        self.waiting: list[tuple[ModuleType, dict[str, str]]] = []
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         """The spec that the other finders give, with a loader that sets the parts afterwards; None for all other modules."""
@@ -45,11 +48,28 @@ class Door:
         """The loader's own work, and after it the parts."""
 
         def exec_module(module: ModuleType) -> None:
-            run(module)
-            for part in parts:
-                self.set(module, part)
+            with self.busy():
+                run(module)
+            self.waiting += [(module, part) for part in parts]
+            self.set_waiting()
 
         return exec_module
+
+    def set_waiting(self) -> None:
+        """Set the parts whose modules are complete. A module that another one imports waits for that: the file of its parts may
+        import both. So does a module that such a file itself imports."""
+        while self.waiting and not self.loading:
+            with self.busy():
+                self.set(*self.waiting.pop(0))
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Nothing is set by anybody inside."""
+        self.loading += 1
+        try:
+            yield
+        finally:
+            self.loading -= 1
 
     def set(self, module: ModuleType, part: dict[str, str]) -> None:
         """Put the part that the file defines into the module."""
