@@ -88,6 +88,21 @@ def test_a_loop_that_never_ends_is_stopped_and_shown(tmp_path: Path) -> None:
     assert "ex05_scheduler.py" in found.text and "schedule" in found.text
 
 
+def test_watch_judges_every_version_until_one_passes(tmp_path: Path) -> None:
+    write(tmp_path, REEXPORT + "    def schedule(self):\n        raise NotImplementedError\n")
+    command = [sys.executable, "-m", "stage01_cli", "course", "check", "5", "--watch", "--work", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watching:
+        assert watching.stdout is not None
+        for line in watching.stdout:
+            if line.startswith("waiting for the next version"):
+                new = tmp_path / "new.py"  # as an editor saves: a new file in the place of the old one
+                new.write_text(REEXPORT + "    pass\n")
+                os.replace(new, SCHEDULER.solution(tmp_path))
+                break
+        rest = watching.stdout.read()
+    assert watching.returncode == 0 and "passed (" in rest
+
+
 def test_bad_words_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     work = ["--work", str(tmp_path)]
     for words in (["check", "99"], ["start", "nothing"], ["check", "5"], ["serve", "5"], ["hint", "0"]):
