@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import copy
 import inspect
 import io
 import json
@@ -11,11 +12,13 @@ import subprocess
 import sys
 import tempfile
 import threading
+import traceback
 import urllib.error
 import urllib.request
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -172,19 +175,44 @@ def claim(sentence: str, holds: bool, measured: bool = False) -> None:
     print(f"holds: {sentence}" if holds else f"{NOT_HERE} (is the machine busy?): {sentence}")
 
 
-def check(yours: Callable[..., Any], real: Callable[..., Any], cases: Iterable[Sequence[Any]]) -> None:
-    """Call both with each case (a tuple of arguments) and say whether they agree, in what they return or raise."""
-    number = 0
-    for number, case in enumerate(cases, start=1):
+def check(
+    yours: Callable[..., Any],
+    real: Callable[..., Any],
+    cases: Iterable[Sequence[Any]],
+    size: Callable[[Sequence[Any]], int] = lambda case: len(repr(case)),
+) -> bool:
+    """Call both with copies of each case (a tuple of arguments), the smallest first, and say whether they agree in what they return
+    or raise: NOT YET DONE while `yours` raises NotImplementedError, FAIL with the smallest case in which they differ, or PASS (True)."""
+    ordered = sorted(cases, key=size)
+    for number, case in enumerate(ordered):
         expected, got = _outcome(real, case), _outcome(yours, case)
+        if isinstance(got, Unwritten):
+            print(f"NOT YET DONE: {got.name} is still to be written.")
+            return False
         if expected != got:
-            print(f"FAIL on case {number}: {', '.join(map(repr, case))}\n  expected {expected}\n  yours    {got}")
-            return
-    print(f"PASS: the same as the real part on {number} cases.")
+            print(f"FAIL on the smallest case that differs from the real part ({number} agree):")
+            for name, text in (("case", ", ".join(map(repr, case))), ("expected", expected), ("yours", got)):
+                print(f"  {name:8} {_shortened(str(text))}")
+            return False
+    print(f"PASS: the same as the real part on {len(ordered)} cases.")
+    return True
 
 
-def _outcome(function: Callable[..., Any], case: Sequence[Any]) -> str:
+@dataclass(frozen=True)
+class Unwritten:
+    """A function that raised NotImplementedError."""
+
+    name: str
+
+
+def _outcome(function: Callable[..., Any], case: Sequence[Any]) -> str | Unwritten:
     try:
-        return repr(function(*case))
+        return repr(function(*copy.deepcopy(case)))
+    except NotImplementedError as error:
+        return Unwritten([frame.f_code.co_qualname for frame, _ in traceback.walk_tb(error.__traceback__)][-1])
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+
+
+def _shortened(text: str, most: int = 1000) -> str:
+    return text if len(text) <= most else f"{text[:most]} ... ({len(text):,} characters)"
