@@ -176,16 +176,15 @@ for line in subprocess.run(command, capture_output=True, text=True, check=True).
 #
 # The real parts are [`resolve_cli`](../stage03_engine/args/resolve.py) and [`decide`](../stage02_server/serve.py).
 
+
 # %% tags=["exercise"]
-REAL_BRANCH = {(h, n): branch(h, n) for h in (False, True) for n in range(-1, 5)}
-
-
-def launch(tag, flag, variable, headless, count):
-    model, _ = choose(tag, flag, variable)  # replace these two lines by your own
-    return model, REAL_BRANCH[headless, count]
+def launch(tag: str | None, flag: str | None, variable: str | None, headless: bool, count: int) -> tuple[str, str]:
+    """(model, branch). Raises stage03_engine.errors.ConfigError for a tag and a flag that differ."""
+    raise NotImplementedError
 
 
 # %% tags=["check"]
+REAL_BRANCH = {(h, n): branch(h, n) for h in (False, True) for n in range(-1, 5)}
 names = [None, "gpt2", "gpt2-tiny"]
 cases = itertools.product(names, names, [*names, ""], [False, True], range(-1, 5))
-lab.check(launch, lambda t, f, v, h, n: (choose(t, f, v)[0], REAL_BRANCH[h, n]), cases)
+passed = lab.check(launch, lambda t, f, v, h, n: (choose(t, f, v)[0], REAL_BRANCH[h, n]), cases)

@@ -667,8 +667,11 @@ def real_inputs(batch, block_size):
 
 
 # %% tags=["exercise"]
-def my_inputs(batch, block_size):
-    return real_inputs(batch, block_size)  # yours goes here
+def my_inputs(
+    batch: list[tuple[list[int], int, int, list[int]]], block_size: int
+) -> tuple[list[int], list[int], list[int], list[int]]:
+    """(input_ids, positions, slot_mapping, logits_indices) of a step."""
+    raise NotImplementedError
 
 
 # %% tags=["check"]
@@ -687,4 +690,4 @@ def random_step(seed):
     return batch, block_size
 
 
-lab.check(lambda *case: tuple(map(list, my_inputs(*case))), real_inputs, map(random_step, range(200)))
+passed = lab.check(lambda *case: tuple(map(list, my_inputs(*case))), real_inputs, map(random_step, range(200)))

@@ -501,17 +501,34 @@ lab.claim("slices of a large one win over the two links within a machine", split
 # - `seen(waiting, running, own)`: the engine's own counts after a step; they replace what was known. But `own` requests of this front end are there
 #   by now, and the engine may not have seen all of them: those that do not run count as waiting, even if the engine says less.
 #
-# Without `sent` a burst of requests would all go to the same engine: try it. Delete the parent class when yours is written.
+# Without `sent` a burst of requests would all go to the same engine: try it.
+
 
 # %% tags=["exercise"]
-from stage03_engine.frontend.features.data_parallel.balancing import EngineLoad
+class MyLoad:
+    """How busy an engine is, as far as the front end knows. `MyLoad()` has nothing to do."""
 
+    def __init__(self) -> None:
+        raise NotImplementedError
 
-class MyLoad(EngineLoad):
-    pass  # yours goes here
+    @property
+    def score(self) -> int:
+        """The engine with the lowest gets the next request."""
+        raise NotImplementedError
+
+    def sent(self) -> None:
+        """One more request is on its way there."""
+        raise NotImplementedError
+
+    def seen(self, waiting: int, running: int, own: int) -> None:
+        """What the engine itself counts after a step."""
+        raise NotImplementedError
 
 
 # %% tags=["check"]
+from stage03_engine.frontend.features.data_parallel.balancing import EngineLoad
+
+
 def drive(load_class, actions):
     """Which of three engines gets each request, and the scores at the end."""
     loads, chosen = [load_class() for _ in range(3)], []
@@ -530,4 +547,4 @@ cases = []
 for _ in range(200):
     seen = lambda: (rng.randrange(3), rng.randrange(5), rng.randrange(9), rng.randrange(12))  # noqa: E731
     cases.append(([None if rng.random() < 0.5 else seen() for _ in range(20)],))
-lab.check(lambda actions: drive(MyLoad, actions), lambda actions: drive(EngineLoad, actions), cases)
+passed = lab.check(lambda actions: drive(MyLoad, actions), lambda actions: drive(EngineLoad, actions), cases)

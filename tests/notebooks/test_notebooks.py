@@ -11,6 +11,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from answers import ANSWERS, Answer
 
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT / "notebooks"))
@@ -20,6 +21,7 @@ import lab  # noqa: E402
 SOURCES = build.sources()
 EACH = pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
 MAX_BYTES = 400_000
+UNWRITTEN = re.compile(r"NOT YET DONE: \S+ is still to be written\.\n")
 
 
 def committed(source: Path) -> nbformat.NotebookNode:
@@ -53,7 +55,7 @@ def test_the_committed_notebook_has_outputs_and_no_errors(source: Path) -> None:
     assert not [output for output in outputs if output.output_type == "error"]
     assert path.stat().st_size < MAX_BYTES
     text = json.dumps(outputs)
-    assert "PASS: the same as" in text and "FAIL on case" not in text
+    assert UNWRITTEN.fullmatch(said(tagged(committed(source), "check")))
     assert "holds: " in text and lab.NOT_HERE not in text
     assert "Falling back" not in text and "Warning" not in text
     assert not re.search(r"/(home|root|work)/|/tmp/[a-z]\w*/(?!stages-)", text), "a path of some machine"
@@ -170,32 +172,80 @@ def test_a_broken_link_is_noticed() -> None:
     assert broken_links("[text](../stage03_engine/scheduler.py)", folder) == ["../stage03_engine/scheduler.py"]
 
 
-def with_a_wrong_answer(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
-    """Cells to put at the end: what the reader was to write (the last definition of the exercise's cell) does nothing now,
-    and the check again."""
-    tagged = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.metadata.get("tags")]
-    (check,) = [cell.source for cell in tagged if "check" in cell.metadata.tags]
-    names = [
-        node.name
-        for cell in tagged
-        if "exercise" in cell.metadata.tags
-        for node in ast.parse(cell.source).body
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-    ]
-    assert names, "the exercise's cell defines what the reader is to write"
-    wrong = f"{names[-1]} = lambda *args, **kwargs: None"
-    make, may_raise = nbformat.v4.new_code_cell, {"metadata": {"tags": ["raises-exception"]}}
-    return [make(wrong), make(check, **may_raise)]
+def tagged(notebook: nbformat.NotebookNode, tag: str) -> nbformat.NotebookNode:
+    """The one code cell with this tag."""
+    cells = (c for c in notebook.cells if c.cell_type == "code" and tag in c.metadata.get("tags", []))
+    (cell,) = cells
+    return cell
+
+
+def answered(notebook: nbformat.NotebookNode, answer: Answer) -> list[nbformat.NotebookNode]:
+    """Cells to put at the end: the right answer, its check, and what runs once it passed; the wrong one, and its check."""
+    make, check = nbformat.v4.new_code_cell, tagged(notebook, "check").source
+    after = [cell.source for cell in notebook.cells if cell.cell_type == "code" and "if passed:" in cell.source]
+    return [make(source) for source in (answer.right, check, *after, answer.wrong, check)]
+
+
+def test_each_notebook_has_a_right_and_a_wrong_answer() -> None:
+    assert ANSWERS.keys() == {path.stem for path in SOURCES}
 
 
 @EACH
-def test_the_notebook_runs_and_its_check_can_fail(source: Path) -> None:
-    """No cell hangs (CELL_SECONDS): the client then raises."""
+def test_the_exercise_begins_unwritten(source: Path) -> None:
+    """Signatures and contracts, and nothing else to guess: each function raises NotImplementedError."""
+    tree = ast.parse(tagged(build.read_source(source), "exercise").source)
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    assert functions
+    for function in functions:
+        assert ast.unparse(function.body[-1]) == "raise NotImplementedError"
+        arguments = [one for one in function.args.args if one.arg != "self"]
+        assert function.returns and all(one.annotation for one in arguments)
+
+
+@EACH
+def test_the_notebook_runs_and_its_check_judges(source: Path) -> None:
+    """No cell hangs (CELL_SECONDS) or raises: the client then does."""
     notebook = build.read_source(source)
-    notebook.cells += with_a_wrong_answer(notebook)
+    num_cells, answer = len(notebook.cells), ANSWERS[source.stem]
+    notebook.cells += answered(notebook, answer)
     build.execute(notebook)
-    *cells, again = notebook.cells
-    (check,) = [cell for cell in cells if "check" in cell.metadata.get("tags", [])]
-    assert "PASS" in json.dumps(check.outputs)
-    text = json.dumps(again.outputs)
-    assert "PASS" not in text and ("FAIL" in text or '"error"' in text), text
+    assert UNWRITTEN.fullmatch(said(tagged(nbformat.v4.new_notebook(cells=notebook.cells[:num_cells]), "check")))
+    _, right, *after, _, wrong = notebook.cells[num_cells:]
+    assert said(right).startswith("PASS: ")
+    assert not [text for text in map(said, after) if "once yours passes" in text or "False" in text]
+    assert re.search(r"^FAIL .*\n  case .*\n  expected .*\n  yours .*", said(wrong)), answer.mistake
+
+
+def said(cell: nbformat.NotebookNode) -> str:
+    """What a cell printed."""
+    return "".join(output.text for output in cell.outputs if output.output_type == "stream")
+
+
+def test_a_check_shows_the_smallest_case_that_differs(capsys: pytest.CaptureFixture[str]) -> None:
+    def spoils(numbers: list[int]) -> int:
+        numbers.append(0)
+        return len(numbers) if len(numbers) < 4 else -1
+
+    cases = [([1, 2, 3, 4],), ([1, 2, 3],), ([1],)]
+    assert not lab.check(spoils, lambda numbers: len(numbers) + 1, iter(cases))
+    said = capsys.readouterr().out
+    assert "(1 agree)" in said and said.endswith("  case     [1, 2, 3]\n  expected 4\n  yours    -1\n")
+    assert cases == [([1, 2, 3, 4],), ([1, 2, 3],), ([1],)]
+    assert lab.check(len, len, cases, size=lambda case: len(case[0]))
+    assert capsys.readouterr().out == "PASS: the same as the real part on 3 cases.\n"
+    lab.check(lambda _: "x" * 5000, lambda _: "", [(0,)])
+    assert "x ... (5,002 characters)" in capsys.readouterr().out
+
+
+def test_a_check_names_what_is_unwritten(capsys: pytest.CaptureFixture[str]) -> None:
+    class Part:
+        def half(self, x: int) -> int:
+            raise NotImplementedError
+
+    def wrong(x: int) -> int:
+        raise ValueError("no")
+
+    assert not lab.check(lambda x: Part().half(x), lambda x: x // 2, [(1,)])
+    assert re.search(r"NOT YET DONE: .*Part.half is still to be written", capsys.readouterr().out)
+    assert not lab.check(wrong, lambda x: x // 2, [(1,)])
+    assert "yours    ValueError: no" in capsys.readouterr().out

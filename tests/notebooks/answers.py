@@ -1,0 +1,146 @@
+"""Answers to the notebooks' exercises, to prove that each check judges: a right one, made of the real part, and a wrong one.
+
+Each is the code of a cell that the reader could have written. The wrong ones are mistakes that people make.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Answer(NamedTuple):
+    """A right answer, a wrong one, and what the wrong one gets wrong."""
+
+    right: str
+    wrong: str
+    mistake: str
+
+
+ANSWERS = {
+    "00_the_whole_walk": Answer(
+        "def merge(lanes):\n    return list(causal_order(lanes))",
+        "def merge(lanes):\n    return sorted((e for lane in lanes for e in lane), key=lambda e: e.ts)",
+        "it trusts clocks that disagree",
+    ),
+    "01_cli": Answer(
+        "resolve = real",
+        """
+def resolve(settings, given, environ):
+    return real(settings, {n: v for n, v in given.items() if s_variable(n) not in environ}, environ)
+
+
+def s_variable(name):
+    return "STAGES_" + name.upper()
+""",
+        "the environment wins over the command line",
+    ),
+    "02_serve": Answer(
+        "def launch(tag, flag, variable, headless, count):\n"
+        "    return choose(tag, flag, variable)[0], REAL_BRANCH[headless, count]",
+        "def launch(tag, flag, variable, headless, count):\n"
+        "    model = choose(tag, flag, variable)[0]\n"
+        "    return model, 'run_headless' if headless else REAL_BRANCH[False, max(count, 1)]",
+        "no API server at all is taken for one",
+    ),
+    "03_api_server": Answer(
+        "bind = create_server_socket",
+        """
+def bind(host, port):
+    made = create_server_socket(host, port)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return made
+""",
+        "two servers may share the port until one listens",
+    ),
+    "04_async_llm": Answer(
+        "held_back = real_part.held_back",
+        "def held_back(text, stops):\n    return max([0, *(len(stop) - 1 for stop in stops)])",
+        "it holds back as much as the longest stop string could need",
+    ),
+    "05_engine_core": Answer(
+        "num_blocks = decide_num_blocks",
+        """
+def num_blocks(config, memory):
+    cache = config.cache_config
+    if cache.num_gpu_blocks_override is None and cache.kv_cache_memory_bytes is not None:
+        return cache.kv_cache_memory_bytes // memory.kv_block_bytes()
+    return decide_num_blocks(config, memory)
+""",
+        "with a given size, nobody looks whether one request fits",
+    ),
+    "06_request": Answer(
+        "blame = real_blame",
+        """
+def blame(fields):
+    if fields.get("top_p") == 0.0:
+        return real_blame({**fields, "top_p": 1.0})
+    return real_blame(fields)
+""",
+        "top_p may be 0",
+    ),
+    "07_into_the_engine": Answer(
+        "MyCollector = RequestOutputCollector",
+        """
+class MyCollector(RequestOutputCollector):
+    def put(self, output):
+        if isinstance(self._output, Exception):
+            self._output = None
+        super().put(output)
+""",
+        "what comes after an exception replaces it",
+    ),
+    "08_execution": Answer(
+        "my_inputs = real_inputs",
+        """
+def my_inputs(batch, block_size):
+    ids, positions, slots, _ = real_inputs(batch, block_size)
+    ends = [sum(one[2] for one in batch[: i + 1]) - 1 for i in range(len(batch))]
+    return ids, positions, slots, ends
+""",
+        "it samples for requests that have not caught up",
+    ),
+    "09_response": Answer(
+        "my_deltas = real_deltas",
+        """
+def my_deltas(pieces, stops):
+    deltas, stop = real_deltas(pieces, stops)
+    return (deltas, stop) if stop else ([piece.decode(errors="replace") for piece in pieces] + [""], None)
+""",
+        "each token is decoded alone",
+    ),
+    "10_scheduler_lab": Answer(
+        "class MyScheduler(Scheduler):\n    pass",
+        """
+class MyScheduler(Scheduler):
+    def _schedule_waiting(self, output, budget):
+        if len(self.running) < self.config.max_num_seqs - 1 or not self.running:
+            super()._schedule_waiting(output, budget)
+""",
+        "one seat stays empty",
+    ),
+    "11_paged_attention": Answer(
+        "my_paged_attention = paged_attention_torch",
+        """
+def my_paged_attention(query, kv_cache, metadata, scale, window=None):
+    return paged_attention_torch(query, kv_cache, metadata, scale)
+""",
+        "the window is forgotten",
+    ),
+    "12_debug_with_a_trace": Answer(
+        "lost_blocks = real_lost_blocks",
+        """
+def lost_blocks(events):
+    return [(ref, blocks[:1]) for ref, blocks in real_lost_blocks(events)]
+""",
+        "of several lost blocks it names one",
+    ),
+    "13_more_than_one": Answer(
+        "MyLoad = EngineLoad",
+        """
+class MyLoad(EngineLoad):
+    def seen(self, waiting, running, own):
+        self.waiting, self.running = waiting, running
+""",
+        "requests that are still on their way are forgotten",
+    ),
+}
