@@ -351,11 +351,8 @@ class Pieces:
     def stream(self, after, skip_special_tokens):
         return ByteLevelStream()
 
-    def token(self, token_id):
-        return ""
-
-    def token_bytes(self, token_id):
-        return self.pieces[token_id]
+    def piece(self, token_id):
+        return "", self.pieces[token_id]
 
     def is_special(self, token_id):
         return False

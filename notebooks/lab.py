@@ -18,9 +18,8 @@ import urllib.request
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stagetrace import trace
 
@@ -183,35 +182,38 @@ def check(
 ) -> bool:
     """Call both with copies of each case (a tuple of arguments), the smallest first, and say whether they agree in what they return
     or raise: NOT YET DONE while `yours` raises NotImplementedError, FAIL with the smallest case in which they differ, or PASS (True)."""
-    ordered = sorted(cases, key=size)
+    ordered, num_returned = sorted(cases, key=size), 0
     for number, case in enumerate(ordered):
         expected, got = _outcome(real, case), _outcome(yours, case)
-        if isinstance(got, Unwritten):
-            print(f"NOT YET DONE: {got.name} is still to be written.")
+        num_returned += expected.error is None
+        if isinstance(got.error, NotImplementedError):
+            print(f"NOT YET DONE: {_place(got.error)} is still to be written.")
             return False
-        if expected != got:
+        if expected.text != got.text:
             print(f"FAIL on the smallest case that differs from the real part ({number} agree):")
-            for name, text in (("case", ", ".join(map(repr, case))), ("expected", expected), ("yours", got)):
-                print(f"  {name:8} {_shortened(str(text))}")
+            for name, text in (("case", ", ".join(map(repr, case))), ("expected", expected.text), ("yours", got.text)):
+                print(f"  {name:8} {_shortened(text)}")
             return False
+    assert num_returned, "the real part raises in every case: the check itself is broken"
     print(f"PASS: the same as the real part on {len(ordered)} cases.")
     return True
 
 
-@dataclass(frozen=True)
-class Unwritten:
-    """A function that raised NotImplementedError."""
-
-    name: str
+class _Outcome(NamedTuple):
+    text: str
+    error: Exception | None = None
 
 
-def _outcome(function: Callable[..., Any], case: Sequence[Any]) -> str | Unwritten:
+def _outcome(function: Callable[..., Any], case: Sequence[Any]) -> _Outcome:
     try:
-        return repr(function(*copy.deepcopy(case)))
-    except NotImplementedError as error:
-        return Unwritten([frame.f_code.co_qualname for frame, _ in traceback.walk_tb(error.__traceback__)][-1])
+        return _Outcome(repr(function(*copy.deepcopy(case))))
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        return _Outcome(f"{type(error).__name__}: {error}", error)
+
+
+def _place(error: Exception) -> str:
+    """The function that raised it."""
+    return [frame.f_code.co_qualname for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
 
 
 def _shortened(text: str, most: int = 1000) -> str:

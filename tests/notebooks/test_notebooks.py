@@ -249,3 +249,5 @@ def test_a_check_names_what_is_unwritten(capsys: pytest.CaptureFixture[str]) -> 
     assert re.search(r"NOT YET DONE: .*Part.half is still to be written", capsys.readouterr().out)
     assert not lab.check(wrong, lambda x: x // 2, [(1,)])
     assert "yours    ValueError: no" in capsys.readouterr().out
+    with pytest.raises(AssertionError, match="the real part raises in every case"):
+        lab.check(wrong, wrong, [(1,), (2,)])
