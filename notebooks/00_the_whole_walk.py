@@ -47,7 +47,11 @@ print(repr("".join(piece["choices"][0]["text"] for piece in pieces)))
 # > 2. How many messages crossed between them for this request?
 # > 3. How many steps did the engine make: 1, 8 or 9?
 #
-# Write your three numbers down, then run the next cell.
+# Write your guesses into the next cell, in place of `None`, and run it. The outputs below it stay hidden until you open them (click on the three dots) or run the
+# cells. Your guesses are kept, and compared with what comes out. It is so in all notebooks.
+
+# %% tags=["predict"]
+lab.predict(processes=None, messages=None, steps=None)
 
 # %%
 run = read_run(server.folder)
@@ -66,6 +70,7 @@ lab.claim(
     [sum(m.name == name for m in sent) for name in ("zmq.request_sent", "zmq.outputs_sent")] == [1, 8]
     and len(story.steps) == 8,
 )
+lab.compare(processes=len(story.processes), messages=len(sent), steps=len(story.steps))
 
 # %% [markdown]
 # The prompt's tokens and the first output token come from one step: the step that computes the prompt's last token also has its
@@ -106,6 +111,11 @@ lab.picture(
 # > **Predict.** From the first byte of the request to the first chunk of the answer: which of these takes longest? Validation, tokenization,
 # > the message to the engine, waiting for the scheduler, the model's first step, the message back, detokenization.
 
+# %% tags=["predict"]
+lab.predict(
+    longest=None
+)  # "validation", "tokenization", "the message to the engine", "the scheduler", "first step" or "message back"
+
 # %%
 MARKS = [
     ("http.request", "the request is parsed"),
@@ -125,6 +135,9 @@ lab.table(rows, "until the first chunk", "ms")
 ttft = (first["sse.chunk"] - first["http.request"]) / 1e6
 tokens = request.token_ns
 print(f"\nTTFT: {ttft:.2f} ms; each further token: {(tokens[-1] - tokens[0]) / 1e6 / (len(tokens) - 1):.2f} ms (TPOT)")
+parts = ("validation", "tokenization", "the message to the engine", "the scheduler", "first step", "message back")
+longest = max(rows, key=lambda row: row[1])[0]
+lab.compare(longest=next((part for part in parts if part in longest), longest))
 
 # %% [markdown]
 # The first request after the start pays for what is used for the first time: pydantic's validators, torch's first matrix products, pages of the weights that nobody has

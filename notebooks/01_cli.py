@@ -34,6 +34,9 @@ lab.table([(name, *where.split(":")) for name, (where, _) in COMMANDS.items()], 
 # > **Predict.** Four command lines: `--help`, `serve --help`, `serve gpt2-tiny --dry-run` and `collect-env`. Which of them import
 # > `torch`? Which import `fastapi`? `import torch` alone, for comparison: how many times as long as `--help`?
 
+# %% tags=["predict"]
+lab.predict(importing_torch=None, importing_fastapi=None, times_as_long=None)  # of the four command lines: how many
+
 # %%
 PROBE = """
 import json, sys, time
@@ -75,6 +78,12 @@ lab.claim(
         for name, facts in measured.items()
         if name != "import torch"
     ),
+)
+ours = [facts[3].split(", ") for name, facts in measured.items() if name != "import torch"]
+lab.compare(
+    importing_torch=sum("torch" in heavy for heavy in ours),
+    importing_fastapi=sum("fastapi" in heavy for heavy in ours),
+    times_as_long=round(measured["import torch"][0] / measured["--help"][0]),
 )
 
 # %% [markdown]
@@ -144,6 +153,9 @@ def dry_run(*flags, **environment):
 # > **Predict.** `--port 7001`, `STAGES_PORT=7002`, `port: 7003` in the config file: which port? And `max_num_seqs`, with 32 in the
 # > environment and 33 in the file? *Code Flow Trace* (configuration resolution order; [all five descriptions](MAP.md)) lets the environment win over the command line.
 
+# %% tags=["predict"]
+lab.predict(port=None, max_num_seqs=None)
+
 # %%
 shown = ("port", "max_num_seqs", "block_size", "dtype", "model", "host")
 resolved = {}
@@ -157,6 +169,7 @@ lab.claim(
     "the command line wins over the environment, and that over the file",
     (resolved["port"], resolved["max_num_seqs"], resolved["block_size"]) == ("7001", "32", "8"),
 )
+lab.compare(port=int(resolved["port"]), max_num_seqs=int(resolved["max_num_seqs"]))
 
 # %% [markdown]
 # What is typed now is the most deliberate, so it wins: command line, environment, config file, default; `detected` fills what is still

@@ -37,6 +37,9 @@ lab.source(ServeSubcommand.cmd)
 # > 5. `serve gpt2-tiny`, with `STAGES_MODEL=gpt2`
 # > 6. `serve`, and nothing else
 
+# %% tags=["predict"]
+lab.predict(served=None)  # a list of six: the name of a model, or "error"
+
 # %%
 from stage03_engine.arg_utils import engine_settings
 from stage03_engine.args.resolve import resolve_cli
@@ -71,6 +74,8 @@ lab.table(
     "origin or message",
 )
 lab.claim("the tag and the flag alone give the same model", choose("gpt2")[0] == choose(None, "gpt2")[0] == "gpt2")
+results = [outcome(choose, *one) for one in cases]
+lab.compare(served=["error" if "Error" in model else model for model, _ in results])
 
 # %% [markdown]
 # ## Where its files are
@@ -107,6 +112,9 @@ for name, message in errors:
 # > **Predict.** How many processes does a plain `serve` run, and in which of them is the HTTP server? What do `--headless` and
 # > `--api-server-count 2` change?
 
+# %% tags=["predict"]
+lab.predict(processes_of_a_plain_serve=None)
+
 # %%
 from stagetrace import read_run
 
@@ -121,6 +129,8 @@ def branch(headless, count):
 
 grid = list(itertools.product([False, True], [0, 1, 2, 4]))
 lab.table([(h, n, branch(h, n)) for h, n in grid], "headless", "api_server_count", "branch")
+recorded = read_run(lab.RECORDED / "one_request").events
+lab.compare(processes_of_a_plain_serve=len({event.pid for event in recorded}))
 
 # %% [markdown]
 # The three branches are vLLM's. With `run_server` the process of the command becomes the API server, and it starts one engine process. With

@@ -26,8 +26,11 @@ lab.source(api_server.run_server_worker)
 
 # %% [markdown] tags=["predict"]
 # > **Predict.** Six things: (a) the port is bound, (b) the engine process is started, (c) the web framework is imported and the application is built,
-# > (d) the weights are loaded, (e) the KV cache is allocated, (f) the server listens. Write down their order. Which of them happen in another process?
+# > (d) the weights are loaded, (e) the KV cache is allocated, (f) the server listens. In which order? Which of them happen in another process?
 # > And which one takes longest?
+
+# %% tags=["predict"]
+lab.predict(order=None, in_another_process=None)  # letters, such as "abcdef"
 
 # %%
 with lab.serve() as server:
@@ -92,6 +95,19 @@ lab.claim(
     "longest is the import of torch, or the wait for the engine that does it",
     longest[1] in ("start Python, import torch", "wait for the engine"),
     measured=True,
+)
+SIX = dict(
+    a="server.socket_bound",
+    b="engine.spawned",
+    c="server.app_built",
+    d="weights.loaded",
+    e="kv_cache.allocated",
+    f="server.listening",
+)
+elsewhere = {event.name for event in run.events if event.proc.startswith("EngineCore")}
+lab.compare(
+    order="".join(sorted(SIX, key=lambda letter: ms[SIX[letter]])),
+    in_another_process="".join(x for x in SIX if SIX[x] in elsewhere),
 )
 
 # %% [markdown]

@@ -63,6 +63,9 @@ for text in ("To be, or not to be", "ROMEO:", " world", "naïve", "🙂"):
 # > **Predict.** "🙂" is one character and several tokens. A client that streams would like a piece of text per token. What can it be sent after the first of
 # > these tokens?
 
+# %% tags=["predict"]
+lab.predict(after_the_first=None)  # a text
+
 # %%
 from stage03_engine.frontend.detokenizer import IncrementalDetokenizer
 
@@ -80,6 +83,7 @@ for token_id in ids:
         )
     )
 lab.table(rows, "token", "its bytes", "decoded alone", "sent to the client")
+lab.compare(after_the_first=next(sent.strip("'") for _, data, _, sent in rows if b"\xf0" in data))
 
 # %% [markdown]
 # Nothing: bytes wait until they form whole characters. Decoding each token alone would give replacement characters.
@@ -135,6 +139,9 @@ lab.table(rows, "token", "sent", "held back", "stop string found")
 # %% [markdown] tags=["predict"]
 # > **Predict.** Five requests of 12 tokens each, at the same time. How many messages does the engine send: 60, 12, or a few more than 12?
 
+# %% tags=["predict"]
+lab.predict(messages_of_five=None)
+
 # %%
 lab.source(AsyncLLM._process)
 
@@ -159,6 +166,7 @@ received = read_run(folder).named("zmq.outputs_received")
 print("tokens:  ", sum(n for pieces in answers for _, _, n in pieces))
 print("messages:", len(received), "with so many outputs each:", [event.args["num_outputs"] for event in received])
 lab.claim("a few more messages than 12, not 60", 12 <= len(received) < 30)
+lab.compare(messages_of_five=len(received))
 
 # %% [markdown]
 # One message per engine step holds the outputs of everybody in that step. The requests did not arrive in the same instant, so the first and the last steps are not

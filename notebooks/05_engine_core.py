@@ -69,6 +69,11 @@ lab.claim(
 # > **Predict.** Before it can serve, the engine says hello, gets its configuration, makes an executor, loads weights, measures memory, allocates the KV cache, makes a scheduler,
 # > starts threads. Which of these takes longest? Which is the first that depends on the weights being loaded?
 
+# %% tags=["predict"]
+lab.predict(
+    longest_start=None
+)  # what ends with which event? "engine.hello", "executor.created", "weights.loaded", "kv_cache.profiled", ...
+
 # %%
 phase5 = [event for event in run.events if event.phase == 5]
 previous = phase5[0].ts
@@ -85,6 +90,7 @@ lab.claim(
     "the weights are loaded before the memory is profiled",
     order.index("weights.loaded") < order.index("kv_cache.profiled"),
 )
+lab.compare(longest_start=max(until_ready, key=until_ready.get))
 
 # %% [markdown]
 # Between `engine.spawned` and `engine.hello` the new process imports torch. On a large model the weights would take longest. The free memory is measured after the weights are
@@ -107,6 +113,9 @@ print(messages.decode_add(wire).sampling_params.max_tokens, "tokens at most")
 # %% [markdown] tags=["predict"]
 # > **Predict.** *Execution Flow* (summary) gives "IPC overhead: ~10-50ms" of a warm request of 50 to 200 ms. What do you expect for one message: 10 ms, 1 ms, 0.1 ms? And a
 # > request of 60 tokens needs one message in and 60 out: does it wait for all 61?
+
+# %% tags=["predict"]
+lab.predict(message_ms=None, waits_for=None)
 
 # %%
 story = tell(run.events)
@@ -135,6 +144,7 @@ lab.table(rows, "whole request, ms", "first step to last", "all its messages", "
 lab.claim(f"the median message takes {middle:.2f} ms, less than a tenth of 10 ms", middle < 1, measured=True)
 waited = statistics.median(row[3] for row in rows)
 lab.claim(f"the two messages that nothing else hides take {waited:.2f} ms of a request", waited < 10, measured=True)
+lab.compare(message_ms=round(middle, 2), waits_for=2)
 
 # %% [markdown]
 # One message takes a fraction of a millisecond. Add up all messages of a long request, and you may well come to ten milliseconds or more: that is how such a number can be found. But the

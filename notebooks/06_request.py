@@ -61,6 +61,9 @@ for line in server.stream("/v1/completions", body, X_Request_Id="hamlet"):
 # > **Predict.** *Execution Flow* (6.3; [all five descriptions](MAP.md)) applies "the chat template" of GPT-2, which has none. What is the prompt for the messages (system: "Be brief.",
 # > user: "Who are you?")? What would vLLM do?
 
+# %% tags=["predict"]
+lab.predict(prompt=None)  # a text
+
 # %%
 from stage02_server.chat_template import ChatTemplate
 from stage02_server.cli_args import FrontendArgs
@@ -77,6 +80,7 @@ lab.claim(
     "no template: the contents, one after the other",
     "".join((await ChatTemplate(FrontendArgs(), tokenizer).apply(messages)).split()) == "Bebrief.Whoareyou?",
 )
+lab.compare(prompt=await ChatTemplate(FrontendArgs(), tokenizer).apply(messages))
 
 # %% [markdown]
 # Plain concatenation, with no mark of who said what; the server says so once in its log. vLLM refuses to chat with such a model instead. A template comes with the model, or from
@@ -94,6 +98,9 @@ print(server.ask("/v1/chat/completions", chat)[1]["choices"][0])
 # %% [markdown] tags=["predict"]
 # > **Predict.** For each body below: accepted or refused, with which status, and which field is blamed? The model's context is 512 tokens.
 # > Look closely at `max_tokens`: 500 with a prompt of 20 tokens, 512, 513, and 0.
+
+# %% tags=["predict"]
+lab.predict(max_tokens_500=None, max_tokens_512=None, max_tokens_513=None, max_tokens_0=None)  # a status each
 
 # %%
 long_prompt = [5] * 20
@@ -158,6 +165,8 @@ lab.claim(
     "an unknown field is ignored, a known one that is not built is refused",
     (got['{"prompt": "x", "echoo": true}'][0], got['{"prompt": "x", "suffix": "y"}'][0]) == (200, 400),
 )
+status = {n: got[f'{{"prompt": [20 tokens], "max_tokens": {n}}}'][0] for n in (500, 512, 513, 0)}
+lab.compare(max_tokens_500=status[500], max_tokens_512=status[512], max_tokens_513=status[513], max_tokens_0=status[0])
 
 # %% [markdown]
 # `max_tokens` is cut to what is left of the context (see the body with 500), but above the context it is an error: that cannot be meant. A field that nobody knows (`echoo`) is ignored, as in vLLM; a known one

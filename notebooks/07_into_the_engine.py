@@ -91,6 +91,9 @@ for prompt, params in (
 # > **Predict.** The prompt is one line of text. The message to the engine holds the request id, the token ids, all sampling parameters
 # > and a few numbers more. How many bytes is it? Does it contain the text of the prompt?
 
+# %% tags=["predict"]
+lab.predict(num_bytes=None, has_the_text=None)  # a number; True or False
+
 # %%
 payload = messages.encode(request)
 print(
@@ -101,6 +104,7 @@ for start in range(0, 96, 16):
     part = payload[start : start + 16]
     print(f"{start:4}  {part.hex(' '):48}  {''.join(chr(b) if 32 <= b < 127 else '.' for b in part)}")
 print("   ...")
+lab.compare(num_bytes=len(payload), has_the_text=text.encode() in payload)
 
 # %% [markdown]
 # msgpack, written as an array: the fields of `EngineCoreRequest` in their order, without names. `a2 72 30` is a text of length 2,
@@ -149,6 +153,9 @@ print("pieces:", pieces)
 # %% [markdown] tags=["predict"]
 # > **Predict.** For one message of this size over a Unix socket: is it more on the way in, or on the way out? How much of it is
 # > encoding and decoding, and what is the rest?
+
+# %% tags=["predict"]
+lab.predict(way_in_us=None, way_out_us=None)  # microseconds, at the median
 
 # %%
 for number in range(40):
@@ -253,6 +260,7 @@ print(f"one message in and one out: {both / 1000:.3f} ms; 10 ms would be {10_000
 way_in, way_out = (t[len(t) // 2] for t in ways.values())
 print(f"the way out takes {way_out / way_in:.1f} times as long as the way in")
 lab.claim("one message in and one out take less than 2 ms at the median", both < 2000, measured=True)
+lab.compare(way_in_us=round(way_in), way_out_us=round(way_out))
 
 # %%
 figure, axes = plt.subplots(figsize=(8, 2.8))

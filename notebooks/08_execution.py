@@ -82,6 +82,9 @@ for name, prompt in (("a", "O my"), ("b", "To be, or not to be, that is the")):
 # > **Predict.** With a budget of 8, how many tokens of each request are in the first step? And in the second? Which requests get a
 # > new token at the end of each?
 
+# %% tags=["predict"]
+lab.predict(first_step=None)  # {"a": ..., "b": ...}
+
 # %%
 first = scheduler.schedule()
 print("step", first.step, "gives", first.num_scheduled_tokens, "=", first.total_num_scheduled_tokens, "tokens")
@@ -89,6 +92,7 @@ for new in first.scheduled_new_reqs:
     print(
         f"  new to the worker: {new.request_id}, {len(new.token_ids)} tokens, blocks {new.block_ids}, {new.num_computed_tokens} computed"
     )
+lab.compare(first_step=first.num_scheduled_tokens)
 
 # %% [markdown]
 # The decision names no phase. `a` gets all of its tokens. `b` gets what is left of the budget: a chunk of its prompt. So `a` alone has a
@@ -171,6 +175,10 @@ print("by hand equals model(...), bit for bit:", torch.equal(hidden, whole))
 # > before them leave more, or fewer?
 
 
+# %% tags=["predict"]
+lab.predict(min_p=None, top_k=None, top_p=None)  # how many are left
+
+
 # %%
 def one(value):
     return torch.tensor([value])
@@ -186,6 +194,8 @@ for name, values in stages.items():
     best = probs.topk(4)
     shown = "  ".join(f"{llm.tokenizer.token_text(int(i))!r} {p:.3f}" for p, i in zip(best.values, best.indices))
     print(f"{name:16} {int((values > -torch.inf).sum()):5} tokens left   {shown}")
+left = {name: int((values > -torch.inf).sum()) for name, values in stages.items()}
+lab.compare(min_p=left["min-p 0.05"], top_k=left["top-k 20"], top_p=left["top-p 0.8"])
 
 # %% [markdown]
 # And the temperature? It multiplies all logits by the same factor: the order stays, only the distances change. A higher one makes the
@@ -278,6 +288,11 @@ for request in scheduler.running:
 # > **Predict.** What is in the next step's decision? Which of these does the worker still need: the token ids of `a`? The block table of
 # > `b`? What the budget was?
 
+# %% tags=["predict"]
+lab.predict(
+    second_step=None, token_ids_of_a=None, table_of_b=None
+)  # {"a": ..., "b": ...}; are they sent? True or False
+
 # %%
 second = scheduler.schedule()
 print("gives", second.num_scheduled_tokens)
@@ -285,6 +300,7 @@ print("new to the worker:", second.scheduled_new_reqs)
 print("blocks to append:", second.new_block_ids)
 runner._update_states(second)
 show(runner._prepare_inputs(second), list(second.num_scheduled_tokens))
+lab.compare(second_step=second.num_scheduled_tokens, token_ids_of_a=bool(second.scheduled_new_reqs), table_of_b=False)
 
 # %% [markdown]
 # Deltas only. The worker knows the token ids of `a`, so they are not sent again; it gets the blocks that the table of `b` grows by, not the
@@ -374,6 +390,9 @@ lab.claim("in the order of the page", applied == ["temperature", "top_k", "top_p
 # > times does a prompt of n tokens use each weight that is read, and how many times does a decode? So where do you put the two? And what happens to the
 # > time of a step when 4 requests decode together, or 16?
 
+# %% tags=["predict"]
+lab.predict(times_4=None, times_16=None)  # a step of 4 decodes, and of 16: how many times as long as one of 1?
+
 # %% [markdown]
 # gpt2-tiny would fit into the processor's cache and show nothing, so this cell takes GPT-2's own shape with random weights
 # (nothing is downloaded). Operations and bytes are counted, times are measured.
@@ -457,6 +476,8 @@ lab.claim(
 lab.claim(
     "a prompt of 160 tokens: the other way round", long_prompt[0] / peak > 3 * long_prompt[1] / bandwidth, measured=True
 )
+one, four, sixteen = (points["decode", n][2] for n in (1, 4, 16))
+lab.compare(times_4=round(four / one, 1), times_16=round(sixteen / one, 1))
 
 # %%
 figure, axes = plt.subplots(figsize=(8, 4))
@@ -577,6 +598,9 @@ for gpu, flops, bytes_per_second in (("A100 SXM 80 GB", 312e12, 2.039e12), ("H10
 # > **Predict.** *REST API to Inference* (KV cache): "~100x speedup for long sequences". Compute the next token with the cache, and without one
 # > by running the whole context again. Is the factor a constant?
 
+# %% tags=["predict"]
+lab.predict(factor_16=None, factor_160=None)  # with a context of 16 tokens, and of 160
+
 # %%
 factors = []
 for context in (16, 64, 160):
@@ -588,6 +612,7 @@ for context in (16, 64, 160):
     )
 lab.claim("the factor grows with the context", factors == sorted(factors), measured=True)
 big.shutdown()
+lab.compare(factor_16=round(factors[0], 1), factor_160=round(factors[-1], 1))
 
 # %% [markdown]
 # No constant: the factor grows with the context, from nothing to as much as you like.

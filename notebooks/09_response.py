@@ -46,6 +46,9 @@ tokenizer = init_tokenizer_from_configs(EngineArgs.from_kwargs(model="gpt2-tiny"
 # > **Predict.** `naïve ☕ 日` has 9 characters. How many tokens, roughly, for a model that has only read Shakespeare? What does a client
 # > see if each token is decoded alone, as soon as it comes?
 
+# %% tags=["predict"]
+lab.predict(tokens=None, decoded_one_by_one=None)  # a number; a text
+
 # %%
 text = "naïve ☕ 日"
 ids = tokenizer.encode(text)
@@ -60,6 +63,7 @@ lab.table(rows, "id", "bytes", "decoded alone", "what the stream gives")
 print(f"\n{len(text)} characters, {len(text.encode())} bytes, {len(ids)} tokens")
 print("decoded one by one:", "".join(row[2] for row in rows))
 print("through the stream:", shown)
+lab.compare(tokens=len(ids), decoded_one_by_one="".join(row[2] for row in rows))
 
 # %% [markdown]
 # U+FFFD (�) stands for bytes that are no character. Sent once, it cannot be taken back. So bytes wait until they are whole, and the
@@ -99,6 +103,9 @@ for tail in ("I'll not", "I'll not so", "I'll not s", "I'll not so, m", "I'll no
 # > **Predict.** The tokens of `And so, I say: so, my lord` come one by one, with the stop string `so, my`. Which tokens give the client
 # > nothing? What is the last text that is sent?
 
+# %% tags=["predict"]
+lab.predict(give_nothing=None, last_text=None)  # how many of the tokens; a text
+
 # %%
 detokenizer = IncrementalDetokenizer(tokenizer, SamplingParams(stop=["so, my"]))
 rows = []
@@ -115,6 +122,8 @@ for token_id in tokenizer.encode("And so, I say: so, my lord"):
     if stop:
         break
 lab.table(rows, "token", "text so far", "sent", "stop")
+sent = [row[2][1:-1] for row in rows]
+lab.compare(give_nothing=sent.count(""), last_text=next(piece for piece in reversed(sent) if piece))
 
 # %% [markdown]
 # The whole of it, in the real part:
@@ -131,6 +140,9 @@ lab.source(held_back)
 
 # %% [markdown] tags=["predict"]
 # > **Predict.** How many tokens does the engine make behind the one that completed the stop string? Where do they go?
+
+# %% tags=["predict"]
+lab.predict(too_late=None)  # tokens
 
 # %%
 with lab.record("FrontEnd") as folder:
@@ -159,6 +171,7 @@ for event in events[end - 3 :]:
     print(f"{event.proc:14} {event.name:22} {event.args.get('type', '')} {event.args.get('num_output_tokens', '')}")
 made = max(e.args["num_output_tokens"] for e in events if e.name == "sched.token")
 print(f"made by the engine: {made} tokens; part of the answer: {len(cut.token_ids)}")
+lab.compare(too_late=made - len(cut.token_ids))
 
 # %% [markdown]
 # Tokens that come too late are thrown away: `process_outputs` ignores a request that it does not know any more. Their blocks are free

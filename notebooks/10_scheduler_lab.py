@@ -105,6 +105,9 @@ lab.table(
 # > **Predict.** In static batching three requests start together, and the next three when all of them are finished. How many steps
 # > does the longest request make the others wait? How many steps do you expect if a place is filled as soon as it is free?
 
+# %% tags=["predict"]
+lab.predict(static=None, continuous=None)  # steps in all
+
 # %%
 three = live(REQUESTS, max_num_seqs=3)
 draw(request_timeline(three.story))
@@ -128,6 +131,7 @@ lab.claim(
     "no request ends later than in the static batch, and most end sooner",
     all(ends[n] <= end for n, (_, end) in static.items()) and sum(ends[n] < end for n, (_, end) in static.items()) >= 3,
 )
+lab.compare(static=clock, continuous=len(steps))
 
 # %% [markdown]
 # There is no batch that must be complete: the scheduler decides anew in each step. Requests join and leave between two steps.
@@ -146,6 +150,9 @@ lab.source(Scheduler._schedule_running)
 # %% [markdown] tags=["predict"]
 # > **Predict.** With a budget of 16, how many steps does the prompt of `e` take? What happens to the tokens of the others meanwhile: do
 # > they come later, or at the same steps?
+
+# %% tags=["predict"]
+lab.predict(steps_of_e=None, tokens_of_the_others=None)  # a number; "later" or "at the same steps"
 
 # %%
 chunks = live(REQUESTS, max_num_batched_tokens=16, max_num_seqs=8)
@@ -180,6 +187,7 @@ same = [name for name in first.tokens if when(whole, name) == when(chunks, name)
 print("tokens in the same steps as with whole prompts:", same)
 lab.claim("the others that ran already lose no step", set(same) == {"a", "b", "c", "d"})
 lab.claim("f, which came while e took all that was left, begins later", when(whole, "f")[0] < when(chunks, "f")[0])
+lab.compare(steps_of_e=of_prompt, tokens_of_the_others="at the same steps" if set(same) == set("abcd") else "later")
 
 # %% [markdown]
 # Whoever runs is served first, so the chunks cost the decodes no step; they cost `e` itself, and the newcomer behind it. Chunks do not make the work less. They bound how much of it stands between two tokens of everybody else. That is a trade, and clients pay it in milliseconds.
@@ -187,6 +195,9 @@ lab.claim("f, which came while e took all that was left, begins later", when(who
 # %% [markdown] tags=["predict"]
 # > **Predict.** Four requests decode, and then a prompt of more than 200 tokens arrives. With which budget, 16, 64 or 256, does the newcomer have its first token
 # > soonest (TTFT)? With which do the others wait least for their next token, at worst? Do both go the same way?
+
+# %% tags=["predict"]
+lab.predict(soonest_first_token=None, shortest_wait=None)  # with a budget of 16, 64 or 256?
 
 # %%
 GUESTS = [
@@ -223,6 +234,7 @@ lab.claim(
 lab.claim(
     "and saves the others time: their longest wait is shorter than with 256", pause[16] < pause[256], measured=True
 )
+lab.compare(soonest_first_token=min(ttft, key=ttft.get), shortest_wait=min(pause, key=pause.get))
 
 # %% [markdown]
 # They go opposite ways. Each chunk is a step that the decodes share, and each step costs what a step costs beside its tokens: many small chunks make the newcomer's
@@ -236,6 +248,9 @@ lab.claim(
 # %% [markdown] tags=["predict"]
 # > **Predict.** All blocks are taken, and a running request needs one more. Who has to go: the oldest request, the newest, the longest?
 # > What is lost, and does its answer change?
+
+# %% tags=["predict"]
+lab.predict(who_goes=None, percent_more=None)  # the name of a request; tokens to compute again
 
 # %%
 tight = live(REQUESTS, num_gpu_blocks_override=13, block_size=8, max_model_len=96, enable_prefix_caching=False)
@@ -262,6 +277,7 @@ lab.claim(
     "then it was the only one behind e, and came back when e had ended",
     beside == ["e"] and "f" in by_step[itself + 1].resumed and "e" in by_step[itself].finished,
 )
+lab.compare(who_goes=sent_away[0][1], percent_more=round(100 * (computed["tight"] / computed["roomy"] - 1)))
 
 # %% [markdown]
 # The second line is strange: `f` gave its block back because `f` needed one. The rule has no exception: who goes is the last of the queue, and the last is `f` itself. It
@@ -289,6 +305,9 @@ player.show(duel.folder, height=620)
 # > **Predict.** Four requests share their first 40 or so tokens, with blocks of 16. How many tokens does the second one save? Is it a
 # > multiple of something? And if all four come in the same step?
 
+# %% tags=["predict"]
+lab.predict(second_saves=None, in_one_step=None)  # tokens that the second request saves: later, and in the same step
+
 # %%
 PLAY = "KING RICHARD: what a piece of work is a man, how noble in reason, how infinite in faculty; what is this quintessence of dust, "
 after = [(f"q{i}", 4 * i, PLAY + end, 10) for i, end in enumerate(("yes", "no", "I say", "yes"))]
@@ -312,6 +331,8 @@ for label, run in (
 lab.table(rows, "run", "q0", "q1", "q2", "q3", "tokens computed")
 saved = [r.num_cached_tokens for r in cached.story.requests.values()]
 lab.claim("what is saved is a multiple of 16", all(count % 16 == 0 for count in saved) and max(saved) > 0)
+saved_together = [r.num_cached_tokens for r in live(together).story.requests.values()]
+lab.compare(second_saves=saved[1], in_one_step=saved_together[1])
 
 # %% [markdown]
 # Whole blocks only, hence multiples of 16, and never the last token of a prompt: its logits are needed. A block can be found as soon as

@@ -61,13 +61,17 @@ for position in range(10):
 
 # %% [markdown] tags=["predict"]
 # > **Predict.** The request gets its 11th, 12th and 13th token. For which of them must the engine find a new block? What has to be
-# > copied then? Write your answer down before you run the next cell.
+# > copied then?
+
+# %% tags=["predict"]
+lab.predict(new_block_for=None)  # a list of numbers
 
 # %%
 for num_tokens in (10, 11, 12, 13):
     needed = -(-num_tokens // BLOCK_SIZE)
     note = "a new block is appended to the table" if needed > len(table) else "there is room in the last block"
     print(f"{num_tokens} tokens take {needed} blocks: {note}")
+lab.compare(new_block_for=[n for n in (11, 12, 13) if -(-n // BLOCK_SIZE) > -(-(n - 1) // BLOCK_SIZE)])
 
 # %% [markdown]
 # Nothing is copied. A block table only ever grows at its end, which is why the scheduler can send the worker the new blocks alone
@@ -117,11 +121,18 @@ lab.claim("gathered equals contiguous, bit for bit", torch.equal(contiguous, gat
 # > **Predict.** float32 ends near 3.4e38. From which score on is `exp(score)` infinite? And what is softmax of `[100, 90]` without
 # > the subtraction?
 
+# %% tags=["predict"]
+lab.predict(infinite_from=None, without=None)  # a whole number; a list of two
+
 # %%
 print("exp(88) =", torch.tensor(88.0).exp().item(), "  exp(89) =", torch.tensor(89.0).exp().item())
 scores = torch.tensor([100.0, 90.0])
 print("without subtraction:", (scores.exp() / scores.exp().sum()).tolist())
 print("with subtraction:   ", torch.softmax(scores, 0).tolist())
+lab.compare(
+    infinite_from=next(x for x in range(100) if torch.tensor(float(x)).exp().isinf()),
+    without=(scores.exp() / scores.exp().sum()).tolist(),
+)
 
 # %% [markdown]
 # Neither the largest score nor the sum is known before the last block was read. The way out: keep three running values, and when a
@@ -197,6 +208,9 @@ for r, name in enumerate(names):
 # %% [markdown] tags=["predict"]
 # > **Predict.** All blocks of the pool are moved to other places, and the block tables say so. Which bits of the result change?
 
+# %% tags=["predict"]
+lab.predict(elements_that_change=None)
+
 # %%
 num_blocks = case.kv_cache.shape[1]
 place = torch.randperm(num_blocks)  # block b moves to place[b]
@@ -208,6 +222,7 @@ moved = make_metadata(query_lens, case.metadata.seq_lens_cpu, tables, 4)
 again = paged_attention_torch(case.query, moved_cache, moved, case.scale)
 print("blocks that moved:", int((place != torch.arange(num_blocks)).sum()), "of", num_blocks)
 lab.claim("results are equal, bit for bit", torch.equal(paged, again))
+lab.compare(elements_that_change=int((paged != again).sum()))
 
 # %% [markdown]
 # None. Where a block lies is never part of the arithmetic. That is what lets two requests share a block (prefix caching), and lets a
@@ -295,6 +310,9 @@ plt.show()
 # > **Predict.** With `longest`, how many requests run at the same time? With pages, how many do you expect, and how many times as many tokens a second: 10
 # > times, 2 times, or no more, since the arithmetic is the same?
 
+# %% tags=["predict"]
+lab.predict(longest_at_once=None, pages_at_once=None, times_as_many=None)
+
 # %%
 RESERVE = {
     "longest": lambda request: max_model_len,
@@ -359,6 +377,9 @@ lab.claim(
     second["pages"] > second["longest"],
     measured=True,
 )
+lab.compare(
+    longest_at_once=rows[0][1], pages_at_once=rows[-1][1], times_as_many=round(second["pages"] / second["longest"], 1)
+)
 
 # %% [markdown]
 # That is the whole chain: less waste, larger batches, fewer steps, more tokens a second. It ends where a larger batch no longer helps (notebook 08: on this processor, a step of
@@ -366,6 +387,9 @@ lab.claim(
 
 # %% [markdown] tags=["predict"]
 # > **Predict.** Smaller blocks waste less. Which block size wastes least, and what does it cost?
+
+# %% tags=["predict"]
+lab.predict(wastes_least=None)  # a block size
 
 # %%
 lengths = [len(o.prompt_token_ids) + len(o.outputs[0].token_ids) for o in outputs]
@@ -415,6 +439,7 @@ lab.claim(
     max(attention[size] for size in (4, 16, 64)) < 1.5 * min(attention[size] for size in (4, 16, 64)),
     measured=True,
 )
+lab.compare(wastes_least=min(wasted, key=wasted.get))
 
 # %% [markdown]
 # Blocks of one token waste nothing, but there is a table entry for each token, to be allocated, sent and freed: the last column counts that. Attention looks up

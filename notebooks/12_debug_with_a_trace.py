@@ -89,9 +89,13 @@ complaint("bug_starvation")
 # > **Predict.** Both engines are short of blocks and preempt. Compare the pauses: who waits longer in the second engine, and who is
 # > better off? What could make a preempted request wait that long?
 
+# %% tags=["predict"]
+lab.predict(waits_longest=None)  # "r0", "r1", ...
+
 # %%
 lab.picture(request_timeline(runs["bug_starvation_healthy"]))
 lab.picture(request_timeline(runs["bug_starvation"]))
+lab.compare(waits_longest=max(pauses("bug_starvation"), key=lambda row: row[2])[0])
 
 # %% [markdown]
 # In the upper picture, whoever was sent away comes back before a newcomer is let in. In the lower one newcomers begin while preempted

@@ -94,6 +94,9 @@ def processes(run):
 # > **Predict.** Four requests decode side by side: each step computes four tokens. How many messages cross between the processes in such a
 # > step with `mp`, and of how many bytes? Does the decision that goes to the worker hold the four tokens, the prompts, the block tables?
 
+# %% tags=["predict"]
+lab.predict(messages_with_mp=None, bytes_of_the_decision=None)
+
 # %%
 runs, texts = {}, {}
 for form, settings in {"uni": {}, "mp": {"distributed_executor_backend": "mp"}}.items():
@@ -104,6 +107,10 @@ lab.claim("both write the same texts", texts["uni"] == texts["mp"])
 lab.claim("with uni there is nobody to send to", not crossings(runs["uni"]))
 counts = {len(crossed) for crossed in crossings(runs["mp"]).values()}
 lab.claim("with mp each step is a message there and one back, whatever it computes", counts == {2})
+step = crossings(runs["mp"])[8]
+lab.compare(
+    messages_with_mp=len(step), bytes_of_the_decision=next(size for way, _, size in step if way == "core to workers")
+)
 
 # %% [markdown]
 # The messages are per step, not per request: the four tokens of a step share each of them. A decision is a delta. It names the requests and
@@ -134,11 +141,18 @@ lab.claim("a plain decode step needs less than 20 bytes per request", max(plain)
 # > four tokens. How many all-reduces does it have, of how many bytes each? Beside them, each worker's half of the logits goes to all: how many
 # > bytes is that?
 
+# %% tags=["predict"]
+lab.predict(all_reduces=None, bytes_of_each=None, bytes_of_the_logits=None)
+
 # %%
 texts["tp 2"], runs["tp 2"] = recorded(tensor_parallel_size=2)
 print(f"{', '.join(processes(runs['tp 2']))}; a decode step:")
 show_step(runs["tp 2"], 8)
 lab.claim("the texts are those of one worker", texts["tp 2"] == texts["uni"])
+step = crossings(runs["tp 2"])[8]
+reduced = [size for _, kind, size in step if kind == "all_reduce"]
+gathered = sum(size for _, kind, size in step if kind == "all_gather")
+lab.compare(all_reduces=len(reduced), bytes_of_each=reduced[0], bytes_of_the_logits=gathered)
 
 # %% [markdown]
 # There is an all-reduce after the attention and one after the MLP of each layer, and one after the embedding, whose rows are split too:
@@ -186,6 +200,9 @@ lab.claim("the formula gives what was recorded, in every step", all(row[3:5] == 
 # > **Predict.** How many bytes go from worker to worker for a token, and how many times less is that than with `-tp 2`? The second worker needs
 # > what the first one computes. How can both be busy at the same time?
 
+# %% tags=["predict"]
+lab.predict(bytes_for_a_token=None, times_less=None)
+
 # %%
 texts["pp 2"], runs["pp 2"] = recorded(pipeline_parallel_size=2)
 run = runs["pp 2"]
@@ -202,6 +219,9 @@ lab.claim(
 halves = Counter(Counter(event.step for event in run.named("sched.scheduled")).values())
 print("requests in a step -> how many steps:", dict(halves))
 lab.claim("most steps have half of the four requests", halves.most_common(1)[0][0] == len(PROMPTS) // 2)
+per_token = HIDDEN * BYTES
+with_tp = sum(size for way, _, size in crossings(runs["tp 2"])[8] if way == "worker to worker") / len(PROMPTS)
+lab.compare(bytes_for_a_token=per_token, times_less=round(with_tp / per_token))
 
 # %% [markdown]
 # Once per boundary between stages: one exchange where tensor parallelism has 13, and in a model of 80 layers 161. And the answer to the second
@@ -257,6 +277,11 @@ plt.show()
 # %% [markdown] tags=["predict"]
 # > **Predict.** Eight requests come at once. How many does each engine get? What crosses between the two engines for a token?
 
+# %% tags=["predict"]
+lab.predict(
+    requests_of_each=None, between_the_engines=None
+)  # a list of two, the smaller first; messages between the engines for all tokens
+
 # %%
 QUESTIONS = [f"{name}: What is" for name in ("ROMEO", "JULIET", "HAMLET", "PUCK", "BOTTOM", "DUKE", "KENT", "FOOL")]
 STREAMS = (0, 1)  # clients
@@ -285,6 +310,9 @@ print(expected[0])
 
 # %% [markdown] tags=["predict"]
 # > **Predict.** Which of the eight clients get an error, which wait a little longer, and what does `/health` say?
+
+# %% tags=["predict"]
+lab.predict(errors=None, health=None)  # clients; a status
 
 # %%
 engines, answers, count = {}, [], Counter()
@@ -317,6 +345,7 @@ whole = [client for client in range(8) if client not in STREAMS]
 lab.claim("every whole answer is right", all(got[client] == (expected[client], None) for client in whole))
 lab.claim("what the streams said is right", all(expected[client].startswith(got[client][0]) for client in STREAMS))
 lab.claim("one stream ended with an error", sum(error is not None for _, error in got) == 1)
+lab.compare(errors=sum(error is not None for _, error in got), health=server.ask("/health")[0])
 
 # %% [markdown]
 # A request whose client has seen nothing can run again on the other engine, from its prompt, with the same seed: it produces the same text. A stream has
@@ -389,6 +418,8 @@ lab.table([(*pair, count) for pair, count in sorted(links(run).items())], "from"
 lab.claim(
     "the engines say nothing to each other", not any(one[:6] == other[:6] == "Engine" for one, other in links(run))
 )
+between = sum(count for (one, other), count in links(run).items() if one[:6] == other[:6] == "Engine")
+lab.compare(requests_of_each=sorted(shares.values()), between_the_engines=between)
 
 # %% [markdown]
 # Nothing crosses between engines: for a token the same crosses as with one engine, a share of the message that each step sends to the front end
@@ -401,6 +432,9 @@ lab.claim(
 # %% [markdown] tags=["predict"]
 # > **Predict.** In one step, the engine makes tokens for requests of both servers. How many output messages is that? What do the two servers
 # > say to each other?
+
+# %% tags=["predict"]
+lab.predict(messages_of_a_step=None, between_the_servers=None)  # at most
 
 # %%
 server = lab.Server("--api-server-count", "2", *FLAGS)
@@ -421,6 +455,10 @@ lab.claim("a step sends one message to each server, at most", max(per_step.value
 lab.claim(
     "no token is sent twice", sum(event.args["num_outputs"] for event in outputs) == len(run.named("sched.token"))
 )
+between = sum(
+    count for (one, other), count in links(run).items() if one.startswith("APIServer") and other.startswith("APIServer")
+)
+lab.compare(messages_of_a_step=max(per_step.values()), between_the_servers=between)
 
 # %% [markdown]
 # The same tokens, in one message for each server that has requests. It pays where the API process is the bottleneck: many streams, and an engine so fast that one

@@ -53,8 +53,19 @@ def read_source(path: Path) -> NotebookNode:
         cell.id = f"cell-{number:02d}"
         tags = cell.metadata.get("tags")
         cell.metadata = nbformat.from_dict({"tags": tags} if tags else {})
+    hide_answers(notebook)
     notebook.nbformat, notebook.nbformat_minor = 4, 5
     return notebook
+
+
+def hide_answers(notebook: NotebookNode) -> None:
+    """Between a prediction and the next text, JupyterLab shows outputs only when the reader opens them or runs the cells."""
+    hidden = False
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            hidden = "predict" in cell.metadata.get("tags", [])
+        elif hidden and "predict" not in cell.metadata.get("tags", []):
+            cell.metadata["jupyter"] = {"outputs_hidden": True}
 
 
 def execute(notebook: NotebookNode) -> NotebookNode:
@@ -63,7 +74,9 @@ def execute(notebook: NotebookNode) -> NotebookNode:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(FOLDER.parent), str(FOLDER.parent / "trace")])
     resources = {"metadata": {"path": str(FOLDER)}}
     client = NotebookClient(notebook, timeout=CELL_SECONDS, resources=resources, record_timing=False)
-    return client.execute()
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["NOTEBOOK_GUESSES"] = os.path.join(folder, "guesses.json")  # nobody has guessed yet
+        return client.execute()
 
 
 def write(notebook: NotebookNode, path: Path) -> None:

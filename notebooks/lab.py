@@ -7,6 +7,7 @@ import copy
 import inspect
 import io
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -33,6 +34,8 @@ GPT2_TOKENS = {
     5773: "asts", 7454: "Once", 15496: "Hello",
 }  # fmt: skip
 """An excerpt of GPT-2's vocabulary (vocab.json), for what is said of it: the bundled model has a vocabulary of its own."""
+GUESSES = Path(os.environ.get("NOTEBOOK_GUESSES", Path(__file__).resolve().with_name(".guesses.json")))
+"""What the reader predicted, by name: it outlives the kernel, and git ignores it. The build and the tests have one of their own."""
 NOT_HERE = "does not hold in this run"
 PATIENCE = 250  # seconds to wait for a server: only one that hangs takes so long
 warnings.filterwarnings("ignore", message="IProgress not found")  # of a progress bar that nothing here shows
@@ -172,6 +175,46 @@ def claim(sentence: str, holds: bool, measured: bool = False) -> None:
     if not holds and not measured:
         raise AssertionError(f"{NOT_HERE}: {sentence}")
     print(f"holds: {sentence}" if holds else f"{NOT_HERE} (is the machine busy?): {sentence}")
+
+
+def predict(**guesses: Any) -> None:
+    """Keep the reader's guesses (name=value, None: none yet) in GUESSES, until `compare` has the measured values."""
+    kept = _kept_guesses()
+    kept |= {name: guess for name, guess in guesses.items() if guess is not None}
+    GUESSES.write_text(json.dumps(kept, indent=1, default=str), encoding="utf-8")
+    for name in guesses:
+        print(
+            f"{name}: your guess is {kept[name]!r}"
+            if name in kept
+            else f"{name}: no guess yet; replace None, and run this cell"
+        )
+
+
+def compare(**measured: Any) -> None:
+    """Print what the reader guessed of each name beside what it is."""
+    kept = _kept_guesses()
+    for name, value in measured.items():
+        if name not in kept:
+            print(f"{name}: no guess yet; it is {value!r}")
+        elif _alike(kept[name], json.loads(json.dumps(value, default=str))):
+            print(f"{name}: you guessed {kept[name]!r}, and so it is")
+        else:
+            print(f"{name}: you guessed {kept[name]!r}, it is {value!r}")
+
+
+def _kept_guesses() -> dict[str, Any]:
+    """All guesses so far. A file that cannot be read counts as none."""
+    try:
+        kept = json.loads(GUESSES.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return kept if isinstance(kept, dict) else {}
+
+
+def _alike(guess: Any, value: Any) -> bool:
+    if isinstance(guess, str) and isinstance(value, str):
+        return guess.strip().casefold() == value.strip().casefold()
+    return bool(guess == value) or repr(guess) == repr(value)  # not a number is not equal to itself
 
 
 def check(

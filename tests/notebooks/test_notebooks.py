@@ -251,3 +251,64 @@ def test_a_check_names_what_is_unwritten(capsys: pytest.CaptureFixture[str]) -> 
     assert "yours    ValueError: no" in capsys.readouterr().out
     with pytest.raises(AssertionError, match="the real part raises in every case"):
         lab.check(wrong, wrong, [(1,), (2,)])
+
+
+def names(cell: nbformat.NotebookNode, function: str) -> list[str]:
+    """The keywords that `lab.FUNCTION(...)` gets in a cell."""
+    if cell.cell_type != "code" or f"lab.{function}(" not in cell.source:
+        return []
+    calls = (node for node in ast.walk(ast.parse(cell.source)) if isinstance(node, ast.Call))
+    return [
+        str(keyword.arg) for call in calls if ast.unparse(call.func) == f"lab.{function}" for keyword in call.keywords
+    ]
+
+
+@EACH
+def test_what_is_predicted_is_hidden_and_compared(source: Path) -> None:
+    """A cell for guesses follows each question, then outputs that are hidden; each guess is compared once, and not before."""
+    cells = build.read_source(source).cells
+    measured = [(name, place) for place, cell in enumerate(cells) for name in names(cell, "compare")]
+    guessed = {name: place for place, cell in enumerate(cells) for name in names(cell, "predict")}
+    assert guessed and sorted(guessed) == sorted(name for name, _ in measured)
+    assert not [name for name, place in measured if place <= guessed[name]]
+    for question, guess, answer in zip(cells, cells[1:], cells[2:]):
+        if question.cell_type == "markdown" and "predict" in question.metadata.get("tags", []):
+            assert names(guess, "predict") and guess.metadata == {"tags": ["predict"]}
+            assert answer.cell_type == "markdown" or answer.metadata.jupyter.outputs_hidden
+
+
+def test_guesses_have_names_of_their_own() -> None:
+    every = [name for path in SOURCES for cell in build.read_source(path).cells for name in names(cell, "predict")]
+    assert len(every) == len(set(every)), "they are kept by name"
+
+
+def test_guesses_are_kept_and_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(lab, "GUESSES", tmp_path / "guesses.json")
+    lab.predict(steps=8, texts=None, least=float("nan"))
+    assert "texts: no guess yet; replace None" in capsys.readouterr().out
+    lab.predict(steps=None, word=" Later", pair=(1, 2))  # run again without a guess: the one before stays
+    capsys.readouterr()
+    lab.compare(steps=9, word="later", pair=[1, 2], texts=3, least=float("nan"))
+    assert capsys.readouterr().out.splitlines() == [
+        "steps: you guessed 8, it is 9",
+        "word: you guessed ' Later', and so it is",
+        "pair: you guessed [1, 2], and so it is",
+        "texts: no guess yet; it is 3",
+        "least: you guessed nan, and so it is",
+    ]
+    for broken in ("{", "[1]", "\xff"):
+        lab.GUESSES.write_text(broken, encoding="latin-1")
+        lab.compare(steps=9)
+        assert capsys.readouterr().out == "steps: no guess yet; it is 9\n"
+
+
+def test_nobody_has_guessed_when_notebooks_are_built() -> None:
+    """Else what the reader guessed would stand in the outputs, and change them."""
+    make = nbformat.v4.new_code_cell
+    notebook = nbformat.v4.new_notebook(cells=[make("import lab; lab.predict(x=1); print(lab.GUESSES)")])
+    for _ in range(2):
+        build.execute(notebook)
+        path = Path(said(notebook.cells[0]).splitlines()[-1])
+        assert not path.exists() and not path.is_relative_to(build.FOLDER)
