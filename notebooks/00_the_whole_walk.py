@@ -101,10 +101,11 @@ lab.table(rows, "phase", "process", "ms", "event", "source")
 # %%
 from stagetrace import figures
 
-figure = figures.process_lanes(story, request.request_id)
-lab.picture(
-    figure,
-    "Above the API server, below it the three threads of the engine process. The same as text: figures.process_lanes_table(story, request_id).",
+lab.draw(
+    figures.process_lanes,
+    story,
+    "Above the API server, below it the three threads of the engine process.",
+    req=request.request_id,
 )
 
 # %% [markdown] tags=["predict"]

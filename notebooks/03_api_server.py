@@ -76,7 +76,7 @@ axes.set_ylim(-0.6, len(SPANS) + 0.4)
 axes.invert_yaxis()
 axes.set_xlabel("ms since the command line program started (hatched: the engine's process)")
 figure.tight_layout()
-plt.show()
+lab.picture(figure)
 
 # %%
 both = ms["engine.hello"] - ms["engine.spawned"], ms["server.state_ready"] - ms["output_processor.created"]

@@ -218,7 +218,7 @@ show_way_in("m20")
 # The same as a picture: the two processes over time, an arrow for each message.
 
 # %%
-lab.picture(process_lanes(story, req="m20"))
+lab.draw(process_lanes, story, req="m20")
 
 # %% [markdown]
 # Now the very first request. Does the beginning of the engine's work lie in its way?
@@ -271,7 +271,7 @@ axes.axvspan(10_000, 50_000, color="grey", alpha=0.3, label="what is often said"
 axes.set(xscale="log", xlabel="µs from send to decoded", ylabel="messages", title="The way between the two processes")
 axes.set_xticks([10, 100, 1000, 10_000, 100_000], ["10", "100", "1,000", "10,000", "100,000"])
 axes.legend(fontsize=8)
-plt.show()
+lab.picture(figure)
 
 # %% [markdown]
 # And the slowest? What ran in the receiving process between the two stamps of that message is in the recording:

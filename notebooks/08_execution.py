@@ -237,7 +237,7 @@ axes.set(
 axes.set_xticks([1, 10, 100, 1000], ["1", "10", "100", "1,000"])
 axes.set_yticks([1e-5, 1e-4, 1e-3, 0.01, 0.1], ["0.00001", "0.0001", "0.001", "0.01", "0.1"])
 axes.legend(fontsize=8, loc="lower left")
-plt.show()
+lab.picture(figure)
 
 # %% [markdown]
 # A draw depends on the request's seed, on how many tokens it has produced, and on its own logits: not on the batch. It is a race, in
@@ -513,7 +513,7 @@ axes.set_xticks([0.25, 1, 4, 16, 64, 256], ["0.25", "1", "4", "16", "64", "256"]
 axes.set_yticks([2, 5, 10, 20, 50, 100], ["2", "5", "10", "20", "50", "100"])
 axes.tick_params(which="minor", labelleft=False, labelbottom=False)
 axes.legend(fontsize=8)
-plt.show()
+lab.picture(figure)
 
 # %% [markdown]
 # It is the other way round. A prompt of n tokens reads every weight once and uses it n times; a decode uses it once. A decode of one request sits under
@@ -551,7 +551,7 @@ axes.set(
     title="The time of a step against the batch",
 )
 axes.legend(fontsize=8)
-plt.show()
+lab.picture(figure)
 growth = batch[32][2] / batch[1][2]
 print(f"32 requests take {growth:.1f} times as long as one: {growth / 32:.2f} of its time for each token")
 lab.claim(

@@ -260,7 +260,7 @@ axes.set(
     xlabel="token of the answer", ylabel="ms", ylim=(0, 1.35 * max(delays + gaps)), title="From token to chunk"
 )  # room for the legend
 axes.legend(fontsize=8)
-plt.show()
+lab.picture(figure)
 middle, step = sorted(delays)[len(delays) // 2], sorted(gaps)[len(gaps) // 2]
 print(f"{len(request.token_ns)} tokens, {len(request.chunk_ns)} chunks, of which one is [DONE]")
 print(f"median from token to chunk {middle:.2f} ms, from token to token {step:.2f} ms")
@@ -274,7 +274,7 @@ lab.claim("at the median a chunk leaves before the next token is there", middle 
 # And what each client waited for, by cause. (The parts add up: [`Latency`](../trace/stagetrace/read/latency.py).)
 
 # %%
-lab.picture(latency_breakdown(story))
+lab.draw(latency_breakdown, story)
 json_parts = of_request(next(r for name, r in story.requests.items() if "json" in name)).ttft
 lab.claim(
     "what the client of the whole answer waits for is mostly decode",

@@ -75,8 +75,8 @@ def live(requests, **flags):
     return Run(tell(read_run(folder).events), tokens, folder)
 
 
-def draw(figure):
-    lab.picture(figure, dpi=70)
+def draw(figure, story):
+    lab.draw(figure, story, dpi=70)
 
 
 SPEECH = "Now is the winter of our discontent made glorious summer by this sun of York; and all the clouds that lour'd upon our house "
@@ -110,7 +110,7 @@ lab.predict(static=None, continuous=None)  # steps in all
 
 # %%
 three = live(REQUESTS, max_num_seqs=3)
-draw(request_timeline(three.story))
+draw(request_timeline, three.story)
 
 # %%
 order = [(name, at, count) for name, at, _, count in sorted(REQUESTS, key=lambda r: r[1])]
@@ -156,7 +156,7 @@ lab.predict(steps_of_e=None, tokens_of_the_others=None)  # a number; "later" or 
 
 # %%
 chunks = live(REQUESTS, max_num_batched_tokens=16, max_num_seqs=8)
-draw(token_budget(chunks.story))
+draw(token_budget, chunks.story)
 
 # %%
 whole = live(REQUESTS, enable_chunked_prefill=False, max_num_batched_tokens=256)
@@ -254,8 +254,8 @@ lab.predict(who_goes=None, percent_more=None)  # the name of a request; tokens t
 
 # %%
 tight = live(REQUESTS, num_gpu_blocks_override=13, block_size=8, max_model_len=96, enable_prefix_caching=False)
-draw(request_timeline(tight.story))
-draw(block_map(tight.story))
+draw(request_timeline, tight.story)
+draw(block_map, tight.story)
 
 # %%
 for step in tight.story.steps:
@@ -313,7 +313,7 @@ PLAY = "KING RICHARD: what a piece of work is a man, how noble in reason, how in
 after = [(f"q{i}", 4 * i, PLAY + end, 10) for i, end in enumerate(("yes", "no", "I say", "yes"))]
 together = [(name, 0, prompt, count) for name, _, prompt, count in after]
 cached = live(after)
-draw(block_map(cached.story))
+draw(block_map, cached.story)
 rows = []
 for label, run in (
     ("one after another", cached),
@@ -371,7 +371,7 @@ class ShortestFirst(Scheduler):
 sys.path.append(str(folder))
 short = live(REQUESTS, max_num_seqs=2, scheduler_cls="my_scheduler:ShortestFirst")
 fair = live(REQUESTS, max_num_seqs=2)
-draw(request_timeline(short.story))
+draw(request_timeline, short.story)
 rows = []
 for label, run in (("first come", fair), ("shortest first", short)):
     begins = {

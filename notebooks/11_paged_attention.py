@@ -77,6 +77,78 @@ lab.compare(new_block_for=[n for n in (11, 12, 13) if -(-n // BLOCK_SIZE) > -(-(
 # Nothing is copied. A block table only ever grows at its end, which is why the scheduler can send the worker the new blocks alone
 # (notebook 08).
 #
+# ## The block, drawn
+#
+# The same in the real engine, with blocks of 4 tokens and a pool of 12: from the text to the tokens, to the request's own **logical blocks**, through the block table, to the
+# blocks of the pool. First a prompt, just computed. The token that was sampled last has no slot yet: its keys and values are computed in the next step.
+
+# %%
+from stagetrace.figures.paging import Moment, Paged, paged_requests, paged_requests_table
+
+drawn = LLM("gpt2-tiny", block_size=BLOCK_SIZE, num_gpu_blocks_override=12, max_model_len=40)
+manager, running = drawn.engine_core._core.scheduler.kv_cache_manager, drawn.engine_core._core.scheduler.running
+moments = []
+
+
+def add(name, prompt):
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    drawn.add_request(drawn.input_processor.process_inputs(name, prompt, greedy), prompt)
+
+
+def look(title):
+    """Draw what the KV-cache manager and its pool hold now, and name the same as text."""
+    requests = [
+        Paged(
+            r.request_id,
+            [drawn.tokenizer.token_text(token) for token in r.all_token_ids],
+            r.num_computed_tokens,
+            list(manager.block_table(r.request_id)),
+        )
+        for r in running
+    ]
+    before = {block for moment in moments[-1:] for request in moment.requests for block in request.block_table}
+    new = {block for request in requests for block in request.block_table} - before
+    cached = {block.block_id for block in manager.block_pool._by_hash.values()}
+    moments.append(Moment(requests, BLOCK_SIZE, 12, cached, new))
+    lab.picture(paged_requests(moments[-1], title), table=paged_requests_table(moments[-1]))
+
+
+add("a", "To be, or not to be: that")
+drawn.step()
+look("a: its prompt of 9 tokens lies in 3 blocks")
+
+# %% [markdown]
+# Three tokens more fill block 3. The one after them has no room: for it the scheduler takes a block from the pool and appends it to the table.
+
+# %%
+while running[0].num_computed_tokens < 13:
+    drawn.step()
+look("a: the 13th token takes a new block")
+lab.claim(
+    "one block is new, and it is the last of the table", moments[-1].new == {moments[-1].requests[0].block_table[-1]}
+)
+
+# %% [markdown]
+# Now a second request, which begins with the same eight tokens. Its first two blocks are there already: both tables name them, nothing is computed for them again. The
+# third block begins with another token (*what* instead of *that*), so it is another block, and all after it would be too.
+
+# %%
+add("b", "To be, or not to be: what")
+drawn.step()
+look("b shares its first two blocks with a")
+first, second = (request.block_table for request in moments[-1].requests)
+lab.claim(
+    "two blocks stand in both tables, in the same places",
+    first[:2] == second[:2] and not set(first[2:]) & set(second[2:]),
+)
+lab.claim(
+    "b got one block of its own, and its prompt took one step", len(second) == 3 and moments[-1].new == {second[2]}
+)
+drawn.shutdown()
+
+# %% [markdown]
+# Notebook 10 shows the same pool over time, with more requests than it has room for.
+#
 # ## The same attention, three ways
 #
 # One head, one query, ten keys. First with the keys in one piece, then gathered through the block table, then block by block.
@@ -295,7 +367,7 @@ share.set(xlabel="step", ylabel="%", ylim=(0, 105), title="Share of the held slo
 slots.legend(fontsize=8)
 share.legend(fontsize=8, loc="upper right", bbox_to_anchor=(1, 0.78))
 figure.tight_layout()
-plt.show()
+lab.picture(figure)
 
 # %% [markdown]
 # The space between the tokens and the line above them is waste. With pages it is the unfilled rest of each request's last block, less than one block each; towards

@@ -90,12 +90,18 @@ complaint("bug_starvation")
 # > better off? What could make a preempted request wait that long?
 
 # %% tags=["predict"]
-lab.predict(waits_longest=None)  # "r0", "r1", ...
+lab.predict(
+    put_back=None
+)  # "first" or "last": where in the queue does the second engine put a request that it preempts?
 
 # %%
-lab.picture(request_timeline(runs["bug_starvation_healthy"]))
-lab.picture(request_timeline(runs["bug_starvation"]))
-lab.compare(waits_longest=max(pauses("bug_starvation"), key=lambda row: row[2])[0])
+lab.draw(request_timeline, runs["bug_starvation_healthy"])
+lab.draw(request_timeline, runs["bug_starvation"])
+events = read_run(lab.RECORDED / "bug_starvation")
+sent_away = {event.step: event.req for event in events.named("sched.preempt")}
+held_back = [event for event in events.named("sched.held_back") if event.step in sent_away]
+is_first = all(event.args["first"] == sent_away[event.step] for event in held_back)
+lab.compare(put_back="first" if is_first else "last")
 
 # %% [markdown]
 # In the upper picture, whoever was sent away comes back before a newcomer is let in. In the lower one newcomers begin while preempted
@@ -395,10 +401,10 @@ print("case 2:", truth_2())
 from buggy_schedulers import Leaking, Stalling
 
 lab.source(Leaking)
-lab.picture(block_map(runs["bug_leak"]))
+lab.draw(block_map, runs["bug_leak"])
 
 # %%
 print("case 3:", truth_3())
 lab.source(Stalling)
-lab.picture(token_budget(runs["bug_stall_healthy"]))
-lab.picture(token_budget(runs["bug_stall"]))
+lab.draw(token_budget, runs["bug_stall_healthy"])
+lab.draw(token_budget, runs["bug_stall"])

@@ -263,7 +263,7 @@ for axes, form in zip(both, ("tp 2", "pp 2")):
                     edgecolor="white",
                 )
     axes.set(yticks=range(len(lanes)), yticklabels=lanes, title=f"-{form}", xlabel="ms", ylim=(1.6, -0.6))
-plt.show()
+lab.picture(figure)
 
 # %% [markdown]
 # With one request there is nothing to run beside it: then one stage waits while the other works, and a token comes no sooner than from one worker.
@@ -389,7 +389,7 @@ axes.axvline((lost.ts - begin) / 1e6, color="black")
 axes.set(
     xlabel="ms", ylabel="request", title="On engine 0 (blue) and engine 1 (orange, hatched), which is lost at the line"
 )
-plt.show()
+lab.picture(figure)
 
 # %% [markdown]
 # And what crosses? Every event that was caused by another process names its cause. So the recording shows which process ever sent anything to which:

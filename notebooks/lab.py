@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from stagetrace import trace
+from stagetrace import Story, figures, trace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -147,15 +147,41 @@ def _is_number(text: str) -> bool:
     return text.lstrip("-").replace(",", "").replace(".", "", 1).isdigit()
 
 
-def picture(figure: Figure, caption: str = "", dpi: int = 80) -> None:
-    """Show a figure, small enough for a notebook, with a sentence below it."""
+def draw(make: Callable[..., Figure], story: Story, caption: str = "", dpi: int = 80, **given: Any) -> None:
+    """Show one of stagetrace's figures of a recording, and its table."""
+    table_of = getattr(figures, f"{make.__name__}_table")
+    known = {name: value for name, value in given.items() if name in inspect.signature(table_of).parameters}
+    picture(make(story, **given), caption, dpi, table_of(story, **known))
+
+
+def picture(figure: Figure, caption: str = "", dpi: int = 80, table: str = "") -> None:
+    """Show a figure, small enough for a notebook, a sentence below it, and the table that says the same. For who does not see it:
+    the picture's alternative text is what its axes say, and the beginning of the table."""
     from IPython.display import Image, Markdown, display
+    from matplotlib import pyplot
 
     data = io.BytesIO()
     figure.savefig(data, format="png", dpi=dpi, bbox_inches="tight")
-    display(Image(data.getvalue()))
+    pyplot.close(figure)  # else it is shown once more at the end of the cell
+    alt = ". ".join(filter(None, [*_labels(figure), caption.rstrip("."), table]))
+    display(Image(data.getvalue(), alt=_shortened(alt, 500)))
     if caption:
         display(Markdown(f"*{caption}*"))
+    if table:
+        text = f"<details><summary>The same as text</summary>\n\n```text\n{_shortened(table, 4000)}\n```\n\n</details>"
+        display(Markdown(text))
+
+
+def _labels(figure: Figure) -> Iterator[str]:
+    """What is written at a figure's axes: titles, what is drawn against what, and the names of what is in it."""
+    yield figure.get_suptitle()
+    for axes in figure.axes:
+        yield axes.get_title()
+        if axes.get_xlabel() or axes.get_ylabel():
+            yield f"{axes.get_ylabel() or 'rows'} over {axes.get_xlabel() or 'columns'}"
+        rows = [label.get_text() for label in axes.get_yticklabels()]
+        yield ", ".join(rows if any(row and not _is_number(row) for row in rows) else [])
+        yield ", ".join(axes.get_legend_handles_labels()[1])
 
 
 def source(thing: Any, first: int | None = None, last: int | None = None) -> None:

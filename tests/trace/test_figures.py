@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections import Counter
 from pathlib import Path
@@ -13,7 +14,7 @@ from invented_run import InventedRun, invent
 from stagetrace import Recording, Story, figures, read_run, tell
 from stagetrace.__main__ import main
 from stagetrace.errors import TraceError
-from stagetrace.figures import blocks, breakdown, budget, lanes, timeline
+from stagetrace.figures import blocks, breakdown, budget, lanes, paging, timeline
 from stagetrace.figures.names import ranges, short_names
 
 RECORDED = Path(__file__).parent.parent.parent / "trace" / "recorded"
@@ -280,3 +281,34 @@ def test_the_command_says_what_is_wrong(arguments: list[str], message: str, caps
     assert main(["figure", str(RECORDED / "one_request"), *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def paged(block_size: int = 4) -> paging.Moment:
+    a = paging.Paged("a", [" to", "be", "\n", "or", "not"], 4, [3, 1][: -(-4 // block_size)])
+    b = paging.Paged("b", [" to", "be", "\n", "or", "x", "y"], 5, [3, 2])
+    return paging.Moment([a, b], block_size, 6, cached={3, 5}, new={2})
+
+
+def test_paged_requests_say_where_each_token_lies() -> None:
+    moment = paged()
+    assert [moment.holders(block) for block in range(6)] == [[], [], [1], [0, 1], [], []]
+    assert moment.look(3) == blocks.SHARED and moment.look(2) != moment.look(3)
+    assert moment.look(5) == blocks.CACHED and moment.look(4) == blocks.FREE
+    assert moment.slots(3) == [" to", "be", "\n", "or"] and moment.slots(2) == ["x"] and moment.slots(4) == []
+    _, *lines = paging.paged_requests_table(moment).splitlines()
+    assert [line.split()[:3] for line in lines] == [["a", "0", "3"], ["b", "0", "3"], ["b", "1", "2"]]
+    assert "·to be \\n or" in lines[0] and lines[0].endswith("shared with b")
+    assert lines[1].endswith("shared with a") and lines[2].split()[3:] == ["x", "3", "new"]
+
+
+def test_paged_requests_are_drawn() -> None:
+    figure = paging.paged_requests(paged(), "title")
+    (axes,) = figure.axes
+    texts = [text.get_text() for text in axes.texts]
+    assert "logical block 1  →  block 2" in texts and "2  new" in texts and "0  the null block" in texts
+    assert texts.count("·to") == 3, "in both requests' tokens, and once in the pool"
+    (legend,) = figure.legends
+    assert {"a", "b", "shared", "free, still cached"} <= {text.get_text() for text in legend.get_texts()}
+    for wrong in ([], [*paged().requests] * 2):
+        with pytest.raises(ValueError, match="room for one or two"):
+            paging.paged_requests(dataclasses.replace(paged(), requests=wrong))
