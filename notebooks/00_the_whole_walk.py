@@ -1,6 +1,8 @@
 # %% [markdown]
 # # 00 The whole walk
 #
+# *Before: nothing · about 40 minutes with the exercise*
+#
 # **Question.** A client sends `POST /v1/completions` and sees text appear. Between the first byte of the request and the last
 # chunk of the answer, which code runs, in which process, and where does the time go?
 #

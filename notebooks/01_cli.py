@@ -1,6 +1,8 @@
 # %% [markdown]
 # # 01 The command line
 #
+# *Before: [00](00_the_whole_walk.ipynb) · about 40 minutes with the exercise*
+#
 # **Question.** Between typing `stages serve gpt2-tiny` and the first line of the command's own code: what is imported, what is parsed,
 # and who decides the value of each setting?
 #

@@ -1,6 +1,8 @@
 # %% [markdown]
 # # 02 serve
 #
+# *Before: [01](01_cli.ipynb) · about 35 minutes with the exercise*
+#
 # **Question.** `stages serve` has a positional model, a flag `--model`, an environment variable and a config file. Which model is served, where are
 # its files found, and which processes will run?
 #

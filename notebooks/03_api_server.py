@@ -1,6 +1,8 @@
 # %% [markdown]
 # # 03 The API server starts
 #
+# *Before: [02](02_serve.ipynb) · about 45 minutes with the exercise*
+#
 # **Question.** A server must bind a port, start an engine that loads a model, import a web framework and build an application. In which order, and
 # what happens at the same time?
 #
@@ -21,6 +23,7 @@ import matplotlib.pyplot as plt
 
 from stage02_server import api_server
 from stagetrace import read_run
+from stagetrace.figures.style import request_look
 
 lab.source(api_server.run_server_worker)
 
@@ -64,7 +67,7 @@ for row, (process, _, a, b) in enumerate(SPANS):
         row,
         ms[b] - ms[a],
         left=ms[a],
-        color="#4477aa" if api else "#ddaa33",
+        color=request_look(0 if api else 1).face,
         hatch="" if api else "///",
         edgecolor="black",
     )
@@ -142,7 +145,7 @@ print(
 # ## Application, routes, state
 #
 # `build_app` makes an application that knows no model: its middleware and the routes below. `init_app_state` puts the services and the handlers where
-# the routes look for them, and installs the features that the model and the flags ask for. That they are two steps is what lets the application be built
+# the routes look for them, and installs the features that the model and the flags ask for. That these are two things is what lets the application be built
 # while the engine loads.
 
 # %%

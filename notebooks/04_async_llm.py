@@ -1,6 +1,8 @@
 # %% [markdown]
 # # 04 AsyncLLM: the front end of the engine
 #
+# *Before: [00](00_the_whole_walk.ipynb) · about 35 minutes with the exercise*
+#
 # **Question.** The model knows integers, the client knows text, and many clients wait at once. What stands between them, and how can one background task
 # serve all of them?
 #

@@ -1,6 +1,8 @@
 # %% [markdown]
 # # 05 EngineCore starts
 #
+# *Before: [03](03_api_server.ipynb), [04](04_async_llm.ipynb) · about 50 minutes with the exercise*
+#
 # **Question.** The engine is a process of its own. How is it started, how do the two processes find each other, how much memory does it take for weights
 # and KV cache, and what does it do while nobody asks anything?
 #

@@ -1,6 +1,8 @@
 # %% [markdown]
 # # 06 A request arrives
 #
+# *Before: [03](03_api_server.ipynb) · about 45 minutes with the exercise*
+#
 # **Question.** A body of JSON becomes a prompt and a set of sampling parameters. What is checked on the way, in which layer, and what does a client hear when something is wrong?
 #
 # | part | here | vLLM |

@@ -1,6 +1,8 @@
 # %% [markdown]
 # # 07 Into the engine: a request becomes one message
 #
+# *Before: [04](04_async_llm.ipynb), [05](05_engine_core.ipynb) · about 60 minutes with the exercise*
+#
 # **Question.** A request was validated: a prompt and its sampling parameters. How does it get from the server's event loop into the
 # engine process, which bytes cross the border between the two, and what does the crossing cost?
 #

@@ -1,6 +1,8 @@
 # %% [markdown]
 # # 08 Execution: one step, taken apart
 #
+# *Before: [05](05_engine_core.ipynb) · about 90 minutes with the exercise*
+#
 # **Question.** Requests wait, and a moment later each of them has a token more. What exactly happens in one step of the engine:
 # who decides, what does the model see, where do keys and values go, and how do logits become a token? And which part of it is
 # limited by arithmetic, which by memory?
@@ -533,14 +535,14 @@ axes.plot(
     BATCHES,
     [moved / bandwidth * 1e3 for _, moved, _ in batch.values()],
     "--",
-    color="#0072b2",
+    color="black",
     label="memory: at least",
 )
 axes.plot(
     BATCHES,
     [operations / peak * 1e3 for operations, _, _ in batch.values()],
     ":",
-    color="#d55e00",
+    color="black",
     label="arithmetic: at least",
     linewidth=2,
 )

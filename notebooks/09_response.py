@@ -1,6 +1,8 @@
 # %% [markdown]
 # # 09 The response: from token ids to text that may leave
 #
+# *Before: [04](04_async_llm.ipynb), [08](08_execution.ipynb) · about 75 minutes with the exercise*
+#
 # **Question.** The engine sends token ids, the client sees text appear. Why is that not simply `decode(ids)`, who notices a stop
 # string, and what exactly goes over the wire?
 #
@@ -33,6 +35,7 @@ from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import SamplingParams
 from stagetrace import read_run, tell
 from stagetrace.figures import latency_breakdown
+from stagetrace.figures.style import KINDS
 from stagetrace.read.latency import of_request
 
 tokenizer = init_tokenizer_from_configs(EngineArgs.from_kwargs(model="gpt2-tiny"))
@@ -69,7 +72,7 @@ lab.compare(tokens=len(ids), decoded_one_by_one="".join(row[2] for row in rows))
 # U+FFFD (�) stands for bytes that are no character. Sent once, it cannot be taken back. So bytes wait until they are whole, and the
 # client gets nothing for a token that ends in the middle of a character.
 #
-# Could one decode everything again after each token, and send what is new? It would be right, and its cost would grow with the square of the
+# Could one turn everything into text again after each token, and send what is new? It would be right, and its cost would grow with the square of the
 # length:
 
 # %%
@@ -244,7 +247,7 @@ figure, axes = plt.subplots(figsize=(8, 3))
 axes.bar(
     range(1, len(delays) + 1),
     delays,
-    color="#e69f00",
+    color=KINDS["wait"].face,
     edgecolor="black",
     linewidth=0.4,
     label="from the token in the engine to its chunk",
@@ -253,7 +256,7 @@ axes.plot(
     range(2, len(gaps) + 2),
     gaps,
     ".-",
-    color="#0072b2",
+    color="black",
     label="from the token before it to the token: a step of the engine",
 )
 axes.set(

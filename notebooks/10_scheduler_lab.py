@@ -1,6 +1,8 @@
 # %% [markdown]
 # # 10 The scheduler's laboratory
 #
+# *Before: [08](08_execution.ipynb) · about 80 minutes with the exercise*
+#
 # **Question.** Requests of all lengths come and go. How do they share one engine, and what does each rule of the scheduler change:
 # the batch, the token budget, chunks, preemption, the prefix cache?
 #

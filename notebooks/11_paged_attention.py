@@ -1,6 +1,8 @@
 # %% [markdown]
 # # 11 Paged attention: the keys and values of a request may lie anywhere
 #
+# *Before: [08](08_execution.ipynb) · about 105 minutes with the exercise*
+#
 # **Question.** A request's keys and values are kept so that they are computed once only. Nobody knows beforehand how long the
 # request will become. How can its memory grow token by token, without moving anything and without reserving the most that it
 # might need, and why does attention not notice?
@@ -39,6 +41,7 @@ from stage04_kernels.lab.cases import make_attention_case, make_metadata
 from stage04_kernels.lab.tolerances import TOLERANCES
 from stage04_kernels.paged_attention import paged_attention_torch, write_kv, write_then_attend
 from stagetrace import read_run, tell
+from stagetrace.figures.style import KINDS
 
 torch.manual_seed(0)
 torch.set_grad_enabled(False)
@@ -357,7 +360,7 @@ lab.claim(
 figure, (slots, share) = plt.subplots(1, 2, figsize=(10, 3.2))
 tokens, *ways = list(zip(*rows))[:4]
 steps = range(1, len(rows) + 1)
-slots.fill_between(steps, tokens, color="#56b4e9", label="tokens")
+slots.fill_between(steps, tokens, color=KINDS["decode"].face, label="tokens")
 for (name, style), held in zip((("pages", "-"), ("asked for", "--")), ways):
     slots.plot(steps, held, style, color="black", label=name)
 slots.set(xlabel="step", ylabel="slots", ylim=(0, None), title="Slots held (longest: up to " + f"{max(ways[2]):,})")

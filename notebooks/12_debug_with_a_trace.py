@@ -1,6 +1,8 @@
 # %% [markdown]
 # # 12 Debug with a trace
 #
+# *Before: [10](10_scheduler_lab.ipynb) · about 60 minutes with the exercise*
+#
 # **Question.** Three engines answer every request correctly, and yet their users complain. There is a bug in each scheduler. You have
 # no debugger and cannot run them again: you have their recordings, and a recording of the same requests on a healthy engine. Where is
 # the bug?

@@ -1,6 +1,8 @@
 # %% [markdown]
 # # 13 More than one
 #
+# *Before: [05](05_engine_core.ipynb), [08](08_execution.ipynb) · about 75 minutes with the exercise*
+#
 # **Question.** One process has one core's worth of Python, one device and one machine. vLLM can have more of each: workers, pipeline stages,
 # engines, API servers. What is split in each form, what crosses between the processes for a token, and when does it pay?
 #
@@ -30,6 +32,7 @@ import matplotlib.pyplot as plt
 from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import SamplingParams
 from stagetrace import read_run
+from stagetrace.figures.style import KINDS, request_look
 
 LAYERS, HIDDEN, VOCABULARY, BYTES = 6, 256, 2048, 4  # gpt2-tiny, computed in float32
 PROMPTS = ["To be, or not to be", "ROMEO:", "KING HENRY: What news", "My lord,"]
@@ -253,13 +256,13 @@ for axes, form in zip(both, ("tp 2", "pp 2")):
     run = runs[form]
     lanes = [name for name in processes(run) if name.startswith("Worker")]
     begin, last = quickest(run)
-    for name, kind, colour in (("model.forward", None, "tab:blue"), ("worker.collective", "receive", "lightsteelblue")):
+    for name, kind, state in (("model.forward", None, "model"), ("worker.collective", "receive", "wait")):
         for lane, start, stop in spans(run, name, kind):
             if start >= begin and stop <= last:
                 axes.broken_barh(
                     [((start - begin) / 1e6, (stop - start) / 1e6)],
                     (lanes.index(lane) - 0.4, 0.8),
-                    color=colour,
+                    color=KINDS[state].face,
                     edgecolor="white",
                 )
     axes.set(yticks=range(len(lanes)), yticklabels=lanes, title=f"-{form}", xlabel="ms", ylim=(1.6, -0.6))
@@ -381,7 +384,8 @@ for row, request in enumerate(order):
     own = [event for event in routed if event.req == request]
     ends = [event.ts for event in own[1:]] + [max(event.ts for event in run.of_request(request))]
     for event, end in zip(own, ends):
-        colour, hatch = ("tab:blue", "") if event.args["engine"] == 0 else ("tab:orange", "//")
+        engine = event.args["engine"]
+        colour, hatch = request_look(engine).face, "//" if engine else ""
         axes.barh(
             row, (end - event.ts) / 1e6, 0.8, (event.ts - begin) / 1e6, color=colour, hatch=hatch, edgecolor="white"
         )

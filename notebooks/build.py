@@ -16,6 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import glossary
 import jupytext
 import nbformat
 from lab import NOT_HERE
@@ -54,6 +55,7 @@ def read_source(path: Path) -> NotebookNode:
         tags = cell.metadata.get("tags")
         cell.metadata = nbformat.from_dict({"tags": tags} if tags else {})
     hide_answers(notebook)
+    link_terms(notebook)
     notebook.nbformat, notebook.nbformat_minor = 4, 5
     return notebook
 
@@ -66,6 +68,14 @@ def hide_answers(notebook: NotebookNode) -> None:
             hidden = "predict" in cell.metadata.get("tags", [])
         elif hidden and "predict" not in cell.metadata.get("tags", []):
             cell.metadata["jupyter"] = {"outputs_hidden": True}
+
+
+def link_terms(notebook: NotebookNode) -> None:
+    """The first use of each word of the glossary becomes a link to it."""
+    linker = glossary.Linker()
+    for cell in notebook.cells[1:]:
+        if cell.cell_type == "markdown":
+            cell.source = linker.cell(cell.source)
 
 
 def execute(notebook: NotebookNode) -> NotebookNode:
@@ -116,6 +126,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Execute the notebooks' sources and write the .ipynb files.")
     parser.add_argument("names", nargs="*", metavar="NN", help="beginnings of names; all if not given")
     names = parser.parse_args().names
+    glossary.PAGE.write_text(glossary.page(), encoding="utf-8")
     for path in sources():
         if not names or path.name.startswith(tuple(names)):
             start = time.perf_counter()

@@ -47,7 +47,11 @@ def links(source: Path) -> dict[str, str]:
     """Link as the notebook has it -> the file from JupyterLab's root."""
     cells = nbformat.read(source.with_suffix(".ipynb"), as_version=4).cells
     text = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
-    targets = [t for t in re.findall(r"(?<!!)\[[^\[\]]+\]\(([^)\s]+)\)", text) if not t.startswith(("http", "#"))]
+    targets = [
+        t
+        for t in re.findall(r"(?<!!)\[[^\[\]]+\]\(([^)\s]+)(?: \"[^\"]*\")?\)", text)
+        if not t.startswith(("http", "#"))
+    ]
     return {target: os.path.relpath(build.FOLDER / target.partition("#")[0], root()) for target in targets}
 
 

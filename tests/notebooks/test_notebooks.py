@@ -9,6 +9,7 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
@@ -17,6 +18,7 @@ from answers import ANSWERS, Answer
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT / "notebooks"))
 import build  # noqa: E402
+import glossary  # noqa: E402
 import lab  # noqa: E402
 
 SOURCES = build.sources()
@@ -178,7 +180,7 @@ def defined(path: Path) -> set[str]:
 def broken_links(text: str, folder: Path) -> list[str]:
     """Links to files that do not exist, and names in link texts that the linked Python file does not define."""
     broken = []
-    for label, target in re.findall(r"(?<!!)\[([^\[\]]+)\]\(([^)\s]+)\)", text):
+    for label, target in re.findall(r"(?<!!)\[([^\[\]]+)\]\(([^)\s]+)(?: \"[^\"]*\")?\)", text):
         if target.startswith(("http", "#")):
             continue
         path = folder / target.partition("#")[0]
@@ -354,3 +356,69 @@ def test_nobody_has_guessed_when_notebooks_are_built() -> None:
         build.execute(notebook)
         path = Path(said(notebook.cells[0]).splitlines()[-1])
         assert not path.exists() and not path.is_relative_to(build.FOLDER)
+
+
+@EACH
+def test_a_notebook_says_what_comes_before_and_how_long_it_takes(source: Path) -> None:
+    title, _, line, *_ = build.read_source(source).cells[0].source.splitlines()
+    found = re.fullmatch(r"\*Before: (.+) · about (\d+) minutes with the exercise\*", line)
+    assert found, line
+    before = re.findall(r"\[(\d\d)\]", found[1])
+    assert all(number < title[2:4] for number in before) and (before or found[1] == "nothing")
+    row = next(
+        row for row in (build.FOLDER / "README.md").read_text(encoding="utf-8").splitlines() if source.stem in row
+    )
+    assert row.endswith(f"| {', '.join(before) or '–'} | {found[2]} |")
+
+
+def test_the_glossary_is_made_from_its_source() -> None:
+    assert glossary.PAGE.read_text(encoding="utf-8") == glossary.page(), "run: make notebooks-build"
+    assert not broken_links(glossary.page(), build.FOLDER)
+    for term in glossary.read():
+        assert not set('"|\n<>`') & set(term.says) and term.says.endswith("."), term.name
+    headings = re.findall(r"^## (.+)$", glossary.page(), re.M)
+    assert sorted(headings, key=str.lower) == headings and len(headings) >= 40
+
+
+def test_each_word_of_the_glossary_is_linked_where_it_is_used_first() -> None:
+    anchors = [
+        re.findall(r"\]\(GLOSSARY\.md#(\S+) ", "\n".join(cell.source for cell in build.read_source(path).cells))
+        for path in SOURCES
+    ]
+    assert all(len(found) == len(set(found)) for found in anchors)
+    assert set().union(*anchors) <= {term.anchor for term in glossary.read()}
+
+
+def test_words_are_linked_in_plain_text_only() -> None:
+    linker = glossary.Linker()
+    untouched = "# A step\n`step` [a step](x) <i title='step'>\n| step |\n```\nstep\n```\nstepwise two-step"
+    assert linker.cell(untouched) == untouched
+    first, second = linker.cell("**Steps** + a block table, a block").split(" + ")
+    assert first.startswith("**[Steps](GLOSSARY.md#step ") and first.endswith('")**')
+    assert second.startswith("a [block table](GLOSSARY.md#block-table ") and "a [block](GLOSSARY.md#block " in second
+    assert linker.cell("step, Steps, blocks") == "step, Steps, blocks", "once in a notebook"
+    assert "[" not in linker.cell("itl") and "[ITL]" in linker.cell("ITL"), "an abbreviation is written in capitals"
+
+
+@EACH
+def test_each_picture_has_an_alternative_text(source: Path, built: nbformat.NotebookNode) -> None:
+    outputs = [output for cell in built.cells if cell.cell_type == "code" for output in cell.outputs]
+    pictures = [output for output in outputs if "image/png" in output.get("data", {})]
+    assert all(output.metadata["image/png"]["alt"].strip() for output in pictures)
+    assert not [text for output in pictures if "Figure" in (text := output.metadata["image/png"]["alt"])]
+
+
+def test_the_alternative_text_is_what_the_axes_and_the_table_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    from IPython import display
+    from matplotlib import pyplot
+
+    shown: list[Any] = []
+    monkeypatch.setattr(display, "display", shown.append)
+    figure, axes = pyplot.subplots()
+    axes.plot([1, 2], [3, 4], label="decodes")
+    axes.set(xlabel="step", ylabel="ms", title="Waits")
+    lab.picture(figure, "A caption.", table="r0 1\nr1 2")
+    image, caption, table = shown
+    assert image._repr_mimebundle_()[1]["image/png"]["alt"] == "Waits. ms over step. decodes. A caption. r0 1\nr1 2"
+    assert caption.data == "*A caption.*" and "<summary>" in table.data and "r1 2" in table.data
+    assert not pyplot.get_fignums(), "else it is shown twice"

@@ -46,6 +46,13 @@ _COLOURS = ["#0072b2", "#e69f00", "#009e73", "#f0e442", "#cc79a7", "#56b4e9", "#
 _HATCHES = [["", "\\\\", "..", "", "//", "", "xx"], ["++", "oo", "--", "xx", "||", "..", "\\\\"]]
 
 
+def css_colours() -> dict[str, str]:
+    """Name of a CSS variable -> colour, of what has a colour of its own on every page: what a request does, and who it is. (Waiting, cached and
+    free are greys of the page.)"""
+    colours = {kind: KINDS[kind].face for kind in ("prefill", "decode", "preempted")}
+    return colours | {f"hue-{place}": colour for place, colour in enumerate(_COLOURS)}
+
+
 def request_look(place: int) -> Look:
     """The look of the request at a place in the order of arrival; after 14 they repeat, and only names tell requests apart."""
     colour = _COLOURS[place % len(_COLOURS)]

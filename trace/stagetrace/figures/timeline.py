@@ -31,7 +31,7 @@ HALF = 0.38  # of the height of a bar
 MARKS = {
     "prefix hit": ("^", "white"),
     "finished": ("s", "black"),
-    "aborted": ("X", "#d55e00"),
+    "aborted": ("X", "black"),
     "recording ends": (">", "white"),
 }
 

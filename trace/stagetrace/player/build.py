@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from stagetrace.figures.style import KINDS, request_look
+from stagetrace.figures.style import css_colours
 from stagetrace.player.data import page_data
 from stagetrace.read.reader import Recording, Run
 
@@ -41,9 +41,7 @@ def page(recording: str | Path | Recording | Run, compare: str | Path | Recordin
 
 def _colours() -> str:
     """The figures' colours: a request, and what it does, look the same there and here."""
-    colours = {kind: KINDS[kind].face for kind in ("prefill", "decode", "preempted")}
-    colours |= {f"hue-{place}": request_look(place).face for place in range(7)}
-    return f":root {{ {' '.join(f'--{name}: {colour};' for name, colour in colours.items())} }}\n"
+    return f":root {{ {' '.join(f'--{name}: {colour};' for name, colour in css_colours().items())} }}\n"
 
 
 def _template(name: str) -> str:

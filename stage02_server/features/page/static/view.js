@@ -82,7 +82,7 @@ class EngineView {
   }
 
   #hue(id) {
-    return colour(`--hue-${((this.state.labels.get(id) ?? 1) - 1) % 8}`);
+    return colour(`--hue-${((this.state.labels.get(id) ?? 1) - 1) % 7}`);
   }
 
   /** A canvas of the size that it has on the page, cleared, in CSS pixels. */
@@ -146,7 +146,7 @@ class EngineView {
         pen.fillStyle = this.#hue(id);
         if (tokens && ofPrompt) pen.fillRect(x, y + 2, Math.max(1, column - 1), row - 4);
         else if (tokens) pen.fillRect(x, y + 7, Math.max(1, column - 1), row - 14);
-        pen.fillStyle = colour("--warn");
+        pen.fillStyle = colour("--preempted");
         if (done.preempted.has(id)) pen.fillText("×", x, y + row / 2);
       });
     });
