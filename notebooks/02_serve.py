@@ -77,7 +77,7 @@ lab.table(
 )
 lab.claim("the tag and the flag alone give the same model", choose("gpt2")[0] == choose(None, "gpt2")[0] == "gpt2")
 results = [outcome(choose, *one) for one in cases]
-lab.compare(served=["error" if "Error" in model else model for model, _ in results])
+lab.compare(served=["error" if "Error" in model else model.replace("gpt-2", "gpt2") for model, _ in results])
 
 # %% [markdown]
 # ## Where its files are

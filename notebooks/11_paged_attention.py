@@ -46,6 +46,7 @@ from stagetrace.figures.style import KINDS
 torch.manual_seed(0)
 torch.set_grad_enabled(False)
 torch.set_num_threads(1)
+get_backend("triton-interpret")  # before the engine imports Triton: its interpreter takes over
 
 # %% [markdown]
 # ## Blocks and slots
@@ -247,7 +248,6 @@ print("largest difference to contiguous:", (online - contiguous).abs().max().ite
 # a prompt. Here Triton's interpreter runs it, with numpy. The last of these ten tokens asks what `query` asks.
 
 # %%
-get_backend("triton-interpret")  # before Triton is imported: its interpreter takes over
 from stage04_kernels.triton_kernels.one_head import attend_one_head
 
 queries = torch.cat([torch.randn(9, len(query)), query[None]])
@@ -426,6 +426,7 @@ for Reserving.reserve in RESERVE:
             num_gpu_blocks_override=65,
             enable_prefix_caching=False,
             scheduler_cls=f"{__name__}:Reserving",
+            num_threads=1,
         ) as llm,
         lab.record("LLM") as folder,
     ):

@@ -26,6 +26,7 @@ from nbformat import NotebookNode
 FOLDER = Path(__file__).resolve().parent
 CELL_SECONDS = 300  # nothing but a hang takes so long, however busy the machine is
 KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
+COVER = "(hidden: guess first)\n"
 SETUP = """\
 # The notebooks run in the environment that `make notebooks` makes. Where that is missing, this cell says so; else it does nothing.
 import importlib.util
@@ -97,9 +98,15 @@ def write(notebook: NotebookNode, path: Path) -> None:
     notebook.metadata = nbformat.from_dict({"kernelspec": KERNEL, "language_info": {"name": "python"}})
     for cell in notebook.cells:
         if cell.cell_type == "code":
-            cell.outputs = _joined(cell.outputs)
+            cell.outputs = _joined([*_cover(cell), *cell.outputs])
     text = _neutral(nbformat.writes(notebook, version=4, indent=1, sort_keys=True))
     path.write_text(text.rstrip("\n") + "\n", encoding="utf-8")
+
+
+def _cover(cell: NotebookNode) -> list[NotebookNode]:
+    """JupyterLab shows the first line of what is hidden, so that line must not be the answer."""
+    hidden = cell.outputs and cell.metadata.get("jupyter", {}).get("outputs_hidden")
+    return [nbformat.v4.new_output("stream", name="stdout", text=COVER)] if hidden else []
 
 
 def _joined(outputs: list[NotebookNode]) -> list[NotebookNode]:

@@ -144,7 +144,7 @@ def _cell(value: Any) -> str:
 
 
 def _is_number(text: str) -> bool:
-    return text.lstrip("-").replace(",", "").replace(".", "", 1).isdigit()
+    return text.lstrip("-−").replace(",", "").replace(".", "", 1).isdigit()
 
 
 def draw(make: Callable[..., Figure], story: Story, caption: str = "", dpi: int = 80, **given: Any) -> None:
@@ -179,7 +179,7 @@ def _labels(figure: Figure) -> Iterator[str]:
         yield axes.get_title()
         if axes.get_xlabel() or axes.get_ylabel():
             yield f"{axes.get_ylabel() or 'rows'} over {axes.get_xlabel() or 'columns'}"
-        rows = [label.get_text() for label in axes.get_yticklabels()]
+        rows = [label.get_text().replace("\n", " ") for label in axes.get_yticklabels()]
         yield ", ".join(rows if any(row and not _is_number(row) for row in rows) else [])
         yield ", ".join(axes.get_legend_handles_labels()[1])
 

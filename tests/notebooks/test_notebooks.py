@@ -321,6 +321,14 @@ def test_what_is_predicted_is_hidden_and_compared(source: Path) -> None:
             assert answer.cell_type == "markdown" or answer.metadata.jupyter.outputs_hidden
 
 
+@EACH
+def test_what_is_hidden_does_not_begin_with_the_answer(source: Path, built: nbformat.NotebookNode) -> None:
+    """JupyterLab shows the first line of hidden outputs."""
+    hidden = [cell for cell in built.cells if cell.metadata.get("jupyter", {}).get("outputs_hidden") and cell.outputs]
+    assert hidden
+    assert all(cell.outputs[0].text.startswith(build.COVER) for cell in hidden)
+
+
 def test_guesses_have_names_of_their_own() -> None:
     every = [name for path in SOURCES for cell in build.read_source(path).cells for name in names(cell, "predict")]
     assert len(every) == len(set(every)), "they are kept by name"
