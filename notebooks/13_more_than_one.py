@@ -460,7 +460,9 @@ lab.claim(
     "no token is sent twice", sum(event.args["num_outputs"] for event in outputs) == len(run.named("sched.token"))
 )
 between = sum(
-    count for (one, other), count in links(run).items() if one.startswith("APIServer") and other.startswith("APIServer")
+    count
+    for (one, other), count in links(run).items()
+    if one.startswith("APIServer_") and other.startswith("APIServer_")
 )
 lab.compare(messages_of_a_step=max(per_step.values()), between_the_servers=between)
 
