@@ -31,6 +31,7 @@ class Serving:
     max_tokens: int = 8
     request: dict[str, Any] = field(default_factory=dict)  # more fields of the request
     prepare: str = ""  # module:function, called with the path of the part; gives further flags
+    after: str = ""  # a function of the reader's file: it is given the run's events, and must find nothing
 
 
 @dataclass(frozen=True)
