@@ -107,6 +107,13 @@ class DecodesWait(InOrder):
         return prompts or requests
 
 
+class SkipsTheSecond(InOrder):
+    """turn: of three or more, the second one waits."""
+
+    def order(self, requests: list[Request]) -> list[Request]:
+        return requests[:1] + requests[2:] if len(requests) > 2 else requests
+
+
 class TwoBudgets(Scheduler):
     """budget: one for those who run, one for those who wait."""
 
@@ -119,7 +126,7 @@ LONGEST = 60  # steps: an engine whose blocks are lost may never end
 
 BROKEN: dict[str, tuple[type[Scheduler], ...]] = {
     "order": (BehindTheOthers, NewestFirst),
-    "turn": (LongestFirst, DecodesWait),
+    "turn": (LongestFirst, DecodesWait, SkipsTheSecond),
     "blocks": (AbortsLeak, LastBlockLeaks, PreemptionLeaks),
     "budget": (TwoBudgets,),
 }

@@ -76,7 +76,7 @@ def test_the_order(impl: ModuleType, kind: type[Scheduler], load: Load, aborts: 
     look_at(impl, kind, load, aborts)
 
 
-@judge.settings(25)
+@judge.settings(35)
 @given(kind=st.sampled_from(BROKEN["turn"]), load=crowds(), aborts=ABORTS)
 def test_whose_turn_it_is(impl: ModuleType, kind: type[Scheduler], load: Load, aborts: Aborts) -> None:
     look_at(impl, kind, load, aborts)

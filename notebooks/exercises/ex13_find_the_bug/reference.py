@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
+from stage01_cli.tools.course.exercises import ROOT
 from stagetrace import read_run
 from stagetrace.event import Event
 
-RECORDED = Path(__file__).resolve().parents[3] / "trace" / "recorded"
+RECORDED = ROOT / "trace" / "recorded"
 
 
 @dataclass(frozen=True)

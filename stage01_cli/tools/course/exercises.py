@@ -74,6 +74,11 @@ class Exercise:
         """The tests that say whether a solution keeps the contract."""
         return JUDGES / f"test_{self.name}.py"
 
+    @property
+    def own_reference(self) -> Path:
+        """The reference solution of an open-ended exercise; there is none where the project's own parts are."""
+        return self.folder / "reference.py"
+
     def solution(self, work: Path) -> Path:
         """The reader's own file."""
         return work / f"{self.name}.py"

@@ -48,8 +48,7 @@ def parts_of(exercise: Exercise, solution: Path) -> list[tuple[str, str, Path]]:
 
 def behind_the_door(exercise: Exercise, solution: Path | None) -> Path | None:
     """The file whose parts a server gets. The reference of an open-ended exercise comes through the door like a solution."""
-    own = exercise.folder / "reference.py"
-    return solution or (own if own.is_file() else None)
+    return solution or (exercise.own_reference if exercise.own_reference.is_file() else None)
 
 
 def flags_of(exercise: Exercise, solution: Path | None) -> list[str]:
