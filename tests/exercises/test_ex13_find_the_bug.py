@@ -7,8 +7,8 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
-from broken_engines import BROKEN, Aborts, trace_of
-from hypothesis import given, strategies as st
+from broken_engines import BROKEN, Aborts, SkipsTheSecond, trace_of
+from hypothesis import example, given, strategies as st
 from judging import Judge, load as load_file
 from scheduler_load import Arrival, Load, loads
 
@@ -76,8 +76,9 @@ def test_the_order(impl: ModuleType, kind: type[Scheduler], load: Load, aborts: 
     look_at(impl, kind, load, aborts)
 
 
-@judge.settings(35)
+@judge.settings(25)
 @given(kind=st.sampled_from(BROKEN["turn"]), load=crowds(), aborts=ABORTS)
+@example(kind=SkipsTheSecond, load=Load((Arrival(0, 1, 3),) * 3, 6, 3, 12, 2), aborts=Aborts())
 def test_whose_turn_it_is(impl: ModuleType, kind: type[Scheduler], load: Load, aborts: Aborts) -> None:
     look_at(impl, kind, load, aborts)
 
