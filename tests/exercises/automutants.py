@@ -63,15 +63,17 @@ class Change:
 
 
 def changes(exercise: Exercise, module: ModuleType, names: list[str]) -> Iterator[Change]:
-    """All changes within the functions and methods that the starter of the exercise has."""
+    """All changes within the functions and methods that the starter of the exercise has; within all of a reference.py."""
     source = inspect.getsource(module)
     tree = ast.parse(source)
     wanted = set(signatures(load(exercise.starter), exercise))
+    whole = module.__file__ == str(exercise.own_reference)
     for part in tree.body:
-        if getattr(part, "name", None) not in names:
+        if not whole and getattr(part, "name", None) not in names:
             continue
         bodies = [part] if isinstance(part, ast.FunctionDef) else [
-            each for each in getattr(part, "body", []) if f"{part.name}.{getattr(each, 'name', '')}" in wanted
+            each for each in getattr(part, "body", [])
+            if isinstance(each, ast.FunctionDef) and (whole or f"{part.name}.{each.name}" in wanted)
         ]  # fmt: skip
         for body in bodies:
             yield from _of_function(tree, body)
@@ -161,17 +163,25 @@ def rejected(exercise: Exercise, change: Change, names: list[str], folder: Path)
     return os.waitstatus_to_exitcode(status) != 0
 
 
-def run(exercise: Exercise, most: int, show: bool) -> tuple[int, int]:
-    """(changes tried, changes rejected)."""
+def modules(exercise: Exercise) -> Iterator[tuple[ModuleType, list[str]]]:
+    """What is changed, with its parts: the project's own modules, or the reference.py of an open-ended exercise."""
+    if exercise.own_reference.is_file():
+        yield load(exercise.own_reference), [*exercise.parts]
+        return
     where: dict[str, list[str]] = {}
     for name, text in exercise.parts.items():
         if text:
             where.setdefault(text.partition(":")[0], []).append(name)
+    for module, names in where.items():
+        yield importlib.import_module(module), names
+
+
+def run(exercise: Exercise, most: int, show: bool) -> tuple[int, int]:
+    """(changes tried, changes rejected)."""
     judge_functions(exercise)
     tried = found = 0
     with tempfile.TemporaryDirectory() as folder:
-        for module_name, names in where.items():
-            module = importlib.import_module(module_name)
+        for module, names in modules(exercise):
             same = Change(0, "nothing", inspect.getsource(module))
             assert not rejected(exercise, same, names, Path(folder)), f"{exercise.name} rejects its reference"
             some = list(changes(exercise, module, names))
@@ -181,7 +191,7 @@ def run(exercise: Exercise, most: int, show: bool) -> tuple[int, int]:
                     found += 1
                 elif show:
                     print(
-                        textwrap.shorten(f"  survives: {module_name}, line {change.line}: {change.what}", 150),
+                        textwrap.shorten(f"  survives: {module.__name__}, line {change.line}: {change.what}", 150),
                         flush=True,
                     )
     return tried, found

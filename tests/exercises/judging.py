@@ -148,12 +148,12 @@ def load(path: Path) -> ModuleType:
 
 
 def reference(exercise: Exercise) -> ModuleType:
-    """The project's own parts, as if they were somebody's solution. A part without one is the starter's own (an open-ended
-    exercise): then `reference.py` beside the starter is the solution."""
-    own = exercise.folder / "reference.py"
+    """The project's own parts, as if they were somebody's solution. For an open-ended exercise, `reference.py` beside the starter
+    is the solution, also of a part whose place the project's own has."""
+    own = exercise.own_reference
     module = load(own) if own.is_file() else ModuleType(f"reference_{exercise.name}")
     for name, where in exercise.parts.items():
-        if where:
+        if where and not hasattr(module, name):
             setattr(module, name, _named(where))
     return module
 

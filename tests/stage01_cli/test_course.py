@@ -141,6 +141,26 @@ def test_the_door_reaches_who_took_the_name_early(tmp_path: Path) -> None:
     assert "True True" in said and said.count("[course]") == 1
 
 
+def test_a_flag_may_name_the_module_of_a_part(tmp_path: Path) -> None:
+    """It is imported before the module that it replaces, and both are the same one."""
+    part = tmp_path / "part.py"
+    part.write_text("from stage03_engine.core.block_pool import BlockPool as R\n\n\nclass BlockPool(R):\n    pass\n")
+    code = "import student_part as p, stage03_engine.core.block_pool as b; print(p.BlockPool is b.BlockPool)"
+    said = through_the_door(code, [("stage03_engine.core.block_pool", "BlockPool", part)])
+    assert "True" in said and said.count("[course]") == 1
+    assert "student_ex15_feature:NoRepeatNgram" in serving.flags_of(find(15), tmp_path / "ex15_feature.py")
+    assert "student_reference:NoRepeatNgram" in serving.flags_of(find(15), None)
+
+
+def test_a_check_of_ones_own_looks_at_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    hunt = find(13)
+    own = hunt.folder / "reference.py"
+    assert serving.finds_nothing(hunt, own, serving.RECORDED / "one_request")
+    assert not serving.finds_nothing(hunt, own, serving.RECORDED / "bug_leak")
+    healthy, broken = capsys.readouterr().out.splitlines()
+    assert "nothing found" in healthy and "Finding(" in broken
+
+
 def test_the_door_leaves_another_sitecustomize_alone(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("print('the other one')")
     path = os.pathsep.join([serving.door([])["PYTHONPATH"], str(tmp_path)])

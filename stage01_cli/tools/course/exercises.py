@@ -31,6 +31,7 @@ class Serving:
     max_tokens: int = 8
     request: dict[str, Any] = field(default_factory=dict)  # more fields of the request
     prepare: str = ""  # module:function, called with the path of the part; gives further flags
+    after: str = ""  # a function of the reader's file: it is given the run's events, and must find nothing
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,11 @@ class Exercise:
     def judge(self) -> Path:
         """The tests that say whether a solution keeps the contract."""
         return JUDGES / f"test_{self.name}.py"
+
+    @property
+    def own_reference(self) -> Path:
+        """The reference solution of an open-ended exercise; there is none where the project's own parts are."""
+        return self.folder / "reference.py"
 
     def solution(self, work: Path) -> Path:
         """The reader's own file."""

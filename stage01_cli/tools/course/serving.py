@@ -4,10 +4,12 @@ two traces. `compare`: both servers side by side, with a stopwatch."""
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import os
 import shutil
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +20,7 @@ from typing import Any
 from stage01_cli.tools.course.exercises import ROOT, Exercise, in_project
 from stage01_cli.tools.own_server import OwnServer, own_server
 from stage03_engine.errors import ConfigError
+from stagetrace import read_run
 from stagetrace.check.difference import Lane, Result, StepFacts, compare
 from stagetrace.check.reasons import explain, find_request
 from stagetrace.errors import TraceError
@@ -43,9 +46,17 @@ def parts_of(exercise: Exercise, solution: Path) -> list[tuple[str, str, Path]]:
     return [(module, name, solution) for module, _, name in where]
 
 
+def behind_the_door(exercise: Exercise, solution: Path | None) -> Path | None:
+    """The file whose parts a server gets. The reference of an open-ended exercise comes through the door like a solution."""
+    return solution or (exercise.own_reference if exercise.own_reference.is_file() else None)
+
+
 def flags_of(exercise: Exercise, solution: Path | None) -> list[str]:
-    """The flags of the server; an exercise may make some for the solution that is served (None: the reference)."""
-    flags = [*RECORDED_FLAGS, *exercise.serve.flags]
+    """The flags of the server; an exercise may make some for the solution that is served (None: the reference). `{part}` in a flag
+    is the module behind the door."""
+    file = behind_the_door(exercise, solution)
+    part = f"student_{file.stem}" if file else ""
+    flags = [*RECORDED_FLAGS, *(flag.replace("{part}", part) for flag in exercise.serve.flags)]
     if exercise.serve.prepare:
         module, _, name = exercise.serve.prepare.partition(":")
         flags += getattr(importlib.import_module(module), name)(solution)
@@ -55,7 +66,8 @@ def flags_of(exercise: Exercise, solution: Path | None) -> list[str]:
 @contextmanager
 def serving(exercise: Exercise, solution: Path | None, *flags: str) -> Iterator[OwnServer]:
     """The real server with a solution, or with the reference."""
-    environment = door(parts_of(exercise, solution)) if solution else {}
+    file = behind_the_door(exercise, solution)
+    environment = door(parts_of(exercise, file)) if file else {}
     with own_server("gpt2-tiny", [*flags_of(exercise, solution), *flags], environment) as server:
         yield server
 
@@ -94,7 +106,21 @@ def served(exercise: Exercise, solution: Path, work: Path) -> bool:
     print(f"A = the reference ({in_project(right)}), B = yours ({in_project(own)})")
     for line in differences(result, own):
         print(line)
-    return result.same
+    return finds_nothing(exercise, solution, own) and result.same
+
+
+def finds_nothing(exercise: Exercise, solution: Path, own: Path) -> bool:
+    """Give the run to the reader's own check, if the exercise asks for one."""
+    if not exercise.serve.after:
+        return True
+    spec = importlib.util.spec_from_file_location(solution.stem, solution)
+    assert spec is not None and spec.loader is not None
+    sys.modules[solution.stem] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    events = [event for event in read_run(own).events if event.proc.startswith("EngineCore")]
+    found = getattr(module, exercise.serve.after)(events)
+    print(f"your {exercise.serve.after}() of the engine's {len(events)} events: {found or 'nothing found'}")
+    return not found
 
 
 def differences(result: Result, own: Path) -> Iterator[str]:

@@ -8,6 +8,7 @@ the walk needs no line for it, and the file may still import what it replaces.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -28,12 +29,19 @@ class Door:
 
     def __init__(self, parts: list[dict[str, str]]) -> None:
         self.parts = parts
-        self.files: dict[str, ModuleType] = {}
+        self.files = {student(part["file"]): part["file"] for part in parts}
         self.loading = 0  # modules with parts, and files of parts, whose code is running now
         self.waiting: list[tuple[ModuleType, dict[str, str]]] = []
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """The spec that the other finders give, with a loader that sets the parts afterwards; None for all other modules."""
+        """The spec that the other finders give, with a loader that sets the parts afterwards; None for all other modules.
+
+        A file of parts is a module, too: work/ex15_feature.py is `student_ex15_feature`, which a flag may name."""
+        if name in self.files:
+            spec = importlib.util.spec_from_file_location(name, self.files[name])
+            assert spec is not None and spec.loader is not None
+            spec.loader.exec_module = self.then_set(spec.loader.exec_module, [])  # type: ignore[assignment, method-assign]
+            return spec
         parts = [part for part in self.parts if part["module"] == name]
         if not parts:
             return None
@@ -73,7 +81,7 @@ class Door:
 
     def set(self, module: ModuleType, part: dict[str, str]) -> None:
         """Put the part that the file defines into the module."""
-        own, reference = self.load(part["file"]), getattr(module, part["name"])
+        own, reference = importlib.import_module(student(part["file"])), getattr(module, part["name"])
         # The file's own imports may have made others take the reference's name a moment ago.
         early = [each for name, each in sys.modules.items() if name.startswith("stage0")]
         for each in {id(each): each for each in [module, *early]}.values():
@@ -82,15 +90,10 @@ class Door:
         where = f"{module.__name__}.{part['name']}"
         print(f"{PREFIX} {where} is now the one in {part['file']} (process {os.getpid()})", file=sys.stderr, flush=True)
 
-    def load(self, file: str) -> ModuleType:
-        """The module in this file, loaded once."""
-        if file not in self.files:
-            name = f"student_{Path(file).stem}"
-            spec = importlib.util.spec_from_file_location(name, file)
-            assert spec is not None and spec.loader is not None
-            sys.modules[name] = self.files[file] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(self.files[file])
-        return self.files[file]
+
+def student(file: str) -> str:
+    """The name of the module in a file of parts."""
+    return f"student_{Path(file).stem}"
 
 
 def next_sitecustomize() -> Any:

@@ -1,0 +1,26 @@
+"""Misconception: the budget is for the running requests, and the waiting ones have one of their own."""
+
+from __future__ import annotations
+
+from stage03_engine.core.request import Request
+from stage03_engine.core.sched_output import SchedulerOutput
+from stage03_engine.core.scheduler import Scheduler as Mechanics
+
+REJECTED = "never add up to more than"
+
+
+class Scheduler(Mechanics):
+    def schedule(self) -> SchedulerOutput:
+        self.running[:] = self.running_order(list(self.running))
+        self.waiting[:] = self.waiting_order(list(self.waiting))
+        return super().schedule()
+
+    def waiting_order(self, waiting: list[Request]) -> list[Request]:
+        return sorted(waiting, key=lambda request: request.arrival)
+
+    def running_order(self, running: list[Request]) -> list[Request]:
+        return sorted(running, key=lambda request: request.arrival)
+
+    def _schedule_running(self, output: SchedulerOutput, budget: int) -> int:
+        super()._schedule_running(output, budget)
+        return budget

@@ -1,0 +1,22 @@
+"""Misconception: list.sort() gives the sorted list."""
+
+from __future__ import annotations
+
+from stage03_engine.core.request import Request
+from stage03_engine.core.sched_output import SchedulerOutput
+from stage03_engine.core.scheduler import Scheduler as Mechanics
+
+REJECTED = "None"
+
+
+class Scheduler(Mechanics):
+    def schedule(self) -> SchedulerOutput:
+        self.running[:] = self.running_order(list(self.running))
+        self.waiting[:] = self.waiting_order(list(self.waiting))
+        return super().schedule()
+
+    def waiting_order(self, waiting: list[Request]) -> list[Request]:
+        return waiting.sort(key=lambda request: request.arrival) or None  # type: ignore[func-returns-value, return-value]
+
+    def running_order(self, running: list[Request]) -> list[Request]:
+        return sorted(running, key=lambda request: request.arrival)

@@ -1,0 +1,19 @@
+"""Misconception: the table of features is the list of what I add."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from judging import load
+
+REJECTED = "All routes that the server had are still there."
+reference = load(Path(__file__).parents[1] / "reference.py")
+forbidden, install, NoRepeatNgram, HTTP_FEATURES = (
+    reference.forbidden,
+    reference.install,
+    reference.NoRepeatNgram,
+    reference.HTTP_FEATURES,
+)
+
+
+HTTP_FEATURES = HTTP_FEATURES[:1]

@@ -1,0 +1,42 @@
+"""The committed leaderboard of exercise 12 is what its policies score, and the script that a reader runs enters theirs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from judging import load
+
+from stage01_cli.tools.course.exercises import find
+
+FOLDER = find(12).folder
+score = load(FOLDER / "score.py")
+
+
+def test_the_leaderboard_is_what_the_policies_score() -> None:
+    committed = json.loads((FOLDER / "leaderboard.json").read_text(encoding="utf-8"))
+    assert committed == score.house_board()
+
+
+def test_a_policy_is_entered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    board = tmp_path / "work" / "leaderboard.json"
+    words = ["score.py", str(FOLDER / "reference.py"), "--name", "mine", "--board", str(board)]
+    monkeypatch.setattr(sys, "argv", words)
+    assert score.main() == 0
+    clients, policies = capsys.readouterr().out.split("\n\n")
+    assert [line.split()[0] for line in clients.splitlines()] == ["client", "agent", "batch", "chat"]
+    assert [line.split()[0] for line in policies.splitlines()][:2] == ["policy", "mine"]
+    assert list(json.loads(board.read_text(encoding="utf-8"))) == ["mine"]
+
+
+def test_a_file_that_is_not_there_is_said_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["score.py", str(tmp_path / "no.py")])
+    with pytest.raises(SystemExit):
+        score.main()
+    assert "stages course start 12" in capsys.readouterr().err
