@@ -44,7 +44,17 @@ def asked(function: Callable[..., Any], text: list[int], *arguments: Any) -> Any
     return result
 
 
-@judge.settings(150)
+@judge.settings(40)
+@given(text=texts)
+def test_find_one_token(impl: ModuleType, text: list[int]) -> None:
+    with judge.case(text=text, shortest=1, longest=1):
+        got, places = asked(impl.find_continuation, text, 1, 1), occurrences(text, 1)
+        judge.holds(
+            "latest" if places else "bounds", got == (places or [None])[-1], f"{(places or [None])[-1]}", f"{got}"
+        )
+
+
+@judge.settings(120)
 @given(text=texts, lookup=lookups)
 def test_find_continuation(impl: ModuleType, text: list[int], lookup: tuple[int, int]) -> None:
     shortest, longest = lookup
@@ -59,10 +69,11 @@ def sentence(text: list[int], shortest: int, longest: int, got: Any) -> str:
     found = {n: places for n in range(longest, shortest - 1, -1) if (places := occurrences(text, n))}
     if not found:
         return "bounds"
-    n, places = next(iter(found.items()))
-    if places[-1] > len(text) - n and got not in places:
-        return "overlap"
-    return "latest" if got in places else "longest"
+    for n, places in found.items():
+        apart = [place for place in places if place <= len(text) - n]
+        if apart:
+            return "overlap" if got == apart[-1] != next(iter(found.values()))[-1] else "longest"
+    return "overlap" if got is None else "longest"
 
 
 @judge.settings(100)
