@@ -170,11 +170,13 @@ def test_the_cut(impl: ModuleType, model: Model, dim: int, along: str, parts: in
 
 
 @judge.settings(20)
-@given(more=st.sampled_from([-1, 1]), parts=st.integers(1, 3))
-def test_a_tensor_that_does_not_fit(impl: ModuleType, more: int, parts: int) -> None:
+@given(more=st.sampled_from([-1, 1]), parts=st.integers(1, 3), flat=st.booleans())
+def test_a_tensor_that_does_not_fit(impl: ModuleType, more: int, parts: int, flat: bool) -> None:
     model = Model(2)
     stored, split = numbered(parts * model.heads + more, 1), Split(0, "heads", parts)
-    with judge.case(model=model, rows=len(stored), parts=parts):
+    if flat:
+        stored, split = stored[:, 0], Split(1, "heads", parts)
+    with judge.case(model=model, shape=list(stored.shape), split=f"dim {split.dim}, {parts} parts"):
         try:
             got: Any = impl.cut("h.0.weight", stored, split, model.shape, Ranks(0, 2))
         except ConfigError as error:

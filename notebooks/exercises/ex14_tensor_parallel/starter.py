@@ -48,8 +48,8 @@ def cut(name: str, stored: Any, split: Split, whole: ModelShape, own: Ranks) -> 
                  stored[a:b] or stored[:, a:b] are tensors
     split.parts  the tensor consists of so many equal parts in a row along that dimension (queries, keys and values in one matrix): this
                  worker's slice is its slice of each part, one after the other. Each part has length_of(split.along, whole).
-    Rows of the range that lie after the end (of a vocabulary) are zeros. Raises ConfigError, with the name, if the tensor has another
-    size in that dimension than the parts together.
+    Rows of the range that lie after the end (of a vocabulary) are zeros. Raises ConfigError, with the name, if the tensor has no such
+    dimension, or another size in it than the parts together.
     """
     raise NotImplementedError
 
