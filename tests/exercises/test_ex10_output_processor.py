@@ -76,7 +76,9 @@ class Answer:
             number += len(step)
             likely = [TokenLogprobs([token], [-(n + 1) / 4], 1) for n, token in zip(numbers, step)]
             reason = self.ends if i == len(self.steps) - 1 else None
-            made.append(EngineCoreOutput(name, list(step), likely if self.logprobs else None, reason))
+            output = EngineCoreOutput(name, list(step), likely if self.logprobs else None, reason)
+            output.num_cached_tokens, output.result = i, {"step": i + 1}
+            made.append(output)
         return made
 
 
@@ -102,6 +104,9 @@ class Shown(NamedTuple):
     stop_reason: int | str | None
     finished: bool
     with_stats: bool
+    cached_tokens: int
+    result: dict[str, int] | None
+    of: tuple[Any, ...]
 
 
 def shown(output: RequestOutput | None) -> Shown | None:
@@ -114,7 +119,8 @@ def shown(output: RequestOutput | None) -> Shown | None:
     tokens = [NAMES[token] for token in answer.token_ids]
     return Shown(
         answer.text, tokens, logprobs, answer.cumulative_logprob, answer.finish_reason, answer.stop_reason, output.finished,
-        answer.stats is not None,
+        answer.stats is not None, output.num_cached_tokens, output.result,
+        (output.request_id, output.prompt, output.prompt_token_ids, answer.index),
     )  # fmt: skip
 
 
@@ -170,6 +176,10 @@ def test_append(impl: ModuleType, answer: Answer) -> None:
                 judge.equal("counted", f"tokens {expected}", f"tokens {got}")
                 judge.equal("counted", reference.logprobs, own.logprobs)
                 judge.equal("ends", right, end)
+                newest = [
+                    {"num_cached_tokens": each.num_cached_tokens, "result": each.result} for each in (reference, own)
+                ]
+                judge.equal("newest", *newest)
                 judge.equal("sum", reference.cumulative_logprob, own.cumulative_logprob)
                 if right or output.finish_reason is not None:
                     return
@@ -191,7 +201,7 @@ def test_whole_outputs(impl: ModuleType, answer: Answer) -> None:
     with judge.case(request=answer):
         right, got = run(state_of(RequestState, answer), answer), run(state_of(impl.RequestState, answer), answer)
         check_when(answer, right, got)
-        judge.equal("cumulative", right, got)
+        check_what("cumulative", right, got)
 
 
 def check_when(answer: Answer, right: list[Any], got: list[Any]) -> None:
@@ -203,13 +213,22 @@ def check_when(answer: Answer, right: list[Any], got: list[Any]) -> None:
     judge.equal(key, f"outputs in the steps {came[0]}", f"outputs in the steps {came[1]}")
 
 
+def check_what(key: str, right: list[Any], got: list[Any]) -> None:
+    """The first output that differs, and only what differs."""
+    for number, (expected, own) in enumerate(zip(right, got), start=1):
+        if expected != own:
+            names = [name for name in Shown._fields if getattr(expected, name) != getattr(own, name)]
+            with judge.case(step=number, text=repr(expected.text)):
+                judge.equal(key, *({name: getattr(each, name) for name in names} for each in (expected, own)))
+
+
 @judge.settings(100)
 @given(answer=answers(DELTA))
 def test_deltas(impl: ModuleType, answer: Answer) -> None:
     with judge.case(request=answer):
         right, got = run(state_of(RequestState, answer), answer), run(state_of(impl.RequestState, answer), answer)
         check_when(answer, right, got)
-        judge.equal("together", right, got)
+        check_what("together", right, got)
 
 
 # --- a step of several requests ----------------------------------------------------------------------------------------------------
@@ -283,6 +302,8 @@ def piece(number: int, index: int, finished: bool) -> RequestOutput:
 
 def seen(output: RequestOutput) -> dict[str, Any]:
     """In words."""
+    if not isinstance(output, RequestOutput):
+        return {"no output, but": repr(output)}
     answers_ = {
         each.index: (
             each.text,
