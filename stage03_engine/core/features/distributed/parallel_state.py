@@ -85,8 +85,13 @@ def all_reduce(x: Tensor) -> Tensor:
     if _ranks.tp_size == 1:
         return x
     with _span("all_reduce", x.nbytes):
-        dist.all_reduce(x, group=_tp_group)
+        all_reduce_in_place(x, _tp_group)
     return x
+
+
+def all_reduce_in_place(x: Tensor, group: dist.ProcessGroup | None) -> None:
+    """x becomes the sum of what the members of the group have, with the same bits for each of them."""
+    dist.all_reduce(x, group=group)
 
 
 def all_gather(x: Tensor) -> Tensor:

@@ -1,0 +1,17 @@
+"""The textbook form of rejection sampling: what the real server needs not compute, since its guesser is always certain of its guess."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+
+def acceptance(target: list[Fraction], draft: list[Fraction]) -> list[Fraction]:
+    """For each token the probability with which it is accepted if it was drafted."""
+    return [min(Fraction(1), p / q) if q else Fraction(1) for p, q in zip(target, draft)]
+
+
+def recovered(target: list[Fraction], draft: list[Fraction]) -> list[Fraction]:
+    """The distribution from which a token is drawn in the place of a rejected one."""
+    excess = [max(Fraction(0), p - q) for p, q in zip(target, draft)]
+    total = sum(excess)
+    return [each / total for each in excess] if total else list(target)

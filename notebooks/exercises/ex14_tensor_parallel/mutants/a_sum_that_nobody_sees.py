@@ -1,0 +1,20 @@
+"""Misconception: x = x + y changes x; but it makes a new tensor, and the caller keeps the old one."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stage03_engine.core.features.distributed.parallel_layers import *  # noqa: F403
+from stage03_engine.core.features.distributed.parallel_state import *  # noqa: F403
+from stage03_engine.core.features.distributed.rank_config import *  # noqa: F403
+from stage03_engine.core.features.distributed.sharded_weights import *  # noqa: F403
+
+REJECTED = "in the tensor that it was given"
+
+
+def all_reduce_in_place(x: Tensor, group: dist.ProcessGroup | None) -> None:
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, x, group=group)
+    x = torch.stack(parts).sum(dim=0)
