@@ -10,10 +10,12 @@ from dataclasses import dataclass
 
 import torch
 from hypothesis import strategies as st
+from judging import Judge
 from torch import Tensor
 
 from stage04_kernels.attention import AttentionMetadata
 from stage04_kernels.lab.cases import cdiv, make_metadata, slots_of
+from stage04_kernels.lab.tolerances import TOLERANCES
 
 SPARE_BLOCKS = 2  # blocks that nobody owns: the first and the last
 
@@ -103,10 +105,10 @@ def name(number: int) -> str:
 
 
 @st.composite
-def batches(draw: st.DrawFn, windows: bool = True, most_requests: int = 3) -> Batch:
+def batches(draw: st.DrawFn, windows: bool = True, most_requests: int = 3, largest_group: int = 2) -> Batch:
     """Decodes, prompts and chunks of prompts, with grouped heads, windows and padding."""
     request = st.tuples(st.sampled_from([0, 1, 2, 3, 5]), st.sampled_from([1, 2, 3]))
-    num_kv_heads, group = draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    num_kv_heads, group = draw(st.integers(1, 2)), draw(st.integers(1, largest_group))
     return Batch(
         tuple(draw(st.lists(request, min_size=1, max_size=most_requests))),
         draw(st.sampled_from([2, 4])), num_kv_heads * group, num_kv_heads,
@@ -150,3 +152,46 @@ def decode(batch: Batch, row: Tensor) -> Read:
     places = [place for place, weight in enumerate(row.tolist()) if not abs(weight) < 1e-6]
     heads = {place % batch.num_kv_heads for place in places}
     return Read({place // batch.num_kv_heads: row[place].item() for place in places}, heads)
+
+
+def check_shape(judge: Judge, result: Tensor, query: Tensor) -> None:
+    """The result looks like the query. Judges of attention name the sentences of their contracts alike."""
+    judge.holds("shape", isinstance(result, Tensor), "a tensor", type(result).__name__)
+    judge.equal("shape", list(query.shape), list(result.shape))
+    judge.equal("shape", query.dtype, result.dtype)
+
+
+def check_reads(judge: Judge, batch: Batch, result: Tensor) -> None:
+    """Every row of the probe's result names the right heads, slots and positions."""
+    group = batch.num_heads // batch.num_kv_heads
+    for row, (request, position) in enumerate(batch.rows()):
+        for head in range(batch.num_heads):
+            with judge.case(row=f"{row}, head {head}: the token of {name(request)} at position {position}"):
+                read = decode(batch, result[row, head])
+                check_slots(judge, batch, request, position, list(read.weights))
+                judge.equal("group", f"key/value head {[head // group]}", f"key/value head {sorted(read.heads)}")
+                weight = 1 / len(read.weights)
+                even = all(abs(each - weight) < 1e-4 for each in read.weights.values())
+                got = [round(each, 3) for each in read.weights.values()]
+                judge.holds("softmax", even, f"the weight {weight:.3g} for each of them", f"the weights {got}")
+
+
+def check_slots(judge: Judge, batch: Batch, request: int, position: int, read: list[int]) -> None:
+    """These slots are what a token sees."""
+    own, visible = batch.slots(request), batch.visible(position)
+    expected = f"positions {visible} of {name(request)}"
+    strange = [batch.owner(slot) for slot in read if slot not in own]
+    judge.holds("table", not strange, expected, f"read: {', '.join(strange)}")
+    positions = [own.index(slot) for slot in sorted(read, key=own.index)]
+    causal = batch.window is None or max(positions, default=-1) != position
+    judge.holds("causal" if causal else "window", positions == visible, expected, f"positions {positions}")
+
+
+def close(got: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+    """Equal within the tolerance of the number format."""
+    return torch.allclose(got, expected, rtol=TOLERANCES[dtype].rtol, atol=TOLERANCES[dtype].atol)
+
+
+def shown(tensor: Tensor) -> str:
+    """Rows of heads of numbers, as a reader writes them down."""
+    return str([[[round(number, 4) for number in head] for head in row] for row in tensor.tolist()])

@@ -5,12 +5,21 @@ from __future__ import annotations
 from types import ModuleType
 
 import torch
-from attention_batch import Batch, batches, decode, name, plural, probe_tensors, random_tensors
+from attention_batch import (
+    Batch,
+    batches,
+    check_reads,
+    check_shape,
+    close,
+    plural,
+    probe_tensors,
+    random_tensors,
+    shown,
+)
 from hypothesis import given, strategies as st
 from judging import Judge
 from torch import Tensor
 
-from stage04_kernels.lab.tolerances import TOLERANCES
 from stage04_kernels.paged_attention import paged_attention_torch
 
 judge = Judge(6)
@@ -40,46 +49,14 @@ def check_slot(slot: int, key: float, cache: Tensor) -> None:
     judge.holds("written" if key else "kept", right, expected, f"in its heads keys {keys}, values {values}")
 
 
-@judge.settings(80)
+@judge.settings(60)
 @given(batch=batches())
 def test_who_sees_what(impl: ModuleType, batch: Batch) -> None:
     with judge.case(batch=batch):
         query, cache = probe_tensors(batch)
         result = impl.paged_attention_torch(query, cache, batch.metadata(), 1.0, batch.window)
-        check_shape(result, query)
-        check_reads(batch, result)
-
-
-def check_shape(result: Tensor, query: Tensor) -> None:
-    judge.holds("shape", isinstance(result, Tensor), "a tensor", type(result).__name__)
-    judge.equal("shape", list(query.shape), list(result.shape))
-    judge.equal("shape", query.dtype, result.dtype)
-
-
-def check_reads(batch: Batch, result: Tensor) -> None:
-    """Every row of the probe's result names the right heads, slots and positions."""
-    group = batch.num_heads // batch.num_kv_heads
-    for row, (request, position) in enumerate(batch.rows()):
-        for head in range(batch.num_heads):
-            with judge.case(row=f"{row}, head {head}: the token of {name(request)} at position {position}"):
-                read = decode(batch, result[row, head])
-                check_slots(batch, request, position, list(read.weights))
-                judge.equal("group", f"key/value head {[head // group]}", f"key/value head {sorted(read.heads)}")
-                weight = 1 / len(read.weights)
-                even = all(abs(each - weight) < 1e-4 for each in read.weights.values())
-                got = [round(each, 3) for each in read.weights.values()]
-                judge.holds("softmax", even, f"the weight {weight:.3g} for each of them", f"the weights {got}")
-
-
-def check_slots(batch: Batch, request: int, position: int, read: list[int]) -> None:
-    """These slots are what a token sees."""
-    own, visible = batch.slots(request), batch.visible(position)
-    expected = f"positions {visible} of {name(request)}"
-    strange = [batch.owner(slot) for slot in read if slot not in own]
-    judge.holds("table", not strange, expected, f"read: {', '.join(strange)}")
-    positions = [own.index(slot) for slot in sorted(read, key=own.index)]
-    causal = batch.window is None or max(positions, default=-1) != position
-    judge.holds("causal" if causal else "window", positions == visible, expected, f"positions {positions}")
+        check_shape(judge, result, query)
+        check_reads(judge, batch, result)
 
 
 @judge.settings(60)
@@ -106,7 +83,7 @@ def compare(impl: ModuleType, batch: Batch, query: Tensor, cache: Tensor, scale:
     rows = sum(new for _, new in batch.requests)
     with judge.case(batch=batch, numbers=f"random, scale {scale}, {query.dtype}; NaN in every slot that is nobody's"):
         got = impl.paged_attention_torch(given_query, given_cache, metadata, scale, batch.window)
-        check_shape(got, query)
+        check_shape(judge, got, query)
         got, expected = got.float(), paged_attention_torch(query, cache, batch.metadata(), scale, batch.window).float()
         judge.holds(
             "softmax" if key == "softmax" else "nan", not got[:rows].isnan().any(), "numbers", f"NaN: {shown(got)}"
@@ -120,12 +97,3 @@ def compare(impl: ModuleType, batch: Batch, query: Tensor, cache: Tensor, scale:
         tensors = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
         same &= all(torch.equal(getattr(metadata, each), getattr(batch.metadata(), each)) for each in tensors)
         judge.holds("unchanged", same, "the arguments as they were", "others")
-
-
-def close(got: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
-    return torch.allclose(got, expected, rtol=TOLERANCES[dtype].rtol, atol=TOLERANCES[dtype].atol)
-
-
-def shown(tensor: Tensor) -> str:
-    """Rows of heads of numbers, as a reader writes them down."""
-    return str([[[round(number, 4) for number in head] for head in row] for row in tensor.tolist()])
