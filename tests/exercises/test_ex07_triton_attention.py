@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
-from attention_batch import Batch, batches, check_reads, close, probe_tensors, random_tensors, shown
+from attention_batch import Batch, batches, check_reads, close, plural, probe_tensors, random_tensors, shown
 from hypothesis import given, strategies as st
 from judging import Judge
 from kernel_guard import Report, guard
@@ -204,15 +204,26 @@ def test_who_sees_what(impl: ModuleType, batch: Batch, rows: int, keys: int) -> 
         check_reads(judge, batch, attend(impl, PARTS, batch, *probe_tensors(batch), tiles=tiny(rows, keys)))
 
 
+@judge.settings(4)
+@given(new=st.integers(1, 2))
+def test_the_query_is_a_part_of_a_wider_tensor(impl: ModuleType, new: int) -> None:
+    check_wide(impl, Batch(((0, new),)), rows=8, splits=1)
+
+
 @judge.settings(14)
 @given(batch=batches(most_requests=2, largest_group=3), rows=st.sampled_from([8, 4]), splits=st.sampled_from([1, 2]))
 def test_the_numbers(impl: ModuleType, batch: Batch, rows: int, splits: int) -> None:
-    """The query is a part of a wider tensor, as a model's query is a part of the product that gives keys and values too."""
+    check_wide(impl, batch, rows, splits)
+
+
+def check_wide(impl: ModuleType, batch: Batch, rows: int, splits: int) -> None:
+    """Random numbers. The query is a part of a wider tensor, as a model's query is a part of the product that gives keys and values too."""
     query, cache = random_tensors(batch)
     wide = torch.full((batch.num_tokens, 2 * batch.num_heads, query.shape[2]), torch.nan)
     wide[:, : batch.num_heads] = query
     where = f"random; {batch.num_heads} of {wide.shape[1]} heads of a tensor are the query, the others NaN"
-    with judge.case(batch=batch, tile=f"{rows} rows, 4 keys at a time, {splits} splits", numbers=where):
+    tile = f"{rows} rows, 4 keys at a time, {splits} {plural(splits, 'split')}"
+    with judge.case(batch=batch, tile=tile, numbers=where):
         expected = paged_attention_torch(query, cache, batch.metadata(), 0.5, batch.window)
         got = attend(impl, PARTS, batch, wide[:, : batch.num_heads], cache, 0.5, tiny(rows, 4), splits)
         judge.holds("rows", not got.isnan().any(), shown(expected), shown(got))

@@ -15,6 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from stage04_kernels.triton_kernels.paged_attention import LOG2E, _keys_of_program, _store_rows  # noqa: F401
+
 
 @triton.jit
 def _load_blocks(table_ptr, key_position, end, BLOCK_SIZE: tl.constexpr):
