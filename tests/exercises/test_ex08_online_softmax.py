@@ -81,7 +81,8 @@ def same(key: str, name: str, expected: Tensor, got: Any) -> None:
 
 def same_part(expected: SoftmaxPart, got: SoftmaxPart, key: str = "") -> None:
     """All three fields, each with the sentence that is named like it unless `key` names one for all."""
-    judge.holds(key or "largest", isinstance(got, SoftmaxPart), "a SoftmaxPart", type(got).__name__)
+    complete = all(hasattr(got, name) for name in SoftmaxPart._fields)
+    judge.holds(key or "largest", complete, "a SoftmaxPart", type(got).__name__)
     for name in SoftmaxPart._fields:
         same(key or name, name, getattr(expected, name), getattr(got, name))
 
