@@ -85,13 +85,13 @@ def check_loader(impl: ModuleType, name: str, batch: Batch) -> None:
         )
 
 
-@judge.settings(10)
+@judge.settings(8)
 @given(batch=batches(windows=False, most_requests=2))
 def test_the_blocks(impl: ModuleType, batch: Batch) -> None:
     check_loader(impl, "_load_blocks", batch)
 
 
-@judge.settings(10)
+@judge.settings(8)
 @given(batch=batches(windows=False, most_requests=2))
 def test_keys_and_values(impl: ModuleType, batch: Batch) -> None:
     check_loader(impl, "_load_keys_and_values", batch)
@@ -168,7 +168,7 @@ def softmax_state(scores: Tensor, value: Tensor) -> dict[str, Tensor]:
 ROW = st.lists(st.sampled_from([*NUMBERS, UNSEEN, 200.0]), min_size=2, max_size=2)
 
 
-@judge.settings(60)
+@judge.settings(40)
 @given(before=ROW, now=ROW, blind=st.sampled_from([(False, False), (True, False), (False, True), (True, True)]))
 def test_a_step_of_the_softmax(
     impl: ModuleType, before: list[float], now: list[float], blind: tuple[bool, bool]
@@ -197,7 +197,7 @@ def rounded(tensor: Tensor) -> str:
 # The whole kernel
 
 
-@judge.settings(14)
+@judge.settings(12)
 @given(batch=batches(most_requests=2, largest_group=3), rows=st.sampled_from([8, 4]), keys=st.sampled_from([4, 2]))
 def test_who_sees_what(impl: ModuleType, batch: Batch, rows: int, keys: int) -> None:
     with judge.case(batch=batch, tile=f"{rows} rows, {keys} keys at a time"):
@@ -210,7 +210,7 @@ def test_the_query_is_a_part_of_a_wider_tensor(impl: ModuleType, new: int) -> No
     check_wide(impl, Batch(((0, new),)), rows=8, splits=1)
 
 
-@judge.settings(14)
+@judge.settings(12)
 @given(batch=batches(most_requests=2, largest_group=3), rows=st.sampled_from([8, 4]), splits=st.sampled_from([1, 2]))
 def test_the_numbers(impl: ModuleType, batch: Batch, rows: int, splits: int) -> None:
     check_wide(impl, batch, rows, splits)

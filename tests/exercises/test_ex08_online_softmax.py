@@ -30,7 +30,7 @@ class Keys:
 
     def __repr__(self) -> str:
         if not self.values:
-            return f"no keys, {len(self.scores)} rows"
+            return f"no keys; {len(self.scores)} row{'s' * (len(self.scores) > 1)}"
         return f"scores {[list(row) for row in self.scores]}, values {[list(value) for value in self.values]}"
 
     def tensors(self) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,7 @@
 """Paged attention in Triton: the kernel, and four small functions that it calls.
 
-Given: what launches the kernel, `_keys_of_program` (which keys a program goes through) and `_store_rows` (its last step).
+Given: what launches the kernel, `_keys_of_program` (which keys a program goes through), `_store_rows` (its last step) and LOG2E, the logarithm
+of e to the base 2.
 
 A program of the kernel takes one tile: BLOCK_M rows, all of one request and one key/value head. A row is one query token with one
 query head; the GROUP query heads that share the key/value head lie side by side, so row m of the tile is head m % GROUP of token
@@ -15,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from stage04_kernels.triton_kernels.paged_attention import LOG2E, _keys_of_program, _store_rows  # noqa: F401
+from stage04_kernels.triton_kernels.paged_attention import LOG2E, _keys_of_program, _store_rows  # noqa: F401 - for your kernel
 
 
 @triton.jit
