@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import reduce
+from itertools import starmap
 
 import torch
 from torch import Tensor
 
 from stage04_kernels.attention import AttentionMetadata
+from stage04_kernels.backends.online_softmax import SoftmaxPart, attend_part, finish, merge_parts
 from stage04_kernels.paged_attention import write_kv, write_then_attend
 
 ROWS = 16  # even row widths then fill whole vectors of 32 numbers: no element is left over for a slower loop that rounds differently
@@ -80,27 +83,20 @@ def paged_attention_batch_invariant(
     return output
 
 
-# Invariant: after each split, `total` and `mixed` are the sum of the weights and of the weighted values so far, both relative
-# to `largest`. A split in which a row sees nothing multiplies by exp(0) = 1 and adds 0: it changes no bit. So it does not matter
-# how long the contexts of the other rows in the tile are.
+# Invariant: a split in which a row sees nothing leaves a part that changes no bit of the others. So it does not matter how long the
+# contexts of the other rows in the tile are.
 def _attend(query: Tensor, keys: Tensor, values: Tensor, splits: list[tuple[Tensor, Tensor]], scale: float) -> Tensor:
-    """query [ROWS, num_heads, head_dim] -> the same shape; computed in float32 (online softmax, Milakov and Gimelshein 2018)."""
+    """query [ROWS, num_heads, head_dim] -> the same shape; computed in float32, split after split."""
     num_kv_heads, head_dim = keys.shape[1:]
     q = query.float().unflatten(1, (num_kv_heads, -1))  # [ROWS, kv_heads, group, head_dim]
-    largest = torch.full((*q.shape[:3], 1), -torch.inf, device=q.device)
-    total = torch.zeros_like(largest)
-    mixed = torch.zeros_like(q)
     padded = (len(query), SPLIT, num_kv_heads, head_dim)
-    for slots, mask in splits:
+
+    def part(slots: Tensor, mask: Tensor) -> SoftmaxPart:
         k = keys.index_select(0, slots).view(padded).permute(0, 2, 3, 1).float()  # [ROWS, kv_heads, head_dim, SPLIT]
         v = values.index_select(0, slots).view(padded).transpose(1, 2).float()  # [ROWS, kv_heads, SPLIT, head_dim]
-        scores = (q @ k * scale).masked_fill(~mask, -torch.inf)  # [ROWS, kv_heads, group, SPLIT]
-        new_largest = torch.maximum(largest, scores.amax(dim=-1, keepdim=True))
-        rescale, weights = torch.exp(largest - new_largest), torch.exp(scores - new_largest)
-        total = total * rescale + weights.sum(dim=-1, keepdim=True)
-        mixed = mixed * rescale + weights @ v
-        largest = new_largest
-    return (mixed / total).flatten(1, 2).to(query.dtype)
+        return attend_part((q @ k * scale).masked_fill(~mask, -torch.inf), v)
+
+    return finish(reduce(merge_parts, starmap(part, splits))).flatten(1, 2).to(query.dtype)
 
 
 batch_invariant_attention = write_then_attend(write_kv, paged_attention_batch_invariant)
