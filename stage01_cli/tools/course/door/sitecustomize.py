@@ -28,6 +28,9 @@ class Door:
     def __init__(self, parts: list[dict[str, str]]) -> None:
         self.parts = parts
         self.files: dict[str, ModuleType] = {}
+        self.early: dict[
+            str, list[tuple[ModuleType, dict[str, str]]]
+        ] = {}  # a file that is being loaded -> parts it has yet to define
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         """The spec that the other finders give, with a loader that sets the parts afterwards; None for all other modules."""
@@ -52,7 +55,10 @@ class Door:
         return exec_module
 
     def set(self, module: ModuleType, part: dict[str, str]) -> None:
-        """Put the part that the file defines into the module."""
+        """Put the part that the file defines into the module; later, if it is the file itself that imports the module."""
+        if part["file"] in self.early:
+            self.early[part["file"]].append((module, part))
+            return
         own, reference = self.load(part["file"]), getattr(module, part["name"])
         # The file's own imports may have made others take the reference's name a moment ago.
         early = [each for name, each in sys.modules.items() if name.startswith("stage0")]
@@ -69,7 +75,10 @@ class Door:
             spec = importlib.util.spec_from_file_location(name, file)
             assert spec is not None and spec.loader is not None
             sys.modules[name] = self.files[file] = importlib.util.module_from_spec(spec)
+            self.early[file] = []
             spec.loader.exec_module(self.files[file])
+            for module, part in self.early.pop(file):
+                self.set(module, part)
         return self.files[file]
 
 
