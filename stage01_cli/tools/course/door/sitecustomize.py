@@ -28,9 +28,8 @@ class Door:
     def __init__(self, parts: list[dict[str, str]]) -> None:
         self.parts = parts
         self.files: dict[str, ModuleType] = {}
-        self.early: dict[
-            str, list[tuple[ModuleType, dict[str, str]]]
-        ] = {}  # a file that is being loaded -> parts it has yet to define
+        self.waiting: list[tuple[ModuleType, dict[str, str]]] = []
+        self.running = 0  # modules with parts, and files of parts, that are in the middle of their imports
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         """The spec that the other finders give, with a loader that sets the parts afterwards; None for all other modules."""
@@ -48,17 +47,17 @@ class Door:
         """The loader's own work, and after it the parts."""
 
         def exec_module(module: ModuleType) -> None:
+            self.running += 1
             run(module)
-            for part in parts:
-                self.set(module, part)
+            self.running -= 1
+            self.waiting += [(module, part) for part in parts]
+            while self.waiting and not self.running:  # they may import each other
+                self.set(*self.waiting.pop(0))
 
         return exec_module
 
     def set(self, module: ModuleType, part: dict[str, str]) -> None:
-        """Put the part that the file defines into the module; later, if it is the file itself that imports the module."""
-        if part["file"] in self.early:
-            self.early[part["file"]].append((module, part))
-            return
+        """Put the part that the file defines into the module."""
         own, reference = self.load(part["file"]), getattr(module, part["name"])
         # The file's own imports may have made others take the reference's name a moment ago.
         early = [each for name, each in sys.modules.items() if name.startswith("stage0")]
@@ -75,10 +74,9 @@ class Door:
             spec = importlib.util.spec_from_file_location(name, file)
             assert spec is not None and spec.loader is not None
             sys.modules[name] = self.files[file] = importlib.util.module_from_spec(spec)
-            self.early[file] = []
+            self.running += 1
             spec.loader.exec_module(self.files[file])
-            for module, part in self.early.pop(file):
-                self.set(module, part)
+            self.running -= 1
         return self.files[file]
 
 
