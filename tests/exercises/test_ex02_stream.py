@@ -58,7 +58,7 @@ def test_characters_of_several_bytes(impl: ModuleType, text: str, cuts: list[int
 
 
 @judge.settings(80)
-@given(pieces=st.lists(st.sampled_from([b"a", b"\xff", b"\xc3", b"\xa9", b"\xe2", b"\xe2\x98", b"\x95", b"\xf0\x9f", b"\xed", b"\xa0"]), max_size=5))  # fmt: skip
+@given(pieces=st.lists(st.sampled_from([b"a", b"\xff", b"\xc3", b"\xa9", b"\xe2", b"\xe2\x98", b"\x95", b"\xf0\x9f", b"\xc0"]), max_size=5))  # fmt: skip
 def test_bytes_that_are_no_text(impl: ModuleType, pieces: list[bytes]) -> None:
     with judge.case(tokens=pieces):
         own, reference = impl.ByteLevelStream(), ByteLevelStream()
