@@ -24,7 +24,7 @@ from stage02_server.protocol import SamplingRequest
 from stage02_server.protocol_response import WITH_THE_USAGE, UsageInfo
 from stage02_server.protocol_types import AnswerHook
 from stage02_server.routes import OpenAIServingModels
-from stage02_server.streaming import in_thread_if_long, made, run_until_disconnect
+from stage02_server.streaming import in_thread_if_long, made, run_until_disconnect, server_sent_event
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.async_llm import AsyncLLM
@@ -291,9 +291,8 @@ class OpenAIServing:
         try:
             async with aclosing(source) as outputs:
                 async for prompt, output in outputs:
-                    chunks = (
-                        partial(maker.chunks, prompt, hidden) if requests.hooks else None
-                    )  # only features make them long
+                    # Only features make them long.
+                    chunks = partial(maker.chunks, prompt, hidden) if requests.hooks else None
                     for chunk in await made(chunks, [output]) if chunks else maker.chunks(prompt, hidden, [output]):
                         yield _event(chunk, requests.ids, prompt)
             if requests.ends_with_usage:
@@ -304,7 +303,7 @@ class OpenAIServing:
 
 
 def _event(data: bytes, ids: RequestIds, prompt: int = 0) -> bytes:
-    event = b"data: %b\n\n" % data
+    event = server_sent_event(data)
     if trace.on:
         trace.emit("sse.chunk", req=ids.engine_id(prompt), cause=ids.cause, bytes=len(event))
     return event

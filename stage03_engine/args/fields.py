@@ -79,9 +79,14 @@ def _json(text: str) -> Any:
         raise ValueError(f"{text[:200]!r} is not JSON ({error})") from None
 
 
-_PARSERS: dict[type, Callable[[str], Any]] = {
-    int: parse_int, float: parse_float, bool: parse_bool, str: str, tuple: parse_list, dict: parse_dict,
-}  # fmt: skip
+def parser_of(kind: type) -> Callable[[str], Any]:
+    """What reads the text of a setting of this kind."""
+    parsers: dict[type, Callable[[str], Any]] = {
+        int: parse_int, float: parse_float, bool: parse_bool, str: str, tuple: parse_list, dict: parse_dict,
+    }  # fmt: skip
+    return parsers[kind]
+
+
 _METAVARS = {int: "INT", float: "NUMBER", str: "TEXT", tuple: "TEXT", dict: "JSON"}
 _NAMES = {
     int: "an integer", float: "a number", bool: "true or false", str: "text", tuple: "a list of texts",
@@ -139,7 +144,7 @@ class Setting:
         """The value that `text` stands for. Raises ValueError that says what is wrong with it."""
         if self.optional and text.strip().lower() == "none":
             return None
-        return self._checked(_PARSERS[self.kind](text))
+        return self._checked(parser_of(self.kind)(text))
 
     def accept(self, value: Any) -> Any:
         """A value that already has a type: from YAML, or a keyword argument. Raises ValueError as `parse` does."""

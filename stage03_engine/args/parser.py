@@ -57,7 +57,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
             args = sys.argv[1:]
         if self._subparsers is None:
             self._help_with(args)
-        words = _joined(_with_dashes(args))
+        words = _joined(with_dashes(args))
         if self._refused and self._has_unknown_flags(words):
             from stage03_engine.args.refused import add_refused, refused
 
@@ -98,7 +98,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         self.error(f"unknown flag {flag}" + (suggestion or f"; see {self.prog} --help"))
 
 
-def _with_dashes(args: Sequence[str]) -> list[str]:
+def with_dashes(args: Sequence[str]) -> list[str]:
     """`--a_b.k_e=c_d` -> `--a-b.k_e=c_d`. What follows a bare `--` is left alone."""
     result: list[str] = []
     for position, word in enumerate(args):

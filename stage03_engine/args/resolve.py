@@ -55,22 +55,33 @@ def resolve_settings(
     Raises ConfigError that names the flag, the variable, or the file and its key.
     """
     from_file = _read_config_file(config_file, settings, refused_tables) if config_file is not None else {}
-    resolved = {}
-    for setting in settings:
-        name, text = setting.name, environ.get(setting.variable, "")
-        if name in given:
-            found = Resolved(_accept(setting, given[name], setting.flag), "command line", setting.flag)
-        elif text:
-            value = _accept(setting, text, f"environment variable {setting.variable}")
-            found = Resolved(value, "environment", setting.variable)
-        elif name in from_file:
-            value = _accept(setting, from_file[name], f"config file {config_file}: {name}")
-            found = Resolved(value, "config file", str(config_file))
-        else:
-            found = Resolved(setting.default, "default")
-        resolved[name] = found
+    resolved = {each.name: decide(each, given, environ, from_file, str(config_file)) for each in settings}
     check_fixed(environ)
     return resolved | _from_vllm_variables(settings, resolved, environ)
+
+
+def decide(
+    setting: Setting,
+    given: Mapping[str, Any],
+    environ: Mapping[str, str],
+    from_file: Mapping[str, Any],
+    config_file: str,
+) -> Resolved:
+    """The value of one setting and who decided: the first of command line, environment and config file that names it, or
+    else the default.
+
+    Raises ConfigError that names the flag, the variable, or the file and its key.
+    """
+    name, text = setting.name, environ.get(setting.variable, "")
+    if name in given:
+        return Resolved(accepted(setting, given[name], setting.flag), "command line", setting.flag)
+    if text:
+        value = accepted(setting, text, f"environment variable {setting.variable}")
+        return Resolved(value, "environment", setting.variable)
+    if name in from_file:
+        value = accepted(setting, from_file[name], f"config file {config_file}: {name}")
+        return Resolved(value, "config file", config_file)
+    return Resolved(setting.default, "default")
 
 
 def _from_vllm_variables(
@@ -82,7 +93,7 @@ def _from_vllm_variables(
         name, value = counterpart.setting, value_of(variable, environ)
         if value is None or name not in known:
             continue
-        value = _accept(known[name], value, f"environment variable {variable}")
+        value = accepted(known[name], value, f"environment variable {variable}")
         only_on = counterpart.only_on
         if resolved[name].source in ("config file", "default") and only_on in (None, _device(resolved)):
             found[name] = Resolved(value, "environment", variable)
@@ -127,7 +138,8 @@ def with_detected(resolved: Mapping[str, Resolved], detected: Mapping[str, tuple
     return filled
 
 
-def _accept(setting: Setting, value: Any, where: str) -> Any:
+def accepted(setting: Setting, value: Any, where: str) -> Any:
+    """The value in the type of the setting. Raises ConfigError that begins with `where`, and does not show a secret."""
     try:
         return setting.accept(value)
     except ValueError as error:

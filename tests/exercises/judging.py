@@ -192,10 +192,14 @@ def signatures(module: ModuleType, exercise: Exercise, inherited: bool = False) 
 
 
 def _parameters(function: Callable[..., Any]) -> str:
-    plain = [
-        each.replace(annotation=inspect.Parameter.empty) for each in inspect.signature(function).parameters.values()
-    ]
+    parameters = inspect.signature(function).parameters.values()
+    plain = [each.replace(annotation=inspect.Parameter.empty, default=_default(each.default)) for each in parameters]
     return str(inspect.Signature(plain))
+
+
+def _default(value: Any) -> Any:
+    """A function that is a default is another object in each file: its name stands for it."""
+    return value.__name__ if inspect.isfunction(value) else value
 
 
 def text_of(path: Path, name: str) -> str:

@@ -37,7 +37,7 @@ from stage02_server.features.collect import collect
 from stage02_server.middleware import TENANT, RequestIds
 from stage02_server.routes import OpenAIServingModels
 from stage02_server.serving_engine import make_usage, require_task
-from stage02_server.streaming import in_thread_if_long, run_until_disconnect
+from stage02_server.streaming import in_thread_if_long, run_until_disconnect, server_sent_event
 from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.frontend.async_llm import AsyncLLM
 from stage03_engine.messages import EngineCoreRequest
@@ -294,7 +294,7 @@ class TranscriptionStream:
         return self._event(chunk.model_dump_json(exclude=None if self._include_usage else {"usage"}))
 
     def _event(self, data: str) -> bytes:
-        event = f"data: {data}\n\n".encode()
+        event = server_sent_event(data.encode())
         if trace.on:
             trace.emit("sse.chunk", req=self._ids.engine_id(0), cause=self._ids.cause, bytes=len(event))
         return event
