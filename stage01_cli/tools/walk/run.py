@@ -123,7 +123,9 @@ def _read(folder: Path, begin: int, end: int, window: int, text: str) -> Run:
     events = sorted(Recording(folder / "trace"), key=lambda event: event.ts)
     if len(processes) < 2:
         raise WalkError("the server's processes left no notes: does PYTHONPATH, or python -I, keep sitecustomize out?")
-    if window == REQUEST:  # from its first byte; its last events come when the client has its answer
+    if window == START:  # until the server says that it is ready; the question for /health is a request already
+        end = max(event.ts for event in events if event.phase < 6 and event.ts < end)
+    else:  # from its first byte; its last events come when the client has its answer
         begin = min(note.time for process in processes for note in process.notes if note.time >= begin)
         end = max(event.ts for event in events if event.phase >= 6)
     return Run(processes, events, begin, end, window, text)

@@ -13,7 +13,7 @@ from stagetrace.text import printable
 PHASES = {
     1: "CLI", 2: "serve", 3: "API server", 4: "AsyncLLM", 5: "EngineCore", 6: "request", 7: "in", 8: "execution", 9: "out",
 }  # fmt: skip
-FOLDED_ROWS = 46  # with the headings, about 60 lines
+FOLDED_ROWS = 50  # with the headings, about 60 lines
 DEEPEST = 5  # levels of calls that are indented
 
 
@@ -47,12 +47,21 @@ def _line(row: Row, name: str, width: int, all_rows: bool) -> str:
     words = f"{row.at / 1e6:9.1f} {calls:>5} {name:{width}}  {row.function.file}:{row.function.line}"
     if row.events:
         words += f"  {', '.join(Counter(event.name for event in row.events))}"
-    if row.arguments:
-        said = [f"{name}={value}" for name, value in row.arguments.items()]
-        words += f"  ({', '.join(said if all_rows else [one for one in said if '[' in one or 'num_' in one][:2])})"
+    if said := _said(row, all_rows):
+        words += f"  ({', '.join(said)})"
     if all_rows and row.result not in (None, "None"):
         words += f" -> {row.result}"
-    return printable(words.removesuffix("  ()"))
+    return printable(words)
+
+
+def _said(row: Row, all_rows: bool) -> list[str]:
+    """The arguments; folded, at most two that tell a shape or a count, tensors first."""
+    given = row.arguments or {}
+    if all_rows:
+        return [f"{name}={value}" for name, value in given.items()]
+    telling = [name for name, value in given.items() if "[" in value or "num_" in value or "num_" in name]
+    telling.sort(key=lambda name: not is_tensor(given[name]))
+    return [f"{name}={given[name]}" for name in telling[:2]]
 
 
 def _name(row: Row, shown: list[Row]) -> str:
@@ -69,7 +78,7 @@ def most_important(rows: list[Row], most: int = FOLDED_ROWS) -> list[Row]:
     weights = _weights(rows)
     ranked = sorted(rows, key=lambda row: weights[id(row)], reverse=True)
     phases = {row.phase for row in rows}
-    share = 2 * most // (3 * len(phases) or 1)
+    share = most // (2 * len(phases) or 1)
     chosen = {id(row) for phase in phases for row in [row for row in ranked if row.phase == phase][:share]}
     for row in ranked:
         if len(chosen) < most:
@@ -86,12 +95,18 @@ def _weights(rows: list[Row]) -> dict[int, float]:
         if row.events:
             weights[id(teller)] = weights.get(id(teller), 0.0) + 60
         plugs_in = any(f"/{folder}/" in row.function.file for folder in ("features", "backends", "args", "tools"))
-        weights[id(row)] += min(len(row.lines), 20) - 60 * plugs_in - 10 * last.startswith("_") + 10 * bool(row.arguments)
+        tensors = any(map(is_tensor, (row.arguments or {}).values()))
+        weights[id(row)] += min(len(row.lines), 20) - 60 * plugs_in - 10 * last.startswith("_") + 30 * tensors
         above = row.caller
         while above is not None:
             weights[id(above)] = weights.get(id(above), 0.0) + 0.5
             above = above.caller
     return weights
+
+
+def is_tensor(words: str) -> bool:
+    """f32[4, 256] is one, list[4] is not."""
+    return "[" in words and words.partition("[")[0].rstrip("0123456789") in ("f", "bf", "i", "u", "bool")
 
 
 def _steps(path: Path, phase: int) -> list[str]:
