@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from stage01_cli.tools.walk.run import Wish
 
 MOST_TOKENS = 64
+COLUMNS = "ms to the first entry, calls (↻: runs since before), function, its line, trace events, shapes and counts"
 PHASES_OF_START, PHASES_OF_REQUEST = frozenset(range(1, 6)), frozenset(range(6, 10))
 
 
@@ -32,11 +34,11 @@ class WalkSubcommand(CLISubcommand):
         parser.add_argument("--start", action="store_true", help="the start instead: from `stages serve` to /health")
         parser.add_argument("--model", default="gpt2-tiny", help="a model as for serve (default: %(default)s)")
         parser.add_argument(
-            "--max-tokens", default="8", metavar="N", help=f"length of the answer, up to {MOST_TOKENS} (default: %(default)s)"
+            "--max-tokens", default="8", metavar="N", help=f"of the answer, up to {MOST_TOKENS} (default: %(default)s)"
         )
         parser.add_argument("--phase", metavar="N", help="only these phases: 8, 7-9, or 6,9")
         parser.add_argument("--all", action="store_true", help="every function, with arguments and result")
-        parser.add_argument("--html", metavar="FILE", help="write a page to step through, with the source beside the path")
+        parser.add_argument("--html", metavar="FILE", help="write a page to step through, with the source beside it")
         parser.add_argument("--port", default="0", help="the server's port (default: any that is free)")
         parser.add_argument(
             "--attention-backend", default="torch", help="as for serve (default: %(default)s, which is all Python)"
@@ -49,12 +51,11 @@ class WalkSubcommand(CLISubcommand):
         wish, phases = _wish(args), _phases(args)
         page = None if args.html is None else _writable(args.html)
         from stage01_cli.tools.walk.path import path_of
-        from stage01_cli.tools.walk.run import make
+        from stage01_cli.tools.walk.run import REQUEST, START, make
 
         what = "the start" if wish.prompt is None else "the request"
         print(f"watching {what} of {wish.model} in both processes ...", file=sys.stderr)
-        run = make(wish)
-        path = path_of(run)
+        path = path_of(make(wish), START if wish.prompt is None else REQUEST)
         _print(path, wish, phases, args)
         if page is not None:
             from stage01_cli.tools.walk.page import page_of
@@ -103,10 +104,8 @@ def _phases(args: argparse.Namespace) -> frozenset[int]:
 def _writable(name: str) -> FilePath:
     """Found out now, not after the run."""
     file = FilePath(name)
-    try:
-        file.open("a").close()
-    except OSError as error:
-        raise ConfigError(f"cannot write {name}: {error.strerror}") from error
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ConfigError(f"cannot write {name}: give the name of a file in a folder that is there")
     return file
 
 
@@ -117,7 +116,7 @@ def _title(path: Path, wish: Wish) -> str:
     size = f"{len(rows)} functions of {files} files, {processes} processes, {path.took / 1e6:.0f} ms under the monitor"
     if wish.prompt is None:
         return f"The start of {wish.model}: {size}"
-    return f"{bounded(wish.prompt)!r} through {wish.model}: {size}"
+    return f'"{bounded(wish.prompt)}" through {wish.model}: {size}'
 
 
 def _print(path: Path, wish: Wish, phases: frozenset[int], args: argparse.Namespace) -> None:
@@ -125,6 +124,6 @@ def _print(path: Path, wish: Wish, phases: frozenset[int], args: argparse.Namesp
 
     colour, cut = wants_colour(args.color), sys.stdout.isatty()
     print(ascii_if_needed(_title(path, wish)))
-    print(ascii_if_needed("ms to the first entry, calls (↻: runs since before), function, first line, trace events, shapes and counts"))
+    print(ascii_if_needed(COLUMNS))
     for line in lines_of(path, phases, args.all, colour):
         print(ascii_if_needed(line[: width_of_output()] if cut and not line.startswith("\x1b") else line))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,8 +72,12 @@ def read_notes(folder: Path) -> list[Process]:
 def _process(path: Path) -> Process:
     data = json.loads(path.read_text(encoding="utf-8"))
     functions = [Function(file, name, line, last, bool(own)) for file, name, line, last, own in data["codes"]]
-    threads = {int(number): name for number, name in data["threads"].items()}
-    notes = [Note(time, threads[thread], what, functions[code], words) for time, thread, what, code, words in data["notes"]]
+    names: Counter[str] = Counter()
+    threads: dict[int, str] = {}
+    for number, name in data["threads"].items():
+        names[name] += 1
+        threads[int(number)] = name if names[name] == 1 else f"{name} #{names[name]}"
+    notes = [Note(time, threads[thread], what, functions[at], words) for time, thread, what, at, words in data["notes"]]
     notes.sort(key=lambda note: note.time)  # stable: a thread's own notes keep their order
     lines = {
         int(window): {functions[int(code)]: numbers for code, numbers in of_code.items()}

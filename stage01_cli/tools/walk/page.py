@@ -16,16 +16,16 @@ from stagetrace.vocabulary import VOCABULARY
 def page_of(path: Path, title: str, phases: frozenset[int]) -> str:
     """The whole page as text; with `phases` only their functions and files. It loads nothing, and source is data to it."""
     rows = [row for row in path.rows if not phases or row.phase in phases]
-    template, style, script = (files("stage01_cli.tools.walk").joinpath(f"walk.{kind}") for kind in ("html", "css", "js"))
-    texts = [part.read_text(encoding="utf-8") for part in (template, style, script)]
-    return assemble(texts[0], title, texts[1], texts[2], _data(path, rows, title))
+    folder = files("stage01_cli.tools.walk")
+    html, css, js = ((folder / f"walk.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js"))
+    return assemble(html, title, css, js, _data(path, rows, title))
 
 
 def _data(path: Path, rows: list[Row], title: str) -> dict[str, Any]:
     """`rows` point into `files` and `lanes`, and to their caller's row (-1: none)."""
     names = sorted({row.function.file for row in rows})
     lanes = list(dict.fromkeys(row.lane for row in rows))
-    places = {id(row): place for place, row in enumerate(rows)}
+    places = {row: place for place, row in enumerate(rows)}
     return {
         "title": title,
         "phases": {phase: PHASES.get(phase, "-") for phase in sorted({row.phase for row in rows})},
@@ -38,7 +38,7 @@ def _data(path: Path, rows: list[Row], title: str) -> dict[str, Any]:
                 "name": row.function.name, "file": names.index(row.function.file), "line": row.function.line,
                 "last": row.function.last, "phase": row.phase, "lane": lanes.index(row.lane),
                 "at": round(row.at / 1e6, 1), "calls": row.calls, "caller": _caller(row, places),
-                "arguments": row.arguments or {}, "result": row.result or "",
+                "arguments": row.arguments, "result": row.result,
                 "events": Counter(event.name for event in row.events),
             }
             for row in rows
@@ -50,12 +50,12 @@ def _source(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
 
 
-def _caller(row: Row, places: dict[int, int]) -> int:
+def _caller(row: Row, places: dict[Row, int]) -> int:
     """The place of the nearest function above that is on the page."""
     above = row.caller
-    while above is not None and id(above) not in places:
+    while above is not None and above not in places:
         above = above.caller
-    return -1 if above is None else places[id(above)]
+    return -1 if above is None else places[above]
 
 
 def _arrivals(path: Path, rows: list[Row]) -> dict[int, str]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from heapq import merge
-from typing import Any
 
 from stage01_cli.tools.walk.notes import Function, Note, Process
 from stage01_cli.tools.walk.run import REQUEST_ID, Run
@@ -21,7 +20,7 @@ PHASES_OF = {
 ANY = set(range(1, 10))
 
 
-@dataclass
+@dataclass(eq=False)
 class Row:
     """One function on the path."""
 
@@ -32,8 +31,8 @@ class Row:
     caller: Row | None
     phase: int = 0
     calls: int = 0  # 0: it runs since before, and went on
-    arguments: dict[str, str] | None = None  # of its first call
-    result: str | None = None
+    arguments: dict[str, str] = field(default_factory=dict)  # of its first call
+    result: str = ""
     events: list[Event] = field(default_factory=list)  # that it emitted
     lines: set[int] = field(default_factory=set)  # that were executed
 
@@ -53,6 +52,10 @@ class Path:
     took: int  # nanoseconds
 
 
+def _time(one: Note | Event) -> int:
+    return one.ts if isinstance(one, Event) else one.time
+
+
 class _Lane:
     """One thread of one process: which functions are running, and when it emitted events of which phase."""
 
@@ -64,17 +67,16 @@ class _Lane:
 class _Reader:
     """Goes through the notes and the events of one process."""
 
-    def __init__(self, process: Process, name: str, run: Run) -> None:
-        self.process, self.name, self.begin, self.end = process, name, run.begin, run.end
-        self.lines = process.lines.get(run.window, {})
+    def __init__(self, process: Process, name: str, run: Run, window: int) -> None:
+        self.process, self.name, (self.begin, self.end) = process, name, run.windows[window]
+        self.lines = process.lines.get(window, {})
         self.lanes: dict[str, _Lane] = defaultdict(_Lane)
         self.rows: dict[Function, Row] = {}
 
     def read(self, events: Iterable[Event]) -> None:
         """Notes and events, merged by time."""
-        notes = ((note.time, 0, note) for note in self.process.notes)
-        emitted = ((event.ts, 1, event) for event in events)
-        for _, _, one in merge(notes, emitted, key=lambda item: item[0]):
+        both: Iterator[Note | Event] = merge(self.process.notes, events, key=_time)
+        for one in both:
             if isinstance(one, Event):
                 self._event(one)
             else:
@@ -92,8 +94,8 @@ class _Reader:
         elif lane.stack:
             lane.stack.pop()
             row = self.rows.get(note.function)
-            if row is not None and row.result is None and isinstance(note.words, str):
-                row.result = note.words
+            if row is not None and isinstance(note.words, str):
+                row.result = row.result or note.words
 
     def _enter(self, note: Note, lane: _Lane) -> None:
         """The function, and before it those that wait for it and were called earlier."""
@@ -105,8 +107,8 @@ class _Reader:
         row = self.rows.get(note.function)
         if row is not None and note.what == "start":
             row.calls += 1
-            if row.arguments is None and isinstance(note.words, dict):
-                row.arguments = note.words
+            if isinstance(note.words, dict):
+                row.arguments = row.arguments or note.words
 
     def _event(self, event: Event) -> None:
         """Give it to the function that emitted it: of those that are running, the one whose lines hold the call."""
@@ -137,22 +139,25 @@ class _Reader:
         return row.caller.phase if row.caller is not None else 0
 
 
-def path_of(run: Run) -> Path:
-    """The functions that a run entered."""
+def path_of(run: Run, window: int) -> Path:
+    """The functions that a part of a run entered: its START, or its REQUEST."""
     names = {event.pid: event.proc for event in run.events}
     rows: list[Row] = []
     lines: dict[str, set[int]] = defaultdict(set)
     for process in run.processes:
-        reader = _Reader(process, names.get(process.pid, "helper"), run)
+        reader = _Reader(process, names.get(process.pid, "helper"), run, window)
         reader.read(event for event in run.events if event.pid == process.pid)
         rows += [row for row in reader.rows.values() if row.calls or row.lines]  # others only wait for what they called
         for function, numbers in reader.lines.items():
             lines[function.file].update(numbers)
-    for row in rows:
-        row.arguments, row.result = (_without_chance(words, run.events) for words in (row.arguments, row.result))
+    chance = _random_part(run.events)
+    for row in rows if chance else []:
+        row.arguments = {name: text.replace(chance, "") for name, text in row.arguments.items()}
+        row.result = row.result.replace(chance, "")
     files = {row.function.file for row in rows}
-    shown = [event for event in run.events if run.begin <= event.ts <= run.end]
-    return Path(_in_order(rows), {file: lines[file] for file in sorted(files)}, shown, run.end - run.begin)
+    begin, end = run.windows[window]
+    shown = [event for event in run.events if begin <= event.ts <= end]
+    return Path(_in_order(rows), {file: lines[file] for file in sorted(files)}, shown, end - begin)
 
 
 def _in_order(rows: list[Row]) -> list[Row]:
@@ -166,9 +171,8 @@ def _in_order(rows: list[Row]) -> list[Row]:
     return sorted(rows, key=lambda row: (row.phase, begins[row.phase, row.lane], row.lane, row.at))
 
 
-def _without_chance(words: Any, events: list[Event]) -> Any:
-    """A request's id without the random part that the server adds to the client's."""
-    chance = next((event.req.removeprefix(f"cmpl-{REQUEST_ID}").rpartition("-")[0] for event in events if event.req), "")
-    if not chance or words is None:
-        return words
-    return {name: text.replace(chance, "") for name, text in words.items()} if isinstance(words, dict) else words.replace(chance, "")
+def _random_part(events: list[Event]) -> str:
+    """What the server adds to the id that the client gave: `-1f0c2a77` of `cmpl-walk-1f0c2a77-0`."""
+    begin = f"cmpl-{REQUEST_ID}"
+    ids = (event.req for event in events if event.req is not None and event.req.startswith(begin))
+    return next((one.removeprefix(begin).rpartition("-")[0] for one in ids), "")

@@ -21,6 +21,7 @@ from types import FrameType
 import httpx
 
 from stage01_cli.tools.walk.notes import Process, begin_window, monitored, read_notes
+from stage03_engine.args.processes import exit_reason
 from stage03_engine.errors import StagesError
 from stagetrace import Event, Recording
 
@@ -28,6 +29,7 @@ REQUEST_ID = "walk"
 START, REQUEST, AFTER = 0, 1, 2
 """The parts of a run, as the monitor numbers them."""
 END_SECONDS = 30.0  # for the server to end when it is asked to
+SETTLE_SECONDS = 0.2  # for what a server still does when it has said that it is ready
 LAST_LINES = 50  # of the server's log, for the reason if it ends by itself
 
 
@@ -52,10 +54,8 @@ class Run:
 
     processes: list[Process]
     events: list[Event]
-    begin: int  # time.monotonic_ns()
-    end: int
-    window: int  # START or REQUEST
-    text: str = ""  # of the answer
+    windows: dict[int, tuple[int, int]]  # START and REQUEST: from when to when, as time.monotonic_ns() says
+    text: str  # of the answer
 
 
 class Server:
@@ -80,12 +80,14 @@ class Server:
         raise WalkError(f"the server did not start: {self.last_words()}")
 
     def last_words(self) -> str:
-        """The error that it printed, or else the last line of its log."""
+        """The error that it printed, or else how it ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(END_SECONDS)
-        lines = [line.strip() for line in self._log if line.strip()] or ["it said nothing"]
-        errors = [line for line in lines if "error: " in line]
-        return (errors or lines)[-1].removeprefix("stages: error: ")
+        errors = [line.strip() for line in self._log if "error: " in line]
+        if errors:
+            return errors[-1].removeprefix("stages: error: ")
+        code = self._process.returncode
+        return "it does not answer" if code is None else f"it ended with {exit_reason(code)}"
 
     def end(self) -> None:
         """Ask it to end, and wait; the engine ends with it. May be called twice."""
@@ -101,45 +103,46 @@ def make(wish: Wish) -> Run:
     """Start a server, ask it once, end it, and read what its processes noted. Raises WalkError."""
     with tempfile.TemporaryDirectory(prefix="walk-") as name, _sigterm_is_ctrl_c():
         folder = Path(name)
-        began = time.monotonic_ns()
+        marks, text = [time.monotonic_ns()], ""
         server = Server(wish, folder)
         try:
             url = server.url()
-            if wish.prompt is None:
-                begin, window, text = began, START, _health(url, server)
-            else:
+            _health(url, server)
+            marks.append(time.monotonic_ns())
+            if wish.prompt is not None:
+                time.sleep(SETTLE_SECONDS)
                 begin_window(folder, REQUEST)
-                begin, window = time.monotonic_ns(), REQUEST
+                marks.append(time.monotonic_ns())
                 text = _ask(url, wish, server)
-            end = time.monotonic_ns()
             begin_window(folder, AFTER)
         finally:
             server.end()
-        return _read(folder, begin, end, window, text)
+        return _read(folder, marks, text)
 
 
-def _read(folder: Path, begin: int, end: int, window: int, text: str) -> Run:
+def _read(folder: Path, marks: list[int], text: str) -> Run:
+    """`marks`: when the server was started, when it was ready and, if it was, when it was asked."""
     processes = read_notes(folder)
     events = sorted(Recording(folder / "trace"), key=lambda event: event.ts)
     if len(processes) < 2:
         raise WalkError("the server's processes left no notes: does PYTHONPATH, or python -I, keep sitecustomize out?")
-    if window == START:  # until the server says that it is ready; the question for /health is a request already
-        end = max(event.ts for event in events if event.phase < 6 and event.ts < end)
-    else:  # from its first byte; its last events come when the client has its answer
-        begin = min(note.time for process in processes for note in process.notes if note.time >= begin)
-        end = max(event.ts for event in events if event.phase >= 6)
-    return Run(processes, events, begin, end, window, text)
+    began, ready, *asked = marks
+    # The question for /health is a request already.
+    windows = {START: (began, max(event.ts for event in events if event.phase < 6 and event.ts < ready))}
+    for mark in asked:  # from its first byte; its last events come when the client has its answer
+        begin = min(note.time for process in processes for note in process.notes if note.time >= mark)
+        windows[REQUEST] = begin, max(event.ts for event in events if event.phase >= 6)
+    return Run(processes, events, windows, text)
 
 
-def _health(url: str, server: Server) -> str:
-    """The start ends with this answer."""
+def _health(url: str, server: Server) -> None:
+    """A start ends with this answer."""
     try:
         answer = httpx.get(f"{url}/health", trust_env=False, timeout=END_SECONDS)
     except httpx.HTTPError as error:
         raise _died(error, server) from error
     if answer.status_code != 200:
         raise WalkError(f"the server is not healthy: {answer.text[:200]}")
-    return ""
 
 
 def _ask(url: str, wish: Wish, server: Server) -> str:
@@ -156,12 +159,14 @@ def _ask(url: str, wish: Wish, server: Server) -> str:
             lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")]
     except httpx.HTTPError as error:
         raise _died(error, server) from error
-    for line in lines[:-1]:
+    for line in lines:
+        if line == "[DONE]":
+            return "".join(pieces)
         event = json.loads(line)
         if "error" in event:
             raise WalkError(f"the server broke the answer off: {_message(line.encode())}")
         pieces += [choice["text"] for choice in event["choices"]]
-    return "".join(pieces)
+    raise WalkError(f"the server broke the answer off: {server.last_words()}")
 
 
 def _died(error: Exception, server: Server) -> WalkError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import groupby
 
@@ -49,14 +49,14 @@ def _line(row: Row, name: str, width: int, all_rows: bool) -> str:
         words += f"  {', '.join(Counter(event.name for event in row.events))}"
     if said := _said(row, all_rows):
         words += f"  ({', '.join(said)})"
-    if all_rows and row.result not in (None, "None"):
+    if all_rows and row.result not in ("", "None"):
         words += f" -> {row.result}"
     return printable(words)
 
 
 def _said(row: Row, all_rows: bool) -> list[str]:
     """The arguments; folded, at most two that tell a shape or a count, tensors first."""
-    given = row.arguments or {}
+    given = row.arguments
     if all_rows:
         return [f"{name}={value}" for name, value in given.items()]
     telling = [name for name, value in given.items() if "[" in value or "num_" in value or "num_" in name]
@@ -76,30 +76,29 @@ def _name(row: Row, shown: list[Row]) -> str:
 def most_important(rows: list[Row], most: int = FOLDED_ROWS) -> list[Row]:
     """Those that say most about where the run is: they emit events, call much, do much. Each phase keeps its share."""
     weights = _weights(rows)
-    ranked = sorted(rows, key=lambda row: weights[id(row)], reverse=True)
+    ranked = sorted(rows, key=weights.__getitem__, reverse=True)
     phases = {row.phase for row in rows}
     share = most // (2 * len(phases) or 1)
-    chosen = {id(row) for phase in phases for row in [row for row in ranked if row.phase == phase][:share]}
+    chosen = {row for phase in phases for row in [row for row in ranked if row.phase == phase][:share]}
     for row in ranked:
         if len(chosen) < most:
-            chosen.add(id(row))
-    return [row for row in rows if id(row) in chosen]
+            chosen.add(row)
+    return [row for row in rows if row in chosen]
 
 
-def _weights(rows: list[Row]) -> dict[int, float]:
-    """By the row's id. What a helper for the trace emits tells about the function that called it."""
-    weights = {id(row): 0.0 for row in rows}
+def _weights(rows: list[Row]) -> dict[Row, float]:
+    """What a helper for the trace emits tells about the function that called it."""
+    weights: dict[Row, float] = defaultdict(float)
     for row in rows:
         last = row.function.name.rpartition(".")[2]
         teller = row.caller if "trace" in last and row.caller is not None else row
-        if row.events:
-            weights[id(teller)] = weights.get(id(teller), 0.0) + 60
-        plugs_in = any(f"/{folder}/" in row.function.file for folder in ("features", "backends", "args", "tools"))
-        tensors = any(map(is_tensor, (row.arguments or {}).values()))
-        weights[id(row)] += min(len(row.lines), 20) - 60 * plugs_in - 10 * last.startswith("_") + 30 * tensors
+        weights[teller] += 60 * bool(row.events)
+        plugs_in = any(part in row.function.file for part in ("/features/", "/backends/", "/args/", "/hooks.py"))
+        tensors = any(map(is_tensor, row.arguments.values()))
+        weights[row] += min(len(row.lines), 20) - 60 * plugs_in - 10 * last.startswith("_") + 30 * tensors
         above = row.caller
         while above is not None:
-            weights[id(above)] = weights.get(id(above), 0.0) + 0.5
+            weights[above] += 0.5
             above = above.caller
     return weights
 
@@ -122,10 +121,11 @@ def _steps(path: Path, phase: int) -> list[str]:
 def came_over(path: Path, rows: list[Row]) -> str:
     """How the run came into this lane: the first message from another process that was received here."""
     sent = {event.ref: event for event in path.events}
-    received = sorted((event for row in rows for event in row.events if event.cause in sent), key=lambda event: event.ts)
+    received = sorted(
+        (event for row in rows for event in row.events if event.cause in sent), key=lambda event: event.ts
+    )
     for event in received:
         cause = sent[str(event.cause)]
         if cause.pid != event.pid:
             return f" ◀─ {cause.proc}: {cause.name} ─▶ {event.name}, {(event.ts - cause.ts) / 1e6:.1f} ms"
     return ""
-

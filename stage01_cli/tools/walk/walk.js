@@ -211,7 +211,7 @@ class Walk {
     if (key.ctrlKey || key.metaKey || key.altKey) return;
     const at = document.activeElement;
     const typing = at === byId("search-text");
-    if (typing && key.key === "Escape") at.blur();
+    if (typing && key.key === "Escape") { key.preventDefault(); at.blur(); } // a search box would forget its text, and `n` goes on with it
     if (typing && key.key === "Enter" && key.shiftKey) { key.preventDefault(); this.search(-1); }
     if (typing || (key.key === " " && at instanceof HTMLButtonElement)) return;
     const act = {

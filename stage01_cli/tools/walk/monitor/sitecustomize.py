@@ -31,9 +31,10 @@ FOLDERS = tuple(f"{ROOT}/{stage}/" for stage in ("stage01_cli", "stage02_server"
 MAX_NOTES = 400_000  # of one process: half a minute of decoding
 LONGEST = 80  # characters of one argument
 SHOWN_TEXTS = ("id", "_id", "path", "method", "backend")  # ends of the names of arguments whose text says who or where
-SHOWN_LISTS = ("block", "row", "request", "shape", "size", "len", "visible")  # parts of the names of lists that hold no tokens
+SHOWN_LISTS = ("block", "row", "request", "shape", "size", "len", "visible")  # parts of names: lists without tokens
 HIDDEN_NUMBERS = ("token", "token_id", "seed")  # what a client wrote or got, or what chance gives
 COUNTS = ("num_", "total_num_")  # beginnings of the attributes that say how much an object holds
+CO_OPTIMIZED = 1  # inspect.CO_OPTIMIZED, without importing that
 YIELD_VALUE = opcode.opmap["YIELD_VALUE"]
 TYPES = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "bool": "bool"}
 
@@ -128,13 +129,26 @@ class Notes:
         for (window, code), numbers in list(self.lines.items()):
             lines[window][self.codes.setdefault(code, len(self.codes))] = sorted(numbers)
         codes = [
-            (os.path.relpath(code.co_filename, ROOT), code.co_qualname, code.co_firstlineno, last_line(code), code.co_flags & 1)
+            (
+                code.co_filename[len(ROOT) + 1 :],
+                code.co_qualname,
+                code.co_firstlineno,
+                last_line(code),
+                is_function(code),
+            )
             for code in self.codes
         ]
         text = {
             "threads": self.threads, "codes": codes, "notes": self.notes, "lines": lines, "modules": sorted(sys.modules),
         }  # fmt: skip
-        (self.folder / f"{os.getpid()}.json").write_text(json.dumps(text), encoding="utf-8")
+        unfinished = self.folder / f"{os.getpid()}.part"  # whoever reads finds whole files only
+        unfinished.write_text(json.dumps(text), encoding="utf-8")
+        unfinished.replace(unfinished.with_suffix(".json"))
+
+
+def is_function(code: CodeType) -> bool:
+    """Not the body of a class or a module."""
+    return bool(code.co_flags & CO_OPTIMIZED)
 
 
 def last_line(code: CodeType) -> int:
@@ -211,16 +225,19 @@ class Tracing:
         code = frame.f_code
         if event != "call" or not is_ours(code):
             return None
-        first = code.co_code[frame.f_lasti + 1] & 3 == 0  # RESUME: 0 at the start of a function, else after yield or await
-        self.notes.add("start" if first else "resume", code, lambda: arguments(frame) if first else None)
+        if code.co_code[frame.f_lasti + 1] & 3 == 0:  # of the instruction RESUME: else it is after a yield or an await
+            self.notes.add("start", code, lambda: arguments(frame))
+        else:
+            self.notes.add("resume", code)
         return self.inside
 
     def inside(self, frame: FrameType, event: str, value: Any) -> Any:
         if event == "line":
             self.notes.line(frame.f_code, frame.f_lineno)
+        elif event == "return" and frame.f_code.co_code[frame.f_lasti] == YIELD_VALUE:
+            self.notes.add("pause", frame.f_code)
         elif event == "return":
-            paused = frame.f_code.co_code[frame.f_lasti] == YIELD_VALUE
-            self.notes.add("pause" if paused else "return", frame.f_code, lambda: None if paused else describe("result", value))
+            self.notes.add("return", frame.f_code, lambda: describe("result", value))
         return self.inside
 
 
