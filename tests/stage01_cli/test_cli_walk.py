@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -27,6 +28,7 @@ from stub_server import StubHandler, running
 from stage01_cli.main import main
 from stage01_cli.tools.walk import command, run as walk_run
 from stage01_cli.tools.walk.command import WalkSubcommand
+from stage01_cli.tools.walk.notes import Process, monitored, read_notes
 from stage01_cli.tools.walk.page import page_of
 from stage01_cli.tools.walk.path import Path as WalkPath, Row, path_of
 from stage01_cli.tools.walk.run import REQUEST, START, Run, Server, WalkError, Wish, make
@@ -552,19 +554,15 @@ all_of_it()
 
 def pythons() -> list[str]:
     """This one, and what else the machine has: 3.11 is watched by sys.settrace, later ones by sys.monitoring."""
-    import shutil
+    found = [shutil.which(f"python3.{minor}") for minor in (12, 13, 14)]
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))  # its commands of these names may lead nowhere
+    return [sys.executable, *filter(None, found), *map(str, pyenv.glob("versions/3.1[2-4].*/bin/python3"))]
 
-    return [sys.executable, *filter(None, (shutil.which(f"python3.{minor}") for minor in (12, 13, 14)))]
 
-
-def watched(python: str, project: Path, notes: Path) -> Any:
+def watched(python: str, project: Path, notes: Path) -> Process | None:
     """The notes of PROGRAM, or None if that Python does not run."""
-    from stage01_cli.tools.walk.notes import monitored, read_notes
-
     notes.mkdir()
-    environment = monitored(notes, os.environ) | {"WALK_ROOT": str(project)}
-    hidden = project / "hidden"
-    environment["PYTHONPATH"] += os.pathsep + str(hidden)
+    environment = monitored(notes, {"PYTHONPATH": str(project / "hidden")}) | {"WALK_ROOT": str(project)}
     command = [python, str(project / "stage01_cli/program.py")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     if done.returncode != 0 and python != sys.executable:
@@ -580,6 +578,7 @@ def test_every_python_notes_the_same(tmp_path: Path) -> None:
     (tmp_path / "hidden").mkdir()
     (tmp_path / "hidden/sitecustomize.py").write_text("print('the hidden one')")
     seen = [watched(python, tmp_path, tmp_path / f"notes{at}") for at, python in enumerate(pythons())]
+    print(sum(process is not None for process in seen), "versions of Python")
     for process in filter(None, seen):
         path = [(note.what, note.function.name) for note in process.notes if note.function.is_named]
         assert path == [
