@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from http.server import ThreadingHTTPServer
 from pathlib import Path
@@ -26,12 +27,13 @@ from patience import PATIENCE, wait_until
 from stub_server import StubHandler, running
 
 from stage01_cli.main import main
+from stage01_cli.tools.own_server import OwnServer
 from stage01_cli.tools.walk import command, run as walk_run
 from stage01_cli.tools.walk.command import WalkSubcommand
 from stage01_cli.tools.walk.notes import Process, monitored, read_notes
 from stage01_cli.tools.walk.page import page_of
 from stage01_cli.tools.walk.path import Path as WalkPath, Row, path_of
-from stage01_cli.tools.walk.run import REQUEST, START, Run, Server, WalkError, Wish, make
+from stage01_cli.tools.walk.run import REQUEST, START, Run, WalkError, Wish, make
 from stage01_cli.tools.walk.text import FOLDED_ROWS, lines_of, most_important
 from stagetrace.vocabulary import VOCABULARY
 
@@ -108,6 +110,7 @@ def test_calls_are_counted(run: Run, path: WalkPath) -> None:
     assert row_of(path, "Scheduler.schedule").calls == steps
     assert row_of(path, "paged_attention_torch").calls == steps * layers
     assert row_of(path, "Scheduler.add_request").calls == 1
+    assert row_of(path, "AsyncLLM.generate").calls == 1  # a coroutine: each token continues the one call
     assert row_of(path, "EngineCoreProc.run_busy_loop").calls == 0  # it runs since the start
     assert row_of(path, "Scheduler.schedule").caller is row_of(path, "EngineCore._begin")
 
@@ -116,7 +119,7 @@ def test_each_event_belongs_to_the_function_that_emitted_it(path: WalkPath) -> N
     given = Counter(event.name for row in path.rows for event in row.events)
     assert given == Counter(event.name for event in path.events)
     assert {name for name, row in VOCABULARY.items() if row.main_path and row.phase > 5} <= set(given)
-    assert {event.name for event in row_of(path, "Scheduler.schedule").events} == {"sched.output"}
+    assert {event.name for event in row_of(path, "ModelRunner._sample").events} == {"model.logits", "sampler.sampled"}
     for row in path.rows:
         for event in row.events:
             assert row.function.line <= int(event.src.rpartition(":")[2]) <= row.function.last
@@ -278,7 +281,11 @@ def test_an_interrupt_leaves_no_process(number: signal.Signals) -> None:
     process.send_signal(number)
     out, err = process.communicate(timeout=PATIENCE)
     assert (process.returncode, out) == (130, "") and "Traceback" not in err
-    assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+    wait_until(lambda: not any(map(is_alive, children)), "a process is left")
+
+
+def is_alive(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 class Breaking(StubHandler):
@@ -287,6 +294,7 @@ class Breaking(StubHandler):
     how = ""
 
     def do_POST(self) -> None:
+        self.close_connection = True
         if self.how == "refuses":
             return self.answer(400, {"error": {"message": "no such\nthing", "code": 400}})
         self.send_response(200)
@@ -294,35 +302,43 @@ class Breaking(StubHandler):
         self.event({"choices": [{"text": "a"}]})
         if self.how == "error":
             self.event({"error": {"message": "the engine died"}})
-            self.wfile.write(b"data: [DONE]\n\n")
-        self.close_connection = True
         return None
+
+
+class EndedServer(OwnServer):
+    """One whose process was killed."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.process = subprocess.Popen(["sleep", "1000"], text=True)
+        self.process.kill()
+        self.process.wait()
 
 
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("refuses", "refused the request: no such"),
-        ("error", "broke the answer off: the engine died"),
-        ("cut", "broke the answer off: it ended"),
+        ("refuses", "the server answered 400: no such\nthing"),
+        ("error", "the server broke the answer off: the engine died"),
+        ("cut", "the server died during the request (EOFError): it ended with exit code -9"),
+        ("closed", "the server died during the request (ConnectError): it ended with exit code -9"),
     ],
 )
 def test_a_server_that_dies_during_the_request(how: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Breaking, "how", how)
     stub = ThreadingHTTPServer(("127.0.0.1", 0), Breaking)
-    server = Server.__new__(Server)
-    server.last_words = lambda: "it ended"  # type: ignore[method-assign]
-    with running(stub), pytest.raises(WalkError, match=message):
-        walk_run._ask(f"http://127.0.0.1:{stub.server_port}", Wish("m", "p"), server)
+    with running(stub):
+        port = stub.server_port if how != "closed" else 1
 
+        @contextmanager
+        def stub_server(*_: Any) -> Iterator[OwnServer]:
+            yield EndedServer(f"http://127.0.0.1:{port}")
 
-def test_nobody_answers() -> None:
-    server = Server.__new__(Server)
-    server.last_words = lambda: "it ended with exit code -9"  # type: ignore[method-assign]
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    with pytest.raises(WalkError, match=r"died during the request \(ConnectError\): it ended with exit code -9"):
-        walk_run._ask(f"http://127.0.0.1:{port}", Wish("m", "p"), server)
+        monkeypatch.setattr(walk_run, "own_server", stub_server)
+        monkeypatch.setattr(walk_run, "_health", lambda server: None)
+        with pytest.raises(WalkError) as error:
+            make(Wish("m", "p"))
+    assert message in str(error.value)
 
 
 # As a page
@@ -420,7 +436,7 @@ def test_stepping_and_scrubbing(opened: Opened, path: WalkPath) -> None:
 
 
 def test_the_source_is_beside_the_path(opened: Opened, path: WalkPath) -> None:
-    place = path.rows.index(row_of(path, "Scheduler.schedule"))
+    place = path.rows.index(row_of(path, "ModelRunner._sample"))
     row = path.rows[place]
     opened.page.locator("#rows button").nth(place).click()
     assert opened.page.locator("#where").text_content() == f"{row.function.file}:{row.function.line}"
@@ -434,9 +450,9 @@ def test_the_source_is_beside_the_path(opened: Opened, path: WalkPath) -> None:
     assert "\n".join(text for *_, text in seen) == (ROOT / row.function.file).read_text(encoding="utf-8")
     assert opened.page.locator("#source .in").first.is_visible()
     facts = str(opened.page.locator("#facts").text_content())
-    assert "sched.output" in facts and VOCABULARY["sched.output"].meaning in facts
-    opened.page.locator("#facts .link", has_text="EngineCore._begin").click()
-    assert opened.name() == "EngineCore._begin"
+    assert "sampler.sampled" in facts and VOCABULARY["sampler.sampled"].meaning in facts
+    opened.page.locator("#facts .link", has_text="ModelRunner.execute_model").click()
+    assert opened.name() == "ModelRunner.execute_model"
 
 
 def test_searching(opened: Opened, path: WalkPath) -> None:

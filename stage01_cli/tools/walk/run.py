@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,17 +17,18 @@ from types import FrameType
 
 import httpx
 
+from stage01_cli.tools.own_server import OwnServer, own_server
 from stage01_cli.tools.walk.notes import Process, begin_window, monitored, read_notes
 from stage03_engine.args.processes import exit_reason
-from stage03_engine.errors import StagesError
+from stage03_engine.errors import EngineStartError, StagesError
 from stagetrace import Event, Recording
 
 REQUEST_ID = "walk"
 START, REQUEST, AFTER = 0, 1, 2
 """The parts of a run, as the monitor numbers them."""
-END_SECONDS = 30.0  # for the server to end when it is asked to
+END_SECONDS = 30.0  # for what a server does at once, unless it hangs
 SETTLE_SECONDS = 0.2  # for what a server still does when it has said that it is ready
-LAST_LINES = 50  # of the server's log, for the reason if it ends by itself
+OWN_ERROR = "stages: error: "
 
 
 class WalkError(StagesError):
@@ -58,65 +56,24 @@ class Run:
     text: str  # of the answer
 
 
-class Server:
-    """`stages serve` as a child of this process."""
-
-    def __init__(self, wish: Wish, folder: Path) -> None:
-        words = ["serve", wish.model, "--host", "127.0.0.1", "--port", str(wish.port), "--trace", str(folder / "trace")]
-        self._log: deque[str] = deque(maxlen=LAST_LINES)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "stage01_cli", *words, *wish.flags], env=monitored(folder, os.environ),
-            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace",
-        )  # fmt: skip
-
-    def url(self) -> str:
-        """Wait until it is ready. Raises WalkError with its own last words if it ends instead."""
-        assert self._process.stderr is not None
-        for line in self._process.stderr:
-            self._log.append(line)
-            if " Serving " in line and " on http://" in line:
-                threading.Thread(target=self._log.extend, args=(self._process.stderr,), daemon=True).start()
-                return line.rpartition(" on ")[2].strip()
-        raise WalkError(f"the server did not start: {self.last_words()}")
-
-    def last_words(self) -> str:
-        """The error that it printed, or else how it ended."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_SECONDS)
-        errors = [line.strip() for line in self._log if "error: " in line]
-        if errors:
-            return errors[-1].removeprefix("stages: error: ")
-        code = self._process.returncode
-        return "it does not answer" if code is None else f"it ended with {exit_reason(code)}"
-
-    def end(self) -> None:
-        """Ask it to end, and wait; the engine ends with it. May be called twice."""
-        try:
-            self._process.terminate()
-            self._process.wait(END_SECONDS)
-        finally:  # a second Ctrl-C, or it hangs: the engine's process ends when this one is gone
-            self._process.kill()
-            self._process.wait()
-
-
 def make(wish: Wish) -> Run:
     """Start a server, ask it once, end it, and read what its processes noted. Raises WalkError."""
     with tempfile.TemporaryDirectory(prefix="walk-") as name, _sigterm_is_ctrl_c():
         folder = Path(name)
+        flags = ("--port", str(wish.port), "--trace", str(folder / "trace"), *wish.flags)
         marks, text = [time.monotonic_ns()], ""
-        server = Server(wish, folder)
         try:
-            url = server.url()
-            _health(url, server)
-            marks.append(time.monotonic_ns())
-            if wish.prompt is not None:
-                time.sleep(SETTLE_SECONDS)
-                begin_window(folder, REQUEST)
+            with own_server(wish.model, flags, monitored(folder, os.environ)) as server:
+                _health(server)
                 marks.append(time.monotonic_ns())
-                text = _ask(url, wish, server)
-            begin_window(folder, AFTER)
-        finally:
-            server.end()
+                if wish.prompt is not None:
+                    time.sleep(SETTLE_SECONDS)
+                    begin_window(folder, REQUEST)
+                    marks.append(time.monotonic_ns())
+                    text = _ask(server, wish)
+                begin_window(folder, AFTER)
+        except EngineStartError as error:
+            raise WalkError(_reason(str(error))) from error
         return _read(folder, marks, text)
 
 
@@ -135,50 +92,52 @@ def _read(folder: Path, marks: list[int], text: str) -> Run:
     return Run(processes, events, windows, text)
 
 
-def _health(url: str, server: Server) -> None:
+def _health(server: OwnServer) -> None:
     """A start ends with this answer."""
     try:
-        answer = httpx.get(f"{url}/health", trust_env=False, timeout=END_SECONDS)
+        answer = httpx.get(f"{server.url}/health", trust_env=False, timeout=END_SECONDS)
     except httpx.HTTPError as error:
         raise _died(error, server) from error
     if answer.status_code != 200:
         raise WalkError(f"the server is not healthy: {answer.text[:200]}")
 
 
-def _ask(url: str, wish: Wish, server: Server) -> str:
+def _ask(server: OwnServer, wish: Wish) -> str:
     """One streamed completion, and its text."""
-    body = {"prompt": wish.prompt, "max_tokens": wish.max_tokens, "temperature": 0, "stream": True}
+    body = {"prompt": wish.prompt, "max_tokens": wish.max_tokens, "temperature": 0}
     pieces: list[str] = []
     try:
-        with (
-            httpx.Client(trust_env=False, timeout=None) as client,
-            client.stream("POST", f"{url}/v1/completions", json=body, headers={"X-Request-Id": REQUEST_ID}) as answer,
-        ):
-            if answer.status_code != 200:
-                raise WalkError(f"the server refused the request: {_message(answer.read())}")
-            lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")]
+        for data in server.stream(body, REQUEST_ID):
+            if data == "[DONE]":
+                return "".join(pieces)
+            event = json.loads(data)
+            if "error" in event:
+                raise WalkError(f"the server broke the answer off: {event['error'].get('message')}")
+            pieces += [choice["text"] for choice in event["choices"]]
     except httpx.HTTPError as error:
         raise _died(error, server) from error
-    for line in lines:
-        if line == "[DONE]":
-            return "".join(pieces)
-        event = json.loads(line)
-        if "error" in event:
-            raise WalkError(f"the server broke the answer off: {_message(line.encode())}")
-        pieces += [choice["text"] for choice in event["choices"]]
-    raise WalkError(f"the server broke the answer off: {server.last_words()}")
+    raise _died(EOFError(), server)
 
 
-def _died(error: Exception, server: Server) -> WalkError:
-    return WalkError(f"the server died during the request ({type(error).__name__}): {server.last_words()}")
-
-
-def _message(body: bytes) -> str:
-    """Of OpenAI's error object, or the body's beginning."""
+def _died(error: Exception, server: OwnServer) -> WalkError:
+    """With how its process ended."""
     try:
-        return str(json.loads(body)["error"]["message"])
+        ended = f"it ended with {exit_reason(server.process.wait(END_SECONDS))}"
+    except subprocess.TimeoutExpired:
+        ended = "it does not answer"
+    return WalkError(f"the server died during the request ({type(error).__name__}): {ended}")
+
+
+def _reason(text: str) -> str:
+    """The server's own error, out of the end of its log; or of an error object, its message."""
+    errors = [line for line in text.splitlines() if line.startswith(OWN_ERROR)]
+    if errors:
+        return f"the server did not start: {errors[-1].removeprefix(OWN_ERROR)}"
+    start, brace, rest = text.partition("{")
+    try:
+        return start + str(json.loads(brace + rest)["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        return body[:200].decode(errors="replace")
+        return text
 
 
 @contextmanager
