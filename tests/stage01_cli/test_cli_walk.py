@@ -272,16 +272,21 @@ def test_a_server_that_cannot_start() -> None:
             assert last.startswith("stages: error: the server did not start: ") and message in last
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_leaves_no_process(number: signal.Signals) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_an_interrupt_leaves_no_process(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even in the moment when the server is being started, of which the walk does not know yet."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     process = cli("hi")
     own = psutil.Process(process.pid)
     wait_until(lambda: own.children(recursive=True), "no server is started")
     children = own.children(recursive=True)
     process.send_signal(number)
     out, err = process.communicate(timeout=PATIENCE)
-    assert (process.returncode, out) == (130, "") and "Traceback" not in err
+    assert (process.returncode, out) == (-9 if number == signal.SIGKILL else 130, "") and "Traceback" not in err
     wait_until(lambda: not any(map(is_alive, children)), "a process is left")
+    assert number == signal.SIGKILL or not list(tmp_path.glob("walk-*"))
 
 
 def is_alive(process: psutil.Process) -> bool:

@@ -61,9 +61,10 @@ def make(wish: Wish) -> Run:
     with tempfile.TemporaryDirectory(prefix="walk-") as name, _sigterm_is_ctrl_c():
         folder = Path(name)
         flags = ("--port", str(wish.port), "--trace", str(folder / "trace"), *wish.flags)
+        environment = monitored(folder, os.environ) | {"WALK_PARENT": str(os.getpid())}
         marks, text = [time.monotonic_ns()], ""
         try:
-            with own_server(wish.model, flags, monitored(folder, os.environ)) as server:
+            with own_server(wish.model, flags, environment) as server:
                 _health(server)
                 marks.append(time.monotonic_ns())
                 if wish.prompt is not None:

@@ -3,18 +3,21 @@ of every process that has this folder on PYTHONPATH, so the engine's process is 
 
 It needs only the standard library, and is off unless the environment names two folders: WALK_ROOT, the project, and WALK_NOTES,
 where `PID.json` is written when the process ends. One byte of the file `window` there says in which part of the run we are (the
-walk's own process counts it up); without that file there is one part.
+walk's own process counts it up); without that file there is one part. WALK_PARENT is the process without which the first one ends.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import ctypes
 import importlib.machinery
 import importlib.util
 import json
 import mmap
 import opcode
 import os
+import signal
 import sys
 import threading
 import time
@@ -34,6 +37,7 @@ SHOWN_TEXTS = ("id", "_id", "path", "method", "backend")  # ends of the names of
 SHOWN_LISTS = ("block", "row", "request", "shape", "size", "len", "visible")  # parts of names: lists without tokens
 HIDDEN_NUMBERS = ("token", "token_id", "seed")  # what a client wrote or got, or what chance gives
 COUNTS = ("num_", "total_num_")  # beginnings of the attributes that say how much an object holds
+PR_SET_PDEATHSIG = 1  # of prctl(2)
 CO_OPTIMIZED = 1  # inspect.CO_OPTIMIZED, without importing that
 YIELD_VALUE = opcode.opmap["YIELD_VALUE"]
 TYPES = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "bool": "bool"}
@@ -249,7 +253,17 @@ def run_hidden() -> None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
+def end_with(parent: int) -> None:
+    """Let the system ask this process to end when its parent is gone, however that ended (Linux only)."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent:  # it was quicker
+        os._exit(1)
+
+
 run_hidden()
+if "WALK_PARENT" in os.environ:  # taken out: the processes that this one starts end with it anyway
+    end_with(int(os.environ.pop("WALK_PARENT")))
 if ROOT and os.environ.get("WALK_NOTES"):
     _notes = Notes(Path(os.environ["WALK_NOTES"]))
     atexit.register(_notes.write)
