@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic_ns
 
@@ -15,6 +15,8 @@ import httpx
 import pytest
 from patience import PATIENCE
 from server_under_test import ServerProcess
+
+from stage01_cli.tools.walk.notes import Note, monitored, read_notes
 
 ROOT = Path(__file__).parent.parent
 WALK = (
@@ -46,36 +48,20 @@ def test_the_walk_is_short() -> None:
     assert len(sizes) <= MAX_FILES
 
 
-@dataclass(frozen=True)
-class Note:
-    """One call of a function of the project, or its return."""
-
-    time: int
-    pid: int
-    thread: str
-    what: str
-    file: str
-    function: str
-
-
+@dataclass
 class Observed:
     """A server whose every call was noted."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.notes: list[Note] = []
-        self.modules: dict[int, set[str]] = {}
+    folder: Path
+    notes: list[tuple[int, Note]] = field(default_factory=list)  # with what process
+    modules: set[str] = field(default_factory=set)
 
     def read(self) -> None:
         """What the processes wrote when they ended."""
-        for path in self.folder.glob("*.notes"):
-            for line in filter(None, path.read_text().split("\n")):
-                time, thread, what, file, function = line.split("\t")
-                name = str(Path(file).relative_to(ROOT))
-                self.notes.append(Note(int(time), int(path.stem), thread, what, name, function))
-        self.notes.sort(key=lambda each: each.time)
-        for path in self.folder.glob("*.modules"):
-            self.modules[int(path.stem)] = set(path.read_text().split("\n"))
+        for process in read_notes(self.folder):
+            self.notes += [(process.pid, note) for note in process.notes]
+            self.modules.update(process.modules)
+        self.notes.sort(key=lambda each: each[1].time)
 
 
 @pytest.fixture(scope="module")
@@ -83,11 +69,8 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Observe
     """(what was seen, and between which two moments a streamed completion ran)"""
     seen = Observed(tmp_path_factory.mktemp("walk"))
     with pytest.MonkeyPatch.context() as patch:
-        before = os.environ.get("PYTHONPATH")
-        own = str(Path(__file__).parent / "walk_monitor")
-        patch.setenv("PYTHONPATH", own if before is None else f"{own}{os.pathsep}{before}")
-        patch.setenv("WALK_ROOT", str(ROOT))
-        patch.setenv("WALK_NOTES", str(seen.folder))
+        for name, value in monitored(seen.folder, os.environ).items():
+            patch.setenv(name, value)
         patch.delenv("STAGES_CHECK_INVARIANTS", raising=False)  # nobody has that on who did not ask for it
         # The compiled paths are backends: the walk is plain torch.
         plain = ("--linear-backend", "torch", "--attention-backend", "torch")
@@ -113,9 +96,9 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Observe
 def test_a_completion_touches_few_files(observed: tuple[Observed, int, int]) -> None:
     seen, start, end = observed
     order: dict[str, int] = {}
-    for note in seen.notes:
+    for _, note in seen.notes:
         if start <= note.time <= end and note.what == "start":
-            order[note.file] = order.get(note.file, 0) + 1
+            order[note.function.file] = order.get(note.function.file, 0) + 1
     for number, (file, calls) in enumerate(order.items(), 1):
         print(f"{number:3} {file:55} {calls:5} calls")
     assert len(order) <= MAX_FILES_OF_A_COMPLETION
@@ -134,16 +117,16 @@ def test_a_decode_step_stays_together(observed: tuple[Observed, int, int]) -> No
 def _steps(seen: Observed, start: int, end: int) -> list[list[str]]:
     """The files of each EngineCore.step in that time, call by call."""
     steps: list[list[str]] = []
-    inside: str | None = None
-    for note in seen.notes:
+    inside: tuple[int, str] | None = None  # process and thread
+    for pid, note in seen.notes:
         if not start <= note.time <= end:
             continue
-        if note.function == "EngineCore.step":
-            inside = note.thread if note.what == "start" else None
+        if note.function.name == "EngineCore.step":
+            inside = (pid, note.thread) if note.what == "start" else None
             if inside:
                 steps.append([])
-        if inside == note.thread and note.what == "start":
-            steps[-1].append(note.file)
+        if inside == (pid, note.thread) and note.what == "start":
+            steps[-1].append(note.function.file)
     return steps
 
 
@@ -176,7 +159,7 @@ ON_BY_DEFAULT = {
 def test_serving_imports_no_feature_that_is_off(observed: tuple[Observed, int, int]) -> None:
     """A feature that is off may have declared its flags and request fields, in flags.py, fields.py and params/: no more."""
     seen, _, _ = observed
-    imported = {name for names in seen.modules.values() for name in names if name.startswith("stage0")}
+    imported = {name for name in seen.modules if name.startswith("stage0")}
     rooms = re.compile(r"(.*?\.(features|backends|triton_kernels|lab|tools|bench|replay)(\.\w+)?)(\..*)?")
     wrong = set()
     for name in imported:

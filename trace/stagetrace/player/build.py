@@ -8,6 +8,7 @@ import html
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -27,15 +28,20 @@ def page(recording: str | Path | Recording | Run, compare: str | Path | Recordin
     """
     data = [page_data(one) for one in (recording, compare) if one is not None]
     script = "\n".join(_template(name) for name in SCRIPTS)
+    title = " and ".join(run["title"] for run in data)
+    return assemble(_template("player.html"), title, _colours() + _template("player.css"), script, data)
+
+
+def assemble(template: str, title: str, style: str, script: str, data: Any) -> str:
+    """A template with its TITLE, STYLE, SCRIPT, SCRIPT_HASH and DATA, each between `@@`. Whatever text the data hold, it stays data."""
     parts = {
-        "TITLE": html.escape(" and ".join(run["title"] for run in data)),
+        "TITLE": html.escape(title),
         "SCRIPT_HASH": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        "STYLE": _colours() + _template("player.css"),
+        "STYLE": style,
         "DATA": _harmless(msgspec.json.encode(data, enc_hook=str).decode()),
         "SCRIPT": script,
     }
-    text = _template("player.html")
-    pieces = text.split("@@")  # text, NAME, text, NAME, ...: what a client wrote is never looked at again
+    pieces = template.split("@@")  # text, NAME, text, NAME, ...: what a client wrote is never looked at again
     return "".join(parts[piece] if place % 2 else piece for place, piece in enumerate(pieces))
 
 

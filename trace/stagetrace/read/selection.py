@@ -57,7 +57,7 @@ def add_selection(parser: argparse.ArgumentParser) -> None:
 
 def selection_of(args: argparse.Namespace) -> Selection:
     """The Selection that the flags describe. Raises TraceError."""
-    phases = frozenset(number for part in (args.phase or "").split(",") if part for number in _range(part, "--phase"))
+    phases = phases_of(args.phase)
     for pattern in args.name:
         if not any(fnmatchcase(name, pattern) for name in VOCABULARY):
             raise TraceError(f"--name {pattern}: no event has such a name; trace/stagetrace/vocabulary.py has them all")
@@ -65,6 +65,11 @@ def selection_of(args: argparse.Namespace) -> Selection:
     return Selection(
         phases, tuple(args.name), args.req, args.proc, None if steps is None else (steps.start, steps.stop - 1)
     )
+
+
+def phases_of(text: str | None) -> frozenset[int]:
+    """`8`, `6-9` or `6,7,9`; empty for None. Raises TraceError."""
+    return frozenset(number for part in (text or "").split(",") if part for number in _range(part, "--phase"))
 
 
 def _range(text: str, flag: str) -> range:

@@ -1,0 +1,235 @@
+"use strict";
+// A position is a place in `rows`: the functions of the path, in order of first entry. What is shown comes from the data as text, never
+// as HTML.
+
+const SECONDS_PER_ROW = 0.7;
+const DEEPEST = 8;
+
+function make(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  element.append(...children);
+  return element;
+}
+
+const byId = (id) => document.getElementById(id);
+
+class Walk {
+  constructor(data) {
+    Object.assign(this, data); // title, phases, files, lanes, arrivals, meanings, rows
+    this.position = -1;
+    this.timer = 0;
+    this.file = -1;
+    this.rows.forEach((row) => { row.depth = this.depthOf(row); });
+    byId("title").textContent = this.title;
+    byId("slider").max = this.rows.length - 1;
+    this.drawPhases();
+    this.drawList();
+    this.setUpControls();
+    this.goTo(Math.max(0, this.placeOf(location.hash)));
+  }
+
+  /** How many callers of the same lane and phase are above it. */
+  depthOf(row) {
+    const above = this.rows[row.caller];
+    return above && above.lane === row.lane && above.phase === row.phase ? Math.min(above.depth + 1, DEEPEST) : 0;
+  }
+
+  /** The place of the function that `#fn=Scheduler.schedule` names: the whole name first, else its last part; -1 if it is not here. */
+  placeOf(hash) {
+    const [key, value] = hash.replace("#", "").split("=");
+    if (key !== "fn" || !value) return -1;
+    let name = value;
+    try { name = decodeURIComponent(value); } catch { /* a broken escape: take it as it stands */ }
+    const whole = this.rows.findIndex((row) => row.name === name);
+    return whole >= 0 ? whole : this.rows.findIndex((row) => row.name.endsWith(`.${name}`));
+  }
+
+  // Drawing
+
+  drawPhases() {
+    for (const [phase, name] of Object.entries(this.phases)) {
+      const button = make("button", { type: "button", "data-phase": phase, style: `--phase: var(--p${phase})` }, `${phase} ${name}`);
+      button.addEventListener("click", () => this.goTo(this.rows.findIndex((row) => row.phase === Number(phase))));
+      byId("phases").append(make("li", {}, button));
+    }
+  }
+
+  drawList() {
+    let phase = 0, lane = -1;
+    const list = byId("rows");
+    this.buttons = this.rows.map((row, place) => {
+      const colour = `--phase: var(--p${row.phase})`;
+      if (row.phase !== phase) list.append(make("li", { class: "phase", style: colour }, `${row.phase} ${this.phases[row.phase]}`));
+      if (row.phase !== phase || row.lane !== lane) list.append(make("li", { class: "lane" }, `${this.lanes[row.lane]} ${this.arrivals[place] ?? ""}`));
+      ({ phase, lane } = row);
+      const what = make("span", { class: "what", style: `--depth: ${row.depth}` }, row.name);
+      const calls = make("span", { class: "calls" }, row.calls ? `×${row.calls}` : "↻");
+      const button = make("button", { type: "button", style: colour, title: `${this.files[row.file].name}:${row.line}` }, calls, what,
+        make("span", { class: "tells" }, Object.keys(row.events).join(", ")));
+      button.addEventListener("click", () => this.goTo(place));
+      list.append(make("li", {}, button));
+      return button;
+    });
+  }
+
+  drawSource(row) {
+    const file = this.files[row.file];
+    if (this.file !== row.file) {
+      const ran = new Set(file.ran);
+      this.lines = file.text.split("\n").map((text, at) => make("div", ran.has(at + 1) ? { class: "ran" } : {}, text));
+      byId("source").replaceChildren(...this.lines);
+      this.file = row.file;
+    }
+    this.lines.forEach((line, at) => {
+      const inside = at + 1 >= row.line && at + 1 <= row.last;
+      line.classList.toggle("in", inside);
+      line.classList.toggle("out", !inside);
+    });
+    const top = this.lines[row.line - 1];
+    byId("source").scrollTop = top ? top.offsetTop - byId("source").offsetTop - 40 : 0;
+  }
+
+  drawAbout(row, place) {
+    const file = this.files[row.file].name;
+    byId("name").textContent = row.name;
+    byId("where").textContent = `${file}:${row.line}`;
+    const times = row.calls === 0 ? "runs since before" : row.calls === 1 ? "called once" : `called ${row.calls} times`;
+    byId("how").textContent = `phase ${row.phase} · ${this.lanes[row.lane]} · ${times}, first at ${row.at} ms`;
+    const facts = byId("facts");
+    facts.replaceChildren();
+    const add = (name, ...what) => what.length && facts.append(make("dt", {}, name), make("dd", {}, ...what));
+    for (const [name, value] of Object.entries(row.arguments)) add(name, make("code", {}, value));
+    if (row.result && row.result !== "None") add("returns", make("code", {}, row.result));
+    for (const [name, count] of Object.entries(row.events)) add(`${name}${count > 1 ? ` ×${count}` : ""}`, this.meanings[name] ?? "");
+    const below = this.rows.map((one, at) => at).filter((at) => this.rows[at].caller === place);
+    add("called by", ...(row.caller >= 0 ? [this.link(row.caller)] : []));
+    add("calls", ...below.map((at) => this.link(at)));
+  }
+
+  link(place) {
+    const button = make("button", { type: "button", class: "link" }, this.rows[place].name);
+    button.addEventListener("click", () => this.goTo(place));
+    return button;
+  }
+
+  goTo(place, remember = true) {
+    const next = Math.min(Math.max(place, 0), this.rows.length - 1);
+    if (next === this.position) return;
+    this.buttons[this.position]?.removeAttribute("aria-current");
+    this.position = next;
+    const row = this.rows[next];
+    document.body.style.setProperty("--phase", `var(--p${row.phase})`);
+    this.buttons[next].setAttribute("aria-current", "true");
+    this.buttons[next].scrollIntoView({ block: "center" });
+    document.querySelectorAll("#phases button").forEach((button) => {
+      if (Number(button.dataset.phase) === row.phase) button.setAttribute("aria-current", "step");
+      else button.removeAttribute("aria-current");
+    });
+    this.drawAbout(row, next);
+    this.drawSource(row);
+    byId("slider").value = next;
+    byId("slider").setAttribute("aria-valuetext", `${next + 1} of ${this.rows.length}: ${row.name}`);
+    if (this.timer === 0) this.say(`${next + 1} of ${this.rows.length}: ${row.name}, phase ${row.phase}`);
+    if (remember) this.remember(row);
+  }
+
+  /** A link to this function; a page inside another one may have no history. */
+  remember(row) {
+    try { history.replaceState(null, "", `#fn=${encodeURIComponent(row.name)}`); } catch { /* then there is no link */ }
+  }
+
+  say(text) {
+    byId("announcement").textContent = text;
+  }
+
+  // Moving
+
+  move(by) {
+    this.goTo(this.position + by);
+  }
+
+  /** To the first function of the next phase; back: to the first of this one, or of the one before. */
+  movePhase(direction) {
+    const firsts = this.rows.map((row, at) => at).filter((at) => this.rows[at].phase !== this.rows[at - 1]?.phase);
+    const there = direction > 0 ? firsts.find((at) => at > this.position) : firsts.findLast((at) => at < this.position);
+    this.goTo(there ?? (direction > 0 ? this.rows.length - 1 : 0));
+  }
+
+  play(on = this.timer === 0) {
+    clearInterval(this.timer);
+    this.timer = 0;
+    if (on) {
+      if (this.position === this.rows.length - 1) this.goTo(0);
+      this.timer = setInterval(() => {
+        this.move(1);
+        if (this.position === this.rows.length - 1) this.play(false);
+      }, 1000 * SECONDS_PER_ROW);
+    }
+    byId("play").textContent = this.timer ? "‖ pause" : "▶ play";
+  }
+
+  isFound(row) {
+    const text = byId("search-text").value.trim().toLowerCase();
+    const words = [row.name, this.files[row.file].name, ...Object.keys(row.events), ...Object.entries(row.arguments).flat()];
+    return text !== "" && words.some((word) => word.toLowerCase().includes(text));
+  }
+
+  search(direction) {
+    for (let at = this.position + direction; at >= 0 && at < this.rows.length; at += direction) {
+      if (this.isFound(this.rows[at])) return this.goTo(at);
+    }
+    return this.say(direction > 0 ? "Nothing more found below." : "Nothing found above.");
+  }
+
+  showFound() {
+    const found = this.rows.map((row) => this.isFound(row));
+    found.forEach((is, at) => this.buttons[at].classList.toggle("found", is));
+    byId("found").textContent = byId("search-text").value.trim() ? `${found.filter(Boolean).length} found` : "";
+  }
+
+  // Controls
+
+  setUpControls() {
+    const on = (id, type, act) => byId(id).addEventListener(type, act);
+    on("slider", "input", () => this.goTo(Number(byId("slider").value)));
+    on("first", "click", () => this.goTo(0));
+    on("last", "click", () => this.goTo(this.rows.length - 1));
+    on("back", "click", () => this.move(-1));
+    on("on", "click", () => this.move(1));
+    on("phase-back", "click", () => this.movePhase(-1));
+    on("phase-on", "click", () => this.movePhase(1));
+    on("play", "click", () => this.play());
+    on("search", "submit", (submit) => { submit.preventDefault(); this.search(1); });
+    on("search-back", "click", () => this.search(-1));
+    on("search-text", "input", () => this.showFound());
+    window.addEventListener("hashchange", () => { const place = this.placeOf(location.hash); if (place >= 0) this.goTo(place, false); });
+    document.addEventListener("keydown", (key) => this.key(key));
+  }
+
+  key(key) {
+    if (key.ctrlKey || key.metaKey || key.altKey) return;
+    const at = document.activeElement;
+    const typing = at === byId("search-text");
+    if (typing && key.key === "Escape") { key.preventDefault(); at.blur(); } // a search box would forget its text, and `n` goes on with it
+    if (typing && key.key === "Enter" && key.shiftKey) { key.preventDefault(); this.search(-1); }
+    if (typing || (key.key === " " && at instanceof HTMLButtonElement)) return;
+    const act = {
+      " ": () => this.play(),
+      ArrowLeft: () => (key.shiftKey ? this.movePhase(-1) : this.move(-1)),
+      ArrowRight: () => (key.shiftKey ? this.movePhase(1) : this.move(1)),
+      ArrowUp: () => this.move(-1),
+      ArrowDown: () => this.move(1),
+      Home: () => this.goTo(0),
+      End: () => this.goTo(this.rows.length - 1),
+      "/": () => byId("search-text").focus(),
+      n: () => this.search(1),
+      p: () => this.search(-1),
+    }[key.key];
+    if (!act) return;
+    key.preventDefault();
+    act();
+  }
+}
+
+const walk = new Walk(JSON.parse(byId("data").textContent));
