@@ -20,6 +20,7 @@ COMMANDS = {
         "stage01_cli.tools.course.command:CourseSubcommand",
         "exercises: rebuild a part, have it judged, let it serve",
     ),
+    "lab": ("stage01_cli.tools.lab.command:LabSubcommand", "drive the real scheduler from a page, without a model"),
     "collect-env": ("stage01_cli.tools.collect_env:CollectEnvSubcommand", "describe this machine, for a report"),
 }
 """Subcommand -> (its class, its line in `stages --help`). Only the chosen one is imported."""
