@@ -29,6 +29,7 @@ def make_app(host: str, scheduler_cls: str | None = None, limit_seconds: float =
     """The application; `host` is the name or address that it is bound to."""
     simulator = Simulator(scheduler_cls, limit_seconds)
     page, policy = build_page({"mode": "server", "own": scheduler_cls})
+    policy += "; frame-ancestors 'none'"
     headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff", "Cache-Control": "no-cache"}
 
     async def show_page(request: Request) -> Response:

@@ -28,9 +28,10 @@ def build_page(how: dict[str, Any]) -> tuple[str, str]:
         "max_requests": MAX_REQUESTS, "max_steps": MAX_STEPS, "kinds": KINDS, "scenarios": json.loads(read_static("scenarios.json")),
         "starter": read_static(STARTER),
     }  # fmt: skip
+    worker = "script-src 'self' 'wasm-unsafe-eval'" if how["mode"] == "static" else "script-src"
     policy = (
-        f"default-src 'none'; script-src 'self' 'wasm-unsafe-eval' '{_hash(script)}'; style-src '{_hash(style)}'; connect-src 'self'; "
-        "worker-src 'self'; img-src data:; base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; {worker} '{_hash(script)}'; style-src '{_hash(style)}'; connect-src 'self'; worker-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
     )
     parts = {"STYLE": style, "DATA": _harmless(json.dumps(data)), "SCRIPT": script, "POLICY": policy}
     pieces = read_static("lab.html").split("@@")  # text, NAME, text, NAME, ...
