@@ -40,7 +40,9 @@ def make_app(host: str, scheduler_cls: str | None = None, limit_seconds: float =
             body = await _json_body(request)
         except _Refused as refused:
             return _problem(refused.status, str(refused))
-        return Response(await simulator.ask(body), media_type="application/json", headers={"X-Content-Type-Options": "nosniff"})
+        return Response(
+            await simulator.ask(body), media_type="application/json", headers={"X-Content-Type-Options": "nosniff"}
+        )
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:

@@ -63,7 +63,9 @@ class Bench:
             self._scheduler = kind(settings.scheduler_config, settings.cache_config, self._pool, MAX_MODEL_LEN)
             while coming or self._open:
                 if self.step == MAX_STEPS:
-                    raise Problem(f"After {MAX_STEPS} steps {_names(self._open)} had not ended: the simulation stops here.")
+                    raise Problem(
+                        f"After {MAX_STEPS} steps {_names(self._open)} had not ended: the simulation stops here."
+                    )
                 self.step += 1
                 while coming and coming[0].arrival <= self.step:
                     self._add(coming.pop(0))
@@ -114,7 +116,9 @@ class Bench:
         self._idle = 0 if output.num_scheduled_tokens else self._idle + 1
         if self._idle == MAX_IDLE and is_last_crowd and self._open:
             first = self.step - MAX_IDLE + 1
-            raise Problem(f"No token was scheduled in steps {first} to {self.step}, and nothing will change: {_names(self._open)} cannot go on.")
+            raise Problem(
+                f"No token was scheduled in steps {first} to {self.step}, and nothing will change: {_names(self._open)} cannot go on."
+            )
 
     def _engine_step(self, ph: str) -> None:
         queues = {name: len(getattr(self._scheduler, name, ())) for name in ("running", "waiting")}
@@ -182,17 +186,25 @@ class Bench:
         if unknown:
             raise Problem(f"Step {self.step}: the scheduler gave tokens to {unknown[0]}, which is not in the engine.")
         if sum(given.values()) > budget:
-            raise Problem(f"Step {self.step}: the scheduler gave {sum(given.values())} tokens, and the budget is {budget}.")
+            raise Problem(
+                f"Step {self.step}: the scheduler gave {sum(given.values())} tokens, and the budget is {budget}."
+            )
         seats = self.scenario.settings.max_num_seqs
         if len(given) > seats:
-            raise Problem(f"Step {self.step}: the scheduler gave tokens to {len(given)} requests, and max_num_seqs is {seats}.")
+            raise Problem(
+                f"Step {self.step}: the scheduler gave tokens to {len(given)} requests, and max_num_seqs is {seats}."
+            )
         for name, count in given.items():
             request = self._open[name]
             slots = len(self._scheduler.kv_cache_manager.tables.get(name, ())) * self.scenario.settings.block_size
             if count < 1 or request.num_computed_tokens > request.num_tokens:
-                raise Problem(f"Step {self.step}: the scheduler gave {name} {count} tokens, and {request.num_tokens - computed[name]} were missing.")
+                raise Problem(
+                    f"Step {self.step}: the scheduler gave {name} {count} tokens, and {request.num_tokens - computed[name]} were missing."
+                )
             if request.num_computed_tokens > slots:
-                raise Problem(f"Step {self.step}: {request.num_computed_tokens} tokens of {name} are computed, and its blocks have {slots} slots.")
+                raise Problem(
+                    f"Step {self.step}: {request.num_computed_tokens} tokens of {name} are computed, and its blocks have {slots} slots."
+                )
 
     def _check_state(self) -> None:
         """As `--check-invariants` does."""

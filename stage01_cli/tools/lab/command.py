@@ -19,7 +19,9 @@ class LabSubcommand(CLISubcommand):
         parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
         parser.add_argument("--port", type=int, default=0, help="port; 0 = any free one (default)")
         parser.add_argument(
-            "--scheduler-cls", metavar="FILE.py:CLASS", help="a scheduler of your own, beside the reference; read anew for each run"
+            "--scheduler-cls",
+            metavar="FILE.py:CLASS",
+            help="a scheduler of your own, beside the reference; read anew for each run",
         )
         parser.add_argument(
             "--static", metavar="DIR", help="write a folder that runs in any browser, without a server of ours, and end"
@@ -35,7 +37,9 @@ class LabSubcommand(CLISubcommand):
             from stage01_cli.tools.lab.static_site import write_site
 
             if args.scheduler_cls is not None:
-                raise ConfigError("--scheduler-cls is for the server: the static page has a text box for a class of your own")
+                raise ConfigError(
+                    "--scheduler-cls is for the server: the static page has a text box for a class of your own"
+                )
             for line in write_site(Path(args.static), None if args.pyodide is None else Path(args.pyodide)):
                 print(line, flush=True)
             return 0
@@ -84,5 +88,7 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}; --port 0 takes any free port") from error
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}; --port 0 takes any free port"
+        ) from error
     return listener

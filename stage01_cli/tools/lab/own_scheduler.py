@@ -68,7 +68,9 @@ class OwnScheduler:
     def _load_text(self, text: str) -> type[Any]:
         linecache.cache[self.file] = (len(text), None, text.splitlines(keepends=True), self.file)
         module = self._execute("your_scheduler", text)
-        classes = [each for each in vars(module).values() if isinstance(each, type) and each.__module__ == module.__name__]
+        classes = [
+            each for each in vars(module).values() if isinstance(each, type) and each.__module__ == module.__name__
+        ]
         if not classes:
             raise ConfigError("the text defines no class; begin with: class MyScheduler(Scheduler):")
         return classes[-1]
@@ -87,7 +89,7 @@ class OwnScheduler:
         if isinstance(error, ConfigError):
             return str(error)
         if isinstance(error, SyntaxError) and error.filename == self.file:
-            return f"{said} [{self.file}, line {error.lineno}: {(error.text or '').strip()}]"
+            return f"SyntaxError: {error.msg} [{self.file}, line {error.lineno}: {(error.text or '').strip()}]"
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == self.file]
         if not frames:
             return said

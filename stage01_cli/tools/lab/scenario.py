@@ -121,7 +121,7 @@ def read_scenario(value: Any) -> Scenario:
 
 def _read_settings(value: Any) -> Settings:
     _check_keys(value, {*FIELDS, *SWITCHES, "scheduling_policy"}, "settings")
-    numbers = {name: _number(value, name, name, *bounds) for name, bounds in FIELDS.items()}
+    numbers: dict[str, Any] = {name: _number(value, name, name, *bounds) for name, bounds in FIELDS.items()}
     switches = {name: value.get(name, True) for name in SWITCHES}
     for name, switch in switches.items():
         if not isinstance(switch, bool):
@@ -145,8 +145,9 @@ def _read_request(value: Any, place: int) -> Arrival:
         raise ScenarioError(
             f"request {name} shares {numbers['shared']} tokens, but its prompt has only {numbers['prompt']}"
         )
-    shared = numbers.pop("shared") if prefix else 0 * numbers.pop("shared")
-    return Arrival(id=name, prefix=prefix, shared=shared, place=place, **numbers)
+    if not prefix:
+        numbers["shared"] = 0
+    return Arrival(id=name, prefix=prefix, place=place, **numbers)
 
 
 def is_id(name: Any) -> bool:

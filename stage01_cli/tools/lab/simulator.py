@@ -9,9 +9,10 @@ from asyncio.subprocess import DEVNULL, PIPE, Process
 
 from stage03_engine.args.command import signals_are_ours
 
-LIMIT_SECONDS = 5.0
-GRACE_SECONDS = 3.0  # for a process that does not stop by itself, on a busy machine
+LIMIT_SECONDS = 5.0  # of CPU time
+PATIENCE_SECONDS = 60.0  # for the answer, on a busy machine: the process ends by itself before that
 MAX_ANSWER_BYTES = 64 << 20
+ENDED = "The simulation's process was ended: it took more than {:g} seconds of CPU time, waited for something, or ended itself."
 
 
 class Simulator:
@@ -28,10 +29,10 @@ class Simulator:
         """The answer of `simulate`, as JSON. `question` is JSON without a line break: {"scenario": ..., "own": bool}."""
         async with self._turn:
             try:
-                return await asyncio.wait_for(self._ask(question), self._limit + GRACE_SECONDS)
+                return await asyncio.wait_for(self._ask(question), PATIENCE_SECONDS)
             except (TimeoutError, EOFError, OSError, ValueError):
                 await self.close()
-                return json.dumps({"problem": f"The simulation was ended: its process did not answer within {self._limit:g} seconds, or died."}).encode()
+                return json.dumps({"problem": ENDED.format(self._limit)}).encode()
             except asyncio.CancelledError:
                 await self.close()  # or the next one would read this answer
                 raise

@@ -20,7 +20,16 @@ from stage01_cli.tools.lab.page import build_page, read_static
 from stage03_engine.errors import ConfigError
 
 PYODIDE = "pyodide@314.0.7"  # Python 3.14
-WHEELS_FOR = ("--platform", "pyemscripten_2026_0_wasm32", "--python-version", "314", "--implementation", "cp", "--abi", "cp314")
+WHEELS_FOR = (
+    "--platform",
+    "pyemscripten_2026_0_wasm32",
+    "--python-version",
+    "314",
+    "--implementation",
+    "cp",
+    "--abi",
+    "cp314",
+)
 RUNTIME = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json")
 WHEEL = "msgspec-*wasm32.whl"
 LISTS_SOURCES = """

@@ -2,7 +2,6 @@
 
 const DELAY = 40; // ms: of several changes in this time only the last is run
 const PLAY_MS = 350;
-const SCENARIO_KEYS = "which scenario";
 
 const picture = new Picture((place, step) => editor.setArrival(place, step));
 const editor = new Editor(changed);
@@ -80,15 +79,11 @@ function loadLink() {
   if (location.hash.length <= 1) return load(complete(structuredClone(DATA.scenarios[0])));
   try {
     load(readLink(decodeURIComponent(location.hash)));
-    linkProblem("");
+    say("");
   } catch (error) {
-    linkProblem(`This link cannot be read: ${error instanceof LinkError ? error.message : "it is damaged"}. The first scenario is shown instead.`);
+    say(`This link cannot be read: ${error instanceof LinkError ? error.message : "it is damaged"}. The first scenario is shown instead.`);
     load(complete(structuredClone(DATA.scenarios[0])));
   }
-}
-
-function linkProblem(text) {
-  say(text);
 }
 
 function showScenarios() {

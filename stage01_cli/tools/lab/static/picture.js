@@ -133,7 +133,7 @@ class Picture {
     const handle = make("button", {
       type: "button", class: "arrival", role: "slider", "aria-label": `arrival of ${id}`, "aria-valuemin": least, "aria-valuemax": most, "aria-valuenow": arrival, "data-place": place,
       title: `${id} arrives before step ${arrival}; drag it`,
-    }, "▸");
+    });
     handle.addEventListener("keydown", (event) => {
       const by = { ArrowLeft: -1, ArrowRight: 1, ArrowDown: -1, ArrowUp: 1 }[event.key];
       if (!by) return;

@@ -29,8 +29,8 @@ class BrowserSimulator {
 
   #start() {
     this.onStatus("Python is loading: about 14 MB, once.");
-    this.#worker = new Worker("worker.js", { type: "module" });
     this.ready = new Promise((resolve, reject) => {
+      this.#worker = new Worker("worker.js", { type: "module" }); // from a file it throws
       this.#worker.onerror = (event) => reject(new Error(event.message || "the worker could not be loaded"));
       this.#worker.onmessage = ({ data }) => {
         if (data.ready) {
@@ -39,8 +39,9 @@ class BrowserSimulator {
         } else if (data.failed) reject(new Error(data.failed));
         else this.#answers.get(data.number)?.(data.answer);
       };
+      this.#worker.postMessage({ wheel: DATA.wheel });
     });
-    this.#worker.postMessage({ wheel: DATA.wheel });
+    this.ready.catch(() => this.onStatus(""));
   }
 
   async run(scenario, own) {
