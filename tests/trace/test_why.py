@@ -271,7 +271,9 @@ def test_every_rule_of_the_scheduler_has_its_words() -> None:
     assert {"end " + end for end in ends} <= CODE.keys()
 
 
-@pytest.mark.parametrize("name", ["mixed", "preemption", "prefix_hits", "speculative", "client_abort", "bug_starvation"])
+@pytest.mark.parametrize(
+    "name", ["mixed", "preemption", "prefix_hits", "speculative", "client_abort", "bug_starvation"]
+)
 def test_all_requests_at_once_have_the_reasons_of_each(name: str) -> None:
     """From events in memory: one state for all of them instead of one each."""
     events = read_run(ROOT / "trace" / "recorded" / name).events
