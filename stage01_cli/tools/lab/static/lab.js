@@ -31,13 +31,13 @@ function changed(scenario) {
 }
 
 function runSoon() {
+  document.body.dataset.busy = "true";
   clearTimeout(timer);
   timer = setTimeout(run, DELAY);
 }
 
 async function run() {
   const mine = ++wanted;
-  document.body.dataset.busy = "true";
   let answer;
   try {
     answer = await simulator.run(editor.scenario, own());

@@ -200,8 +200,18 @@ class Picture {
     cell?.setAttribute("aria-selected", "true");
     cell?.setAttribute("tabindex", "0");
     if (focus) cell?.focus({ preventScroll: false });
+    this.#scrollTo(cell);
     byId("scrub").value = this.step;
     this.#show(...this.#selected);
+  }
+
+  /** Bring a column into sight, without moving the page. */
+  #scrollTo(cell) {
+    if (!cell) return;
+    const [box, names] = [byId("scrolls"), byId("grid").querySelector("tbody th").offsetWidth];
+    if (cell.offsetLeft - names < box.scrollLeft) box.scrollLeft = cell.offsetLeft - names;
+    const beyond = cell.offsetLeft + cell.offsetWidth - box.clientWidth;
+    if (beyond > box.scrollLeft) box.scrollLeft = beyond;
   }
 
   #show(row, step) {
