@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings, strategies as st
+from hypothesis import assume, example, given, settings, strategies as st
 from lab_scenarios import SCENARIOS, decisions, scenario_of
 from server_under_test import byte_config
 
@@ -102,7 +102,20 @@ def engine_events(wanted: Scenario, monkeypatch: pytest.MonkeyPatch) -> list[Eve
     return events
 
 
+TIGHT = {
+    "settings": {
+        "max_num_batched_tokens": 5,
+        "num_gpu_blocks_override": 8,
+        "block_size": 4,
+        "enable_prefix_caching": False,
+    },
+    "requests": [{"id": "a", "prompt": 5, "output": 16}, {"id": "b", "prompt": 5, "output": 16}],
+}
+"""One is preempted with output, and computes both again in several chunks."""
+
+
 @given(SCENARIOS)
+@example(TIGHT)
 @settings(max_examples=60)
 def test_every_decision_is_the_engines(value: dict[str, Any]) -> None:
     room = (value["settings"]["num_gpu_blocks_override"] - 1) * value["settings"]["block_size"]
@@ -197,6 +210,54 @@ def test_a_preempted_request_is_drawn_as_one() -> None:
     assert "c" not in answer["steps"][marked[0] - 1]["tables"]
     rule, text = answer["texts"][answer["why"]["c"][marked[0]][0]]
     assert (rule, text[:17]) == ("preempt", "It was preempted:")
+
+
+def test_a_prompt_in_pieces_of_one_token_is_no_decode() -> None:
+    answer = simulate(scenario({"prompt": 3, "output": 3}, max_num_batched_tokens=1))
+    assert cells(answer, "a") == "pppdd"
+
+
+def test_the_settings_reach_the_scheduler() -> None:
+    """Each by what it changes."""
+    two = ({"prompt": 20, "output": 4}, {"prompt": 20, "output": 4, "prefix": "A", "shared": 16})
+
+    def first_step(**settings: Any) -> list[int]:
+        answer = simulate(scenario(*two, **settings))
+        return [answer["cells"][name][1][1] for name in "ab"]
+
+    assert first_step() == [20, 20]
+    assert first_step(max_num_batched_tokens=30) == [20, 10]
+    assert first_step(max_num_batched_tokens=30, enable_chunked_prefill=False) == [20, 0]
+    assert first_step(max_num_seqs=1) == [20, 0]
+    assert first_step(num_gpu_blocks_override=4) == [20, 0]
+    assert first_step(num_gpu_blocks_override=7, block_size=10) == [20, 20]
+    assert first_step(long_prefill_token_threshold=3) == [3, 3]
+    again = scenario(*(each | {"prefix": "A", "shared": 16} for each in two))
+    assert [facts["cached"] for facts in simulate(again)["requests"]] == [0, 16]
+    again["settings"]["enable_prefix_caching"] = False
+    assert [facts["cached"] for facts in simulate(again)["requests"]] == [0, 0]
+    urgent = scenario({"prompt": 20, "priority": 1}, {"prompt": 20}, max_num_seqs=1, scheduling_policy="priority")
+    assert [facts["admitted"] for facts in simulate(urgent)["requests"]] == [17, 1]
+    turns = {
+        "settings": {"max_num_seqs": 1, "scheduling_policy": "fair"},
+        "requests": [{"id": name} for name in ("cmpl-x-0", "cmpl-x-1", "b")],
+    }
+    assert [facts["admitted"] for facts in simulate(turns)["requests"]] == [1, 33, 17]
+
+
+def test_why_says_that_hits_take_free_blocks_too() -> None:
+    """What a preempted request finds again lies in free blocks: four of them, and the fifth is missing."""
+    answer = simulate(
+        scenario(
+            {"prompt": 20, "output": 10}, {"arrival": 2, "prompt": 30, "output": 12},
+            max_num_batched_tokens=16, num_gpu_blocks_override=9, block_size=8, max_num_seqs=4,
+        )
+    )  # fmt: skip
+    (reason,) = (answer["texts"][place][1] for place in answer["why"]["b"][8])
+    assert reason == (
+        "It waits, first in the queue: the tokens that the prefix cache has of it lie in free blocks, and with the next ones it would take "
+        "more than the 4 free blocks."
+    )
 
 
 def test_steps_are_those_of_the_time_line_while_nobody_is_there() -> None:

@@ -110,7 +110,7 @@ def explain_all(events: Iterable[Event]) -> dict[str, list[StepReasons]]:
         if event.name == "sched.queued":
             followers[request_id] = _Engine(request_id, event.proc, state, cached_by)
             found.setdefault(request_id, [])
-        for_all = event.req is None or event.name in _FOR_ALL
+        for_all = event.req is None or event.name == "sched.preempt"  # the reasons of others name who was preempted
         for follower in followers.values() if for_all else filter(None, [followers.get(request_id)]):
             done = follower.follow(event)
             if done is not None:
@@ -121,10 +121,6 @@ def explain_all(events: Iterable[Event]) -> dict[str, list[StepReasons]]:
     for follower in followers.values():
         found[follower.request_id] += [step for step in follower.open.values() if step.reasons]
     return found
-
-
-_FOR_ALL = ("kv.cached", "sched.preempt")
-"""Events of one request that the reasons of others name."""
 
 
 def _broken_off(engines: dict[int, _Engine]) -> Iterator[StepReasons]:
