@@ -312,6 +312,23 @@ def test_two_runs_are_compared(lab: Lab) -> None:
     assert f"was {before}" in lab.text("#facts div:first-child dd")
 
 
+def test_a_late_answer_to_an_older_change_is_not_drawn(lab: Lab) -> None:
+    held: list[Any] = []
+    lab.page.route("**/simulate", lambda route: held.append(route))
+    for count, name in enumerate(("Preemption", "Priority"), start=1):
+        lab.page.get_by_role("button", name=name, exact=True).click()
+        while len(held) < count:
+            lab.page.evaluate("() => 0")  # what the browser has told meanwhile is heard
+    held[1].continue_()
+    lab.settled()
+    with lab.page.expect_response("**/simulate") as late:
+        held[0].continue_()
+    late.value.finished()
+    lab.page.unroute("**/simulate")
+    lab.page.evaluate("() => new Promise(resolve => setTimeout(resolve))")
+    lab.check_picture()
+
+
 def test_play_goes_to_the_end(lab: Lab) -> None:
     lab.click("Shared prefix")
     last = lab.page.evaluate("() => picture.lastStep")
