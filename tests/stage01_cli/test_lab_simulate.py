@@ -410,6 +410,18 @@ def test_one_that_emits_nothing_is_drawn_without_reasons() -> None:
     assert cells(answer, "a").startswith("pp")
 
 
+def test_it_may_hold_dataclasses() -> None:
+    answer = simulate(
+        scenario({}),
+        OwnScheduler(
+            text="from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass Note:\n    step: int\n"
+            + HEAD
+            + "    note = Note(1)"
+        ),
+    )
+    assert answer["problem"] is None
+
+
 def test_a_text_without_a_class_says_so() -> None:
     answer = simulate(scenario({}), OwnScheduler(text="x = 1"))
     assert answer["problem"] == "the text defines no class; begin with: class MyScheduler(Scheduler):"

@@ -33,7 +33,7 @@ class Problem(Exception):
 
 
 class Bench:
-    """Runs one scenario once. After `run`, also after one that raised:
+    """Runs one scenario once; one at a time in a process, since it watches the trace. After `run`, also after one that raised:
 
     `steps`   step -> tokens of the budget used, free blocks, block tables and findable blocks after the decision
     `cells`   request -> {step: [place in KINDS, tokens given, tokens computed then, tokens known, tokens found in the prefix cache,

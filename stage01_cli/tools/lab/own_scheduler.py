@@ -76,8 +76,9 @@ class OwnScheduler:
         return classes[-1]
 
     def _execute(self, name: str, code: str) -> ModuleType:
-        module = ModuleType(name)
+        module = ModuleType(f"lab_{name}")  # under a name that no other module has
         module.__file__ = self.file
+        sys.modules[module.__name__] = module  # dataclasses look their module up
         exec(compile(code, self.file, "exec"), module.__dict__)
         return module
 

@@ -25,7 +25,7 @@ const HUES = 7;
 class Editor {
   #rows = [];
 
-  /** `onChange(scenario)` is called with every possible change. */
+  /** `onChange()` is called after every possible change. */
   constructor(onChange) {
     this.scenario = null;
     this.onChange = onChange;
@@ -54,12 +54,12 @@ class Editor {
     const [least, most] = DATA.request_fields.arrival;
     this.scenario.requests[place].arrival = Math.min(most, Math.max(least, step));
     this.#showRow(place);
-    this.onChange(this.scenario);
+    this.onChange();
   }
 
   #changed() {
     this.#showFlags();
-    this.onChange(this.scenario);
+    this.onChange();
   }
 
   // Settings

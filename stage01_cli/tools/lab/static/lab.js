@@ -1,6 +1,7 @@
 // Part 5 of 5: the page: a scenario from the link, a run for every change, play.
 
 const DELAY = 40; // ms: of several changes in this time only the last is run
+const LINK_DELAY = 300; // ms: browsers allow only some hundred changes of the address in half a minute
 const PLAY_MS = 350;
 
 const picture = new Picture((place, step) => editor.setArrival(place, step));
@@ -8,6 +9,7 @@ const editor = new Editor(changed);
 const simulator = DATA.mode === "static" ? new BrowserSimulator(say) : new ServerSimulator();
 let wanted = 0; // number of the newest change: an answer to an older one is dropped
 let timer = 0;
+let linkTimer = 0;
 let playing = 0;
 
 function say(text) {
@@ -24,10 +26,15 @@ function own() {
   return DATA.mode === "static" ? byId("code").value : "";
 }
 
-function changed(scenario) {
-  history.replaceState(null, "", writeLink(scenario));
+function changed() {
+  clearTimeout(linkTimer);
+  linkTimer = setTimeout(showLink, LINK_DELAY);
   markScenario();
   runSoon();
+}
+
+function showLink() {
+  history.replaceState(null, "", writeLink(editor.scenario));
 }
 
 function runSoon() {
@@ -69,6 +76,7 @@ function showPrinted(text) {
 // Scenarios and links
 
 function load(scenario) {
+  clearTimeout(linkTimer);
   editor.show(scenario);
   markScenario();
   runSoon();
@@ -153,7 +161,7 @@ function editCode(event) {
 
 function showButtons() {
   byId("copy").addEventListener("click", async () => {
-    history.replaceState(null, "", writeLink(editor.scenario));
+    showLink();
     try {
       await navigator.clipboard.writeText(location.href);
       say("The link is copied.");
