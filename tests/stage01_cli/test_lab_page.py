@@ -104,18 +104,30 @@ class Lab:
 
     def close(self) -> None:
         self.context.close()
+        self.check()
+
+    def check(self) -> None:
         assert self.problems == []
         origin = re.match(r"https?://[^/]+", self.url)
         assert origin and all(each.startswith(origin[0]) for each in self.asked), self.asked
 
 
+@pytest.fixture(scope="module")
+def opened(browser: Any, url: str) -> Iterator[Lab]:
+    lab = Lab(browser, url)
+    yield lab
+    lab.close()
+
+
 @pytest.fixture
-def lab(browser: Any, url: str) -> Iterator[Lab]:
-    """The page with the reference scheduler."""
-    opened = Lab(browser, url)
+def lab(opened: Lab) -> Iterator[Lab]:
+    """The page, loaded anew, with the reference scheduler."""
+    opened.page.goto("about:blank")
+    opened.page.goto(opened.url)
+    opened.settled()
     opened.use("reference")
     yield opened
-    opened.close()
+    opened.check()
 
 
 def test_the_five_scenarios_are_drawn(lab: Lab) -> None:
