@@ -9,6 +9,8 @@
 # Each experiment runs the real engine on the same few requests with other flags, and draws what the trace recorded. One thing must
 # never change: the tokens. At the end you bring a scheduler of your own, replay recordings with it, and rebuild admission.
 #
+# `stages lab` drives the same scheduler without a model, with sliders and a time line: [its chapter](../stage01_cli/tools/lab/README.md).
+#
 # | part | here | in vLLM (V1) |
 # |---|---|---|
 # | the decision | [`Scheduler.schedule`](../stage03_engine/core/scheduler.py) | `v1/core/sched/scheduler.py` Scheduler.schedule |

@@ -21,6 +21,7 @@ COMMANDS = {
         "exercises: rebuild a part, have it judged, let it serve",
     ),
     "walk": ("stage01_cli.tools.walk.command:WalkSubcommand", "run one request, and tell its path through this code"),
+    "lab": ("stage01_cli.tools.lab.command:LabSubcommand", "drive the real scheduler from a page, without a model"),
     "collect-env": ("stage01_cli.tools.collect_env:CollectEnvSubcommand", "describe this machine, for a report"),
 }
 """Subcommand -> (its class, its line in `stages --help`). Only the chosen one is imported."""

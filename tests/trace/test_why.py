@@ -6,6 +6,7 @@ import ast
 import re
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from toy_engine import ANY_JSON, STEM, ToyEngine, random_life, record
 from stagetrace import Event, read_run
 from stagetrace.__main__ import main
 from stagetrace.check.reason_words import CODE
-from stagetrace.check.reasons import StepReasons, explain, find_request
+from stagetrace.check.reasons import StepReasons, explain, explain_all, find_request
 from stagetrace.errors import TraceError
 
 ROOT = Path(__file__).parents[2]
@@ -268,3 +269,17 @@ def test_every_rule_of_the_scheduler_has_its_words() -> None:
     assert {name for pair in rules for name in pair if name} <= CODE.keys() | {"grammar"}
     ends = {"eos", "stop_token", "length", "grammar", "outside"}
     assert {"end " + end for end in ends} <= CODE.keys()
+
+
+@pytest.mark.parametrize(
+    "name", ["mixed", "preemption", "prefix_hits", "speculative", "client_abort", "bug_starvation"]
+)
+def test_all_requests_at_once_have_the_reasons_of_each(name: str) -> None:
+    """From events in memory: one state for all of them instead of one each."""
+    events = read_run(ROOT / "trace" / "recorded" / name).events
+    (engine,) = {event.pid for event in events if event.name == "scheduler.created"}
+    found = explain_all(event for event in events if event.pid == engine)
+    assert found
+    for request_id, steps in found.items():
+        one = [replace(step, engine=0, process="") for step in explain(ROOT / "trace" / "recorded" / name, request_id)]
+        assert steps == one

@@ -83,9 +83,11 @@ def held_back(args: dict[str, Any], first: RequestState | None, settings: dict[s
             size = _block_size(settings)
             chunk = min(missing, left, _threshold(settings) or missing)
             computed = first.computed if first is not None else 0
-            needed = count(-(-(computed + chunk) // size), "block")
+            needed = -(-(computed + chunk) // size)
+            if needed <= free:  # only a hit makes it more
+                return f"the tokens that the prefix cache has of it lie in free blocks, and with the next ones it would take more than the {free} free blocks."
             cached = "fewer where the prefix cache has them"
-            return f"its next {count(chunk, 'token')} take up to {needed} of {size} tokens ({cached}); free: {free}."
+            return f"its next {count(chunk, 'token')} take up to {count(needed, 'block')} of {size} tokens ({cached}); free: {free}."
         case "preempted":
             victims = ", ".join(sent_away)
             return f"{victims} had to go in this step, and no new request may overtake a preempted one."

@@ -1,11 +1,12 @@
 """Why a request got in a step what it got: the scheduler's events, as sentences with their numbers.
 
-`explain(directory, part)` follows one request through a recording and gives a `StepReasons` for each step of its life in the engine.
+`explain(directory, part)` follows one request through a recording and gives a `StepReasons` for each step of its life in the engine;
+`explain_all(events)` does so for every request of one engine whose events are in memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,29 @@ def explain(directory: str | Path, request_id: str) -> Iterator[StepReasons]:
     yield from _broken_off(engines)
 
 
+def explain_all(events: Iterable[Event]) -> dict[str, list[StepReasons]]:
+    """Request -> its steps, in order, from the events of one engine. Each event is looked at by those that it may concern."""
+    state, cached_by = EngineState(), dict[int, tuple[str, int]]()
+    followers: dict[str, _Engine] = {}
+    found: dict[str, list[StepReasons]] = {}
+    for event in events:
+        request_id = event.req or ""
+        if event.name == "sched.queued":
+            followers[request_id] = _Engine(request_id, event.proc, state, cached_by)
+            found.setdefault(request_id, [])
+        for_all = event.req is None or event.name == "sched.preempt"  # the reasons of others name who was preempted
+        for follower in followers.values() if for_all else filter(None, [followers.get(request_id)]):
+            done = follower.follow(event)
+            if done is not None:
+                found[follower.request_id].append(done)
+        state.feed(event)
+        if event.name == "engine.step" and event.ph == "E":
+            followers = {name: each for name, each in followers.items() if name in state.requests}
+    for follower in followers.values():
+        found[follower.request_id] += [step for step in follower.open.values() if step.reasons]
+    return found
+
+
 def _broken_off(engines: dict[int, _Engine]) -> Iterator[StepReasons]:
     """Steps that concerned the request and that no engine ended: the recording ends within them, or the engine died."""
     for pid, engine in engines.items():
@@ -125,20 +149,34 @@ def _ends(step: StepReasons) -> bool:
 
 
 class _Engine:
-    """Follows one request through one engine."""
+    """Follows one request through one engine. Several may share `state` and `cached_by`: whoever shares them feeds the state, after
+    `follow`."""
 
-    def __init__(self, request_id: str, process: str) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        process: str,
+        state: EngineState | None = None,
+        cached_by: dict[int, tuple[str, int]] | None = None,
+    ) -> None:
         self.request_id, self.process = request_id, process
-        self.state = EngineState()
+        self.state = EngineState() if state is None else state
         self.open: dict[int, StepReasons] = {}  # steps in progress that may concern it; at most two
         self._at = StepReasons(0, [])  # the one that the event belongs to
-        self._cached_by: dict[int, tuple[str, int]] = {}  # block -> (who filled it, in which step)
+        # block -> (who filled it, in which step)
+        self._cached_by: dict[int, tuple[str, int]] = {} if cached_by is None else cached_by
         self._before: RequestState | None = None  # the request when the step began
         self._num_hits = 0  # blocks that it found in the prefix cache in this step
         self._preempted: list[str] = []  # in this step
 
     def feed(self, event: Event) -> StepReasons | None:
         """Process the next event; return a step when it is over, if it concerned the request."""
+        done = self.follow(event)
+        self.state.feed(event)
+        return done
+
+    def follow(self, event: Event) -> StepReasons | None:
+        """As `feed`, before the state has changed."""
         done = None
         if event.name == "engine.step" and event.ph == "B":
             self._begin(event.step or 0)
@@ -152,7 +190,6 @@ class _Engine:
             self._mine(event.name, event.args)
         else:
             self._event(event)
-        self.state.feed(event)
         return done
 
     def _begin(self, step: int) -> None:

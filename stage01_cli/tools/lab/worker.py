@@ -1,0 +1,61 @@
+"""The process that simulates for the server: one JSON object per line in, one per line out.
+
+A scheduler of the learner's own may loop, print or end its process. So it runs here and never in the server: what it prints is kept
+apart from the answers, and a simulation may use so many seconds of CPU time and no more. It is told so by an exception, which names
+its line; if it catches that and goes on, or waits for something, its process ends.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import resource
+import signal
+import sys
+from typing import Any, NoReturn
+
+from stage01_cli.tools.lab.own_scheduler import OwnScheduler, TookTooLong
+from stage01_cli.tools.lab.simulate import simulate
+
+MAX_MEMORY_BYTES = 4 << 30
+GRACE_CPU_SECONDS = 1.0  # from the exception to the end of the process
+WALL_SECONDS = 30.0  # for one that waits and uses no CPU time
+
+
+def main(limit: float, path: str | None) -> int:
+    """Answer until standard input closes. `path`: the learner's class; a question says whether it is meant."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a class writes past sys.stdout is no answer
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+    for line in sys.stdin.buffer:
+        question = json.loads(line)
+        own = OwnScheduler(path) if path is not None and question["own"] else None
+        answers.write(json.dumps(_simulate(question["scenario"], own, limit)).encode() + b"\n")
+        answers.flush()
+    return 0
+
+
+def _simulate(scenario: Any, own: OwnScheduler | None, limit: float) -> dict[str, Any]:
+    told = False
+
+    def stop(*_: Any) -> NoReturn:
+        nonlocal told
+        if told:
+            os._exit(1)
+        told = True
+        raise TookTooLong(f"it was still at work after {limit:g} seconds of CPU time")
+
+    signal.signal(signal.SIGPROF, stop)
+    faulthandler.dump_traceback_later(WALL_SECONDS, exit=True, file=sys.stderr)
+    signal.setitimer(signal.ITIMER_PROF, limit, GRACE_CPU_SECONDS)
+    try:
+        return simulate(scenario, own)
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        faulthandler.cancel_dump_traceback_later()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(float(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else None))

@@ -1,0 +1,288 @@
+"""The laboratory's small server answers its own page and nobody else, and no scheduler of the learner's can hang it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from patience import PATIENCE, wait_until
+
+from stage01_cli.main import main
+from stage01_cli.tools.lab.app import MAX_BODY_BYTES, is_own_name, make_app
+from stage01_cli.tools.lab.scenario import read_scenario
+from stage01_cli.tools.lab.simulate import simulate
+from stage01_cli.tools.lab.simulator import ENDED, Simulator
+
+SCENARIO: dict[str, Any] = {
+    "settings": {"block_size": 8},
+    "requests": [{"id": "a", "prompt": 20, "output": 3}, {"id": "b"}],
+}
+Ask = Callable[..., Awaitable[dict[str, Any]]]
+HEAD = "import os\nfrom stage03_engine.core.scheduler import Scheduler\nclass Mine(Scheduler):\n    def schedule(self):\n        "
+"""What follows it is line 5."""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """`stages lab` in a process of its own, and its address."""
+    command = [sys.executable, "-m", "stage01_cli", "lab"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        url = process.stdout.readline().split()[4]
+        yield url, process
+        process.kill()
+
+
+def refused(answer: httpx.Response) -> tuple[int, str]:
+    return answer.status_code, answer.json()["problem"]
+
+
+def test_it_simulates_as_the_function_does(server: tuple[str, subprocess.Popen[str]]) -> None:
+    url, process = server
+    assert url.startswith("http://127.0.0.1:")
+    answer = httpx.post(url + "simulate", json={"scenario": SCENARIO, "own": True}, headers={"Origin": url.rstrip("/")})
+    assert answer.status_code == 200 and answer.json() == json.loads(json.dumps(simulate(SCENARIO)))
+    assert "reads" not in answer.text
+    listening = [each for each in psutil.Process(process.pid).net_connections() if each.status == psutil.CONN_LISTEN]
+    assert [each.laddr.ip for each in listening] == ["127.0.0.1"]
+
+
+def test_the_page_may_run_its_own_script_and_no_other(server: tuple[str, subprocess.Popen[str]]) -> None:
+    answer = httpx.get(server[0])
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "script-src 'sha256-" in policy and "frame-ancestors 'none'" in policy
+    assert "unsafe" not in policy
+    assert "@@" not in answer.text.replace('"@@"', "")
+    assert "http" not in answer.text.replace("http.server", "").replace("http-equiv", ""), "it names no other address"
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "sentence"),
+    [
+        ({"Host": "evil.example"}, 403, "This server is asked by its address or as localhost only."),
+        ({"Host": "evil.example:80", "Origin": "http://evil.example:80"}, 403, "This server is asked by its address"),
+        ({"Host": "localhost.evil.example"}, 403, "This server is asked by its address"),
+        ({"Host": "["}, 403, "This server is asked by its address"),
+        ({"Origin": "http://evil.example"}, 403, "Only the page of this server may ask it."),
+        ({"Origin": "null"}, 403, "Only the page of this server may ask it."),
+        ({"Origin": "http://localhost:1"}, 403, "Only the page of this server may ask it."),
+        ({"Content-Type": "text/plain"}, 415, "The body must be application/json."),
+        ({"Content-Type": "application/x-www-form-urlencoded"}, 415, "The body must be application/json."),
+    ],
+)
+def test_what_is_not_its_page_is_refused(
+    server: tuple[str, subprocess.Popen[str]], headers: dict[str, str], status: int, sentence: str
+) -> None:
+    body = json.dumps({"scenario": SCENARIO})
+    answer = httpx.post(server[0] + "simulate", content=body, headers={"Content-Type": "application/json"} | headers)
+    assert refused(answer)[0] == status and sentence in refused(answer)[1]
+    if "Host" in headers:
+        assert httpx.get(server[0], headers=headers).status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "sentence"),
+    [
+        (b"{", 400, "The body is not JSON."),
+        (b"\xff", 400, "The body is not JSON."),
+        (b"[" * 200_000, 400, "The body is not JSON."),
+        (b"[]", 400, "The body must be an object with a scenario."),
+        (b" " * (MAX_BODY_BYTES + 1), 413, "The body is larger than 1048576 bytes."),
+    ],
+    ids=["torn", "binary", "deep", "list", "large"],
+)
+def test_a_body_that_is_none_is_refused(
+    server: tuple[str, subprocess.Popen[str]], body: bytes, status: int, sentence: str
+) -> None:
+    answer = httpx.post(server[0] + "simulate", content=body, headers={"Content-Type": "application/json"})
+    assert refused(answer) == (status, sentence)
+
+
+def test_a_scenario_that_is_none_gets_its_sentence(server: tuple[str, subprocess.Popen[str]]) -> None:
+    for body in ({}, {"scenario": {"requests": []}}, {"scenario": 1, "code": "import os"}):
+        answer = httpx.post(server[0] + "simulate", json=body)
+        assert answer.status_code == 200 and answer.json()["problem"].startswith("The scenario cannot be read: ")
+
+
+def test_other_routes_and_methods_are_not_there(server: tuple[str, subprocess.Popen[str]]) -> None:
+    assert httpx.get(server[0] + "simulate").status_code == 405
+    assert httpx.get(server[0] + "static/lab.js").status_code == 404
+    assert httpx.get(server[0] + "../command.py").status_code == 404
+
+
+def test_ctrl_c_ends_it_and_its_process(server: tuple[str, subprocess.Popen[str]]) -> None:
+    """The last test of this server."""
+    url, process = server
+    httpx.post(url + "simulate", json={"scenario": SCENARIO})
+    (child,) = psutil.Process(process.pid).children()
+    process.send_signal(signal.SIGINT)
+    process.wait(PATIENCE)
+    wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, "its process goes on")
+
+
+def test_the_names_by_which_it_may_be_asked() -> None:
+    for host in ("localhost", "localhost:8000", "127.0.0.1:1", "[::1]:80", "192.168.0.7:8000", "LOCALHOST", "mybox:80"):
+        assert is_own_name(host, "mybox"), host
+    for host in ("", "evil.example", "127.0.0.1.evil.example", "localhost@evil.example.", "a b", "[::1"):
+        assert not is_own_name(host, "mybox"), host
+
+
+# The process that simulates
+
+
+def ask_all(path: str | None, *questions: Callable[[Ask], Awaitable[None]]) -> None:
+    """Ask a simulator of the class `path`; it is closed afterwards."""
+
+    async def run() -> None:
+        simulator = Simulator(path, limit_seconds=0.5)
+
+        async def ask(scenario: dict[str, Any] = SCENARIO) -> dict[str, Any]:
+            found: dict[str, Any] = json.loads(
+                await simulator.ask(json.dumps({"scenario": scenario, "own": True}).encode())
+            )
+            return found
+
+        try:
+            for question in questions:
+                await question(ask)
+        finally:
+            process = simulator._process
+            await simulator.close()
+            assert process is None or not psutil.pid_exists(process.pid)
+
+    asyncio.run(run())
+
+
+def mine(folder: Path, body: str) -> str:
+    path = folder / "mine.py"
+    path.write_text(HEAD + body)
+    return f"{path}:Mine"
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ("while True: pass", "Step 1: it was still at work after 0.5 seconds of CPU time [{file}, line 5: while True: pass]"),
+        ("while True:\n            try: pass\n            except Exception: pass", "Step 1: it was still at work after 0.5 seconds of CPU time [{file}, line"),
+        ("while True:\n            try:\n                while True: sum(range(9))\n            except BaseException: pass", ENDED.format(0.5)),
+        ("os._exit(0)", ENDED.format(0.5)),
+        ("os.kill(os.getpid(), 9)", ENDED.format(0.5)),
+        ("raise SystemExit", "Step 1: SystemExit [{file}, line 5: raise SystemExit]"),
+        ("x = bytearray(1 << 40)", "Step 1: MemoryError [{file}, line 5: x = bytearray(1 << 40)]"),
+    ],
+    ids=["loops", "loops and catches", "catches everything", "exits", "kills itself", "raises", "eats memory"],
+)  # fmt: skip
+def test_whatever_a_scheduler_does_there_is_an_answer(tmp_path: Path, body: str, problem: str) -> None:
+    """And the next question gets one too."""
+    path = mine(tmp_path, body)
+
+    async def first(ask: Ask) -> None:
+        assert (await ask())["problem"].startswith(problem.format(file=tmp_path / "mine.py"))
+        mine(tmp_path, "return super().schedule()")
+        assert (await ask())["problem"] is None
+
+    ask_all(path, first)
+
+
+def test_what_it_writes_is_no_answer(tmp_path: Path) -> None:
+    path = mine(tmp_path, "os.write(1, b'{}\\n'); print('hello'); return super().schedule()")
+
+    async def first(ask: Ask) -> None:
+        answer = await ask()
+        assert answer["problem"] is None and answer["printed"].startswith("hello\nhello\n")
+
+    ask_all(path, first)
+
+
+def test_a_file_is_read_anew_for_each_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As FILE.py:Class and as module:Class; and what it did to itself is forgotten."""
+    monkeypatch.chdir(tmp_path)
+    body = "Mine.runs = getattr(Mine, 'runs', 0) + 1\n        assert Mine.runs < 30\n        return super().schedule()"
+    path = mine(tmp_path, body)
+
+    async def first(ask: Ask) -> None:
+        assert [(await ask())["problem"] for _ in range(3)] == [None] * 3
+        mine(tmp_path, "raise ValueError('now otherwise')")
+        assert "ValueError: now otherwise" in (await ask())["problem"]
+        (tmp_path / "mine.py").unlink()
+        assert "cannot read" in (await ask())["problem"] or "No module named" in (await ask())["problem"]
+
+    ask_all(path, first)
+    mine(tmp_path, body)
+    ask_all("mine:Mine", first)
+
+
+def test_a_question_that_nobody_waits_for_leaves_no_answer_behind() -> None:
+    async def first(ask: Ask) -> None:
+        await ask()
+        asked = asyncio.create_task(ask())
+        await asyncio.sleep(0)  # it has written its question
+        asked.cancel()
+        answer = await ask({"requests": [{"id": "other"}]})
+        assert [facts["id"] for facts in answer["requests"]] == ["other"]
+
+    ask_all(None, first)
+
+
+# The command
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--port", "70000"], "--port must be 0 to 65535, not 70000"),
+        (["--scheduler-cls", "nothing.py:Mine"], "--scheduler-cls nothing.py:Mine: cannot read nothing.py: No such file or directory"),
+        (["--scheduler-cls", "nowhere_to_be_found:Mine"], "No module named 'nowhere_to_be_found'"),
+        (["--scheduler-cls", "Mine"], "--scheduler-cls must look like FILE.py:Class or module:Class, not 'Mine'"),
+        (["--scheduler-cls", "json:JSONDecodeErrorr"], "json has no class JSONDecodeErrorr"),
+        (["--scheduler-cls", "{file}:Mine"], "SyntaxError: expected ':' [{file}, line 1: class Mine]"),
+        (["--pyodide", "."], "--pyodide belongs to --static"),
+        (["--static", "x", "--scheduler-cls", "a:B"], "--scheduler-cls is for the server: the static page has a text box for a class of your own"),
+        (["--static", "site", "--pyodide", "."], "has no pyodide.mjs: --pyodide is a folder with the npm package pyodide"),
+        (["--host", "256.0.0.1"], "cannot listen on 256.0.0.1:0"),
+    ],
+)  # fmt: skip
+def test_a_wrong_command_line_is_one_line(
+    words: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    broken = tmp_path / "broken.py"
+    broken.write_text("class Mine")
+    assert main(["lab", *(word.format(file=broken) for word in words)]) == 2
+    said = capsys.readouterr().err
+    assert sentence.format(file=broken) in said and len(said.strip().splitlines()) == 1
+
+
+def test_a_taken_port_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["lab", "--port", str(port)]) == 2
+    assert (
+        f"cannot listen on 127.0.0.1:{port}: Address already in use; --port 0 takes any free port"
+        in capsys.readouterr().err
+    )
+
+
+def test_neither_page_nor_simulation_needs_torch() -> None:
+    code = (
+        "import sys; from stage01_cli.tools.lab.app import make_app; from stage01_cli.tools.lab.simulate import simulate; make_app('127.0.0.1');"
+        f"simulate({SCENARIO!r}); sys.exit(', '.join({{'torch', 'numpy', 'fastapi'}} & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_scenario_of_these_tests_is_one() -> None:
+    assert len(read_scenario(SCENARIO).requests) == 2
+    assert make_app("127.0.0.1").routes
