@@ -24,10 +24,8 @@ Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, query, ke
 
 
 def gpt2(checkpoint: Checkpoint, input_ids: Tensor, positions: Tensor, attention: Attention, rows: Tensor) -> Tensor:
-    """All of GPT-2. input_ids, positions: [num_tokens]. Returns logits [len(rows), vocab_size], of what comes after those rows.
-
-    Only attention looks from one token to another, and so it is handed in: where it finds the keys and values of the tokens before
-    is what distinguishes the steps of the ladder."""
+    """All of GPT-2. input_ids, positions: [num_tokens]. Returns logits of what comes after `rows`: [len(rows), vocab_size].
+    Attention alone looks from one token to another, so it is handed in: each step of the ladder has another one."""
     weights = checkpoint.weights
 
     def linear(x: Tensor, name: str) -> Tensor:
@@ -41,15 +39,13 @@ def gpt2(checkpoint: Checkpoint, input_ids: Tensor, positions: Tensor, attention
         h = f"h.{layer}"
         qkv = linear(layer_norm(x, f"{h}.ln_1"), f"{h}.attn.c_attn").view(len(x), 3, checkpoint.num_heads, -1)
         x = x + linear(attention(layer, *qkv.unbind(1)).flatten(1), f"{h}.attn.c_proj")
-        x = x + linear(
-            F.gelu(linear(layer_norm(x, f"{h}.ln_2"), f"{h}.mlp.c_fc"), approximate="tanh"), f"{h}.mlp.c_proj"
-        )
+        wide = linear(layer_norm(x, f"{h}.ln_2"), f"{h}.mlp.c_fc")
+        x = x + linear(F.gelu(wide, approximate="tanh"), f"{h}.mlp.c_proj")
     return layer_norm(x[rows], "ln_f") @ weights["wte.weight"].T
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Each query takes a mean of the values up to its own token's, weighted by how well their keys match it.
-
     query: [num_queries, num_heads, head_dim], of the last tokens; key, value: [num_tokens, num_heads, head_dim], of all."""
     scores = torch.einsum("qhd,khd->hqk", query, key) * query.shape[-1] ** -0.5
     num_queries, num_tokens = scores.shape[1:]
@@ -115,8 +111,7 @@ class ModelRunner:
 
     def __init__(self, checkpoint: Checkpoint, max_num_seqs: int) -> None:
         self.checkpoint = checkpoint
-        heads = (checkpoint.num_heads, checkpoint.head_dim)
-        self.kv_cache = torch.zeros(checkpoint.num_layers, 2, max_num_seqs, checkpoint.max_model_len, *heads)
+        self.kv_cache = torch.zeros(checkpoint.num_layers, 2, max_num_seqs, checkpoint.max_model_len, *checkpoint.heads)
 
     def execute_model(self, num_scheduled_tokens: dict[Request, int]) -> dict[Request, int]:
         """One pass over the scheduled tokens of all requests. Returns the most likely next token of each."""

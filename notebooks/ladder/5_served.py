@@ -1,22 +1,16 @@
-"""Step 5 of the ladder: an engine that answers over HTTP. It promises no memory, reads nothing twice, and has no long step.
+"""Step 5 of the ladder: an engine that answers over HTTP. It promises no memory, reads nothing twice, and no step is long.
 
-- One token budget for each step: who runs comes first, and a prompt that does not fit comes in chunks (Agrawal et al. 2024,
-  "Taming Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve").
-- Preemption: if a request needs a block and none is free, the newest one gives all of its own back, waits, and computes its
-  tokens again (Kwon et al. 2023).
-- Prefix cache: a full block is found by a hash of all tokens up to its end, also after it was freed.
+- One token budget for each step: a prompt that does not fit comes in chunks (Agrawal et al. 2024, "Sarathi-Serve").
+- Preemption: when no block is free, the newest request gives its own back, and starts again later (Kwon et al. 2023).
+- Prefix cache: a full block is found by a hash of all tokens up to its end, also after it was given back.
 
-Each decision is the one that the real scheduler makes; a test compares them. Step 6 is the real engine: README.md leads there.
-"""
+A test compares its decisions with those of the real scheduler. Step 6 is the real engine: README.md leads there."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-import sys
 import threading
 import time
-from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -25,11 +19,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import takewhile
 from queue import SimpleQueue
 from typing import Any
-from uuid import uuid4
 
 import torch
 from loader import PROMPTS, Checkpoint, load_gpt2, read_arguments
-from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -37,10 +29,8 @@ Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, query, ke
 
 
 def gpt2(checkpoint: Checkpoint, input_ids: Tensor, positions: Tensor, attention: Attention, rows: Tensor) -> Tensor:
-    """All of GPT-2. input_ids, positions: [num_tokens]. Returns logits [len(rows), vocab_size], of what comes after those rows.
-
-    Only attention looks from one token to another, and so it is handed in: where it finds the keys and values of the tokens before
-    is what distinguishes the steps of the ladder."""
+    """All of GPT-2. input_ids, positions: [num_tokens]. Returns logits of what comes after `rows`: [len(rows), vocab_size].
+    Attention alone looks from one token to another, so it is handed in: each step of the ladder has another one."""
     weights = checkpoint.weights
 
     def linear(x: Tensor, name: str) -> Tensor:
@@ -54,15 +44,13 @@ def gpt2(checkpoint: Checkpoint, input_ids: Tensor, positions: Tensor, attention
         h = f"h.{layer}"
         qkv = linear(layer_norm(x, f"{h}.ln_1"), f"{h}.attn.c_attn").view(len(x), 3, checkpoint.num_heads, -1)
         x = x + linear(attention(layer, *qkv.unbind(1)).flatten(1), f"{h}.attn.c_proj")
-        x = x + linear(
-            F.gelu(linear(layer_norm(x, f"{h}.ln_2"), f"{h}.mlp.c_fc"), approximate="tanh"), f"{h}.mlp.c_proj"
-        )
+        wide = linear(layer_norm(x, f"{h}.ln_2"), f"{h}.mlp.c_fc")
+        x = x + linear(F.gelu(wide, approximate="tanh"), f"{h}.mlp.c_proj")
     return layer_norm(x[rows], "ln_f") @ weights["wte.weight"].T
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Each query takes a mean of the values up to its own token's, weighted by how well their keys match it.
-
     query: [num_queries, num_heads, head_dim], of the last tokens; key, value: [num_tokens, num_heads, head_dim], of all."""
     scores = torch.einsum("qhd,khd->hqk", query, key) * query.shape[-1] ** -0.5
     num_queries, num_tokens = scores.shape[1:]
@@ -78,10 +66,10 @@ class Request:
         self.num_prompt_tokens, self.all_token_ids = len(prompt_token_ids), list(prompt_token_ids)
         self.num_computed_tokens = self.num_cached_tokens = self.num_preemptions = 0
         self.block_table: list[int] = []  # its blocks of the KV cache, in the order of its tokens
-        self.block_hashes: list[bytes] = []  # of the blocks that its tokens fill
+        self.block_hashes: list[int] = []  # of the blocks that its tokens fill
         self.num_cached_blocks = 0  # so many of them are in the prefix cache
         self.finish_reason: str | None = None
-        self.outputs: SimpleQueue[int] = SimpleQueue()  # its new tokens, for the thread that waits for them
+        self.outputs: SimpleQueue[int | None] = SimpleQueue()  # its new tokens for another thread, then None
 
     @property
     def num_tokens(self) -> int:
@@ -94,11 +82,11 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.free_queue = OrderedDict.fromkeys(range(1, num_blocks))  # the first is given out next
         self.ref_cnt = [0] * num_blocks  # how many requests hold it
-        self.block_hash: dict[int, bytes] = {}
-        self.by_hash: dict[bytes, int] = {}
+        self.block_hash: dict[int, int] = {}  # of the blocks that can be found
+        self.by_hash: dict[int, int] = {}  # and back
 
     def allocate(self, hits: Sequence[int], count: int) -> list[int]:
-        """The hits, which others may hold too, and `count` free blocks more; what these still had in them is forgotten."""
+        """The hits, which others may hold too, and `count` more blocks; what these still held is forgotten."""
         for block in hits:
             self.free_queue.pop(block, None)
         new = [self.free_queue.popitem(last=False)[0] for _ in range(count)]
@@ -117,11 +105,6 @@ class BlockPool:
                 self.free_queue[block] = None
                 self.free_queue.move_to_end(block, last=block in self.block_hash)
 
-    def cache(self, block: int, block_hash: bytes) -> None:
-        """Let a full block be found, unless another one with the same tokens is."""
-        if block_hash not in self.by_hash:
-            self.block_hash[block], self.by_hash[block_hash] = block_hash, block
-
 
 class Scheduler:
     """Who takes part in the next step, and with how many tokens. Plain Python: it knows no model."""
@@ -131,8 +114,7 @@ class Scheduler:
         self.max_num_seqs, self.max_num_batched_tokens = seats, budget
         self.block_pool, self.block_size = BlockPool(num_blocks), block_size
         self.max_model_len, self.eos_token_id = max_model_len, eos
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []
+        self.waiting, self.running = deque[Request](), list[Request]()
 
     def schedule(self) -> dict[Request, int]:
         """First who runs, then who waits, in the order of arrival, while budget, seats and blocks last."""
@@ -168,11 +150,10 @@ class Scheduler:
         return [by_hash[found] for found in takewhile(by_hash.__contains__, request.block_hashes[:most])]
 
     def hash_full_blocks(self, request: Request) -> None:
-        """A hash for each block that its tokens fill, over the hash before: it stands for all tokens so far."""
+        """A hash for each block that its tokens fill, of them and the hash before: it stands for all tokens up to there."""
         hashes, size = request.block_hashes, self.block_size
         for end in range((len(hashes) + 1) * size, request.num_tokens + 1, size):
-            tokens = array("q", request.all_token_ids[end - size : end]).tobytes()
-            hashes.append(hashlib.sha256((hashes[-1] if hashes else b"") + tokens).digest())
+            hashes.append(hash((hashes[-1] if hashes else 0, *request.all_token_ids[end - size : end])))
 
     def allocate_slots(self, request: Request, num_tokens: int, hits: Sequence[int] = ()) -> bool:
         """Blocks for its first num_tokens tokens, which begin with the hits. False, and no change, if too few are free."""
@@ -183,8 +164,9 @@ class Scheduler:
         table += pool.allocate(hits, missing)
         self.hash_full_blocks(request)
         for index in range(max(request.num_cached_blocks, len(hits)), num_tokens // self.block_size):
-            pool.cache(table[index], request.block_hashes[index])
-            request.num_cached_blocks = index + 1
+            request.num_cached_blocks, block_hash = index + 1, request.block_hashes[index]
+            if block_hash not in pool.by_hash:  # else another block with the same tokens is found
+                pool.block_hash[table[index]], pool.by_hash[block_hash] = block_hash, table[index]
         return True
 
     def release(self, request: Request) -> None:
@@ -198,10 +180,10 @@ class Scheduler:
             request.num_computed_tokens += num_tokens
         for request, token_id in sampled.items():
             request.all_token_ids.append(token_id)
-            num_output_tokens = request.num_tokens - request.num_prompt_tokens
+            request.outputs.put(token_id)
             if token_id == self.eos_token_id:
                 self.finish(request, "stop")
-            elif num_output_tokens >= request.max_tokens or request.num_tokens >= self.max_model_len:
+            elif request.num_tokens >= min(request.num_prompt_tokens + request.max_tokens, self.max_model_len):
                 self.finish(request, "length")
 
     def finish(self, request: Request, reason: str) -> None:
@@ -210,6 +192,7 @@ class Scheduler:
             (self.running if request in self.running else self.waiting).remove(request)
             self.release(request)
             request.finish_reason = reason
+            request.outputs.put(None)
 
 
 class ModelRunner:
@@ -217,8 +200,7 @@ class ModelRunner:
 
     def __init__(self, checkpoint: Checkpoint, num_blocks: int, block_size: int) -> None:
         self.checkpoint, self.block_size, self.attention_seconds = checkpoint, block_size, 0.0
-        heads = (checkpoint.num_heads, checkpoint.head_dim)
-        self.kv_cache = torch.zeros(checkpoint.num_layers, 2, num_blocks, block_size, *heads)
+        self.kv_cache = torch.zeros(checkpoint.num_layers, 2, num_blocks, block_size, *checkpoint.heads)
 
     def execute_model(self, scheduled: dict[Request, int]) -> dict[Request, int]:
         """One pass over the scheduled tokens of all requests. Returns the next token of those that lack no other."""
@@ -252,8 +234,8 @@ class EngineCore:
     """The loop. Other threads hand it functions, which it calls between two steps: nothing else is shared."""
 
     def __init__(self, checkpoint: Checkpoint, num_blocks: int, seats: int, budget: int, block_size: int = 16) -> None:
-        limits = (checkpoint.max_model_len, checkpoint.eos_token_id)
-        self.scheduler = Scheduler(seats, budget, num_blocks, block_size, *limits)
+        max_model_len, eos = checkpoint.max_model_len, checkpoint.eos_token_id
+        self.scheduler = Scheduler(seats, budget, num_blocks, block_size, max_model_len, eos)
         self.model_runner = ModelRunner(checkpoint, num_blocks, block_size)
         self.inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
 
@@ -261,8 +243,6 @@ class EngineCore:
         scheduled = self.scheduler.schedule()
         sampled = self.model_runner.execute_model(scheduled)
         self.scheduler.update_from_output(scheduled, sampled)
-        for request, token_id in sampled.items():
-            request.outputs.put(token_id)
         return scheduled
 
     def run_busy_loop(self) -> None:
@@ -275,40 +255,33 @@ class EngineCore:
         """The tokens of a request, for another thread, as they come. Who stops reading ends the request."""
         self.inbox.put(partial(self.scheduler.waiting.append, request))
         try:
-            for _ in range(min(request.max_tokens, self.scheduler.max_model_len - request.num_prompt_tokens)):
-                yield (token_id := request.outputs.get())
-                if token_id == self.scheduler.eos_token_id:
-                    break
+            yield from iter(request.outputs.get, None)
         finally:
             self.inbox.put(partial(self.scheduler.finish, request, "abort"))
 
 
 class Handler(BaseHTTPRequestHandler):
-    """POST /v1/completions as OpenAI's clients send it, streamed or whole; GET /health. One thread for each client."""
+    """POST /v1/completions as OpenAI's clients send it, streamed or whole. One thread for each client."""
 
-    def __init__(self, engine: EngineCore, tokenizer: Tokenizer, *connection: Any) -> None:
-        self.engine, self.tokenizer, self.max_model_len = engine, tokenizer, engine.scheduler.max_model_len
+    timeout = 60  # seconds that a client may keep its thread waiting
+
+    def __init__(self, engine: EngineCore, checkpoint: Checkpoint, *connection: Any) -> None:
+        self.engine, self.tokenizer, self.max_model_len = engine, checkpoint.tokenizer, engine.scheduler.max_model_len
         super().__init__(*connection)
-
-    def do_GET(self) -> None:
-        self.answer(200 if self.path == "/health" else 404, "{}")
 
     def do_POST(self) -> None:
         try:
             request, stream = self.read_request()
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             return self.answer(400, json.dumps({"error": {"message": str(error), "type": "BadRequestError"}}))
-        try:
+        with suppress(ConnectionError):  # the client is gone: `generate` ends, and the request
             if not stream:
-                text = "".join(self.pieces(request))
+                text = "".join(piece for piece, _ in self.pieces(request))
                 return self.answer(200, self.completion(request, text, request.finish_reason))
             self.answer(200, "", "text/event-stream")
-            for piece in self.pieces(request):
-                self.wfile.write(f"data: {self.completion(request, piece)}\n\n".encode())
-            last = self.completion(request, "", request.finish_reason)
-            self.wfile.write(f"data: {last}\n\ndata: [DONE]\n\n".encode())
-        except ConnectionError:
-            pass  # the client is gone; nobody reads what `generate` yields, and it ends the request
+            for piece, reason in self.pieces(request):
+                self.wfile.write(f"data: {self.completion(request, piece, reason)}\n\n".encode())
+            self.wfile.write(b"data: [DONE]\n\n")
 
     def answer(self, status: int, text: str, kind: str = "application/json") -> None:
         self.send_response(status)
@@ -328,38 +301,26 @@ class Handler(BaseHTTPRequestHandler):
         token_ids = self.tokenizer.encode(prompt).ids
         if not 1 <= len(token_ids) < self.max_model_len or type(max_tokens) is not int or max_tokens < 1:
             raise ValueError(f"max_tokens is at least 1, and a prompt has 1 to {self.max_model_len - 1} tokens")
-        return Request(f"cmpl-{uuid4().hex}", token_ids, max_tokens), bool(stream)
+        return Request(f"cmpl-{time.time_ns():x}", token_ids, max_tokens), bool(stream)
 
-    def pieces(self, request: Request) -> Iterator[str]:
-        """The answer's text as it grows. Half a character waits for its other half."""
+    def pieces(self, request: Request) -> Iterator[tuple[str, str | None]]:
+        """The answer's text as it grows, and in the end why it ends. Half a character waits for its other half."""
         token_ids, sent, text = [], 0, ""
         for token_id in self.engine.generate(request):
             token_ids.append(token_id)
             text = self.tokenizer.decode(token_ids)
             if not text.endswith("\ufffd"):
-                yield text[sent:]
+                yield text[sent:], None
                 sent = len(text)
-        yield text[sent:]
+        yield text[sent:], request.finish_reason
 
-    def completion(self, request: Request, text: str, reason: str | None = None) -> str:
+    def completion(self, request: Request, text: str, reason: str | None) -> str:
         choices = [{"index": 0, "text": text, "logprobs": None, "finish_reason": reason}]
-        created, object_type = int(time.time()), "text_completion"
-        return json.dumps({"id": request.request_id, "object": object_type, "created": created, "choices": choices})
+        head = {"id": request.request_id, "object": "text_completion", "created": int(time.time())}
+        return json.dumps(head | {"model": "gpt2-tiny", "choices": choices})
 
 
-def serve(engine: EngineCore, tokenizer: Tokenizer, port: int) -> None:
-    """HTTP in threads of its own, the engine in this one."""
-    try:
-        server = ThreadingHTTPServer(("127.0.0.1", port), partial(Handler, engine, tokenizer))
-    except OSError as error:
-        sys.exit(f"cannot listen on port {port}: {error.strerror}")
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    print(f"gpt2-tiny is served on http://127.0.0.1:{server.server_port}", flush=True)
-    with suppress(KeyboardInterrupt):
-        engine.run_busy_loop()
-
-
-def write(engine: EngineCore, tokenizer: Tokenizer, prompts: list[list[int]], max_tokens: int) -> None:
+def write(engine: EngineCore, checkpoint: Checkpoint, prompts: list[list[int]], max_tokens: int) -> None:
     """Answers of different lengths, what the scheduler did, and where the time went."""
     requests = [Request(f"r{i}", prompt, max(1, max_tokens * (4 - i % 4) // 4)) for i, prompt in enumerate(prompts)]
     engine.scheduler.waiting.extend(requests)
@@ -368,28 +329,31 @@ def write(engine: EngineCore, tokenizer: Tokenizer, prompts: list[list[int]], ma
         steps.append(engine.step())
     seconds = time.perf_counter() - before
     for request in requests:
-        print(f"{request.request_id}: {tokenizer.decode(request.all_token_ids)}\n")
-    print("A column for each step: # reads several tokens, - reads one")
-    for request in requests:
-        row = "".join("#" if step.get(request, 0) > 1 else "-" if request in step else " " for step in steps)
-        print(
-            f"{request.request_id:>4} {row} {request.num_cached_tokens} cached, {request.num_preemptions} x preempted"
-        )
-    attention = engine.model_runner.attention_seconds
-    print(
-        f"{len(steps)} steps took {seconds:.2f} s, and attention {attention / seconds:.0%} of it, in a Python loop over"
-    )
-    print("requests. Step 6 has a kernel for all requests, and HTTP does not share a process with it: README.md")
+        print(f"{request.request_id}: {checkpoint.tokenizer.decode(request.all_token_ids)}\n")
+    print("A column for each step: # reads several tokens, - reads one. And: found in the prefix cache, preempted")
+    for each in requests:
+        row = "".join("#" if step.get(each, 0) > 1 else "-" if each in step else " " for step in steps)
+        print(f"{each.request_id:>4} {row} {each.num_cached_tokens:3} tokens {each.num_preemptions} times")
+    share = engine.model_runner.attention_seconds / seconds
+    print(f"{len(steps)} steps took {seconds:.2f} s, {share:.0%} of it for attention, in a Python loop over requests.")
+    print("Step 6, the real engine, has a compiled kernel for it, and a process apart from HTTP's: README.md")
 
 
 def main() -> None:
-    checkpoint = load_gpt2()
+    checkpoint = load_gpt2()._replace(max_model_len=320)  # that 20 blocks are enough for one request, not for all
     arguments = read_arguments(checkpoint, __doc__, PROMPTS, max_tokens=60)
-    engine = EngineCore(checkpoint, num_blocks=33, seats=8, budget=32)
+    engine = EngineCore(checkpoint, num_blocks=21, seats=8, budget=32)
     if arguments.port is None:
-        write(engine, checkpoint.tokenizer, arguments.prompts, arguments.max_tokens)
-    else:
-        serve(engine, checkpoint.tokenizer, arguments.port)
+        return write(engine, checkpoint, arguments.prompts, arguments.max_tokens)
+    try:
+        server = ThreadingHTTPServer(("127.0.0.1", arguments.port), partial(Handler, engine, checkpoint))
+        server.socket.listen(128)  # as many may come at once
+    except (OSError, OverflowError) as error:
+        raise SystemExit(f"cannot listen on port {arguments.port}: {error}") from error
+    threading.Thread(target=server.serve_forever, daemon=True).start()  # the engine has this one
+    print(f"gpt2-tiny is served on http://127.0.0.1:{server.server_port}", flush=True)
+    with suppress(KeyboardInterrupt):
+        engine.run_busy_loop()
 
 
 if __name__ == "__main__":

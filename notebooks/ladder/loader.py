@@ -38,8 +38,9 @@ class Checkpoint(NamedTuple):
     eos_token_id: int  # ends an answer
 
     @property
-    def head_dim(self) -> int:
-        return self.weights["wte.weight"].shape[1] // self.num_heads
+    def heads(self) -> tuple[int, int]:
+        """(num_heads, head_dim): the shape of a token's keys, and of its values, in a layer."""
+        return self.num_heads, self.weights["wte.weight"].shape[1] // self.num_heads
 
 
 def load_gpt2(folder: Path = FOLDER) -> Checkpoint:
