@@ -207,8 +207,8 @@ latency.legend(loc="lower right", fontsize=8)
 lab.picture(figure, "What the owner gets, and what the user waits, for each size of the batch.")
 
 # %% [markdown]
-# Each doubling gives more tokens per second, but not twice as many: what is missing is what every user waits longer. The first requests are cheap, because memory has to deliver the weights anyway; once
-# arithmetic takes as long as memory, another request only makes all wait. So there is no best batch. There is the largest one at which your users wait no longer than you promised: that is what
+# The left line rises, then bends; the right one is flat, then rises. The bend is where arithmetic begins to take as long as memory. Up to there another request costs the others little, because memory has to
+# deliver the weights anyway; beyond it, all wait for each other. So there is no best batch. There is the largest one at which your users wait no longer than you promised: that is what
 # `max_num_seqs` is for, and what *goodput* measures in the exercise.
 #
 # ## The rest, one at a time
@@ -390,7 +390,7 @@ lab.claim("a step with one request is more than 1.5 times as fast", step[1] > 1.
 #
 # ## What a GPU changes
 #
-# The floor of a decode is the time that memory takes to deliver the weights. Here it is measured; for GPUs it is computed from the peaks in their data sheets, which no program reaches.
+# The floor of a decode is the time that memory takes to deliver the weights. Here it is measured, with the fastest of 20 walks along 128 MB; for GPUs it is computed from the peaks in their data sheets, which no program reaches.
 
 # %% [markdown] tags=["predict"]
 # > **Predict.** An A100 reads 2,039 GB/s and does 312 Tera-operations per second in bfloat16 (data sheet, SXM, 80 GB). With weights of 2 bytes, each used for 2 operations by each row: how many
@@ -400,12 +400,10 @@ lab.claim("a step with one request is more than 1.5 times as fast", step[1] > 1.
 lab.predict(rows_a100=None)
 
 # %%
-stretch = torch.randn(32_000_000)
-stretch.sum()
-times = []
-for _ in range(5):
+stretch, times = torch.randn(32_000_000), []
+for _ in range(20):
     begin = time.thread_time()
-    stretch.sum()
+    stretch.max()
     times.append(time.thread_time() - begin)
 here = stretch.nbytes / min(times)
 WEIGHTS = 124_439_808  # GPT-2's
