@@ -390,7 +390,7 @@ lab.claim("a step with one request is more than 1.5 times as fast", step[1] > 1.
 #
 # ## What a GPU changes
 #
-# The floor of a decode is the time that memory takes to deliver the weights. Here it is measured, with the fastest of 20 walks along 128 MB; for GPUs it is computed from the peaks in their data sheets, which no program reaches.
+# The floor of a decode is the time that memory takes to deliver the weights. Here it is measured, with the fastest of 60 walks along 128 MB; for GPUs it is computed from the peaks in their data sheets, which no program reaches.
 
 # %% [markdown] tags=["predict"]
 # > **Predict.** An A100 reads 2,039 GB/s and does 312 Tera-operations per second in bfloat16 (data sheet, SXM, 80 GB). With weights of 2 bytes, each used for 2 operations by each row: how many
@@ -401,7 +401,7 @@ lab.predict(rows_a100=None)
 
 # %%
 stretch, times = torch.randn(32_000_000), []
-for _ in range(20):
+for _ in range(60):
     begin = time.thread_time()
     stretch.max()
     times.append(time.thread_time() - begin)

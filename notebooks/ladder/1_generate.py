@@ -1,11 +1,11 @@
 """Step 1 of the ladder: write, one token after the other.
 
-A language model does one thing. It reads some tokens and gives each token of its vocabulary a score, the logit: how well
-would it come next? To write, take the best one, put it at the end, and ask again.
+A language model does one thing. It reads some tokens and gives each token of its vocabulary a score, the logit: how well would
+it come next? To write, take the best one, put it at the end, and ask again.
 
 The model is GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"), all of it: the two functions
-below are the same in all five steps. This step asks it in the simplest way there is, with all tokens each time. So most of what
-it computes, it has computed before. 2_kv_cache.py remembers it.
+below are the same in all five steps. This step asks it in the simplest way there is, with all tokens each time. So most of
+what it computes, it has computed before. 2_kv_cache.py remembers it.
 """
 
 from __future__ import annotations

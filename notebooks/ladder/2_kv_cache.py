@@ -1,12 +1,12 @@
 """Step 2 of the ladder: the KV cache. Each token is computed once.
 
-What a later token wants from an earlier one is its key and its value, in each layer, and they never change: attention looks
-back only. So keep them. Then the model reads the prompt once (prefill), and after that one token at a time (decode).
+What a later token wants of an earlier one is its key and its value, in each layer. These never change, since attention looks
+back only. So keep them: then the model reads the prompt once (prefill), and after that one token at a time (decode). The
+number of tokens that are in the cache is `num_computed_tokens`; the real engine steers by it too.
 
-`num_computed_tokens` says how many tokens have their keys and values in the cache. The real engine steers by this one number too.
-The cache takes memory, and grows with each token; the time of a token hardly does (Pope et al. 2022, "Efficiently Scaling
-Transformer Inference"). What hurts now: a step multiplies every weight of the model with a single row. 3_continuous_batching.py
-gives it more rows: those of other requests.
+The cache takes memory for each token, and the time of a token hardly grows (Pope et al. 2022, "Efficiently Scaling Transformer
+Inference"). What hurts now: a step fetches every weight of the model for a single row. 3_continuous_batching.py gives it more
+rows, those of other requests.
 """
 
 from __future__ import annotations
@@ -111,14 +111,11 @@ def main() -> None:
     for start in range(0, len(seconds), window):
         print(f"{len(prompt) + start:13}   {median(seconds[start : start + window]) * 1000:.1f} ms")
     kv_cache = new_kv_cache(checkpoint)
-    print(
-        f"The price is memory: {kv_cache[:, :, 0].nbytes:,} bytes for each token, {kv_cache.nbytes:,} for the request."
-    )
+    print(f"The price is memory: {kv_cache[:, :, 0].nbytes:,} bytes a token, {kv_cache.nbytes:,} for the request.")
     alone, together = step_milliseconds(checkpoint, 1), step_milliseconds(checkpoint, 8)
-    print(
-        f"A step of 1 token takes {alone:.2f} ms, a step of 8 tokens {together:.2f} ms: a token costs {8 * alone / together:.1f} times less."
-    )
-    print("One request has only one token at a time to read; eight requests have eight: 3_continuous_batching.py")
+    print(f"A step of 1 token takes {alone:.2f} ms, a step of 8 tokens {together:.2f} ms,")
+    print(f"so that a token costs {8 * alone / together:.1f} times less. One request has one token at a time to read;")
+    print("eight requests have eight: 3_continuous_batching.py")
 
 
 if __name__ == "__main__":

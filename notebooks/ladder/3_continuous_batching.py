@@ -1,12 +1,12 @@
 """Step 3 of the ladder: continuous batching. Each step asks again who takes part.
 
-A batch of requests could start together and end together; but answers have different lengths, and places would stand empty until the
-longest is done. So the batch is made anew for each step: who has its last token leaves, who waits gets the place
-(Yu et al. 2022, "Orca: A Distributed Serving System for Transformer-Based Generative Models", iteration-level scheduling).
+A batch of requests could start together and end together; but answers have different lengths, and places would stand empty
+until the longest is done. So the batch is made anew for each step: who has its last token leaves, who waits gets the place
+(Yu et al. 2022, "Orca: A Distributed Serving System for Transformer-Based Generative Models").
 
-One loop is the whole engine from here on: schedule -> execute_model -> update_from_output. The model reads one flat row of tokens, a whole prompt of one
-request beside a single token of another; only attention keeps them apart. What hurts now: each place reserves memory
-for the longest request that could ever sit there. 4_paged.py gives it out in blocks.
+From here on, one loop is the whole engine: schedule -> execute_model -> update_from_output. The model reads one flat row of
+tokens, the whole prompt of one request beside a single token of another; only attention keeps them apart. What hurts now: each
+place reserves memory for the longest request that could ever sit there. 4_paged.py gives it out in blocks.
 """
 
 from __future__ import annotations
@@ -66,10 +66,6 @@ class Request:
     def num_tokens(self) -> int:
         return len(self.all_token_ids)
 
-    @property
-    def output_token_ids(self) -> list[int]:
-        return self.all_token_ids[self.num_prompt_tokens :]
-
 
 class Scheduler:
     """Who takes part in the next step, and with how many tokens. Plain Python: it knows no model."""
@@ -84,26 +80,27 @@ class Scheduler:
         self.waiting.append(request)
 
     def schedule(self) -> dict[Request, int]:
-        """Fill the free seats. Each request gets the tokens that it lacks: a new one its prompt, another one its newest token."""
+        """Fill the free seats. Each request gets the tokens that it lacks: a new one its prompt, others their newest token."""
         while self.waiting and self.free_seats:
             request = self.waiting.popleft()
             request.seat = self.free_seats.pop()
             self.running.append(request)
         return {request: request.num_tokens - request.num_computed_tokens for request in self.running}
 
-    def update_from_output(self, num_scheduled_tokens: dict[Request, int], sampled: dict[Request, int]) -> None:
+    def update_from_output(self, scheduled: dict[Request, int], sampled: dict[Request, int]) -> None:
         """Note what was computed, append the new tokens, end what is complete."""
-        for request, num_tokens in num_scheduled_tokens.items():
+        for request, num_tokens in scheduled.items():
             request.num_computed_tokens += num_tokens
         for request, token_id in sampled.items():
             request.all_token_ids.append(token_id)
-            if self.is_finished(request):
-                self.running.remove(request)
-                self.free_seats.append(request.seat)
+            full = request.num_tokens >= min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
+            if full or token_id == self.eos_token_id:
+                self.finish(request)
 
-    def is_finished(self, request: Request) -> bool:
-        length = len(request.output_token_ids) >= request.max_tokens or request.num_tokens >= self.max_model_len
-        return length or request.all_token_ids[-1] == self.eos_token_id
+    def finish(self, request: Request) -> None:
+        """Its seat is free for another one."""
+        self.running.remove(request)
+        self.free_seats.append(request.seat)
 
 
 class ModelRunner:
@@ -113,29 +110,27 @@ class ModelRunner:
         self.checkpoint = checkpoint
         self.kv_cache = torch.zeros(checkpoint.num_layers, 2, max_num_seqs, checkpoint.max_model_len, *checkpoint.heads)
 
-    def execute_model(self, num_scheduled_tokens: dict[Request, int]) -> dict[Request, int]:
+    def execute_model(self, scheduled: dict[Request, int]) -> dict[Request, int]:
         """One pass over the scheduled tokens of all requests. Returns the most likely next token of each."""
-        requests, counts = list(num_scheduled_tokens), list(num_scheduled_tokens.values())
-        first = [request.num_computed_tokens for request in requests]
-        last = [computed + count for computed, count in zip(first, counts)]
-        input_ids = [token for request, i, j in zip(requests, first, last) for token in request.all_token_ids[i:j]]
-        positions = [position for i, j in zip(first, last) for position in range(i, j)]
+        counts = list(scheduled.values())
+        ends = {request: request.num_computed_tokens + count for request, count in scheduled.items()}
+        rows = [(request, i) for request, end in ends.items() for i in range(request.num_computed_tokens, end)]
+        input_ids = torch.tensor([request.all_token_ids[i] for request, i in rows])
+        positions = torch.tensor([i for _, i in rows])
 
         def attention(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            each = zip(requests, first, last, query.split(counts), key.split(counts), value.split(counts))
-            return torch.cat([self.attend(layer, *own) for own in each])
+            own = zip(ends.items(), query.split(counts), key.split(counts), value.split(counts))
+            return torch.cat([self.attend(layer, *item, *tensors) for item, *tensors in own])
 
-        rows = torch.tensor(counts).cumsum(0) - 1  # each request's last token
-        logits = gpt2(self.checkpoint, torch.tensor(input_ids), torch.tensor(positions), attention, rows)
-        return dict(zip(requests, logits.argmax(-1).tolist()))
+        logits = gpt2(self.checkpoint, input_ids, positions, attention, torch.tensor(counts).cumsum(0) - 1)
+        return dict(zip(ends, logits.argmax(-1).tolist()))
 
-    def attend(
-        self, layer: int, request: Request, first: int, last: int, query: Tensor, key: Tensor, value: Tensor
-    ) -> Tensor:
-        """Write the keys and values of a request's tokens first..last, and let its queries look back."""
+    def attend(self, layer: int, request: Request, end: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Write the keys and values of a request's new tokens, and let its queries look back."""
         keys, values = self.kv_cache[layer, :, request.seat]  # each [max_model_len, num_heads, head_dim]
-        keys[first:last], values[first:last] = key, value
-        return causal_attention(query, keys[:last], values[:last])
+        start = request.num_computed_tokens
+        keys[start:end], values[start:end] = key, value
+        return causal_attention(query, keys[:end], values[:end])
 
 
 class EngineCore:
@@ -147,10 +142,10 @@ class EngineCore:
 
     def step(self) -> dict[Request, int]:
         """One token more for each request that runs. Returns what was scheduled."""
-        num_scheduled_tokens = self.scheduler.schedule()
-        sampled = self.model_runner.execute_model(num_scheduled_tokens)
-        self.scheduler.update_from_output(num_scheduled_tokens, sampled)
-        return num_scheduled_tokens
+        scheduled = self.scheduler.schedule()
+        sampled = self.model_runner.execute_model(scheduled)
+        self.scheduler.update_from_output(scheduled, sampled)
+        return scheduled
 
     def run(self, requests: Iterable[Request]) -> Iterator[dict[Request, int]]:
         """All of them to the end, step by step. Yields what was scheduled."""
@@ -172,17 +167,16 @@ def main() -> None:
     engine = EngineCore(checkpoint, seats)
     list(engine.run(new_requests(arguments.prompts[:1], 2)))  # the first steps of a process are slow
     for name, size in (("one at a time", 1), (f"{seats} together", seats), ("continuous", len(arguments.prompts))):
-        requests, steps, most_tokens, before = (
-            new_requests(arguments.prompts, arguments.max_tokens),
-            [],
-            0,
-            time.perf_counter(),
-        )
+        requests, steps, most_tokens = new_requests(arguments.prompts, arguments.max_tokens), [], 0
+        before = time.perf_counter()
         for i in range(0, len(requests), size):
             for step in engine.run(requests[i : i + size]):
                 steps.append(step)
                 most_tokens = max(most_tokens, sum(request.num_computed_tokens for request in step))
-        seconds, count = time.perf_counter() - before, sum(len(request.output_token_ids) for request in requests)
+        seconds, count = (
+            time.perf_counter() - before,
+            sum(request.num_tokens - request.num_prompt_tokens for request in requests),
+        )
         print(f"{name:14}{len(steps):4} steps {seconds:6.2f} s {count / seconds:6.0f} tokens/s")
     for request in requests:
         print(f"\n{request.request_id}: {checkpoint.tokenizer.decode(request.all_token_ids)}")

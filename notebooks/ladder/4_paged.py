@@ -1,13 +1,13 @@
 """Step 4 of the ladder: the KV cache in blocks. Memory is given out when it is needed, wherever it is free.
 
-An operating system does not reserve a stretch of memory for all that a process might ever need: it has pages of one size, and a table
-for each process that says where its pages are. Blocks and block tables are the same for keys and values (Kwon et al. 2023,
-"Efficient Memory Management for Large Language Model Serving with PagedAttention"). A request holds as many blocks as its tokens
-fill, at most one of them in part, in any order; attention looks up where they are.
+An operating system does not reserve a stretch of memory for all that a process might ever need. It has pages of one size, and
+a table for each process that says where its pages are. Blocks and block tables are the same for keys and values (Kwon et al.
+2023, "Efficient Memory Management for Large Language Model Serving with PagedAttention"). A request holds as many blocks as its
+tokens fill, only the last of them in part, anywhere in the pool; attention looks up where they are.
 
-What hurts now: nobody knows how long an answer will be, so a request is admitted only if its longest answer
-would fit, and that is promised, not used. The same beginning of two prompts is computed twice. And a long prompt is one long step, for which all wait.
-5_served.py ends all three.
+What hurts now: nobody knows how long an answer will be, so a request is admitted only if the longest one would fit, and that
+much is promised, not used. The common beginning of two prompts is computed twice. And a long prompt is a long step, for which
+all others wait. 5_served.py ends all three.
 """
 
 from __future__ import annotations
@@ -68,10 +68,6 @@ class Request:
     def num_tokens(self) -> int:
         return len(self.all_token_ids)
 
-    @property
-    def output_token_ids(self) -> list[int]:
-        return self.all_token_ids[self.num_prompt_tokens :]
-
 
 def cdiv(a: int, b: int) -> int:
     """a / b, rounded up."""
@@ -120,7 +116,7 @@ class Scheduler:
         return cdiv(most_tokens, self.block_size)
 
     def schedule(self) -> dict[Request, int]:
-        """Admit who surely fits. Each request gets the tokens that it lacks, and a block for them when its last one is full."""
+        """Admit who surely fits. Each request gets the tokens that it lacks, and a new block when its last one is full."""
         while self.waiting and len(self.running) < self.max_num_seqs:
             if self.most_blocks(self.waiting[0]) > self.num_unpromised:
                 break
@@ -132,20 +128,21 @@ class Scheduler:
             request.block_table += self.block_pool.allocate(missing)
         return {request: request.num_tokens - request.num_computed_tokens for request in self.running}
 
-    def update_from_output(self, num_scheduled_tokens: dict[Request, int], sampled: dict[Request, int]) -> None:
+    def update_from_output(self, scheduled: dict[Request, int], sampled: dict[Request, int]) -> None:
         """Note what was computed, append the new tokens, end what is complete."""
-        for request, num_tokens in num_scheduled_tokens.items():
+        for request, num_tokens in scheduled.items():
             request.num_computed_tokens += num_tokens
         for request, token_id in sampled.items():
             request.all_token_ids.append(token_id)
-            if self.is_finished(request):
-                self.running.remove(request)
-                self.num_unpromised += self.most_blocks(request)
-                self.block_pool.free(request.block_table)
+            full = request.num_tokens >= min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
+            if full or token_id == self.eos_token_id:
+                self.finish(request)
 
-    def is_finished(self, request: Request) -> bool:
-        length = len(request.output_token_ids) >= request.max_tokens or request.num_tokens >= self.max_model_len
-        return length or request.all_token_ids[-1] == self.eos_token_id
+    def finish(self, request: Request) -> None:
+        """Its blocks are free for others, and what was promised to it."""
+        self.running.remove(request)
+        self.block_pool.free(request.block_table)
+        self.num_unpromised += self.most_blocks(request)
 
 
 class ModelRunner:
@@ -155,29 +152,23 @@ class ModelRunner:
         self.checkpoint, self.block_size = checkpoint, block_size
         self.kv_cache = torch.zeros(checkpoint.num_layers, 2, num_blocks, block_size, *checkpoint.heads)
 
-    def execute_model(self, num_scheduled_tokens: dict[Request, int]) -> dict[Request, int]:
+    def execute_model(self, scheduled: dict[Request, int]) -> dict[Request, int]:
         """One pass over the scheduled tokens of all requests. Returns the most likely next token of each."""
-        requests, counts = list(num_scheduled_tokens), list(num_scheduled_tokens.values())
-        first = [request.num_computed_tokens for request in requests]
-        last = [computed + count for computed, count in zip(first, counts)]
-        input_ids = [token for request, i, j in zip(requests, first, last) for token in request.all_token_ids[i:j]]
-        positions = [position for i, j in zip(first, last) for position in range(i, j)]
-        slots = [
-            request.block_table[position // self.block_size] * self.block_size + position % self.block_size
-            for request, i, j in zip(requests, first, last)
-            for position in range(i, j)
-        ]
-        slot_mapping = torch.tensor(slots)
+        counts, size = list(scheduled.values()), self.block_size
+        ends = {request: request.num_computed_tokens + count for request, count in scheduled.items()}
+        rows = [(request, i) for request, end in ends.items() for i in range(request.num_computed_tokens, end)]
+        input_ids = torch.tensor([request.all_token_ids[i] for request, i in rows])
+        positions = torch.tensor([i for _, i in rows])
+        slot_mapping = torch.tensor([request.block_table[i // size] * size + i % size for request, i in rows])
 
         def attention(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             keys, values = self.kv_cache[layer].flatten(1, 2)  # each [num_blocks * block_size, num_heads, head_dim]
             keys[slot_mapping], values[slot_mapping] = key, value
-            each = zip(requests, last, query.split(counts))
-            return torch.cat([self.paged_attention(layer, *own) for own in each])
+            own = zip(ends.items(), query.split(counts))
+            return torch.cat([self.paged_attention(layer, *item, queries) for item, queries in own])
 
-        rows = torch.tensor(counts).cumsum(0) - 1  # each request's last token
-        logits = gpt2(self.checkpoint, torch.tensor(input_ids), torch.tensor(positions), attention, rows)
-        return dict(zip(requests, logits.argmax(-1).tolist()))
+        logits = gpt2(self.checkpoint, input_ids, positions, attention, torch.tensor(counts).cumsum(0) - 1)
+        return dict(zip(ends, logits.argmax(-1).tolist()))
 
     def paged_attention(self, layer: int, request: Request, num_tokens: int, query: Tensor) -> Tensor:
         """Fetch a request's keys and values from its blocks, and let its queries look back."""
@@ -196,10 +187,10 @@ class EngineCore:
 
     def step(self) -> dict[Request, int]:
         """One token more for each request that runs. Returns what was scheduled."""
-        num_scheduled_tokens = self.scheduler.schedule()
-        sampled = self.model_runner.execute_model(num_scheduled_tokens)
-        self.scheduler.update_from_output(num_scheduled_tokens, sampled)
-        return num_scheduled_tokens
+        scheduled = self.scheduler.schedule()
+        sampled = self.model_runner.execute_model(scheduled)
+        self.scheduler.update_from_output(scheduled, sampled)
+        return scheduled
 
     def run(self, requests: Iterable[Request]) -> Iterator[dict[Request, int]]:
         """All of them to the end, step by step. Yields what was scheduled."""
@@ -232,25 +223,25 @@ def main() -> None:
         print(f"{request.request_id}: {checkpoint.tokenizer.decode(request.all_token_ids)}\n")
 
     print(
-        f"The fullest step: {len(held)} requests, where four seats would have let in 4. Their blocks of {block_size} tokens:"
+        f"The fullest step: {len(held)} requests, in the memory of 4 seats. Their blocks, of {block_size} tokens each:"
     )
     for request, (table, num_tokens) in held.items():
         print(f"{request.request_id:>4} {num_tokens:4} tokens  {table}")
     num_held = sum(len(table) for table, _ in held.values())
     num_tokens = sum(num_tokens for _, num_tokens in held.values())
-    print(
-        f"{num_held} blocks with {num_tokens} tokens: {num_tokens / num_held / block_size:.0%} of their memory is used."
-    )
+    used = num_tokens / num_held / block_size
+    print(f"{num_held} blocks with {num_tokens} tokens: {used:.0%} of their memory is used.")
 
     print("\nWhat 5_served.py ends:")
     promised = sum(engine.scheduler.most_blocks(request) for request in held)
-    print(f"- promised were {promised} blocks then, {num_held} held")
+    print(f"- {promised} blocks were promised then, {num_held} held")
+    first, *others = (1000 * each for each in seconds)
     print(
-        f"- the step that read the prompts took {seconds[0] * 1000:.0f} ms, the median of the others {median(seconds[1:]) * 1000:.0f} ms"
+        f"- the step that read the prompts took {first:.0f} ms, the others {median(others or [0]):.1f} ms in the median"
     )
-    again = tokens_read_again(arguments.prompts, block_size)
+    again, of = tokens_read_again(arguments.prompts, block_size), sum(map(len, arguments.prompts))
     print(
-        f"- of {sum(map(len, arguments.prompts))} tokens of the prompts, {again} were in blocks that another prompt begins with too"
+        f"- {again} of the {of} tokens of the prompts were read although an earlier prompt begins with the same blocks"
     )
 
 
