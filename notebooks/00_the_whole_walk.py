@@ -6,6 +6,8 @@
 # **Question.** A client sends `POST /v1/completions` and sees text appear. Between the first byte of the request and the last
 # chunk of the answer, which code runs, in which process, and where does the time go?
 #
+# (Start from [the ladder](ladder/README.md) if you have not: five small files, and after them the names below are old friends.)
+#
 # We start the real server with the bundled model, ask it once, and read its recording. The nine phases:
 #
 # | phase | what happens | here | vLLM (V1) |
