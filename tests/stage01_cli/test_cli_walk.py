@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -160,6 +161,8 @@ def test_a_start_is_seen_too(run: Run) -> None:
     found = [(row.phase, row.process, row.function.name) for row in start.rows]
     assert in_order(known, found), [one for one in known if one not in found]
     assert {row.phase for row in start.rows} == {1, 2, 3, 4, 5}
+    words = json.dumps([(row.arguments, row.result) for row in start.rows])
+    assert str(ROOT) not in words and tempfile.gettempdir() not in words
 
 
 def test_without_its_features_the_path_is_the_same(run: Run) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import tempfile
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from heapq import merge
+from pathlib import Path as FilePath
 
-from stage01_cli.tools.walk.notes import Function, Note, Process
+from stage01_cli.tools.walk.notes import ROOT, Function, Note, Process
 from stage01_cli.tools.walk.run import REQUEST_ID, Run
 from stagetrace.event import Event
 
@@ -150,10 +152,10 @@ def path_of(run: Run, window: int) -> Path:
         rows += [row for row in reader.rows.values() if row.calls or row.lines]  # others only wait for what they called
         for function, numbers in reader.lines.items():
             lines[function.file].update(numbers)
-    chance = _random_part(run.events)
-    for row in rows if chance else []:
-        row.arguments = {name: text.replace(chance, "") for name, text in row.arguments.items()}
-        row.result = row.result.replace(chance, "")
+    strange = _of_this_machine(run.events)
+    for row in rows:
+        row.arguments = {name: _neutral(text, strange) for name, text in row.arguments.items()}
+        row.result = _neutral(row.result, strange)
     files = {row.function.file for row in rows}
     begin, end = run.windows[window]
     shown = [event for event in run.events if begin <= event.ts <= end]
@@ -171,8 +173,16 @@ def _in_order(rows: list[Row]) -> list[Row]:
     return sorted(rows, key=lambda row: (row.phase, begins[row.phase, row.lane], row.lane, row.at))
 
 
-def _random_part(events: list[Event]) -> str:
-    """What the server adds to the id that the client gave: `-1f0c2a77` of `cmpl-walk-1f0c2a77-0`."""
+def _of_this_machine(events: list[Event]) -> list[str]:
+    """What another run, or another machine, would have said in another way: folders, and what the server adds to the id that the client
+    gave, `-1f0c2a77` of `cmpl-walk-1f0c2a77-0`."""
     begin = f"cmpl-{REQUEST_ID}"
     ids = (event.req for event in events if event.req is not None and event.req.startswith(begin))
-    return next((one.removeprefix(begin).rpartition("-")[0] for one in ids), "")
+    chance = next((one.removeprefix(begin).rpartition("-")[0] for one in ids), "")
+    return [f"{ROOT}/", f"{tempfile.gettempdir()}/", f"{FilePath.home()}/", *filter(None, [chance])]
+
+
+def _neutral(text: str, strange: list[str]) -> str:
+    for part in strange:
+        text = text.replace(part, "")
+    return text

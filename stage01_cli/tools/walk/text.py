@@ -78,7 +78,7 @@ def most_important(rows: list[Row], most: int = FOLDED_ROWS) -> list[Row]:
     weights = _weights(rows)
     ranked = sorted(rows, key=weights.__getitem__, reverse=True)
     phases = {row.phase for row in rows}
-    share = most // (2 * len(phases) or 1)
+    share = 2 * most // (3 * len(phases) or 1)
     chosen = {row for phase in phases for row in [row for row in ranked if row.phase == phase][:share]}
     for row in ranked:
         if len(chosen) < most:
