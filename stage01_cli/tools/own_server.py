@@ -29,8 +29,9 @@ class OwnServer:
     def _wait(self) -> str:
         assert self.process.stderr is not None
         giving_up = threading.Timer(PATIENCE, self.process.kill)
-        giving_up.start()
+        giving_up.daemon = True  # Ctrl-C may come while it starts: the program's end must not wait for it
         try:
+            giving_up.start()
             for line in self.process.stderr:
                 self.log.append(line.rstrip())
                 if " on http://" in line:
