@@ -19,8 +19,8 @@ import pytest
 from patience import PATIENCE, wait_until
 
 from stage01_cli.main import main
-from stage01_cli.tools.lab.app import MAX_BODY_BYTES, is_own_name, make_app
-from stage01_cli.tools.lab.scenario import read_scenario
+from stage01_cli.tools.lab.app import MAX_BODY_BYTES, is_own_name
+from stage01_cli.tools.lab.command import listen
 from stage01_cli.tools.lab.simulate import simulate
 from stage01_cli.tools.lab.simulator import ENDED, Simulator
 
@@ -127,7 +127,7 @@ def test_ctrl_c_ends_it_and_its_process(server: tuple[str, subprocess.Popen[str]
     httpx.post(url + "simulate", json={"scenario": SCENARIO})
     (child,) = psutil.Process(process.pid).children()
     process.send_signal(signal.SIGINT)
-    process.wait(PATIENCE)
+    assert process.wait(PATIENCE) == 130
     wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, "its process goes on")
 
 
@@ -264,6 +264,12 @@ def test_a_wrong_command_line_is_one_line(
     assert sentence.format(file=broken) in said and len(said.strip().splitlines()) == 1
 
 
+def test_the_address_that_is_printed_takes_connections_at_once() -> None:
+    """Before the server is ready: a connection waits then."""
+    with listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+        pass
+
+
 def test_a_taken_port_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -281,8 +287,3 @@ def test_neither_page_nor_simulation_needs_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ)
     assert done.returncode == 0, done.stderr
-
-
-def test_the_scenario_of_these_tests_is_one() -> None:
-    assert len(read_scenario(SCENARIO).requests) == 2
-    assert make_app("127.0.0.1").routes

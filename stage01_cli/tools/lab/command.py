@@ -68,7 +68,7 @@ async def _serve(host: str, port: int, scheduler_cls: str | None) -> int:
 
     from stage01_cli.tools.lab.app import make_app
 
-    listener = _listen(host, port)
+    listener = listen(host, port)
     app = make_app(host, scheduler_cls)
     config = uvicorn.Config(app, server_header=False, ws="none", log_level="warning", timeout_graceful_shutdown=1)
     shown = f"[{host}]" if ":" in host else host
@@ -78,8 +78,8 @@ async def _serve(host: str, port: int, scheduler_cls: str | None) -> int:
     return 0
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """A bound socket. Raises ConfigError if the address or the port cannot be had."""
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens. Raises ConfigError if the address or the port cannot be had."""
     if not 0 <= port <= 65535:
         raise ConfigError(f"--port must be 0 to 65535, not {port}")
     try:
@@ -87,6 +87,7 @@ def _listen(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.listen()  # who comes before the server is ready waits a moment, and is not refused
     except OSError as error:
         raise ConfigError(
             f"cannot listen on {host}:{port}: {error.strerror or error}; --port 0 takes any free port"
