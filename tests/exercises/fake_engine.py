@@ -52,7 +52,8 @@ class Handshake:
         self._socket.bind("inproc://handshake")
         self._engine.connect("inproc://handshake")
         self._polls = self.received = 0
-        self.closed = False
+        self.closed = self.answered = False
+        self.after_init: list[Any] = []  # what the engine says when it has heard where the sockets are
 
     def say(self, message: Any) -> None:
         """The engine says something."""
@@ -69,6 +70,10 @@ class Handshake:
     def poll(self, timeout: int | None = None, flags: int = zmq.POLLIN) -> int:
         self._polls += 1
         if self._polls > MOST_POLLS:
+            waits = self.received > 0 and not self.answered and bool(self.after_init)
+            self._judge.holds(
+                "hello", not waits, "an EngineInit for the engine, which waits for it", "it was not sent yet"
+            )
             self._judge.rejects("ended", "an EngineStartError", "a loop that asks poll() again and again")
         return self._socket.poll(1, flags)
 
@@ -86,6 +91,9 @@ class Handshake:
     def send_multipart(self, frames: list[bytes], flags: int = 0, copy: bool = True, track: bool = False) -> None:
         self._judge.holds("hello", self.received > 0, "nothing sent before the hello was read", "a message without it")
         self._socket.send_multipart(frames)
+        self.answered = True
+        for message in self.after_init:
+            self.say(message)
 
     def close(self, linger: int | None = None) -> None:
         self.closed = True
