@@ -122,6 +122,7 @@ class Engine:
         self._context = zmq.Context()
         self._inputs, self._outputs = self._context.socket(zmq.DEALER), self._context.socket(zmq.PUSH)
         self._inputs.setsockopt(zmq.IDENTITY, IDENTITY)
+        self.client: Any = None
         self.connects_late, self.sends_early = False, list[EngineCoreOutputs]()
         self.asked, self.failed = threading.Event(), list[BaseException]()
         self._exit: Callable[[int], None] = lambda code: None
@@ -140,6 +141,8 @@ class Engine:
         self._outputs.connect(self.output_address)
         for outputs in self.sends_early:
             self.send(outputs)
+        if self.sends_early and hasattr(self.client, "_output"):
+            self.client._output.poll(BLOCKED_MS)  # whoever has looked once is not told of these again
         if not self.connects_late:
             self.connect()
         self.asked.set()
@@ -209,7 +212,7 @@ def play(judge: Judge, impl: ModuleType, scenario: Scenario, started: bool = Tru
 
 async def _play(judge: Judge, impl: ModuleType, scenario: Scenario, started: bool, folder: Path) -> None:
     engine, client = Engine(judge, folder), impl.AsyncMPClient(VllmConfig())
-    client._process = engine
+    client._process, engine.client = engine, client
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: _note(engine, context))
     try:
         if started:

@@ -117,6 +117,7 @@ def test_start(impl: ModuleType) -> None:
     async def scenario(client: Any, engine: Engine) -> None:
         """The engine is ready, but its end of the input socket is not connected yet."""
         engine.connects_late = True
+        client._process, client.start_process = None, lambda: setattr(client, "_process", engine)
         start = asyncio.ensure_future(client.start())
         asked = asyncio.ensure_future(asyncio.to_thread(engine.asked.wait, 1))
         await asyncio.wait({start, asked}, return_when=asyncio.FIRST_COMPLETED)
