@@ -28,10 +28,11 @@ for _folder in (Path(__file__).parent, Path(__file__).parents[1], Path(__file__)
     sys.path.insert(0, str(_folder))
 
 import conftest as _settings  # noqa: E402, F401 - the tests' environment
-from judging import Rejected, judge_functions, load, reference, signatures, verdict  # noqa: E402
+from judging import Rejected, judge_functions, load, reference, verdict  # noqa: E402
 
 from stage01_cli.tools.course.exercises import Exercise, exercises, find  # noqa: E402
 
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 COMPARE = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
@@ -63,20 +64,30 @@ class Change:
 
 
 def changes(exercise: Exercise, module: ModuleType, names: list[str]) -> Iterator[Change]:
-    """All changes within the functions and methods that the starter of the exercise has; within all of a reference.py."""
+    """All changes within the functions and methods that the starter leaves to the reader; within all of a reference.py."""
     source = inspect.getsource(module)
     tree = ast.parse(source)
-    wanted = set(signatures(load(exercise.starter), exercise))
+    wanted = left_to_the_reader(exercise)
     whole = module.__file__ == str(exercise.own_reference)
     for part in tree.body:
         if not whole and getattr(part, "name", None) not in names:
             continue
-        bodies = [part] if isinstance(part, ast.FunctionDef) else [
+        bodies = [part] if isinstance(part, FUNCTIONS) else [
             each for each in getattr(part, "body", [])
-            if isinstance(each, ast.FunctionDef) and (whole or f"{part.name}.{each.name}" in wanted)
+            if isinstance(each, FUNCTIONS) and (whole or f"{part.name}.{each.name}" in wanted)
         ]  # fmt: skip
         for body in bodies:
             yield from _of_function(tree, body)
+
+
+def left_to_the_reader(exercise: Exercise) -> set[str]:
+    """The functions and methods of the starter that are not written: what it gives, nobody changes."""
+    found = set()
+    for part in ast.parse(exercise.starter.read_text(encoding="utf-8")).body:
+        for each in part.body if isinstance(part, ast.ClassDef) else [part]:
+            if isinstance(each, FUNCTIONS) and "NotImplementedError" in ast.unparse(each):
+                found.add(f"{part.name}.{each.name}" if isinstance(part, ast.ClassDef) else each.name)
+    return found
 
 
 def _of_function(tree: ast.Module, function: ast.AST) -> Iterator[Change]:
@@ -145,6 +156,7 @@ def rejected(exercise: Exercise, change: Change, names: list[str], folder: Path)
     """Is the changed part rejected? Asked in a process of its own, which the clock ends."""
     path = folder / "changed.py"
     path.write_text(change.source, encoding="utf-8")
+    sys.dont_write_bytecode = True  # which Python would take for the next change of the same length, within a second
     child = os.fork()
     if child == 0:
         sys.stdout = sys.stderr = open(os.devnull, "w")

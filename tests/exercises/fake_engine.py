@@ -52,7 +52,8 @@ class Handshake:
         self._socket.bind("inproc://handshake")
         self._engine.connect("inproc://handshake")
         self._polls = self.received = 0
-        self.closed = False
+        self.closed = self.answered = False
+        self.after_init: list[Any] = []  # what the engine says when it has heard where the sockets are
 
     def say(self, message: Any) -> None:
         """The engine says something."""
@@ -69,6 +70,10 @@ class Handshake:
     def poll(self, timeout: int | None = None, flags: int = zmq.POLLIN) -> int:
         self._polls += 1
         if self._polls > MOST_POLLS:
+            waits = self.received > 0 and not self.answered and bool(self.after_init)
+            self._judge.holds(
+                "hello", not waits, "an EngineInit for the engine, which waits for it", "it was not sent yet"
+            )
             self._judge.rejects("ended", "an EngineStartError", "a loop that asks poll() again and again")
         return self._socket.poll(1, flags)
 
@@ -86,6 +91,9 @@ class Handshake:
     def send_multipart(self, frames: list[bytes], flags: int = 0, copy: bool = True, track: bool = False) -> None:
         self._judge.holds("hello", self.received > 0, "nothing sent before the hello was read", "a message without it")
         self._socket.send_multipart(frames)
+        self.answered = True
+        for message in self.after_init:
+            self.say(message)
 
     def close(self, linger: int | None = None) -> None:
         self.closed = True
@@ -114,6 +122,7 @@ class Engine:
         self._context = zmq.Context()
         self._inputs, self._outputs = self._context.socket(zmq.DEALER), self._context.socket(zmq.PUSH)
         self._inputs.setsockopt(zmq.IDENTITY, IDENTITY)
+        self.client: Any = None
         self.connects_late, self.sends_early = False, list[EngineCoreOutputs]()
         self.asked, self.failed = threading.Event(), list[BaseException]()
         self._exit: Callable[[int], None] = lambda code: None
@@ -132,6 +141,8 @@ class Engine:
         self._outputs.connect(self.output_address)
         for outputs in self.sends_early:
             self.send(outputs)
+        if self.sends_early and hasattr(self.client, "_output"):
+            self.client._output.poll(BLOCKED_MS)  # whoever has looked once is not told of these again
         if not self.connects_late:
             self.connect()
         self.asked.set()
@@ -201,7 +212,7 @@ def play(judge: Judge, impl: ModuleType, scenario: Scenario, started: bool = Tru
 
 async def _play(judge: Judge, impl: ModuleType, scenario: Scenario, started: bool, folder: Path) -> None:
     engine, client = Engine(judge, folder), impl.AsyncMPClient(VllmConfig())
-    client._process = engine
+    client._process, engine.client = engine, client
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: _note(engine, context))
     try:
         if started:

@@ -196,6 +196,12 @@ def test_special_tokens(impl: ModuleType, answer: Answer) -> None:
     check(impl, answer, "special")
 
 
+@judge.settings(60)
+@given(answer=answers(min_tokens=st.integers(0, 3)))
+def test_not_before_min_tokens(impl: ModuleType, answer: Answer) -> None:
+    check(impl, answer, "minimum")
+
+
 @judge.settings(80)
 @given(answer=answers(together=True, special=True, ended=False, include_stop_str_in_output=st.booleans(), min_tokens=st.integers(0, 3)))  # fmt: skip
 def test_several_tokens_at_once(impl: ModuleType, answer: Answer) -> None:
@@ -206,12 +212,6 @@ def test_several_tokens_at_once(impl: ModuleType, answer: Answer) -> None:
 @given(answer=answers(ended=True, together=True, include_stop_str_in_output=st.booleans()))
 def test_the_token_that_ends_the_answer(impl: ModuleType, answer: Answer) -> None:
     check(impl, answer, "ended")
-
-
-@judge.settings(60)
-@given(answer=answers(min_tokens=st.integers(0, 3)))
-def test_not_before_min_tokens(impl: ModuleType, answer: Answer) -> None:
-    check(impl, answer, "minimum")
 
 
 def test_all_of_the_text(impl: ModuleType) -> None:

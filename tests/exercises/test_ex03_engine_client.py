@@ -54,7 +54,7 @@ def error_of(work: Any) -> str:
 def test_an_engine_that_becomes_ready(impl: ModuleType) -> None:
     with handshake("says hello, then ready") as sockets:
         sockets.say(HELLO)
-        sockets.say(READY)
+        sockets.after_init = [READY]
         process = process_of(impl, sockets, Popen())
         judge.equal("ready", READY, process.shake_hands())
         judge.holds("ready", sockets.closed, "the handshake's socket is closed", "it is open")
@@ -68,7 +68,7 @@ def test_an_engine_that_becomes_ready(impl: ModuleType) -> None:
 def test_an_engine_that_cannot_start(impl: ModuleType) -> None:
     with handshake(f"says hello, then failed: {FAILED.message!r}") as sockets:
         sockets.say(HELLO)
-        sockets.say(FAILED)
+        sockets.after_init = [FAILED]
         got = error_of(process_of(impl, sockets, Popen()).shake_hands)
         judge.equal("ready", FAILED.message, got)
         judge.holds("ready", sockets.closed, "the handshake's socket is closed", "it is open")
@@ -117,6 +117,7 @@ def test_start(impl: ModuleType) -> None:
     async def scenario(client: Any, engine: Engine) -> None:
         """The engine is ready, but its end of the input socket is not connected yet."""
         engine.connects_late = True
+        client._process, client.start_process = None, lambda: setattr(client, "_process", engine)
         start = asyncio.ensure_future(client.start())
         asked = asyncio.ensure_future(asyncio.to_thread(engine.asked.wait, 1))
         await asyncio.wait({start, asked}, return_when=asyncio.FIRST_COMPLETED)

@@ -17,6 +17,8 @@ REJECTED = "before shake_hands()"
 
 class AsyncMPClient(Reference):
     async def start(self) -> EngineReady:
+        if self._process is None:
+            self.start_process()
         ready = await asyncio.to_thread(self._process.shake_hands)
         context = zmq.Context()
         inputs, self._output = bind_sockets(context, self._process)

@@ -17,6 +17,8 @@ REJECTED = "not even while the engine loads"
 
 class AsyncMPClient(Reference):
     async def start(self) -> EngineReady:
+        if self._process is None:
+            self.start_process()
         context = zmq.Context()
         inputs, self._output = bind_sockets(context, self._process)
         ready = self._process.shake_hands()

@@ -17,6 +17,8 @@ REJECTED = "start() waits for the engine's first message"
 
 class AsyncMPClient(Reference):
     async def start(self) -> EngineReady:
+        if self._process is None:
+            self.start_process()
         context = zmq.Context()
         inputs, self._output = bind_sockets(context, self._process)
         self._input, self._context = zmq.asyncio.Socket.from_socket(inputs), context
