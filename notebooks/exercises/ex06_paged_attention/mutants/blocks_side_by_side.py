@@ -11,7 +11,7 @@ from stage04_kernels.attention import AttentionMetadata
 from stage04_kernels.paged_attention import paged_attention_torch as reference, torch_attention, write_kv
 
 __all__ = ["paged_attention_torch", "torch_attention", "write_kv"]
-REJECTED = "read: slot"
+REJECTED = "expected  positions [0, 1, 2] of a\n  got       read: slot 6, which is nobody's"
 
 
 def paged_attention_torch(

@@ -12,7 +12,7 @@ from stage04_kernels.backends.reference import gather_context
 from stage04_kernels.paged_attention import paged_attention_torch as reference, torch_attention, write_kv
 
 __all__ = ["paged_attention_torch", "torch_attention", "write_kv"]
-REJECTED = "got       positions [0]"
+REJECTED = "expected  positions [0, 1] of a\n  got       positions [0]"
 
 
 def paged_attention_torch(

@@ -9,7 +9,7 @@ from stage04_kernels.attention import AttentionMetadata
 from stage04_kernels.paged_attention import paged_attention_torch as reference, torch_attention, write_kv
 
 __all__ = ["paged_attention_torch", "torch_attention", "write_kv"]
-REJECTED = "expected  key/value head"
+REJECTED = "expected  key/value head [0]\n  got       key/value head [1]"
 
 
 def paged_attention_torch(

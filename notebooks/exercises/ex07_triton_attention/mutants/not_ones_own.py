@@ -13,7 +13,7 @@ from stage04_kernels.triton_kernels.paged_attention import (
 )
 
 __all__ = ["_load_blocks", "_load_keys_and_values", "_paged_attention", "_scores", "_softmax_step"]
-REJECTED = "got       [-inf, -inf, -inf, -inf]"
+REJECTED = "expected  [0.5, -inf, -inf, -inf]\n  got       [-inf, -inf, -inf, -inf]"
 
 
 @triton.jit

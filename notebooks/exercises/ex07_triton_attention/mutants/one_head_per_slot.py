@@ -8,7 +8,7 @@ import triton.language as tl
 from stage04_kernels.triton_kernels.paged_attention import _load_blocks, _paged_attention, _scores, _softmax_step
 
 __all__ = ["_load_blocks", "_load_keys_and_values", "_paged_attention", "_scores", "_softmax_step"]
-REJECTED = "read: slot 1, which is nobody's"
+REJECTED = "expected  positions [0] of a\n  got       read: slot 1, which is nobody's"
 
 
 @triton.jit

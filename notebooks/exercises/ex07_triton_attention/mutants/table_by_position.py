@@ -13,7 +13,7 @@ from stage04_kernels.triton_kernels.paged_attention import (
 )
 
 __all__ = ["_load_blocks", "_load_keys_and_values", "_paged_attention", "_scores", "_softmax_step"]
-REJECTED = "read: slot 3, which is nobody's"
+REJECTED = "expected  positions [0, 1] of a\n  got       read: slot 3, which is nobody's"
 
 
 @triton.jit
