@@ -31,6 +31,7 @@ class Door:
         self.parts = parts
         self.files = {student(part["file"]): part["file"] for part in parts}
         self.loading = 0  # modules with parts, and files of parts, whose code is running now
+        self.half_loaded = 0  # modules of the stages whose code is running now
         self.waiting: list[tuple[ModuleType, dict[str, str]]] = []
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -42,15 +43,29 @@ class Door:
             assert spec is not None and spec.loader is not None
             spec.loader.exec_module = self.then_set(spec.loader.exec_module, [])  # type: ignore[assignment, method-assign]
             return spec
-        parts = [part for part in self.parts if part["module"] == name]
-        if not parts:
+        if not name.startswith("stage0"):
             return None
+        parts = [part for part in self.parts if part["module"] == name]
         for finder in [finder for finder in sys.meta_path if finder is not self]:
             spec = finder.find_spec(name, path, target)
             if spec is not None and spec.loader is not None:
-                spec.loader.exec_module = self.then_set(spec.loader.exec_module, parts)  # type: ignore[assignment, method-assign]
+                run = self.then_set(spec.loader.exec_module, parts) if parts else spec.loader.exec_module
+                spec.loader.exec_module = self.then_again(run)  # type: ignore[assignment, method-assign]
                 return spec
         return None
+
+    def then_again(self, run: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
+        """The loader's own work, and after it another attempt to set what still waits."""
+
+        def exec_module(module: ModuleType) -> None:
+            self.half_loaded += 1
+            try:
+                run(module)
+            finally:
+                self.half_loaded -= 1
+            self.set_waiting()
+
+        return exec_module
 
     def then_set(self, run: Callable[[ModuleType], None], parts: list[dict[str, str]]) -> Callable[[ModuleType], None]:
         """The loader's own work, and after it the parts."""
@@ -65,10 +80,16 @@ class Door:
 
     def set_waiting(self) -> None:
         """Set the parts whose modules are complete. A module that another one imports waits for that: the file of its parts may
-        import both. So does a module that such a file itself imports."""
+        import both. So does a module that such a file itself imports; and a file that needs a module which is half loaded."""
         while self.waiting and not self.loading:
-            with self.busy():
-                self.set(*self.waiting.pop(0))
+            try:
+                with self.busy():
+                    self.set(*self.waiting[0])
+            except (ImportError, AttributeError) as error:
+                if self.half_loaded and "partially initialized" in str(error):
+                    return
+                raise
+            del self.waiting[0]
 
     @contextmanager
     def busy(self) -> Iterator[None]:
