@@ -18,6 +18,7 @@ score = load(FOLDER / "score.py")
 def test_the_leaderboard_is_what_the_policies_score() -> None:
     committed = json.loads((FOLDER / "leaderboard.json").read_text(encoding="utf-8"))
     assert committed == score.house_board()
+    assert "\n".join(score.table(committed)) in (FOLDER / "README.md").read_text(encoding="utf-8")
 
 
 def test_a_policy_is_entered(

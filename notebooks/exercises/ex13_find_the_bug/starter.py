@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from stage01_cli.tools.course.exercises import ROOT
 from stagetrace.event import Event
+
+RECORDED = ROOT / "trace" / "recorded"
+"""Given: where the recordings lie, from whatever folder this is run."""
 
 RULES = {
     "order": "Nobody is admitted while somebody who arrived earlier waits.",

@@ -22,9 +22,7 @@ HTTP_FEATURES = (Feature(f"{__name__}:install"), *THEIRS)
 def forbidden(token_ids: Sequence[int], n: int) -> set[int]:
     """The tokens that would repeat n tokens in a row."""
     tokens = list(token_ids)
-    last = tokens[len(tokens) - n + 1 :]
-    if len(last) < n - 1:
-        return set()
+    last = tokens[len(tokens) - n + 1 :]  # n - 1 of them; if there are fewer, no run is long enough either
     return {tokens[i + n - 1] for i in range(len(tokens) - n + 1) if tokens[i : i + n - 1] == last}
 
 
@@ -42,7 +40,7 @@ class NoRepeatNgram(LogitsProcessor):
             n = row.sampling_params.extra_args.get("no_repeat_ngram")
             if type(n) is int and n >= 1:
                 tokens = [*row.prompt_token_ids.tolist(), *row.output_token_ids.tolist()]
-                banned = [token for token in forbidden(tokens, n) if token < logits.shape[1]]
+                banned = list(forbidden(tokens, n))
                 if len(banned) < logits.shape[1]:
                     logits[number, banned] = float("-inf")
         return logits
