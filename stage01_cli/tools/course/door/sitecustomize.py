@@ -2,8 +2,8 @@
 
 Python itself loads this file at the start of each process that has this folder on PYTHONPATH, before any import. STAGES_PARTS
 says which parts, as JSON: [{"module": "stage03_engine.core.scheduler", "name": "Scheduler", "file": "work/ex05_scheduler.py"}, ...].
-When the module has been imported, and before anybody can take the name from it, the name is set to the part in the file. So
-the walk needs no line for it, and the file may still import what it replaces.
+When the module has been imported, or as soon after that as the file can be, the name is set to the part in the file, wherever it was
+taken to. So the walk needs no line for it, and the file may still import what it replaces.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 
 HERE = str(Path(__file__).parent)
 PREFIX = "[course]"
+PROJECT = "stage0"  # how the names of its modules begin
 
 
 class Door:
@@ -43,7 +44,7 @@ class Door:
             assert spec is not None and spec.loader is not None
             spec.loader.exec_module = self.then_set(spec.loader.exec_module, [])  # type: ignore[assignment, method-assign]
             return spec
-        if not name.startswith("stage0"):
+        if not name.startswith(PROJECT):
             return None
         parts = [part for part in self.parts if part["module"] == name]
         for finder in [finder for finder in sys.meta_path if finder is not self]:
@@ -103,11 +104,10 @@ class Door:
     def set(self, module: ModuleType, part: dict[str, str]) -> None:
         """Put the part that the file defines into the module."""
         own, reference = importlib.import_module(student(part["file"])), getattr(module, part["name"])
-        # The file's own imports may have made others take the reference's name a moment ago.
-        early = [each for name, each in sys.modules.items() if name.startswith("stage0")]
-        for each in {id(each): each for each in [module, *early]}.values():
-            if getattr(each, part["name"], None) is reference:
-                setattr(each, part["name"], getattr(own, part["name"]))
+        # Others may have taken the reference's name while the part was waiting.
+        for each in [each for name, each in sys.modules.items() if name.startswith(PROJECT)]:
+            for name in [name for name, value in vars(each).items() if value is reference]:
+                setattr(each, name, getattr(own, part["name"]))
         where = f"{module.__name__}.{part['name']}"
         print(f"{PREFIX} {where} is now the one in {part['file']} (process {os.getpid()})", file=sys.stderr, flush=True)
 
