@@ -201,7 +201,7 @@ Scenario = Callable[[Any, Engine], Coroutine[Any, Any, None]]
 
 def play(judge: Judge, impl: ModuleType, scenario: Scenario, started: bool = True) -> None:
     """Run a scenario with a new client of the solution's; `started`: start() has returned when it begins."""
-    with tempfile.TemporaryDirectory(prefix="stages-") as folder, _impatient_sockets():
+    with tempfile.TemporaryDirectory(prefix="judge-") as folder, _impatient_sockets():
         try:
             asyncio.run(_play(judge, impl, scenario, started, Path(folder)))
         except zmq.Again as error:
