@@ -167,11 +167,23 @@ def clear_top_p(logits: list[float], top_p: float) -> bool:
 def test_top_p(impl: ModuleType, logits: list[float], top_p: float) -> None:
     assume(clear_top_p(logits, top_p))
     with judge.case(logits=logits, top_p=top_p):
-        got = called(impl.apply_top_p, [logits, [0.0] * 4], torch.tensor([top_p, 1.0]))
+        off = [20.0, 0.0, -1.0, 0.0]  # its first token has all of the mass that float32 can show
+        got = called(impl.apply_top_p, [logits, off], torch.tensor([top_p, 1.0]))
         expected = twin.top_p(logits, top_p)
         judge.holds("top_p", sorted(got[0]) == sorted(expected), expected, got[0])
         judge.equal("top_p_ties", expected, got[0])
-        judge.equal("top_p", [0.0] * 4, got[1])
+        with judge.case(logits=off, top_p=1.0):
+            judge.equal("top_p", off, got[1])
+
+
+def test_top_p_that_is_reached_exactly(impl: ModuleType) -> None:
+    never = -math.inf
+    with judge.case(logits=[0.0, 0.0, never, never], top_p=0.5):
+        judge.equal(
+            "top_p",
+            [0.0, never, never, never],
+            called(impl.apply_top_p, [[0.0, 0.0, never, never]], torch.tensor([0.5]))[0],
+        )
 
 
 # --- the order, and the draw -------------------------------------------------------------------------------------------------------
@@ -262,6 +274,27 @@ def test_logprobs(impl: ModuleType, row: Row, num_logprobs: int) -> None:
     with judge.case(request=row, logprobs=num_logprobs):
         got = called(impl.sample, [row.logits], metadata_of(batch, num_logprobs))
         check_logprobs(got, reference(torch.tensor([row.logits]), metadata_of(batch, num_logprobs)))
+
+
+@judge.settings(15)
+@given(logits=logits_of, where=st.sampled_from(["before", "after_temperature"]), other=st.booleans())
+def test_users_own_processors(impl: ModuleType, logits: list[float], where: str, other: bool) -> None:
+    """One that leaves a single token, in the rows that it is given."""
+
+    def own(given: Tensor, rows: list[int]) -> Tensor:
+        judge.equal(
+            "own",
+            (len(given), [int(other)] if where == "after_temperature" else list(range(1 + other))),
+            (len(rows), rows),
+        )
+        return given.masked_fill(torch.tensor([False, True, True, True]), -torch.inf)
+
+    batch = [Row(logits, temperature=0.0)] * other + [Row(logits)]
+    with judge.case(logits=logits, processor=where, greedy_row_before=other):
+        metadata = replace(metadata_of(batch, 2), named={int(other): [3, 1]}, **{where: [own]})  # type: ignore[arg-type]
+        got = called(impl.sample, [row.logits for row in batch], metadata)
+        judge.equal("own", 0, got.sampled_token_ids.tolist()[-1])
+        check_logprobs(got, reference(torch.tensor([row.logits for row in batch]), metadata))
 
 
 def check_logprobs(got: SamplerOutput, expected: SamplerOutput) -> None:

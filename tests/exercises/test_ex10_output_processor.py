@@ -289,15 +289,14 @@ class Side:
 # --- the reader is slow ------------------------------------------------------------------------------------------------------------
 
 
-def piece(number: int, index: int, finished: bool) -> RequestOutput:
-    """A delta of an answer."""
-    tokens = TokenLogprobs([number], [-1.0], 1)
+def piece(number: int, index: int, finished: bool, asked: bool = True) -> RequestOutput:
+    """A delta of an answer; with log-probabilities if somebody asked."""
+    tokens = [TokenLogprobs([number], [-1.0], 1)] if asked else None
     answer = CompletionOutput(
-        index, f"<{number}>", [number], [tokens], "length" if finished else None, None, -1.0 * number
+        index, f"<{number}>", [number], tokens, "length" if finished else None, None, -1.0 * number
     )
-    return RequestOutput(
-        "r", "?", [1], [answer], finished, [None] if number == 1 else None, 0, {"n": 1} if number == 2 else None
-    )
+    prompt_logprobs: Any = [None] * number if number % 2 else None
+    return RequestOutput("r", "?", [1], [answer], finished, prompt_logprobs, 0, {"n": number} if number == 2 else None)
 
 
 def seen(output: RequestOutput) -> dict[str, Any]:
@@ -308,7 +307,7 @@ def seen(output: RequestOutput) -> dict[str, Any]:
         each.index: (
             each.text,
             each.token_ids,
-            [n.token_ids[0] for n in each.logprobs or []],
+            each.logprobs and [n.token_ids[0] for n in each.logprobs],
             each.finish_reason,
             each.cumulative_logprob,
         )
@@ -339,10 +338,16 @@ def fetched(collector: Any) -> RequestOutput:
 
 
 @judge.settings(40)
-@given(indices=st.lists(st.integers(0, 1), min_size=1, max_size=4), kind=st.sampled_from([DELTA, CUMULATIVE]))
-def test_merged(impl: ModuleType, indices: list[int], kind: RequestOutputKind) -> None:
-    pieces = [piece(number, index, number == len(indices)) for number, index in enumerate(indices, start=1)]
-    with judge.case(kind=kind.name, put=[f"answer {index}: <{n}>" for n, index in enumerate(indices, start=1)]):
+@given(
+    indices=st.lists(st.integers(0, 1), min_size=1, max_size=4),
+    kind=st.sampled_from([DELTA, CUMULATIVE]),
+    asked=st.booleans(),
+)
+def test_merged(impl: ModuleType, indices: list[int], kind: RequestOutputKind, asked: bool) -> None:
+    pieces = [piece(number, index, number == len(indices), asked) for number, index in enumerate(indices, start=1)]
+    with judge.case(
+        kind=kind.name, logprobs=asked, put=[f"answer {index}: <{n}>" for n, index in enumerate(indices, start=1)]
+    ):
         collector = impl.RequestOutputCollector(kind)
         for each in pieces:
             collector.put(deepcopy(each))
