@@ -62,7 +62,7 @@ FIXED = {
     "VLLM_WORKER_MULTIPROC_METHOD": ("spawn", "the engine process is always started afresh"),
 }
 """Variable -> the one value that it can have here, and why."""
-READ_BY_FEATURES = {"VLLM_PP_LAYER_PARTITION", "STAGES_NODE_SECRET"}
+READ_BY_FEATURES = {"VLLM_PP_LAYER_PARTITION", "STAGES_NODE_SECRET", "STAGES_PARTS"}
 """Variables that stand for no setting: a feature reads them."""
 NOTHING_TO_DO = {"VLLM_DO_NOT_TRACK", "VLLM_NO_USAGE_STATS", "VLLM_USAGE_SOURCE"}  # nobody is told of anybody's usage
 SERVER_SETTINGS = (

@@ -33,6 +33,12 @@ DEFAULTS = {
 }  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def a_cpu_without_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is detected must not depend on the machine that runs the tests."""
+    monkeypatch.setattr("stage03_engine.args.cpu.bfloat16_flag", lambda *_: None)
+
+
 def flag(name: str, value: Any) -> str:
     dashed = name.replace("_", "-")
     if isinstance(value, bool):
