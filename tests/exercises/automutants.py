@@ -51,7 +51,7 @@ UNSEEN = (
     "self._trace",
     "hook",
 )  # a judge looks at decisions, not at what the trace or a feature hears of them
-SECONDS = 20  # a change that loops is rejected by the clock, as `check` would
+SECONDS = 60  # a change that loops is rejected by the clock, as `check` would
 
 
 @dataclass
