@@ -105,7 +105,10 @@ def hint(what: str | int, work: Path = WORK) -> None:
         for line in f"hint {number} of {len(exercise.hints)}: {text}".splitlines():
             print(textwrap.fill(line, 100, break_on_hyphens=False, subsequent_indent="  "))
     if had == len(exercise.hints):
-        print("no more hints; the reference, and what to read:")
+        print("no more hints; the reference:")
+        own = [in_project(exercise.own_reference)] if exercise.own_reference.is_file() else []
+        print("\n".join(f"  {place}" for place in own or filter(None, exercise.parts.values())))
+        print("what to read, here and in vLLM:")
         print("\n".join(f"  {place}" for place in (*exercise.here, *exercise.vllm)))
 
 
