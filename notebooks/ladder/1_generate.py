@@ -90,7 +90,9 @@ def main() -> None:
     for start in range(0, len(seconds), window):
         print(f"{len(prompt) + start:13}   {median(seconds[start : start + window]) * 1000:.1f} ms")
     computed, needed = sum(range(len(prompt), len(prompt) + len(seconds))), len(prompt) + len(seconds) - 1
-    print(f"The model read {computed} tokens to write {len(seconds)}: {computed / needed:.1f} times each of {needed}.")
+    print(
+        f"The model read {computed} tokens to write {len(seconds)}: each of {needed} tokens {computed / needed:.1f} times."
+    )
     print("What it remembers of a token, it need not read again: 2_kv_cache.py")
 
 

@@ -111,7 +111,9 @@ def main() -> None:
     for start in range(0, len(seconds), window):
         print(f"{len(prompt) + start:13}   {median(seconds[start : start + window]) * 1000:.1f} ms")
     kv_cache = new_kv_cache(checkpoint)
-    print(f"The price is memory: {kv_cache[:, :, 0].nbytes:,} bytes a token, {kv_cache.nbytes:,} for the request.")
+    print(
+        f"The price is memory: {kv_cache[:, :, 0].nbytes:,} bytes a token, {kv_cache.nbytes:,} reserved for one request."
+    )
     alone, together = step_milliseconds(checkpoint, 1), step_milliseconds(checkpoint, 8)
     print(f"A step of 1 token takes {alone:.2f} ms, a step of 8 tokens {together:.2f} ms,")
     print(f"so that a token costs {8 * alone / together:.1f} times less. One request has one token at a time to read;")

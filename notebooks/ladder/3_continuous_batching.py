@@ -187,7 +187,7 @@ def main() -> None:
         print(f"{request.request_id:>4} {row.rstrip()}")
     reserved = seats * checkpoint.max_model_len
     print(f"\n{seats} seats reserve memory for {reserved} tokens; in the fullest step there were {most_tokens}.")
-    print(f"In blocks, given out when they are needed, {most_tokens / reserved:.0%} of it had been enough: 4_paged.py")
+    print(f"In blocks, given out when they are needed, {most_tokens / reserved:.0%} of it is enough: 4_paged.py")
 
 
 if __name__ == "__main__":

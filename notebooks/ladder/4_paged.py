@@ -234,7 +234,7 @@ def main() -> None:
 
     print("\nWhat 5_served.py ends:")
     promised = sum(engine.scheduler.most_blocks(request) for request in held)
-    print(f"- {promised} blocks were promised then, {num_held} held")
+    print(f"- {promised} blocks were promised to these requests, and only {num_held} held")
     first, *others = (1000 * each for each in seconds)
     print(
         f"- the step that read the prompts took {first:.0f} ms, the others {median(others or [0]):.1f} ms in the median"

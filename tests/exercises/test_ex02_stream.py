@@ -7,7 +7,7 @@ from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
-from hypothesis import assume, given, strategies as st
+from hypothesis import assume, example, given, strategies as st
 from judging import Judge
 
 from stage02_server.streaming import server_sent_event
@@ -81,6 +81,10 @@ def texts_with_stops(draw: st.DrawFn) -> tuple[str, list[str]]:
 
 @judge.settings(80)
 @given(case=texts_with_stops(), start=st.integers(0, 4))
+@example(case=("ab", ["a", "ab"]), start=0)
+@example(case=("ab", ["ab", "a"]), start=0)
+@example(case=("ab", ["b", "a"]), start=0)
+@example(case=("aba", ["a"]), start=1)
 def test_the_first_stop_string(impl: ModuleType, case: tuple[str, list[str]], start: int) -> None:
     text, stops = case
     with judge.case(text=text, stops=stops, start=start):
@@ -221,5 +225,7 @@ def test_all_of_the_text(impl: ModuleType) -> None:
         for [token_id] in answer.groups:
             detokenizer.update([token_id])
             texts.append(detokenizer.next_text(False))
-        judge.equal("given", ["a", "ab", "abab"], texts)
-        judge.equal("given", "", detokenizer.next_text(True))
+        with judge.case(call="next_text(delta=False) after each token"):
+            judge.equal("given", ["a", "ab", "abab"], texts)
+        with judge.case(call="then next_text(delta=True)"):
+            judge.equal("given", "", detokenizer.next_text(True))

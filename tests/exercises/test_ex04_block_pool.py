@@ -7,9 +7,12 @@ import struct
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 from hypothesis import given, strategies as st
 from judging import Judge
+
+from stagetrace import trace
 
 judge = Judge(4)
 NAMES = "xyz"  # what blocks may hold: the hash of x is b"x"
@@ -109,14 +112,18 @@ def allocate(pool: Any, model: Model, count: int) -> None:
         same(pool, model, "too_few", "too_few")
         return
     expected, model.queue = model.queue[:count], model.queue[count:]
-    got = pool.allocate(count)
+    with patch.object(trace, "on", True), patch.object(trace, "emit") as emit:
+        got = pool.allocate(count)
     judge.holds("balance", 0 not in got, "never block 0", got)
     judge.equal("no_hash_first" if model.freed else "oldest", expected, got)
     model.log[-1] += f" -> {got}"
+    evicted = [block for block in expected if block in model.held]
     for block in expected:
         model.references[block] = 1
         model.held.pop(block, None)
     same(pool, model, "balance", "evict")
+    told = [call.kwargs["block"] for call in emit.call_args_list if call.args == ("kv.evicted",)]
+    judge.holds("evict", told == evicted, f"evicted() is called for {evicted}", f"for {told}")
 
 
 def cache(pool: Any, model: Model, block: int, name: str) -> None:

@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,6 +47,7 @@ def test_from_the_starter_to_a_pass(tmp_path: Path, capsys: pytest.CaptureFixtur
     for number in (1, 2, 3, 3):
         code, said = stages(capsys, "hint", "5", *work)
         assert said.count("hint ") == number and ("no more hints" in said) == (number == 3)
+        assert all(len(line) <= 100 for line in said.splitlines())
     code, said = stages(capsys, "progress", *work)
     assert "The scheduler" in said and f"passed: 1 of {len(exercises())}" in said
     code, said = stages(capsys, "start", "5", *work)
@@ -62,6 +65,32 @@ def test_a_wrong_part_hears_which_sentence_it_breaks_and_with_what(tmp_path: Pat
     assert SCHEDULER.contract["budget"] in found.text
     for word in ("load ", "expected ", "got "):
         assert word in found.text
+
+
+def test_a_verdict_says_how_far_it_went(tmp_path: Path) -> None:
+    lines = [
+        {"collected": 12},
+        {"outcome": "passed", "text": ""},
+        {"outcome": "unwritten", "text": "not yet written: f"},
+    ]
+    for verdicts, said in ((lines, "; 1 of 12 tests pass)"), (lines[::2], "ex05_scheduler.py)")):
+        (tmp_path / "v.jsonl").write_text("".join(json.dumps(line) + "\n" for line in verdicts), encoding="utf-8")
+        found = verdict.read(tmp_path / "v.jsonl", tmp_path, 60)
+        assert found is not None
+        assert verdict.report(SCHEDULER, SCHEDULER.solution(tmp_path), found).splitlines()[0].endswith(said)
+
+
+def test_a_comparison_says_how_much_the_rounds_differ(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
+) -> None:
+    write(tmp_path, REEXPORT + "    pass\n")
+    monkeypatch.setattr(serving, "serving", lambda exercise, solution: nullcontext(solution))
+    speeds = iter([9.0, 9.0, *(100.0, 50.0), *(100.0, 200.0), *(100.0, 300.0), *(100.0, 100.0), *(100.0, 110.0)])
+    monkeypatch.setattr(serving, "_round", lambda server, exercise: (next(speeds), 1.0, 1.0))
+    monkeypatch.setattr(course, "serve", lambda what, work: True)
+    course.compare(5, tmp_path)
+    row = next(line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("tokens/s"))
+    assert row == ["tokens/s", "100.0", "110.0", "1.10", "0.50", "to", "3.00"]
 
 
 @pytest.mark.parametrize(

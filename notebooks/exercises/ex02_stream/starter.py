@@ -90,5 +90,6 @@ class IncrementalDetokenizer:
         raise NotImplementedError
 
     def next_text(self, delta: bool) -> str:
-        """The text that may be sent: all that is safe, or with `delta` only what no earlier call has returned."""
+        """The text that may be sent: all that is safe, or with `delta` only what no earlier call, of
+        either kind, has returned."""
         raise NotImplementedError

@@ -10,6 +10,7 @@ Each function prints what the command prints. Raises ConfigError where the comma
 from __future__ import annotations
 
 import shutil
+import textwrap
 import time
 from pathlib import Path
 
@@ -101,9 +102,14 @@ def hint(what: str | int, work: Path = WORK) -> None:
 
     had = table.update(work, exercise.name, count).hints
     for number, text in enumerate(exercise.hints[:had], start=1):
-        print(f"hint {number} of {len(exercise.hints)}: {text}")
+        for line in f"hint {number} of {len(exercise.hints)}: {text}".splitlines():
+            print(textwrap.fill(line, 100, break_on_hyphens=False, subsequent_indent="  "))
     if had == len(exercise.hints):
-        print(f"no more hints; the reference is in {', '.join(exercise.here)}; in vLLM: {', '.join(exercise.vllm)}")
+        print("no more hints; the reference:")
+        own = [in_project(exercise.own_reference)] if exercise.own_reference.is_file() else []
+        print("\n".join(f"  {place}" for place in own or filter(None, exercise.parts.values())))
+        print("what to read, here and in vLLM:")
+        print("\n".join(f"  {place}" for place in (*exercise.here, *exercise.vllm)))
 
 
 def progress(work: Path = WORK) -> None:
@@ -139,9 +145,11 @@ def compare(what: str | int, work: Path = WORK) -> None:
     exercise = find(what)
     rows = measured(exercise, _own(exercise, work))
     print(f"{CLIENTS} clients at once, medians of {ROUNDS} alternating rounds")
-    print(f"{'':24}{'reference':>12}{'yours':>12}{'ratio':>8}")
-    for name, reference, own in rows:
-        print(f"{name:24}{reference:>12.1f}{own:>12.1f}{own / reference:>8.2f}")
+    print(f"{'':24}{'reference':>12}{'yours':>12}{'ratio':>8}  lowest and highest of a round")
+    for row in rows:
+        ratio = f"{row.own / row.reference:>8.2f}  {min(row.ratios):.2f} to {max(row.ratios):.2f}"
+        print(f"{row.name:24}{row.reference:>12.1f}{row.own:>12.1f}{ratio}")
+    print("a ratio whose range holds 1 shows no difference: other programs took part of the processor")
     serve(what, work)
 
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -96,12 +97,16 @@ def served(exercise: Exercise, solution: Path, work: Path) -> bool:
         print(line.replace(f"{ROOT}{os.sep}", ""))
     if exercise.parts and any(exercise.parts.values()) and not said:
         raise ConfigError("no process of the server imported what your part replaces; the answer came without it")
-    print(f"{exercise.serve.prompt}{text}")
+    asked = ", ".join(f"{name} {value!r}" for name, value in request(exercise).items())
+    print(f"asked:  {asked}")
+    print(f"answer: {text!r}")
     if exercise.serve.recorded:
         right = RECORDED / exercise.serve.recorded
     else:
         right = work / f"{exercise.name}.reference.trace"
-        record(exercise, None, right)
+        expected, _ = record(exercise, None, right)
+        if expected != text:
+            print(f"the reference's answer: {expected!r}")
     result = compare(str(right), str(own))
     print(f"A = the reference ({in_project(right)}), B = yours ({in_project(own)})")
     for line in differences(result, own):
@@ -164,13 +169,27 @@ def _why(own: Path, number: int) -> Iterator[str]:
                 yield f"{reason.text} (rule: {reason.places})"
 
 
-def measured(exercise: Exercise, solution: Path) -> list[tuple[str, float, float]]:
-    """(what, of the reference, of yours): medians of alternating rounds, in which clients ask both servers for the same."""
+@dataclass(frozen=True)
+class Measured:
+    """A quantity, of the reference and of the reader's part: medians of alternating rounds, and the ratio of each round."""
+
+    name: str
+    reference: float
+    own: float
+    ratios: list[float]
+
+
+def measured(exercise: Exercise, solution: Path) -> list[Measured]:
+    """Rounds in which clients ask both servers for the same, one server after the other."""
     with serving(exercise, None) as reference, serving(exercise, solution) as own:
         rounds = [[_round(server, exercise) for server in (reference, own)] for _ in range(ROUNDS + 1)][1:]
     names = ("tokens/s", "TTFT, ms", "the whole answer, ms")
-    sides = [[statistics.median(column) for column in zip(*(each[side] for each in rounds))] for side in (0, 1)]
-    return list(zip(names, *sides))
+    found = []
+    for i, name in enumerate(names):
+        theirs, mine = ([each[side][i] for each in rounds] for side in (0, 1))
+        ratios = [b / a for a, b in zip(theirs, mine)]
+        found.append(Measured(name, statistics.median(theirs), statistics.median(mine), ratios))
+    return found
 
 
 def _round(server: OwnServer, exercise: Exercise) -> tuple[float, float, float]:

@@ -23,7 +23,8 @@ class Verdict:
 
     outcome: str  # passed, rejected, unwritten, error
     text: str
-    num_tests: int = 0
+    num_tests: int = 0  # that ran; all but the last have passed
+    num_collected: int = 0
     seconds: float = 0.0
 
     @property
@@ -68,7 +69,7 @@ def read(verdicts: Path, solution: Path, limit: float) -> Verdict | None:
     first, *results = [json.loads(line) for line in lines]
     for result in results:
         if result["outcome"] != "passed":
-            return Verdict(result["outcome"], result["text"], len(results))
+            return Verdict(result["outcome"], result["text"], len(results), first["collected"])
     stack = verdicts.with_suffix(".stack")
     if stack.exists() and (text := stack.read_text(encoding="utf-8")):
         here = [line.strip() for line in text.splitlines() if str(solution) in line]
@@ -96,4 +97,5 @@ def report(exercise: Exercise, solution: Path, verdict: Verdict) -> str:
     word = {"unwritten": "not yet written", "rejected": "not yet right", "error": "it does not work yet"}[
         verdict.outcome
     ]
-    return f"{head}: {word} ({in_project(solution)})\n{verdict.text}"
+    right = f"; {verdict.num_tests - 1} of {verdict.num_collected} tests pass" if verdict.num_tests > 1 else ""
+    return f"{head}: {word} ({in_project(solution)}{right})\n{verdict.text}"

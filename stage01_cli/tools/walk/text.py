@@ -39,7 +39,7 @@ def lines_of(path: Path, phases: frozenset[int], all_rows: bool, colour: bool) -
                 yield _line(row, _name(row, shown), width, all_rows)
         left = len(in_phase) - sum(row in shown for row in in_phase)
         if left:
-            yield f"       ... and {left} more"
+            yield f"       ... and {left} more, with --all"
 
 
 def _line(row: Row, name: str, width: int, all_rows: bool) -> str:

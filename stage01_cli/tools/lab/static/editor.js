@@ -16,7 +16,7 @@ const SLIDERS = {
   num_gpu_blocks_override: ["KV-cache blocks, block 0 included", 65],
   block_size: ["tokens per block", 32],
   max_num_seqs: ["seats: requests that run at once", 16],
-  long_prefill_token_threshold: ["most tokens of a long prompt (0 = off)", 64],
+  long_prefill_token_threshold: ["most tokens of one prompt in a step (0 = off)", 64],
 };
 const flag = (name) => `--${name.replaceAll("_", "-")}`;
 const ARRIVAL_REACH = 60; // steps that the slider of an arrival reaches

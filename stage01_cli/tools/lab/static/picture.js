@@ -278,8 +278,8 @@ class Picture {
     const sum = (field) => requests.reduce((total, facts) => total + facts[field], 0);
     return {
       "steps": busy.length,
-      "mean wait for the first token": mean(first.map((facts) => facts.first_token - facts.arrival + 1)),
-      "longest": first.length ? Math.max(...first.map((facts) => facts.first_token - facts.arrival + 1)) : "–",
+      "steps to the first token, mean": mean(first.map((facts) => facts.first_token - facts.arrival + 1)),
+      "and longest": first.length ? Math.max(...first.map((facts) => facts.first_token - facts.arrival + 1)) : "–",
       "tokens computed": sum("computed"),
       "found in the cache": sum("cached"),
       "preemptions": sum("preemptions"),
