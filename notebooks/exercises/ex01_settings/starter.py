@@ -1,6 +1,6 @@
 """The settings: what a flag may look like, what a number may look like, and who decides.
 
-Five functions that do not know each other: write them in any order, and check after each.
+Five functions that do not know each other: write them from the top, and check after each.
 """
 
 from __future__ import annotations
