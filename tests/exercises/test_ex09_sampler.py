@@ -118,14 +118,13 @@ def broken_penalty(row: Row, token: int) -> str:
 
 
 @judge.settings(25)
-@given(row=rows(penalties=True), other=logits_of)
-def test_rows_without_penalties(impl: ModuleType, row: Row, other: list[float]) -> None:
-    with judge.case(request=row, another_row=other):
-        settings = penalties_of([row])
-        got = called(
-            impl.apply_penalties, [other, row.logits], Penalties(torch.tensor([1]), *list(vars(settings).values())[1:])
-        )
-        judge.holds("alone", same(got[0], other) and same(got[1], penalised(row)), [other, penalised(row)], got)
+@given(first=rows(penalties=True), second=rows(penalties=True), other=logits_of)
+def test_rows_beside_each_other(impl: ModuleType, first: Row, second: Row, other: list[float]) -> None:
+    with judge.case(rows=[first, Row(other), second], penalties="in rows 0 and 2"):
+        settings = replace(penalties_of([first, second]), rows=torch.tensor([0, 2]))
+        got = called(impl.apply_penalties, [first.logits, other, second.logits], settings)
+        expected = [penalised(first), other, penalised(second)]
+        judge.holds("alone", all(map(same, got, expected)), expected, got)
 
 
 # --- min-p, top-k, top-p -----------------------------------------------------------------------------------------------------------

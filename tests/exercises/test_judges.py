@@ -65,6 +65,23 @@ def test_what_an_exercise_says_of_itself(exercise: Exercise) -> None:
     assert exercise.judge.is_file()
 
 
+@ALL
+def test_the_list_of_exercises_has_each(exercise: Exercise) -> None:
+    cells = exercise.number, f"[{exercise.title}]({exercise.folder.name}/README.md)", exercise.goal
+    needs = ", ".join(map(str, exercise.needs))
+    row = f"| {' | '.join(map(str, (*cells, exercise.minutes, exercise.points, needs)))} |"
+    assert row in (FOLDER / "README.md").read_text(encoding="utf-8").splitlines()
+
+
+def test_nobody_needs_an_exercise_of_a_later_week() -> None:
+    weeks = re.findall(r"^\| [1-6] \|.*\| ([0-9, ]+) \|$", (FOLDER / "TEACHING.md").read_text(encoding="utf-8"), re.M)
+    assert len(weeks) == 6
+    week_of = {int(number): week for week, numbers in enumerate(weeks) for number in numbers.split(",")}
+    assert {*week_of} == {*range(1, 16)} - {7}, "7 is for those who want it"
+    late = [(n, needed) for n in week_of for needed in exercises()[n].needs if week_of[needed] > week_of[n]]
+    assert not late
+
+
 def test_the_table_of_mistakes_is_new() -> None:
     assert written()[1] == table(), "run python tests/exercises/mistakes.py"
 

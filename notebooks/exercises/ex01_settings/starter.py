@@ -1,6 +1,6 @@
 """The settings: what a flag may look like, what a number may look like, and who decides.
 
-Five functions that do not know each other: write them in any order, and check after each.
+Five functions that do not know each other: write them from the top, and check after each.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def parse_int(text: str) -> int:
 
     A number is: a sign or none; digits 0 to 9; if there is a fraction, a point and more digits; a suffix or none. Spaces
     around it do not matter. Suffixes: k m g t are 1000, 1000**2, 1000**3, 1000**4, and K M G T are 1024, ..., 1024**4.
-    A fraction needs one of the small letters, and the result must be whole.
+    A fraction needs a lower-case suffix, and the result must be whole.
     Raises ValueError(f"{text!r} is not an integer") for everything else.
     """
     raise NotImplementedError

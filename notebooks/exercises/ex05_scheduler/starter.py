@@ -15,20 +15,31 @@ class Scheduler(Mechanics):
 
     Given, for you to call:
     self.waiting, self.running     the queues, in the order of the policy: iterate, len(), .pop() takes the last
+    self.requests                  all of them by their ids, whether they wait or run
     self.config                    max_num_batched_tokens, max_num_seqs, enable_chunked_prefill, long_prefill_token_threshold
-    self.kv_cache_manager          get_computed_blocks(request), allocate_slots(request, num_tokens, hits), block_size
-    self._give(...)                enter the tokens of a request into the output; returns the budget that is left
-    self._preempt(...)             take a running request's blocks, and queue it again
-    self._admit(...)               move a request from waiting to running
-    self._trace_output(output)     tell the trace that the step is decided: the last thing in schedule()
-    self._trace_held_back(rule, budget, {})   tell it why the first waiting request is not admitted: rule is "preempted",
-                                   "budget", "max_num_seqs", "no_chunking" or "blocks"
     request.num_tokens             prompt and output so far; request.num_computed_tokens of them are in the KV cache
+
+    self.kv_cache_manager, with its .block_size and
+        .get_computed_blocks(request)                 the blocks (a list) that hold the request's beginning already: the hits
+        .allocate_slots(request, num_tokens, hits)    room for its *first* num_tokens tokens, those in the cache included. Returns the
+                                                      blocks that it got for that, perhaps []; None, and no change, if too few are
+                                                      free. A running request has no hits: leave them out
+
+    self._give(request, num_tokens, new_blocks, output, budget)    enter its tokens into the output; returns the budget that is left
+    self._preempt(request, output, needed_by)    take its blocks, note it in output.preempted_req_ids and queue it again. You take it out
+                                                 of self.running. needed_by is the request that gets the blocks
+    self._admit(request, computed, hits, new_blocks, output)       move it from waiting to running; `computed` of its tokens are there
+    self._trace_output(output)                   tell the trace that the step is decided: the last thing in schedule()
+    self._trace_held_back(rule, budget, {})      tell it, if anybody still waits, why the first is not admitted: rule is "preempted",
+                                                 "budget", "max_num_seqs", "no_chunking" or "blocks"
+
+    What features add to the reference's methods (self.hooks) you may leave out.
     """
 
     def schedule(self) -> SchedulerOutput:
-        """Decide the next step: count it (`self.step`), serve the running requests, then admit waiting ones, unless
-        somebody was preempted; then count every scheduled token as computed, and tell the trace.
+        """Decide the next step: count it (`self.step`, 0 at first), serve the running requests, then admit waiting ones, unless
+        somebody was preempted; then count every scheduled token as computed (output.num_scheduled_tokens: id -> tokens),
+        and tell the trace.
 
         Begin with SchedulerOutput(self.step, [], {}, {}, self.finished_req_ids, []), and empty that list for the next step.
         """
@@ -42,7 +53,7 @@ class Scheduler(Mechanics):
     def _schedule_running(self, output: SchedulerOutput, budget: int) -> int:
         """Serve the running requests in order, while budget is left. Returns the budget that is left.
 
-        Enter the blocks that a request got into output.new_block_ids. A request that preempted itself ends the loop.
+        Enter the blocks that a request got, also [], into output.new_block_ids[request.request_id]. A request that preempted itself ends the loop.
         """
         raise NotImplementedError
 

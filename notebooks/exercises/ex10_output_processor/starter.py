@@ -112,6 +112,7 @@ class OutputProcessor(Registry):
     """Turns the outputs of a step into RequestOutputs. Given:
 
     self.request_states      request id -> RequestState of each request that runs; state.queue.put(...) hands something to its caller
+                                              (a request without a queue of its own has one that collects for _returned)
     self._refuse(state, error, error_param)   the engine refused the request: tell its caller, forget it
     self._finish(state, reason, stats)        the request ends: the text that was held back is free, the request is forgotten
     self._returned.take()                     the outputs of requests without a queue, since the last call

@@ -7,7 +7,7 @@ from stage03_engine.args.parser import did_you_mean, with_dashes
 from stage03_engine.args.resolve import decide, with_detected
 
 __all__ = ["decide", "did_you_mean", "with_dashes", "with_detected"]
-REJECTED = "A fraction needs a small suffix"
+REJECTED = "A fraction needs a lower-case suffix"
 
 
 def parse_int(text: str) -> int:

@@ -10,7 +10,7 @@ from stage03_engine.core.features.distributed.sharded_weights import *  # noqa: 
 from stage03_engine.core.features.distributed.sharded_weights import own_range as reference
 from stage03_engine.model_shape import ModelShape
 
-REJECTED = "hold everything together"
+REJECTED = "and together hold everything"
 
 
 def own_range(along: str, whole: ModelShape, own: Ranks) -> tuple[int, int]:
