@@ -2,7 +2,8 @@
 to another, no file written outside one folder, none read but Python, the system and the project. Linux only (resource limits,
 Landlock, seccomp); needs no rights, and gives up those that it has.
 
-`python -m stage01_cli.tools.course.sandbox FOLDER SECONDS MEMORY PYTEST-ARGUMENTS...` shuts itself in and runs pytest.
+`python -m stage01_cli.tools.course.sandbox FOLDER SECONDS MEMORY PARENT PYTEST-ARGUMENTS...` shuts itself in and runs pytest; it ends when the
+process PARENT does.
 Sources: landlock(7), seccomp(2), capabilities(7).
 """
 
@@ -227,8 +228,10 @@ def _jump(code: int, value: int, if_true: int, if_false: int) -> bytes:
 
 def main() -> int:
     """Shut in, then judge."""
-    folder, seconds, memory, *arguments = sys.argv[1:]
+    folder, seconds, memory, parent, *arguments = sys.argv[1:]
     shut_in(Path(folder), int(seconds), int(memory))
+    if os.getppid() != int(parent):  # it ended before the kernel was asked to watch it
+        return 1
     import pytest
 
     return int(pytest.main(arguments))
