@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
@@ -115,10 +114,10 @@ def process_of(impl: ModuleType, handshake: Handshake, popen: Popen) -> Any:
 class Engine:
     """What a client sees of a running engine: it takes the place of its EngineProcess, and of what is behind the sockets."""
 
-    def __init__(self, judge: Judge, folder: Path) -> None:
+    def __init__(self, judge: Judge) -> None:
         self._judge = judge
         self.identity, self.pid, self.alive = IDENTITY, 0, True
-        self.input_address, self.output_address = f"ipc://{folder}/input", f"ipc://{folder}/output"
+        self.input_address, self.output_address = "inproc://input", "inproc://output"
         self._context = zmq.Context()
         self._inputs, self._outputs = self._context.socket(zmq.DEALER), self._context.socket(zmq.PUSH)
         self._inputs.setsockopt(zmq.IDENTITY, IDENTITY)
@@ -136,8 +135,9 @@ class Engine:
         else:
             self._judge.rejects("free", "shake_hands() runs in a thread", "it runs on the event loop, which waits")
         for address in (self.input_address, self.output_address):
-            there = Path(address.removeprefix("ipc://")).exists()
-            self._judge.holds("bound", there, "both sockets are bound before shake_hands()", "one of them is not")
+            self._judge.holds(
+                "bound", self._is_bound(address), "both sockets are bound before shake_hands()", "one of them is not"
+            )
         self._outputs.connect(self.output_address)
         for outputs in self.sends_early:
             self.send(outputs)
@@ -147,6 +147,14 @@ class Engine:
             self.connect()
         self.asked.set()
         return READY
+
+    def _is_bound(self, address: str) -> bool:
+        with self._context.socket(zmq.ROUTER) as other:
+            try:
+                other.bind(address)
+            except zmq.ZMQError as error:
+                return error.errno == zmq.EADDRINUSE
+            return False
 
     def connect(self) -> None:
         """Connect the engine's end of the input socket, and say who it is."""
@@ -201,17 +209,17 @@ Scenario = Callable[[Any, Engine], Coroutine[Any, Any, None]]
 
 def play(judge: Judge, impl: ModuleType, scenario: Scenario, started: bool = True) -> None:
     """Run a scenario with a new client of the solution's; `started`: start() has returned when it begins."""
-    with tempfile.TemporaryDirectory(prefix="judge-") as folder, _impatient_sockets():
+    with _impatient_sockets():
         try:
-            asyncio.run(_play(judge, impl, scenario, started, Path(folder)))
+            asyncio.run(_play(judge, impl, scenario, started))
         except zmq.Again as error:
             judge.rejects(
                 "free", "nothing that blocks", "recv on a socket without a message: the loop stands still", error
             )
 
 
-async def _play(judge: Judge, impl: ModuleType, scenario: Scenario, started: bool, folder: Path) -> None:
-    engine, client = Engine(judge, folder), impl.AsyncMPClient(VllmConfig())
+async def _play(judge: Judge, impl: ModuleType, scenario: Scenario, started: bool) -> None:
+    engine, client = Engine(judge), impl.AsyncMPClient(VllmConfig())
     client._process, engine.client = engine, client
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: _note(engine, context))
     try:
@@ -235,13 +243,13 @@ def _note(engine: Engine, context: dict[str, Any]) -> None:
 
 @contextmanager
 def _impatient_sockets() -> Iterator[None]:
-    """Blocking calls on sockets that are made here end. Sockets that nobody has closed are closed afterwards: a context that
-    is thrown away before its sockets would wait for them, for ever."""
-    make, contexts = zmq.Context.socket, list[zmq.Context]()
+    """Blocking calls on sockets that are made here end. All belong to one context, whoever makes them, so that both ends meet
+    without a socket of the operating system, which the sandbox of `grade` refuses. Those that nobody has closed are closed
+    afterwards: a context that is thrown away before its sockets would wait for them, for ever."""
+    make, shared = zmq.Context.socket, zmq.Context()
 
-    def socket(context: zmq.Context, kind: int, *args: Any, **options: Any) -> Any:
-        contexts.append(context)
-        made = make(context, kind, *args, **options)
+    def socket(context: zmq.Context, kind: int, socket_class: Any = None, **options: Any) -> Any:
+        made = make(shared, kind, socket_class or context._socket_class, **options)
         made.setsockopt(zmq.RCVTIMEO, BLOCKED_MS)
         made.setsockopt(zmq.SNDTIMEO, BLOCKED_MS)
         return made
@@ -250,8 +258,7 @@ def _impatient_sockets() -> Iterator[None]:
         try:
             yield
         finally:
-            for context in contexts:
-                context.destroy(linger=0)
+            shared.destroy(linger=0)
 
 
 def outputs(step: int) -> EngineCoreOutputs:

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import csv
 import os
+import select
+import signal
 import socket
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,6 +17,8 @@ import pytest
 from stage01_cli.main import main
 from stage01_cli.tools.course import grading, sandbox
 from stage01_cli.tools.course.exercises import find
+from stage01_cli.tools.course.verdict import read
+from stage03_engine.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(sandbox.problem() is not None, reason=str(sandbox.problem()))
 SCHEDULER = find("scheduler")
@@ -49,6 +56,24 @@ SUBMISSIONS = {
     "eats": "    def schedule(self):\n        self.all = [bytearray(100 << 20) for _ in range(1000)]\n",
     "prints": "    def schedule(self):\n        while True:\n            print('x' * 1000000)\n",
     "forges": "    def schedule(self):\n        open('verdicts.jsonl', 'w').write('[1')\n        os._exit(0)\n",
+    "digs": """    def schedule(self):
+        while True:
+            os.mkdir("deep")
+            os.chdir("deep")
+""",
+    "threads": """    def schedule(self):
+        threading.stack_size(32768)
+        while True:
+            threading.Thread(target=threading.Event().wait).start()
+""",
+    "shares": """    def schedule(self):
+        import mmap
+        self.all = [mmap.mmap(-1, 1 << 30) for _ in range(2)]
+        for each in self.all:
+            for _ in range(1000):
+                each.write(bytes(1 << 20))
+        threading.Event().wait()
+""",
 }
 
 
@@ -62,7 +87,7 @@ def submit(folder: Path, student: str, body: str) -> Path:
 @pytest.fixture(scope="module")
 def grades(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
     """The table of a class, by student."""
-    folder = tmp_path_factory.mktemp("class")
+    folder, temporary = tmp_path_factory.mktemp("class"), tmp_path_factory.mktemp("scratch")
     outside = folder / "outside.txt"
     outside.write_text("untouched")
     for student, body in SUBMISSIONS.items():
@@ -72,12 +97,12 @@ def grades(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]
         (folder / "links").mkdir()
         (folder / "links" / f"{SCHEDULER.name}.py").symlink_to("/etc/passwd")
         table = folder / "table.csv"
-        before, grading.LIMIT = grading.LIMIT, {False: 20, True: 20}
-        try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(grading, "LIMIT", {False: 20, True: 20})
+            patch.setattr(grading.tempfile, "tempdir", str(temporary))
             assert main(["course", "grade", str(folder), "--csv", str(table)]) == 0
-        finally:
-            grading.LIMIT = before
     assert outside.read_text() == "untouched" and os.access(outside, os.R_OK)
+    assert not list(temporary.iterdir())
     assert sorted(each.name for each in folder.iterdir() if each.is_file()) == ["outside.txt", "table.csv"]
     with table.open(newline="") as file:
         return {row["student"]: row for row in csv.DictReader(file)}
@@ -99,6 +124,9 @@ def test_every_submission_has_its_own_line(grades: dict[str, dict[str, str]]) ->
         ("eats", "MemoryError"),
         ("prints", "File too large"),
         ("forges", "no verdict that can be read"),
+        ("digs", "it wrote"),
+        ("threads", "more than 256 threads"),
+        ("shares", "MiB of memory"),
         ("links", "not a regular file"),
         ("tries", "RuntimeError: succeeded: []"),
     ],
@@ -119,3 +147,94 @@ def test_no_cell_is_a_formula(tmp_path: Path) -> None:
         grading.write_csv([row], file)
     text = (tmp_path / "t.csv").read_text()
     assert "'=cmd()" in text and "'+1 second line" in text
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "[" * 100_000, '[1]\n{"outcome": "rejected"}', '{"collected": 1}\n{"outcome": "fine", "text": ""}', "x" * (2 << 20),
+        '{"collected": 1}\n{"outcome": ["rejected"], "text": ""}', '{"collected": 1}\n{"outcome": "error", "text": 5}',
+    ],
+    ids=["nested", "list", "outcome", "large", "no word", "no text"],
+)  # fmt: skip
+def test_a_forged_verdict_is_refused(tmp_path: Path, written: str) -> None:
+    """Each of these once ended the grading of all."""
+    path = tmp_path / "verdicts.jsonl"
+    path.write_text(written)
+    with pytest.raises((ValueError, KeyError, TypeError)):
+        read(path, tmp_path / "solution.py", 1)
+
+
+def test_a_verdict_can_be_written_anywhere(tmp_path: Path) -> None:
+    """Half a character comes of honest detokenizers, too."""
+    path = tmp_path / "verdicts.jsonl"
+    path.write_text('{"collected": 1}\n{"outcome": "error", "text": "a\\ud800\\u001b[2J\\nb"}')
+    verdict = read(path, tmp_path / "solution.py", 1)
+    assert verdict is not None and verdict.text == "a\\ud800\\x1b[2J\nb"
+
+
+def test_a_scratch_folder_is_measured_and_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for number in range(20):
+        (folder / str(number)).touch()
+    assert grading._too_large(folder) is None
+    here = os.getcwd()
+    try:
+        os.chdir(folder)
+        for _ in range(3000):  # Python's own way of removing it ends at a thousand
+            os.mkdir("d")
+            os.chdir("d")
+    finally:
+        os.chdir(here)
+    (folder / "closed").mkdir()
+    (folder / "closed" / "file").touch()
+    (folder / "closed").chmod(0)
+    assert "cannot be looked at" in str(grading._too_large(folder))
+    grading._remove(folder)
+    assert not folder.exists()
+
+
+def test_many_small_files_are_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grading, "LARGEST_FOLDER", 20 * 4096)
+    for number in range(21):
+        (tmp_path / str(number)).touch()
+    assert "wrote more" in str(grading._too_large(tmp_path))
+
+
+def test_a_negative_number_of_jobs_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--jobs"):
+        list(grading.grade(tmp_path, -1))
+
+
+INTERRUPTED = """
+import os, signal, sys
+from pathlib import Path
+from stage01_cli.tools.course import grading
+def started(*arguments, **options):
+    process = popen(*arguments, **options)
+    if "start_new_session" in options:  # not what cleans up
+        print(process.pid, flush=True)
+        os.kill(os.getpid(), int(sys.argv[2]))
+    return process
+popen, grading.subprocess.Popen = grading.subprocess.Popen, started
+for each in grading.grade(Path(sys.argv[1]), 1):
+    print(each)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_whoever_ends_the_grader_ends_what_it_judges(tmp_path: Path, number: signal.Signals) -> None:
+    """A submission has a session of its own, so Ctrl-C in the terminal does not reach it."""
+    for student in ("one", "two"):
+        submit(tmp_path, student, SUBMISSIONS["loops"])
+    run = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, str(tmp_path), str(int(number))],
+        capture_output=True, text=True, timeout=60, check=False, env=os.environ | {"TMPDIR": str(tmp_path)},
+    )  # fmt: skip
+    [pid] = map(int, run.stdout.split())
+    assert run.returncode != 0
+    with suppress(ProcessLookupError):  # it has ended, and somebody has seen that
+        handle = os.pidfd_open(pid)
+        assert select.select([handle], [], [], 20)[0], "it is still there"
+        os.close(handle)

@@ -15,23 +15,28 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO, TextIO
 
 from stage01_cli.tools.course import sandbox
 from stage01_cli.tools.course.exercises import ROOT, Exercise, exercises
-from stage01_cli.tools.course.verdict import LIMIT, Verdict, judge_arguments, read
+from stage01_cli.tools.course.verdict import LIMIT, Verdict, judge_arguments, printable, read
 from stage03_engine.errors import ConfigError
 
 MEMORY = {False: 1 << 30, True: 2 << 30}  # bytes, without and with tensors
 LARGEST_SUBMISSION = 1 << 20
 LARGEST_FOLDER = 256 << 20  # what a submission may write in all
+MOST_THREADS = 256
 LONGEST_VERDICT = 2000  # characters
 POLL_SECONDS = 0.1
+FILE_BYTES = 4096  # what a file takes at least
+_ended = threading.Event()
+"""Set when the grader is interrupted: whatever is being judged is killed."""
 
 
 @dataclass
@@ -70,8 +75,16 @@ def grade(folder: Path, jobs: int = 0) -> Iterator[Grade]:
     sandbox."""
     if problem := sandbox.problem():
         raise ConfigError(problem)
+    if jobs < 0:
+        raise ConfigError(f"--jobs must not be negative, and is {jobs}")
+    _ended.clear()
     with ThreadPoolExecutor(jobs or len(os.sched_getaffinity(0))) as judges:
-        yield from judges.map(lambda each: grade_one(*each), list(submissions(folder)))
+        try:
+            yield from judges.map(lambda each: grade_one(*each), list(submissions(folder)))
+        except BaseException:  # Ctrl-C, or whoever reads the table has left
+            _ended.set()
+            judges.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def grade_one(student: str, exercise: Exercise, path: Path) -> Grade:
@@ -85,7 +98,15 @@ def grade_one(student: str, exercise: Exercise, path: Path) -> Grade:
         verdict, imports = judge_shut_in(exercise, path), ", ".join(own_imports(exercise, path))
     points = exercise.points if verdict.passed else 0
     seconds = round(time.monotonic() - began, 1)
-    return Grade(student, exercise.name, points, verdict.outcome, verdict.text[:LONGEST_VERDICT], seconds, imports)
+    return Grade(
+        printable(student),
+        exercise.name,
+        points,
+        verdict.outcome,
+        verdict.text[:LONGEST_VERDICT],
+        seconds,
+        imports[:LONGEST_VERDICT],
+    )
 
 
 def judge_shut_in(exercise: Exercise, path: Path) -> Verdict:
@@ -96,21 +117,21 @@ def judge_shut_in(exercise: Exercise, path: Path) -> Verdict:
         solution, verdicts, said = scratch / path.name, scratch / "verdicts.jsonl", scratch / "said.txt"
         shutil.copyfile(path, solution)
         command = [sys.executable, "-m", sandbox.__name__, str(scratch), str(2 * limit), str(MEMORY[exercise.tensors])]
-        command += judge_arguments(exercise, solution, verdicts, limit)
-        with said.open("wb") as output:
+        command += [str(os.getpid()), *judge_arguments(exercise, solution, verdicts, limit)]
+        with said.open("w+b") as output:
             process = subprocess.Popen(
                 command, cwd=scratch, env=environment(scratch), stdin=subprocess.DEVNULL, stdout=output,
                 stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
-            ended = _wait(process, scratch, 2 * limit)
-        if ended is not None:
-            return Verdict("error", ended)
-        found = read(verdicts, solution, limit)
-        return found or Verdict("error", f"the judge could not run: {_end_of(said)}")
+            ended = _wait(process, scratch, 2 * limit, MEMORY[exercise.tensors])
+            if ended is not None:
+                return Verdict("error", ended)
+            found = read(verdicts, solution, limit)
+            return found or Verdict("error", f"the judge could not run: {_end_of(output)}")
     except (ValueError, KeyError, TypeError, OSError) as error:  # it has written into its verdict's file
         return Verdict("error", f"no verdict that can be read: {error}")
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        _remove(scratch)
 
 
 def environment(scratch: Path) -> dict[str, str]:
@@ -130,15 +151,17 @@ def environment(scratch: Path) -> dict[str, str]:
     )
 
 
-def _wait(process: subprocess.Popen[bytes], scratch: Path, seconds: float) -> str | None:
-    """Wait for the end; kill what takes too long or writes too much, and say so."""
+def _wait(process: subprocess.Popen[bytes], scratch: Path, seconds: float, memory: int) -> str | None:
+    """Wait for the end; kill what takes too long or too much, and say so."""
     deadline = time.monotonic() + seconds
     try:
         while process.poll() is None:
             if time.monotonic() > deadline:
                 return f"no verdict within {seconds:.0f} s"
-            if _size(scratch) > LARGEST_FOLDER:
-                return f"it wrote more than {LARGEST_FOLDER >> 20} MiB"
+            if _ended.is_set():
+                return "the grader was interrupted"
+            if too_much := _too_much(process.pid, memory) or _too_large(scratch):
+                return too_much
             time.sleep(POLL_SECONDS)
         return None
     finally:
@@ -147,21 +170,48 @@ def _wait(process: subprocess.Popen[bytes], scratch: Path, seconds: float) -> st
         process.wait()
 
 
-def _size(folder: Path) -> int:
-    total = 0
-    for place, _, names in os.walk(folder):
-        for name in names:
-            try:
-                total += os.lstat(os.path.join(place, name)).st_size
-            except OSError:  # it is being removed
-                continue
-    return total
+def _too_much(pid: int, memory: int) -> str | None:
+    """What no limit of the kernel bounds: the number of threads, and memory that is shared."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:  # it has ended
+        return None
+    status = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
+    if int(status.get("Threads", ["1"])[0]) > MOST_THREADS:
+        return f"it started more than {MOST_THREADS} threads"
+    if sum(int(status.get(name, ["0"])[0]) << 10 for name in ("RssAnon", "RssShmem")) > memory:
+        return f"it used more than {memory >> 20} MiB of memory"
+    return None
 
 
-def _end_of(path: Path) -> str:
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 500))
-        return file.read().decode("utf-8", "replace").strip()
+def _too_large(folder: Path) -> str | None:
+    """A file counts with a block at least. Paths have an end, so what is nested too deeply to be looked at is too much."""
+    total, folders = 0, [str(folder)]
+    while folders:
+        try:
+            with os.scandir(folders.pop()) as entries:
+                for entry in entries:
+                    total += max(FILE_BYTES, entry.stat(follow_symlinks=False).st_size)
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.path)
+                    if total > LARGEST_FOLDER:
+                        return f"it wrote more than {LARGEST_FOLDER >> 20} MiB"
+        except (FileNotFoundError, NotADirectoryError):  # it has been removed
+            continue
+        except OSError as error:
+            return f"it wrote folders that cannot be looked at: {error.strerror}"
+    return None
+
+
+def _remove(folder: Path) -> None:
+    """With everything in it: shutil.rmtree gives up in folders that are nested a thousand times, or may not be read."""
+    for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
+        subprocess.run([*command, "--", str(folder)], stderr=subprocess.DEVNULL, check=False)
+
+
+def _end_of(file: BinaryIO) -> str:
+    file.seek(max(0, os.fstat(file.fileno()).st_size - 500))
+    return printable(file.read(500).decode("utf-8", "replace").strip())
 
 
 def own_imports(exercise: Exercise, path: Path) -> list[str]:

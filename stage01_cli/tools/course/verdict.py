@@ -16,12 +16,15 @@ from stage03_engine.errors import ConfigError
 LIMIT = {False: 60, True: 180}  # seconds; a check takes 5, or 20 with tensors, on a machine with nothing else to do
 NEEDED = ("pytest", "hypothesis", "pytest_benchmark", "pytest_timeout", "httpx")
 
+OUTCOMES = ("passed", "rejected", "unwritten", "error")
+LARGEST = 1 << 20  # bytes that the tests may write
+
 
 @dataclass
 class Verdict:
     """What the judge said: passed, or the text of the first thing that is wrong."""
 
-    outcome: str  # passed, rejected, unwritten, error
+    outcome: str  # one of OUTCOMES
     text: str
     num_tests: int = 0  # that ran; all but the last have passed
     num_collected: int = 0
@@ -62,14 +65,21 @@ def judge(exercise: Exercise, solution: Path, limit: float | None = None) -> Ver
 
 def read(verdicts: Path, solution: Path, limit: float) -> Verdict | None:
     """What the tests wrote, None if they did not begin. The first that is not passed decides. A stack lies beside it when the
-    time was up."""
+    time was up. Raises ValueError, KeyError or TypeError for a file that the tests have not written."""
+    if verdicts.exists() and verdicts.stat().st_size > LARGEST:
+        raise ValueError(f"more than {LARGEST} bytes")
     lines = verdicts.read_text(encoding="utf-8").splitlines() if verdicts.exists() else []
     if not lines:
         return None
-    first, *results = [json.loads(line) for line in lines]
+    try:
+        first, *results = [json.loads(line) for line in lines]
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
     for result in results:
+        if result["outcome"] not in OUTCOMES:
+            raise ValueError(f"no such outcome: {result['outcome']!r}")
         if result["outcome"] != "passed":
-            return Verdict(result["outcome"], result["text"], len(results), first["collected"])
+            return Verdict(result["outcome"], printable(result["text"]), len(results), first["collected"])
     stack = verdicts.with_suffix(".stack")
     if stack.exists() and (text := stack.read_text(encoding="utf-8")):
         here = [line.strip() for line in text.splitlines() if str(solution) in line]
@@ -80,12 +90,19 @@ def read(verdicts: Path, solution: Path, limit: float) -> Verdict | None:
     return Verdict("passed", "", len(results))
 
 
+def printable(text: str) -> str:
+    """As any terminal and any file can take it: half characters and control characters become escapes."""
+    return "".join(
+        each if each.isprintable() or each in "\n\t" else each.encode("unicode_escape").decode("ascii") for each in text
+    )
+
+
 def _reason(output: str) -> str:
     """Why pytest ran no test."""
     for package in NEEDED:
         if f"No module named '{package}'" in output or f"No module named {package}" in output:
             return f"the judges need {package}, which is not installed; `make venv` installs everything"
-    return f"the judge could not run:\n{output[-2000:]}"
+    return f"the judge could not run:\n{printable(output[-2000:])}"
 
 
 def report(exercise: Exercise, solution: Path, verdict: Verdict) -> str:
