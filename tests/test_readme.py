@@ -205,6 +205,8 @@ NO_FLAGS_OF_OURS = {
     "--no-enable-x",
     "--no-buffer",
     "--benchmark-only",
+    "--exercise",
+    "--impl",
     "--nproc-per-node",
     "--editable",
 }

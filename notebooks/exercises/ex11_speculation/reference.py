@@ -1,8 +1,14 @@
-"""The textbook form of rejection sampling: what the real server needs not compute, since its guesser is always certain of its guess."""
+"""The textbook form of rejection sampling, which the real server need not compute, since its guesser is always certain of its guess;
+and the parts that it does compute, which are the project's own."""
 
 from __future__ import annotations
 
 from fractions import Fraction
+
+from stage03_engine.core.features.spec_decode.ngram_proposer import NgramProposer, find_continuation
+from stage04_kernels.features.rejection_sampler import num_accepted
+
+__all__ = ["NgramProposer", "acceptance", "find_continuation", "num_accepted", "recovered"]
 
 
 def acceptance(target: list[Fraction], draft: list[Fraction]) -> list[Fraction]:

@@ -153,13 +153,12 @@ class Run:
 class Score:
     """The three measures of a policy."""
 
-    tail: (
-        float  # p99 of the time to the first token, in ticks, of each client; the mean of the clients'. Less is better
-    )
-    throughput: float  # tokens of answers per 1,000 ticks in which the engine worked. More is better
-    fairness: (
-        float  # Jain's index of the clients' slowdowns: 1 if sharing costs all of them alike, 1/n if one pays for all
-    )
+    # p99 of the time to the first token, in ticks, of each client; the mean of the clients'. Less is better
+    tail: float
+    # tokens of answers per 1,000 ticks in which the engine worked. More is better
+    throughput: float
+    # Jain's index of the clients' slowdowns: 1 if sharing costs all of them alike, 1/n if one pays for all
+    fairness: float
 
     def better(self, other: Score, by: float = 0.0) -> list[str]:
         """The measures in which this score is better than the other by this share (0.05: by 5 %)."""

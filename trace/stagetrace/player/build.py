@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -36,11 +37,16 @@ def assemble(template: str, title: str, style: str, script: str, data: Any) -> s
     """A template with its TITLE, STYLE, SCRIPT, SCRIPT_HASH and DATA, each between `@@`. Whatever text the data hold, it stays data."""
     parts = {
         "TITLE": html.escape(title),
-        "SCRIPT_HASH": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        "SCRIPT_HASH": csp_hash(script),
         "STYLE": style,
-        "DATA": _harmless(msgspec.json.encode(data, enc_hook=str).decode()),
+        "DATA": harmless(msgspec.json.encode(data, enc_hook=str).decode()),
         "SCRIPT": script,
     }
+    return fill(template, parts)
+
+
+def fill(template: str, parts: Mapping[str, str]) -> str:
+    """A template with these parts in the place of their names, each between `@@`. Raises KeyError for a name that has no part."""
     pieces = template.split("@@")  # text, NAME, text, NAME, ...: what a client wrote is never looked at again
     return "".join(parts[piece] if place % 2 else piece for place, piece in enumerate(pieces))
 
@@ -54,7 +60,12 @@ def _template(name: str) -> str:
     return files("stagetrace.player").joinpath(name).read_text(encoding="utf-8")
 
 
-def _harmless(json: str) -> str:
+def csp_hash(text: str) -> str:
+    """What stands behind `sha256-` in a Content-Security-Policy that allows this script or style."""
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def harmless(json: str) -> str:
     """The same JSON without a character that could end the element that holds it, such as in `</script>`."""
     return json.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
