@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
@@ -16,6 +17,7 @@ from judging import Judge
 from stage03_engine import messages
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import EngineDeadError, EngineStartError
+from stage03_engine.frontend.engine_process import HELLO_SECONDS
 from stage03_engine.messages import (  # fmt: skip
     AbortRequests,
     EngineCoreRequest,
@@ -96,6 +98,22 @@ def test_an_engine_that_says_nothing(impl: ModuleType) -> None:
         process = process_of(impl, sockets, Popen())
         got = error_of(lambda: process._receive(0.02))
         judge.holds("ended", "said nothing" in got, "an EngineStartError: the engine process said nothing", got)
+
+
+def test_how_long_the_client_waits(impl: ModuleType) -> None:
+    with handshake("says hello, then ready") as sockets:
+        sockets.say(HELLO)
+        sockets.after_init = [READY]
+        process, limits = process_of(impl, sockets, Popen()), []
+        receive = process._receive
+
+        def noted(limit: float = math.inf) -> Any:
+            limits.append(limit)
+            return receive(limit)
+
+        process._receive = noted
+        process.shake_hands()
+        judge.holds("ended", limits[0] == HELLO_SECONDS, f"it waits {HELLO_SECONDS:g} s for hello", f"{limits[0]} s")
 
 
 def test_the_sockets(impl: ModuleType) -> None:
@@ -234,9 +252,11 @@ def test_death(impl: ModuleType) -> None:
     for with_notice in (True, False):
 
         async def scenario(client: Any, engine: Engine, with_notice: bool = with_notice) -> None:
-            calls = [asyncio.ensure_future(client.call("method")) for _ in range(2)]
-            for _ in calls:
+            gone, *calls = [asyncio.ensure_future(client.call("method")) for _ in range(3)]
+            for _ in range(3):
                 await engine.receive()
+            gone.cancel()
+            await asyncio.gather(gone, return_exceptions=True)
             engine.send(outputs(1))
             if not with_notice:  # the two come by different ways
                 got = await engine.soon("death", "the outputs that came before", client.get_output_async())
@@ -252,5 +272,6 @@ def test_death(impl: ModuleType) -> None:
             await dead(engine, "who waits for outputs later", client.get_output_async())
             await dead(engine, "who calls later", client.call("method"))
 
-        with judge.case(engine="sends outputs, then its death notice" if with_notice else "sends outputs, then it is killed"):  # fmt: skip
+        end = "its death notice" if with_notice else "it is killed"
+        with judge.case(calls="0, 1 and 2 wait; the caller of 0 has given up", engine=f"sends outputs, then {end}"):
             play(judge, impl, scenario)

@@ -51,6 +51,7 @@ class Answer:
     logprobs: bool = True
     interval: int = 1
     ends: FinishReason | None = FinishReason.LENGTH
+    by_grammar: bool = False
 
     def __repr__(self) -> str:
         steps = ", ".join("[" + " ".join(NAMES[token] for token in step) + "]" for step in self.steps)
@@ -58,7 +59,11 @@ class Answer:
             self.interval > 1
         )
         extra += ["no logprobs"] * (not self.logprobs)
-        end = "the engine goes on" if self.ends is None else f"ends by {self.ends}"
+        end = (
+            "the engine goes on"
+            if self.ends is None
+            else f"ends by {self.ends}{', ended_by_grammar' * self.by_grammar}"
+        )
         return f"{self.kind.name}, steps {steps}; {', '.join([*extra, end])}"
 
     def request(self, name: str) -> EngineCoreRequest:
@@ -78,6 +83,7 @@ class Answer:
             reason = self.ends if i == len(self.steps) - 1 else None
             output = EngineCoreOutput(name, list(step), likely if self.logprobs else None, reason)
             output.num_cached_tokens, output.result = i, {"step": i + 1}
+            output.ended_by_grammar = self.by_grammar and reason == FinishReason.STOP
             made.append(output)
         return made
 
@@ -89,7 +95,7 @@ stops = st.sampled_from([(), (), ("b",), ("bc",), ("ab", "c")])
 def answers(*kinds: RequestOutputKind) -> Any:
     return st.builds(
         Answer, steps, st.sampled_from(kinds), stops, st.booleans(), st.sampled_from([1, 1, 3]),
-        st.sampled_from([FinishReason.LENGTH, FinishReason.STOP, None]),
+        st.sampled_from([FinishReason.LENGTH, FinishReason.STOP, None]), st.booleans(),
     )  # fmt: skip
 
 
@@ -262,7 +268,9 @@ def test_process_outputs(
             with judge.case(step=number + 1):
                 right, got = (side.step(outputs, number + 1 == leaves) for side in sides)
                 judge.equal("abort", f"abort {right[1]}", f"abort {got[1]}")
-                judge.equal("own_queue", right, got)
+                judge.equal("own_queue", right[:-1], got[:-1])
+                with judge.case(counted_in_stats="(tokens, finished requests)"):
+                    judge.equal("works", right[-1], got[-1])
 
 
 class Side:
@@ -292,9 +300,9 @@ class Side:
 def piece(number: int, index: int, finished: bool, asked: bool = True) -> RequestOutput:
     """A delta of an answer; with log-probabilities if somebody asked."""
     tokens = [TokenLogprobs([number], [-1.0], 1)] if asked else None
-    answer = CompletionOutput(
-        index, f"<{number}>", [number], tokens, "length" if finished else None, None, -1.0 * number
-    )
+    stats: Any = f"of {number}"
+    end = ("length", "stop") if finished else (None, None)
+    answer = CompletionOutput(index, f"<{number}>", [number], tokens, *end, -1.0 * number, stats)
     prompt_logprobs: Any = [None] * number if number % 2 else None
     return RequestOutput("r", "?", [1], [answer], finished, prompt_logprobs, 0, {"n": number} if number == 2 else None)
 
@@ -309,7 +317,9 @@ def seen(output: RequestOutput) -> dict[str, Any]:
             each.token_ids,
             each.logprobs and [n.token_ids[0] for n in each.logprobs],
             each.finish_reason,
+            each.stop_reason,
             each.cumulative_logprob,
+            each.stats,
         )
         for each in output.outputs
     }
