@@ -149,7 +149,7 @@ def compare(what: str | int, work: Path = WORK) -> None:
     for row in rows:
         ratio = f"{row.own / row.reference:>8.2f}  {min(row.ratios):.2f} to {max(row.ratios):.2f}"
         print(f"{row.name:24}{row.reference:>12.1f}{row.own:>12.1f}{ratio}")
-    print("a ratio whose range holds 1 shows no difference: other programs took part of the processor")
+    print("a ratio whose range holds 1 shows no difference")
     serve(what, work)
 
 
