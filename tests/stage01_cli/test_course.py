@@ -142,6 +142,29 @@ def test_bad_words_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert code == 2 and "progress.json" in said and len(said.splitlines()) == 1
 
 
+@pytest.mark.parametrize("text", ['{"ex05_scheduler": {"started": 5}}', '{"ex05_scheduler": 5}', "[" * 100_000])
+def test_a_table_of_something_else_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    (tmp_path / "progress.json").write_text(text)
+    code, said = stages(capsys, "progress", "--work", str(tmp_path))
+    assert code == 2 and "is not a table of progress" in said and len(said.splitlines()) == 1
+
+
+def test_what_a_newer_version_wrote_stays(tmp_path: Path) -> None:
+    (tmp_path / "progress.json").write_text('{"ex05_scheduler": {"checks": 3, "stars": 4}, "ex99_later": {"stars": 1}}')
+    course.hint(5, tmp_path)
+    table = json.loads((tmp_path / "progress.json").read_text())
+    assert table["ex05_scheduler"]["stars"] == 4 and table["ex05_scheduler"]["checks"] == 3
+    assert table["ex99_later"] == {"stars": 1}
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "progress.json").mkdir()
+    for words in (["start", "5", "--work", str(tmp_path / "file")], ["hint", "5", "--work", str(tmp_path)]):
+        code, said = stages(capsys, *words)
+        assert code == 2 and len(said.splitlines()) == 1
+
+
 def test_progress_survives_what_interrupts_it(tmp_path: Path) -> None:
     course.start(5, tmp_path)
     assert json.loads((tmp_path / "progress.json").read_text())["ex05_scheduler"]["started"]

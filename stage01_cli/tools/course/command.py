@@ -8,6 +8,7 @@ from pathlib import Path
 
 import stage01_cli.tools.course as course
 from stage03_engine.args import CLISubcommand, FlexibleArgumentParser
+from stage03_engine.errors import ConfigError
 
 WITH_NUMBER: dict[str, tuple[Callable[..., object], str]] = {
     "start": (course.start, "copy the starter of an exercise into work/"),
@@ -51,7 +52,15 @@ class CourseSubcommand(CLISubcommand):
         )
 
     def cmd(self, args: argparse.Namespace) -> int:
-        """Do it. 1 if a check does not pass or a trace differs."""
+        """Do it. 1 if a check does not pass or a trace differs. Raises ConfigError for a file or folder that cannot be used."""
+        try:
+            return self._do(args)
+        except OSError as error:
+            if error.filename is None:
+                raise
+            raise ConfigError(f"{error.filename}: {error.strerror}") from error
+
+    def _do(self, args: argparse.Namespace) -> int:
         if args.verb == "check" and args.watch:
             course.watch(args.exercise, args.work)
             return 0

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from stage03_engine.errors import ConfigError
 
@@ -30,24 +31,37 @@ def path(work: Path) -> Path:
 
 def read(work: Path) -> dict[str, Done]:
     """Name of the exercise -> what was done. Raises ConfigError for a file that is not such a table."""
-    if not path(work).exists():
-        return {}
+    known = {field.name: type(field.default) for field in fields(Done)}
     try:
-        table = json.loads(path(work).read_text(encoding="utf-8"))
-        return {name: Done(**done) for name, done in table.items()}
-    except (ValueError, TypeError, AttributeError) as error:
+        return {name: Done(**_checked(row, known)) for name, row in _rows(work).items()}
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{path(work)} is not a table of progress ({error}); remove it to begin a new one") from error
 
 
+def _rows(work: Path) -> dict[str, dict[str, Any]]:
+    text = path(work).read_text(encoding="utf-8") if path(work).exists() else "{}"
+    rows: dict[str, dict[str, Any]] = json.loads(text)
+    return rows
+
+
+def _checked(row: dict[str, Any], known: dict[str, type]) -> dict[str, Any]:
+    """The fields that this version knows. Raises TypeError for a value of another type."""
+    for name, kind in known.items():
+        if type(row.get(name, kind())) is not kind:
+            raise TypeError(f"{name} is {row[name]!r}")
+    return {name: value for name, value in row.items() if name in known}
+
+
 def update(work: Path, name: str, change: Callable[[Done], None]) -> Done:
-    """Change the row of an exercise and write the table; returns the row. A crash leaves the old table or the new one."""
-    table = read(work)
-    done = table.setdefault(name, Done())
+    """Change the row of an exercise and write the table; returns the row. A crash leaves the old table or the new one; what a
+    newer version wrote stays."""
+    done = read(work).get(name, Done())
     change(done)
     work.mkdir(parents=True, exist_ok=True)
-    new = path(work).with_suffix(".new")
-    rows = {name: asdict(each) for name, each in sorted(table.items())}
-    new.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    rows = _rows(work)
+    rows[name] = rows.get(name, {}) | asdict(done)
+    new = path(work).with_suffix(f".{os.getpid()}.new")  # another check may write at the same time
+    new.write_text(json.dumps(dict(sorted(rows.items())), indent=1) + "\n", encoding="utf-8")
     os.replace(new, path(work))
     return done
 
