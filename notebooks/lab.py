@@ -155,7 +155,7 @@ def draw(make: Callable[..., Figure], story: Story, caption: str = "", dpi: int 
 
 
 def picture(figure: Figure, caption: str = "", dpi: int = 80, table: str = "") -> None:
-    """Show a figure, small enough for a notebook, a sentence below it, and the table that says the same. For who does not see it:
+    """Show a figure, small enough for a notebook, a sentence below it, and the table that says the same. For those who cannot see it,
     the picture's alternative text is what its axes say, and the beginning of the table."""
     from IPython.display import Image, Markdown, display
     from matplotlib import pyplot

@@ -12,9 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from stage03_engine.args.processes import exit_reason
 from stage03_engine.errors import EngineStartError
 
 PATIENCE = 300.0  # seconds to wait for a start or an answer: only what hangs takes so long
+END_SECONDS = 30.0  # for what a server does at once, unless it hangs
 LAST_LINES = 12
 
 
@@ -48,21 +50,25 @@ class OwnServer:
             self.log.append(line.rstrip())
 
     def stream(self, body: Mapping[str, Any], request_id: str, path: str = "/v1/completions") -> Iterator[str]:
-        """The data of each server-sent event of a streamed answer. Raises EngineStartError for any status but 200."""
+        """The data of each server-sent event of a streamed answer. Raises EngineStartError for any status but 200, and if the server dies."""
         import httpx
 
-        with (
-            httpx.Client(base_url=self.url, timeout=PATIENCE, verify=False) as client,  # verify: loads no certificates
-            client.stream("POST", path, json={**body, "stream": True}, headers={"X-Request-Id": request_id}) as answer,
-        ):
-            if answer.status_code != 200:
-                raise EngineStartError(f"the server answered {answer.status_code}: {answer.read().decode()}")
-            for line in answer.iter_lines():
-                if line.startswith("data: "):
-                    yield line.removeprefix("data: ")
+        headers = {"X-Request-Id": request_id}
+        try:
+            with (
+                httpx.Client(base_url=self.url, timeout=PATIENCE, verify=False) as client,  # it loads no certificates
+                client.stream("POST", path, json={**body, "stream": True}, headers=headers) as answer,
+            ):
+                if answer.status_code != 200:
+                    raise EngineStartError(f"the server answered {answer.status_code}: {answer.read().decode()}")
+                for line in answer.iter_lines():
+                    if line.startswith("data: "):
+                        yield line.removeprefix("data: ")
+        except httpx.HTTPError as error:
+            raise self.died(error) from error
 
     def complete(self, body: Mapping[str, Any], request_id: str) -> Iterator[str]:
-        """The text of a streamed completion, piece by piece. Raises EngineStartError if it ends with an error."""
+        """The text of a streamed completion, piece by piece. Raises EngineStartError if it ends with an error, or in the middle."""
         for data in self.stream(body, request_id):
             if data == "[DONE]":
                 return
@@ -70,6 +76,15 @@ class OwnServer:
             if "error" in chunk:
                 raise EngineStartError(f"the answer ended with an error: {chunk['error'].get('message')}")
             yield from (choice["text"] for choice in chunk["choices"])
+        raise self.died(EOFError())
+
+    def died(self, error: Exception) -> EngineStartError:
+        """What to raise when the connection broke: with how the server's process ended."""
+        try:
+            ended = f"it ended with {exit_reason(self.process.wait(END_SECONDS))}"
+        except subprocess.TimeoutExpired:
+            ended = "it does not answer"
+        return EngineStartError(f"the server died during the request ({type(error).__name__}): {ended}")
 
     def stop(self) -> None:
         """SIGTERM, as an operator would; a recording is complete afterwards."""

@@ -1,6 +1,6 @@
-"""Engines without a model that leave a trace, healthy ones and such with a planted bug, for the judge of exercise 13.
+"""Engines without a model that leave a trace, healthy ones and ones with a planted bug, for the judge of exercise 13.
 
-Whoever does that exercise had better not read this.
+Do not read this before you have done that exercise.
 """
 
 from __future__ import annotations

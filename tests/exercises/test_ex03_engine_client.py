@@ -266,11 +266,11 @@ def test_death(impl: ModuleType) -> None:
             if with_notice:
                 got = await engine.soon("death", "the outputs that came before", client.get_output_async())
                 judge.equal("death", outputs(1), got)
-            await dead(engine, "who waits for outputs", waiting or client.get_output_async())
+            await dead(engine, "whoever waits for outputs", waiting or client.get_output_async())
             for call in calls:
-                await dead(engine, "who waits for an answer", call)
-            await dead(engine, "who waits for outputs later", client.get_output_async())
-            await dead(engine, "who calls later", client.call("method"))
+                await dead(engine, "whoever waits for an answer", call)
+            await dead(engine, "whoever waits for outputs later", client.get_output_async())
+            await dead(engine, "whoever calls later", client.call("method"))
 
         end = "its death notice" if with_notice else "it is killed"
         with judge.case(calls="0, 1 and 2 wait; the caller of 0 has given up", engine=f"sends outputs, then {end}"):

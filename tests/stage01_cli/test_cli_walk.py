@@ -327,7 +327,7 @@ class EndedServer(OwnServer):
     ("how", "message"),
     [
         ("refuses", "the server answered 400: no such\nthing"),
-        ("error", "the server broke the answer off: the engine died"),
+        ("error", "the answer ended with an error: the engine died"),
         ("cut", "the server died during the request (EOFError): it ended with exit code -9"),
         ("closed", "the server died during the request (ConnectError): it ended with exit code -9"),
     ],

@@ -27,7 +27,7 @@ class Engine:
 
     arrival: dict[str, int] = field(default_factory=dict)
     waiting: set[str] = field(default_factory=set)
-    running: set[str] = field(default_factory=set)  # since before this step
+    running: set[str] = field(default_factory=set)  # from before this step
     admitted: set[str] = field(default_factory=set)  # in this step
     tokens: dict[str, int] = field(default_factory=dict)  # of this step
     held: dict[str, list[int]] = field(default_factory=dict)

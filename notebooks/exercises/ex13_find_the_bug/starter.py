@@ -56,7 +56,7 @@ def check(events: list[Event]) -> Finding | None:
     sched.finished     req has ended. Shows broken `blocks`.
     sched.scheduled    req gets args["num_tokens"] tokens in this step.
     sched.output       the step is decided; its budget is args["budget"]. Shows a broken `budget`, or a broken `turn`: who
-                       runs since before this step, was not preempted in it, and got nothing, although one that arrived later
+                       was running before this step, was not preempted in it, and got nothing, although one that arrived later
                        got tokens. Of several, the one who arrived first suffers. If both are broken, it is the budget.
     kv.allocated       req takes args["blocks"].
     sched.prefix_hit   req takes args["blocks"], too: found in the cache, perhaps shared with others who hold them.

@@ -87,7 +87,7 @@ def listen(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen()  # who comes before the server is ready waits a moment, and is not refused
+        listener.listen()  # a client that comes before the server is ready waits a moment, and is not refused
     except OSError as error:
         raise ConfigError(
             f"cannot listen on {host}:{port}: {error.strerror or error}; --port 0 takes any free port"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from stage01_cli.tools.walk.run import Wish
 
 MOST_TOKENS = 64
-COLUMNS = "ms to the first entry, calls (↻: runs since before), function, its line, trace events, shapes and counts"
+COLUMNS = "ms to the first entry, calls (↻: was running already), function, its line, trace events, shapes and counts"
 PHASES_OF_START, PHASES_OF_REQUEST = frozenset(range(1, 6)), frozenset(range(6, 10))
 
 

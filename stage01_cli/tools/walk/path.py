@@ -32,7 +32,7 @@ class Row:
     at: int  # nanoseconds from the beginning of the run to its first entry
     caller: Row | None
     phase: int = 0
-    calls: int = 0  # 0: it runs since before, and went on
+    calls: int = 0  # 0: it was running already, and went on
     arguments: dict[str, str] = field(default_factory=dict)  # of its first call
     result: str = ""
     events: list[Event] = field(default_factory=list)  # that it emitted
@@ -174,7 +174,7 @@ def _in_order(rows: list[Row]) -> list[Row]:
 
 
 def _of_this_machine(events: list[Event]) -> list[str]:
-    """What another run, or another machine, would have said in another way: folders, and what the server adds to the id that the client
+    """What another run, or another machine, would have put differently: folders, and what the server adds to the id that the client
     gave, `-1f0c2a77` of `cmpl-walk-1f0c2a77-0`."""
     begin = f"cmpl-{REQUEST_ID}"
     ids = (event.req for event in events if event.req is not None and event.req.startswith(begin))

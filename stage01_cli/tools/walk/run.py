@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import tempfile
 import threading
 import time
@@ -17,16 +16,14 @@ from types import FrameType
 
 import httpx
 
-from stage01_cli.tools.own_server import OwnServer, own_server
+from stage01_cli.tools.own_server import END_SECONDS, OwnServer, own_server
 from stage01_cli.tools.walk.notes import Process, begin_window, monitored, read_notes
-from stage03_engine.args.processes import exit_reason
 from stage03_engine.errors import EngineStartError, StagesError
 from stagetrace import Event, Recording
 
 REQUEST_ID = "walk"
 START, REQUEST, AFTER = 0, 1, 2
 """The parts of a run, as the monitor numbers them."""
-END_SECONDS = 30.0  # for what a server does at once, unless it hangs
 SETTLE_SECONDS = 0.2  # for what a server still does when it has said that it is ready
 OWN_ERROR = "stages: error: "
 
@@ -71,7 +68,8 @@ def make(wish: Wish) -> Run:
                     time.sleep(SETTLE_SECONDS)
                     begin_window(folder, REQUEST)
                     marks.append(time.monotonic_ns())
-                    text = _ask(server, wish)
+                    body = {"prompt": wish.prompt, "max_tokens": wish.max_tokens, "temperature": 0}
+                    text = "".join(server.complete(body, REQUEST_ID))
                 begin_window(folder, AFTER)
         except EngineStartError as error:
             raise WalkError(_reason(str(error))) from error
@@ -98,35 +96,9 @@ def _health(server: OwnServer) -> None:
     try:
         answer = httpx.get(f"{server.url}/health", trust_env=False, timeout=END_SECONDS)
     except httpx.HTTPError as error:
-        raise _died(error, server) from error
+        raise server.died(error) from error
     if answer.status_code != 200:
         raise WalkError(f"the server is not healthy: {answer.text[:200]}")
-
-
-def _ask(server: OwnServer, wish: Wish) -> str:
-    """One streamed completion, and its text."""
-    body = {"prompt": wish.prompt, "max_tokens": wish.max_tokens, "temperature": 0}
-    pieces: list[str] = []
-    try:
-        for data in server.stream(body, REQUEST_ID):
-            if data == "[DONE]":
-                return "".join(pieces)
-            event = json.loads(data)
-            if "error" in event:
-                raise WalkError(f"the server broke the answer off: {event['error'].get('message')}")
-            pieces += [choice["text"] for choice in event["choices"]]
-    except httpx.HTTPError as error:
-        raise _died(error, server) from error
-    raise _died(EOFError(), server)
-
-
-def _died(error: Exception, server: OwnServer) -> WalkError:
-    """With how its process ended."""
-    try:
-        ended = f"it ended with {exit_reason(server.process.wait(END_SECONDS))}"
-    except subprocess.TimeoutExpired:
-        ended = "it does not answer"
-    return WalkError(f"the server died during the request ({type(error).__name__}): {ended}")
 
 
 def _reason(text: str) -> str:

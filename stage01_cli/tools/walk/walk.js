@@ -94,7 +94,7 @@ class Walk {
     const file = this.files[row.file].name;
     byId("name").textContent = row.name;
     byId("where").textContent = `${file}:${row.line}`;
-    const times = row.calls === 0 ? "runs since before" : row.calls === 1 ? "called once" : `called ${row.calls} times`;
+    const times = row.calls === 0 ? "was running already" : row.calls === 1 ? "called once" : `called ${row.calls} times`;
     byId("how").textContent = `phase ${row.phase} · ${this.lanes[row.lane]} · ${times}, first at ${row.at} ms`;
     const facts = byId("facts");
     facts.replaceChildren();

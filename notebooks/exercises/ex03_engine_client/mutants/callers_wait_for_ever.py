@@ -7,7 +7,7 @@ from stage03_engine.frontend.core_client import AsyncMPClient as Reference, bind
 from stage03_engine.frontend.engine_process import EngineProcess
 
 __all__ = ["EngineProcess", "bind_sockets"]
-REJECTED = "an EngineDeadError for who waits for an answer"
+REJECTED = "an EngineDeadError for whoever waits for an answer"
 
 
 class AsyncMPClient(Reference):

@@ -7,7 +7,7 @@ from stage03_engine.frontend.engine_process import EngineProcess
 from stage03_engine.messages import EngineCoreOutputs
 
 __all__ = ["EngineProcess", "bind_sockets"]
-REJECTED = "an EngineDeadError for who waits for outputs later"
+REJECTED = "an EngineDeadError for whoever waits for outputs later"
 
 
 class AsyncMPClient(Reference):
