@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from stage03_engine.args.processes import exit_reason
@@ -30,7 +30,7 @@ class OwnServer:
 
     def _wait(self) -> str:
         assert self.process.stderr is not None
-        giving_up = threading.Timer(PATIENCE, self.process.kill)
+        giving_up = threading.Timer(PATIENCE, kill_all, [self.process])
         giving_up.daemon = True  # Ctrl-C may come while it starts: the program's end must not wait for it
         try:
             giving_up.start()
@@ -93,10 +93,17 @@ class OwnServer:
         try:
             self.process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
-            self.process.kill()
+            kill_all(self.process)
             self.process.wait()
         if hasattr(self, "_reader"):
             self._reader.join(PATIENCE)
+
+
+def kill_all(process: subprocess.Popen[str]) -> None:
+    """The server and its engine. One that still imports, in a loop of somebody's own code, does not see that the server has ended."""
+    process.kill()
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 @contextmanager
@@ -115,7 +122,7 @@ def own_server(model: str, flags: Sequence[str], environment: Mapping[str, str] 
         if server is not None:
             server.stop()
         else:
-            process.kill()
+            kill_all(process)
             process.wait()
         assert process.stderr is not None
         process.stderr.close()

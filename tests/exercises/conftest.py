@@ -63,17 +63,26 @@ def impl(request: pytest.FixtureRequest) -> ModuleType:
     path = request.config.getoption("impl", default=None)
     if path is None:
         return reference(exercise)
-    try:
-        solution = load(path.resolve())
-    except Exception as error:
-        pytest.fail(f"{path.name} cannot be loaded: {why(error, path)}", pytrace=False)
+    solution, reason = loaded(path)
+    if solution is None:
+        pytest.fail(f"{path.name} cannot be loaded: {reason}", pytrace=False)
     if wrong := wrong_signatures(exercise, solution):
         pytest.fail("\n".join(wrong), pytrace=False)
     return solution
 
 
-def why(error: Exception, path: Path) -> str:
+def loaded(path: Path) -> tuple[ModuleType | None, str]:
+    """The module, or why there is none."""
+    try:
+        return load(path.resolve()), ""
+    except (Exception, SystemExit, pytest.skip.Exception, pytest.exit.Exception) as error:
+        return None, why(error, path)
+
+
+def why(error: BaseException, path: Path) -> str:
     """What a file raised when it was loaded, with its line."""
+    if isinstance(error, SyntaxError) and error.lineno is None:
+        return str(error.msg)
     if isinstance(error, SyntaxError):
         return f"line {error.lineno}: {error.msg}"
     lines = [each.lineno for each in traceback.extract_tb(error.__traceback__) if each.filename == str(path.resolve())]

@@ -84,7 +84,7 @@ class Judge:
             yield
         except (Rejected, NotImplementedError):
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             line = _line_in_solution(error)
             if line is None:  # the judge itself is wrong
                 raise

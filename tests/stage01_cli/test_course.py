@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from patience import PATIENCE, wait_until
 
 import stage01_cli.tools.course as course
 from stage01_cli.main import main
 from stage01_cli.tools.course import serving, verdict
 from stage01_cli.tools.course.exercises import exercises, find
-from stage03_engine.errors import StagesError
+from stage03_engine.errors import ConfigError, StagesError
 
 SCHEDULER = find("scheduler")
 REEXPORT = "from stage03_engine.core.scheduler import Scheduler as R\n\n\nclass Scheduler(R):\n"
@@ -101,9 +104,12 @@ def test_a_comparison_says_how_much_the_rounds_differ(
         ("class Other:\n    pass\n", "Scheduler is missing"),
         (REEXPORT + "    def schedule(self, more):\n        pass\n", "Scheduler.schedule takes (self), not (self, more)"),
         (REEXPORT + "    def schedule(self):\n        return {}['x']\n", "KeyError: 'x' (ex05_scheduler.py, line 6"),
+        ("import sys\nsys.exit(3)\n", "cannot be loaded: line 2: SystemExit: 3"),
+        (REEXPORT + "    def schedule(self):\n        raise SystemExit\n", "SystemExit:  (ex05_scheduler.py, line 6"),
+        ("import os, time\nif not os.fork():\n    time.sleep(600)\n1 / 0\n", "line 4: ZeroDivisionError"),
         ("import os\n" + REEXPORT + "    def schedule(self):\n        os._exit(0)\n", "ended in the middle"),
     ],
-    ids=["syntax", "import", "nothing", "signature", "exception", "exit"],
+    ids=["syntax", "import", "nothing", "signature", "exception", "sys.exit", "SystemExit", "fork", "exit"],
 )  # fmt: skip
 def test_what_goes_wrong_is_said(tmp_path: Path, text: str, said: str) -> None:
     found = verdict.judge(SCHEDULER, write(tmp_path, text))
@@ -214,6 +220,15 @@ def test_a_check_of_ones_own_looks_at_the_run(capsys: pytest.CaptureFixture[str]
     assert "nothing found" in healthy and "Finding(" in broken
 
 
+def test_a_check_of_ones_own_that_raises_is_one_sentence(tmp_path: Path) -> None:
+    hunt = find(13)
+    for text, said in (("def find_bug(:\n", "SyntaxError"), ("", "AttributeError"), ("1 / 0\n", "ex13.*, line 1")):
+        own = hunt.solution(tmp_path)
+        own.write_text(text)
+        with pytest.raises(ConfigError, match=said):
+            serving.finds_nothing(hunt, own, serving.RECORDED / "one_request")
+
+
 def test_the_door_leaves_another_sitecustomize_alone(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("print('the other one')")
     path = os.pathsep.join([serving.door([])["PYTHONPATH"], str(tmp_path)])
@@ -224,3 +239,16 @@ def test_a_part_that_cannot_be_loaded_is_said_with_its_reason(tmp_path: Path) ->
     write(tmp_path, "raise RuntimeError('half written')\n")
     with pytest.raises(StagesError, match="half written"):
         course.serve(5, tmp_path)
+
+
+def test_ctrl_c_ends_a_part_that_loops_where_it_is_imported(tmp_path: Path) -> None:
+    """The engine imports it before it watches whether its server still lives."""
+    said = tmp_path / "pid"
+    write(tmp_path, f"import os, pathlib\npathlib.Path({str(said)!r}).write_text(f'{{os.getpid()}} ')\nwhile True:\n    pass\n")
+    command = [sys.executable, "-m", "stage01_cli", "course", "serve", "5", "--work", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as serving_it:
+        wait_until(lambda: said.exists() and said.read_text().endswith(" "), "the part is imported")
+        serving_it.send_signal(signal.SIGINT)
+        serving_it.wait(PATIENCE)
+    pid = int(said.read_text())
+    wait_until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie", "it has ended")

@@ -179,9 +179,10 @@ def mine(folder: Path, body: str) -> str:
         ("os._exit(0)", ENDED.format(0.5)),
         ("os.kill(os.getpid(), 9)", ENDED.format(0.5)),
         ("raise SystemExit", "Step 1: SystemExit [{file}, line 5: raise SystemExit]"),
+        ("raise ValueError('x' * (65 << 20))", ENDED.format(0.5)),
         ("x = bytearray(1 << 40)", "Step 1: MemoryError [{file}, line 5: x = bytearray(1 << 40)]"),
     ],
-    ids=["loops", "loops and catches", "catches everything", "exits", "kills itself", "raises", "eats memory"],
+    ids=["loops", "loops and catches", "catches everything", "exits", "kills itself", "raises", "says too much", "eats memory"],
 )  # fmt: skip
 def test_whatever_a_scheduler_does_there_is_an_answer(tmp_path: Path, body: str, problem: str) -> None:
     """And the next question gets one too."""
@@ -201,6 +202,17 @@ def test_what_it_writes_is_no_answer(tmp_path: Path) -> None:
     async def first(ask: Ask) -> None:
         answer = await ask()
         assert answer["problem"] is None and answer["printed"].startswith("hello\nhello\n")
+
+    ask_all(path, first)
+
+
+def test_a_copy_that_a_class_makes_of_its_process_answers_nothing(tmp_path: Path) -> None:
+    path = mine(tmp_path, "hasattr(os, 'copied') or setattr(os, 'copied', 1) or os.fork(); return super().schedule()")
+
+    async def first(ask: Ask) -> None:
+        for name in "abcd":
+            answer = await ask({"requests": [{"id": name}]})
+            assert [facts["id"] for facts in answer["requests"]] == [name]
 
     ask_all(path, first)
 

@@ -11,6 +11,7 @@ import shutil
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -121,9 +122,14 @@ def finds_nothing(exercise: Exercise, solution: Path, own: Path) -> bool:
     spec = importlib.util.spec_from_file_location(solution.stem, solution)
     assert spec is not None and spec.loader is not None
     sys.modules[solution.stem] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     events = [event for event in read_run(own).events if event.proc.startswith("EngineCore")]
-    found = getattr(module, exercise.serve.after)(events)
+    try:
+        spec.loader.exec_module(module)
+        found = getattr(module, exercise.serve.after)(events)
+    except (Exception, SystemExit) as error:
+        last = [each.lineno for each in traceback.extract_tb(error.__traceback__) if each.filename == str(solution)]
+        where = f"{in_project(solution)}, line {last[-1]}" if last else in_project(solution)
+        raise ConfigError(f"your {exercise.serve.after}(): {type(error).__name__}: {error} ({where})") from error
     print(f"your {exercise.serve.after}() of the engine's {len(events)} events: {found or 'nothing found'}")
     return not found
 

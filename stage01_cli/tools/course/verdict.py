@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 from stage01_cli.tools.course.exercises import ROOT, Exercise, in_project
 from stage03_engine.errors import ConfigError
@@ -52,15 +56,32 @@ def judge(exercise: Exercise, solution: Path, limit: float | None = None) -> Ver
     with tempfile.TemporaryDirectory(prefix="stages-course-") as folder:
         verdicts = Path(folder) / "verdicts.jsonl"
         command = [sys.executable, "-m", "pytest", *judge_arguments(exercise, solution.resolve(), verdicts, limit)]
-        try:
-            run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit + 60, check=False)
-        except subprocess.TimeoutExpired:
-            return Verdict("error", f"no verdict within {limit:.0f} s: a loop that never ends?")
+        with (Path(folder) / "said.txt").open("w+", encoding="utf-8", errors="replace") as output:
+            if not _run(command, output, limit + 60):
+                return Verdict("error", f"no verdict within {limit:.0f} s: a loop that never ends?")
+            output.seek(0)
+            said = output.read()
         verdict = read(verdicts, solution.resolve(), limit)
     if verdict is None:
-        raise ConfigError(_reason(run.stdout + run.stderr))
+        raise ConfigError(_reason(said))
     verdict.seconds = time.monotonic() - began
     return verdict
+
+
+def _run(command: list[str], output: TextIO, seconds: float) -> bool:
+    """Run to the end, and end what it started with it, also when this is interrupted. False if the time was up."""
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    try:
+        process.wait(seconds)
+        return True
+    except subprocess.TimeoutExpired:
+        return False
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def read(verdicts: Path, solution: Path, limit: float) -> Verdict | None:

@@ -74,11 +74,11 @@ async def _json_body(request: Request) -> bytes:
             raise _Refused(413, f"The body is larger than {MAX_BODY_BYTES} bytes.")
     try:
         question = json.loads(body)
+        if isinstance(question, dict):
+            return json.dumps({"scenario": question.get("scenario"), "own": question.get("own") is True}).encode()
     except (ValueError, RecursionError):
         raise _Refused(400, "The body is not JSON.") from None
-    if not isinstance(question, dict):
-        raise _Refused(400, "The body must be an object with a scenario.")
-    return json.dumps({"scenario": question.get("scenario"), "own": question.get("own") is True}).encode()
+    raise _Refused(400, "The body must be an object with a scenario.")
 
 
 class OwnPagesOnly:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
+from contextlib import suppress
 
 from stage03_engine.args.command import signals_are_ours
 
@@ -30,7 +33,7 @@ class Simulator:
         async with self._turn:
             try:
                 return await asyncio.wait_for(self._ask(question), PATIENCE_SECONDS)
-            except (TimeoutError, EOFError, OSError, ValueError):
+            except (TimeoutError, EOFError, OSError, ValueError, asyncio.LimitOverrunError):
                 await self.close()
                 return json.dumps({"problem": ENDED.format(self._limit)}).encode()
             except asyncio.CancelledError:
@@ -39,6 +42,7 @@ class Simulator:
 
     async def _ask(self, question: bytes) -> bytes:
         if self._process is None or self._process.returncode is not None:
+            await self.close()  # with what an ended one left
             await self._start()
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
@@ -50,14 +54,15 @@ class Simulator:
         words = ["-m", "stage01_cli.tools.lab.worker", str(self._limit), *self._own]
         with signals_are_ours():
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable, *words, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, limit=MAX_ANSWER_BYTES
-            )
+                sys.executable, *words, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, limit=MAX_ANSWER_BYTES,
+                start_new_session=True,  # what a class starts ends with it
+            )  # fmt: skip
 
     async def close(self) -> None:
         """End the process, whatever it is doing. May be called twice."""
         process, self._process = self._process, None
         if process is None:
             return
-        if process.returncode is None:
-            process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         await process.wait()

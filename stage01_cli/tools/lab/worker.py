@@ -29,10 +29,15 @@ def main(limit: float, path: str | None) -> int:
     os.dup2(2, 1)  # what a class writes past sys.stdout is no answer
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
+    this = os.getpid()
+
     for line in sys.stdin.buffer:
         question = json.loads(line)
         own = OwnScheduler(path) if path is not None and question["own"] else None
-        answers.write(json.dumps(_simulate(question["scenario"], own, limit)).encode() + b"\n")
+        answer = _simulate(question["scenario"], own, limit)
+        if os.getpid() != this:  # a copy that the class made with fork(): one of us answers
+            os._exit(0)
+        answers.write(json.dumps(answer).encode() + b"\n")
         answers.flush()
     return 0
 
