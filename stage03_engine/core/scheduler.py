@@ -123,7 +123,8 @@ class Scheduler:
             self.requests[request_id].num_computed_tokens += num_tokens
         for hook in self.hooks:
             hook.decided(output)
-        self._trace_output(output)
+        if trace.on:
+            self._trace_output(output)
         return output
 
     def _trace_output(self, output: SchedulerOutput) -> None:

@@ -220,7 +220,7 @@ def test_it_watches_only_while_it_is_wanted(opened: Any, server: ServerProcess) 
 def test_the_pictures_show_who_holds_what(opened: Any, server: ServerProcess) -> None:
     page = opened()
     page.until("live.known")
-    body = {"prompt": "To be, or not to be, that is the question. " * 3, "max_tokens": 90, "ignore_eos": True}
+    body = {"prompt": "To be, or not to be, that is the question. " * 3, "max_tokens": 360, "ignore_eos": True}
     others = [
         threading.Thread(target=httpx.post, args=(server.url + "/v1/completions",), kwargs={"json": body})
         for _ in range(20)

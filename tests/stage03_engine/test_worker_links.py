@@ -82,6 +82,16 @@ def test_large_messages_cross_each_other(pipes: WorkerPipes) -> None:
     one.close()
 
 
+def test_a_large_message_comes_whole(pipes: WorkerPipes) -> None:
+    """It is read in many pieces, of which none is an answer."""
+    one, large = worker(pipes), b"x" * 5_000_000
+    thread = threading.Thread(target=one.send, args=(STEP, large))
+    thread.start()
+    assert pipes.receive(FOREVER_MS) == (0, (STEP, large, b""))
+    thread.join()
+    one.close()
+
+
 def test_a_worker_that_is_gone(pipes: WorkerPipes) -> None:
     """Its last words arrive; then there is silence, not an endless answer."""
     one, other = worker(pipes), worker(pipes)

@@ -14,6 +14,7 @@ import contextlib
 import select
 import socket
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 
@@ -121,18 +122,24 @@ class WorkerPipes(WorkerLinks):
                 self._poller.modify(sock, select.POLLIN)
 
     def receive(self, milliseconds: int) -> tuple[int, Message] | None:
-        if not self._inbox:
-            self._wait(milliseconds)
+        deadline = time.monotonic() + milliseconds / 1000
+        while not self._inbox and self._wait(milliseconds):  # a piece of a large message
+            milliseconds = max(0, round(1000 * (deadline - time.monotonic())))
         return self._inbox.popleft() if self._inbox else None
 
-    def _wait(self, milliseconds: int | None) -> None:
-        for descriptor, event in self._poller.poll(milliseconds):
+    def _wait(self, milliseconds: int | None) -> bool:
+        """Read what comes within this time; True if something has come and no link has ended."""
+        events = self._poller.poll(milliseconds)
+        ended = False
+        for descriptor, event in events:
             if event == select.POLLOUT:
                 continue
             messages = self._streams[rank := self._rank_of[descriptor]].read()
             if messages is None:  # it has ended; the thread that waits for its process reports it
                 self._poller.unregister(descriptor)
+                ended = True
             self._inbox.extend((rank, message) for message in messages or ())
+        return bool(events) and not ended
 
     def close(self) -> None:
         for stream in self._streams:
