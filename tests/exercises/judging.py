@@ -154,17 +154,17 @@ def load(path: Path) -> ModuleType:
 
 
 def reference(exercise: Exercise) -> ModuleType:
-    """The project's own parts, as if they were somebody's solution. For an open-ended exercise, `reference.py` beside the starter
-    is the solution, also of a part whose place the project's own has."""
-    own = exercise.own_reference
-    module = load(own) if own.is_file() else ModuleType(f"reference_{exercise.name}")
+    """The project's own parts, as if they were somebody's solution; of an open-ended exercise, `reference.py` beside the starter."""
+    if exercise.own_reference.is_file():
+        return load(exercise.own_reference)
+    module = ModuleType(f"reference_{exercise.name}")
     for name, where in exercise.parts.items():
-        if where and not hasattr(module, name):
-            setattr(module, name, _named(where))
+        setattr(module, name, named(where))
     return module
 
 
-def _named(where: str) -> Any:
+def named(where: str) -> Any:
+    """What `module:name` names."""
     module, _, name = where.partition(":")
     return getattr(import_module(module), name)
 

@@ -7,7 +7,7 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
-from judging import reference
+from judging import named, reference
 
 from stage01_cli.tools.course import serving
 from stage01_cli.tools.course.exercises import Exercise, exercises
@@ -22,15 +22,13 @@ TAKEN = "from {module} import {name}\n"
 
 
 def solution(exercise: Exercise, folder: Path) -> Path:
-    """A file with the reference's parts: classes as subclasses, which are other objects than the reference's own."""
-    path = exercise.solution(folder)
-    open_ended = exercise.folder / "reference.py"
-    module, text = reference(exercise), open_ended.read_text(encoding="utf-8") if open_ended.is_file() else ""
+    """A file with the reference's parts. What is the project's own is a subclass in it, which is another object."""
+    path, own = exercise.solution(folder), exercise.own_reference
+    module, text = reference(exercise), own.read_text(encoding="utf-8") if own.is_file() else ""
     for name, where in exercise.parts.items():
-        if not where:
-            continue
-        form = PASSED_ON if isinstance(getattr(module, name), type) else TAKEN
-        text += form.format(module=where.partition(":")[0], name=where.partition(":")[2])
+        if where and getattr(module, name) is named(where):
+            form = PASSED_ON if isinstance(named(where), type) else TAKEN
+            text += form.format(module=where.partition(":")[0], name=where.partition(":")[2])
     path.write_text(text, encoding="utf-8")
     return path
 
