@@ -244,7 +244,10 @@ def test_a_part_that_cannot_be_loaded_is_said_with_its_reason(tmp_path: Path) ->
 def test_ctrl_c_ends_a_part_that_loops_where_it_is_imported(tmp_path: Path) -> None:
     """The engine imports it before it watches whether its server still lives."""
     said = tmp_path / "pid"
-    write(tmp_path, f"import os, pathlib\npathlib.Path({str(said)!r}).write_text(f'{{os.getpid()}} ')\nwhile True:\n    pass\n")
+    write(
+        tmp_path,
+        f"import os, pathlib\npathlib.Path({str(said)!r}).write_text(f'{{os.getpid()}} ')\nwhile True:\n    pass\n",
+    )
     command = [sys.executable, "-m", "stage01_cli", "course", "serve", "5", "--work", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as serving_it:
         wait_until(lambda: said.exists() and said.read_text().endswith(" "), "the part is imported")
