@@ -198,7 +198,7 @@ def run(exercise: Exercise, most: int, show: bool) -> tuple[int, int]:
             if rejected(
                 exercise, same, names, Path(folder)
             ):  # its copy has classes of its own, which others do not know
-                print(f"  skipped: {module_name}: even an unchanged copy is rejected", flush=True)
+                print(f"  skipped: {module.__name__}: even an unchanged copy is rejected", flush=True)
                 continue
             some = list(changes(exercise, module, names))
             for change in random.Random(0).sample(some, min(most, len(some))):
