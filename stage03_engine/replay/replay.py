@@ -164,7 +164,7 @@ class Replay:
             if step.output is None and not self.done:
                 if step.proposed:
                     self._use("drafts")
-                step.output = self._decide(step, whole=True)
+                step.output = self._decide(step, whole=step.step == number)
         if not self.done:
             self._update(self._open.pop(number))
 
@@ -202,7 +202,7 @@ class Replay:
                 self._differ(None, ["a decision"], ["schedule() returned None"], before)
             return None
         replayed = Decision.of(output, self.pool.num_free)
-        if not whole:  # what was swapped is only recorded after the decision
+        if not whole and recorded.swapped == (0, 0):  # what was swapped is only recorded after the decision
             recorded.swapped = replayed.swapped
         if recorded != replayed or list(recorded.scheduled) != list(replayed.scheduled):
             self._differ(*facts_that_differ(recorded, replayed), before)
