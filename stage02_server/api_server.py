@@ -75,6 +75,7 @@ class Feature:
 
 
 MIDDLEWARE = (  # outermost first; each is called with (app, args)
+    Feature("stage02_server.features.hardening.unread:UnreadMiddleware"),
     Feature("stage02_server.features.hardening.middleware:RootPathMiddleware", flags=("root_path",)),
     Feature(
         "stage02_server.features.hardening.middleware:RequestIdHeaderMiddleware", flags=("enable_request_id_headers",)
@@ -116,6 +117,7 @@ HTTP_FEATURES = (  # each is called with (app, services); the first of two route
     Feature("stage02_server.features.hardening.tenants:install", flags=("api_key",)),
     Feature("stage02_server.features.prompt_tokens_details.install:install", flags=("enable_prompt_tokens_details",)),
     Feature("stage02_server.features.hardening.body_limits:install"),
+    Feature("stage02_server.features.hardening.loop_watch:install", flags=("event_loop_held_seconds",)),
     Feature("stage02_server.features.admin.admission:install"),
     Feature("stage02_server.features.admin.request_logger:install", flags=("enable_log_requests",)),
     Feature("stage02_server.features.stream_usage.install:install", flags=("enable_force_include_usage",)),

@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from stage02_server.protocol_response import ErrorInfo, ErrorResponse
-from stage03_engine.errors import EngineDeadError, InvalidRequestError
+from stage03_engine.errors import BusyError, EngineDeadError, InvalidRequestError
 from stage03_engine.mixins import mixins
 from stagetrace import trace
 
@@ -57,6 +57,9 @@ def as_api_error(error: BaseException) -> APIError:
     """Any exception as a refusal. An unexpected one becomes a 500 that reveals no internals."""
     if isinstance(error, APIError):
         return error
+    if isinstance(error, BusyError):
+        headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
+        return APIError(429, "RateLimitError", str(error), error.param, headers)
     if isinstance(error, InvalidRequestError):
         return APIError(400, "BadRequestError", str(error), error.param)
     if isinstance(error, EngineDeadError):
@@ -110,7 +113,7 @@ def error_response(scope: Scope, error: BaseException) -> Response:
     refusal = as_api_error(error)
     if trace.on:
         trace.emit("request.refused", req=scope["state"].get("req"), status=refusal.status, type=refusal.type)
-    headers = getattr(error, "headers", None)  # a 405 lists the allowed methods
+    headers = getattr(error, "headers", refusal.headers)  # a 405 lists the allowed methods
     own = [name for begin, name in OWN_SHAPES.items() if scope["state"].get("path", "").startswith(begin)]
     shapes: tuple[Any, ...] = (*mixins(*own), error_json)
     return Response(shapes[0](refusal), refusal.status, headers, media_type="application/json")

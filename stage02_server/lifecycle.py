@@ -9,6 +9,7 @@ would show nothing. vLLM listens when its engine is ready, and answers /health w
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 
 from stage02_server.errors import APIError, unavailable
 from stage02_server.middleware import RequestGate
@@ -44,6 +45,7 @@ class Lifecycle:
     def __init__(self, engine: AsyncLLM, gate: RequestGate) -> None:
         self._engine, self._gate = engine, gate
         self._ended: ServerState | None = None
+        self.health_headers: list[Callable[[], dict[str, str]]] = []  # what features tell at /health
 
     @property
     def state(self) -> ServerState:

@@ -26,7 +26,7 @@ PREFIX = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
 """Path -> how its ids begin, of what gives the model work. Features add theirs to `app.state.prefixes`, and to
 `app.state.unchosen_ids` the paths whose ids no client may choose."""
 ACCEPTED_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-CONNECTION = "stages.connection"  # in a scope's extensions: `abort` ends the connection without waiting for its client
+CONNECTION = "stages.connection"  # in a scope's extensions: `abort` ends the connection at once, `waiting` is how many bytes its client has not read
 TENANT: ContextVar[int | None] = ContextVar("tenant", default=None)
 """Which of several API keys sent the request that is being served; None with one key, or none."""
 TRACEPARENT = "stage02_server.features.traceparent:parse_traceparent"
@@ -162,6 +162,8 @@ class RequestMiddleware:
     async def _run(self, scope: Scope, receive: Receive, answer: _Answer, gate: RequestGate) -> None:
         task = asyncio.current_task()
         assert task is not None
+        ids: RequestIds | None = scope["state"].get("ids")
+        task.set_name(f"{scope['method']} {bounded(scope['path'])}{' ' + ids.response if ids else ''}")  # for debuggers
         gate.enter(task)
         try:
             await self._app(scope, receive, answer.send)

@@ -79,5 +79,5 @@ async def health(raw_request: Request) -> Response:
     """200 and nothing else when requests are served; else 503 with the state of the server."""
     lifecycle = raw_request.app.state.services.lifecycle
     if lifecycle.state == ServerState.READY:
-        return Response()
+        return Response(headers=dict(header for told in lifecycle.health_headers for header in told().items()))
     return JSONResponse({"state": lifecycle.state.value, **error_object(lifecycle.unavailable())}, 503)

@@ -38,7 +38,9 @@ async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -
 
     `receive` returns the client's messages. Raises ClientGoneError if the client left.
     """
-    working = asyncio.create_task(work)
+    own = asyncio.current_task()
+    assert own is not None
+    working = asyncio.create_task(work, name=own.get_name())  # whose work it is, for debuggers
     watching = asyncio.create_task(_wait_for_disconnect(receive))
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
@@ -76,7 +78,7 @@ async def made(make: Callable[[Any], T], outputs: list[Any]) -> T:
     return await LONG_ANSWERS[0].made(make, outputs) if LONG_ANSWERS else make(outputs)
 
 
-Answer = BaseModel | AsyncGenerator[bytes, None]  # whole, or its events
+Answer = BaseModel | bytes | AsyncGenerator[bytes, None]  # whole, perhaps as JSON already, or its events
 
 
 def server_sent_event(data: bytes) -> bytes:
@@ -105,8 +107,9 @@ class EventStreamResponse(StreamingResponse):
 
 def answer(result: Answer) -> Response:
     """A handler's result as a response."""
-    if isinstance(result, BaseModel):
-        return Response(result.model_dump_json(), media_type="application/json")
+    if isinstance(result, BaseModel | bytes):
+        written = result if isinstance(result, bytes) else result.model_dump_json()
+        return Response(written, media_type="application/json")
     # Proxies such as nginx buffer an answer unless a header forbids it.
     return EventStreamResponse(result, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 

@@ -33,3 +33,7 @@ class InvalidRequestError(ValueError):
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+
+class BusyError(InvalidRequestError):
+    """A request that could be served if it were sent again later."""

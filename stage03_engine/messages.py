@@ -66,6 +66,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, gc=False):
     cache_salt: str | None = None  # only requests with the same salt share cached prefixes
     cause: str | None = None
     task: Any = None  # what it asks for instead of text: PoolingParams, AudioInput (see `payload`)
+    tenant: int | None = None  # the number of its API key, if there are several
 
 
 class AbortRequests(msgspec.Struct, array_like=True, gc=False):
@@ -114,6 +115,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False, omit_defaults=
     ended_by_grammar: bool = False  # with FinishReason.STOP: the newest token is text, unlike a stop token
     result: dict[str, Any] | None = None  # what features add, by name: "pooled", "speech", "prompt_logprobs"
     num_preemptions: int = 0  # of the request so far
+    busy: bool = False  # with `error`: only for now
 
 
 class SpecDecodingStats(msgspec.Struct, array_like=True, gc=False):

@@ -29,6 +29,9 @@ from stage03_engine.frontend.features.prometheus import PrometheusStatLogger
 from stage03_engine.model_shape import ModelShape
 
 MAX_MODEL_LEN = 64
+MOST_CPU_SECONDS = (
+    0.5  # that a server's event loop may compute without a pause: twice what it warns of, as machines differ
+)
 EOS = 256  # the stand-in tokenizer has one token per byte, then <|endoftext|>
 
 
@@ -164,6 +167,8 @@ class ServerProcess:
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(code, stdout=pipe, stderr=pipe, text=True, start_new_session=own_group)
         self.lines: list[str] = []
+        # True in a test that holds the event loop on purpose; this form imports torch there, for debuggers
+        self.held_by_design = "--in-process" in args
         self._queue: queue.Queue[str | None] = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -193,5 +198,16 @@ class ServerProcess:
         return code
 
     def close(self) -> None:
+        """End it, however it is. Whatever a test asks of a server, it must not keep everybody else waiting."""
         self.process.kill()
         self.process.communicate()
+        self._reader.join(timeout=PATIENCE)
+        if not self.held_by_design:
+            assert not (held := holds(self.lines)), held
+
+
+def holds(lines: list[str]) -> list[str]:
+    """The lines of a log in which something kept the event loop and computed for longer than MOST_CPU_SECONDS. Waiting does not count:
+    the machine may be busy."""
+    found = ((re.search(r"event loop was held for .* \((.*) s of CPU time\)", line), line) for line in lines)
+    return [line for match, line in found if match and float(match[1]) > MOST_CPU_SECONDS]

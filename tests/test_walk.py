@@ -24,7 +24,8 @@ WALK = (
     "stage03_engine/core/models", "stage04_kernels",
 )  # fmt: skip
 MAX_LINES, MAX_FILES = 7000, 75
-MAX_FILES_OF_A_COMPLETION, MAX_FILES_OF_A_STEP, MAX_CHANGES_OF_A_STEP = 36, 20, 80
+MAX_FILES_OF_A_COMPLETION, MAX_FILES_OF_A_STEP, MAX_CHANGES_OF_A_STEP = 39, 20, 80
+# Of a completion's files three are limits that every request passes: connections, unread bytes, lines of the log.
 
 
 def walk_files() -> list[Path]:
@@ -97,7 +98,8 @@ def test_a_completion_touches_few_files(observed: tuple[Observed, int, int]) -> 
     seen, start, end = observed
     order: dict[str, int] = {}
     for _, note in seen.notes:
-        if start <= note.time <= end and note.what == "start":
+        # The watch on the event loop looks at its times, whatever is served
+        if start <= note.time <= end and note.what == "start" and note.thread != "loop-watch":
             order[note.function.file] = order.get(note.function.file, 0) + 1
     for number, (file, calls) in enumerate(order.items(), 1):
         print(f"{number:3} {file:55} {calls:5} calls")

@@ -17,7 +17,7 @@ from stage03_engine.core.features.distributed.pipeline_scheduler import Pipeline
 from stage03_engine.core.features.prefix_cache_reset import reset
 from stage03_engine.core.features.prompt_logprobs.scheduler_hook import PromptLogprobsSchedulerHook
 from stage03_engine.core.features.spec_decode.draft_scheduler import DraftHook
-from stage03_engine.core.features.structured_output.manager import StructuredOutputManager
+from stage03_engine.core.features.structured_output.manager import Accepted, StructuredOutputManager
 from stage03_engine.core.features.structured_output.scheduler_hook import GrammarSchedulerHook
 from stage03_engine.core.features.swap_space.swap_space import SwapHook
 from stage03_engine.core.request import Request
@@ -34,12 +34,15 @@ STEM = [(7 * i) % 50 + 50 for i in range(200)]  # most prompts begin alike, so t
 
 
 class RandomGrammars(StructuredOutputManager):
-    """Ready sooner or later, complete or failed now and then."""
+    """Ready sooner or later, late with a token, complete or failed now and then."""
 
     def __init__(self, rng: random.Random) -> None:
-        self.rng, self.ready = rng, dict[str, bool]()
+        self.rng, self.ready, self.late = rng, dict[str, bool](), dict[str, None]()
+        self.late_rate, self.end_rate = 0.3, 1.0
 
-    def grammar_init(self, request_id: str, params: SamplingParams, salt: str | None = None) -> None:
+    def grammar_init(
+        self, request_id: str, params: SamplingParams, salt: str | None = None, tenant: int | None = None
+    ) -> None:
         self.ready[request_id] = False
 
     def is_ready(self, request_id: str) -> bool:
@@ -49,14 +52,22 @@ class RandomGrammars(StructuredOutputManager):
     def grammar_bitmask(self, request_ids: list[str]) -> dict[str, bytes] | None:
         return None
 
-    def accept_tokens(self, sampled: dict[str, list[int]]) -> tuple[set[str], dict[str, EngineCoreOutput]]:
-        mine = [i for i in sampled if i in self.ready]
-        failed = {i for i in mine if self.rng.random() < 0.1}
-        complete = {i for i in mine if self.rng.random() < 0.2}
-        return complete, {i: EngineCoreOutput(i, [], None, FinishReason.ERROR, error="stuck") for i in failed}
+    def is_moving(self, request_id: str) -> bool:
+        return request_id in self.late
+
+    def accept_tokens(self, sampled: dict[str, list[int]]) -> Accepted:
+        assert not self.late.keys() & sampled.keys(), "a request ran that was to sit out"
+        mine = [i for i in [*self.late, *sampled] if i in self.ready]
+        self.late = dict.fromkeys(i for i in mine if self.rng.random() < self.late_rate)
+        mine = [i for i in mine if i not in self.late]
+        failed = {i for i in mine if self.rng.random() < 0.1 * self.end_rate}
+        complete = {i for i in mine if self.rng.random() < 0.2 * self.end_rate}
+        errors = {i: EngineCoreOutput(i, [], None, FinishReason.ERROR, error="stuck") for i in failed}
+        return Accepted(set(mine), complete, errors)
 
     def free(self, request_id: str) -> None:
         self.ready.pop(request_id, None)
+        self.late.pop(request_id, None)
 
 
 class ToyEngine:
@@ -80,7 +91,7 @@ class ToyEngine:
                 max_num_batched_tokens=config.max_num_batched_tokens, num_blocks=num_blocks, num_swap_blocks=swap_blocks,
                 scheduler_config=asdict(config), cache_config=asdict(replace(cache, prefix_caching_hash_seed=None)),
             )  # fmt: skip
-        grammars = RandomGrammars(self.rng)
+        self.grammars = grammars = RandomGrammars(self.rng)
         pool = BlockPool(num_blocks)
         self.scheduler = self.kind(config, cache, pool, max_model_len, os.urandom(8))
         vllm_config = VllmConfig()

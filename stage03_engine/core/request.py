@@ -32,7 +32,7 @@ class Request:
     def __init__(self, message: EngineCoreRequest, seed: int) -> None:
         self.arrival = 0  # its number in the order of arrival, given by the scheduler
         self.priority = message.priority  # a smaller number goes first, under the priority policy
-        self.cache_salt = message.cache_salt
+        self.cache_salt, self.tenant = message.cache_salt, message.tenant
         self.block_hashes: list[bytes] = []  # one per full block of all_token_ids, computed when needed
         self.num_traced_hashes = 0  # of them, those that a trace holds
         self.num_preemptions = 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, NamedTuple, Protocol
 
-from stage03_engine.errors import InvalidRequestError
+from stage03_engine.errors import BusyError, InvalidRequestError
 from stage03_engine.frontend.detokenizer import IncrementalDetokenizer
 from stage03_engine.frontend.metrics import CompletedStats, IterationStats, RequestStats
 from stage03_engine.frontend.tokenizer import Tokenizer
@@ -251,7 +251,7 @@ class OutputProcessor:
             if state is None:
                 continue
             if output.error is not None:
-                self._refuse(state, output.error, output.error_param)
+                self._refuse(state, output.error, output.error_param, BusyError if output.busy else InvalidRequestError)
                 continue
             end = state.append(output)
             finish_reason, stop_reason = output.finish_reason, output.stop_reason
@@ -275,10 +275,10 @@ class OutputProcessor:
         self._forget(request_id)
         stats.complete(state.completed, num_output_tokens)
 
-    def _refuse(self, state: RequestState, message: str, param: str | None) -> None:
+    def _refuse(self, state: RequestState, message: str, param: str | None, kind: type[InvalidRequestError]) -> None:
         """The engine core refused this request; `param` is the field to blame, if any."""
         self._forget(state.request.request_id)
-        state.queue.put(RuntimeError(message) if param is None else InvalidRequestError(message, param))
+        state.queue.put(RuntimeError(message) if param is None else kind(message, param))
 
     def abort_requests(self, request_ids: list[str]) -> list[str]:
         """Forget requests, by their callers' ids or the engine core's; returns the engine core's ids of those that ran."""

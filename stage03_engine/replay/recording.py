@@ -105,6 +105,7 @@ class RecordedStep:
     decision: Decision = field(default_factory=Decision)
     decided: bool = False
     grammars_ready: list[str] = field(default_factory=list)
+    grammars_missed: list[str] = field(default_factory=list)  # their tokens come in a later step
     computed: dict[str, int] = field(default_factory=dict)  # scheduled request -> tokens computed before
     tokens: list[Event] = field(default_factory=list)  # sched.token
     proposed: dict[str, int] = field(default_factory=dict)  # request -> drafts for the next step
@@ -118,6 +119,8 @@ class RecordedStep:
         match event.name:
             case "grammar.ready":
                 self.grammars_ready.append(request_id)
+            case "grammar.missed":
+                self.grammars_missed.append(request_id)
             case "sched.admit" | "sched.resume":
                 decision.started[request_id] = 0
             case "sched.preempt":

@@ -186,6 +186,42 @@ def test_the_standstill_that_a_grammar_can_cause_is_short() -> None:
     assert all(seconds < LONGEST for _, seconds in waits), waits
 
 
+def test_a_key_with_many_grammars_waiting_is_asked_to_come_again_and_no_other() -> None:
+    """Streamed or not; requests for the same grammar count once."""
+    bombs = [{"type": "integer", "multipleOf": 323456789 + 2 * i} for i in range(2)]
+    limits = ["--max-waiting-grammars", "1", "--grammar-compile-seconds", "3"]
+    server = ServerProcess(
+        "gpt2-tiny", "--port", "0", "--kv-cache-memory-bytes", "50000000", "--api-key", "A", "B", *limits
+    )
+    a, b = {"Authorization": "Bearer A"}, {"Authorization": "Bearer B"}
+    try:
+        with (
+            httpx.Client(base_url=server.wait_until_ready(), timeout=PATIENCE) as client,
+            ThreadPoolExecutor(2) as pool,
+        ):
+
+            def ask(who: dict[str, str], **fields: Any) -> httpx.Response:
+                return client.post(COMPLETIONS, json={"prompt": "x", "max_tokens": 3} | fields, headers=who)
+
+            slow = [pool.submit(ask, a, guided_json=bombs[0]) for _ in range(2)]
+            deferred = ""
+            while not deferred:
+                seen = client.get("/metrics").text.splitlines()
+                deferred = next(
+                    (x for x in seen if "deferred" in x and not x.startswith("#") and not x.endswith(" 0.0")), ""
+                )
+            for stream in (False, True):
+                answer = ask(a, guided_json=bombs[1], stream=stream)
+                assert answer.status_code == 429 and answer.headers["Retry-After"] == "1", answer.text
+                error = answer.json()["error"]
+                assert (error["type"], error["param"]) == ("RateLimitError", "guided_json"), error
+            assert ask(b, guided_choice=["yes", "no"]).status_code == 200
+            assert {each.result().status_code for each in slow} == {400}
+            assert ask(a, guided_choice=["yes", "no"]).status_code == 200
+    finally:
+        server.close()
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
     server = ServerProcess(

@@ -15,6 +15,7 @@ import pytest
 from patience import PATIENCE
 from server_under_test import ServerProcess
 
+from stage02_server.features.hardening.log_limit import LogLimit
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.args.log import LogFlags, configure_logging
 from stage03_engine.frontend.features.logging_stats import LoggingStatLogger
@@ -160,3 +161,36 @@ def test_the_level_is_for_our_own_lines(start_server: Callable[..., ServerProces
     assert server.lines and not any(
         "Serving" in line or "Stopped" in line or "Settings" in line for line in server.lines
     )
+
+
+def test_a_flood_of_lines_is_cut_and_counted() -> None:
+    """Of each logger, in each second; errors and other loggers' lines are not in it."""
+    now, passed = 100.0, []
+    limit = LogLimit(3, lambda: now)
+
+    def record(name: str, level: int = logging.INFO) -> bool:
+        return limit.filter(logging.LogRecord(name, level, "x.py", 1, "line", (), None))
+
+    class Told(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            passed.append(record.getMessage())
+
+    logging.getLogger(LogLimit.__module__).addHandler(handler := Told())
+    try:
+        assert [record("access") for _ in range(5)] == [True] * 3 + [False] * 2
+        assert record("other") and record("access", logging.ERROR) and not record("access", logging.WARNING)
+        now += 1
+        assert record("access") and passed == ["3 lines of access were left out (--max-log-lines)."]
+        now += 1
+        assert record("access") and len(passed) == 1
+    finally:
+        logging.getLogger(LogLimit.__module__).removeHandler(handler)
+
+
+def test_a_flood_of_requests_is_no_flood_of_lines(start_server: Callable[..., ServerProcess]) -> None:
+    server = start_server("gpt2-tiny", "--engine", "echo", "--host", "127.0.0.1", "--port", "0", "--max-log-lines", "9")
+    server.wait_until_ready()
+    with httpx.Client(base_url=server.url) as client:
+        while not any("were left out" in line for line in server.lines):
+            assert client.get("/version").status_code == 200
+    server.close()

@@ -5,6 +5,7 @@ The long form measures: `pytest -m long -k standstill tests/stage02_server/test_
 
 from __future__ import annotations
 
+import ast
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -19,6 +20,7 @@ from pydantic import BaseModel
 from server_under_test import InProcessServer, ServerProcess, events
 from standstill import LONGEST, Standstill
 
+import stage02_server
 from stage02_server.features.hardening import long_answers
 from stage02_server.features.hardening.long_answers import json_pieces
 from stage02_server.features.logprobs.fields import ChatLogProb, ChatLogProbs, TokenLogProb
@@ -134,6 +136,51 @@ def test_more_logprobs_than_the_flag_allows(make_server: Callable[..., InProcess
     assert server.post(CHAT, chat).status_code == 400
     assert server.post(CHAT, chat | {"n": 1, "top_logprobs": 20}).status_code == 200
     assert server.engine.num_unfinished_requests == 0
+
+
+WRITERS = {"answer", "dumps", "model_dump_json", "to_json", "dump_json", "JSONResponse", "generate_latest"}
+AT_ONCE = {
+    "errors.py error_json dumps": "a message has 4,096 characters",
+    "features/admin/metrics_text.py get generate_latest": "as many lines as there are metrics, twice a second at most",
+    "features/audio/process.py": "a process of its own",
+    "features/audio/serving.py": "a chunk of a stream",
+    "features/batch": "a process of its own",
+    "features/chat_template": "a process of its own, or linear in the prompt",
+    "features/data_parallel/routes.py health_of_engines JSONResponse": "a line for each engine",
+    "features/dry_run": "before the server starts",
+    "features/hardening/long_answers.py": "writes in pieces",
+    "features/messages/errors.py error_json dumps": "a message has 4,096 characters",
+    "features/messages/maker.py": "an event of a stream: it holds text only",
+    "features/messages/protocol.py": "a thread: a part of a request",
+    "features/page/openapi.py main JSONResponse": "a process of its own",
+    "features/responses/encoded.py": "a thread if it may be long",
+    "features/responses/routes.py": "JSON already",
+    "features/tools": "a thread, or a part of a request",
+    "routes.py": "the names in the flags; one state",
+    "serving_engine.py": "a chunk of a stream; features that make it long use `made`",
+    "streaming.py answer model_dump_json": "what answer_of has found to be short",
+    "streaming.py answer_of answer": "what it has found to be short",
+}
+"""Where an answer is written as JSON (file, function, how) -> why nobody waits for it."""
+
+
+def test_nothing_long_is_written_on_the_event_loop() -> None:
+    """Every place that writes JSON is known; a new one has to say why it is short, or use answer_of."""
+    root = Path(stage02_server.__file__).parent
+    unknown, used = [], set()
+    for path in sorted(root.rglob("*.py")):
+        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            for call in (node.func for node in ast.walk(function) if isinstance(node, ast.Call)):
+                how = call.attr if isinstance(call, ast.Attribute) else getattr(call, "id", "")
+                if how not in WRITERS or (how == "answer" and isinstance(call, ast.Attribute)):
+                    continue
+                place = f"{path.relative_to(root).as_posix()} {function.name} {how}"
+                reasons = [known for known in AT_ONCE if place.startswith(known)]
+                used.update(reasons)
+                unknown += [] if reasons else [place]
+    assert not unknown and used == AT_ONCE.keys()
 
 
 @pytest.fixture(scope="module")

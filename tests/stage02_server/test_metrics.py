@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 from server_under_test import InProcessServer, RecordingEcho, ServerProcess, byte_config
 
+from stage02_server.features.admin import metrics_text
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.errors import ConfigError
 from stage03_engine.messages import EngineCoreOutputs, SchedulerStats
@@ -179,3 +182,21 @@ def test_older_names_of_metrics(version: str | None, gpu: bool, tpot: bool) -> N
 def test_what_is_no_version_is_refused(version: str) -> None:
     with pytest.raises(ConfigError, match="must be a version of vLLM such as 0.11"):
         EngineArgs.from_kwargs(model="gpt2-tiny", show_hidden_metrics_for_version=version)
+
+
+def test_the_text_is_made_a_few_times_in_a_row_and_then_twice_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No key protects it, and it costs more than ten times as much as /health."""
+    now, made = 100.0, []
+    monkeypatch.setattr(metrics_text, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(metrics_text, "generate_latest", lambda registry: made.append(now) or b"%d" % len(made))
+    text, registry = metrics_text.MetricsText(), CollectorRegistry()
+    assert [text.get(registry) for _ in range(9)] == [b"1", b"2", b"3", *[b"4"] * 6]
+    for _ in range(1000):
+        now += 0.01
+        text.get(registry)
+        assert now - made[-1] < metrics_text.SECONDS + 1e-6
+    assert len(made) <= 4 + 10 / metrics_text.SECONDS
+    now += 3600
+    assert [text.get(registry) for _ in range(9)] == [b"%d" % n for n in range(len(made) - 3, len(made) + 1)] + [
+        b"%d" % len(made)
+    ] * 5

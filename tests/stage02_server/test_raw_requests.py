@@ -100,6 +100,7 @@ REQUESTS: dict[str, tuple[bytes, str]] = {
     "a version that is none": (get(b"/v1/models", version=b"9.9"), "400"),
     # Bodies
     "compressed": (post(b"Content-Encoding: gzip\r\n", body=gzip.compress(BODY)), "415"),
+    "compressed a million times": (post(b"Content-Encoding: " + b" ," * 10**6 + b"\r\n"), "415"),
     "compressed twice": (post(b"Content-Encoding: identity, BR\r\n"), "415"),
     "a surrogate": (post(body=b'{"prompt": "\\ud800", "max_tokens": 1}'), "400"),
     "a key twice": (post(body=b'{"prompt": "x", "max_tokens": 1, "max_tokens": {}}'), "400"),

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import BuiltinFunctionType, FrameType, FunctionType, ModuleType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import httpx
 import pytest
 from hypothesis import given, settings, strategies as st
+from pydantic import BaseModel
 from server_under_test import InProcessServer, RecordingEcho, ServerProcess
 
-from stage02_server.features.responses import store as response_store
+from stage02_server.features.responses.protocol import ResponsesRequest
+from stage02_server.serving_engine import OpenAIServing
+from stage03_engine.frontend.async_llm import AsyncLLM
 
 RESPONSES = "/v1/responses"
 BACKGROUND = {"input": "Hello", "background": True, "max_output_tokens": 6}
@@ -67,10 +72,9 @@ def test_the_last_ones_are_kept(room: int, count: int) -> None:
         server.close()
 
 
-def test_long_conversations_push_out_more(make_server: MakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(response_store, "MAX_STORED_CHARACTERS", 50_000)
-    server = make_server()
-    long = [{"role": "user", "content": [{"type": "input_text", "text": "x"}] * 25}]  # 15,000 and more
+def test_long_conversations_push_out_more(make_server: MakeServer) -> None:
+    server = make_server(max_stored_bytes=100_000)
+    long = [{"role": "user", "content": [{"type": "input_text", "text": "x" * 20}] * 2, "name": "y" * 40_000}]
     names = [post(server, input=long).json()["id"] for _ in range(3)]
     assert [get(server, name).status_code for name in names] == [404, 200, 200]
 
@@ -253,11 +257,14 @@ def test_impossible_flag(start_server: Callable[..., ServerProcess]) -> None:
     assert server.wait() == 2 and "max_stored_responses must be at least 0" in server.lines[-1]
 
 
-LONG = "x" * 20_000
+LONG = "x" * 40_000
 FAT: dict[str, dict[str, Any]] = {
     "tools": {"tools": [{"type": "function", "name": "f", "description": LONG}], "tool_choice": "none"},
     "a schema": {"text": {"format": {"type": "json_schema", "name": "s", "schema": {"description": LONG}}}},
-    "many empty parts": {"input": [{"role": "user", "content": [{"type": "input_text", "text": ""}] * 40}]},
+    "many empty parts": {
+        "input": [{"role": "user", "content": "x", "summary": [{"type": "summary_text", "text": ""}] * 1500}]
+    },
+    "a field that nobody reads": {"input": [{"role": "user", "content": "x", "encrypted_content": LONG}]},
     "long ids": {
         "input": [
             {"type": "function_call", "call_id": LONG, "name": "f", "arguments": "{}"},
@@ -268,12 +275,9 @@ FAT: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("body", FAT.values(), ids=FAT)
-def test_all_that_a_response_keeps_counts(
-    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]
-) -> None:
+def test_all_that_a_response_keeps_counts(make_server: MakeServer, body: dict[str, Any]) -> None:
     """Whatever it is: a stranger must not fill the memory with what nobody counts."""
-    monkeypatch.setattr(response_store, "MAX_STORED_CHARACTERS", 3 * 20_000)
-    server = make_server()
+    server = make_server(max_stored_bytes=3 * len(LONG))
     thin = [post(server).json()["id"] for _ in range(2)]
     assert [get(server, name).status_code for name in thin] == [200, 200]
     fat = [post(server, max_output_tokens=1, **body) for _ in range(3)]
@@ -283,21 +287,106 @@ def test_all_that_a_response_keeps_counts(
     assert found[:3] == [404] * 3 and found[4] == 200
 
 
+def filled(annotation: Any) -> Iterator[Any]:
+    """Values of this type, each with LONG in another one of all the places that can hold a text."""
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if annotation is str or annotation is Any:
+        yield LONG
+    elif origin is Annotated:
+        yield from filled(inner[0])
+    elif origin is list:
+        yield from ([value] for value in filled(inner[0]))
+    elif origin is dict:
+        yield from ({"x": value} for value in filled(inner[1]))
+        yield from ({value: "x"} for value in filled(inner[0]))
+    elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        needed = {(field.alias or name): sample(field.annotation) for name, field in annotation.model_fields.items()}
+        needed = {name: value for name, value in needed.items() if value is not None}
+        for name, field in annotation.model_fields.items():
+            yield from (needed | {field.alias or name: value} for value in filled(field.annotation))
+    elif origin in (Union, UnionType):
+        for each in inner:
+            yield from filled(each)
+
+
+def sample(annotation: Any) -> Any:
+    """A harmless value of this type where one helps a request to be served."""
+    origin, inner = get_origin(annotation), get_args(annotation)
+    samples = {str: "x", Literal: inner[0] if inner else None}
+    if origin is Annotated:
+        return sample(inner[0])
+    if origin in (Union, UnionType):
+        return None if type(None) in inner else sample(inner[0])
+    return samples.get(origin or annotation)
+
+
+SHARED = (
+    type,
+    ModuleType,
+    FunctionType,
+    BuiltinFunctionType,
+    FrameType,
+    asyncio.AbstractEventLoop,
+    OpenAIServing,
+    AsyncLLM,
+)
+
+
+def texts_in(thing: Any) -> int:
+    """Characters and bytes of all texts with LONG that can be reached from an object, whoever holds them."""
+    seen: set[int] = set()
+    waiting, total = [thing], 0
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen or isinstance(value, SHARED):
+            continue
+        seen.add(id(value))
+        if isinstance(value, str | bytes):
+            total += len(value) if (LONG if isinstance(value, str) else LONG.encode()) in value else 0
+        else:
+            waiting += gc.get_referents(value)
+    return total
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_no_field_is_left_out_of_the_size(make_server: MakeServer, background: bool) -> None:
+    """Every text of every field of a request, and of every item: what is kept of it counts."""
+    tick = {"tick_seconds": 3600} if background else {}
+    server = make_server(RecordingEcho(**tick), max_stored_bytes=2**30, max_stored_responses=10_000)
+    bodies = [body for body in filled(ResponsesRequest) if body.get("input") != LONG]
+    base = {"input": [{"role": "user", "content": "x"}], "max_output_tokens": 1, "background": background}
+    kept = 0
+    for body in bodies:
+        (name,) = [name for name, value in body.items() if LONG in str(value)]
+        if name == "input":
+            item = {"type": "message", "role": "user", "content": "x"} | {
+                k: v for k, v in body["input"][0].items() if LONG in str(v)
+            }
+            body = {"input": [item]}
+        answer = server.post(RESPONSES, base | {key: value for key, value in body.items() if key in (name, "input")})
+        if answer.status_code == 200:
+            entry = server.app.state.openai_serving_responses._store.get(answer.json()["id"], "")
+            held = texts_in(entry)
+            kept += held > 0
+            assert entry.num_bytes >= held, name
+    assert len(bodies) > 40 and kept >= 8
+
+
 def test_what_no_item_has_is_not_kept(make_server: MakeServer) -> None:
     """Fields that nobody reads, however long, are dropped with the request."""
     server = make_server()
     item = {"role": "user", "content": [{"type": "input_text", "text": "Hi", "junk": LONG}], "junk": LONG}
     name = post(server, input=[item]).json()["id"]
     (entry,) = server.app.state.openai_serving_responses._store._entries.values()
-    assert entry.response.id == name and LONG not in str([kept.model_dump() for kept in entry.items])
+    assert entry.id == name and LONG.encode() not in entry.body + b"".join(entry.items)
 
 
-def test_what_runs_in_the_background_counts_too(stuck: InProcessServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_runs_in_the_background_counts_too(make_server: MakeServer) -> None:
     """It cannot be forgotten, so beyond the bound no more begins."""
-    monkeypatch.setattr(response_store, "MAX_STORED_CHARACTERS", 20_000)
+    server = make_server(RecordingEcho(tick_seconds=3600), max_stored_bytes=6 * len(LONG))
     body = BACKGROUND | FAT["tools"]
-    names = [stuck.post(RESPONSES, body) for _ in range(2)]
-    assert [answer.status_code for answer in names] == [200, 429] and "retry-after" in names[1].headers
+    names = [server.post(RESPONSES, body) for _ in range(3)]
+    assert [answer.status_code for answer in names] == [200, 200, 429] and "retry-after" in names[2].headers
 
 
 def test_the_trace_tells_how_work_in_the_background_ended(

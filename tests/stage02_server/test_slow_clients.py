@@ -12,10 +12,12 @@ from collections.abc import Iterator
 import httpx
 import psutil
 import pytest
+from hypothesis import given, strategies as st
 from patience import PATIENCE, wait_until
 from server_under_test import ServerProcess, rest
 
 from stage02_server.cli_args import FrontendArgs
+from stage02_server.features.hardening.open_connections import OpenConnections
 from stage02_server.features.hardening.slow_clients import timed_protocol
 
 COMPLETIONS = (
@@ -166,3 +168,70 @@ def test_room_for_requests_that_arrive_slowly(monkeypatch: pytest.MonkeyPatch, f
     """A system without a limit on open files says -1, of which the half is no room at all."""
     monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
     assert timed_protocol(FrontendArgs()).unfinished.max_connections == room
+
+
+@pytest.fixture(scope="module")
+def narrow() -> Iterator[ServerProcess]:
+    server = ServerProcess(*ECHO, "--max-connections", "3", "--timeout-keep-alive", "1000", patch=SLOW_STEPS)
+    server.wait_until_ready()
+    yield server
+    server.close()
+
+
+def test_one_connection_too_many_takes_the_place_of_the_longest_idle_one(narrow: ServerProcess) -> None:
+    """And where each has work to do, it is refused; nobody loses what he waits for."""
+    ask = b'{"prompt": "a", "max_tokens": 400, "ignore_eos": true, "stream": true}'
+    with contextlib.ExitStack() as stack:
+
+        def client(data: bytes) -> socket.socket:
+            return stack.enter_context(connect(narrow, data))
+
+        get = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
+        idle = [client(get) for _ in range(3)]
+        assert all(each.recv(12) == b"HTTP/1.1 200" for each in idle)
+        idle[0].sendall(get)  # so it is not the longest idle one any more
+        wait_until(lambda: idle[0].recv(65536).count(b"HTTP/1.1 200") or idle[0].recv(1), "no second answer")
+        busy = client(COMPLETIONS % len(ask) + ask)
+        assert busy.recv(12) == b"HTTP/1.1 200"
+        assert rest(idle[1]).endswith(b"}")  # closed behind the end of its answer
+        more = [client(COMPLETIONS % len(ask) + ask) for _ in range(2)]
+        assert [each.recv(12) for each in more] == [b"HTTP/1.1 200"] * 2
+        refused = rest(client(b""))
+        assert b" 503 " in refused and b"--max-connections" in refused
+        more[0].close()
+        wait_until(lambda: b" 200 " in _asked(narrow, get), "its place is not free")
+
+
+def _asked(server: ServerProcess, data: bytes) -> bytes:
+    with connect(server, b"") as client, contextlib.suppress(ConnectionError):
+        client.sendall(data)
+        return client.recv(65536)
+    return b""
+
+
+@given(
+    most=st.integers(1, 4),
+    life=st.lists(st.tuples(st.sampled_from(["add", "rest", "wake", "discard"]), st.integers(0, 7))),
+)
+def test_there_are_never_too_many(most: int, life: list[tuple[str, int]]) -> None:
+    class Client:
+        closed = False
+
+        def end_idle(self) -> None:
+            assert self not in opened.open and not self.closed
+            self.closed = True
+
+    opened, clients = OpenConnections(most), [Client() for _ in range(8)]
+    for what, number in life:
+        client, idle = clients[number], list(opened.idle)
+        if what == "add" and client not in opened.open:
+            client.closed = False
+            full = len(opened.open) == most
+            if not opened.add(client):
+                assert full and not idle
+                opened.discard(client)
+            elif full:
+                assert idle[0].closed  # type: ignore[attr-defined]
+        elif what != "add":
+            getattr(opened, what)(client)
+        assert len(opened.open) <= most and set(opened.idle) <= opened.open

@@ -17,7 +17,7 @@ from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.core.engine_core import EngineCore
 from stage03_engine.core.features.debug.scheduler_checks import check_invariants
 from stage03_engine.core.features.structured_output.grammar_checker import GrammarChecker
-from stage03_engine.core.features.structured_output.manager import StructuredOutputManager
+from stage03_engine.core.features.structured_output.manager import Accepted, StructuredOutputManager
 from stage03_engine.llm import LLM
 from stage03_engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from stage03_engine.params.structured_outputs import StructuredOutputsParams as Wanted
@@ -97,11 +97,23 @@ def manager() -> Iterator[StructuredOutputManager]:
     manager.shutdown()
 
 
-def begin(manager: StructuredOutputManager, name: str, wanted: Wanted, salt: str | None = None) -> None:
-    manager.grammar_init(name, params(wanted), salt)
+def begin(
+    manager: StructuredOutputManager, name: str, wanted: Wanted, salt: str | None = None, tenant: int | None = None
+) -> None:
+    manager.grammar_init(name, params(wanted), salt, tenant)
     while not manager.is_ready(name):
         manager.wait(1.0)
         assert manager.poll() == []
+
+
+def accept(
+    manager: StructuredOutputManager, sampled: dict[str, list[int]]
+) -> tuple[set[str], dict[str, EngineCoreOutput]]:
+    """In as many steps as it takes: the requests that are complete, and those that failed."""
+    accepted = manager.accept_tokens(sampled)
+    while any(manager.is_moving(i) for i in sampled):
+        accepted = Accepted(*(old | new for old, new in zip(accepted, manager.accept_tokens({}))))  # type: ignore[operator]
+    return accepted.complete, accepted.failed
 
 
 def test_a_token_that_the_grammar_forbids_ends_the_request(manager: StructuredOutputManager) -> None:
@@ -113,7 +125,7 @@ def test_a_token_that_the_grammar_forbids_ends_the_request(manager: StructuredOu
     config = manager._config
     assert max(allowed) < config.shape.vocab_size and manager.grammar_bitmask(["none"]) is None
     forbidden = next(i for i in range(config.shape.vocab_size) if i not in allowed)
-    complete, failed = manager.accept_tokens({"good": [allowed[0]], "bad": [forbidden], "none": [1]})
+    complete, failed = accept(manager, {"good": [allowed[0]], "bad": [forbidden], "none": [1]})
     assert complete == set() and failed.keys() == {"bad"} and "other settings" in (failed["bad"].error or "")
 
 
@@ -121,8 +133,8 @@ def test_only_requests_with_the_same_salt_share_a_compiled_grammar(
     manager: StructuredOutputManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled: list[tuple[str, str | None]] = []
-    compile = manager._compile
-    monkeypatch.setattr(manager, "_compile", lambda key: (compiled.append(key[1:]), compile(key))[1])
+    add = manager._compilers.add
+    monkeypatch.setattr(manager._compilers, "add", lambda who, new: (compiled.append(new.key[1:]), add(who, new)))
     for name, salt in (("1", None), ("2", "a"), ("3", "a"), ("4", "b"), ("5", None), ("6", "b")):
         begin(manager, name, Wanted(regex="[ab]+"), salt)
     assert [salt for _, salt in compiled] == [None, "a", "b"] and len({text for text, _ in compiled}) == 1
@@ -154,10 +166,10 @@ def test_when_the_checking_process_is_killed_another_one_takes_its_place(
         process.kill()
         process.wait()
     begin(manager, "b", Wanted(regex="[cd]+"))
-    _, failed = manager.accept_tokens({"a": [token_of(manager, "a")]})
+    _, failed = accept(manager, {"a": [token_of(manager, "a")]})
     assert failed == {}, "what is compiled needs no process"
     monkeypatch.setattr(GrammarChecker, "_start", lambda self: killed_process())
-    for checker in manager._checkers:
+    for checker in manager._compilers._checkers:
         checker.shutdown()
         checker._process, checker._closed = None, False
     assert "was killed" in refused(manager, "c", Wanted(regex="[ef]+"))
@@ -185,7 +197,7 @@ ENDLESS = {
 
 def test_what_would_compile_for_minutes_is_stopped(manager: StructuredOutputManager) -> None:
     """Not even a thread of the engine is lost to it: the next grammar compiles at once."""
-    manager._limits = replace(manager._limits, grammar_compile_seconds=1.0)
+    manager._compilers.limits = replace(manager._limits, grammar_compile_seconds=1.0)
     for name, wanted in ENDLESS.items():
         assert "too complex" in refused(manager, name, wanted) or "too big" in refused(manager, name, wanted), name
         begin(manager, f"after {name}", Wanted(regex="[ab]+"))
@@ -198,13 +210,15 @@ def test_a_step_that_takes_too_long_ends_its_request_alone(
     begin(manager, "slow", Wanted(regex="[ab]+"))
     begin(manager, "quick", Wanted(regex="[cd]+"))
     slow, quick = token_of(manager, "slow"), token_of(manager, "quick")
-    manager._limits = replace(manager._limits, grammar_step_seconds=0.05)
+    manager._threads.seconds_per_job = 0.05
     with monkeypatch.context() as patch:
-        patch.setattr(manager._requests["slow"].matcher, "accept", lambda token_ids: go_on.wait(60))
-        complete, failed = manager.accept_tokens({"slow": [slow]})
-    manager._limits = replace(manager._limits, grammar_step_seconds=60.0)
-    assert complete == set() and failed.keys() == {"slow"} and "within 0.05 s" in (failed["slow"].error or "")
-    assert manager.accept_tokens({"quick": [quick]}) == (set(), {})
+        patch.setattr(manager._requests["slow"], "accept", lambda backend, token_ids: go_on.wait(60))
+        complete, failed = accept(manager, {"slow": [slow]})
+    manager._threads.seconds_per_job = 60.0
+    assert (
+        complete == set() and failed.keys() == {"slow"} and "could not be found within" in (failed["slow"].error or "")
+    )
+    assert accept(manager, {"quick": [quick]}) == (set(), {})
     manager.free("slow")
     begin(manager, "again", Wanted(regex="[ab]+"))
     go_on.set()

@@ -48,6 +48,7 @@ def rules_by_event(events: list[Event], request_id: str, step: int) -> set[str]:
             named = {
                 "sched.admit": "admit", "sched.resume": "resume", "sched.scheduled": "chunk", "sched.preempt": "preempt",
                 "sched.prefix_hit": "prefix", "sched.turn": "turn", "spec.scheduled": "drafts", "spec.verified": "verify", "grammar.ready": "grammar",
+                "grammar.missed": "grammar late",
             }  # fmt: skip
             rules |= {named[event.name]} if event.name in named else set()
             rules |= {"end " + args["by"]} if event.name == "sched.finished" else set()
@@ -79,7 +80,7 @@ def test_every_step_of_every_request_has_its_reasons(
             alive = {e.step for e in events[first:last] if e.name == "engine.step" and e.ph == "B"}
             for step in steps:
                 rules = {reason.rule for reason in mine[step].reasons} - {"end outside"} if step in mine else set()
-                assert rules - {"budget of running"} == rules_by_event(events, request_id, step)
+                assert rules - {"budget of running", "last token"} == rules_by_event(events, request_id, step)
                 assert bool(rules) == (step in alive), "every step in which a request is in the engine has a reason"
 
 

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import cache
 from importlib.metadata import version
 from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import APIRouter, FastAPI, Query, Request, Response
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, Field
 
 from stage02_server.api_server import Services
 from stage02_server.errors import APIError, not_found
 from stage02_server.features.admin.end_requests import end_requests, running_request_ids
+from stage02_server.features.admin.metrics_text import MetricsText
 from stage02_server.features.admin.server_load import ServerLoad
 from stage02_server.protocol_types import Text
 
@@ -37,14 +39,21 @@ class AbortRequest(BaseModel):
 @router.get("/version")
 async def show_version() -> dict[str, str]:
     """The version of this project."""
-    return {"version": version("vllm-in-stages")}
+    return {"version": _version()}
+
+
+@cache
+def _version() -> str:
+    return version("vllm-in-stages")  # reads a file
 
 
 @router.get("/metrics")
 async def metrics(raw_request: Request) -> Response:
-    """The engine's numbers in Prometheus' text format, from the registry that the stat logger writes to."""
-    registry = raw_request.app.state.services.registry
-    return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+    """The engine's numbers in Prometheus' text format, from the registry that the stat logger writes to; those of at most half a second
+    ago for who asks again and again."""
+    state = raw_request.app.state
+    text = state.metrics_text.get(state.services.registry)
+    return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/load")
@@ -119,7 +128,7 @@ async def reset_prefix_cache(raw_request: Request) -> Response:
 
 def install(app: FastAPI, services: Services) -> None:
     """Add the routes, and the count behind `/load`."""
-    app.state.server_load = ServerLoad()
+    app.state.server_load, app.state.metrics_text = ServerLoad(), MetricsText()
     app.include_router(router)
     if services.args.server_dev_mode:
         app.include_router(dev_router)

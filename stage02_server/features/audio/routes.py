@@ -8,7 +8,7 @@ from starlette.responses import PlainTextResponse
 from stage02_server.api_server import Services
 from stage02_server.features.audio.protocol import TranscriptionRequest, in_words_of_audio
 from stage02_server.features.audio.serving import ServingTranscription, Task
-from stage02_server.streaming import ClientGoneError, answer
+from stage02_server.streaming import Answer, ClientGoneError, answer_of
 from stage03_engine.errors import InvalidRequestError
 
 router = APIRouter()
@@ -30,7 +30,11 @@ async def _create(raw_request: Request, task: Task) -> Response:
         return Response(status_code=499)
     except InvalidRequestError as error:
         raise in_words_of_audio(error) from error
-    return PlainTextResponse(result) if isinstance(result, str) else answer(result)
+    return PlainTextResponse(result) if isinstance(result, str) else await answer_of(_as_it_is(result))
+
+
+async def _as_it_is(result: Answer) -> Answer:
+    return result
 
 
 @router.post("/v1/audio/transcriptions", openapi_extra=FORM)

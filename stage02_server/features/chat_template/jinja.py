@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from stage02_server.cli_args import FrontendArgs
 from stage02_server.errors import RETRY_AFTER_SECONDS, APIError
 from stage02_server.features.chat_template.messages import plain_message
 from stage02_server.features.chat_template.renderer import TemplateRenderer
+from stage02_server.middleware import TENANT
 from stage02_server.protocol import ChatMessageParam, ChatTemplateFields
 from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.frontend.tokenizer import Tokenizer
@@ -53,7 +55,7 @@ class JinjaChatTemplate:
         if wrong := _RESERVED & self._defaults.keys():
             raise ConfigError(f"--default-chat-template-kwargs must not hold {min(wrong)}: the server sets it")
         self._of_short, self._of_long = TemplateRenderer(source), TemplateRenderer(source)
-        self._of_requests, self._num_of_requests = TemplateRenderer(None), 0
+        self._of_requests, self._num_of_requests = TemplateRenderer(None), Counter[int | None]()
         self._most_of_requests = args.max_request_templates
         if source is not None:
             self._of_short.start()
@@ -78,20 +80,21 @@ class JinjaChatTemplate:
 
     @contextmanager
     def _counted(self, template: str | None) -> Iterator[None]:
-        """Raises APIError 429 for a request with a template while too many others wait or are rendered."""
+        """Raises APIError 429 for a request with a template while too many others of its API key wait or are rendered."""
         if template is None:
             yield
             return
-        if self._num_of_requests >= self._most_of_requests:
-            full = f"{self._num_of_requests}, which is the limit (--max-request-templates)"
+        count, key = self._num_of_requests, TENANT.get()
+        if count[key] >= self._most_of_requests:
+            full = f"{count[key]}, which is the limit (--max-request-templates)"
             message = f"Requests with a chat template of their own that wait already: {full}. Try again later."
             headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
             raise APIError(429, "RateLimitError", message, "chat_template", headers)
-        self._num_of_requests += 1
+        count[key] += 1
         try:
             yield
         finally:
-            self._num_of_requests -= 1
+            count[key] -= 1
 
     def _check(self, fields: ChatTemplateFields) -> None:
         if fields.continue_final_message and fields.add_generation_prompt is not False:

@@ -13,7 +13,10 @@ from typing import Any
 from stage02_server.features.chat_template.framing import read_message, write_message
 from stage03_engine.args.command import signals_are_ours
 from stage03_engine.errors import ConfigError, InvalidRequestError
+from stage03_engine.mixins import mixins
 from stagetrace import trace
+
+TURNS = "stage02_server.features.hardening.turns:TurnsByKey"  # else first come, first served
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -22,14 +25,14 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 class TemplateRenderer:
-    """Renders in a process of its own, one prompt at a time, first come, first served. The process starts with `start` or with
+    """Renders in a process of its own, one prompt at a time; with several API keys these take turns. The process starts with `start` or with
     the first prompt; one that ended, because a template took too long, is replaced for the next prompt. The last one ends with
     this object, or with the server."""
 
     def __init__(self, source: str | None) -> None:
         """`source` is the template of prompts that bring none."""
         self._source, self._process = source, None
-        self._thread = ThreadPoolExecutor(1, "template")
+        self._thread = (*mixins(TURNS), ThreadPoolExecutor)[0](1, "template")
         self.content_format = "string"
 
     def start(self) -> None:

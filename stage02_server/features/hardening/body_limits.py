@@ -36,6 +36,7 @@ MULTIPART_BYTES = 32 * 1024**2  # an uploaded file is not parsed as JSON, which 
 
 URL_ENCODED = "application/x-www-form-urlencoded"
 COMPRESSIONS = {"gzip", "x-gzip", "deflate", "compress", "br", "zstd"}  # a small body that becomes a large one
+MOST_CODINGS = 1024  # characters of their names; more is no list that a client would make
 BYTE_ORDER_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)
 
 
@@ -102,7 +103,8 @@ class BodyLimitMiddleware:
         if not length.isdecimal() or int(length[:20]) > limit:
             await error_response(scope, refusal)(scope, receive, send)
             return
-        if COMPRESSIONS & {word.strip() for word in headers.get("content-encoding", "").lower().split(",")}:
+        codings = headers.get("content-encoding", "").lower()
+        if len(codings) > MOST_CODINGS or COMPRESSIONS & {word.strip() for word in codings.split(",")}:
             packed = APIError(415, "BadRequestError", "The body must not be compressed: leave Content-Encoding out.")
             await error_response(scope, packed)(scope, receive, send)
             return

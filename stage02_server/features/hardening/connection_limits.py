@@ -2,14 +2,22 @@
 
 The parser that uvicorn uses has no limit to a header. uvicorn also parses all that it reads and queues every request: a client that
 reads nothing could hand over requests without end, and thousands of them came in one piece, which the event loop parsed while
-all other clients waited.
+all other clients waited. So it did with a body in chunks of one byte: what takes time is what the parser calls, not bytes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import sys
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from contextvars import copy_context
+from dataclasses import dataclass
 
+from uvicorn._types import ASGI3Application, ASGIReceiveCallable, ASGISendCallable, Scope
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -18,10 +26,17 @@ from stage02_server.errors import APIError, error_json
 UPGRADE = b"upgrade"
 LINES = 2  # the fewest of a request: the request line and an empty one
 BYTES = 18  # and the fewest bytes: GET / HTTP/1.1, and two line ends
+MOST_REQUESTS = 8  # in a piece that is parsed at once: a quarter of a millisecond
+PARSING_SECONDS = 0.002  # of a turn of the event loop, for all connections together, beyond the first piece of each
+STARTS = 8  # requests that begin in one turn of the event loop: a millisecond or two of small ones
 
 
 class _HeaderLimitError(Exception):
     """Raised in a parser callback to stop the parser."""
+
+
+class _TunnelError(Exception):
+    """Raised in a parser callback: what follows is not HTTP, and would go to somebody else."""
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
@@ -29,10 +44,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     bytes, and the bytes since anything was complete. Beyond, the answer is a 431 and the connection ends.
 
     A request that offers another protocol (Java's client offers HTTP/2 with each) is answered as if it did not, as the standard
-    says. The parser would take all behind its header, also its body, for that protocol: so it gets the request again without the offer.
+    says. The parser takes all behind its header, also its body, for that protocol: so it gets the header again, once, without
+    the offer, and then the rest. CONNECT asks for a tunnel, and is refused: 400.
 
-    Invariant: between two calls of `data_received` the parser holds at most `max_bytes` bytes of something incomplete, and
-    what the last call brought.
+    Invariants: between two calls of `data_received` the parser holds at most `max_bytes` bytes of something incomplete, and
+    what the last call brought. Each round of the loop over what is left behind an offer begins with less than the one before.
     """
 
     max_bytes: int
@@ -41,7 +57,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     _header_bytes = 0
     _incomplete = 0  # bytes since the header, a piece of the body, or the request was complete
     _offers = False  # another protocol
-    _piece = b""  # what is being parsed, then what is still to be
+    _repeats = False  # the header that made the offer, without it
+    _tunnel = False  # asked for
+    _rest: int | None = None  # where in what is being parsed the header with the offer ends
 
     def on_message_begin(self) -> None:
         """Parser callback: a new request."""
@@ -67,7 +85,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Parser callback: the body follows."""
         self._incomplete = 0
-        self._offers = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+        self._offers = self.parser.should_upgrade()
+        self._tunnel = self.parser.get_method() == b"CONNECT"
+        if self._tunnel or (self._offers and self._repeats):
+            raise _TunnelError
         if not self._offers:
             super().on_headers_complete()
 
@@ -86,19 +107,30 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         """From uvicorn, while it handles the parser's HttpParserUpgrade, which says where the header ends."""
         error = sys.exception()
         assert error is not None
+        self._rest = error.args[0]
+
+    def _without_offer(self) -> bytes:
+        """The header that made the offer."""
         version = self.parser.get_http_version().encode()
         head = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
         head += [b"%s: %s" % header for header in self.headers if header[0] != UPGRADE]
-        self._piece = b"\r\n".join([*head, b"", self._piece[error.args[0] :]])
+        return b"\r\n".join([*head, b"", b""])
 
     def data_received(self, data: bytes) -> None:
         """Bytes from the socket."""
         self._incomplete += len(data)
         while data:
-            self._piece = data
+            self._rest = None
             super().data_received(data)
-            data = self._piece if self._piece is not data else b""
-        self._piece = b""
+            if self._rest is None:
+                break
+            assert self._rest > 0, "an offer ends behind the byte that completes its header"
+            data = data[self._rest :]
+            self._repeats = True
+            super().data_received(self._without_offer())
+            self._repeats = False
+            if self.transport.is_closing():
+                return
         if self._incomplete > self.max_bytes and not self.transport.is_closing():
             self.send_400_response("")
 
@@ -110,6 +142,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
                 "(--h11-max-incomplete-event-size)."
             )
             error, phrase = APIError(431, "BadRequestError", text), b"431 Request Header Fields Too Large"
+        elif self._tunnel:
+            error = APIError(400, "Bad Request", "This server is no proxy: it takes no CONNECT.")
+            phrase = b"400 Bad Request"
         else:
             error, phrase = APIError(400, "Bad Request", "This is not HTTP/1.1."), b"400 Bad Request"
         self._send_error(error, phrase)
@@ -132,19 +167,198 @@ class _Flow(FlowControl):
             super().resume_reading()
 
 
+class _Turns:
+    """What many connections share of one turn of the event loop."""
+
+    def __init__(self) -> None:
+        self._context = copy_context()  # not that of the request that happens to be served when a turn is asked for
+        self._called = False
+
+    def _call(self) -> None:
+        """Have `_next_turn` called in the next turn of the loop."""
+        if not self._called:
+            self._called = True
+            asyncio.get_running_loop().call_soon(self._begin_turn, context=self._context)
+
+    def _begin_turn(self) -> None:
+        self._called = False
+        if self._next_turn():
+            self._call()
+
+    def _next_turn(self) -> bool:
+        """Go on with those who wait. True if there is to be another turn."""
+        raise NotImplementedError
+
+
+class ParsingTurns(_Turns):
+    """What parsing may take of one turn of the event loop, over all connections of a server. The first piece of what a connection
+    brings is parsed at once, so that who sends little never waits; for more it waits in line, and nothing is read from it.
+
+    Invariant: while a connection is in line, there will be another turn.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._line: dict[PipelinedHttpProtocol, None] = {}  # the longest wait first
+        self._seconds = 0.0  # of this turn, so far
+
+    def is_over(self) -> bool:
+        """True if parsing has had its time in this turn."""
+        return self._seconds >= PARSING_SECONDS
+
+    def spent(self, seconds: float) -> None:
+        """A piece took so long."""
+        self._seconds += seconds
+        self._call()
+
+    def join(self, connection: PipelinedHttpProtocol) -> None:
+        """What the connection holds is parsed when those before it have had their turn; never right now."""
+        self._line[connection] = None
+        self._call()
+
+    def leave(self, connection: PipelinedHttpProtocol) -> None:
+        """It has closed."""
+        self._line.pop(connection, None)
+
+    def _next_turn(self) -> bool:
+        self._seconds = 0.0
+        for connection in list(self._line):
+            if self.is_over():
+                break
+            self._line.pop(connection, None)
+            connection.parse_held()
+        return bool(self._line)
+
+
+@dataclass(eq=False)
+class Start:
+    """A request that is to begin."""
+
+    address: str  # whence it comes; "" if there is none
+    takes_place: bool  # of those that its address has
+    begin: Callable[[], None]
+
+    def go(self) -> None:
+        """Begin. What it takes is forgotten: it knows this object, and a cycle of every request is work for the garbage collector."""
+        begin, self.begin = self.begin, _nothing
+        begin()
+
+
+def _nothing() -> None:
+    pass
+
+
+Starts = dict[Start, None]  # the longest wait first
+
+
+class StartingTurns(_Turns):
+    """Requests begin a few at a time, and addresses take turns: who asks on a thousand connections does not keep another waiting.
+    Of one address at most `places` requests that need a place are in flight; the others wait, first come, first served.
+
+    Invariants: while somebody waits for a turn, there will be another one. Those of an address wait for a place only while all of
+    its places are taken. No queue is empty.
+    """
+
+    def __init__(self, places: int) -> None:
+        super().__init__()
+        self._places = places  # 0: no limit
+        self._began = 0  # in this turn
+        self._taken: dict[str, int] = {}  # address -> places
+        self._without_place: dict[str, Starts] = {}
+        self._ready: OrderedDict[str, Starts] = OrderedDict()  # the address whose turn is next comes first
+
+    def add(self, start: Start) -> None:
+        """Begin it: at once, or when its turn comes."""
+        start.takes_place = start.takes_place and self._places > 0
+        if start.takes_place:
+            if self._taken.get(start.address, 0) >= self._places:
+                self._without_place.setdefault(start.address, {})[start] = None
+                return
+            self._taken[start.address] = self._taken.get(start.address, 0) + 1
+        self._begin_or_wait(start)
+
+    def end(self, start: Start) -> None:
+        """It has begun, and ended. Its place goes to who has waited longest."""
+        if not start.takes_place:
+            return
+        if waiting := self._without_place.get(start.address):
+            first = next(iter(waiting))
+            _remove(self._without_place, first)
+            self._begin_or_wait(first)
+            return
+        self._taken[start.address] -= 1
+        if not self._taken[start.address]:
+            del self._taken[start.address]
+
+    def withdraw(self, start: Start) -> None:
+        """Its client has gone. If it waits, it never begins."""
+        _remove(self._without_place, start)
+        if _remove(self._ready, start):
+            self.end(start)
+
+    def _begin_or_wait(self, start: Start) -> None:
+        self._call()
+        if self._began < STARTS and not self._ready:
+            self._began += 1
+            start.go()
+        else:
+            self._ready.setdefault(start.address, {})[start] = None
+
+    def _next_turn(self) -> bool:
+        self._began = 0
+        while self._ready and self._began < STARTS:
+            self._began += 1
+            start = next(iter(next(iter(self._ready.values()))))
+            _remove(self._ready, start)
+            if start.address in self._ready:
+                self._ready.move_to_end(start.address)
+            start.go()
+        return self._began > 0
+
+
+def _remove(queues: dict[str, Starts], start: Start) -> bool:
+    """True if it was in the queue of its address."""
+    queue = queues.get(start.address, {})
+    if start not in queue:
+        return False
+    del queue[start]
+    if not queue:
+        del queues[start.address]
+    return True
+
+
+def network_of(host: str) -> str:
+    """What is one address for a limit: an IPv4 address, or the /64 that a customer of an IPv6 network has."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host[:64]  # a proxy may name anything
+    mapped = address if address.version == 4 else address.ipv4_mapped
+    return str(mapped or ipaddress.ip_network((address, 64), strict=False))
+
+
 class PipelinedHttpProtocol(LimitedHttpProtocol):
     """HTTP/1.1 in which at most `max_pipelined` requests of a connection wait behind the one that is being answered, with headers of
     at most `max_bytes` together. What lies behind them is not parsed, and nothing more is read, until half of them have
-    their answers: the client's own sending then comes to a halt, as TCP provides, and no request is refused.
+    their answers: the client's own sending then comes to a halt, as TCP provides, and no request is refused. It comes to a halt as
+    well while parsing has had its time (`ParsingTurns`), or while all requests that its address may have in flight are (`StartingTurns`).
 
     Invariant: nothing is held back unless the connection is full, and then nothing is read.
     """
 
     max_pipelined: int
+    turns: ParsingTurns
+    starts: StartingTurns
+    placeless: frozenset[
+        str
+    ]  # paths that need no place: a proxy whose clients take them all is still told that the server is well
 
     _flow: _Flow
     _held = b""  # read, but not parsed yet
+    _ahead = False  # it is full because of requests that wait, not because others have their turn
     _body_left = 0  # bytes that a Content-Length announces and that are not parsed yet
+    _start: Start | None = None  # the latest request, which may wait to begin
+    _network: str | None = None  # whence the connection comes, once it is needed
     _broken = False  # what came is no HTTP; the requests before it get their answers, and that is all
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -156,6 +370,10 @@ class PipelinedHttpProtocol(LimitedHttpProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """From asyncio: nothing more will come, and what was held back needs no answer."""
         self._held = b""
+        self.turns.leave(self)
+        if self._start is not None:
+            self.starts.withdraw(self._start)
+        self.pipeline.clear()  # nothing of it begins, and each request in it knows this object: no work for the garbage collector
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -168,19 +386,26 @@ class PipelinedHttpProtocol(LimitedHttpProtocol):
             self.parse(data)
 
     def parse(self, data: bytes) -> None:
-        """Parse piece by piece, each so small that the requests in it cannot be too many; keep what there is no room for. What a
-        Content-Length announces is one piece, however many lines it has."""
+        """Parse piece by piece, each so small that the requests in it cannot be too many, nor take long; keep what there is no room
+        or no time for. What a Content-Length announces is one piece, however many lines it has: it is one call of the parser."""
         at = 0
         while at < len(data) and not self._broken and not self.transport.is_closing():
-            room = self.max_pipelined + 1 - len(self._cycles)
-            if room <= 0 or sum(self._cycles.values()) > self.max_bytes:
-                self._held = data[at:]
-                self._flow.full = True
-                self._flow.pause_reading()
+            room = min(self.max_pipelined + 1 - len(self._cycles), MOST_REQUESTS)
+            self._ahead = room <= 0 or sum(self._cycles.values()) > self.max_bytes
+            if self._ahead or (at and self.turns.is_over()):
+                self._hold(data[at:])
                 return
             end = max(_end_of_lines(data, at, LINES * room), at + BYTES * room, at + self._body_left)
+            began = time.perf_counter()
             super().data_received(data[at:end])
+            self.turns.spent(time.perf_counter() - began)
             at = end
+
+    def _hold(self, data: bytes) -> None:
+        self._held, self._flow.full = data, True
+        self._flow.pause_reading()
+        if not self._ahead:
+            self.turns.join(self)
 
     def on_headers_complete(self) -> None:
         """Parser callback: the request starts to run, or waits for the one before it."""
@@ -201,6 +426,32 @@ class PipelinedHttpProtocol(LimitedHttpProtocol):
         super().on_message_complete()
         self._body_left = 0
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        """From uvicorn: the application is to answer."""
+        address, path = self._address(cycle), cycle.scope["path"]
+        begin = super()._start_asgi_task
+        start = Start(address, bool(address) and path not in self.placeless, lambda: begin(cycle, counted))
+
+        async def counted(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
+            try:
+                await app(scope, receive, send)
+            finally:
+                self.starts.end(start)
+
+        self._start = start
+        self.starts.add(start)
+
+    def _address(self, cycle: RequestResponseCycle) -> str:
+        """Whence the request comes: behind a proxy that --forwarded-allow-ips names, the client's address. A Unix socket has none."""
+        if isinstance(proxied := self.config.loaded_app, ProxyHeadersMiddleware):
+            hosts = proxied.trusted_hosts
+            forwarded = b",".join(value for name, value in cycle.scope["headers"] if name == b"x-forwarded-for")
+            if forwarded and (self.client[0] if self.client else "") in hosts:
+                return network_of(hosts.get_trusted_client_address(forwarded[-1024:].decode("latin-1"))[0])
+        if self._network is None:
+            self._network = network_of(self.client[0]) if self.client else ""
+        return self._network
+
     def _send_error(self, error: APIError, phrase: bytes) -> None:
         """Answer without the application, and close. Answers come in the order of the requests: while earlier ones wait for theirs,
         the connection closes behind the last of these, and the error is not told."""
@@ -218,17 +469,15 @@ class PipelinedHttpProtocol(LimitedHttpProtocol):
         super().on_response_complete()
         self._forget_answered()
         if self._flow.full and len(self._cycles) <= (self.max_pipelined + 1) // 2:
-            # Not now: parsing may end the connection, and an answer is being sent.
-            self.loop.call_soon(self._parse_held)
+            self.turns.join(self)  # not now: parsing may end the connection, and an answer is being sent
 
     def _forget_answered(self) -> None:
         """Answers come in the order of the requests."""
-        for cycle in list(self._cycles):
-            if not cycle.response_complete:
-                break
-            del self._cycles[cycle]
+        while self._cycles and (first := next(iter(self._cycles))).response_complete:
+            del self._cycles[first]
 
-    def _parse_held(self) -> None:
+    def parse_held(self) -> None:
+        """From the turns: there is time, and room or at least an answer more."""
         if self._flow.full and not self.transport.is_closing():
             data, self._held, self._flow.full = self._held, b"", False
             self._flow.resume_reading()

@@ -34,6 +34,12 @@ class HardeningFlags:
         "seconds after which a client that has stopped reading its answer is disconnected; 0 = no limit",
         at_least=0,
     )
+    max_unread_bytes: int = option(
+        268435456,
+        "most bytes of answers that wait for the clients of an API key, or of an address without one, to read them; beyond, the connection "
+        "that has read nothing for the longest time is closed",
+        at_least=1048576,
+    )
     h11_max_incomplete_event_size: int = option(4194304, "most bytes of a request's header (431 beyond)", at_least=1024)
     h11_max_header_count: int = option(256, "most fields of a request's header (431 beyond)", at_least=16)
     max_request_bytes: int = option(
@@ -49,6 +55,18 @@ class HardeningFlags:
         "most requests of a connection that wait behind the one that is answered; no more of it is read meanwhile",
         at_least=1,
     )
+    max_connections: int | None = option(
+        None,
+        "most connections at once; one more takes the place of the one that has been idle longest, or gets a 503 if none is idle; three "
+        "quarters of the files that the process may open if not given",
+        at_least=1,
+    )
+    max_requests_per_address: int = option(
+        1024,
+        "most requests of one address that are in flight; more wait, on connections of which no more is read; /health and what else needs "
+        "no key never waits; 0 = no limit",
+        at_least=0,
+    )
     max_settings_bytes: int = option(
         16777216,
         "most bytes that the settings of a request (grammar, bad words, biases, ...) take for all its prompts and answers (400 beyond)",
@@ -58,6 +76,12 @@ class HardeningFlags:
         327680,  # more than the 300,000 tokens that OpenAI takes in one request for embeddings
         "most items of a request's body: token ids, and all else in lists and objects, where keys count too (413 beyond)",
         at_least=1024,
+    )
+    event_loop_held_seconds: float = option(
+        0.25,
+        "seconds for which one piece of work may keep the event loop, and so all clients, before the log, /metrics and /health tell of it; "
+        "0 = no watch",
+        at_least=0,
     )
     # repr=False marks a secret: no message, table or trace shows its value
     api_key: tuple[str, ...] | None = field(
@@ -96,6 +120,11 @@ class HardeningFlags:
     enable_request_id_headers: bool = option(False, "answer with the header X-Request-Id")
     uvicorn_log_level: str = option(
         "info", "log level of the HTTP server", ("trace", "debug", "info", "warning", "error", "critical")
+    )
+    max_log_lines: int = option(
+        1000,
+        "most lines of the log a second of each kind (access, HTTP, ...), below errors; one line says how many were left out; 0 = no limit",
+        at_least=0,
     )
     disable_uvicorn_access_log: bool = option(False, "no log line per HTTP request")
     disable_access_log_for_endpoints: str | None = option(

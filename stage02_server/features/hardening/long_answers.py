@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import chain
 from threading import Lock
@@ -20,10 +19,11 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 from pydantic_core import to_json
 
+from stage02_server.features.hardening.turns import TurnsByKey
 from stage03_engine.outputs import RequestOutput
 
 T = TypeVar("T")
-THREADS = ThreadPoolExecutor(2, "answer")
+THREADS = TurnsByKey(2, "answer")
 LONG = 2048  # numbers and texts of an answer; 5 to 20 ms for those with log-probabilities
 ANSWER = 16  # numbers that are as much work as the fixed part of an answer
 CHARACTERS = 64  # of a text that are as much work as a number

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Collection
 
 from stage02_server.features.hardening.flags import HardeningFlags
+from stage02_server.features.hardening.log_limit import limit_log
 
 MAX_OPEN_FILES = 65535
 ADDRESS = re.compile(r"[0-9A-Fa-f.:%\[\]]*")
@@ -21,6 +22,7 @@ def prepare(args: HardeningFlags) -> None:
         quote_odd_clients()
     if args.disable_access_log_for_endpoints is not None:
         hide_access_log_of(args.disable_access_log_for_endpoints.split(","))
+    limit_log(args.max_log_lines)
     set_ulimit()
     sys.set_int_max_str_digits(MAX_DIGITS)
 

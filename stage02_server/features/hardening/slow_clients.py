@@ -13,9 +13,11 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from stage02_server.errors import APIError
-from stage02_server.features.hardening.connection_limits import PipelinedHttpProtocol
+from stage02_server.errors import APIError, unavailable
+from stage02_server.features.hardening.authentication import OPEN_PATHS
+from stage02_server.features.hardening.connection_limits import ParsingTurns, PipelinedHttpProtocol, StartingTurns
 from stage02_server.features.hardening.flags import HardeningFlags
+from stage02_server.features.hardening.open_connections import OpenConnections, most_connections
 from stage02_server.middleware import CONNECTION
 from stagetrace import trace
 
@@ -58,6 +60,7 @@ class TimedHttpProtocol(PipelinedHttpProtocol):
     body_seconds: float
     stall_seconds: float
     unfinished: Unfinished
+    opened: OpenConnections
 
     _receiving = "header"  # what the client must send: "header", "body", or "" when it waits for an answer
     _timed = ""  # which of these the timer is for
@@ -69,26 +72,41 @@ class TimedHttpProtocol(PipelinedHttpProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """From asyncio: a client has connected and must send a header."""
         super().connection_made(transport)
+        if not self.opened.add(self):
+            self._ended("full")
+            self._send_error(unavailable("Too many connections (--max-connections)."), b"503 Service Unavailable")
+            return
+        self._connection: dict[object, object] = {"abort": transport.abort, "waiting": transport.get_write_buffer_size}
         self._time_request()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """From asyncio: nothing more will come. uvicorn notifies only the latest request; an earlier one must know too."""
         self._stop_timers()
+        self.opened.discard(self)
         super().connection_lost(exc)
         for cycle in self._cycles:
             if not cycle.response_complete:
                 cycle.disconnected = True
                 cycle.message_event.set()
+        self._cycles.clear()
 
-    def parse(self, data: bytes) -> None:
-        """Bytes, perhaps of several requests."""
+    def data_received(self, data: bytes) -> None:
+        """From asyncio: bytes, perhaps of several requests."""
         self._received += len(data)
-        super().parse(data)
+        super().data_received(data)
         if not self.transport.is_closing():
             self._time_request(len(data))
 
+    def parse_held(self) -> None:
+        """What was held back is parsed."""
+        uncounted = len(self._held) if self._ahead else 0
+        super().parse_held()
+        if not self.transport.is_closing():
+            self._time_request(uncounted)
+
     def on_message_begin(self) -> None:
         """Parser callback: a new request."""
+        self.opened.wake(self)
         super().on_message_begin()
         self._receiving = "header"
 
@@ -98,7 +116,7 @@ class TimedHttpProtocol(PipelinedHttpProtocol):
         if self._offers:
             return
         self._receiving = "body"
-        self.scope["extensions"] = {CONNECTION: {"abort": self.transport.abort}}
+        self.scope["extensions"] = {CONNECTION: self._connection}
 
     def on_message_complete(self) -> None:
         """Parser callback: the request is complete."""
@@ -111,7 +129,7 @@ class TimedHttpProtocol(PipelinedHttpProtocol):
         """Start, keep or stop the timer, by what is still missing."""
         answered = self.cycle is None or self.cycle.response_complete
         what = self._receiving or ("header" if answered else "")  # bytes after an answer are a request, or nonsense
-        what = "" if self._flow.full else what
+        what = "" if self._ahead else what
         if what != self._timed:
             self._stop_timer()
             self._timed, self._began, self._received = what, time.monotonic(), 0
@@ -125,7 +143,11 @@ class TimedHttpProtocol(PipelinedHttpProtocol):
         limit = self.header_seconds
         if self._timed == "body":
             limit = self.body_seconds + self._received / BODY_BYTES_PER_SECOND
-        waits_for_us = self.pipeline or (self._timed == "header" and any(not c.response_complete for c in self._cycles))
+        waits_for_us = (
+            self._flow.read_paused
+            or self.pipeline
+            or (self._timed == "header" and any(not c.response_complete for c in self._cycles))
+        )
         left = limit if waits_for_us else self._began + limit - time.monotonic()
         if left > 0:
             self._timer = self.loop.call_later(left, self._check_arrival)
@@ -160,8 +182,16 @@ class TimedHttpProtocol(PipelinedHttpProtocol):
     def on_response_complete(self) -> None:
         """From uvicorn: the whole answer was handed to the transport, which may have to close as well."""
         super().on_response_complete()
+        if self._receiving == "" and all(cycle.response_complete for cycle in self._cycles):
+            self.opened.rest(self)
         if self.transport.is_closing():
             self._watch_buffer()
+
+    def end_idle(self) -> None:
+        """Another client needs the place."""
+        self._ended("idle")
+        self.transport.close()
+        self._watch_buffer()
 
     def timeout_keep_alive_handler(self) -> None:
         """From uvicorn: no further request came. Closing waits until all is written, forever if nobody reads."""
@@ -210,6 +240,8 @@ def timed_protocol(args: HardeningFlags) -> type[TimedHttpProtocol]:
         "max_bytes": args.h11_max_incomplete_event_size, "max_headers": args.h11_max_header_count,
         "header_seconds": args.request_header_timeout, "body_seconds": args.request_body_timeout,
         "stall_seconds": args.response_stall_timeout, "max_pipelined": args.max_pipelined_requests,
-        "unfinished": Unfinished(min(MAX_UNFINISHED, room)),
+        "unfinished": Unfinished(min(MAX_UNFINISHED, room)), "opened": OpenConnections(most_connections(args.max_connections)),
+        "turns": ParsingTurns(), "starts": StartingTurns(args.max_requests_per_address),
+        "placeless": OPEN_PATHS | {(args.root_path or "") + path for path in OPEN_PATHS},
     }  # fmt: skip
     return type("HttpProtocol", (TimedHttpProtocol,), settings)

@@ -6,12 +6,14 @@ keep apart by it; here it keeps apart what the engine caches, and says whose a r
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import secrets
 
 from fastapi import FastAPI
 
 from stage02_server.api_server import Services
+from stage02_server.features.hardening.turns import TurnsByKey
 from stage02_server.middleware import TENANT
 from stage03_engine.frontend.async_llm import AsyncLLM
 from stage03_engine.messages import EngineCoreRequest
@@ -38,11 +40,11 @@ class Tenants:
             self._salts = [digest.hexdigest()[:32] for digest in digests]
 
     def send(self, request: EngineCoreRequest) -> None:
-        """Note whose the request is, and salt it."""
+        """Note whose the request is, also in it, and salt it."""
         tenant, running = TENANT.get(), self._engine.output_processor.external_req_ids
         if len(self._owners) > 2 * len(running) + SPARE:
             self._owners = {request_id: self._owners.get(request_id) for request_id in running}
-        self._owners[request.request_id] = tenant
+        self._owners[request.request_id] = request.tenant = tenant
         if self._salts is not None:
             # What no key asked for finds nothing and leaves nothing that could be found.
             own = secrets.token_hex(16) if tenant is None else self._salts[tenant]
@@ -54,8 +56,9 @@ class Tenants:
 
 
 def install(app: FastAPI, services: Services) -> None:
-    """With more than one key, see every request."""
+    """With more than one key, see every request, and have the keys take turns where threads work for them."""
     keys = set(services.args.api_key or ())
     if len(keys) > 1:
         app.state.tenants = tenants = Tenants(services.engine, len(keys), services.args.shared_prefix_cache)
         services.engine.outgoing.append(tenants.send)
+        asyncio.get_running_loop().set_default_executor(TurnsByKey())  # what `asyncio.to_thread` does is somebody's too

@@ -7,23 +7,24 @@ without a network. vLLM has both, by `--enable-offline-docs`.
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib.resources import files
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.openapi.docs import get_redoc_html, get_swagger_ui_html
-from starlette.responses import JSONResponse
 
 from stage02_server.api_server import Services
 from stage02_server.errors import not_found
-from stage03_engine.mixins import load
+from stage03_engine.args.command import signals_are_ours
 
 router = APIRouter()
 # One thread: of many who ask at the same time, the first one has the work.
 DESCRIBER = ThreadPoolExecutor(1, "describe")
 TITLE = "vLLM in stages"
-OPENAPI = "stage02_server.features.page.openapi:describe"  # imports all HTTP features, so it waits until somebody asks
+OPENAPI = "stage02_server.features.page.openapi"  # imports all HTTP features, so it waits until somebody asks
 ASSETS = {
     "swagger-ui-bundle.js": "text/javascript",
     "redoc.standalone.js": "text/javascript",
@@ -49,9 +50,14 @@ async def show_openapi(raw_request: Request) -> Response:
 
 @cache
 def _openapi(root_path: str) -> bytes:
-    """Takes seconds: it imports what this server has had no need of."""
-    servers = {"servers": [{"url": root_path}]} if root_path else {}
-    return bytes(JSONResponse(load(OPENAPI)() | servers).body)
+    """Takes seconds: it imports what this server has had no need of. Hence in a process of its own: a thread would share the
+    interpreter with the event loop, and keep it for tens of milliseconds at a time."""
+    command = [sys.executable, "-m", OPENAPI, root_path]
+    with signals_are_ours():
+        made = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True)
+    if made.returncode:
+        raise RuntimeError(f"the description was not made: {made.stderr.decode(errors='replace')[-2000:]}")
+    return made.stdout
 
 
 @cache

@@ -5,12 +5,13 @@ vLLM declares the same at each route; here it is one rule for all of them.
 
 from __future__ import annotations
 
-from functools import cache
+import sys
 from importlib import import_module
 from typing import Any
 
 from fastapi import FastAPI
 from pydantic import BaseModel
+from starlette.responses import JSONResponse
 
 from stage02_server.api_server import HTTP_FEATURES
 from stage02_server.protocol_response import ErrorResponse
@@ -55,7 +56,6 @@ OTHER_TYPE = {"/metrics": "text/plain", "/v1/engine/events": "text/event-stream"
 """Routes whose 200 is not JSON at all."""
 
 
-@cache
 def describe() -> dict[str, Any]:
     """The description of all routes, even of those that the served model does not use. Imports all HTTP features."""
     app = FastAPI(title="vLLM in stages")
@@ -102,3 +102,13 @@ def _shapes_of_answers() -> dict[str, Any]:
         shapes.update(own.pop("$defs", {}))
         shapes[model.__name__] = own
     return shapes
+
+
+def main(root_path: str) -> None:
+    """Write the description to standard output, in UTF-8."""
+    servers = {"servers": [{"url": root_path}]} if root_path else {}
+    sys.stdout.buffer.write(bytes(JSONResponse(describe() | servers).body))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

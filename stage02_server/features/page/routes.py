@@ -50,11 +50,16 @@ def _hash(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
+@cache
+def _page_for(tasks: tuple[str, ...]) -> tuple[bytes, str]:
+    page, policy = build_page()
+    return page.replace("@@TASKS@@", " ".join(tasks)).encode(), policy
+
+
 @router.get("/", include_in_schema=False)
 async def show_page(raw_request: Request) -> Response:
     """The page itself; it holds nothing secret, so it is open as /health is. It offers what the served model can do."""
-    page, policy = build_page()
-    page = page.replace("@@TASKS@@", " ".join(raw_request.app.state.services.engine.vllm_config.supported_tasks))
+    page, policy = _page_for(raw_request.app.state.services.engine.vllm_config.supported_tasks)
     headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff", "Cache-Control": "no-cache"}
     return Response(page, media_type="text/html; charset=utf-8", headers=headers)
 

@@ -16,3 +16,8 @@ class ResponsesFlags:
         "responses of /v1/responses that stay in memory for each API key, for previous_response_id, GET and cancel; 0 stores none",
         at_least=0,
     )
+    max_stored_bytes: int = option(
+        134217728,
+        "bytes of memory that stored responses take, in equal parts for the API keys: conversations, answers, events and what runs",
+        at_least=65536,
+    )

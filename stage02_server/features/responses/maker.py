@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -16,13 +15,16 @@ from pydantic import BaseModel
 from stage02_server.errors import as_api_error
 from stage02_server.features.logprobs.answer import ChatLogprobsWriter
 from stage02_server.features.logprobs.fields import ChatLogProb
+from stage02_server.features.responses.encoded import EncodedResponse, encoded_items, object_of, to_bytes
 from stage02_server.features.responses.items import Event, OutputItems
 from stage02_server.features.responses.protocol import InputItem, ResponsesRequest
 from stage02_server.features.responses.protocol_output import (
     IncompleteDetails,
     InputTokensDetails,
+    ItemStatus,
     OutputTokensDetails,
     ResponseError,
+    ResponseProgress,
     ResponsesResponse,
     ResponseUsage,
 )
@@ -63,7 +65,7 @@ def _new_response(request: ResponsesRequest, requests: EngineRequests, store: bo
 
 
 class ResponseMaker:
-    """`response` is always up to date, as a client may see it."""
+    """`progress` is always up to date, as a client may see it."""
 
     def __init__(
         self,
@@ -73,7 +75,9 @@ class ResponseMaker:
         store: bool,
         parser: AnswerParser | None,
     ) -> None:
-        self.response = _new_response(request, requests, store)
+        response = _new_response(request, requests, store)
+        self.encoded = EncodedResponse(response)
+        self.progress = ResponseProgress(id=response.id, status=response.status)
         self._requests, self._tokenizer, self._parser = requests, tokenizer, parser
         self._include_reasoning = request.include_reasoning
         self._output = OutputItems()
@@ -82,19 +86,28 @@ class ResponseMaker:
         self._logprobs: list[ChatLogProb] = []  # of tokens that no message has had yet
         self._finish_reason: str | None = None
         self._num_events = 0
-        self._cut = b""
+        self.cut_event = b""  # what `cut` made
 
     @property
-    def items(self) -> list[InputItem]:
-        """The output, as the next response of the conversation sees it."""
-        return [InputItem.model_validate(item.model_dump()) for item in self._output.items]
+    def whole(self) -> bytes:
+        """The response as it is now, as JSON."""
+        return self.encoded.whole(self.progress)
+
+    def items(self) -> list[bytes]:
+        """The output as JSON, as the next response of the conversation sees it."""
+        return encoded_items([InputItem.model_validate(item.model_dump()) for item in self._output.items])
 
     def _event(self, kind: str, **fields: Any) -> bytes:
-        event = {"type": f"response.{kind}", "sequence_number": self._num_events}
-        for name, value in fields.items():
-            event[name] = value.model_dump() if isinstance(value, BaseModel) else value
+        return self._encoded_event(kind, {name: to_bytes(value) for name, value in fields.items()})
+
+    def _response_event(self, kind: str) -> bytes:
+        return self._encoded_event(kind, {"response": self.whole})
+
+    def _encoded_event(self, kind: str, fields: dict[str, bytes]) -> bytes:
+        name = f"response.{kind}"
+        event = {"type": to_bytes(name), "sequence_number": b"%d" % self._num_events} | fields
         self._num_events += 1
-        return f"event: {event['type']}\ndata: {json.dumps(event)}\n\n".encode()
+        return b"event: %b\ndata: %b\n\n" % (name.encode(), object_of(event))
 
     def _told(self, events: Iterable[Event]) -> Iterator[bytes]:
         for kind, fields in events:
@@ -102,11 +115,11 @@ class ResponseMaker:
 
     def begin(self) -> Iterator[bytes]:
         """Everything before the first text."""
-        yield self._event("created", response=self.response)
-        if self.response.status == "queued":
-            yield self._event("queued", response=self.response)
-        self.response.status = "in_progress"
-        yield self._event("in_progress", response=self.response)
+        yield self._response_event("created")
+        if self.progress.status == "queued":
+            yield self._response_event("queued")
+        self.progress.status = "in_progress"
+        yield self._response_event("in_progress")
 
     def add(self, output: CompletionOutput) -> Iterator[bytes]:
         """What is new in an output of the engine."""
@@ -150,32 +163,33 @@ class ResponseMaker:
         complete = self._finish_reason != "length"
         if not self._output.items:
             yield from self._told(self._output.write(Piece("content", ""), []))
-        self.response.status = "completed" if complete else "incomplete"
-        yield from self._told(self._output.close(self.response.status))
+        status: ItemStatus = "completed" if complete else "incomplete"
+        yield from self._told(self._output.close(status))
+        # Another thread may read the one that is there.
+        ended = ResponseProgress(id=self.progress.id, status=status, output=self._output.items, usage=self._usage())
         if complete:
-            self.response.completed_at = int(time.time())
+            ended.completed_at = int(time.time())
         else:
-            self.response.incomplete_details = IncompleteDetails(reason="max_output_tokens")
-        self.response.output = self._output.items
-        self.response.usage = self._usage()
+            ended.incomplete_details = IncompleteDetails(reason="max_output_tokens")
         for hook in self._requests.hooks:
-            hook.response(self.response)
-        yield self._event(self.response.status, response=self.response)
+            hook.response(ended)
+        self.progress = ended
+        yield self._response_event(status)
 
     def fail(self, error: Exception) -> bytes:
         """The last event of a response that an error ended."""
         refusal = as_api_error(error)
         code = "invalid_prompt" if refusal.status == 400 else "server_error"
-        self.response.status = "failed"
-        self.response.error = ResponseError(code=code, message=refusal.message)
-        return self._event("failed", response=self.response)
+        self.progress.status = "failed"
+        self.progress.error = ResponseError(code=code, message=refusal.message)
+        return self._response_event("failed")
 
     def cut(self, error: Exception) -> bytes:
         """The last event of a stream that the end of the server cuts, the same for all who read it; nothing if the response had its
         last event before."""
-        if self.response.status in ("queued", "in_progress"):
-            self._cut = self.fail(error)
-        return self._cut
+        if self.progress.status in ("queued", "in_progress"):
+            self.cut_event = self.fail(error)
+        return self.cut_event
 
     def _usage(self) -> ResponseUsage:
         usage = self._requests.usage()

@@ -31,8 +31,6 @@ from stage03_engine.errors import InvalidRequestError
 from stage03_engine.mixins import mixins
 from stage03_engine.sampling_params import SamplingParams
 
-OBJECT_CHARACTERS = 600  # what an item or a part takes in memory besides its text, as so many bytes
-
 
 class InputPart(BaseModel):
     """One part of an item's content; only text can be served."""
@@ -57,15 +55,6 @@ class InputItem(BaseModel):
     output: Text | ListOf[InputPart] | None = Field(default=None, description="The result of a call.")
     summary: ListOf[InputPart] | None = Field(default=None, description="A summary of the reasoning.")
     encrypted_content: Text | None = Field(default=None, description="Nothing is encrypted here.")
-
-    @property
-    def characters(self) -> int:
-        """Its approximate size: its text, and what holds it."""
-        fields = (self.content, self.arguments, self.output, self.summary, self.call_id, self.name)
-        texts = [text for text in fields if text]
-        return OBJECT_CHARACTERS + sum(
-            len(t) if isinstance(t, str) else sum(OBJECT_CHARACTERS + len(part.text or "") for part in t) for t in texts
-        )
 
     def message(self) -> ChatMessageParam:
         """The item as a message of a chat. Raises InvalidRequestError for what is not text."""

@@ -106,6 +106,18 @@ class IncompleteDetails(BaseModel):
     reason: str = Field(description="max_output_tokens, or what else it was.")
 
 
+class ResponseProgress(*METRICS, BaseModel):  # type: ignore[misc]
+    """The fields of `ResponsesResponse` that change while it is made."""
+
+    id: str
+    completed_at: int | None = None
+    status: Status
+    error: ResponseError | None = None
+    incomplete_details: IncompleteDetails | None = None
+    output: list[OutputItem] = []
+    usage: ResponseUsage | None = None
+
+
 class PlainResponsesResponse(BaseModel):
     """`ResponsesResponse` without what features add."""
 

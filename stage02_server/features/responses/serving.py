@@ -15,17 +15,18 @@ from starlette.requests import Request
 from stage02_server.chat_template import ChatTemplate
 from stage02_server.cli_args import FrontendArgs
 from stage02_server.errors import as_reported
+from stage02_server.features.responses.encoded import decoded_items, encoded_items
 from stage02_server.features.responses.maker import ResponseMaker
 from stage02_server.features.responses.protocol import (
     LOGPROBS,
-    InputItem,
     ResponsesRequest,
     in_words_of_responses,
     to_messages,
 )
-from stage02_server.features.responses.protocol_output import ResponsesResponse
-from stage02_server.features.responses.store import EventLog, ResponseStore, StoredResponse
+from stage02_server.features.responses.protocol_output import ResponseProgress
+from stage02_server.features.responses.store import LOG_STEP, EventLog, ResponseStore, StoredResponse
 from stage02_server.features.structured_outputs.refusal_first import RefusalFirst
+from stage02_server.features.tools.answer_parser import AnswerParser
 from stage02_server.features.tools.prompt import prompt_of
 from stage02_server.middleware import TENANT, RequestIds
 from stage02_server.protocol import ChatCompletionRequest, ChatMessageParam
@@ -37,7 +38,7 @@ from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.async_llm import AsyncLLM
 from stagetrace import trace
 
-Answer = ResponsesResponse | AsyncGenerator[bytes, None]  # whole, or its events
+Answer = bytes | AsyncGenerator[bytes, None]  # whole, as JSON, or its events
 
 
 class OpenAIServingResponses(OpenAIServing):
@@ -61,7 +62,8 @@ class OpenAIServingResponses(OpenAIServing):
         """That of the key that asks: what others stored is not in it, and how much they store changes nothing."""
         tenant = TENANT.get()
         if tenant not in self._stores:
-            self._stores[tenant] = ResponseStore(self.args.max_stored_responses, self._num_keys)
+            part = self.args.max_stored_bytes // self._num_keys
+            self._stores[tenant] = ResponseStore(self.args.max_stored_responses, part)
         return self._stores[tenant]
 
     async def create_responses(self, request: ResponsesRequest, raw_request: Request) -> Answer:
@@ -76,8 +78,8 @@ class OpenAIServingResponses(OpenAIServing):
         ids, keep = raw_request.state.ids, self._is_kept(request)
         if trace.on:
             trace.emit("request.validated", req=ids.engine_id(0), model=model, stream=bool(request.stream), prompts=1)
-        items = [*self._earlier(request), *request.items()]
-        chat = await asyncio.to_thread(self._as_chat, request, items)  # there may be thousands of items
+        earlier = self._earlier(request)
+        chat, items = await asyncio.to_thread(self._as_chat, request, earlier, keep)  # there may be thousands of items
         self._check_answer(request, chat)
         params = request.to_sampling_params(self.defaults, chat)
         prompt = await prompt_of(chat, self._template, self._chat.parsers, raw_request.receive, ids)
@@ -88,8 +90,9 @@ class OpenAIServingResponses(OpenAIServing):
             requests.hooks.append(RefusalFirst())
         parsers = self._chat.parsers
         parser = None if parsers is None else parsers.parser(chat, prompt, structured)
-        maker = ResponseMaker(request, requests, self.engine_client.tokenizer, keep, parser)
-        entry = StoredResponse(maker.response, items, cut=maker.cut)
+        entry = await asyncio.to_thread(self._entry, request, requests, keep, parser, items)  # megabytes of tools
+        maker = entry.maker
+        assert maker is not None
         raw_request.state.cut = entry.cut
         if request.background:
             answer = self._in_background(entry, maker, requests, bool(request.stream))
@@ -104,7 +107,14 @@ class OpenAIServingResponses(OpenAIServing):
         if request.stream:
             return self._sent(_until_failure(events, maker), ids)
         await run_until_disconnect(raw_request.receive, _drain(events))
-        return maker.response
+        return entry.whole
+
+    def _entry(
+        self, request: ResponsesRequest, requests: EngineRequests, keep: bool, parser: AnswerParser | None,
+        items: list[bytes],
+    ) -> StoredResponse:  # fmt: skip
+        maker = ResponseMaker(request, requests, self.engine_client.tokenizer, keep, parser)
+        return StoredResponse(maker, items, requests.engine_requests if request.background else [])
 
     def _is_kept(self, request: ResponsesRequest) -> bool:
         """True if the response is to be stored. Raises InvalidRequestError for a background response that is not."""
@@ -116,27 +126,29 @@ class OpenAIServingResponses(OpenAIServing):
             raise InvalidRequestError(f"background=true needs {reason}.", "background")
         return keep
 
-    def _earlier(self, request: ResponsesRequest) -> list[InputItem]:
+    def _earlier(self, request: ResponsesRequest) -> list[bytes]:
         """The conversation that the request continues. Raises APIError and InvalidRequestError."""
         if request.previous_response_id is None:
             return []
         previous = self._store.get(request.previous_response_id, "previous_response_id")
-        if previous.response.status not in ("completed", "incomplete"):
+        if previous.state not in ("completed", "incomplete"):
             raise InvalidRequestError(
-                f"The previous response has no answer; its status is {previous.response.status}.",
+                f"The previous response has no answer; its status is {previous.state}.",
                 "previous_response_id",
             )
         return previous.items
 
-    def _as_chat(self, request: ResponsesRequest, items: list[InputItem]) -> ChatCompletionRequest:
-        """The conversation, and what may be called. Instructions hold for this response only; those of earlier ones are not
-        carried over, as with OpenAI, and neither are their tools. Raises InvalidRequestError."""
+    def _as_chat(
+        self, request: ResponsesRequest, earlier: list[bytes], keep: bool
+    ) -> tuple[ChatCompletionRequest, list[bytes]]:
+        """(the conversation and what may be called, what is to be stored of it). Instructions hold for this response only; those of
+        earlier ones are not carried over, as with OpenAI, and neither are their tools. Raises InvalidRequestError."""
         if not request.input:
             raise InvalidRequestError("input must not be empty.", "input")
-        messages = to_messages(items)
+        messages = to_messages([*decoded_items(earlier), *request.items()])
         if request.instructions:
             messages = [ChatMessageParam(role="system", content=request.instructions), *messages]
-        return request.as_chat(messages)
+        return request.as_chat(messages), [*earlier, *encoded_items(request.items())] if keep else []
 
     def _check_answer(self, request: ResponsesRequest, chat: ChatCompletionRequest) -> None:
         """Raises InvalidRequestError for an answer that cannot be parsed or told."""
@@ -156,12 +168,17 @@ class OpenAIServingResponses(OpenAIServing):
             async for _, output in outputs:
                 for event in maker.add(output.outputs[0]):
                     yield event
-        last = await asyncio.to_thread(lambda: list(maker.end()))  # it tells the whole answer four times
-        entry.items = [*entry.items, *maker.items]
+        last, items, body = await asyncio.to_thread(self._last, maker)  # it tells the whole answer four times
+        entry.end(items, body, maker.progress.status)
         if keep and entry.task is None:
             self._store.add(entry)  # before the client sees its end and continues from it
         for event in last:
             yield event
+
+    @staticmethod
+    def _last(maker: ResponseMaker) -> tuple[list[bytes], list[bytes], bytes]:
+        """(the last events, the output and the whole response as JSON)"""
+        return list(maker.end()), maker.items(), maker.whole
 
     async def _sent(self, events: AsyncGenerator[bytes, None], ids: RequestIds) -> AsyncGenerator[bytes, None]:
         async with aclosing(events):
@@ -175,7 +192,7 @@ class OpenAIServingResponses(OpenAIServing):
     ) -> Answer:
         entry.log = EventLog() if stream else None
         self._store.add(entry)
-        created = maker.response.model_copy()  # queued; the task changes the other one
+        created = maker.whole  # queued; the task changes it
         entry.task = asyncio.create_task(self._work(entry, maker, requests))
         entry.task.add_done_callback(lambda _: self._ended(entry))  # even if it is cancelled before it begins
         if entry.log is None:
@@ -187,22 +204,27 @@ class OpenAIServingResponses(OpenAIServing):
             _until_failure(self._events(maker, self.outputs(requests), entry, keep=True), maker)
         ) as events:
             async for event in events:
-                if entry.log is not None:
-                    entry.log.append(event)
+                if (log := entry.log) is not None:
+                    before = log.num_bytes // LOG_STEP
+                    log.append(event)
+                    if log.num_bytes // LOG_STEP > before:
+                        self._store.make_room()
 
     def _ended(self, entry: StoredResponse) -> None:
-        if entry.running:
-            entry.response.status = "cancelled"
+        if (maker := entry.maker) is not None:  # it failed, or did not come to its end
+            if maker.progress.status != "failed":
+                maker.progress = ResponseProgress(id=entry.id, status="cancelled")
+            entry.end([], maker.whole, maker.progress.status)
         if entry.log is not None:
             entry.log.end()
-        self._store.update_size(entry)
+        self._store.changed(entry)
 
     def retrieve(self, response_id: str, stream: bool, starting_after: int | None, raw_request: Request) -> Answer:
         """A stored response as it is now, or the events of one that was created with background and stream, from after
         number `starting_after` on. Raises APIError and InvalidRequestError."""
         entry = self._store.get(response_id, "response_id")
         if not stream:
-            return entry.response
+            return entry.whole
         if entry.log is None:
             raise InvalidRequestError(
                 "Only a response created with background=true and stream=true can be streamed.", "stream"
@@ -211,15 +233,15 @@ class OpenAIServingResponses(OpenAIServing):
         events = entry.log.read(0 if starting_after is None else starting_after + 1)
         return events
 
-    async def cancel(self, response_id: str) -> ResponsesResponse:
-        """End a background response, unless it has ended already, and return it. Raises APIError and
+    async def cancel(self, response_id: str) -> bytes:
+        """End a background response, unless it has ended already, and return it as JSON. Raises APIError and
         InvalidRequestError."""
         entry = self._store.get(response_id, "response_id")
         if entry.task is None:
             raise InvalidRequestError("Only a response created with background=true can be cancelled.", "response_id")
         entry.task.cancel()
         await asyncio.gather(entry.task, return_exceptions=True)
-        return entry.response
+        return entry.whole
 
 
 async def _drain(events: AsyncGenerator[bytes, None]) -> None:
@@ -237,4 +259,4 @@ async def _until_failure(events: AsyncGenerator[bytes, None], maker: ResponseMak
     except Exception as error:
         if isinstance(error, InvalidRequestError):
             error = in_words_of_responses(error)
-        yield maker.fail(as_reported(error, maker.response.id))
+        yield maker.fail(as_reported(error, maker.progress.id))

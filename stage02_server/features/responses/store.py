@@ -4,15 +4,22 @@ is unbounded and therefore off by default)."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, field
+import sys
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field, fields
 
 from stage02_server.errors import RETRY_AFTER_SECONDS, APIError, not_found
-from stage02_server.features.responses.protocol import InputItem
-from stage02_server.features.responses.protocol_output import ResponsesResponse
+from stage02_server.features.responses.encoded import memory_of
+from stage02_server.features.responses.maker import ResponseMaker
+from stage02_server.features.responses.protocol_output import Status
+from stage03_engine.messages import EngineCoreRequest
 from stagetrace import trace
 
-MAX_STORED_CHARACTERS = 64 * 2**20  # of all responses of all keys together, besides the bound on their number
+LOG_STEP = 2**20  # bytes of events after which a log that grows is counted again
+POINTER = 8  # bytes of a place in a list
+ENDED_BYTES = 4096  # what a response takes in objects that hold nothing which clients choose
+APART = ("log", "task", "maker")  # fields whose objects hold more than is kept for this response
+RUNNING_BYTES = 16384  # the same of one that runs, with its task and its engine request
 
 
 class EventLog:
@@ -20,12 +27,14 @@ class EventLog:
 
     def __init__(self) -> None:
         self.events: list[bytes] = []
+        self.num_bytes = 0
         self._ended = False
         self._news = asyncio.Event()
 
     def append(self, event: bytes) -> None:
         """One more event; the readers wake up."""
         self.events.append(event)
+        self.num_bytes += sys.getsizeof(event) + POINTER
         self._wake()
 
     def end(self) -> None:
@@ -52,34 +61,73 @@ class EventLog:
 class StoredResponse:
     """A response, the conversation that led to it, and the work on it if it runs in the background."""
 
-    response: ResponsesResponse
-    items: list[InputItem]  # the output comes last when it is there; without instructions
+    maker: ResponseMaker | None  # None when it has ended
+    items: list[
+        bytes
+    ]  # the conversation as JSON (encoded.py); the output comes last when it is there; without instructions
+    engine_requests: list[EngineCoreRequest]  # of one that runs in the background
+    body: bytes = b""  # the response as JSON, when it has ended
+    status: Status = "queued"
     log: EventLog | None = None  # only of a background response that is streamed
     task: asyncio.Task[None] | None = field(default=None, repr=False)  # only of a background response
-    # Makes the last event if the server ends before.
-    cut: Callable[[Exception], bytes] | None = field(default=None, repr=False)
+    id: str = field(init=False)
+    size: int = field(init=False)  # bytes of memory, without the log
+
+    def __post_init__(self) -> None:
+        assert self.maker is not None
+        self.id, self._cut = self.maker.progress.id, b""
+        self.size = self._measured()
 
     @property
     def running(self) -> bool:
         """True until its status is final."""
-        return self.response.status in ("queued", "in_progress")
+        return self.maker is not None
 
     @property
-    def characters(self) -> int:
-        """Its approximate size. Earlier items count in each response that continues them."""
-        log = sum(len(event) for event in self.log.events) if self.log else 0
-        answer = len(self.response.model_dump_json())  # it repeats tools, instructions and schemas of the request
-        return answer + log + sum(item.characters for item in self.items)
+    def state(self) -> Status:
+        """Its status now."""
+        return self.status if self.maker is None else self.maker.progress.status
+
+    @property
+    def whole(self) -> bytes:
+        """The response as it is now, as JSON."""
+        return self.body if self.maker is None else self.maker.whole
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes in memory. Earlier items count in each response that continues them."""
+        return self.size + (self.log.num_bytes if self.log else 0)
+
+    def cut(self, error: Exception) -> bytes:
+        """The last event of a stream of it that the end of the server cuts; nothing if it had its last event before."""
+        return self._cut if self.maker is None else self.maker.cut(error)
+
+    def end(self, output: list[bytes], body: bytes, status: Status) -> None:
+        """Its status is final: from now on it is bytes only."""
+        assert self.maker is not None
+        self._cut = self.maker.cut_event
+        self.items = [*self.items, *output]
+        self.maker, self.engine_requests, self.body, self.status = None, [], body, status
+        self.size = self._measured()
+
+    def _measured(self) -> int:
+        """Of all fields, and of what the work on it holds, whatever fields there are. The log counts itself."""
+        size = ENDED_BYTES + memory_of(
+            [getattr(self, each.name, None) for each in fields(self) if each.name not in APART]
+        )
+        if self.maker is not None:  # the last event of its beginning stays in the frames of those who pass it on
+            size += RUNNING_BYTES + memory_of(self.maker.progress) + 2 * memory_of(self.maker.encoded)
+        return size
 
 
 class ResponseStore:
-    """The last `max_responses` responses of one API key, in its part of the characters. Those that still run are never
+    """The last `max_responses` responses of one API key, and `max_bytes` of them at most. Those that still run are never
     forgotten."""
 
-    def __init__(self, max_responses: int, num_keys: int = 1) -> None:
-        self._max_responses, self._max_characters = max_responses, MAX_STORED_CHARACTERS // num_keys
+    def __init__(self, max_responses: int, max_bytes: int) -> None:
+        self._max_responses, self._max_bytes = max_responses, max_bytes
         self._entries: dict[str, StoredResponse] = {}  # oldest first
-        self._sizes: dict[str, int] = {}  # characters of each; those that have changed last come last
+        self._order: dict[str, None] = {}  # their names; those that have changed last come last
 
     @property
     def enabled(self) -> bool:
@@ -88,29 +136,33 @@ class ResponseStore:
 
     def add(self, entry: StoredResponse) -> None:
         """Keep a response, and forget the oldest ones if there is no room. Raises APIError when everything still runs."""
-        running = [name for name, other in self._entries.items() if other.running]
-        full = sum(self._sizes[name] for name in running) > self._max_characters
+        running = [other for other in self._entries.values() if other.running]
+        full = bool(running) and sum(other.num_bytes for other in [*running, entry]) > self._max_bytes
         if entry.running and (full or len(running) >= self._max_responses):
             message = f"{len(running)} background responses are running; cancel one or wait for it."
             raise APIError(429, "RateLimitError", message, headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
-        self._entries[entry.response.id] = entry
-        self.update_size(entry)
+        self._entries[entry.id] = entry
+        self.changed(entry)
 
-    def update_size(self, entry: StoredResponse) -> None:
-        """Count a changed entry again, and make room."""
-        name = entry.response.id
-        self._sizes.pop(name, None)
-        self._sizes[name] = entry.characters
-        evicted, total = 0, sum(self._sizes.values())
-        for other in list(self._sizes):
-            if len(self._entries) <= self._max_responses and total <= self._max_characters:
-                break
-            if not self._entries[other].running:
-                del self._entries[other]
-                total -= self._sizes.pop(other)
-                evicted += 1
+    def changed(self, entry: StoredResponse) -> None:
+        """It has come or ended: it is the newest now. Make room."""
+        self._order.pop(entry.id, None)
+        self._order[entry.id] = None
+        evicted = self.make_room()
         if trace.on:
-            trace.emit("response.stored", response=name, status=entry.response.status, evicted=evicted)
+            trace.emit("response.stored", response=entry.id, status=entry.state, evicted=evicted)
+
+    def make_room(self) -> int:
+        """Forget the oldest ones that have ended, until the others are few and small enough; returns how many."""
+        evicted, total = 0, sum(entry.num_bytes for entry in self._entries.values())
+        for name in list(self._order):
+            if len(self._entries) <= self._max_responses and total <= self._max_bytes:
+                break
+            if not (entry := self._entries[name]).running:
+                del self._entries[name], self._order[name]
+                total -= entry.num_bytes
+                evicted += 1
+        return evicted
 
     def get(self, response_id: str, param: str) -> StoredResponse:
         """Raises APIError: 400 for what cannot be the id of a response, 404 for one that is not stored, or no longer."""

@@ -32,6 +32,8 @@ CODE: dict[str, tuple[str, str]] = {
     "order": _WAITING,
     "turn": (_FAIR + "in_turn", "nowhere"),
     "grammar": (_GRAMMARS + "is_ready", _VLLM + "schedule (WAITING_FOR_FSM)"),
+    "grammar late": (_GRAMMARS + "executed", "nowhere"),
+    "last token": (_SCHEDULER + "_schedule_running", _VLLM + "schedule"),
     "budget of running": (_SCHEDULER + "_schedule_running", _VLLM + "schedule"),
     "admit": (_SCHEDULER + "_admit", _VLLM + "schedule"),
     "resume": (_SCHEDULER + "_admit", _VLLM + "schedule"),

@@ -231,7 +231,7 @@ class _Engine:
         if mine in args["grammar"]:
             self._say(
                 "grammar",
-                "It waits for its grammar, which is not compiled yet; those behind it do not.",
+                "It waits for its grammar, which is not compiled yet, or has not moved on by its last token; those behind it do not.",
                 "waits: grammar",
             )
             return
@@ -254,6 +254,12 @@ class _Engine:
     def _passed_over(self, args: dict[str, Any]) -> None:
         request = self._before
         if request is not None and request.status == "running":
+            if request.computed >= request.total:
+                text = (
+                    "It runs, and sits out: its last token is still in flight, or its grammar has not moved on by it."
+                )
+                self._say("last token", text, "runs, gets nothing: last token")
+                return
             text = f"It runs, but those before it took all {args['budget']} tokens of the budget."
             self._say("budget of running", text, "runs, gets nothing: budget")
 
@@ -262,6 +268,9 @@ class _Engine:
         match name:
             case "grammar.ready":
                 self._say("grammar", "Its grammar is compiled: it may be admitted.", "grammar ready")
+            case "grammar.missed":
+                text = "The budget of this step for grammars was over before its own had moved on, so its token comes in a later step."
+                self._say("grammar late", text, "sits out: grammar")
             case "sched.prefix_hit":
                 self._prefix_hit(args)
             case "sched.admit":

@@ -15,14 +15,23 @@ class StructuredOutputsConfig:
 
     grammar_cache_size: int = option(
         32,
-        "maximum number of compiled grammars; unused ones stay compiled until their place is needed",
+        "maximum number of compiled grammars of each API key; unused ones stay compiled until their place is needed",
         at_least=1,
     )
     grammar_compile_seconds: float = option(
         5.0, "CPU seconds that compiling one grammar may take; it is tried in a process that can be stopped"
     )
+    max_waiting_grammars: int = option(
+        1024,
+        "most different grammars of each API key that wait to be compiled, or are being compiled (429 beyond)",
+        at_least=1,
+    )
+    grammar_budget_seconds: float = option(
+        0.05,
+        "seconds that a step waits for all grammars together; requests whose grammar needs longer sit out the next steps",
+    )
     grammar_step_seconds: float = option(
-        0.5, "seconds that a step waits for one grammar to find the tokens that may follow; then its request ends"
+        0.5, "seconds that one grammar may take to find the tokens that may follow; then its request ends"
     )
     disable_any_whitespace: bool = option(
         False, "write JSON in one line: otherwise a small model may fill its answer with spaces"
@@ -40,7 +49,11 @@ class StructuredOutputsFlags:
 
     def check(self: Any) -> None:
         """Raises ConfigError for a time limit that is too short to do anything, or longer than an hour."""
-        for name in ("grammar_compile_seconds", "grammar_step_seconds"):
+        for name, least in {
+            "grammar_compile_seconds": 0.01,
+            "grammar_budget_seconds": 0.0001,
+            "grammar_step_seconds": 0.01,
+        }.items():
             seconds = getattr(self.structured_outputs_config, name)
-            if not 0.01 <= seconds <= 3600.0:
-                raise ConfigError(f"{name} must be in [0.01, 3600], not {seconds}")
+            if not least <= seconds <= 3600.0:
+                raise ConfigError(f"{name} must be in [{least}, 3600], not {seconds}")

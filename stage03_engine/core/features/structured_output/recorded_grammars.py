@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from stage03_engine.config import VllmConfig
-from stage03_engine.core.features.structured_output.manager import StructuredOutputManager
+from stage03_engine.core.features.structured_output.manager import Accepted, StructuredOutputManager
 from stage03_engine.core.features.structured_output.scheduler_hook import GrammarSchedulerHook
 from stage03_engine.core.scheduler import Scheduler
 from stage03_engine.messages import EngineCoreOutput, FinishReason
@@ -28,8 +28,11 @@ class RecordedGrammarHook(GrammarSchedulerHook):
         self.grammars.ready.update(step.grammars_ready)
 
     def before_results(self, step: RecordedStep) -> None:
-        """Which requests the grammars ended. Other steps may have been decided meanwhile."""
+        """Which requests the grammars ended, and whose token was held back. Other steps may have been decided meanwhile."""
         self.grammars.ends = step.ends
+        for token in step.tokens:
+            self._held_back.pop(token.req or "", None)
+        self._held_back.update((request_id, ([], None)) for request_id in step.grammars_missed)
 
 
 class RecordedGrammars(StructuredOutputManager):
@@ -40,7 +43,9 @@ class RecordedGrammars(StructuredOutputManager):
         self.ready: set[str] = set()
         self.ends: dict[str, Event] = {}  # of the step whose results come next
 
-    def grammar_init(self, request_id: str, params: SamplingParams, salt: str | None = None) -> None:
+    def grammar_init(
+        self, request_id: str, params: SamplingParams, salt: str | None = None, tenant: int | None = None
+    ) -> None:
         """Nothing compiles here."""
 
     def poll(self) -> list[EngineCoreOutput]:
@@ -55,12 +60,16 @@ class RecordedGrammars(StructuredOutputManager):
         """No sampler, no mask."""
         return None
 
-    def accept_tokens(self, sampled: dict[str, list[int]]) -> tuple[set[str], dict[str, EngineCoreOutput]]:
+    def is_moving(self, request_id: str) -> bool:
+        """A token that was held back is not among those of its step."""
+        return False
+
+    def accept_tokens(self, sampled: dict[str, list[int]]) -> Accepted:
         """Which outputs were complete in this step, and which grammars failed."""
         by_grammar = {i: event.args["reason"] for i, event in self.ends.items() if event.args["by"] == "grammar"}
         error = str(FinishReason.ERROR)
         failed = {i: EngineCoreOutput(i, [], None, FinishReason.ERROR) for i, why in by_grammar.items() if why == error}
-        return {i for i, why in by_grammar.items() if why != error}, failed
+        return Accepted(set(), {i for i, why in by_grammar.items() if why != error}, failed)
 
     def free(self, request_id: str) -> None:
         """The request has ended."""

@@ -1,0 +1,32 @@
+"""The text of `/metrics`, which no key protects and which costs more than ten times as much as `/health` (vLLM: made for each request)."""
+
+from __future__ import annotations
+
+import time
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+SECONDS = 0.5  # a monitor asks every few seconds
+IN_A_ROW = 4  # texts that may be made one after the other, for those who look again once their request has its answer
+
+
+class MetricsText:
+    """Makes the text of a registry at most so often: a few times in a row, and else twice a second. In between it is the last one,
+    which is then less than `SECONDS` old.
+
+    Invariant: `_left` texts may be made now; one more is allowed every `SECONDS`.
+    """
+
+    def __init__(self) -> None:
+        self._text = b""
+        self._left, self._counted = float(IN_A_ROW), time.monotonic()
+
+    def get(self, registry: CollectorRegistry) -> bytes:
+        """The text in Prometheus' format."""
+        now = time.monotonic()
+        self._left = min(IN_A_ROW, self._left + (now - self._counted) / SECONDS)
+        self._counted = now
+        if self._left >= 1:
+            self._left -= 1
+            self._text = generate_latest(registry)
+        return self._text

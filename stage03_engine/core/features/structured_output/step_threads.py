@@ -1,0 +1,135 @@
+"""Threads that move grammars on, within one budget for each step of the engine.
+
+A mask takes some microseconds or, in a grammar made for it, as long as llguidance lets it. Hundreds of requests may need one at the same
+time. So a step waits for all of them together, no longer than its budget. The threads begin a job only while a step waits for
+them; what is left keeps its place, and the next step goes on with it. Jobs have turns (turns.py).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import Condition, Lock, Thread
+from typing import TYPE_CHECKING
+
+from stage03_engine.core.features.structured_output.turns import Asker, Turns
+
+if TYPE_CHECKING:
+    from stage03_engine.core.features.structured_output.backend_guidance import GrammarState
+
+MAX_THREADS = 8
+
+
+@dataclass(eq=False)
+class Job:
+    """One state to find."""
+
+    work: Callable[[], GrammarState]
+    began: float | None = None  # time.monotonic() when a thread took it; None: it is queued
+    state: GrammarState | None = None  # the result; None after the end: it took too long
+    dropped: bool = False  # nobody waits for it any more
+
+
+class StepThreads:
+    """As many threads as cores, MAX_THREADS at most. All methods but the threads' own belong to one thread, the engine's.
+
+    Invariant: no thread begins a job outside of `run`.
+    """
+
+    def __init__(self, seconds_per_job: float) -> None:
+        self.seconds_per_job = seconds_per_job
+        self._lock = Lock()
+        self._work, self.news = Condition(self._lock), Condition(self._lock)
+        self._queue: Turns[Job] = Turns()
+        self._running: set[Job] = set()
+        self._done: list[Job] = []
+        self._until = 0.0  # the end of the step's budget
+        self._num_threads = 0
+        self._closed = False
+
+    def add(self, asker: Asker, job: Job) -> None:
+        """Queue a job for the next `run`. One that several ask for has a place with each; the first turn counts."""
+        with self._lock:
+            self._queue.add(asker, job)
+
+    def run(self, seconds: float, enough: Callable[[], bool] | None = None) -> None:
+        """Let the threads work, `seconds` at most, until all is done, or `enough`, which is asked again after each of the `news`."""
+        end = time.monotonic() + seconds
+        with self._lock:
+            if self._queue:
+                self._start_threads()
+                self._until = end
+                self._work.notify_all()
+            while self.busy if enough is None else not enough():
+                if (left := end - time.monotonic()) <= 0:
+                    break
+                self.news.wait(left)
+            self._until = 0.0
+
+    @property
+    def has_done(self) -> bool:
+        """Is there a job for `take_done`?"""
+        return bool(self._done)
+
+    @property
+    def busy(self) -> bool:
+        """Is anything queued or running?"""
+        return bool(self._queue or self._running)
+
+    def take_done(self) -> list[Job]:
+        """What has ended since: with a state, or without one because it took longer than `seconds_per_job`, counted from when a
+        thread began with it."""
+        with self._lock:
+            latest = time.monotonic() - self.seconds_per_job
+            late = [job for job in self._running if job.began is not None and job.began < latest]
+            self._running.difference_update(late)
+            self._num_threads -= len(late)  # each is lost until llguidance comes back, and others take the place
+            done, self._done = self._done + late, []
+        return done
+
+    def _start_threads(self) -> None:
+        if hasattr(os, "sched_getaffinity"):
+            cores = len(os.sched_getaffinity(0))
+        else:
+            cores = os.cpu_count() or 1
+        while self._num_threads < min(cores, MAX_THREADS):
+            self._num_threads += 1
+            Thread(target=self._serve, name="grammar-step", daemon=True).start()
+
+    def _serve(self) -> None:
+        """One thread."""
+        from stage03_engine.core.features.structured_output.backend_guidance import GrammarState
+
+        while (job := self._next()) is not None:
+            try:
+                state = job.work()
+            except BaseException:  # a panic of llguidance is not even an Exception
+                state = GrammarState(b"", failed="cannot be followed: the grammar compiler failed")
+            with self._lock:
+                if job not in self._running:  # it was given up, and this thread with it
+                    return
+                self._running.remove(job)
+                job.state = state
+                self._done.append(job)
+                self.news.notify_all()
+
+    def _next(self) -> Job | None:
+        with self._lock:
+            while not self._closed:
+                while self._queue and time.monotonic() < self._until:
+                    job = self._queue.pop()
+                    if not job.dropped and job.began is None:
+                        job.began = time.monotonic()
+                        self._running.add(job)
+                        return job
+                self.news.notify_all()  # perhaps all is done
+                self._work.wait()
+        return None
+
+    def shutdown(self) -> None:
+        """End the threads, each after its job."""
+        with self._lock:
+            self._closed = True
+            self._work.notify_all()
