@@ -23,7 +23,7 @@ WALK = (
     "stage01_cli", "stage02_server", "stage03_engine", "stage03_engine/frontend", "stage03_engine/core",
     "stage03_engine/core/models", "stage04_kernels",
 )  # fmt: skip
-MAX_LINES, MAX_FILES = 7000, 75
+MAX_LINES, MAX_FILES = 7050, 75
 MAX_FILES_OF_A_COMPLETION, MAX_FILES_OF_A_STEP, MAX_CHANGES_OF_A_STEP = 39, 20, 80
 # Of a completion's files three are limits that every request passes: connections, unread bytes, lines of the log.
 

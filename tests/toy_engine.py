@@ -36,6 +36,8 @@ STEM = [(7 * i) % 50 + 50 for i in range(200)]  # most prompts begin alike, so t
 class RandomGrammars(StructuredOutputManager):
     """Ready sooner or later, late with a token, complete or failed now and then."""
 
+    num_not_ready = num_known = 0
+
     def __init__(self, rng: random.Random) -> None:
         self.rng, self.ready, self.late = rng, dict[str, bool](), dict[str, None]()
         self.late_rate, self.end_rate = 0.3, 1.0
@@ -45,9 +47,16 @@ class RandomGrammars(StructuredOutputManager):
     ) -> None:
         self.ready[request_id] = False
 
-    def is_ready(self, request_id: str) -> bool:
-        self.ready[request_id] |= self.rng.random() < 0.4
-        return self.ready[request_id]
+    def poll(self) -> list[EngineCoreOutput]:
+        return []
+
+    def wait(self, timeout: float) -> None:
+        pass
+
+    def take_ready(self) -> list[str]:
+        ready = [i for i, is_ready in self.ready.items() if not is_ready and self.rng.random() < 0.4]
+        self.ready.update(dict.fromkeys(ready, True))
+        return ready
 
     def grammar_bitmask(self, request_ids: list[str]) -> dict[str, bytes] | None:
         return None
@@ -127,14 +136,16 @@ class ToyEngine:
         return output
 
     def _begin(self) -> SchedulerOutput:
-        running, waiting = len(self.scheduler.running), len(self.scheduler.waiting)
+        for hook in self.scheduler.hooks:
+            hook.poll()
+        running, waiting = len(self.scheduler.running), self.scheduler.num_waiting
         if trace.on:
             trace.emit("engine.step", ph="B", step=self.scheduler.step + 1, running=running, waiting=waiting)
         return self.scheduler.schedule()
 
     def _end(self, output: SchedulerOutput, answer: ModelRunnerOutput) -> None:
         self.scheduler.update_from_output(output, answer)
-        running, waiting = len(self.scheduler.running), len(self.scheduler.waiting)
+        running, waiting = len(self.scheduler.running), self.scheduler.num_waiting
         if trace.on:
             trace.emit("engine.step", ph="E", step=output.step, running=running, waiting=waiting)
 

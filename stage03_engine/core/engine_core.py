@@ -98,7 +98,7 @@ class EngineCore:
     def _begin(self) -> SchedulerOutput:
         """The first part of a step: the decision. The executor is called next."""
         if trace.on:
-            step, running, waiting = self.scheduler.step + 1, len(self.scheduler.running), len(self.scheduler.waiting)
+            step, running, waiting = self.scheduler.step + 1, len(self.scheduler.running), self.scheduler.num_waiting
             trace.emit("engine.step", ph="B", step=step, running=running, waiting=waiting)
         output = self.scheduler.schedule()
         self._note_queue_times(output)
@@ -112,7 +112,7 @@ class EngineCore:
             trace.emit("executor.execute", ph="E", step=output.step, num_reqs=len(ran.sampled_token_ids))
         outputs = self.scheduler.update_from_output(output, ran)
         if trace.on:
-            running, waiting = len(self.scheduler.running), len(self.scheduler.waiting)
+            running, waiting = len(self.scheduler.running), self.scheduler.num_waiting
             trace.emit("engine.step", ph="E", step=output.step, running=running, waiting=waiting)
         return self._observed(EngineCoreOutputs(ended + outputs, self.scheduler.make_stats(), step=output.step))
 

@@ -57,9 +57,13 @@ class SchedulerHook:
         """May the next step be decided before the tokens of the one that runs are known (`--async-scheduling`)?"""
         return True
 
-    def is_ready(self, request: Request) -> bool:
-        """May this waiting request be admitted? If not, others overtake it."""
-        return True
+    def holds(self, request: Request) -> bool:
+        """A request is about to wait. True: the scheduler holds it, and others overtake it, until `released` names it."""
+        return False
+
+    def released(self) -> Iterable[str]:
+        """Before each decision: the requests that the hook held back, and holds back no longer."""
+        return ()
 
     def admitted(self, request: Request, output: SchedulerOutput, new_blocks: list[int], num_hits: int) -> None:
         """A request was admitted, or resumed. The first `num_hits` of `new_blocks` came from the prefix cache. Its

@@ -31,7 +31,7 @@ class Scheduler:
     `hooks` is empty until a setting or a request needs a feature that takes part in scheduling (hooks.py). A class for
     `--scheduler-cls` takes the same arguments; it must call the hooks only for the features that it is used with.
 
-    Invariant: a request is in `waiting` or in `running`, never in both, and only running requests hold blocks.
+    Invariant: a request is in `waiting`, in `held` or in `running`, never in two of them, and only running requests hold blocks.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class Scheduler:
         make_queue = load_feature(QUEUES[policy], f"scheduling policy {policy}") if policy in QUEUES else RequestQueue
         self.waiting: RequestQueue = make_queue(policy)
         self.running: RequestQueue = make_queue(policy)
+        self.held: dict[str, Request] = {}  # they wait, and hooks hold them back: a step does not look at them
         self.finished_req_ids: list[str] = []  # sent to the worker with the next step
         self.step = 0
         self.stats = SchedulerStats()
@@ -67,16 +68,28 @@ class Scheduler:
             hook.added(request)
         request.arrival = next(self._arrivals)
         self.requests[request.request_id] = request
-        self.waiting.add(request)
+        self._wait(request)
         if trace.on:
             params = request.traced_params
             for hook in self.hooks:
                 params |= hook.traced_params(request)
             trace.emit(
-                "sched.queued", req=request.request_id, waiting=len(self.waiting),
+                "sched.queued", req=request.request_id, waiting=self.num_waiting,
                 num_prompt_tokens=request.num_prompt_tokens, params=params,
                 block_hashes=self.kv_cache_manager.new_block_hashes(request),
             )  # fmt: skip
+
+    def _wait(self, request: Request) -> None:
+        """Queue a request, unless a hook holds it back."""
+        if self.hooks and any(hook.holds(request) for hook in self.hooks):
+            self.held[request.request_id] = request
+        else:
+            self.waiting.add(request)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that do not run."""
+        return len(self.waiting) + len(self.held)
 
     def finish_requests(self, request_ids: list[str], reason: FinishReason = FinishReason.ABORT) -> None:
         """End requests from outside (abort, stop string); unknown and finished ids are ignored."""
@@ -87,8 +100,9 @@ class Scheduler:
 
     def _finish(self, request: Request, reason: FinishReason, by: str) -> None:
         """Remove a request from its queue, free its blocks, forget it."""
-        queue = self.running if request.status == RequestStatus.RUNNING else self.waiting
-        queue.remove(request)
+        if self.held.pop(request.request_id, None) is None:
+            queue = self.running if request.status == RequestStatus.RUNNING else self.waiting
+            queue.remove(request)
         request.status = RequestStatus.FINISHED
         freed = self.kv_cache_manager.free(request.request_id)
         for hook in self.hooks:
@@ -112,11 +126,14 @@ class Scheduler:
         self.step += 1
         output = SchedulerOutput(self.step, [], {}, {}, self.finished_req_ids, [])
         self.finished_req_ids = []
+        for hook in self.hooks:
+            for request_id in hook.released():
+                self._wait(self.held.pop(request_id))
         budget = self._schedule_running(output, self.config.max_num_batched_tokens)
         if not output.preempted_req_ids:
             self._schedule_waiting(output, budget)
         elif trace.on:  # no newcomer may overtake a request that was just preempted
-            self._trace_held_back("preempted", budget, {})
+            self._trace_held_back("preempted", budget)
         for hook in self.hooks:
             hook.scheduled(output)
         for request_id, num_tokens in output.num_scheduled_tokens.items():
@@ -203,20 +220,17 @@ class Scheduler:
         request.status = RequestStatus.PREEMPTED
         request.num_preemptions += 1
         self.stats.num_preemptions += 1
-        self.waiting.add(request)
+        self._wait(request)
         output.preempted_req_ids.append(request_id)
 
     def _schedule_waiting(self, output: SchedulerOutput, budget: int) -> None:
         """Admit waiting requests in order while budget, batch and blocks last. The first that does not fit holds back all
-        after it; only a request that a hook holds back is overtaken."""
-        passed, rule = dict[str, None](), ""
+        after it."""
+        rule = ""
         for request in self.waiting.in_turn():
             if budget <= 0 or len(self.running) >= self.config.max_num_seqs:
                 rule = "budget" if budget <= 0 else "max_num_seqs"
                 break
-            if self.hooks and not all(hook.is_ready(request) for hook in self.hooks):
-                passed[request.request_id] = None
-                continue
             hits = self.kv_cache_manager.get_computed_blocks(request)
             computed = max(len(hits) * self.kv_cache_manager.block_size, request.num_computed_tokens)
             missing = request.num_tokens - computed
@@ -230,8 +244,8 @@ class Scheduler:
                 break
             self._admit(request, computed, hits, new_blocks, output)
             budget = self._give(request, num_tokens, new_blocks, output, budget)
-        if trace.on and len(self.waiting):
-            self._trace_held_back(rule, budget, passed)
+        if trace.on and self.num_waiting:
+            self._trace_held_back(rule, budget)
 
     def _admit(
         self, request: Request, computed: int, hits: list[int], new_blocks: list[int], output: SchedulerOutput
@@ -270,16 +284,15 @@ class Scheduler:
             prompt = request.num_prompt_tokens
             trace.emit("sched.admit", req=request_id, step=self.step, new_blocks=new_blocks, num_prompt_tokens=prompt)
 
-    def _trace_held_back(self, rule: str, budget: int, passed: dict[str, None]) -> None:
-        """Record why no other request was admitted: `rule` stopped the one in turn, and so all after it; hooks hold back those
-        that were `passed` over. The rule is empty if hooks hold back all."""
-        in_turn = (request.request_id for request in self.waiting.in_turn() if request.request_id not in passed)
-        first = next(in_turn, None) if rule else None
-        others = [request.request_id for request in self.waiting if request.request_id not in passed]
+    def _trace_held_back(self, rule: str, budget: int) -> None:
+        """Record why no other request was admitted: `rule` stopped the first one in the queue, and that one stops all behind it. The
+        rule is empty if the queue is, and hooks hold back all."""
+        first = next((request.request_id for request in self.waiting.in_turn()), None) if rule else None
+        others = [request.request_id for request in self.waiting]
         if trace.on:
             trace.emit(
                 "sched.held_back", step=self.step, rule=rule, first=first, behind=[each for each in others if each != first],
-                grammar=list(passed), budget_left=budget, free_blocks=self.kv_cache_manager.block_pool.num_free,
+                grammar=list(self.held), budget_left=budget, free_blocks=self.kv_cache_manager.block_pool.num_free,
                 num_running=len(self.running),
             )  # fmt: skip
 
@@ -311,7 +324,7 @@ class Scheduler:
 
     def make_stats(self) -> SchedulerStats:
         """The state after a step, for the metrics: a copy, because the output thread may encode it during the next step."""
-        self.stats.num_running, self.stats.num_waiting = len(self.running), len(self.waiting)
+        self.stats.num_running, self.stats.num_waiting = len(self.running), self.num_waiting
         self.stats.kv_cache_usage = self.kv_cache_manager.block_pool.usage
         return msgspec.structs.replace(self.stats)
 

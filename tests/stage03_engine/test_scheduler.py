@@ -11,9 +11,12 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from toy_runner import MAX_LEN, ToyRunner, make_request, make_scheduler, right_answer
 
+from stage03_engine.config import VllmConfig
 from stage03_engine.core.features.debug.scheduler_checks import check_invariants
 from stage03_engine.core.features.prefix_cache_reset import reset
 from stage03_engine.core.features.scheduler_watch import cached_blocks
+from stage03_engine.core.hooks import SchedulerHook
+from stage03_engine.core.request import Request
 from stage03_engine.core.sched_output import ModelRunnerOutput
 from stage03_engine.core.scheduler import Scheduler
 from stage03_engine.messages import FinishReason
@@ -153,6 +156,54 @@ def test_who_is_preempted_is_not_overtaken_by_newcomers() -> None:
     decision = scheduler.schedule()  # "b" goes; its blocks would be enough for "small", but "b" came first
     assert decision.num_scheduled_tokens == {"a": 1}
     assert [r.request_id for r in scheduler.waiting] == ["b", "small"]
+
+
+class Holding(SchedulerHook):
+    """Holds back all that was not released, and counts how often it is asked."""
+
+    asked = 0
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        super().__init__(scheduler, VllmConfig())
+        self.kept: set[str] = set()
+        self.next: list[str] = []
+
+    def added(self, request: Request) -> None:
+        self.kept.add(request.request_id)
+
+    def holds(self, request: Request) -> bool:
+        self.asked += 1
+        return request.request_id in self.kept
+
+    def release(self, name: str) -> None:
+        self.kept.remove(name)
+        self.next.append(name)
+
+    def released(self) -> list[str]:
+        released, self.next = self.next, []
+        return released
+
+
+def test_a_step_does_not_look_at_requests_that_hooks_hold_back() -> None:
+    scheduler = make_scheduler(8, 64, 1 + 40)
+    first, second = Holding(scheduler), Holding(scheduler)
+    scheduler.hooks = [first, second]
+    names = [f"r{number}" for number in range(1000)]
+    for name in names:
+        scheduler.add_request(make_request(name, [1] * 20, SamplingParams(max_tokens=2)))
+    for _ in range(10):
+        assert not scheduler.schedule().num_scheduled_tokens
+    assert first.asked == len(names) and len(scheduler.held) == scheduler.make_stats().num_waiting == len(names)
+    check_invariants(scheduler)
+    for hook, releases in ((first, "r7"), (first, "r3"), (second, "r7")):  # what both have released runs
+        assert not scheduler.schedule().num_scheduled_tokens
+        hook.release(releases)
+    assert scheduled(scheduler) == {"r7": 20}
+    second.release("r3")
+    assert scheduled(scheduler) == {"r3": 20}  # nothing has been sampled, so r7 has no next token
+    scheduler.finish_requests(names)
+    check_invariants(scheduler)
+    assert not scheduler.held and not scheduler.has_unfinished_requests
 
 
 def test_the_same_inputs_give_byte_equal_decisions() -> None:

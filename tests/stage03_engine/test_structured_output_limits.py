@@ -97,11 +97,16 @@ def manager() -> Iterator[StructuredOutputManager]:
     manager.shutdown()
 
 
+def is_ready(manager: StructuredOutputManager, name: str) -> bool:
+    """Are its first tokens known?"""
+    return manager.grammar_bitmask([name]) is not None
+
+
 def begin(
     manager: StructuredOutputManager, name: str, wanted: Wanted, salt: str | None = None, tenant: int | None = None
 ) -> None:
     manager.grammar_init(name, params(wanted), salt, tenant)
-    while not manager.is_ready(name):
+    while not is_ready(manager, name):
         manager.wait(1.0)
         assert manager.poll() == []
 
@@ -147,7 +152,7 @@ def refused(manager: StructuredOutputManager, name: str, wanted: Wanted) -> str:
     while not outputs:
         manager.wait(1.0)
         outputs = manager.poll()
-        assert not manager.is_ready(name)
+        assert not is_ready(manager, name)
     [output] = outputs
     assert output.request_id == name
     manager.free(name)

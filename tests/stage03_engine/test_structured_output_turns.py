@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -197,17 +197,22 @@ def begin(manager: StructuredOutputManager, name: str, wanted: Wanted, tenant: i
     manager.grammar_init(name, SamplingParams(structured_outputs=wanted), salt or f"salt of {tenant}", tenant)
 
 
+def is_ready(manager: StructuredOutputManager, name: str) -> bool:
+    """Are its first tokens known?"""
+    return manager.grammar_bitmask([name]) is not None
+
+
 def outcome(manager: StructuredOutputManager, name: str, others: list[EngineCoreOutput] | None = None) -> str:
     """How a request begins: "" or an error. `others` collects what ends before."""
     end = time.monotonic() + PATIENCE
-    while not manager.is_ready(name):
+    while not is_ready(manager, name):
         assert time.monotonic() < end, f"{name} waits for ever"
         for output in manager.poll():
             if output.request_id == name:
                 return output.error or ""
             if others is not None:
                 others.append(output)
-        if not manager.is_ready(name):
+        if not is_ready(manager, name):
             manager.wait(1.0)
     return ""
 
@@ -227,7 +232,7 @@ def test_one_key_fills_no_place_of_another(manager: StructuredOutputManager) -> 
     """Two places each; what waits for one goes on when a request ends, and another key's wish for it counts."""
     for i in range(3):
         begin(manager, f"a{i}", Wanted(regex=f"a{{{i + 1}}}"), A, "shared")
-    assert outcome(manager, "a0") == outcome(manager, "a1") == "" and not manager.is_ready("a2")
+    assert outcome(manager, "a0") == outcome(manager, "a1") == "" and not is_ready(manager, "a2")
     begin(manager, "b", Wanted(regex="b"), B)
     begin(manager, "b2", Wanted(regex="a{3}"), B, "shared")
     assert outcome(manager, "b") == outcome(manager, "b2") == outcome(manager, "a2") == ""
@@ -324,22 +329,35 @@ def test_a_step_costs_what_has_changed_and_not_what_waits(
 def test_requests_with_a_grammar_leave_seats_to_other_keys() -> None:
     """One that sits steps out keeps its seat: without a bound, those of one key would hold them all."""
     config = VllmConfig(scheduler_config=SchedulerConfig(max_num_seqs=4))
-    hook = GrammarSchedulerHook(SimpleNamespace(step=1), config, AllReady())  # type: ignore[arg-type]
-    requests = [waiting(f"r{number}", tenant=number % 2) for number in range(10)]
-    requests += [waiting(f"n{number}", tenant=None) for number in range(10)]
-    assert [hook.is_ready(request) for request in requests] == [True] * 4 + [False] * 6 + [True] * 10
-    hook.finished(requests[0])
-    assert [hook.is_ready(request) for request in requests[4:]] == [True] + [False] * 5 + [True] * 10
-    for request in requests:
+    requests = {f"r{number}": waiting(f"r{number}", tenant=number % 2) for number in range(10)}
+    requests |= {f"n{number}": waiting(f"n{number}", tenant=None) for number in range(10)}
+    scheduler = SimpleNamespace(step=1, requests=requests, held=dict(requests), stats=SimpleNamespace())
+    scheduler.finish_requests = lambda ids, reason: None
+    hook = GrammarSchedulerHook(scheduler, config, AllReady(requests))  # type: ignore[arg-type]
+    hook.poll()
+    assert list(hook.released()) == [*list(requests)[:4], *list(requests)[10:]]
+    hook.finished(requests["r6"])
+    hook.finished(requests["r0"])
+    assert list(hook.released()) == ["r4"] and not list(hook.released())
+    for request in requests.values():
         hook.finished(request)
-    assert not hook._seated and not hook._seatless and set(hook._seats.values()) <= {0}
+    assert not any(hook._seated.values()) and not any(hook._seatless.values()) and not list(hook.released())
 
 
 class AllReady:
     """Every grammar is compiled."""
 
-    def is_ready(self, request_id: str) -> bool:
-        return True
+    num_not_ready = num_known = 0
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = list(names)
+
+    def poll(self) -> list[EngineCoreOutput]:
+        return []
+
+    def take_ready(self) -> list[str]:
+        ready, self.names = self.names, []
+        return ready
 
     def free(self, request_id: str) -> None:
         pass

@@ -30,7 +30,7 @@ class Scheduler(Mechanics):
                                                  of self.running. needed_by is the request that gets the blocks
     self._admit(request, computed, hits, new_blocks, output)       move it from waiting to running; `computed` of its tokens are there
     self._trace_output(output)                   tell the trace that the step is decided: the last thing in schedule()
-    self._trace_held_back(rule, budget, {})      tell it, if anybody still waits, why the first is not admitted: rule is "preempted",
+    self._trace_held_back(rule, budget)          tell it, if anybody still waits, why the first is not admitted: rule is "preempted",
                                                  "budget", "max_num_seqs", "no_chunking" or "blocks"
 
     What features add to the reference's methods (self.hooks) you may leave out.

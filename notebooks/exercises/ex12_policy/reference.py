@@ -58,6 +58,6 @@ class Scheduler(Mechanics):
 
     def _schedule_waiting(self, output: SchedulerOutput, budget: int) -> None:
         if len(self.running) > 0 and self.kv_cache_manager.block_pool.num_free < 2 * len(self.running):
-            self._trace_held_back("blocks", budget, {})
+            self._trace_held_back("blocks", budget)
         else:
             super()._schedule_waiting(output, budget)

@@ -84,7 +84,7 @@ class SchedulerWatch:
     def _tell_state(self) -> None:
         scheduler = self._scheduler
         pool = scheduler.kv_cache_manager.block_pool
-        requests = [*scheduler.running, *scheduler.waiting][:MAX_REQUESTS]
+        requests = [*scheduler.running, *scheduler.waiting, *scheduler.held.values()][:MAX_REQUESTS]
         settings = {
             "num_blocks": pool.num_usable,
             "block_size": scheduler.kv_cache_manager.block_size,
@@ -94,7 +94,7 @@ class SchedulerWatch:
         if trace.on:
             trace.emit(
                 "sched.state", step=scheduler.step, requests=[self._describe(request) for request in requests],
-                running=len(scheduler.running), waiting=len(scheduler.waiting), free_blocks=pool.num_free,
+                running=len(scheduler.running), waiting=scheduler.num_waiting, free_blocks=pool.num_free,
                 cached=cached_blocks(pool), settings=settings,
             )  # fmt: skip
 

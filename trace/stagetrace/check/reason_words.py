@@ -31,7 +31,7 @@ CODE: dict[str, tuple[str, str]] = {
     "preempted": (_SCHEDULER + "schedule", _VLLM + "schedule"),
     "order": _WAITING,
     "turn": (_FAIR + "in_turn", "nowhere"),
-    "grammar": (_GRAMMARS + "is_ready", _VLLM + "schedule (WAITING_FOR_FSM)"),
+    "grammar": (_GRAMMARS + "holds", _VLLM + "schedule (WAITING_FOR_FSM)"),
     "grammar late": (_GRAMMARS + "executed", "nowhere"),
     "last token": (_SCHEDULER + "_schedule_running", _VLLM + "schedule"),
     "budget of running": (_SCHEDULER + "_schedule_running", _VLLM + "schedule"),

@@ -71,8 +71,9 @@ def check_queues_and_slots(scheduler: Scheduler) -> None:
     running, waiting = {r.request_id for r in scheduler.running}, {r.request_id for r in scheduler.waiting}
     assert len(running) == len(scheduler.running), "a request is queued twice"
     assert len(waiting) == len(scheduler.waiting), "a request is queued twice"
-    assert not running & waiting, "a request both runs and waits"
-    assert running | waiting == set(scheduler.requests), "a request is lost"
+    apart = set(scheduler.held)
+    assert len(running | waiting | apart) == len(running) + len(waiting) + len(apart), "a request both runs and waits"
+    assert running | waiting | apart == set(scheduler.requests), "a request is lost"
     manager = scheduler.kv_cache_manager
     for request in scheduler.running:
         held = len(manager.block_table(request.request_id)) * manager.block_size

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
@@ -110,6 +111,7 @@ class StructuredOutputManager:
         self._num_ready = 0
         self._first_jobs: dict[Job, list[str]] = {}  # -> requests that wait for the state before their first token
         self._next_jobs: dict[Job, str] = {}  # -> the request that it moves on
+        self._ready: dict[str, None] = {}  # since the last `take_ready`
         self._found: dict[str, None] = {}  # requests that have found their grammar compiled since the last `poll`
         self._refused: dict[str, EngineCoreOutput] = {}  # for the next `poll`
         self._known: dict[str, EngineCoreOutput | None] = {}  # for the next `accept_tokens`: moved on, or failed
@@ -171,9 +173,10 @@ class StructuredOutputManager:
             if grammar.home is None and not grammar.ended:
                 self._ask(grammar, asker)
 
-    def is_ready(self, request_id: str) -> bool:
-        """Are the allowed first tokens known?"""
-        return self._requests[request_id].state is not None
+    def take_ready(self) -> Iterable[str]:
+        """The requests whose allowed first tokens are known since the last call."""
+        ready, self._ready = self._ready, {}
+        return ready
 
     @property
     def num_not_ready(self) -> int:
@@ -246,14 +249,15 @@ class StructuredOutputManager:
             job = Job(partial(_first_state, self._backend, grammar, request.ignore_eos))
             grammar.first[request.ignore_eos], self._first_jobs[job] = job, []
         if job.state is not None and job not in self._first_jobs:
-            self._begin(request, job.state)
+            self._begin(request_id, job.state)
         else:
             self._first_jobs[job].append(request_id)
             self._threads.add(request.asker, job)
 
-    def _begin(self, request: _Request, state: GrammarState) -> None:
-        request.state = state
+    def _begin(self, request_id: str, state: GrammarState) -> None:
+        self._requests[request_id].state = state
         self._num_ready += 1
+        self._ready[request_id] = None
 
     # One step
 
@@ -300,7 +304,7 @@ class StructuredOutputManager:
                         self._forget(request.grammar)
                         self._refuse(request_id, failed)
                     else:
-                        self._begin(request, job.state)
+                        self._begin(request_id, job.state)
             if (moved := self._next_jobs.pop(job, None)) is not None:
                 self._requests[moved].job = None
                 if failed or job.state is None:
@@ -324,7 +328,7 @@ class StructuredOutputManager:
         request = self._requests.pop(request_id, None)
         if request is None:
             return
-        for each in (self._found, self._refused, self._known):
+        for each in (self._found, self._ready, self._refused, self._known):
             each.pop(request_id, None)
         self._num_ready -= request.state is not None
         if request.job is not None:

@@ -25,13 +25,14 @@ class RecordedGrammarHook(GrammarSchedulerHook):
 
     def before_decision(self, step: RecordedStep) -> None:
         """Which grammars were ready by then."""
-        self.grammars.ready.update(step.grammars_ready)
+        self._released |= dict.fromkeys(step.grammars_ready)
 
     def before_results(self, step: RecordedStep) -> None:
         """Which requests the grammars ended, and whose token was held back. Other steps may have been decided meanwhile."""
         self.grammars.ends = step.ends
         for token in step.tokens:
-            self._held_back.pop(token.req or "", None)
+            if token.req in self._held_back:
+                self._give_back(token.req)
         self._held_back.update((request_id, ([], None)) for request_id in step.grammars_missed)
 
 
@@ -40,7 +41,6 @@ class RecordedGrammars(StructuredOutputManager):
     scheduler's."""
 
     def __init__(self) -> None:
-        self.ready: set[str] = set()
         self.ends: dict[str, Event] = {}  # of the step whose results come next
 
     def grammar_init(
@@ -51,10 +51,6 @@ class RecordedGrammars(StructuredOutputManager):
     def poll(self) -> list[EngineCoreOutput]:
         """What ended outside of a step is an event of its own."""
         return []
-
-    def is_ready(self, request_id: str) -> bool:
-        """Had the recorded scheduler seen it compiled?"""
-        return request_id in self.ready
 
     def grammar_bitmask(self, request_ids: list[str]) -> dict[str, bytes] | None:
         """No sampler, no mask."""
@@ -73,4 +69,3 @@ class RecordedGrammars(StructuredOutputManager):
 
     def free(self, request_id: str) -> None:
         """The request has ended."""
-        self.ready.discard(request_id)

@@ -10,7 +10,7 @@ Source: vllm/v1/core/sched/scheduler.py (WAITING_FOR_FSM, grammar_bitmask, gramm
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from stage03_engine.config import VllmConfig
@@ -35,11 +35,11 @@ class GrammarSchedulerHook(SchedulerHook):
         self.manager = manager or StructuredOutputManager(config)
         self._num_requests = 0
         self._most_seats = max(1, config.scheduler_config.max_num_seqs // 2)  # of one of several API keys
-        self._seats: Counter[int | None] = (
-            Counter()
-        )  # API key -> its requests whose grammar is ready, and that have not ended
-        self._seated: set[str] = set()
-        self._seatless: set[str] = set()  # requests whose grammar is ready, and that wait for a seat of their key
+        self._seated: dict[int | None, set[str]] = {}  # API key -> its requests whose grammar is ready, until they end
+        self._seatless: dict[
+            int | None, dict[str, Request]
+        ] = {}  # API key -> those that lack a seat, the next one first
+        self._released: dict[str, None] = {}  # requests that nothing holds back any more
         self._accepted = Accepted(set(), set(), {})
         self._held_back: dict[str, tuple[list[int], list[TokenLogprobs] | None]] = {}  # tokens and their logprobs
 
@@ -60,10 +60,12 @@ class GrammarSchedulerHook(SchedulerHook):
         refused = [output for output in self.manager.poll() if output.request_id in requests]
         self.scheduler.finish_requests([output.request_id for output in refused], FinishReason.ERROR)
         self.scheduler.stats.num_deferred = self.manager.num_not_ready
-        waiting = (
-            self.scheduler.stats.num_deferred + len(self._held_back) - self.manager.num_known + len(self._seatless)
+        for request_id in self.manager.take_ready():
+            self._give_seat(requests[request_id])
+        sit_out = sum(request_id not in self.scheduler.held for request_id in self._held_back)
+        blocked = (
+            len(self.scheduler.held) + sit_out == len(requests) and not self._released and not self.manager.num_known
         )
-        blocked = waiting == len(requests)
         if blocked:
             self.manager.wait(WAIT_SECONDS)
         return refused, not blocked
@@ -72,23 +74,30 @@ class GrammarSchedulerHook(SchedulerHook):
         """A mask needs every token before it, so not while a request has a grammar."""
         return not self._num_requests
 
-    def is_ready(self, request: Request) -> bool:
-        """Is its grammar compiled? Then it waits like all others; but a request that sits steps out keeps its seat, so those of one of several
-        API keys have half of the seats. One that was preempted waits for a token that is held back."""
-        if request.status != RequestStatus.WAITING_FOR_FSM:
-            return request.request_id not in self._held_back
-        if not self.manager.is_ready(request.request_id):
-            return False
-        if request.tenant is not None and self._seats[request.tenant] >= self._most_seats:
-            self._seatless.add(request.request_id)
-            return False
-        self._seats[request.tenant] += 1
-        self._seated.add(request.request_id)
-        self._seatless.discard(request.request_id)
-        request.status = RequestStatus.WAITING
-        if trace.on:
-            trace.emit("grammar.ready", req=request.request_id, step=self.scheduler.step)
-        return True
+    def holds(self, request: Request) -> bool:
+        """Until its grammar is compiled; and one that was preempted, until the token is known that is held back."""
+        return request.status == RequestStatus.WAITING_FOR_FSM or request.request_id in self._held_back
+
+    def released(self) -> Iterable[str]:
+        """Those whose grammar is compiled, or has moved on."""
+        released, self._released = self._released, {}
+        for request_id in released:
+            request = self.scheduler.requests[request_id]
+            if request.status == RequestStatus.WAITING_FOR_FSM:
+                request.status = RequestStatus.WAITING
+                if trace.on:
+                    trace.emit("grammar.ready", req=request_id, step=self.scheduler.step)
+        return released
+
+    def _give_seat(self, request: Request) -> None:
+        """A request that sits steps out keeps its seat, so those of one of several API keys have half of the seats."""
+        key = request.tenant
+        seated = self._seated.setdefault(key, set())
+        if key is None or len(seated) < self._most_seats:
+            seated.add(request.request_id)
+            self._released[request.request_id] = None
+        else:
+            self._seatless.setdefault(key, {})[request.request_id] = request
 
     def decided(self, output: SchedulerOutput) -> None:
         """The masks of the requests that are sampled in this step."""
@@ -105,10 +114,15 @@ class GrammarSchedulerHook(SchedulerHook):
             if trace.on:
                 trace.emit("grammar.missed", req=request_id, step=output.step)
         for request_id in sorted(self._accepted.known & self._held_back.keys()):
-            sampled[request_id], kept = self._held_back.pop(request_id)
+            sampled[request_id], kept = self._give_back(request_id)
             if kept is not None:
                 logprobs[request_id] = kept
         return []
+
+    def _give_back(self, request_id: str) -> tuple[list[int], list[TokenLogprobs] | None]:
+        if request_id in self.scheduler.held:
+            self._released[request_id] = None
+        return self._held_back.pop(request_id)
 
     def sampled(
         self, request: Request, new: EngineCoreOutput, output: SchedulerOutput, runner_output: ModelRunnerOutput
@@ -129,12 +143,19 @@ class GrammarSchedulerHook(SchedulerHook):
         """Its grammar stays compiled for the next request with the same one."""
         if request.sampling_params.structured_outputs is not None:
             self._num_requests -= 1
-            self._seatless.clear()  # there is a seat now: each is asked again
-            if request.request_id in self._seated:
-                self._seated.remove(request.request_id)
-                self._seats[request.tenant] -= 1
+            self._released.pop(request.request_id, None)
             self._held_back.pop(request.request_id, None)
+            self._leave_seat(request)
             self.manager.free(request.request_id)
+
+    def _leave_seat(self, request: Request) -> None:
+        """Its seat goes to the next one of its API key."""
+        seated, seatless = self._seated.get(request.tenant, set()), self._seatless.get(request.tenant, {})
+        seatless.pop(request.request_id, None)
+        if request.request_id in seated:
+            seated.remove(request.request_id)
+            if seatless:
+                self._give_seat(seatless.pop(next(iter(seatless))))
 
     def check_invariants(self) -> None:
         """Raises AssertionError."""

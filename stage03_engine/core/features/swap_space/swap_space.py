@@ -94,4 +94,5 @@ class SwapHook(SchedulerHook):
 
     def check_invariants(self) -> None:
         """Raises AssertionError."""
-        self.swap_space.check_invariants({request.request_id for request in self.scheduler.waiting})
+        waiting = {request.request_id for request in self.scheduler.waiting}
+        self.swap_space.check_invariants(waiting | self.scheduler.held.keys())
