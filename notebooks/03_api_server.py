@@ -161,7 +161,7 @@ lab.table(rows, "", "path", "what it does")
 # %%
 from prometheus_client import CollectorRegistry
 
-from stage02_server.features.echo_engine import EchoCoreClient
+from stage02_server.features.echo_engine.echo_engine import EchoCoreClient
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.frontend.async_llm import AsyncLLM
 

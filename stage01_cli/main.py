@@ -7,22 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from stage03_engine.args import CLISubcommand, FlexibleArgumentParser, run_program
-from stage03_engine.mixins import load_feature
+from stage03_engine.features import keys
+from stage03_engine.mixins import load
 
 COMMANDS = {
     "serve": ("stage02_server.serve:ServeSubcommand", "serve a model over an OpenAI-compatible HTTP API"),
-    "chat": ("stage01_cli.tools.openai_client:ChatCommand", "chat with a running server"),
-    "complete": ("stage01_cli.tools.openai_client:CompleteCommand", "let a running server complete a text"),
-    "bench": ("stage01_cli.bench.command:BenchSubcommand", "measure a server, the engine, or its start"),
-    "run-batch": ("stage01_cli.tools.run_batch:RunBatchSubcommand", "answer a file of requests (OpenAI's batches)"),
-    "trace": ("stage01_cli.tools.trace:TraceSubcommand", "look at recordings made with --trace"),
-    "course": (
-        "stage01_cli.tools.course.command:CourseSubcommand",
-        "exercises: rebuild a part, have it judged, let it serve",
-    ),
-    "walk": ("stage01_cli.tools.walk.command:WalkSubcommand", "run one request, and tell its path through this code"),
-    "lab": ("stage01_cli.tools.lab.command:LabSubcommand", "drive the real scheduler from a page, without a model"),
-    "collect-env": ("stage01_cli.tools.collect_env:CollectEnvSubcommand", "describe this machine, for a report"),
+    **{name: (part.name, part.help) for name, part in keys("command").items()},
 }
 """Subcommand -> (its class, its line in `stages --help`). Only the chosen one is imported."""
 
@@ -46,7 +36,7 @@ def make_parser(chosen: str | None) -> FlexibleArgumentParser:
     for name, (where, help) in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=help, description=help)
         if name == chosen:
-            command: CLISubcommand = load_feature(where, f"the command {name}")()
+            command: CLISubcommand = load(where)()
             command.add_arguments(subparser)
             subparser.set_defaults(dispatch_function=command.cmd)
     return parser

@@ -1,6 +1,6 @@
 """Start the API server: socket, engine, application, HTTP, in this order (vllm/entrypoints/openai/api_server.py).
 
-The tables here name everything that plugs into the application; a feature is imported only if it is on.
+What plugs into the application is asked for by seam; a feature is imported only if it is on.
 The web framework is imported inside functions: while this process imports it, the engine process loads the model.
 """
 
@@ -21,7 +21,8 @@ from stage02_server.cli_args import FrontendArgs
 from stage03_engine.args.log import announce
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import StagesError
-from stage03_engine.mixins import is_there, load, load_feature, mixins
+from stage03_engine.features import Part, loaded, parts, wanted
+from stage03_engine.mixins import load
 from stagetrace import trace
 
 if TYPE_CHECKING:
@@ -40,99 +41,8 @@ T = TypeVar("T")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-@dataclass(frozen=True)
-class Feature:
-    """Something that plugs in, by its lazy name `module:attribute`.
-
-    On if its module exists, the model has one of `tasks`, and one of the settings in `flags` is set; an empty tuple asks
-    for nothing.
-    """
-
-    name: str
-    flags: tuple[str, ...] = ()
-    tasks: tuple[str, ...] = ()
-    needs: tuple[str, ...] = ()  # packages of other features
-
-    @property
-    def module(self) -> str:
-        """The name of its module."""
-        return self.name.partition(":")[0]
-
-    @property
-    def is_there(self) -> bool:
-        """False if its folder, or that of a feature that it needs, was removed."""
-        return all(is_there(module) for module in (self.module, *self.needs))
-
-    def is_on(self, args: FrontendArgs, tasks: tuple[str, ...] = ()) -> bool:
-        """True if it is on for these settings and a model with these tasks."""
-        asked = not self.flags or any(getattr(args, flag, None) for flag in self.flags)
-        has_task = not self.tasks or not set(tasks).isdisjoint(self.tasks)
-        return asked and has_task and self.is_there
-
-    def load(self) -> Any:
-        """The function or class itself."""
-        return load(self.name)
-
-
-MIDDLEWARE = (  # outermost first; each is called with (app, args)
-    Feature("stage02_server.features.hardening.unread:UnreadMiddleware"),
-    Feature("stage02_server.features.hardening.middleware:RootPathMiddleware", flags=("root_path",)),
-    Feature(
-        "stage02_server.features.hardening.middleware:RequestIdHeaderMiddleware", flags=("enable_request_id_headers",)
-    ),
-    Feature("stage02_server.middleware:RequestMiddleware"),
-    Feature("stage02_server.features.admin.server_load:ServerLoadMiddleware", flags=("enable_server_load_tracking",)),
-    Feature("stage02_server.features.hardening.middleware:OwnMiddleware", flags=("middleware",)),
-    Feature("stage02_server.features.hardening.middleware:AllowedOriginsMiddleware", flags=("allowed_origins",)),
-    Feature("stage02_server.features.hardening.authentication:AuthenticationMiddleware", flags=("api_key",)),
-    Feature("stage02_server.features.hardening.body_limits:BodyLimitMiddleware"),
-    Feature(  # behind the key and the limits: what they refuse takes no place
-        "stage02_server.features.admin.admission:AdmissionMiddleware",
-        flags=("max_num_queued_reqs", "max_num_queued_tokens"),
-    ),
-    Feature("stage02_server.features.hardening.keep_alive:KeepAliveMiddleware", flags=("sse_keep_alive_interval",)),
-)
-
-REFUSALS = "stage02_server.features.refusals"
-COLLECT = ("stage02_server.features.collect", "stage02_server.features.several_prompts")
-PARSED = ("stage02_server.features.tools", "stage02_server.features.structured_outputs")
-LOGPROBS = "stage02_server.features.logprobs"
-TOOL_FLAGS = (
-    "enable_auto_tool_choice", "tool_call_parser", "tool_parser_plugin", "reasoning_parser", "reasoning_parser_plugin"
-)  # fmt: skip
-HTTP_FEATURES = (  # each is called with (app, services); the first of two routes for one path wins
-    Feature("stage02_server.features.tokenize:install"),
-    Feature("stage02_server.features.sagemaker:install"),
-    Feature("stage02_server.features.tokenizer_info.routes:install", flags=("enable_tokenizer_info_endpoint",)),
-    Feature("stage02_server.features.pooling.routes:install", tasks=("embed", "classify"), needs=COLLECT),
-    Feature("stage02_server.features.audio.routes:install", tasks=("transcription",), needs=COLLECT),
-    Feature("stage02_server.features.admin.routes:install"),
-    Feature("stage02_server.features.admin.states:install"),
-    Feature("stage02_server.features.page.routes:install"),
-    Feature("stage02_server.features.page.docs:install"),
-    Feature("stage02_server.features.responses.routes:install", tasks=("generate",), needs=(*PARSED, LOGPROBS)),
-    Feature("stage02_server.features.messages.routes:install", tasks=("generate",), needs=PARSED),
-    Feature("stage02_server.features.tools.install:install", flags=TOOL_FLAGS),
-    Feature("stage02_server.features.per_request_metrics.install:install", flags=("enable_per_request_metrics",)),
-    Feature("stage02_server.features.hardening.tenants:install", flags=("api_key",)),
-    Feature("stage02_server.features.prompt_tokens_details.install:install", flags=("enable_prompt_tokens_details",)),
-    Feature("stage02_server.features.hardening.body_limits:install"),
-    Feature("stage02_server.features.hardening.loop_watch:install", flags=("event_loop_held_seconds",)),
-    Feature("stage02_server.features.admin.admission:install"),
-    Feature("stage02_server.features.admin.request_logger:install", flags=("enable_log_requests",)),
-    Feature("stage02_server.features.stream_usage.install:install", flags=("enable_force_include_usage",)),
-    Feature("stage02_server.features.api_servers.install:install", flags=("api_server_count",)),
-    Feature(f"{REFUSALS}:install"),
-)
-ENGINES = ("stage03_engine.frontend.features.data_parallel",)
-CLIENT_FEATURES = (  # if a setting chooses the engine's client
-    Feature("stage02_server.features.data_parallel.routes:install", needs=ENGINES),
-)
-
-ECHO_ENGINE = "stage02_server.features.echo_engine"
-PROCESS = Feature("stage02_server.features.hardening.process:prepare")
-UNIX_SOCKET = Feature("stage02_server.features.hardening.unix_socket:create_server_unix_socket", flags=("uds",))
-CONNECTION = Feature("stage02_server.features.hardening.connection:uvicorn_settings")
+LAYERS = ("connection", "address", "", "count", "own", "browser", "key", "body", "queue", "stream")
+"""Places of middleware, outermost first; the walk's own is at the empty one. Each layer is made with (app, args)."""
 
 
 @dataclass
@@ -201,19 +111,29 @@ def serve(vllm_config: VllmConfig, args: FrontendArgs) -> int:
     """Run the server until a signal ends it; returns the exit code. Raises StagesError if it cannot start."""
     import uvloop
 
-    if PROCESS.is_on(args):
-        PROCESS.load()(args)
+    prepare_process(args)
     try:
         return uvloop.run(run_server(vllm_config, args))
     except KeyboardInterrupt:  # Ctrl-C in the moment before the event loop listens to signals
         return 0
 
 
+def prepare_process(args: FrontendArgs) -> None:
+    """What features do in the server's process before anything else."""
+    for part in used("process", args):
+        part.load()(args)
+
+
+def connection_settings(args: FrontendArgs) -> dict[str, Any]:
+    """What features add to the arguments of uvicorn.Config."""
+    return {name: value for part in used("connection", args) for name, value in part.load()(args).items()}
+
+
 async def run_server(vllm_config: VllmConfig, args: FrontendArgs) -> int:
     """Bind the port, then run one API server on it. Raises StagesError if the port is taken or the engine cannot start."""
     stop = StopSignals()
     with stop.installed():
-        connection = CONNECTION.load()(args) if CONNECTION.is_on(args) else {}
+        connection = connection_settings(args)
         address, sock = setup_server(args, "https" if connection.get("ssl_certfile") else "http")
         announce(vllm_config, args)
         with sock:
@@ -231,8 +151,8 @@ async def run_server(vllm_config: VllmConfig, args: FrontendArgs) -> int:
 
 def setup_server(args: FrontendArgs, scheme: str = "http") -> tuple[str, socket.socket]:
     """The address to show people and the bound socket, before the engine spends seconds on loading."""
-    if UNIX_SOCKET.is_on(args):
-        address, sock = UNIX_SOCKET.load()(args)
+    if own := used("socket", args):
+        address, sock = own[0].load()(args)
     else:
         sock = create_server_socket(args.host or "", args.port)
         host, port = args.host or "0.0.0.0", sock.getsockname()[1]
@@ -303,7 +223,7 @@ async def build_async_engine_client(
         )  # fmt: skip
     model_name = served_model_names(vllm_config, args)[0]
     stat_loggers = default_stat_loggers(vllm_config)
-    for kind in mixins("stage03_engine.frontend.features.prometheus:PrometheusStatLogger"):
+    for kind in loaded("stats", "server"):
         stat_loggers.append(kind(vllm_config, registry, model_name))
     client = make_core_client(vllm_config, args)
     engine = AsyncLLM.from_vllm_config(vllm_config, client=client, stat_loggers=stat_loggers)
@@ -316,14 +236,17 @@ async def build_async_engine_client(
 def make_core_client(vllm_config: VllmConfig, args: FrontendArgs) -> AsyncEngineCoreClient | None:
     """The client that `--engine` and `--in-process` ask for; None for the default one, with an engine process."""
     if args.engine == "echo":
-        return load_feature(f"{ECHO_ENGINE}:EchoCoreClient", "engine echo")(vllm_config)
+        return wanted("client", "echo", "engine echo")(vllm_config)
     if args.in_process:
-        make_client = load_feature(
-            "stage03_engine.frontend.features.async_inproc_client:AsyncInprocClient", "in_process"
-        )
+        make_client = wanted("client", "in_process", "in_process")
         make_core = load("stage03_engine.core.engine_core_proc:make_core")  # the only way torch gets into this process
         return make_client(vllm_config, make_core)
     return None
+
+
+def used(seam: str, args: FrontendArgs, tasks: tuple[str, ...] = (), key: str = "") -> list[Part]:
+    """What plugs in there and is on for these settings and a model with these tasks."""
+    return [part for part in parts(seam, key) if part.is_on(args, tasks)]
 
 
 def served_model_names(vllm_config: VllmConfig, args: FrontendArgs) -> tuple[str, ...]:
@@ -345,10 +268,13 @@ def build_app(args: FrontendArgs) -> FastAPI:
     from starlette.middleware import Middleware
 
     from stage02_server.errors import add_exception_handlers
-    from stage02_server.middleware import PREFIX, RequestGate
+    from stage02_server.middleware import PREFIX, RequestGate, RequestMiddleware
     from stage02_server.routes import router
 
-    layers = [Middleware(layer.load(), args) for layer in MIDDLEWARE if layer.is_on(args)]
+    layers: list[Middleware] = []
+    for place in LAYERS:
+        kinds = [part.load() for part in used("middleware", args, key=place)] if place else [RequestMiddleware]
+        layers += [Middleware(kind, args) for kind in kinds]
     app = FastAPI(title="vLLM in stages", lifespan=lifespan, openapi_url=None, middleware=layers)
     app.state.gate, app.state.prefixes, app.state.unchosen_ids = RequestGate(), dict(PREFIX), set()
     add_exception_handlers(app)
@@ -374,9 +300,13 @@ def init_app_state(engine: AsyncLLM, app: FastAPI, args: FrontendArgs, registry:
     app.state.services = services
     app.state.openai_serving_completion = OpenAIServingCompletion(engine, models, args)
     app.state.openai_serving_chat = OpenAIServingChat(engine, models, template, args)
-    for feature in (*(CLIENT_FEATURES if config.hooks("client") else ()), *HTTP_FEATURES):
-        if feature.is_on(args, config.supported_tasks):
-            feature.load()(app, services)
+    tasks = config.supported_tasks
+    routes = [
+        *(used("routes", args, tasks, key="client") if config.hooks("client") else ()),
+        *used("routes", args, tasks),
+    ]
+    for part in (*routes, *used("answers", args, tasks)):
+        part.load()(app, services)
     if config.model_config.default_sampling_params:
         logger.info("Sampling defaults of this model: %s.", config.model_config.default_sampling_params)
     if trace.on:
@@ -389,6 +319,6 @@ def served_paths(routes: Iterable[Any]) -> set[str]:
     for route in routes:
         if (router := getattr(route, "original_router", None)) is not None:  # newer versions of FastAPI nest them
             paths |= served_paths(router.routes)
-        elif not getattr(route, "endpoint", route).__module__.startswith(REFUSALS):
+        elif getattr(route, "include_in_schema", True):
             paths.add(route.path)
     return paths

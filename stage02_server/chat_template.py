@@ -13,12 +13,11 @@ from typing import Any
 from stage02_server.cli_args import FrontendArgs
 from stage02_server.protocol import ChatMessageParam, ChatTemplateFields, ContentPart
 from stage03_engine.errors import ConfigError, InvalidRequestError
+from stage03_engine.features import find
 from stage03_engine.frontend.tokenizer import Tokenizer
-from stage03_engine.mixins import is_there, load
 
 logger = logging.getLogger(__name__)
 _PLAIN_FIELDS = {"role", "content", "name"}  # of a message; only templates use the others
-JINJA = "stage02_server.features.chat_template.jinja"
 
 _TEXT_FIELDS = {
     "text": "text",
@@ -37,18 +36,18 @@ class ChatTemplate:
         self._args, self._tokenizer = args, tokenizer
         self._jinja: Any = None  # the feature, once there is a template or a request has fields for one
         self._has_template = bool(args.chat_template or tokenizer.chat_template)
-        if self._has_template and is_there(JINJA):
+        if self._has_template:
+            if find("server", "chat_template") is None:
+                raise ConfigError("the chat template belongs to a feature that is not installed")
             self._load()
-        elif self._has_template:
-            raise ConfigError("the chat template belongs to a feature that is not installed")
         else:
             logger.info("The model has no chat template: chats become the plain concatenation of their messages.")
 
     def _load(self) -> Any:
         if self._jinja is None:
-            if not is_there(JINJA):
+            if (kind := find("server", "chat_template")) is None:
                 raise InvalidRequestError("Chat templates belong to a feature that is not installed.", "messages")
-            self._jinja = load(f"{JINJA}:JinjaChatTemplate")(self._args, self._tokenizer)
+            self._jinja = kind(self._args, self._tokenizer)
         return self._jinja
 
     async def apply(self, messages: list[ChatMessageParam], fields: ChatTemplateFields | None = None) -> str:

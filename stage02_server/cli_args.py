@@ -14,23 +14,9 @@ from stage03_engine.args import FlexibleArgumentParser, Resolved, add_flags, che
 from stage03_engine.args.log import log_of_server
 from stage03_engine.config import option
 from stage03_engine.errors import ConfigError
-from stage03_engine.mixins import mixins
+from stage03_engine.features import settings as settings_of_features
 
-FEATURE_FLAGS = mixins(
-    "stage02_server.features.hardening.flags:HardeningFlags",
-    "stage02_server.features.admin.flags:AdminFlags",
-    "stage02_server.features.audio.flags:AudioFlags",
-    "stage02_server.features.page.flags:PageFlags",
-    "stage02_server.features.chat_template.flags:ChatTemplateFlags",
-    "stage02_server.features.tools.flags:ToolFlags",
-    "stage02_server.features.per_request_metrics.flags:MetricsFlags",
-    "stage02_server.features.prompt_tokens_details.flags:PromptTokensDetailsFlags",
-    "stage02_server.features.logprobs.flags:LogprobsFlags",
-    "stage02_server.features.stream_usage.flags:StreamUsageFlags",
-    "stage02_server.features.responses.flags:ResponsesFlags",
-    "stage02_server.features.tokenizer_info.flags:TokenizerInfoFlags",
-    "stage02_server.features.api_servers.flags:ApiServerFlags",  # last: it checks settings that the others declare
-)
+FEATURE_FLAGS = settings_of_features("FrontendArgs", "stage02_server")
 
 
 @dataclass(frozen=True)

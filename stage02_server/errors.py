@@ -22,12 +22,10 @@ from starlette.types import Scope
 
 from stage02_server.protocol_response import ErrorInfo, ErrorResponse
 from stage03_engine.errors import BusyError, EngineDeadError, InvalidRequestError
-from stage03_engine.mixins import mixins
+from stage03_engine.features import keys
 from stagetrace import trace
 
 logger = logging.getLogger(__name__)
-OWN_SHAPES = {"/v1/messages": "stage02_server.features.messages.errors:error_json"}
-"""Beginning of a path -> `error_json` for the clients of another API than OpenAI's."""
 RETRY_AFTER_SECONDS = 1  # a step takes milliseconds: a second later the queue has changed
 MOST_CHARACTERS = 4096  # of a message: it may quote what it refuses
 
@@ -114,9 +112,10 @@ def error_response(scope: Scope, error: BaseException) -> Response:
     if trace.on:
         trace.emit("request.refused", req=scope["state"].get("req"), status=refusal.status, type=refusal.type)
     headers = getattr(error, "headers", refusal.headers)  # a 405 lists the allowed methods
-    own = [name for begin, name in OWN_SHAPES.items() if scope["state"].get("path", "").startswith(begin)]
-    shapes: tuple[Any, ...] = (*mixins(*own), error_json)
-    return Response(shapes[0](refusal), refusal.status, headers, media_type="application/json")
+    path = scope["state"].get("path", "")
+    own = next((part for begin, part in keys("error").items() if path.startswith(begin)), None)
+    as_json = error_json if own is None else own.load()
+    return Response(as_json(refusal), refusal.status, headers, media_type="application/json")
 
 
 async def _handle(request: Request, error: Exception) -> Response:

@@ -18,18 +18,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stage02_server.cli_args import FrontendArgs
 from stage02_server.errors import error_json, error_response, unavailable
-from stage03_engine.mixins import mixins
+from stage03_engine.features import find
 from stagetrace import trace
 from stagetrace.text import bounded
 
 PREFIX = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
-"""Path -> how its ids begin, of what gives the model work. Features add theirs to `app.state.prefixes`, and to
+"""Path -> how the ids of its requests begin, for paths that give the model work. Features add theirs to `app.state.prefixes`, and to
 `app.state.unchosen_ids` the paths whose ids no client may choose."""
 ACCEPTED_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 CONNECTION = "stages.connection"  # in a scope's extensions: `abort` ends the connection at once, `waiting` is how many bytes its client has not read
 TENANT: ContextVar[int | None] = ContextVar("tenant", default=None)
 """Which of several API keys sent the request that is being served; None with one key, or none."""
-TRACEPARENT = "stage02_server.features.traceparent:parse_traceparent"
 
 
 def route_path(scope: Scope) -> str:
@@ -179,9 +178,9 @@ class RequestMiddleware:
 def _trace_arrival(scope: Scope, req: str | None) -> str | None:
     """Returns the event that the response names as its cause. Called only while the trace is on."""
     trace_id, parent_id = None, None
-    if values := Headers(scope=scope).getlist("traceparent"):
-        for parse in mixins(TRACEPARENT):  # none if the feature is not installed
-            trace_id, parent_id = parse(values)
+    values = Headers(scope=scope).getlist("traceparent")
+    if values and (parse := find("server", "trace_context")) is not None:
+        trace_id, parent_id = parse(values)
     method, path = scope["method"], bounded(scope["path"])
     if trace.on:
         return trace.emit("http.request", req=req, method=method, path=path, trace_id=trace_id, parent_id=parent_id)

@@ -2,7 +2,7 @@
 
 pydantic checks the form of a request. Unknown fields are ignored, as in vLLM, except those that are listed as
 refused: ignoring one of these would silently give a different answer from the one that was asked for. A feature declares
-its fields in its own `fields.py`.
+its fields in its own `fields.py`, and names them in its manifest.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 from stage02_server.middleware import ACCEPTED_ID
 from stage02_server.protocol_types import Int32, Int64, ListOf, RequestFields, Several, Text, TokenIds
 from stage03_engine.errors import InvalidRequestError
-from stage03_engine.mixins import load, mixins
+from stage03_engine.features import loaded
+from stage03_engine.mixins import load
 from stage03_engine.sampling_params import RequestOutputKind, SamplingParams
 
 CHECK_UNKNOWN_FIELDS = "stage03_engine.args.refused:check_unknown_fields"
@@ -23,7 +24,7 @@ _SAME_NAME = ("n", "temperature", "top_p", "top_k", "frequency_penalty", "presen
 """Fields that go into `SamplingParams` as they are; None means the default there."""
 
 
-class RequestModel(*mixins("stage02_server.features.hardening.body_limits:BoundedBody"), BaseModel):  # type: ignore[misc]
+class RequestModel(*loaded("request", "RequestModel"), BaseModel):  # type: ignore[misc]
     """A request body. Unknown fields are kept in `model_extra`."""
 
     model_config = ConfigDict(extra="allow")
@@ -48,17 +49,9 @@ class RequestModel(*mixins("stage02_server.features.hardening.body_limits:Bounde
 
 
 RequestId = Annotated[str, Field(pattern=f"^{ACCEPTED_ID.pattern}$")]
-BEAM_SEARCH = "stage02_server.features.beam_search.fields:BeamSearchFields"  # first: it sees what all others have set
-FEATURES = mixins(
-    "stage02_server.features.structured_outputs.fields:StructuredOutputsFields",
-    "stage02_server.features.prompt_logprobs.fields:PromptLogprobsFields",
-    "stage02_server.features.sampling.fields:SamplingFields",
-    "stage02_server.features.stream_usage.fields:StreamUsageFields",
-    "stage02_server.features.token_ids.fields:ReturnTokenIds",
-)
 
 
-class SamplingRequest(*FEATURES, RequestModel):  # type: ignore[misc]
+class SamplingRequest(*loaded("request", "SamplingRequest"), RequestModel):  # type: ignore[misc]
     """What completions and chats have in common. None means the default of `SamplingParams`."""
 
     n: Int32 | None = Field(default=1, description="Number of answers to each prompt.")
@@ -87,7 +80,8 @@ class SamplingRequest(*FEATURES, RequestModel):  # type: ignore[misc]
         """Raises InvalidRequestError for invalid values, and for values that exclude each other."""
         params = self._arguments(defaults, max_tokens)
         for name in params.keys() - set(SamplingParams.__struct_fields__):
-            raise InvalidRequestError(f"{name}: this engine was built without it.", name)
+            if params.pop(name):  # 0 asks for nothing
+                raise InvalidRequestError(f"{name}: this engine was built without it.", name)
         return SamplingParams(**params)
 
     def _arguments(self, defaults: dict[str, Any] | None, max_tokens: int | None) -> dict[str, Any]:
@@ -105,13 +99,7 @@ class SamplingRequest(*FEATURES, RequestModel):  # type: ignore[misc]
         return params
 
 
-COMPLETION_FEATURES = mixins(
-    BEAM_SEARCH, "stage02_server.features.echo.fields:EchoFields",
-    "stage02_server.features.logprobs.fields:CompletionLogprobs",
-)  # fmt: skip
-
-
-class CompletionRequest(*COMPLETION_FEATURES, SamplingRequest):  # type: ignore[misc]
+class CompletionRequest(*loaded("request", "CompletionRequest"), SamplingRequest):  # type: ignore[misc]
     """POST /v1/completions."""
 
     prompt: Text | TokenIds | Several[Text] | Several[TokenIds] | None = Field(
@@ -171,27 +159,11 @@ class ChatMessageParam(BaseModel):
     reasoning_content: Text | None = Field(default=None, description="An older name of reasoning.")
 
 
-TEMPLATE_FEATURES = mixins(
-    "stage02_server.features.chat_template.fields:ChatTemplateKwargs",
-    "stage02_server.features.chat_template.fields:Continuation",
-    "stage02_server.features.tools.fields:ToolList",
-)
-
-
-class ChatTemplateFields(*TEMPLATE_FEATURES, RequestModel):  # type: ignore[misc]
+class ChatTemplateFields(*loaded("request", "ChatTemplateFields"), RequestModel):  # type: ignore[misc]
     """What the chat template gets besides the messages."""
 
 
-CHAT_FEATURES = mixins(
-    BEAM_SEARCH,
-    "stage02_server.features.tools.fields:ToolFields",
-    "stage02_server.features.logprobs.fields:ChatLogprobs",
-    "stage02_server.features.token_ids.fields:ReturnPromptText",
-    "stage02_server.features.echo.fields:EchoedMessage",
-)
-
-
-class ChatCompletionRequest(*CHAT_FEATURES, ChatTemplateFields, SamplingRequest):  # type: ignore[misc]
+class ChatCompletionRequest(*loaded("request", "ChatCompletionRequest"), ChatTemplateFields, SamplingRequest):  # type: ignore[misc]
     """POST /v1/chat/completions."""
 
     messages: ListOf[ChatMessageParam] = Field(description="The oldest message first.")

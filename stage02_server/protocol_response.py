@@ -6,21 +6,16 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, SerializerFunctionWrapHandler, model_serializer
 
-from stage03_engine.mixins import mixins
+from stage03_engine.features import loaded
 
-METRICS = mixins("stage02_server.features.per_request_metrics.fields:MetricsField")
-TOKEN_IDS = "stage02_server.features.token_ids.fields:TokenIds"
-PROMPT_TOKEN_IDS = "stage02_server.features.token_ids.fields:PromptTokenIds"
-PROMPT_TEXT = "stage02_server.features.token_ids.fields:PromptText"
-PROMPT_LOGPROBS = "stage02_server.features.prompt_logprobs.fields:PromptLogprobsOfAnswer"
-LOGPROBS = "stage02_server.features.logprobs.fields:CompletionChoiceField"
-CHAT_LOGPROBS = "stage02_server.features.logprobs.fields:ChatChoiceField"
-CHAT_CHOICE = mixins(TOKEN_IDS, CHAT_LOGPROBS)
-WITH_THE_USAGE = {"usage", *(name for part in METRICS for name in part.__annotations__)}
+WITH_THE_USAGE = {
+    "usage",
+    *(name for part in loaded("response", "CompletionResponse") for name in part.__annotations__),
+}
 """What a stream sends once, at its end."""
 
 
-class UsageInfo(*mixins("stage02_server.features.prompt_tokens_details.fields:PromptTokensDetailsField"), BaseModel):  # type: ignore[misc]
+class UsageInfo(*loaded("response", "UsageInfo"), BaseModel):  # type: ignore[misc]
     """Tokens that a request took. With n > 1 the prompt counts once."""
 
     prompt_tokens: int = Field(description="Tokens of the prompt.")
@@ -36,7 +31,7 @@ class PlainChoice(BaseModel):
     stop_reason: int | str | None = Field(default=None, description="The stop string or the token that ended it.")
 
 
-class CompletionChoice(*mixins(PROMPT_TOKEN_IDS, PROMPT_LOGPROBS, TOKEN_IDS, LOGPROBS), PlainChoice):  # type: ignore[misc]
+class CompletionChoice(*loaded("response", "CompletionChoice"), PlainChoice):  # type: ignore[misc]
     """One answer, or what a chunk adds to it."""
 
     text: str = Field(description="The text.")
@@ -53,7 +48,7 @@ class PlainCompletionResponse(BaseModel):
     usage: UsageInfo | None = Field(default=None, description="How many tokens the request took.")
 
 
-class CompletionResponse(*METRICS, PlainCompletionResponse):  # type: ignore[misc]
+class CompletionResponse(*loaded("response", "CompletionResponse"), PlainCompletionResponse):  # type: ignore[misc]
     """The answer of /v1/completions, and each chunk of its stream."""
 
 
@@ -68,11 +63,11 @@ class PlainMessage(BaseModel):
         return {k: v for k, v in serialize(self).items() if v is not None or k == "content"}
 
 
-class ChatMessage(*mixins("stage02_server.features.tools.fields:MessageFields"), PlainMessage):  # type: ignore[misc]
+class ChatMessage(*loaded("response", "ChatMessage"), PlainMessage):  # type: ignore[misc]
     """The answering message. What it has none of (reasoning, tool calls) is left out of the JSON."""
 
 
-class ChatChoice(*CHAT_CHOICE, PlainChoice):  # type: ignore[misc]
+class ChatChoice(*loaded("response", "ChatChoice"), PlainChoice):  # type: ignore[misc]
     """One answer."""
 
     message: ChatMessage = Field(description="The answer, as a message of the chat.")
@@ -89,11 +84,11 @@ class PlainChatCompletionResponse(BaseModel):
     usage: UsageInfo = Field(description="How many tokens the request took.")
 
 
-class ChatCompletionResponse(*METRICS, *mixins(PROMPT_TEXT, PROMPT_LOGPROBS), PlainChatCompletionResponse):  # type: ignore[misc]
+class ChatCompletionResponse(*loaded("response", "ChatCompletionResponse"), PlainChatCompletionResponse):  # type: ignore[misc]
     """The answer of /v1/chat/completions."""
 
 
-class ChatStreamChoice(*CHAT_CHOICE, PlainChoice):  # type: ignore[misc]
+class ChatStreamChoice(*loaded("response", "ChatChoice"), PlainChoice):  # type: ignore[misc]
     """What a chunk adds to one answer."""
 
     delta: dict[str, Any]  # keys of ChatMessage; a tool call also has its `index` in the answer
@@ -110,7 +105,7 @@ class PlainChatStreamResponse(BaseModel):
     usage: UsageInfo | None = None
 
 
-class ChatStreamResponse(*METRICS, *mixins(PROMPT_TEXT), PlainChatStreamResponse):  # type: ignore[misc]
+class ChatStreamResponse(*loaded("response", "ChatStreamResponse"), PlainChatStreamResponse):  # type: ignore[misc]
     """One chunk of the stream of /v1/chat/completions."""
 
 

@@ -9,12 +9,9 @@ import argparse
 
 from stage02_server.cli_args import add_serve_args, resolve_serve_args
 from stage03_engine.args import CLISubcommand, FlexibleArgumentParser
-from stage03_engine.mixins import load_feature
+from stage03_engine.features import check_features, wanted
 from stage03_engine.tracing import open_trace
 from stagetrace import trace
-
-HEADLESS = "stage03_engine.nodes.headless:run_headless"
-SEVERAL = "stage02_server.features.api_servers.launch:run_multi_api_server"
 
 
 class ServeSubcommand(CLISubcommand):
@@ -29,6 +26,7 @@ class ServeSubcommand(CLISubcommand):
 
     def cmd(self, args: argparse.Namespace) -> int:
         """Serve until a signal ends it. Raises StagesError if the configuration is impossible."""
+        check_features("stage02_server")
         serve_args = resolve_serve_args(args)
         settings, frontend_args = serve_args.settings, serve_args.frontend_args
         if trace.on:
@@ -37,14 +35,14 @@ class ServeSubcommand(CLISubcommand):
         branch = decide(getattr(frontend_args, "headless", False), 1 if count is None else count)
         vllm_config, settings = serve_args.engine_args.create_engine_config()
         if branch == "run_headless" and not args.dry_run:  # its trace begins later: the head knows the run's id
-            return load_feature(HEADLESS, "headless")(vllm_config)
+            return wanted("serve", branch, "headless")(vllm_config)
         open_trace(vllm_config)
         if args.dry_run:
-            table = load_feature("stage02_server.features.dry_run.table:table", "--dry-run")
+            table = wanted("serve", "dry_run", "--dry-run")
             print(table(vllm_config, settings))
             return 0
         if branch == "run_multi_api_server":
-            return load_feature(SEVERAL, "api_server_count above 1")(vllm_config, frontend_args)
+            return wanted("serve", branch, "api_server_count above 1")(vllm_config, frontend_args)
         from stage02_server.api_server import serve  # late: `serve --help` needs no web framework
 
         return serve(vllm_config, frontend_args)

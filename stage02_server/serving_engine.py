@@ -27,8 +27,8 @@ from stage02_server.routes import OpenAIServingModels
 from stage02_server.streaming import in_thread_if_long, made, run_until_disconnect, server_sent_event
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import InvalidRequestError
+from stage03_engine.features import find
 from stage03_engine.frontend.async_llm import AsyncLLM
-from stage03_engine.frontend.output_processor import load_feature
 from stage03_engine.messages import EngineCoreRequest
 from stage03_engine.outputs import CompletionOutput, RequestOutput
 from stage03_engine.sampling_params import SamplingParams
@@ -37,7 +37,6 @@ from stagetrace import trace
 Outputs = AsyncGenerator[tuple[int, RequestOutput], None]  # (number of the prompt, output)
 Prompts = list[str | list[int]]
 MAX_ANSWERS = 4096  # of one HTTP request with n or best_of above 1
-SEVERAL_PROMPTS = "stage02_server.features.several_prompts:merge_async_iterators"
 MARK = "the text"  # stands for it where a chunk is taken apart
 DEFAULTS = FrontendArgs()
 
@@ -250,7 +249,12 @@ class OpenAIServing:
     async def outputs(self, requests: EngineRequests) -> Outputs:
         """(number of the prompt, output) until every answer is finished. Raises EngineDeadError."""
         flows = requests.flows
-        merge = only_flow(flows[0]) if len(flows) == 1 else load_feature(SEVERAL_PROMPTS, "prompt")(flows)
+        if len(flows) == 1:
+            merge = only_flow(flows[0])
+        elif (merge_flows := find("server", "merge")) is not None:
+            merge = merge_flows(flows)
+        else:
+            raise InvalidRequestError("prompt: this server was built without requests that have several.", "prompt")
         async with aclosing(merge) as merged:
             async for prompt, output in merged:
                 for hook in requests.hooks:

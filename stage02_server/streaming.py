@@ -15,13 +15,12 @@ from pydantic import BaseModel
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from stage03_engine.mixins import mixins
+from stage03_engine.features import find, loaded
 
 T = TypeVar("T")
 LONG = 8192  # characters, or token ids, of one request take 1 to 3 ms to tokenize; a thread's round trip takes 0.04
 PER_PROMPT = 32  # characters take as long as the fixed work per prompt, 10 µs
-FAIR = "stage02_server.features.hardening.fair_threads:threads_for"  # small work does not wait for large
-LONG_ANSWERS: tuple[Any, ...] = mixins("stage02_server.features.hardening.long_answers:LongAnswers")
+LONG_ANSWERS: tuple[Any, ...] = loaded("server", "long_answers")
 
 
 class ClientGoneError(Exception):
@@ -70,11 +69,12 @@ async def in_thread_if_long(prompts: Iterable[Sized], receive: Receive, work: Ca
     Raises as `in_thread` does."""
     if (size := sum(len(prompt) + PER_PROMPT for prompt in prompts)) <= LONG:
         return work()
-    return await in_thread(next((threads_for(size) for threads_for in mixins(FAIR)), None), receive, work)
+    threads_for = find("server", "threads")  # small work does not wait for large
+    return await in_thread(None if threads_for is None else threads_for(size), receive, work)
 
 
 async def made(make: Callable[[Any], T], outputs: list[Any]) -> T:
-    """What `make` makes of these outputs; the feature for long answers takes a thread for many."""
+    """What `make` makes of these outputs; the feature for long answers makes many in a thread."""
     return await LONG_ANSWERS[0].made(make, outputs) if LONG_ANSWERS else make(outputs)
 
 

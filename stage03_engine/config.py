@@ -1,7 +1,7 @@
 """The configuration of one engine: frozen dataclasses, from which the command line flags are derived.
 
 A field's `metadata` holds what its flag needs: `help`, and where they apply `choices`, `aliases` and `at_least`. Each field is declared
-once: here, or in the `flags.py` of its feature. Nothing here imports torch. Source: vllm/config (ModelConfig, ..., VllmConfig).
+once: here, or in the manifest of its feature. Nothing here imports torch. Source: vllm/config (ModelConfig, ..., VllmConfig).
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Any
 import msgspec
 
 from stage03_engine.args.fields import internal as internal, option as option, own_first
-from stage03_engine.mixins import each, load, mixins
+from stage03_engine.args.log_flags import LogFlags
+from stage03_engine.errors import ConfigError
+from stage03_engine.features import settings
+from stage03_engine.mixins import each, load
 from stage03_engine.model_shape import ModelShape
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
-_FEATURES = "stage03_engine.core.features."
 
 
 @dataclass(frozen=True)
-class ModelConfig(
-    *mixins(_FEATURES + "logits_processor.flags:LogitsProcessors", _FEATURES + "quantization.flags:Quantization")  # type: ignore[misc]
-):
+class ModelConfig(*settings("ModelConfig")):  # type: ignore[misc]
     """Which model, in which number format, with which context."""
 
     model: str = option(
@@ -55,7 +55,7 @@ class ModelConfig(
 
 
 @dataclass(frozen=True)
-class CacheConfig(*mixins(_FEATURES + "swap_space.flags:SwapSpaceSize")):  # type: ignore[misc]
+class CacheConfig(*settings("CacheConfig")):  # type: ignore[misc]
     """The paged KV cache."""
 
     block_size: int = option(16, "tokens per KV-cache block", at_least=1)
@@ -76,14 +76,7 @@ class CacheConfig(*mixins(_FEATURES + "swap_space.flags:SwapSpaceSize")):  # typ
 
 
 @dataclass(frozen=True)
-class SchedulerConfig(
-    *mixins(  # type: ignore[misc]
-        _FEATURES + "swap_space.flags:PreemptionMode",
-        _FEATURES + "async_scheduling.flags:AsyncScheduling",
-        _FEATURES + "distributed.flags:PipelineStages",
-        _FEATURES + "debug.flags:CheckInvariants",
-    )
-):
+class SchedulerConfig(*settings("SchedulerConfig")):  # type: ignore[misc]
     """How much one engine step may do."""
 
     max_num_seqs: int = option(256, "maximum number of requests in one step", at_least=1)
@@ -108,14 +101,7 @@ class SchedulerConfig(
 
 
 @dataclass(frozen=True)
-class DeviceConfig(
-    *mixins(  # type: ignore[misc]
-        _FEATURES + "linear_backend.flags:LinearBackend",
-        _FEATURES + "batch_invariant.flags:BatchInvariant",
-        _FEATURES + "cuda_graphs.flags:EnforceEager",
-        _FEATURES + "cpu_binding.flags:ThreadsBind",
-    )
-):
+class DeviceConfig(*settings("DeviceConfig")):  # type: ignore[misc]
     """Where the model runs."""
 
     device: str = option("auto", "device to run on", ("auto", "cpu", "cuda"))
@@ -132,45 +118,14 @@ class DeviceConfig(
 
 
 @dataclass(frozen=True)
-class ObservabilityConfig(
-    *mixins(  # type: ignore[misc]
-        "stage03_engine.args.log:LogFlags",
-        _FEATURES + "recording.flags:Trace",
-        _FEATURES + "profiler.flags:ProfilerDir",
-        _FEATURES + "debug.flags:TraceLayers",
-        "stage03_engine.frontend.features.hidden_metrics.flags:HiddenMetrics",
-    )
-):
+class ObservabilityConfig(LogFlags, *settings("ObservabilityConfig")):  # type: ignore[misc]
     """What the engine shows to the outside."""
 
     disable_log_stats: bool = option(False, "no periodic line with throughput and queue lengths")
 
 
 @dataclass(frozen=True)
-class VllmConfig(
-    *mixins(  # type: ignore[misc]
-        _FEATURES + "structured_output.flags:StructuredOutputsFlags",
-        _FEATURES + "spec_decode.flags:SpecDecodeFlags",
-        _FEATURES + "pooling.flags:PoolingFlags",
-        _FEATURES + "whisper.flags:WhisperFlags",
-        _FEATURES + "swap_space.flags:SwapSpaceFlags",
-        _FEATURES + "async_scheduling.flags:AsyncSchedulingFlags",
-        _FEATURES + "logits_processor.flags:LogitsProcessorFlags",
-        _FEATURES + "distributed.flags:ParallelFlags",  # before what packs layers
-        _FEATURES + "linear_backend.flags:LinearBackendFlags",
-        _FEATURES + "quantization.flags:QuantizationFlags",
-        _FEATURES + "batch_invariant.flags:BatchInvariantFlags",
-        _FEATURES + "cuda_graphs.flags:CudaGraphFlags",
-        _FEATURES + "cpu_binding.flags:BindingFlags",
-        _FEATURES + "debug.flags:DebugFlags",
-        _FEATURES + "profiler.flags:ProfilerFlags",
-        _FEATURES + "recording.flags:RecordingFlags",
-        "stage03_engine.frontend.features.hidden_metrics.flags:HiddenMetricsFlags",
-        _FEATURES + "front_ends.flags:FrontEndsFlags",  # before several engines: its client knows them too
-        "stage03_engine.nodes.flags:NodeFlags",
-        "stage03_engine.frontend.features.data_parallel.flags:DataParallelFlags",
-    )
-):
+class VllmConfig(*settings("VllmConfig")):  # type: ignore[misc]
     """Everything that the front end and the engine core share; sent in the handshake as msgpack.
 
     A feature's mixin adds its own sections as fields, and may define any of these methods:
@@ -210,8 +165,12 @@ class VllmConfig(
         return [name for hooks in each(VllmConfig, "hooks") for name in hooks(self).get(seam, [])]
 
     def chosen(self, seam: str, default: Any) -> Any:
-        """What takes a place that only one can have: the first hook at `seam`, loaded, or the walk's own `default`."""
-        return next(map(load, self.hooks(seam)), default)
+        """What takes a place that only one can have: the hook at `seam`, loaded, or the walk's own `default`. Raises ConfigError if
+        several features claim it."""
+        claimed = self.hooks(seam)
+        if len(claimed) > 1:
+            raise ConfigError(f"these settings cannot be combined: {' and '.join(claimed)} both want to be the {seam}")
+        return load(claimed[0]) if claimed else default
 
     def hash(self) -> str:
         """12 hex digits that change with every setting that can change the work (vLLM: VllmConfig.compute_hash)."""

@@ -1,6 +1,6 @@
 """From config.json to ModelShape (vllm/transformers_utils/config.py; the config classes of transformers).
 
-This module reads GPT-2; READERS names the modules for other architectures. A key that changes a model's mathematics is
+This module reads GPT-2; features read other architectures. A key that changes a model's mathematics is
 read, or refused by name: ignoring it would silently give wrong tokens. A missing key gets transformers' default.
 Imports no torch.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from stage03_engine.errors import ConfigError
-from stage03_engine.mixins import is_there, load, load_feature
+from stage03_engine.features import find, keys, wanted
 from stage03_engine.model_shape import ModelShape
 
 MAX_LAYERS = 1024  # several times as many as any model has; each takes memory before the weights are read
@@ -75,13 +75,10 @@ class Config:
         return tuple(dict.fromkeys(ids))
 
 
-_MORE_ACTIVATIONS = "stage04_kernels.features.activations.names:ACTIVATIONS"
-
-
 def read_gpt2(config: Config, architecture: str) -> ModelShape:
     """GPT-2's config.json, with its own names for the sizes. Raises ConfigError."""
     own, activation = ("gelu_new", "gelu_pytorch_tanh"), config.values.get("activation_function", "gelu_new")
-    more = () if activation in own else load_feature(_MORE_ACTIVATIONS, f"activation_function = {activation!r}")
+    more = () if activation in own else find("engine", "activations") or ()
     config.only({"activation_function": (*own, *more), "add_cross_attention": (False,)})
     context_key = "n_ctx" if "n_positions" not in config.values and "n_ctx" in config.values else "n_positions"
     intermediate_size = config.size("n_inner", 4 * config.size("n_embd"))
@@ -117,19 +114,12 @@ def plain_shape(
     )
 
 
-_GPT2 = "stage03_engine.hf_config:read_gpt2"
-_LLAMA = "stage03_engine.model_formats.llama:read_llama"
-_CLASSIFIER = "stage03_engine.core.features.pooling.labels:read_classifier"
-READERS = {
-    "GPT2LMHeadModel": ("gpt2", _GPT2),
-    **{f"{name}ForCausalLM": (name.lower(), _LLAMA) for name in ("Llama", "Mistral", "Qwen2", "Qwen3")},
-    **{
-        f"{name}ForSequenceClassification": (name.lower(), _CLASSIFIER)
-        for name in ("GPT2", "Llama", "Mistral", "Qwen2", "Qwen3")
-    },
-    "WhisperForConditionalGeneration": ("whisper", "stage03_engine.core.features.whisper.config_json:read_whisper"),
-}
-"""Architecture -> (the model_type that means the same, the function that reads its config.json, as module:function)."""
+GPT2 = "GPT2LMHeadModel"
+
+
+def readers() -> dict[str, str]:
+    """Architecture -> the model_type that means the same."""
+    return {GPT2: "gpt2"} | {name: part.model_type for name, part in keys("architecture").items()}
 
 
 def read_shape(folder: str | os.PathLike[str]) -> ModelShape:
@@ -150,18 +140,19 @@ def read_shape(folder: str | os.PathLike[str]) -> ModelShape:
 
 def read_architecture(config: Config, architecture: str) -> ModelShape:
     """The shape of a model of this architecture. Raises ConfigError."""
-    reader = READERS[architecture][1]
-    if not is_there(reader.partition(":")[0]):
-        config.refuse(f"architecture {architecture} belongs to a feature that is not installed")
-    return load(reader)(config, architecture)
+    if architecture == GPT2:
+        return read_gpt2(config, architecture)
+    shape: ModelShape = wanted("architecture", architecture, f"architecture {architecture}")(config, architecture)
+    return shape
 
 
 def _architecture(config: Config) -> str:
     model_type = config.values.get("model_type")
-    named = config.values.get("architectures") or [name for name, (kind, _) in READERS.items() if kind == model_type]
+    known = readers()
+    named = config.values.get("architectures") or [name for name, kind in known.items() if kind == model_type]
     architecture = str(named[0]) if isinstance(named, (list, tuple)) and named else "none"
-    if architecture not in READERS:
-        supported = ", ".join(READERS)
+    if architecture not in known:
+        supported = ", ".join(known)
         config.refuse(f"architecture {architecture} is not supported; supported: {supported}")
     return architecture
 

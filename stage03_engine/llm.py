@@ -14,25 +14,19 @@ from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.args.environment import multiprocessing_wanted
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import InvalidRequestError
+from stage03_engine.features import find, wanted
 from stage03_engine.frontend.core_client import EngineCoreClient
 from stage03_engine.frontend.input_processor import InputProcessor
 from stage03_engine.frontend.metrics import IterationStats
 from stage03_engine.frontend.output_processor import OutputProcessor
 from stage03_engine.frontend.tokenizer import init_tokenizer_from_configs
 from stage03_engine.messages import EngineCoreRequest
-from stage03_engine.mixins import load_feature
 from stage03_engine.outputs import RequestOutput
 from stage03_engine.sampling_params import RequestOutputKind, SamplingParams
 from stage03_engine.tracing import open_trace
 from stagetrace import trace
 
 Prompt = str | list[int]
-INPROC_CLIENT = "stage03_engine.frontend.features.inproc_client:in_this_process"
-SYNC_MP_CLIENT = "stage03_engine.frontend.features.sync_mp_client:SyncMPClient"
-METHODS = {
-    "encode": "stage03_engine.frontend.features.pooling_inputs:encode",
-    "beam_search": "stage03_engine.frontend.features.beam_search:search_all",
-}
 
 
 class LLM:
@@ -73,8 +67,8 @@ class LLM:
         self.tokenizer = init_tokenizer_from_configs(config)
         self.input_processor = InputProcessor(config, self.tokenizer)
         self.output_processor = OutputProcessor(self.tokenizer)
-        client = SYNC_MP_CLIENT if multiprocess else INPROC_CLIENT
-        self.engine_core: EngineCoreClient = load_feature(client, "an engine without an event loop")(config)
+        client = "client_without_event_loop" if multiprocess else "client_in_this_process"
+        self.engine_core: EngineCoreClient = wanted("engine", client, "an engine without an event loop")(config)
         self._ids = itertools.count()
 
     def generate(
@@ -102,10 +96,10 @@ class LLM:
         return self.run_all(requests, batch, use_tqdm)
 
     def __getattr__(self, name: str) -> Any:
-        """The methods of features: `encode(prompts, params)` and `beam_search(prompts, params)`."""
-        if name not in METHODS:
+        """The methods of features, such as `encode(prompts, params)` and `beam_search(prompts, params)`."""
+        if (method := find("llm", name)) is None:
             raise AttributeError(f"LLM has no attribute {name!r}")
-        return partial(load_feature(METHODS[name], name), self)
+        return partial(method, self)
 
     @staticmethod
     def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -1,11 +1,7 @@
-"""How features add fields and behaviour to the walk's types without the walk importing a feature.
+"""How the walk's types take in what features add: by name, and as mixins.
 
-A feature declares its flags and request fields as mixins, in a `flags.py` or `fields.py` of its own folder, which hold
-nothing but declarations. The walk's types name them once, in a table:
-
-    class VllmConfig(*mixins("stage03_engine.core.features.spec_decode.flags:SpecDecodeFlags")): ...
-
-A mixin whose folder was deleted is skipped. vLLM puts all fields into one class.
+A feature's manifest names its parts as texts, "module:attribute", and declares settings and fields as plain classes. The walk's types are
+put together from these once, when they are imported. vLLM puts all fields into one class.
 """
 
 from __future__ import annotations
@@ -23,27 +19,26 @@ from stage03_engine.errors import ConfigError
 def is_there(module: str) -> bool:
     """Can `module` be imported? False if it, or a folder above it, was deleted."""
     try:
-        return find_spec(module) is not None
+        spec = find_spec(module)
     except ModuleNotFoundError:
         return False
+    return spec is not None and spec.origin is not None  # None: a folder that Python files were deleted from
 
 
 def load(name: str) -> Any:
-    """What `module:attribute` names. Raises ImportError or AttributeError if it is not there."""
+    """What `module:attribute` names. Raises ConfigError if there is no such module or attribute, and ImportError if the module needs
+    another one that is not there."""
     module, _, attribute = name.partition(":")
-    return getattr(import_module(module), attribute)
-
-
-def load_feature(name: str, wanted: str) -> Any:
-    """Like `load`, but raises ConfigError if the module was deleted; `wanted` is what the user asked for."""
-    if not is_there(name.partition(":")[0]):
-        raise ConfigError(f"{wanted} is not installed")
-    return load(name)
-
-
-def mixins(*names: str) -> tuple[type, ...]:
-    """The classes that `names` (module:Class) stand for, without those whose module was deleted."""
-    return tuple(load(name) for name in names if is_there(name.partition(":")[0]))
+    try:
+        return getattr(import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        if is_there(module):
+            raise
+        raise ConfigError(f"{name} is named, but not there: {error}") from error
+    except AttributeError as error:
+        if attribute in str(error):
+            raise ConfigError(f"{name} is named, but not there: {error}") from error
+        raise
 
 
 def each(kind: type, method: str) -> list[Callable[..., Any]]:

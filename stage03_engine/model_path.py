@@ -15,8 +15,8 @@ from stage03_engine.args.hub import from_cache, from_hub
 from stage03_engine.args.parser import did_you_mean
 from stage03_engine.args.weight_files import weight_files
 from stage03_engine.errors import ModelNotFoundError
+from stage03_engine.features import loaded
 from stage03_engine.hf_config import read_shape
-from stage03_engine.mixins import is_there, load
 from stage03_engine.model_shape import KNOWN_SHAPES, ModelShape
 
 BUNDLED_FOLDER = Path(__file__).parent / "bundled"
@@ -54,8 +54,8 @@ def bundled_models() -> list[str]:
 
 def known_shapes() -> dict[str, ModelShape]:
     """The shapes that `--load-format dummy` knows without files."""
-    others = "stage03_engine.model_formats.llama"
-    return KNOWN_SHAPES | (load(f"{others}:KNOWN_SHAPES") if is_there(others) else {})
+    others: tuple[dict[str, ModelShape], ...] = loaded("engine", "known_shapes")
+    return {name: shape for shapes in (KNOWN_SHAPES, *others) for name, shape in shapes.items()}
 
 
 def resolve_model(name: str, load_format: str = "auto", tokenizer: str | None = None) -> ModelFiles:

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stage03_engine.mixins import mixins
-
-_FIELDS = "stage03_engine.model_formats.shape_fields:"
+from stage03_engine.features import loaded
 
 
 @dataclass(frozen=True)
-class ModelShape(*mixins(_FIELDS + "LlamaShape", _FIELDS + "WhisperShape", _FIELDS + "ClassifierShape")):  # type: ignore[misc]
+class ModelShape(*loaded("shape")):  # type: ignore[misc]
     """What a model's config.json says about its size (vLLM reads it as hf_config)."""
 
     architecture: str

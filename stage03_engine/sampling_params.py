@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 
 from stage03_engine.errors import InvalidRequestError
-from stage03_engine.mixins import mixins, struct_of
+from stage03_engine.features import loaded
+from stage03_engine.mixins import struct_of
 
 MAX_STOP_STRINGS, MAX_STOP_LENGTH = 4, 1024  # strings, characters of each
 MAX_STOP_TOKEN_IDS = 1024
@@ -27,7 +28,7 @@ class RequestOutputKind(IntEnum):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """Per-request settings; features add theirs (stage03_engine/params).
+    """Per-request settings; features add theirs.
 
     `top_k` 0 and -1 mean off, `top_p` 1 and `min_p` 0 mean off, `temperature` 0 means greedy.
 
@@ -97,6 +98,9 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
 
     def _check_tokens(self) -> None:
         """Fields that name or count tokens. Only the InputProcessor knows whether an id is in the vocabulary."""
+        self._check(
+            not self.min_tokens or "min_tokens" in self.HOOKS, "min_tokens", "0: this engine was built without it"
+        )
         named = self.logprob_token_ids
         self._check(named is None or self.logprobs is not None, "logprob_token_ids", "given together with logprobs")
         few = named is None or len(named) <= MAX_LOGPROB_TOKEN_IDS
@@ -123,28 +127,13 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
         """True when the next token is the exact argmax (temperatures below 1e-5 count as 0, as in vLLM)."""
         return self.temperature < 1e-5
 
-    def hooks(self, seam: str) -> dict[str, str]:
-        """Field -> hook, for each feature's field that this request uses and that has a hook at `seam`."""
-        used = {
-            field: seams for field, seams in self.HOOKS.items() if getattr(self, field) != getattr(_DEFAULTS, field)
-        }
-        return {field: seams[seam] for field, seams in used.items() if seam in seams}
+    def hooks(self, seam: str) -> list[str]:
+        """The hooks at `seam` of the features whose fields this request uses, each once."""
+        used = (seams for field, seams in self.HOOKS.items() if getattr(self, field) != getattr(_DEFAULTS, field))
+        return list(dict.fromkeys(seams[seam] for seams in used if seam in seams))
 
 
 if not TYPE_CHECKING:
-    _PARAMS = "stage03_engine.params."
-    SamplingParams = struct_of(
-        SamplingParams,
-        mixins(
-            _PARAMS + "best_of:BestOf",
-            _PARAMS + "beam_search:Candidates",
-            _PARAMS + "logits_processors:ExtraArgs",
-            _PARAMS + "logits_rules:LogitsRules",
-            _PARAMS + "prompt_logprobs:PromptLogprobs",
-            _PARAMS + "repetition_detection:RepetitionDetection",
-            _PARAMS + "structured_outputs:StructuredOutputs",
-            _PARAMS + "truncation:Truncation",
-        ),
-    )
+    SamplingParams = struct_of(SamplingParams, loaded("params"))
 
 _DEFAULTS = SamplingParams()

@@ -16,7 +16,7 @@ from pathlib import Path
 import zmq
 import zmq.asyncio
 
-from stage02_server.features.echo_engine import EchoCoreClient
+from stage02_server.features.echo_engine.echo_engine import EchoCoreClient
 from stage03_engine import messages
 from stage03_engine.args.log import enter_process
 from stage03_engine.config import VllmConfig

@@ -19,13 +19,14 @@ import httpx
 from patience import PATIENCE
 from prometheus_client import CollectorRegistry
 
-from stage02_server.api_server import HTTP_FEATURES, build_app, init_app_state
+from stage02_server.api_server import build_app, init_app_state
 from stage02_server.cli_args import FrontendArgs
-from stage02_server.features.echo_engine import EchoCoreClient
+from stage02_server.features.echo_engine.echo_engine import EchoCoreClient
 from stage02_server.middleware import PREFIX
 from stage03_engine.config import ModelConfig, VllmConfig
+from stage03_engine.features import features
 from stage03_engine.frontend.async_llm import AsyncLLM
-from stage03_engine.frontend.features.prometheus import PrometheusStatLogger
+from stage03_engine.frontend.features.prometheus.prometheus import PrometheusStatLogger
 from stage03_engine.model_shape import ModelShape
 
 MAX_MODEL_LEN = 64
@@ -45,9 +46,9 @@ def byte_config(max_model_len: int = MAX_MODEL_LEN) -> VllmConfig:
 
 def all_prefixes() -> dict[str, str]:
     """Path -> how its ids begin, of every route that gives some model work, served or not."""
-    modules = [import_module(feature.module) for feature in HTTP_FEATURES]
-    features = {path: prefix for each in modules for path, prefix in getattr(each, "PREFIXES", {}).items()}
-    return PREFIX | features
+    modules = [import_module(part.module) for each in features() for part in each.parts if part.seam == "routes"]
+    more = {path: prefix for each in modules for path, prefix in getattr(each, "PREFIXES", {}).items()}
+    return PREFIX | more
 
 
 class RecordingEcho(EchoCoreClient):
@@ -125,7 +126,7 @@ sys.exit(code)
 """
 
 SLOW_LOADING = """
-import asyncio, os, stage02_server.features.echo_engine as e
+import asyncio, os, stage02_server.features.echo_engine.echo_engine as e
 load = e.EchoCoreClient.start
 async def start(self):
     while not os.path.exists({flag!r}):
@@ -136,7 +137,7 @@ e.EchoCoreClient.start = start
 """Run before a server with the echo engine: it loads until the file {flag!r} is there."""
 
 DYING_ENGINE = """
-from stage02_server.features.echo_engine import EchoCoreClient
+from stage02_server.features.echo_engine.echo_engine import EchoCoreClient
 from stage03_engine.errors import EngineDeadError
 async def die(self):
     await self._work.wait()

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer as Backend, decoders, models, pre_t
 from tokenizers.trainers import BpeTrainer
 
 from stage02_server.features.audio.decode import Sound
-from stage02_server.features.audio.flags import AudioFlags
+from stage02_server.features.audio.manifest import AudioFlags
 
 SPECIAL = ["endoftext", "startoftranscript", "en", "de", "translate", "transcribe", "startofprev", "nospeech",
            "notimestamps"]  # fmt: skip

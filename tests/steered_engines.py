@@ -9,7 +9,7 @@ from typing import Any
 
 from server_under_test import byte_config
 
-from stage02_server.features.echo_engine import EchoCoreClient
+from stage02_server.features.echo_engine.echo_engine import EchoCoreClient
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import EngineDeadError, EngineStartError, InvalidRequestError
 from stage03_engine.frontend.core_client import AsyncEngineCoreClient

@@ -16,7 +16,7 @@ from patience import PATIENCE, wait_until
 from server_under_test import ServerProcess
 
 from stage03_engine.errors import ConfigError
-from stage03_engine.frontend.features.beam_search import BeamSearchParams
+from stage03_engine.frontend.features.beam_search.beam_search import BeamSearchParams
 from stage03_engine.llm import LLM
 from stage03_engine.outputs import RequestOutput
 from stage03_engine.params.structured_outputs import StructuredOutputsParams

@@ -25,7 +25,7 @@ from stage02_server.features.tools.answer_parser import AnswerParser
 from stage02_server.features.tools.pieces import _STEP, pieces
 from stage02_server.features.tools.reasoning_parsers import DeepSeekR1Parser
 from stage02_server.features.tools.tool_parsers import _HEAD, HermesToolParser, NamedToolParser, RequiredToolParser
-from stage02_server.features.traceparent import parse_traceparent
+from stage02_server.features.traceparent.traceparent import parse_traceparent
 from stage02_server.middleware import ACCEPTED_ID
 from stage02_server.protocol import RequestId
 from stage03_engine.core.features.structured_output.backend_guidance import _describe
@@ -33,7 +33,7 @@ from stage03_engine.core.features.structured_output.lark import _escape, _rust_r
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.detokenizer import IncrementalDetokenizer
 from stage03_engine.frontend.features.engine_watch import _ID as ID_IN_EVENT
-from stage03_engine.frontend.features.repetition_detection import Repetitions
+from stage03_engine.frontend.features.repetition_detection.repetition_detection import Repetitions
 from stage03_engine.frontend.tokenizer import init_tokenizer_from_configs
 from stage03_engine.params.repetition_detection import RepetitionDetectionParams
 from stage03_engine.params.structured_outputs import StructuredOutputsParams
@@ -108,9 +108,9 @@ MEETS: dict[str, tuple[Callable[[str], Any], list[str]]] = {
     r"""stage02_server/features/tools/tool_parsers.py: \s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*""": (
         _HEAD.fullmatch, ["* *", "{* *", '{"name":* *', '{"name":"*a*', '{"name":"*\\*', '{"name":"*\\"*', '{"name":"a"* *', '{"name":"a",* *x',
                           '{"name":"a","arguments":* *x']),
-    "stage02_server/features/traceparent.py: ([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}": (
+    "stage02_server/features/traceparent/traceparent.py: ([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}": (
         lambda text: parse_traceparent([text]), ["*0*", "00-*a*"]),
-    "stage02_server/features/traceparent.py: _VERSION_00.pattern + '(-.*)?'": (
+    "stage02_server/features/traceparent/traceparent.py: _VERSION_00.pattern + '(-.*)?'": (
         lambda text: parse_traceparent([text]), [TRACEPARENT + "*-*", TRACEPARENT + "-*a*\n", "01" + TRACEPARENT[2:] + "*-*"]),
     "stage02_server/middleware.py: [A-Za-z0-9._:-]{1,128}": (ACCEPTED_ID.fullmatch, ["*a*", "*a*!"]),
     "stage02_server/protocol.py: f'^{ACCEPTED_ID.pattern}$'": (TypeAdapter(RequestId).validate_python, ["*a*", "*a*!"]),
@@ -138,14 +138,14 @@ NEVER: dict[str, str] = {  # the beginning of a line of `expressions`: what it m
     r"stage02_server/features/audio/serving.py: <\|([a-z]{2,3})\|>": MODEL,
     "stage02_server/features/dry_run/memory.py: ": MODEL,
     "stage03_engine/args/": FLAGS,
-    "stage03_engine/core/features/cpu_binding/flags.py: ": FLAGS,
+    "stage03_engine/core/features/cpu_binding/manifest.py: ": FLAGS,
     "stage03_engine/core/features/debug/layer_trace.py: ": MODEL,
     "stage03_engine/core/features/distributed/stages.py: ": MODEL,
     "stage03_engine/core/models/gpt2.py: ": MODEL,
     "stage03_engine/frontend/features/data_parallel/devices.py: ": FLAGS,
-    "stage03_engine/frontend/features/dead_folders.py: ": FLAGS,
-    "stage03_engine/frontend/features/hidden_metrics/flags.py: ": FLAGS,
-    "stage03_engine/frontend/features/sentencepiece.py: <0x([0-9A-Fa-f]{2})>": MODEL,
+    "stage03_engine/frontend/features/dead_folders/dead_folders.py: ": FLAGS,
+    "stage03_engine/frontend/features/hidden_metrics/manifest.py: ": FLAGS,
+    "stage03_engine/frontend/features/sentencepiece/sentencepiece.py: <0x([0-9A-Fa-f]{2})>": MODEL,
     "stage04_kernels/lab/compile.py: ": COMPILER,
     "trace/stagetrace/redact.py: ": FLAGS,
 }

@@ -1,9 +1,10 @@
-"""Every feature can be taken out: without its folder the server still starts, and writes the same tokens.
+"""Every feature can be taken out, alone and all at once: without its rooms the server still starts, and writes the same tokens.
 
-Each test takes one room out of a copy of the stages, starts `serve` there, and asks it for a streamed completion and a chat. What
-the room had given (flags, request fields, routes) must be refused in one clear line.
+Each test takes one feature out of a copy of the stages, on all its floors, starts `serve` there, and asks it for a streamed completion and
+a chat. What it had given (flags, request fields, routes) must be refused in one clear line. A feature of which only a piece is gone must
+not start at all: half a lock is an open door.
 
-One process per room, forked from one that has torch and the web framework loaded, runs the server with the engine inside.
+One process per feature, forked from one that has torch and the web framework loaded, runs the server with the engine inside.
 """
 
 from __future__ import annotations
@@ -25,16 +26,24 @@ import psutil
 import pytest
 from patience import PATIENCE, wait_until
 
+from stage03_engine.errors import ConfigError
+from stage03_engine.features import Feature, check_features, features
+from stage03_engine.mixins import is_there
+
 ROOT = Path(__file__).parent.parent
 STAGES = ("stage01_cli", "stage02_server", "stage03_engine", "stage04_kernels")
-FLOORS = (
-    "stage02_server/features", "stage03_engine/core/features", "stage03_engine/frontend/features", "stage04_kernels/features",
-    "stage04_kernels/backends",
+KERNELS = (  # of stage 4, whose tables of backends name them
+    *(f"stage04_kernels/backends/{name}" for name in ("batch_invariant.py", "native", "onednn_linear.py", "reference.py", "torch_linear.py")),
+    "stage04_kernels/triton_kernels", "stage04_kernels/lab",
 )  # fmt: skip
-SINGLE_ROOMS = (
-    "stage01_cli/tools", "stage01_cli/bench", "stage03_engine/replay", "stage03_engine/model_formats",
-    "stage03_engine/nodes", "stage03_engine/core/models/more", "stage04_kernels/triton_kernels", "stage04_kernels/lab",
-)  # fmt: skip
+MAX_LINES, MAX_FILES = 9000, 95
+"""Of the bare house; to become 7,500 and 75."""
+ALONE = """
+import sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in getattr(finder, "__module__", "")]
+from stage01_cli.main import main
+sys.exit(main())
+"""
 COMPLETION = {"model": "gpt2-tiny", "prompt": "ROMEO:", "max_tokens": 12, "temperature": 0, "stream": True}
 CHAT = {
     "model": "gpt2-tiny",
@@ -92,13 +101,22 @@ for line in sys.stdin:
 """
 
 
-def rooms() -> list[str]:
-    """Each folder or file that plugs in, as a path from the project's root."""
-    inside = [path for floor in FLOORS for path in sorted((ROOT / floor).iterdir())]
-    found = [
-        path for path in inside if path.name[0] != "_" and (path.suffix == ".py" or (path / "__init__.py").exists())
-    ]
-    return [str(path.relative_to(ROOT)) for path in found] + [*SINGLE_ROOMS]
+def path_of(module: str) -> str:
+    """Its folder or file, from the project's root."""
+    path = module.replace(".", "/")
+    return path if (ROOT / path).is_dir() else path + ".py"
+
+
+def rooms_of(feature: Feature) -> list[str]:
+    """What lies in no other room of its own."""
+    return [path_of(module) for module in (feature.room, *feature.also)]
+
+
+FEATURES = {feature.name: rooms_of(feature) for feature in features()}
+ROOMS = FEATURES | {room: [room] for room in KERNELS}
+EVERYTHING = sorted(
+    {room for found in FEATURES.values() for room in found} | {"stage04_kernels/features", *KERNELS[5:]}
+)
 
 
 @pytest.fixture(scope="module")
@@ -112,19 +130,24 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def without(room: str, copy: Path) -> Iterator[None]:
-    """The copy less one room, for a while."""
-    aside = copy / "aside"
-    (copy / room).rename(aside)
+def without(rooms: list[str], copy: Path) -> Iterator[None]:
+    """The copy less these rooms, for a while."""
+    gone: list[tuple[Path, Path]] = []
     try:
+        for number, room in enumerate(rooms):
+            if (copy / room).exists():  # else it lay in one that is gone already
+                aside = copy / f"aside{number}"
+                (copy / room).rename(aside)
+                gone.append((aside, copy / room))
         yield
     finally:
-        aside.rename(copy / room)
+        for aside, place in reversed(gone):
+            aside.rename(place)
 
 
 @pytest.fixture(scope="module")
 def zygote() -> Iterator[subprocess.Popen[str]]:
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH" and not name.startswith("STAGES_")}
     with subprocess.Popen(
         [sys.executable, "-c", ZYGOTE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
     ) as process:
@@ -136,11 +159,11 @@ def zygote() -> Iterator[subprocess.Popen[str]]:
 class House:
     """The server of a copy of the project, as it stands now."""
 
-    def __init__(self, zygote: subprocess.Popen[str], copy: Path, room: str | None, flags: list[str]) -> None:
+    def __init__(self, zygote: subprocess.Popen[str], copy: Path, flags: list[str]) -> None:
         self.log, surface = copy / "log", copy / "surface.json"
         self.log.unlink(missing_ok=True)
         # Without the feature that puts the engine into this process it runs in its own.
-        how = [] if room is not None and room.endswith("async_inproc_client.py") else ["--in-process"]
+        how = ["--in-process"] if (copy / "stage03_engine/frontend/features/in_process").exists() else []
         job = {"folder": str(copy), "trace": str(ROOT / "trace"), "log": str(self.log), "flags": flags, "how": how}
         job["surface"] = str(surface)
         assert zygote.stdin is not None and zygote.stdout is not None
@@ -181,19 +204,81 @@ class House:
 @pytest.fixture(scope="module")
 def whole(zygote: subprocess.Popen[str], copy: Path) -> dict[str, Any]:
     """What the whole tree says and has."""
-    with closing(House(zygote, copy, None, [])) as house:
+    with closing(House(zygote, copy, [])) as house:
         paths = house.client.get("/openapi.json").json()["paths"]
         return {"tokens": house.tokens(), "paths": paths, **house.surface}
 
 
-@pytest.mark.parametrize("room", rooms())
-def test_without_a_room_the_walk_still_serves(
-    room: str, whole: dict[str, Any], zygote: subprocess.Popen[str], copy: Path
+@pytest.mark.parametrize("feature", ROOMS)
+def test_without_a_feature_the_walk_still_serves(
+    feature: str, whole: dict[str, Any], zygote: subprocess.Popen[str], copy: Path
 ) -> None:
-    with without(room, copy), closing(House(zygote, copy, room, whole["flags"])) as house:
+    with without(ROOMS[feature], copy), closing(House(zygote, copy, whole["flags"])) as house:
         assert house.tokens() == whole["tokens"]
         check_refusals(house, whole)
     assert "Traceback" not in house.log.read_text()
+
+
+def test_the_bare_house_serves(whole: dict[str, Any], zygote: subprocess.Popen[str], copy: Path) -> None:
+    """Without any feature at all. What is left is counted whole: nothing can be moved out of this measure but by making a room of it."""
+    with without(EVERYTHING, copy), closing(House(zygote, copy, whole["flags"])) as house:
+        assert house.tokens() == whole["tokens"]
+        check_refusals(house, whole)
+        files = [path for stage in STAGES for path in (copy / stage).rglob("*.py")]
+        sizes = [sum(1 for line in path.read_text(encoding="utf-8").splitlines() if line.strip()) for path in files]
+        print(f"the bare house: {sum(sizes)} lines, {sum(map(bool, sizes))} files")
+        assert sum(sizes) <= MAX_LINES and sum(map(bool, sizes)) <= MAX_FILES
+    assert "Traceback" not in house.log.read_text()
+
+
+PIECES = {
+    f"{feature.name}: {module}": module
+    for feature in features()
+    for module in dict.fromkeys((*feature.also, *(part.module for part in feature.parts)))
+}
+
+
+@pytest.mark.parametrize("piece", PIECES)
+def test_a_feature_without_one_of_its_pieces_is_refused(piece: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = PIECES[piece]
+    monkeypatch.setattr("stage03_engine.features.is_there", lambda module: module != gone and is_there(module))
+    with pytest.raises(
+        ConfigError, match=rf"is not whole, {re.escape(gone)} is missing: restore it, or delete all of the feature"
+    ):
+        check_features("stage01_cli")
+
+
+@pytest.mark.parametrize(
+    ("flag", "gone"),
+    [
+        (["--api-key", "secret"], "hardening/authentication.py"),
+        (["--max-num-queued-reqs", "1"], "admin/admission.py"),
+        (["--ssl-certfile", "x.pem"], "hardening/connection.py"),
+        (["--max-request-bytes", "2000"], "hardening/body_limits.py"),
+    ],
+)
+def test_what_protects_does_not_get_lost(flag: list[str], gone: str, copy: Path) -> None:
+    """One file less, and a server that was to have a lock does not start; a room less, and it does not know the flag."""
+    folder = Path("stage02_server/features") / Path(gone).parent
+    for less in (str(folder / Path(gone).name), str(folder)):
+        with without([less], copy):
+            assert refusal_of(copy, *flag).startswith("stages: error: ")
+
+
+@pytest.mark.parametrize("variable", ["STAGES_API_KEY", "VLLM_API_KEY"])
+def test_a_key_that_nothing_reads_opens_no_server(variable: str, copy: Path) -> None:
+    with without(["stage02_server/features/hardening"], copy):
+        said = refusal_of(copy, variables={variable: "secret"})
+    assert said == f"stages: error: environment variable {variable} is unknown here, where hardening is not installed\n"
+
+
+def refusal_of(copy: Path, *flags: str, variables: dict[str, str] | None = None) -> str:
+    """What `serve` says before it ends with code 2."""
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": f"{copy}:{ROOT / 'trace'}", **(variables or {})}
+    command = [sys.executable, "-c", ALONE, "serve", "gpt2-tiny", "--engine", "echo", "--port", "0", *flags]
+    ended = subprocess.run(command, env=environment, cwd=copy, capture_output=True, text=True, timeout=PATIENCE)
+    assert ended.returncode == 2 and ended.stderr.count("\n") == 1 and "secret" not in ended.stderr, ended.stderr
+    return ended.stderr
 
 
 def check_refusals(house: House, whole: dict[str, Any]) -> None:

@@ -137,36 +137,36 @@ ON_BY_DEFAULT = {
     "stage02_server.features.hardening",  # limits of size and time
     "stage02_server.features.logprobs",
     "stage02_server.features.page",  # the page at /
-    "stage02_server.features.refusals",  # why another route of vLLM's is a 404
+    "stage02_server.features.refusals.refusals",  # why another route of vLLM's is a 404
     "stage02_server.features.messages",  # /v1/messages
     "stage02_server.features.responses",  # /v1/responses, which parses answers and tools with, as the messages do
     "stage02_server.features.tools",
     "stage02_server.features.structured_outputs",
-    "stage02_server.features.sagemaker",  # /invocations
-    "stage02_server.features.tokenize",
+    "stage02_server.features.sagemaker.sagemaker",  # /invocations
+    "stage02_server.features.tokenize.tokenize",
     "stage03_engine.core.features.linear_backend",  # packed weights
     "stage04_kernels.backends.linear",
     "stage04_kernels.backends.native",
     "stage04_kernels.backends.onednn_linear",
     "stage04_kernels.backends.torch_linear",
-    "stage03_engine.core.features.memory_profile",  # how much memory the largest step takes
-    "stage03_engine.frontend.features.dead_folders",  # sockets that killed servers left behind
-    "stage03_engine.frontend.features.logging_stats",  # a line of the log every ten seconds
-    "stage03_engine.frontend.features.prometheus",  # /metrics
-    "stage03_engine.frontend.features.token_length",  # for the limit of long prompts
+    "stage03_engine.core.features.memory_profile.memory_profile",  # how much memory the largest step takes
+    "stage03_engine.frontend.features.dead_folders.dead_folders",  # sockets that killed servers left behind
+    "stage03_engine.frontend.features.logging_stats.logging_stats",  # a line of the log every ten seconds
+    "stage03_engine.frontend.features.prometheus.prometheus",  # /metrics
+    "stage03_engine.frontend.features.token_length.token_length",  # for the limit of long prompts
 }
 """The rooms that a plain `serve gpt2-tiny` has switched on."""
 
 
 def test_serving_imports_no_feature_that_is_off(observed: tuple[Observed, int, int]) -> None:
-    """A feature that is off may have declared its flags and request fields, in flags.py, fields.py and params/: no more."""
+    """A feature that is off has its manifest, and may have declared request fields, in fields.py and params/: no more."""
     seen, _, _ = observed
     imported = {name for name in seen.modules if name.startswith("stage0")}
     rooms = re.compile(r"(.*?\.(features|backends|triton_kernels|lab|tools|bench|replay)(\.\w+)?)(\..*)?")
     wrong = set()
     for name in imported:
         found = rooms.fullmatch(name)
-        declares = name.endswith((".flags", ".fields")) or (ROOT / name.replace(".", "/") / "__init__.py").exists()
+        declares = name.endswith((".manifest", ".fields")) or (ROOT / name.replace(".", "/") / "__init__.py").exists()
         if found and not declares and found[1] not in ON_BY_DEFAULT:
             wrong.add(name)
     assert not wrong

@@ -14,7 +14,7 @@ from stage03_engine.config import CacheConfig, SchedulerConfig, VllmConfig
 from stage03_engine.core.block_pool import BlockPool
 from stage03_engine.core.features.async_scheduling.async_scheduler import AsyncScheduler
 from stage03_engine.core.features.distributed.pipeline_scheduler import PipelineScheduler
-from stage03_engine.core.features.prefix_cache_reset import reset
+from stage03_engine.core.features.prefix_cache_reset.prefix_cache_reset import reset
 from stage03_engine.core.features.prompt_logprobs.scheduler_hook import PromptLogprobsSchedulerHook
 from stage03_engine.core.features.spec_decode.draft_scheduler import DraftHook
 from stage03_engine.core.features.structured_output.manager import Accepted, StructuredOutputManager

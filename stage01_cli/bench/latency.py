@@ -50,7 +50,7 @@ class LatencyBenchmark(OfflineBenchmark):
 
 
 def _batch(llm: Any, bench: LatencyArgs, rng: random.Random) -> Callable[[], Any]:
-    from stage03_engine.frontend.features.beam_search import BeamSearchParams
+    from stage03_engine.frontend.features.beam_search.beam_search import BeamSearchParams
     from stage03_engine.sampling_params import SamplingParams
 
     vocab_size = llm.tokenizer.vocab_size

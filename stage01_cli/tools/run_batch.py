@@ -11,7 +11,7 @@ from stage02_server.cli_args import FrontendArgs, add_serve_args, resolve_serve_
 from stage03_engine.args import CLISubcommand, FlexibleArgumentParser
 from stage03_engine.args.fields import parse_int
 from stage03_engine.errors import ConfigError
-from stage03_engine.mixins import is_there
+from stage03_engine.features import find
 from stage03_engine.tracing import open_trace
 
 GUARDS = ("api_key", "max_num_queued_reqs", "max_num_queued_tokens")
@@ -50,7 +50,7 @@ class RunBatchSubcommand(CLISubcommand):
         source, target = _local(args.input_file), _local(args.output_file)
         config, _ = serve_args.engine_args.create_engine_config()
         open_trace(config)
-        if not is_there("stage02_server.features.batch"):
+        if find("server", "batch") is None:
             raise ConfigError("run-batch needs the feature batch, which is not installed")
         from stage02_server.features.batch.batch_file import BatchOutput, read_requests
         from stage02_server.features.batch.run_batch import BatchJob, run_batch

@@ -27,8 +27,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from stage03_engine.model_shape import ModelShape
+if TYPE_CHECKING:
+    from stage03_engine.model_shape import ModelShape
+
 
 _ROOT = Path("/")
 _FAST_BFLOAT16 = ("amx_bf16", "avx512_bf16")  # as the kernel calls them

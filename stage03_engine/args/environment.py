@@ -7,10 +7,11 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from stage03_engine.args.fields import parse_bool
+from stage03_engine.args.parser import refuse_absent
 from stage03_engine.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ FIXED = {
     "VLLM_WORKER_MULTIPROC_METHOD": ("spawn", "the engine process is always started afresh"),
 }
 """Variable -> the one value that it can have here, and why."""
-READ_BY_FEATURES = {"VLLM_PP_LAYER_PARTITION", "STAGES_NODE_SECRET", "STAGES_PARTS"}
+READ_BY_FEATURES = {"VLLM_PP_LAYER_PARTITION", "STAGES_NODE_SECRET", "STAGES_PARTS", "STAGES_PLUGINS"}
 """Variables that stand for no setting: a feature reads them."""
 NOTHING_TO_DO = {"VLLM_DO_NOT_TRACK", "VLLM_NO_USAGE_STATS", "VLLM_USAGE_SOURCE"}  # nobody is told of anybody's usage
 SERVER_SETTINGS = (
@@ -101,23 +102,35 @@ def check_fixed(environ: Mapping[str, str]) -> None:
 def unread_variables(environ: Mapping[str, str], settings: set[str]) -> list[str]:
     """The variables of vLLM and of this project that are set and that nothing reads. `settings` are the names of those that the
     command knows; those of other commands count too."""
-    from stage03_engine.args.refused import feature_settings
+    settings = settings | feature_settings() | set(SERVER_SETTINGS)
+    known = FIXED.keys() | READ_BY_FEATURES | NOTHING_TO_DO
+    known |= {name for name, counterpart in COUNTERPARTS.items() if counterpart.setting in settings}
+    known |= {"STAGES_" + name.upper() for name in settings}
+    ours = COUNTERPARTS.keys() | {name for name in environ if name.startswith(("VLLM_", "STAGES_"))}
+    return sorted(name for name in ours - known if environ.get(name))
 
-    known = COUNTERPARTS.keys() | FIXED.keys() | READ_BY_FEATURES | NOTHING_TO_DO
-    known |= {"STAGES_" + name.upper() for name in settings | feature_settings() | set(SERVER_SETTINGS)}
-    return sorted(name for name in environ if name.startswith(("VLLM_", "STAGES_")) and name not in known)
+
+def feature_settings() -> set[str]:
+    """The names of all settings of features, of whatever stage."""
+    from stage03_engine.features import features
+
+    kinds = (kind for feature in features() for kind in feature.settings.values() if is_dataclass(kind))
+    inner = (section for kind in kinds for section in (kind, *(type(each.default) for each in fields(kind))))
+    return {each.name for section in inner if is_dataclass(section) for each in fields(section)}
 
 
 def check_variables(environ: Mapping[str, str], settings: Mapping[str, Any]) -> None:
-    """Name the variables that nothing reads in one warning. Raises ConfigError instead with --fail-on-environ-validation.
+    """Name the variables that nothing reads in one warning. Raises ConfigError instead with --fail-on-environ-validation, and if one may
+    belong to a feature that is not installed: a key in a variable that nothing reads must not open the server.
 
     `settings` maps the names of those that the command knows to what is known of them.
     """
-    if not any(name.startswith(("VLLM_", "STAGES_")) for name in environ):
+    if not any(name.startswith(("VLLM_", "STAGES_")) or name in COUNTERPARTS for name in environ):
         return
     unread = unread_variables(environ, set(settings))
     if not unread:
         return
+    refuse_absent(f"environment variable {unread[0]}")
     said = f"set, but nothing here reads {'it' if len(unread) == 1 else 'them'}: {', '.join(unread)}"
     strict = settings.get("fail_on_environ_validation")
     if strict is not None and strict.value:

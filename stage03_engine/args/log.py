@@ -10,12 +10,13 @@ import os
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from stage03_engine.args.cpu import bfloat16_flag, find_cores
-from stage03_engine.args.fields import option, settings_of
+from stage03_engine.args.fields import settings_of
+from stage03_engine.args.log_flags import LogFlags
 from stage03_engine.args.processes import wake_as_orphan
 from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import load
@@ -29,31 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 FORMAT = "%(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s"
 DATE_FORMAT = "%m-%d %H:%M:%S"
-LEVELS = ("CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG", "NOTSET")
 OWN_LOGGERS = ("stage01_cli", "stage02_server", "stage03_engine", "stage04_kernels")
-
-
-@dataclass(frozen=True)
-class LogFlags:
-    """Part of ObservabilityConfig."""
-
-    log_level: str | None = option(
-        None,
-        "least level of our own lines in the log: INFO for a server, WARNING for other commands (vLLM: VLLM_LOGGING_LEVEL)",
-        LEVELS,
-    )
-    log_config_file: str | None = option(
-        None, "JSON file that sets up logging, in the form of Python's logging.config.dictConfig"
-    )
-    configure_logging: bool = option(
-        True, "set up logging at all; without, Python's own rules decide (vLLM: VLLM_CONFIGURE_LOGGING)"
-    )
-    log_stats_interval: float = option(
-        10.0, "seconds from one line with statistics to the next, while there is work", at_least=0.1
-    )
-    fail_on_environ_validation: bool = option(
-        False, "refuse a variable VLLM_* or STAGES_* that nothing reads, instead of a warning"
-    )
 
 
 def configure_logging(process: str, flags: Any) -> None:

@@ -20,13 +20,13 @@ def did_you_mean(word: str, known: Iterable[str], works: Callable[[str], bool] =
     return f"; did you mean {close[0]}?" if close and works(close[0]) else ""
 
 
-def refuse_absent(flag: str) -> None:
-    """Raises ConfigError if `flag` belongs to a feature that is not installed."""
-    from stage03_engine.args.refused import absent_feature  # only needed on the way to an error
+def refuse_absent(name: str) -> None:
+    """Raises ConfigError if a feature is not installed to which this unknown flag, variable or key may belong."""
+    from stage03_engine.args.refused import named  # only needed on the way to an error
+    from stage03_engine.features import absent_features
 
-    feature = absent_feature(flag)
-    if feature is not None:
-        raise ConfigError(f"{flag} belongs to the feature {feature}, which is not installed")
+    if absent := absent_features():
+        raise ConfigError(f"{name} is unknown here, where {named(absent)} is not installed")
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):

@@ -18,11 +18,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from stage03_engine.args.command import WAITING, signals_are_ours
-from stage03_engine.mixins import is_there, load
+from stage03_engine.features import find
 from stagetrace import trace
 
 PREFIX = "stages-"
-LOCKED_FOLDER = "stage03_engine.frontend.features.dead_folders:claim_folder"
 MAX_IPC_PATH = 80  # a Unix socket path has room for 107 bytes; leave some for the file name
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 RENDEZVOUS = "rendezvous"  # the file through which workers find each other, in the folder of their sockets
@@ -47,8 +46,8 @@ class SocketFolder:
 
 def private_folder() -> SocketFolder:
     """A new folder; one that the next start removes after a kill -9, if the feature that does so is there."""
-    locks = is_there(LOCKED_FOLDER.partition(":")[0])
-    return load(LOCKED_FOLDER)() if locks else SocketFolder()
+    claim_folder = find("engine", "socket_folder")
+    return SocketFolder() if claim_folder is None else claim_folder()
 
 
 def engine_environment(num_threads: int, attention_backend: str = "auto") -> dict[str, str]:

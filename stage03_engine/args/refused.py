@@ -10,13 +10,13 @@ import argparse
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from stage03_engine.errors import ConfigError, InvalidRequestError
-from stage03_engine.mixins import is_there
+from stage03_engine.features import absent_features
 
 _WORD = re.compile(r"(\+?)((?:-{1,2}[\w-]+,)*--[\w-]+)(\*|=(.*))?")
 
@@ -36,33 +36,25 @@ def refused(*names: str) -> dict[str, str]:
     return joined
 
 
-def absent_feature(flag: str) -> str | None:
-    """The feature that `flag` belongs to, if it is not installed; None for any other flag."""
-    names = {flag, _opposite(flag), flag.replace("--no-", "--", 1)}
-    for module, flags in refused_toml()["features"].items():
-        if names & set(flags.split()) and not is_there(module):
-            return module.split(".")[-2]
-    return None
-
-
-def feature_settings() -> set[str]:
-    """The names of all settings of features, of whatever stage, installed or not."""
-    flags = " ".join(refused_toml()["features"].values()).split()
-    return {flag.removeprefix("--").replace("-", "_") for flag in flags}
-
-
 def check_unknown_fields(fields: Mapping[str, Any], table: str) -> None:
     """`fields` are those of a request that its model does not have. Raises InvalidRequestError for one that asks for something
-    and is in `table`, or belongs to a feature that is not installed; unknown fields are ignored, as in vLLM."""
-    refused_here, features = refused_toml()["fields"][table], refused_toml()["fields"]["feature"]
+    and is in `table`, or that may belong to a feature that is not installed; other unknown fields are ignored, as in vLLM."""
+    refused_here, absent = refused_toml()["fields"][table], absent_features("stage02_server")
     for name, value in fields.items():
         if value is None:
             continue
         if name in refused_here:
             if value not in refused_here[name]:
                 raise InvalidRequestError(f"{name} is not supported by this server; leave it out.", name)
-        elif table == "request" and name in features and value not in (False, [], {}):
-            raise InvalidRequestError(f"{name} belongs to the feature {features[name]}, which is not installed.", name)
+        elif absent and value not in (False, 0, "", [], {}):
+            raise InvalidRequestError(
+                f"{name} is unknown here, where {named(absent)} is not installed; leave it out.", name
+            )
+
+
+def named(absent: Collection[str]) -> str:
+    """`a`, `a or b`, or `one of N features`: which of them it was can no longer be told."""
+    return " or ".join(absent) if len(absent) < 3 else f"one of {len(absent)} features"
 
 
 class _Refused(argparse.Action):

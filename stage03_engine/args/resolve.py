@@ -13,14 +13,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stage03_engine.args.cpu import compute_threads, cpu_dtype, find_cores
 from stage03_engine.args.environment import COUNTERPARTS, check_fixed, value_of
 from stage03_engine.args.fields import Setting
 from stage03_engine.args.parser import did_you_mean, refuse_absent
 from stage03_engine.errors import ConfigError
-from stage03_engine.model_shape import ModelShape
+
+if TYPE_CHECKING:
+    from stage03_engine.model_shape import ModelShape
 
 _NVIDIA_DRIVER = Path("/dev/nvidiactl")
 

@@ -10,26 +10,15 @@ from dataclasses import asdict, replace
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.block_pool import BlockPool
-from stage03_engine.core.hooks import hooks_of, install
+from stage03_engine.core.hooks import install
 from stage03_engine.core.kv_cache_size import decide_num_blocks
 from stage03_engine.core.request import Request
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
 from stage03_engine.core.scheduler import Scheduler
 from stage03_engine.core.worker import Executor
+from stage03_engine.features import find, wanted
 from stage03_engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
-from stage03_engine.mixins import is_there, load, load_feature
 from stagetrace import trace
-
-_FEATURES = "stage03_engine.core.features."
-OWN_CLASSES = _FEATURES + "own_classes:make_scheduler"
-CALLS = {
-    "reset_prefix_cache": _FEATURES + "prefix_cache_reset:reset_prefix_cache",
-    "start_profile": _FEATURES + "profiler.profiler:start_profile",
-    "stop_profile": _FEATURES + "profiler.profiler:stop_profile",
-    "watch_scheduler": _FEATURES + "scheduler_watch:watch_scheduler",
-    "unwatch_scheduler": _FEATURES + "scheduler_watch:unwatch_scheduler",
-}
-"""Methods that a client may call by name: method -> a function of the core that returns False if it did nothing."""
 
 
 class EngineCore:
@@ -57,7 +46,7 @@ class EngineCore:
         if cache.block_pool_cls is None and scheduling.scheduler_cls is None:
             scheduler = Scheduler(scheduling, cache, BlockPool(self.num_gpu_blocks), max_len, hash_seed)
         else:
-            make_scheduler = load_feature(OWN_CLASSES, "a scheduler or a block pool of your own")
+            make_scheduler = wanted("engine", "own_scheduler", "a scheduler or a block pool of your own")
             scheduler = make_scheduler(self.config, self.num_gpu_blocks, hash_seed)
         install(self.config.hooks("scheduler"), scheduler, self.config)
         if trace.on:
@@ -72,8 +61,7 @@ class EngineCore:
     def add_request(self, message: EngineCoreRequest) -> None:
         """Queue a request. Raises ValueError if its id is in use, InvalidRequestError if it cannot be served."""
         params = message.sampling_params
-        hooks_of(params, "runner")  # only to refuse the request here; the runner installs them when it gets it
-        install(hooks_of(params, "scheduler"), self.scheduler, self.config)
+        install(params.hooks("scheduler"), self.scheduler, self.config)
         request = Request(message, self._seeds.getrandbits(63) if params.seed is None else params.seed)
         request.queued_at = time.monotonic()
         self.scheduler.add_request(request)
@@ -134,9 +122,9 @@ class EngineCore:
         return outputs
 
     def call(self, method: str) -> bool:
-        """Call one of CALLS by name. False if it is unknown, not installed, or did nothing."""
-        name = CALLS.get(method, "")
-        return is_there(name.partition(":")[0]) and bool(load(name)(self)) if name else False
+        """Call a feature's function by name. False if it is unknown, not installed, or did nothing."""
+        function = find("call", method)
+        return function is not None and bool(function(self))
 
     def on_failure(self, report: Callable[[str], None]) -> None:
         """From now on `report(why)` is called, from any thread, when a worker has died."""

@@ -26,6 +26,7 @@ from stage03_engine.args.processes import end_with_parent
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.engine_core import EngineCore
 from stage03_engine.errors import StagesError
+from stage03_engine.features import find
 from stage03_engine.messages import (
     ENGINE_CORE_DEAD,
     EngineCoreOutputs,
@@ -36,7 +37,6 @@ from stage03_engine.messages import (
     EngineInit,
     EngineReady,
 )
-from stage03_engine.mixins import load
 from stage03_engine.tracing import open_trace, trace_message
 from stagetrace import trace
 
@@ -48,14 +48,11 @@ _DECODE: dict[EngineCoreRequestType, Callable[[bytes], _Message]] = {
     EngineCoreRequestType.ABORT: messages.decode_abort,
     EngineCoreRequestType.UTILITY: messages.decode_utility,
 }
-CORES = {"transcription": "stage03_engine.core.features.whisper.whisper_core:WhisperCore"}
-"""Task -> the class that replaces EngineCore for models of that task. A setting may put another into its place."""
 
 
 def make_core(config: VllmConfig) -> EngineCore:
     """The core for the configured model. Raises ConfigError."""
-    name = CORES.get(config.supported_tasks[0])
-    return config.chosen("core", EngineCore if name is None else load(name))(config)
+    return config.chosen("core", find("core", config.supported_tasks[0]) or EngineCore)(config)
 
 
 class EngineCoreProc:

@@ -5,7 +5,7 @@ For plain requests `hooks` is an empty list, and each seam costs one test of it.
 - at start, if a setting asks for it (`VllmConfig.hooks`), or
 - with the first request whose sampling parameters need it (`SamplingParams.HOOKS`).
 
-Both name it as "module:Class", so that an unused feature is never imported, and only requests that use a deleted one fail.
+Both name it as "module:Class", so that an unused feature is never imported.
 vLLM calls these features by name, from its Scheduler and its GPUModelRunner. Nothing here imports torch.
 """
 
@@ -14,8 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from stage03_engine.errors import InvalidRequestError
-from stage03_engine.mixins import is_there, load
+from stage03_engine.mixins import load
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from stage03_engine.core.sched_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
     from stage03_engine.core.scheduler import Scheduler
     from stage03_engine.messages import EngineCoreOutput
-    from stage03_engine.sampling_params import SamplingParams
     from stage04_kernels.sampler import SamplerOutput, SamplingMetadata
 
 
@@ -167,16 +165,3 @@ def install(names: Iterable[str], owner: Scheduler | ModelRunner, config: VllmCo
         if not any(isinstance(hook, kind) for hook in owner.hooks):
             owner.hooks.append(kind(owner, config))
             owner.hooks.sort(key=lambda hook: hook.observes)
-
-
-def hooks_of(params: SamplingParams, seam: str) -> list[str]:
-    """The hooks ("module:Class") that a request needs at a seam: "scheduler" or "runner".
-
-    Raises InvalidRequestError that names the field if its feature is not installed.
-    """
-    names = []
-    for field, name in params.hooks(seam).items():
-        if not is_there(name.partition(":")[0]):
-            raise InvalidRequestError(f"{field}: this engine was built without it.", field)
-        names.append(name)
-    return names

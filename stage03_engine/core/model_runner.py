@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from stage03_engine.config import VllmConfig
-from stage03_engine.core.hooks import RunnerHook, hooks_of, install
+from stage03_engine.core.hooks import RunnerHook, install
 from stage03_engine.core.input_batch import InputBatch, StepInputs, prepare_inputs
 from stage03_engine.core.models.loader import get_model
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
@@ -84,7 +84,7 @@ class ModelRunner:
                 self.batch.append_blocks(request_id, block_ids)
         for new in scheduler_output.scheduled_new_reqs:
             self.batch.add(new)
-            install(hooks_of(new.sampling_params, "runner"), self, self.config)
+            install(new.sampling_params.hooks("runner"), self, self.config)
             for hook in self.hooks:
                 hook.request_added(new)
         for hook in self.hooks:

@@ -110,8 +110,6 @@ POLICIES: dict[str, Callable[[Request], tuple[int, ...]]] = {
 }
 """Scheduling policy -> sort key: the smallest goes first. Arrival breaks every tie, so no two keys are equal."""
 
-QUEUES = {"fair": "stage03_engine.core.features.fair_queue:FairQueue"}  # where a sort key is not enough
-
 
 class RequestQueue(list[Request]):
     """Requests in the order of a policy: a list that is kept sorted.

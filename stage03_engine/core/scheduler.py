@@ -14,10 +14,10 @@ from stage03_engine.config import CacheConfig, SchedulerConfig
 from stage03_engine.core.block_pool import BlockPool
 from stage03_engine.core.hooks import SchedulerHook
 from stage03_engine.core.kv_cache_manager import KVCacheManager
-from stage03_engine.core.request import QUEUES, Request, RequestQueue, RequestStatus
+from stage03_engine.core.request import POLICIES, Request, RequestQueue, RequestStatus
 from stage03_engine.core.sched_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from stage03_engine.features import wanted
 from stage03_engine.messages import EngineCoreOutput, FinishReason, SchedulerStats
-from stage03_engine.mixins import load_feature
 from stagetrace import trace
 
 
@@ -49,7 +49,8 @@ class Scheduler:
         self.hooks: list[SchedulerHook] = []
         self.requests: dict[str, Request] = {}
         policy = config.scheduling_policy
-        make_queue = load_feature(QUEUES[policy], f"scheduling policy {policy}") if policy in QUEUES else RequestQueue
+        own = policy in POLICIES
+        make_queue = RequestQueue if own else wanted("policy", policy, f"scheduling policy {policy}")
         self.waiting: RequestQueue = make_queue(policy)
         self.running: RequestQueue = make_queue(policy)
         self.held: dict[str, Request] = {}  # they wait, and hooks hold them back: a step does not look at them

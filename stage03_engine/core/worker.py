@@ -18,11 +18,9 @@ from stage03_engine.core.kv_cache_size import NO_ROOM, kv_block_bytes
 from stage03_engine.core.model_runner import ModelRunner
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
 from stage03_engine.errors import ConfigError
-from stage03_engine.mixins import is_there, load
+from stage03_engine.features import find
 from stage04_kernels.attention import check_backend
 from stagetrace import trace
-
-MEASURE_ACTIVATIONS = "stage03_engine.core.features.memory_profile:measure_activations"
 
 
 class Worker:
@@ -51,10 +49,10 @@ class Worker:
 
     def determine_available_memory(self) -> int:
         """Bytes for the KV cache = total memory x gpu_memory_utilization - what is in use at the peak of the largest step:
-        of a GPU by anybody, of a CPU's memory by this process."""
+        on a GPU by all processes, in a CPU's memory by this one."""
         utilization = self.config.cache_config.gpu_memory_utilization
-        installed = is_there(MEASURE_ACTIVATIONS.partition(":")[0])
-        activations = load(MEASURE_ACTIVATIONS)(self.model_runner) if installed else 0
+        measure = find("engine", "measure_activations")
+        activations = 0 if measure is None else measure(self.model_runner)
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info()
             used = total - free + activations

@@ -12,9 +12,9 @@ import msgspec
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import InvalidRequestError
-from stage03_engine.frontend.output_processor import load_feature
 from stage03_engine.frontend.tokenizer import Tokenizer
 from stage03_engine.messages import EngineCoreRequest
+from stage03_engine.mixins import load
 from stage03_engine.sampling_params import SamplingParams
 from stagetrace import trace
 
@@ -71,8 +71,7 @@ class InputProcessor:
             raise InvalidRequestError("This engine makes vectors, not text: see --runner and --convert.", "model")
         self.check_salt(cache_salt)
         token_ids = self.tokenize(prompt, add_special_tokens)
-        named = {name: field for field, name in params.hooks("input").items()}
-        hooks: list[InputHook] = [load_feature(name, field)(self) for name, field in named.items()]
+        hooks: list[InputHook] = [load(name)(self) for name in params.hooks("input")]
         for hook in hooks:
             token_ids = hook.prompt(token_ids, params)
         room = self._room(token_ids, params)

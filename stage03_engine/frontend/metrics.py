@@ -12,8 +12,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
 from stage03_engine.config import VllmConfig
+from stage03_engine.features import loaded
 from stage03_engine.messages import EngineCoreOutput, FinishReason, SchedulerStats
-from stage03_engine.mixins import mixins
 
 
 @dataclass
@@ -122,4 +122,4 @@ def default_stat_loggers(config: VllmConfig) -> list[StatLogger]:
     """The one that writes to the log, unless --disable-log-stats."""
     if config.observability_config.disable_log_stats:
         return []
-    return [kind(config) for kind in mixins("stage03_engine.frontend.features.logging_stats:LoggingStatLogger")]
+    return [kind(config) for kind in loaded("stats", "engine")]

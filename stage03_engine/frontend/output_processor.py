@@ -9,23 +9,15 @@ import asyncio
 from typing import Any, NamedTuple, Protocol
 
 from stage03_engine.errors import BusyError, InvalidRequestError
+from stage03_engine.features import find
 from stage03_engine.frontend.detokenizer import IncrementalDetokenizer
 from stage03_engine.frontend.metrics import CompletedStats, IterationStats, RequestStats
 from stage03_engine.frontend.tokenizer import Tokenizer
 from stage03_engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, TokenLogprobs, payload
-from stage03_engine.mixins import is_there, load
+from stage03_engine.mixins import load
 from stage03_engine.outputs import CompletionOutput, RequestOutput
 from stage03_engine.sampling_params import RequestOutputKind
 from stagetrace import trace
-
-PARALLEL_SAMPLING = "stage03_engine.frontend.features.parallel_sampling:fan_out"
-
-
-def load_feature(name: str, field: str) -> Any:
-    """The handler of a field of SamplingParams. Raises InvalidRequestError if it is not installed."""
-    if not is_there(name.partition(":")[0]):
-        raise InvalidRequestError(f"{field}: this engine was built without it.", field)
-    return load(name)
 
 
 class OutputQueue(Protocol):
@@ -121,7 +113,7 @@ class RequestState:
         self.queue = queue
         self.external_req_id = external_req_id  # the caller's name for it
         self.completed = completed
-        self.hooks: list[OutputHook] = [load_feature(name, field)() for field, name in params.hooks("output").items()]
+        self.hooks: list[OutputHook] = [load(name)() for name in params.hooks("output")]
         self.detokenizer = IncrementalDetokenizer(tokenizer, params, request.prompt_token_ids)
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
@@ -229,7 +221,9 @@ class OutputProcessor:
             raise ValueError(f"request id {request_id} is already running")
         parts: list[tuple[EngineCoreRequest, OutputQueue]] = [(request, queue or self._returned)]
         if params.num_answers > 1:
-            parts = load_feature(PARALLEL_SAMPLING, "n")(*parts[0])
+            if (fan_out := find("engine", "fan_out")) is None:
+                raise InvalidRequestError("n: this engine was built without it.", "n")
+            parts = fan_out(*parts[0])
         completed = CompletedStats(params.n, params.max_tokens, parts=len(parts))
         states = [RequestState(part, prompt, self._tokenizer, to, request_id, completed) for part, to in parts]
         self.request_states.update((state.request.request_id, state) for state in states)

@@ -18,16 +18,12 @@ from tokenizers import Tokenizer as Backend
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import ConfigError
+from stage03_engine.features import find, wanted
 from stage03_engine.hf_config import read_json
-from stage03_engine.mixins import is_there, load, mixins
 from stage03_engine.model_path import find_tokenizer
 from stagetrace import trace
 
-_FILES = "stage03_engine.model_formats.tokenizer_files:"
-STAND_IN, PAIR_OF_FILES, CHAT_TEMPLATE = _FILES + "stand_in", _FILES + "read_pair", _FILES + "read_chat_template"
-OTHER_DECODERS = "stage03_engine.frontend.features.sentencepiece:read_decoder"
 PIECES = 2**15  # tokens that are remembered
-TOKEN_LENGTH = "stage03_engine.frontend.features.token_length:max_token_bytes"
 
 
 @lru_cache(maxsize=1)
@@ -72,7 +68,8 @@ def _other_decoder(backend: Backend) -> Any:
     steps: list[Any] = state["decoders"] if state["type"] == "Sequence" else [state]
     if [step["type"] for step in steps] == ["ByteLevel"]:
         return None
-    decoder = next((read(steps) for read in mixins(OTHER_DECODERS)), None)
+    read = find("engine", "decoder")
+    decoder = None if read is None else read(steps)
     if decoder is None:
         raise ConfigError(
             "this kind of tokenizer is not supported: its decoder is neither byte-level nor SentencePiece's"
@@ -95,9 +92,8 @@ class Tokenizer:
         self.eos_token_id = eos_token_id
         self.more_eos_token_ids: tuple[int, ...] = ()
         self.chat_template = chat_template
-        self.max_token_bytes = (  # without the feature a token may be of any length
-            load(TOKEN_LENGTH)(backend, self._decoder) if is_there(TOKEN_LENGTH.partition(":")[0]) else sys.maxsize
-        )
+        longest = find("engine", "max_token_bytes")  # without the feature a token may be of any length
+        self.max_token_bytes = sys.maxsize if longest is None else longest(backend, self._decoder)
         self._special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
         self._added = {i: token.content for i, token in backend.get_added_tokens_decoder().items()}
         # What TokenStream.push takes. Asking the library for each token of each answer would cost more than all else here.
@@ -157,7 +153,7 @@ def _load_backend(folder: Path) -> Backend:
     try:
         if (folder / "tokenizer.json").exists():
             return Backend.from_file(str(folder / "tokenizer.json"))
-        return load(PAIR_OF_FILES)(folder)
+        return wanted("engine", "pair_of_files", "the tokenizer of vocab.json and merges.txt")(folder)
     except Exception as error:  # the Rust library raises plain Exception
         raise ConfigError(f"cannot read the tokenizer in {folder}: {error}") from error
 
@@ -180,7 +176,8 @@ def _load(folder: Path, eos_token_ids: tuple[int, ...]) -> Tokenizer:
     eos_token_ids = eos_token_ids or (() if own is None else (own,))
     first = own if own in eos_token_ids else next(iter(eos_token_ids), None)
     try:
-        template = load(CHAT_TEMPLATE)(folder, settings) if is_there(CHAT_TEMPLATE.partition(":")[0]) else None
+        read_template = find("engine", "chat_template")
+        template = None if read_template is None else read_template(folder, settings)
         tokenizer = Tokenizer(backend, first, template)
     except ConfigError as error:
         raise ConfigError(f"{folder}: {error}") from None
@@ -195,7 +192,10 @@ def init_tokenizer_from_configs(config: VllmConfig) -> Tokenizer:
     """The tokenizer that belongs to the configured model. Raises ConfigError when its files are unusable."""
     path, shape = config.model_config.tokenizer_path, config.shape
     ends = () if shape.eos_token_id is None else (shape.eos_token_id, *shape.more_eos_token_ids)
-    tokenizer = Tokenizer(*load(STAND_IN)(shape.vocab_size)) if path is None else _load(Path(path), ends)
+    if path is None:
+        tokenizer = Tokenizer(*wanted("engine", "stand_in_tokenizer", "a stand-in for a tokenizer")(shape.vocab_size))
+    else:
+        tokenizer = _load(Path(path), ends)
     if trace.on:
         trace.emit("tokenizer.loaded", vocab_size=tokenizer.vocab_size, source=path or "byte-level stand-in")
     return tokenizer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import ConfigError
-from stage03_engine.mixins import load_feature
+from stage03_engine.mixins import load
 from stage03_engine.tracing import open_trace
 
 ENGINES = "stage03_engine.frontend.features.data_parallel.nodes.headless:run_engines"
@@ -15,9 +15,9 @@ def run_headless(config: VllmConfig) -> int:
     """Work until the server elsewhere ends; returns the exit code. Raises StagesError."""
     if getattr(getattr(config, "parallel_config", None), "nnodes", 1) > 1:
         open_trace(config)
-        return load_feature(WORKERS, "nnodes > 1")(config)
+        return int(load(WORKERS)(config))
     if getattr(getattr(config, "data_parallel_config", None), "data_parallel_size", 1) > 1:
-        return load_feature(ENGINES, "data_parallel_size above 1")(config)
+        return int(load(ENGINES)(config))
     raise ConfigError(
         "headless is for a machine that works for a server elsewhere: name it with data_parallel_address and data_parallel_size, or with "
         "nnodes, node_rank and master_addr"

@@ -27,7 +27,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 from stage03_engine.errors import ConfigError, StagesError
-from stage03_engine.nodes.flags import NodeConfig
+from stage03_engine.nodes.manifest import NodeConfig
 
 logger = logging.getLogger(__name__)
 VARIABLE = "STAGES_NODE_SECRET"

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH = 256, 128  # words, characters of each
 REPETITION_PENALTIES = (0.001, 1000.0)  # further out a float32 logit overflows
 _INPUT = {"input": "stage03_engine.frontend.features.token_rules:TokenRules"}
-_RUNNER = {"runner": "stage03_engine.core.features.logits_rules:LogitsRulesHook"}
+_RUNNER = {"runner": "stage03_engine.core.features.logits_rules.logits_rules:LogitsRulesHook"}
 
 
 class LogitsRules:

@@ -39,6 +39,8 @@ class RepetitionDetection:
 
     __slots__ = ()
     HOOKS: ClassVar[dict[str, dict[str, str]]] = {
-        FIELD: {"output": "stage03_engine.frontend.features.repetition_detection:RepetitionDetectionHook"}
+        FIELD: {
+            "output": "stage03_engine.frontend.features.repetition_detection.repetition_detection:RepetitionDetectionHook"
+        }
     }
     repetition_detection: RepetitionDetectionParams | None = None  # ends an output that repeats itself

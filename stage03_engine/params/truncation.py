@@ -10,7 +10,7 @@ class Truncation:
 
     __slots__ = ()
     HOOKS: ClassVar[dict[str, dict[str, str]]] = {
-        "truncate_prompt_tokens": {"input": "stage03_engine.frontend.features.truncation:Truncation"}
+        "truncate_prompt_tokens": {"input": "stage03_engine.frontend.features.truncation.truncation:Truncation"}
     }
     truncate_prompt_tokens: int | None = None  # keep the last k tokens of the prompt; -1: as many as leave room for one
     truncation_side: str | None = None  # where truncating cuts tokens off: "left" (also None) or "right"

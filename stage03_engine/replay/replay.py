@@ -19,8 +19,9 @@ from stage03_engine.core.hooks import SchedulerHook
 from stage03_engine.core.request import Request, RequestStatus
 from stage03_engine.core.sched_output import SchedulerOutput
 from stage03_engine.core.scheduler import Scheduler
+from stage03_engine.errors import ConfigError
 from stage03_engine.messages import EngineCoreOutput, FinishReason
-from stage03_engine.mixins import load_feature
+from stage03_engine.mixins import is_there, load
 from stage03_engine.replay.recording import Decision, RecordedStep, made_up_request
 from stage03_engine.replay.report import MANY, Difference, Replayed, facts_that_differ, outcome_in_words
 from stagetrace import Event, Recording
@@ -46,6 +47,12 @@ OVERLAPPING = {
 
 Snapshot = tuple[list[tuple[str, RequestStatus, int, int]], int]
 """(request, status, tokens computed, tokens) of everyone, and the free blocks."""
+
+
+def _feature(name: str, used: str) -> Any:
+    if not is_there(name.partition(":")[0]):
+        raise ConfigError(f"{used} (the recording uses it) is not installed")
+    return load(name)
 
 
 class Replay:
@@ -75,13 +82,13 @@ class Replay:
     def _reference(self) -> type[Scheduler]:
         """The scheduler of this repository that the recording is of. Raises ConfigError if it is not installed."""
         name = self._overlap
-        return load_feature(OVERLAPPING[name], f"{name} (the recording uses it)") if name else Scheduler
+        return _feature(OVERLAPPING[name], name) if name else Scheduler
 
     def _use(self, name: str, *args: Any) -> None:
         """Install one of HOOKS if it is not yet. Raises ConfigError if its feature is not installed."""
         if name not in self._hooks:
             config = VllmConfig(scheduler_config=self.config, cache_config=self.cache_config)
-            kind = load_feature(HOOKS[name], f"{name} (the recording uses it)")
+            kind = _feature(HOOKS[name], name)
             self._hooks[name] = kind(self.scheduler, config, *args)
             self.scheduler.hooks = [self._hooks[name] for name in HOOKS if name in self._hooks]
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, strategies as st
 from judging import Judge
 
-from stage03_engine.core.features.spec_decode.flags import SpeculativeConfig
+from stage03_engine.core.features.spec_decode.manifest import SpeculativeConfig
 
 judge = Judge(11)
 MOST_STEPS = 40

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from server_under_test import InProcessServer, ServerProcess
 
-from stage02_server.features.echo_engine import EchoCoreClient
+from stage02_server.features.echo_engine.echo_engine import EchoCoreClient
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from server_under_test import InProcessServer
 
-from stage02_server.features.refusals import ABSENT
+from stage02_server.features.refusals.refusals import ABSENT
 
 VLLM_ROUTES = """
 GET /version, GET /kv_event_sources, GET /health, GET /metrics, POST /tokenize, POST /detokenize, GET /v1/models,

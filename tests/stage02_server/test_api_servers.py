@@ -26,7 +26,7 @@ from stage02_server.cli_args import FrontendArgs
 from stage02_server.features.api_servers.launch import with_front_ends
 from stage03_engine.args.processes import base_folder
 from stage03_engine.errors import ConfigError
-from stage03_engine.frontend.features.data_parallel.flags import DataParallelConfig
+from stage03_engine.frontend.features.data_parallel.manifest import DataParallelConfig
 from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import SamplingParams
 from stagetrace import read_run

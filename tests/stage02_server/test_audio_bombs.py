@@ -29,7 +29,7 @@ from standstill import LONGEST, Standstill
 from stage02_server.errors import APIError
 from stage02_server.features.audio import decoder as decoder_module
 from stage02_server.features.audio.decoder import SoundDecoder, SoundDecoders
-from stage02_server.features.audio.flags import AudioFlags
+from stage02_server.features.audio.manifest import AudioFlags
 from stage02_server.features.audio.pieces import SAMPLE_RATE
 from stage03_engine.errors import InvalidRequestError
 

@@ -23,8 +23,8 @@ from stage02_server.features.pooling import serving as serving_pooling
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.engine_core_proc import make_core
-from stage03_engine.core.features.pooling.flags import PoolingConfig
-from stage03_engine.frontend.features.async_inproc_client import AsyncInprocClient
+from stage03_engine.core.features.pooling.manifest import PoolingConfig
+from stage03_engine.frontend.features.in_process.async_inproc_client import AsyncInprocClient
 
 TEXTS = ["To be, or not to be", "the slings and arrows of outrageous fortune", "To die, to sleep", "x"]
 

@@ -17,7 +17,7 @@ from openai import NotFoundError, OpenAI
 from server_under_test import MAX_MODEL_LEN, InProcessServer, RecordingEcho, ServerProcess, byte_config
 
 from stage02_server.features.pooling import serving as serving_pooling
-from stage03_engine.core.features.pooling.flags import PoolingConfig
+from stage03_engine.core.features.pooling.manifest import PoolingConfig
 from stage03_engine.frontend.tokenizer import init_tokenizer_from_configs
 from stage03_engine.llm import LLM
 

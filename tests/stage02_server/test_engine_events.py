@@ -15,7 +15,7 @@ from patience import PATIENCE
 from server_under_test import InProcessServer, ServerProcess
 from watcher import Watcher
 
-from stage03_engine.core.features.scheduler_watch import SHOWN
+from stage03_engine.core.features.scheduler_watch.scheduler_watch import SHOWN
 
 ASK = {"prompt": "KING RICHARD: a secret", "max_tokens": 6, "temperature": 0}
 

@@ -19,7 +19,7 @@ from patience import PATIENCE, wait_until
 from server_under_test import ServerProcess, byte_config
 
 from stage03_engine.errors import EngineDeadError
-from stage03_engine.frontend.features.async_inproc_client import AsyncInprocClient
+from stage03_engine.frontend.features.in_process.async_inproc_client import AsyncInprocClient
 from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import SamplingParams
 from stagetrace import read_run

@@ -22,7 +22,9 @@ from stagetrace import read_run
 
 ECHO = ("gpt2-tiny", "--engine", "echo", "--host", "127.0.0.1", "--port", "0")
 StartServer = Callable[..., ServerProcess]
-SLOW_STEPS = "import stage02_server.features.echo_engine as e; e.EchoCoreClient.__init__.__defaults__ = (0.05,)"
+SLOW_STEPS = (
+    "import stage02_server.features.echo_engine.echo_engine as e; e.EchoCoreClient.__init__.__defaults__ = (0.05,)"
+)
 
 
 def state_of(url: str) -> str:

@@ -18,7 +18,7 @@ from server_under_test import ServerProcess
 from stage02_server.features.hardening.log_limit import LogLimit
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.args.log import LogFlags, configure_logging
-from stage03_engine.frontend.features.logging_stats import LoggingStatLogger
+from stage03_engine.frontend.features.logging_stats.logging_stats import LoggingStatLogger
 from stage03_engine.frontend.metrics import IterationStats
 from stage03_engine.messages import SchedulerStats
 

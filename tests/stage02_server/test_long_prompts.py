@@ -15,7 +15,7 @@ from patience import PATIENCE
 from server_under_test import InProcessServer, byte_config
 
 from stage02_server.streaming import LONG, ClientGoneError, in_thread, in_thread_if_long
-from stage03_engine.core.features.pooling.flags import PoolingConfig
+from stage03_engine.core.features.pooling.manifest import PoolingConfig
 
 LONG_TEXT = "a" * LONG
 

@@ -18,7 +18,7 @@ from server_under_test import InProcessServer
 from stage02_server.features.messages.protocol import AnthropicMessagesRequest
 from stage02_server.features.pooling.protocol import EmbeddingRequest
 from stage02_server.features.responses.protocol import ResponsesRequest
-from stage02_server.features.tokenize import DetokenizeRequest, TokenizeRequest
+from stage02_server.features.tokenize.tokenize import DetokenizeRequest, TokenizeRequest
 from stage02_server.protocol import ChatCompletionRequest, CompletionRequest
 
 VALID: dict[str, dict[str, Any]] = {

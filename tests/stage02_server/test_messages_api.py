@@ -17,7 +17,7 @@ from server_under_test import InProcessServer, RecordingEcho, byte_config
 
 from stage02_server.features.messages.maker import arguments_of
 from stage02_server.features.messages.protocol import AnthropicMessagesRequest
-from stage03_engine.core.features.pooling.flags import PoolingConfig
+from stage03_engine.core.features.pooling.manifest import PoolingConfig
 from stage03_engine.errors import EngineDeadError
 
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"

@@ -17,8 +17,8 @@ from server_under_test import ServerProcess
 from toy_engine import ToyEngine
 
 from stage02_server.features.page.routes import build_page
-from stage03_engine.core.features.prefix_cache_reset import reset
-from stage03_engine.core.features.scheduler_watch import SchedulerWatch, cached_blocks
+from stage03_engine.core.features.prefix_cache_reset.prefix_cache_reset import reset
+from stage03_engine.core.features.scheduler_watch.scheduler_watch import SchedulerWatch, cached_blocks
 from stagetrace import trace
 
 pytest_plugins = ["browser"]  # the fixture of tests/browser.py

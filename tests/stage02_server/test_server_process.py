@@ -110,7 +110,9 @@ def test_sigterm_finishes_what_runs_and_exits_with_0(start_server: StartServer) 
 
 @pytest.mark.parametrize("how", ["limit", "second signal"])
 def test_a_request_that_takes_too_long_is_cut(start_server: StartServer, how: str) -> None:
-    slow = "import stage02_server.features.echo_engine as e; e.EchoCoreClient.__init__.__defaults__ = (0.5,)"
+    slow = (
+        "import stage02_server.features.echo_engine.echo_engine as e; e.EchoCoreClient.__init__.__defaults__ = (0.5,)"
+    )
     server = start_server(*ECHO, "--shutdown-timeout", "1" if how == "limit" else "1000", patch=slow)
     lines = stream_lines(server.wait_until_ready(), max_tokens=400)
     next(lines)
@@ -166,7 +168,7 @@ def test_an_impossible_address_is_one_line_and_exit_code_2(start_server: StartSe
 def test_sigterm_while_the_engine_loads_exits_with_0(start_server: StartServer) -> None:
     never = """
 import asyncio
-from stage02_server.features.echo_engine import EchoCoreClient
+from stage02_server.features.echo_engine.echo_engine import EchoCoreClient
 async def start(self):
     import logging; logging.getLogger().info("now loading")
     await asyncio.Event().wait()

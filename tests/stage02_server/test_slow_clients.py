@@ -26,7 +26,9 @@ COMPLETIONS = (
 SMALL_LIMIT = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))"
 ECHO = ("gpt2-tiny", "--engine", "echo", "--host", "127.0.0.1", "--port", "0", "--enable-server-load-tracking")
 SECONDS = "0.4"
-SLOW_STEPS = "import stage02_server.features.echo_engine as e; e.EchoCoreClient.__init__.__defaults__ = (0.05,)"
+SLOW_STEPS = (
+    "import stage02_server.features.echo_engine.echo_engine as e; e.EchoCoreClient.__init__.__defaults__ = (0.05,)"
+)
 
 
 @pytest.fixture(scope="module")

@@ -21,10 +21,10 @@ from stage02_server.features.page.openapi import describe
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.engine_core_proc import make_core
-from stage03_engine.core.features.pooling.flags import PoolingConfig
-from stage03_engine.core.features.scheduler_watch import SHOWN
-from stage03_engine.frontend.features.async_inproc_client import AsyncInprocClient
+from stage03_engine.core.features.pooling.manifest import PoolingConfig
+from stage03_engine.core.features.scheduler_watch.scheduler_watch import SHOWN
 from stage03_engine.frontend.features.engine_watch import without_ids
+from stage03_engine.frontend.features.in_process.async_inproc_client import AsyncInprocClient
 from stage03_engine.sampling_params import SamplingParams
 from stagetrace import VOCABULARY
 

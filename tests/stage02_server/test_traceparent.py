@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 from server_under_test import InProcessServer
 
-from stage02_server.features.traceparent import parse_traceparent
+from stage02_server.features.traceparent.traceparent import parse_traceparent
 from stagetrace import read_run, root_of, trace
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

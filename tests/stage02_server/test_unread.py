@@ -16,10 +16,11 @@ from server_under_test import ServerProcess, rest
 from standstill import LONGEST, Standstill
 from starlette.types import Message, Receive, Scope, Send
 
-from stage02_server.api_server import MIDDLEWARE
+from stage02_server.api_server import LAYERS
 from stage02_server.cli_args import FrontendArgs
 from stage02_server.features.hardening.unread import PIECE, SPARE, Reader, Unread, UnreadMiddleware
 from stage02_server.middleware import CONNECTION, TENANT
+from stage03_engine.features import parts
 
 MIB = 2**20
 ANSWER = {"prompt": "a b " * 120_000, "return_token_strs": True}  # more than what the limit and the kernel hold
@@ -107,7 +108,8 @@ def test_each_key_and_each_address_has_its_own(tenant: int | None) -> None:
 
 
 def test_no_answer_gets_past_it() -> None:
-    assert MIDDLEWARE[0].name.endswith("unread:UnreadMiddleware")
+    outermost = next(part.name for place in LAYERS for part in parts("middleware", place))
+    assert outermost.endswith("unread:UnreadMiddleware")
 
 
 class Uvicorn:

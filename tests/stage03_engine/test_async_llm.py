@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.errors import EngineDeadError, EngineStartError
 from stage03_engine.frontend.async_llm import AsyncLLM
-from stage03_engine.frontend.features.prometheus import PrometheusStatLogger
+from stage03_engine.frontend.features.prometheus.prometheus import PrometheusStatLogger
 from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import RequestOutputKind, SamplingParams
 

@@ -19,7 +19,7 @@ from stage03_engine.core.engine_core_proc import make_core
 from stage03_engine.core.features.async_scheduling.async_core import AsyncEngineCore
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
 from stage03_engine.errors import ConfigError
-from stage03_engine.frontend.features.inproc_client import InprocClient
+from stage03_engine.frontend.features.in_process.inproc_client import InprocClient
 from stage03_engine.llm import LLM
 from stage03_engine.messages import EngineCoreRequest, FinishReason
 from stage03_engine.params.structured_outputs import StructuredOutputsParams

@@ -15,7 +15,7 @@ from hypothesis import given, settings, strategies as st
 from transformers import GPT2LMHeadModel
 
 from stage03_engine.errors import InvalidRequestError
-from stage03_engine.frontend.features.beam_search import BeamSearch, BeamSearchParams, run_search
+from stage03_engine.frontend.features.beam_search.beam_search import BeamSearch, BeamSearchParams, run_search
 from stage03_engine.llm import LLM
 from stage03_engine.messages import EngineCoreRequest, TokenLogprobs
 from stage03_engine.outputs import CompletionOutput, RequestOutput

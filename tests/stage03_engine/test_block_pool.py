@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from stage03_engine.core.block_pool import NULL_BLOCK, BlockPool
 from stage03_engine.core.features.debug.scheduler_checks import check_pool
-from stage03_engine.core.features.scheduler_watch import cached_blocks
+from stage03_engine.core.features.scheduler_watch.scheduler_watch import cached_blocks
 
 NUM_BLOCKS = 9
 

@@ -19,7 +19,11 @@ from stage03_engine.core.features import memory_profile
 from stage03_engine.core.features.cuda_graphs import cuda_graphs, native_graphs
 from stage03_engine.core.features.cuda_graphs.cuda_graphs import CudaGraphHook, DecodeGraphs, GraphCapture, graph_sizes
 from stage03_engine.core.features.cuda_graphs.warm_up import warm_up
-from stage03_engine.core.features.memory_profile import dummy_inputs, measure_activations, sampling_settings
+from stage03_engine.core.features.memory_profile.memory_profile import (
+    dummy_inputs,
+    measure_activations,
+    sampling_settings,
+)
 from stage03_engine.core.input_batch import StepInputs
 from stage03_engine.core.model_runner import ModelRunner
 from stage03_engine.core.models.loader import get_model

@@ -36,7 +36,7 @@ from stage03_engine.frontend.features.data_parallel.coordinator import CountsLin
 from stage03_engine.frontend.features.data_parallel.engine import EngineState, share_of
 from stage03_engine.frontend.features.data_parallel.in_flight import LOST
 from stage03_engine.frontend.features.data_parallel.restart import WINDOW_SECONDS, RestartLimit
-from stage03_engine.frontend.features.dead_folders import remove_dead_folders
+from stage03_engine.frontend.features.dead_folders.dead_folders import remove_dead_folders
 from stage03_engine.llm import LLM
 from stage03_engine.messages import EngineCoreRequest, FinishReason
 from stage03_engine.sampling_params import RequestOutputKind, SamplingParams

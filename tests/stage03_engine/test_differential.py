@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import pytest
 from small_gpt2 import first_layers
 
-from stage03_engine.frontend.features.inproc_client import InprocClient
+from stage03_engine.frontend.features.in_process.inproc_client import InprocClient
 from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import SamplingParams
 

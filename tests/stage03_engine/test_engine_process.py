@@ -19,7 +19,7 @@ from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.errors import EngineDeadError, EngineStartError
 from stage03_engine.frontend import engine_process
 from stage03_engine.frontend.engine_process import EngineProcess
-from stage03_engine.frontend.features.sync_mp_client import SyncMPClient
+from stage03_engine.frontend.features.in_process.sync_mp_client import SyncMPClient
 from stage03_engine.frontend.input_processor import InputProcessor
 from stage03_engine.frontend.tokenizer import init_tokenizer_from_configs
 from stage03_engine.messages import EngineCoreRequest

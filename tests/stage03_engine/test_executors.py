@@ -38,7 +38,7 @@ from stage03_engine.core.features.distributed.several_workers import (
 from stage03_engine.core.sched_output import SchedulerOutput
 from stage03_engine.errors import ConfigError, EngineDeadError, EngineStartError, StagesError
 from stage03_engine.frontend.engine_process import EngineProcess
-from stage03_engine.frontend.features.sync_mp_client import SyncMPClient
+from stage03_engine.frontend.features.in_process.sync_mp_client import SyncMPClient
 from stage03_engine.llm import LLM
 from stage03_engine.mixins import is_there
 from stage03_engine.model_path import BUNDLED_FOLDER

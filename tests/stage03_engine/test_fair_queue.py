@@ -16,7 +16,7 @@ from server_under_test import ServerProcess
 from standstill import LONGEST, Standstill
 from toy_runner import MAX_LEN, ToyRunner, make_request, make_scheduler
 
-from stage03_engine.core.features.fair_queue import FairQueue
+from stage03_engine.core.features.fair_queue.fair_queue import FairQueue
 from stage03_engine.core.request import Request, RequestQueue, RequestStatus
 from stage03_engine.core.scheduler import Scheduler
 from stage03_engine.sampling_params import SamplingParams

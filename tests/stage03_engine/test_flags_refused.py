@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -168,25 +166,6 @@ def test_keys_of_a_config_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert capsys.readouterr().err.startswith(f"stages: error: config file {file}: {said}")
 
 
-def declared(path: Path) -> set[str]:
-    """The flags of the dataclasses in a feature's flags.py."""
-    module = import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
-    sections = [each for each in vars(module).values() if is_dataclass(each) and each.__module__ == module.__name__]
-    options = [field for section in sections for field in fields(section) if "help" in field.metadata]
-    return {
-        flag for each in options for flag in ("--" + each.name.replace("_", "-"), *each.metadata.get("aliases", ()))
-    }
-
-
-def test_every_flag_of_a_feature_is_listed() -> None:
-    listed = {module: set(flags.split()) for module, flags in refused_toml()["features"].items()}
-    modules = {
-        path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in ROOT.glob("stage0?_*/**/flags.py")
-    }
-    found = {module: declared(path) for path, module in modules.items() if declared(path)}
-    assert listed == found
-
-
 @pytest.mark.parametrize(
     ("words", "flag"),
     [
@@ -197,8 +176,7 @@ def test_every_flag_of_a_feature_is_listed() -> None:
     ],
 )
 def test_flags_of_a_feature_that_was_taken_out(words: list[str], flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here nothing was: the parser does not know these flags, and no module is said to be there."""
-    monkeypatch.setattr("stage03_engine.args.refused.is_there", lambda module: False)
+    monkeypatch.setattr("stage03_engine.features.INDEX", ("stage03_engine.core.features.gone",))
     parser = FlexibleArgumentParser(prog="test")
-    with pytest.raises(ConfigError, match=rf"^{flag} belongs to the feature \w+, which is not installed$"):
+    with pytest.raises(ConfigError, match=rf"^{flag} is unknown here, where gone is not installed$"):
         parser.parse_args(words)

@@ -38,7 +38,7 @@ from stage03_engine.core.features.distributed.machines.sameness import differenc
 from stage03_engine.errors import ConfigError, EngineDeadError, StagesError
 from stage03_engine.llm import LLM
 from stage03_engine.model_path import BUNDLED_FOLDER
-from stage03_engine.nodes.flags import NodeConfig
+from stage03_engine.nodes.manifest import NodeConfig
 from stage03_engine.nodes.secure_sockets import Connection
 from stage03_engine.sampling_params import SamplingParams
 from stagetrace import read_run

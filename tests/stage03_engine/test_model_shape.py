@@ -13,9 +13,9 @@ from hypothesis import given, settings, strategies as st
 
 from stage03_engine.config import ModelConfig, VllmConfig
 from stage03_engine.core.features.pooling.labels import CLASSIFIER, classifier_name
-from stage03_engine.core.models.registry import MODELS, model_class
+from stage03_engine.core.models.registry import architectures, model_class
 from stage03_engine.errors import ConfigError
-from stage03_engine.hf_config import READERS, read_shape
+from stage03_engine.hf_config import read_shape, readers
 from stage03_engine.model_formats.shape_fields import RopeScaling
 from stage03_engine.model_path import known_shapes
 from stage03_engine.model_shape import ModelShape
@@ -189,8 +189,8 @@ def test_known_shapes_build_models_of_the_published_size(name: str, count: int) 
 
 
 def test_every_architecture_that_is_read_has_a_class() -> None:
-    assert (*MODELS, "WhisperForConditionalGeneration") == tuple(READERS), "Whisper has a core of its own"
-    writers = {name for name in MODELS if not name.endswith(CLASSIFIER)}
+    assert {*architectures(), "WhisperForConditionalGeneration"} == readers().keys(), "Whisper has a core of its own"
+    writers = {name for name in architectures() if not name.endswith(CLASSIFIER)}
     assert {shape.architecture for shape in known_shapes().values()} == writers
-    assert {classifier_name(name) for name in writers} == MODELS.keys() - writers
-    assert all(callable(model_class(name)) for name in MODELS)
+    assert {classifier_name(name) for name in writers} == set(architectures()) - writers
+    assert all(callable(model_class(name)) for name in architectures())

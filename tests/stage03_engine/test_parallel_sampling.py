@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from stage03_engine.frontend.features.parallel_sampling import ParentRequest
+from stage03_engine.frontend.features.parallel_sampling.parallel_sampling import ParentRequest
 from stage03_engine.llm import LLM
 from stage03_engine.messages import EngineCoreRequest, TokenLogprobs
 from stage03_engine.outputs import CompletionOutput, RequestOutput

@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 from transformers import GPT2Model
 
 from stage03_engine.arg_utils import EngineArgs
-from stage03_engine.core.features.pooling.flags import parse_pooling
+from stage03_engine.core.features.pooling.manifest import parse_pooling
 from stage03_engine.core.features.pooling.pooler import PoolingState
 from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.llm import LLM

@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.core.features.linear_backend.pack import PackedLinear, pack_model
 from stage03_engine.core.features.quantization import accuracy
-from stage03_engine.core.features.quantization.flags import product_of
+from stage03_engine.core.features.quantization.manifest import product_of
 from stage03_engine.core.features.quantization.size import int8_bytes
-from stage03_engine.core.features.whisper.flags import ARCHITECTURE, WhisperFlags
+from stage03_engine.core.features.whisper.manifest import ARCHITECTURE, WhisperFlags
 from stage03_engine.core.model_runner import ModelRunner
 from stage03_engine.core.models.layers import Linear
 from stage03_engine.core.models.loader import get_model

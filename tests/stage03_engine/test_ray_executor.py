@@ -12,7 +12,7 @@ from patience import wait_until
 
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.errors import ConfigError, EngineDeadError
-from stage03_engine.frontend.features.sync_mp_client import SyncMPClient
+from stage03_engine.frontend.features.in_process.sync_mp_client import SyncMPClient
 from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import SamplingParams
 from stagetrace import read_run

@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 from server_under_test import byte_config
 
 from stage03_engine.errors import InvalidRequestError
-from stage03_engine.frontend.features.repetition_detection import Repetitions
+from stage03_engine.frontend.features.repetition_detection.repetition_detection import Repetitions
 from stage03_engine.frontend.metrics import IterationStats
 from stage03_engine.frontend.output_processor import OutputProcessor
 from stage03_engine.frontend.tokenizer import init_tokenizer_from_configs

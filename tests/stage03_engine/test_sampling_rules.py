@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 from transformers import GPT2LMHeadModel
 
 from stage03_engine.arg_utils import EngineArgs
-from stage03_engine.core.features.logits_rules import RequestRules
+from stage03_engine.core.features.logits_rules.logits_rules import RequestRules
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.input_processor import InputProcessor
 from stage03_engine.frontend.tokenizer import init_tokenizer_from_configs

@@ -13,8 +13,8 @@ from toy_runner import MAX_LEN, ToyRunner, make_request, make_scheduler, right_a
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.features.debug.scheduler_checks import check_invariants
-from stage03_engine.core.features.prefix_cache_reset import reset
-from stage03_engine.core.features.scheduler_watch import cached_blocks
+from stage03_engine.core.features.prefix_cache_reset.prefix_cache_reset import reset
+from stage03_engine.core.features.scheduler_watch.scheduler_watch import cached_blocks
 from stage03_engine.core.hooks import SchedulerHook
 from stage03_engine.core.request import Request
 from stage03_engine.core.sched_output import ModelRunnerOutput

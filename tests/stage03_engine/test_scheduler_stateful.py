@@ -17,7 +17,7 @@ from toy_runner import MAX_LEN, ToyRunner, make_request, make_scheduler, right_a
 from stage03_engine.core.features.async_scheduling.async_scheduler import AsyncScheduler
 from stage03_engine.core.features.debug.scheduler_checks import check_invariants
 from stage03_engine.core.features.distributed.pipeline_scheduler import PipelineScheduler
-from stage03_engine.core.features.prefix_cache_reset import reset
+from stage03_engine.core.features.prefix_cache_reset.prefix_cache_reset import reset
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
 from stage03_engine.core.scheduler import Scheduler
 from stage03_engine.messages import FinishReason

@@ -17,7 +17,7 @@ from patience import PATIENCE
 
 from stage03_engine.core.features.distributed.machines.links import RouterToExecutor, WorkerRouter
 from stage03_engine.errors import ConfigError, StagesError
-from stage03_engine.nodes.flags import NodeConfig
+from stage03_engine.nodes.manifest import NodeConfig
 from stage03_engine.nodes.secure_sockets import (
     VARIABLE,
     Connection,

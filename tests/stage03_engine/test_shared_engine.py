@@ -14,7 +14,7 @@ from patience import PATIENCE
 from stage03_engine import messages
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.config import VllmConfig
-from stage03_engine.core.features.front_ends.flags import FrontEnds
+from stage03_engine.core.features.front_ends.manifest import FrontEnds
 from stage03_engine.errors import EngineDeadError
 from stage03_engine.frontend.core_client import bind_sockets, decode_outputs
 from stage03_engine.frontend.engine_process import EngineProcess

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from stage03_engine.frontend.features.dead_folders import LockedFolder, remove_dead_folders
+from stage03_engine.frontend.features.dead_folders.dead_folders import LockedFolder, remove_dead_folders
 
 OWNER = """
 import socket, tempfile
-from stage03_engine.frontend.features.dead_folders import LockedFolder
+from stage03_engine.frontend.features.dead_folders.dead_folders import LockedFolder
 folder = LockedFolder()
 socket.socket(socket.AF_UNIX).bind(str(folder.path / "input"))
 (folder.path / "rendezvous").touch()  # of workers

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from stage03_engine.core.features.debug.scheduler_checks import check_invariants
 from stage03_engine.frontend.detokenizer import IncrementalDetokenizer
-from stage03_engine.frontend.features.prometheus import PrometheusStatLogger
+from stage03_engine.frontend.features.prometheus.prometheus import PrometheusStatLogger
 from stage03_engine.frontend.metrics import IterationStats
 from stage03_engine.llm import LLM
 from stage03_engine.outputs import CompletionOutput

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stage03_engine.core.features.logits_rules import RequestRules, make_rules
+from stage03_engine.core.features.logits_rules.logits_rules import RequestRules, make_rules
 from stage03_engine.sampling_params import SamplingParams
 from stage04_kernels.lab import sampler_reference as reference
 from stage04_kernels.lab.tolerances import TOLERANCES

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from toy_engine import STEM, ToyEngine, random_life, record
 
-from stage03_engine.core.features.prefix_cache_reset import reset
+from stage03_engine.core.features.prefix_cache_reset.prefix_cache_reset import reset
 from stagetrace import read_run
 from stagetrace.__main__ import main
 from stagetrace.check.invariants import Report, check

@@ -177,7 +177,7 @@ def test_fair_turns_say_whose_they_are(tmp_path: Path) -> None:
     )
     small = told(tmp_path, "cmpl-small-0")[1].reasons
     assert [r.rule for r in small] == ["admit", "chunk", "turn"] and "and none of its own waits." in small[-1].text
-    assert small[-1].places.startswith("stage03_engine/core/features/fair_queue.py FairQueue.in_turn")
+    assert small[-1].places.startswith("stage03_engine/core/features/fair_queue/fair_queue.py FairQueue.in_turn")
 
 
 def test_a_prefix_hit_names_who_had_cached_it(tmp_path: Path) -> None:

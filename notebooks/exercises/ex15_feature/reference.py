@@ -10,13 +10,20 @@ from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, Field, StrictInt
 from torch import Tensor
 
-from stage02_server.api_server import HTTP_FEATURES as THEIRS, Feature, Services
+from stage02_server.api_server import Services
 from stage02_server.protocol import RequestModel
 from stage02_server.protocol_types import Text
 from stage02_server.streaming import answer_of, in_thread_if_long
 from stage03_engine.core.features.logits_processor.logits_processor import LogitsProcessor, LogitsRow
+from stage03_engine.features import INDEX as THEIRS, Feature, Part
 
-HTTP_FEATURES = (Feature(f"{__name__}:install"), *THEIRS)
+FEATURE = Feature(
+    name="repetition",
+    help="how often a text repeats itself",
+    room=__name__,
+    parts=(Part("routes", f"{__name__}:install"),),
+)
+INDEX = (*THEIRS, FEATURE)
 
 
 def forbidden(token_ids: Sequence[int], n: int) -> set[int]:

@@ -13,13 +13,21 @@ from fastapi import FastAPI
 from pydantic import BaseModel, Field, StrictInt
 from torch import Tensor
 
-from stage02_server.api_server import HTTP_FEATURES as THEIRS, Feature, Services
+from stage02_server.api_server import Services
 from stage02_server.protocol import RequestModel
 from stage02_server.protocol_types import Text
 from stage03_engine.core.features.logits_processor.logits_processor import LogitsProcessor, LogitsRow
+from stage03_engine.features import INDEX as THEIRS, Feature, Part
 
-HTTP_FEATURES = (Feature(f"{__name__}:install"), *THEIRS)
-"""Given: the server's table of features, with a row more. The server calls the `install` that a row names."""
+FEATURE = Feature(
+    name="repetition",
+    help="how often a text repeats itself",
+    room=__name__,
+    parts=(Part("routes", f"{__name__}:install"),),
+)
+INDEX = (*THEIRS, FEATURE)
+"""Given: the manifest of your feature, and the index of all features, which yours joins. The server calls what a part for the seam
+`routes` names."""
 
 
 def forbidden(token_ids: Sequence[int], n: int) -> set[int]:

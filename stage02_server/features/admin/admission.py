@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stage02_server.api_server import Services
 from stage02_server.errors import RETRY_AFTER_SECONDS, APIError, error_response
-from stage02_server.features.admin.flags import AdminFlags
+from stage02_server.features.admin.manifest import AdminFlags
 from stage02_server.features.admin.server_load import is_work
 from stage02_server.protocol_types import AnswerHook
 from stage02_server.serving_engine import EngineRequests, Prompts

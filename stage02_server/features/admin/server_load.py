@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from stage02_server.features.admin.flags import AdminFlags
+from stage02_server.features.admin.manifest import AdminFlags
 
 
 def is_work(scope: Scope) -> bool:

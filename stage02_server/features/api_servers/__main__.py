@@ -17,7 +17,13 @@ from typing import NoReturn
 import msgspec
 import uvloop
 
-from stage02_server.api_server import CONNECTION, PROCESS, StopRequested, StopSignals, run_server_worker
+from stage02_server.api_server import (
+    StopRequested,
+    StopSignals,
+    connection_settings,
+    prepare_process,
+    run_server_worker,
+)
 from stage02_server.features.api_servers.this_server import Start, set_this_server
 from stage03_engine.args.log import configure_logging, name_process
 from stage03_engine.args.processes import wake_as_orphan
@@ -45,8 +51,7 @@ def main(index: int) -> int:
     use_link(link)
     for number, (inputs, outputs) in enumerate(start.engines):
         link.add_engine(number, inputs, outputs)
-    if PROCESS.is_on(start.args):
-        PROCESS.load()(start.args)
+    prepare_process(start.args)
     try:
         return uvloop.run(_serve(start, link))
     except StagesError as error:  # several servers may fail alike: the launcher prints the reason, once
@@ -72,7 +77,7 @@ async def _serve(start: Start, link: LauncherLink) -> int:
             loop.call_soon_threadsafe(stop.received, why)
 
     link.follow(on_stop, lambda: _leave(start.folder))
-    connection = CONNECTION.load()(start.args) if CONNECTION.is_on(start.args) else {}
+    connection = connection_settings(start.args)
     os.set_inheritable(start.descriptor, False)
     with socket.socket(fileno=start.descriptor) as sock:
         try:

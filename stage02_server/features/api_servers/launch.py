@@ -16,7 +16,7 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
-from stage02_server.api_server import PROCESS, StopSignals, setup_server
+from stage02_server.api_server import StopSignals, prepare_process, setup_server
 from stage02_server.cli_args import FrontendArgs
 from stage02_server.features.api_servers.engines import Engines
 from stage02_server.features.api_servers.server_process import ApiServerProcess
@@ -35,8 +35,7 @@ END_SECONDS = 10.0  # for an API server to end, beyond the time that its request
 
 def run_multi_api_server(config: VllmConfig, args: FrontendArgs) -> int:
     """Run the servers until a signal ends them; returns the exit code. Raises StagesError if they cannot start."""
-    if PROCESS.is_on(args):
-        PROCESS.load()(args)
+    prepare_process(args)
     try:
         return asyncio.run(_launch(config, args))
     except KeyboardInterrupt:  # Ctrl-C in the moment before the event loop listens to signals

@@ -33,7 +33,7 @@ from stage02_server.features.audio.protocol import (
     read_form,
 )
 from stage02_server.features.audio.transcript import Piece, Transcript, to_srt, to_vtt
-from stage02_server.features.collect import collect
+from stage02_server.features.several_prompts.collect import collect
 from stage02_server.middleware import TENANT, RequestIds
 from stage02_server.routes import OpenAIServingModels
 from stage02_server.serving_engine import make_usage, require_task

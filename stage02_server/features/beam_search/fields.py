@@ -12,11 +12,11 @@ from stage03_engine.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from stage03_engine.frontend.async_llm import AsyncLLM
-    from stage03_engine.frontend.features.beam_search import BeamSearchParams
+    from stage03_engine.frontend.features.beam_search.beam_search import BeamSearchParams
     from stage03_engine.messages import EngineCoreRequest
     from stage03_engine.outputs import RequestOutput
 
-BEAM_SEARCH = "stage03_engine.frontend.features.beam_search:search"
+BEAM_SEARCH = "stage03_engine.frontend.features.beam_search.beam_search:search"
 _USED = ("max_tokens", "ignore_eos", "skip_special_tokens", "truncate_prompt_tokens", "truncation_side", "output_kind")
 _IGNORED = ("n", "temperature", "top_p", "top_k", "min_p", "seed", "include_stop_str_in_output", "extra_args",
     "spaces_between_special_tokens", "stream_interval", "structured_outputs")  # fmt: skip
@@ -58,7 +58,7 @@ class BeamSearchFields(RequestFields):
         params["temperature"] = 0.0
 
     def _search_params(self) -> BeamSearchParams:
-        from stage03_engine.frontend.features.beam_search import BeamSearchParams
+        from stage03_engine.frontend.features.beam_search.beam_search import BeamSearchParams
 
         n = getattr(self, "n", None)
         return BeamSearchParams(
@@ -71,6 +71,6 @@ class BeamSearchFields(RequestFields):
         """One output per prompt, with the sequences that the search found."""
         if not self.use_beam_search:
             return None
-        from stage03_engine.frontend.output_processor import load_feature
+        from stage03_engine.mixins import load
 
-        return load_feature(BEAM_SEARCH, "use_beam_search")(engine, request, self._search_params(), None)
+        return load(BEAM_SEARCH)(engine, request, self._search_params(), None)

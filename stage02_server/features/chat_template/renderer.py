@@ -13,10 +13,8 @@ from typing import Any
 from stage02_server.features.chat_template.framing import read_message, write_message
 from stage03_engine.args.command import signals_are_ours
 from stage03_engine.errors import ConfigError, InvalidRequestError
-from stage03_engine.mixins import mixins
+from stage03_engine.features import find
 from stagetrace import trace
-
-TURNS = "stage02_server.features.hardening.turns:TurnsByKey"  # else first come, first served
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -32,7 +30,8 @@ class TemplateRenderer:
     def __init__(self, source: str | None) -> None:
         """`source` is the template of prompts that bring none."""
         self._source, self._process = source, None
-        self._thread = (*mixins(TURNS), ThreadPoolExecutor)[0](1, "template")
+        pool = find("server", "turns") or ThreadPoolExecutor  # without turns by key: first come, first served
+        self._thread = pool(1, "template")
         self.content_format = "string"
 
     def start(self) -> None:

@@ -22,7 +22,7 @@ from stage02_server.lifecycle import ServerState
 from stage02_server.routes import health
 from stage03_engine.errors import StagesError
 from stage03_engine.frontend.features.data_parallel.client import DPLBAsyncMPClient, ScalingError
-from stage03_engine.frontend.features.data_parallel.flags import MAX_ENGINES
+from stage03_engine.frontend.features.data_parallel.manifest import MAX_ENGINES
 
 STATE_HEADER = "X-Server-State"
 DEGRADED = "degraded"

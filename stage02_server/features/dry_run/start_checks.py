@@ -19,8 +19,9 @@ from stage03_engine.args.resolve import detect_device
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.kv_cache_manager import cdiv
 from stage03_engine.errors import ConfigError
+from stage03_engine.features import wanted
 from stage03_engine.frontend.tokenizer import get_tokenizer
-from stage03_engine.mixins import is_there, load, load_feature
+from stage03_engine.mixins import is_there, load
 from stagetrace import trace
 
 NEEDS = {"triton": "triton", "triton-interpret": "triton"}  # attention backend -> its package
@@ -28,9 +29,8 @@ ABOUT_THE_APP = (
     "chat_template", "default_chat_template_kwargs", "middleware", "tool_call_parser", "tool_parser_plugin",
     "reasoning_parser", "reasoning_parser_plugin", "enable_auto_tool_choice",
 )  # fmt: skip
-OWN_CLASSES = "stage03_engine.core.features.own_classes:make_scheduler"
 SWAP_BLOCKS = "stage03_engine.core.features.swap_space.swap_space:num_swap_blocks"
-ECHO_ENGINE = "stage02_server.features.echo_engine"
+ECHO_ENGINE = "stage02_server.features.echo_engine.echo_engine"
 WITH_FRONT_ENDS = "stage02_server.features.api_servers.launch:with_front_ends"
 
 
@@ -85,9 +85,9 @@ def _check_scheduler(config: VllmConfig) -> None:
     cache, scheduling = config.cache_config, config.scheduler_config
     if cache.block_pool_cls is not None or scheduling.scheduler_cls is not None:
         num_blocks = cdiv(config.max_model_len, cache.block_size) + 1
-        load_feature(OWN_CLASSES, "a scheduler or a block pool of your own")(config, num_blocks, b"")
+        wanted("engine", "own_scheduler", "a scheduler or a block pool of your own")(config, num_blocks, b"")
     if getattr(scheduling, "preemption_mode", None) == "swap":
-        load_feature(SWAP_BLOCKS, "--preemption-mode swap")(config)
+        load(SWAP_BLOCKS)(config)
 
 
 def _check_profiler_dir(name: str | None) -> None:
@@ -114,7 +114,7 @@ def _check_app(config: VllmConfig, args: FrontendArgs) -> None:
     from prometheus_client import CollectorRegistry
 
     from stage02_server.api_server import build_app, init_app_state
-    from stage02_server.features.echo_engine import EchoCoreClient
+    from stage02_server.features.echo_engine.echo_engine import EchoCoreClient
     from stage03_engine.frontend.async_llm import AsyncLLM
 
     engine = AsyncLLM(config, EchoCoreClient(config), [])

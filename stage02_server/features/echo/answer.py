@@ -12,13 +12,11 @@ from stage02_server.features.logprobs.token_texts import TokenOffsets, TokenText
 from stage02_server.protocol_types import AnswerHook
 from stage02_server.serving_engine import EngineRequests, OpenAIServing
 from stage02_server.streaming import in_thread_if_long
+from stage03_engine.features import loaded
 from stage03_engine.frontend.tokenizer import Tokenizer
 from stage03_engine.messages import TokenLogprobs
-from stage03_engine.mixins import mixins
 from stage03_engine.outputs import CompletionOutput, RequestOutput
 from stagetrace import trace
-
-PROMPT_LOGPROBS = "stage02_server.features.prompt_logprobs.answer:PromptLogprobsHook"
 
 
 async def make_echo_hook(
@@ -41,7 +39,7 @@ async def make_echo_hook(
     as_ids = params.logprobs is not None and request.tokens_as_ids(serving.args)
     echo = EchoHook(requests, tokenizer, await in_thread_if_long(prompts, receive, texts), prompt_only, as_ids)
     if params.logprobs is not None and not request.stream and getattr(request, "prompt_logprobs", None) is None:
-        echo.parts = [hook(requests, tokenizer, params.logprobs) for hook in mixins(PROMPT_LOGPROBS)]
+        echo.parts = [hook(requests, tokenizer, params.logprobs) for hook in loaded("server", "logprobs_of_prompt")]
     return echo
 
 

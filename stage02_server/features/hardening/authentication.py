@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from stage02_server.errors import APIError, error_response
-from stage02_server.features.hardening.flags import HardeningFlags
+from stage02_server.features.hardening.manifest import HardeningFlags
 from stage02_server.middleware import TENANT, route_path
 
 OPEN_PATHS = frozenset(

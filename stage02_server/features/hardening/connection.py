@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stage02_server.features.hardening.flags import HardeningFlags
+from stage02_server.features.hardening.manifest import HardeningFlags
 from stage02_server.features.hardening.slow_clients import timed_protocol
 
 

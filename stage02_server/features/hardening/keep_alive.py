@@ -7,7 +7,7 @@ import asyncio
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from stage02_server.features.hardening.flags import HardeningFlags
+from stage02_server.features.hardening.manifest import HardeningFlags
 from stage02_server.middleware import route_path
 
 COMMENT = b": keep-alive\n\n"  # clients of server-sent events skip lines that begin with a colon

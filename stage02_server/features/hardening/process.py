@@ -8,8 +8,8 @@ import resource
 import sys
 from collections.abc import Collection
 
-from stage02_server.features.hardening.flags import HardeningFlags
 from stage02_server.features.hardening.log_limit import limit_log
+from stage02_server.features.hardening.manifest import HardeningFlags
 
 MAX_OPEN_FILES = 65535
 ADDRESS = re.compile(r"[0-9A-Fa-f.:%\[\]]*")

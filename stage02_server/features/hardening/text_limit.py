@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stage02_server.features.hardening.flags import HardeningFlags
+from stage02_server.features.hardening.manifest import HardeningFlags
 from stage03_engine.errors import InvalidRequestError
 
 

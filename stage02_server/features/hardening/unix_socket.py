@@ -7,7 +7,7 @@ import socket
 import stat
 from contextlib import suppress
 
-from stage02_server.features.hardening.flags import HardeningFlags
+from stage02_server.features.hardening.manifest import HardeningFlags
 from stage03_engine.errors import StagesError
 
 

@@ -15,7 +15,7 @@ from typing import TypedDict
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from stage02_server.features.hardening.flags import HardeningFlags
+from stage02_server.features.hardening.manifest import HardeningFlags
 from stage02_server.middleware import CONNECTION, TENANT
 from stagetrace import trace
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from stage02_server.protocol_response import METRICS
+from stage03_engine.features import loaded
 
 
 class AnthropicUsage(BaseModel):
@@ -63,7 +63,7 @@ class PlainMessagesResponse(BaseModel):
     usage: AnthropicUsage = Field(description="How many tokens the request took.")
 
 
-class AnthropicMessagesResponse(*METRICS, PlainMessagesResponse):  # type: ignore[misc]
+class AnthropicMessagesResponse(*loaded("response", "AnthropicMessagesResponse"), PlainMessagesResponse):  # type: ignore[misc]
     """The answer of /v1/messages."""
 
 

@@ -35,11 +35,10 @@ from stage02_server.serving_chat import OpenAIServingChat
 from stage02_server.serving_engine import OpenAIServing, Outputs
 from stage02_server.streaming import in_thread_if_long, run_until_disconnect
 from stage03_engine.errors import InvalidRequestError
+from stage03_engine.features import loaded
 from stage03_engine.frontend.async_llm import AsyncLLM
-from stage03_engine.mixins import mixins
 from stagetrace import trace
 
-TEXT_LIMIT = "stage02_server.features.hardening.text_limit:check_length"
 Answer = AnthropicMessagesResponse | AsyncGenerator[bytes, None]  # whole, or its events
 
 
@@ -89,7 +88,7 @@ class AnthropicServingMessages(OpenAIServing):
         self.check(chat)
         receive = raw_request.receive
         prompt = await prompt_of(chat, self._template, self._chat.parsers_for(chat), receive)
-        for check in mixins(TEXT_LIMIT):
+        for check in loaded("server", "text_limit"):
             check(self.args, prompt, "messages")
         encode = partial(self.engine_client.tokenizer.encode, prompt, self._template.adds_special_tokens(None))
         count = len(await in_thread_if_long([prompt], receive, encode))

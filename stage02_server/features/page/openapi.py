@@ -13,10 +13,10 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from starlette.responses import JSONResponse
 
-from stage02_server.api_server import HTTP_FEATURES
 from stage02_server.protocol_response import ErrorResponse
 from stage02_server.routes import router
-from stage03_engine.mixins import mixins
+from stage03_engine.features import features
+from stage03_engine.mixins import is_there, load
 
 EMPTY = {"/health", "/ping", "/reset_prefix_cache"}
 """Routes whose 200 has no body."""
@@ -39,8 +39,8 @@ ANSWERS = {
     "/v1/messages": f"{_MESSAGES}:AnthropicMessagesResponse",
     "/v1/messages/count_tokens": f"{_MESSAGES}:AnthropicCountTokensResponse",
     "/v1/models": f"{_WALK}:ModelList",
-    "/tokenize": "stage02_server.features.tokenize:TokenizeResponse",
-    "/detokenize": "stage02_server.features.tokenize:DetokenizeResponse",
+    "/tokenize": "stage02_server.features.tokenize.tokenize:TokenizeResponse",
+    "/detokenize": "stage02_server.features.tokenize.tokenize:DetokenizeResponse",
     "/v1/embeddings": f"{_POOLING}:EmbeddingResponse",
     "/pooling": f"{_POOLING}:PoolingResponse",
     "/classify": f"{_POOLING}:ClassificationResponse",
@@ -59,7 +59,12 @@ OTHER_TYPE = {"/metrics": "text/plain", "/v1/engine/events": "text/event-stream"
 def describe() -> dict[str, Any]:
     """The description of all routes, even of those that the served model does not use. Imports all HTTP features."""
     app = FastAPI(title="vLLM in stages")
-    modules = [import_module(feature.module) for feature in HTTP_FEATURES if feature.is_there]
+    modules = [
+        import_module(part.module)
+        for each in features("stage02_server")
+        for part in each.parts
+        if part.seam == "routes"
+    ]
     for each in (router, *(module.router for module in modules if hasattr(module, "router"))):
         app.include_router(each)
     return _described(app.openapi())
@@ -93,10 +98,14 @@ def _described(description: dict[str, Any]) -> dict[str, Any]:
     return description
 
 
+def _there(*names: str) -> list[type[BaseModel]]:
+    return [load(name) for name in names if is_there(name.partition(":")[0])]
+
+
 def _shapes_of_answers() -> dict[str, Any]:
     """The JSON schemas of all answers and of what they hold, by name."""
     shapes: dict[str, Any] = {}
-    models: tuple[type[BaseModel], ...] = (ErrorResponse, *mixins(*ANSWERS.values(), *OWN_ERRORS.values()))
+    models: tuple[type[BaseModel], ...] = (ErrorResponse, *_there(*ANSWERS.values(), *OWN_ERRORS.values()))
     for model in models:
         own = model.model_json_schema(ref_template="#/components/schemas/{model}")
         shapes.update(own.pop("$defs", {}))

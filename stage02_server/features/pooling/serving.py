@@ -12,7 +12,6 @@ from typing import Any
 from starlette.requests import Request
 
 from stage02_server.chat_template import ChatTemplate
-from stage02_server.features.collect import collect
 from stage02_server.features.pooling.protocol import (
     MAX_INPUTS,
     ClassificationData,
@@ -27,6 +26,7 @@ from stage02_server.features.pooling.protocol import (
     PoolingRequest,
     PoolingResponse,
 )
+from stage02_server.features.several_prompts.collect import collect
 from stage02_server.middleware import RequestIds
 from stage02_server.protocol_response import UsageInfo
 from stage02_server.routes import OpenAIServingModels

@@ -17,7 +17,7 @@ from pydantic_core import to_json
 
 from stage02_server.features.responses.protocol import InputItem
 from stage02_server.features.responses.protocol_output import ResponseProgress, ResponsesResponse
-from stage03_engine.mixins import mixins
+from stage03_engine.features import loaded
 
 ITEMS = TypeAdapter(list[InputItem])
 ITEMS_AT_ONCE = 256  # nothing else runs while so many are read or written
@@ -31,7 +31,7 @@ def _at_once(value: Any) -> Iterator[bytes]:
 
 # A long list of log-probabilities in pieces, between which others have a turn.
 _PIECES: tuple[Callable[[Any], Iterable[bytes]], ...] = (
-    *mixins("stage02_server.features.hardening.long_answers:json_pieces"),
+    *loaded("server", "json_pieces"),
     _at_once,
 )
 

@@ -18,7 +18,6 @@ from stage02_server.features.tools.fields import (
 from stage02_server.features.tools.json_values import RepeatedJson
 from stage02_server.features.tools.tool_choice import force_tool
 from stage02_server.protocol import (
-    BEAM_SEARCH,
     ChatCompletionRequest,
     ChatMessageParam,
     ContentPart,
@@ -28,7 +27,7 @@ from stage02_server.protocol import (
 )
 from stage02_server.protocol_types import Int32, Int64, ListOf, Text
 from stage03_engine.errors import InvalidRequestError
-from stage03_engine.mixins import mixins
+from stage03_engine.features import loaded
 from stage03_engine.sampling_params import SamplingParams
 
 
@@ -302,7 +301,7 @@ class ReasoningConfig(BaseModel):
     )
 
 
-class ResponsesRequest(*mixins(BEAM_SEARCH), SamplingRequest):  # type: ignore[misc]
+class ResponsesRequest(*loaded("request", "ResponsesRequest"), SamplingRequest):  # type: ignore[misc]
     """POST /v1/responses."""
 
     input: Text | ListOf[InputItem] = Field(description="A text, or the items of a conversation.")

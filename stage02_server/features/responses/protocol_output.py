@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from stage02_server.features.logprobs.fields import ChatLogProb
-from stage02_server.protocol_response import METRICS
+from stage03_engine.features import loaded
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
@@ -106,7 +106,7 @@ class IncompleteDetails(BaseModel):
     reason: str = Field(description="max_output_tokens, or what else it was.")
 
 
-class ResponseProgress(*METRICS, BaseModel):  # type: ignore[misc]
+class ResponseProgress(*loaded("response", "ResponseProgress"), BaseModel):  # type: ignore[misc]
     """The fields of `ResponsesResponse` that change while it is made."""
 
     id: str
@@ -151,5 +151,5 @@ class PlainResponsesResponse(BaseModel):
     user: str | None = Field(default=None, description="Accepted, and not used.")
 
 
-class ResponsesResponse(*METRICS, PlainResponsesResponse):  # type: ignore[misc]
+class ResponsesResponse(*loaded("response", "ResponsesResponse"), PlainResponsesResponse):  # type: ignore[misc]
     """The answer of /v1/responses: what was asked for, how far it has come, and the output when it is there."""

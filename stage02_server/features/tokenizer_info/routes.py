@@ -9,11 +9,10 @@ from fastapi import APIRouter, FastAPI, Request
 from tokenizers import AddedToken
 
 from stage02_server.api_server import Services
+from stage03_engine.features import loaded
 from stage03_engine.hf_config import read_json
-from stage03_engine.mixins import mixins
 
 router = APIRouter()
-LOAD_TEMPLATE = "stage02_server.features.chat_template.jinja:load_chat_template"
 PATHS = ("vocab_file", "merges_file", "tokenizer_file", "name_or_path")
 """Settings that may name folders of this machine."""
 
@@ -27,7 +26,7 @@ def tokenizer_info(services: Services) -> dict[str, Any]:
     found.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
     added = tokenizer.backend.get_added_tokens_decoder()
     found["added_tokens_decoder"] = {str(token_id): _described(token) for token_id, token in sorted(added.items())}
-    given = [read(services.args.chat_template) for read in mixins(LOAD_TEMPLATE)]
+    given = [read(services.args.chat_template) for read in loaded("server", "load_chat_template")]
     if template := next(filter(None, [*given, tokenizer.chat_template]), None):
         found["chat_template"] = template
     return found

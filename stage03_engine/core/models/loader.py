@@ -18,10 +18,8 @@ from stage03_engine.args.weight_files import weight_files
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.models.registry import model_class
 from stage03_engine.errors import ConfigError
-from stage03_engine.mixins import load_feature
+from stage03_engine.features import wanted
 from stagetrace import trace
-
-DUMMY_WEIGHTS = "stage03_engine.core.features.dummy_weights:dummy_tensors"
 
 
 def checkpoint_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
@@ -44,7 +42,7 @@ def get_model(config: VllmConfig, dtype: torch.dtype, device: torch.device) -> n
     if own_tensors := config.chosen("weights", None):
         tensors = own_tensors(config, model, dtype)
     elif config.model_config.load_format == "dummy":
-        tensors = load_feature(DUMMY_WEIGHTS, "--load-format dummy")(model, config.model_config.seed, dtype)
+        tensors = wanted("engine", "dummy_weights", "--load-format dummy")(model, config.model_config.seed, dtype)
     else:
         tensors = checkpoint_tensors(Path(config.model_config.model_path or ""))
     model.load_weights(tensors)  # type: ignore[operator]

@@ -16,7 +16,7 @@ _VLLM_MANAGER = "vllm/v1/core/kv_cache_manager.py KVCacheManager."
 _DRAFTS = "stage03_engine/core/features/spec_decode/draft_scheduler.py DraftHook."
 _GRAMMARS = "stage03_engine/core/features/structured_output/scheduler_hook.py GrammarSchedulerHook."
 _AHEAD = "stage03_engine/core/features/async_scheduling/async_scheduler.py AsyncScheduler."
-_FAIR = "stage03_engine/core/features/fair_queue.py FairQueue."
+_FAIR = "stage03_engine/core/features/fair_queue/fair_queue.py FairQueue."
 _WAITING = (_SCHEDULER + "_schedule_waiting", _VLLM + "schedule")
 _STOP = ("stage03_engine/core/request.py check_stop", "vllm/v1/core/sched/utils.py check_stop")
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from judging import load
 
-from stage02_server.api_server import Feature
+from stage03_engine.features import Feature, Part
 
 REJECTED = "how many runs of ngram tokens have occurred before"
 reference = load(Path(__file__).parents[1] / "reference.py")
-forbidden, NoRepeatNgram, HTTP_FEATURES = reference.forbidden, reference.NoRepeatNgram, reference.HTTP_FEATURES
+forbidden, NoRepeatNgram, INDEX = reference.forbidden, reference.NoRepeatNgram, reference.INDEX
 
 
 def install(app: Any, services: Any) -> None:
@@ -23,4 +23,5 @@ def install(app: Any, services: Any) -> None:
         return reference.RepetitionResponse(num_tokens=len(words), ngram=n, repeats=len(runs) - len(set(runs)))
 
 
-HTTP_FEATURES = (Feature(f"{__name__}:install"), *HTTP_FEATURES[1:])
+FEATURE = Feature(name="repetition", help="", room=__name__, parts=(Part("routes", f"{__name__}:install"),))
+INDEX = (*INDEX[:-1], FEATURE)

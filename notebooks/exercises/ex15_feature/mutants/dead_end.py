@@ -9,7 +9,7 @@ from judging import load
 
 REJECTED = "If all tokens would be forbidden, none is."
 reference = load(Path(__file__).parents[1] / "reference.py")
-forbidden, install, HTTP_FEATURES = reference.forbidden, reference.install, reference.HTTP_FEATURES
+forbidden, install, INDEX = reference.forbidden, reference.install, reference.INDEX
 
 
 class NoRepeatNgram(reference.NoRepeatNgram):

@@ -8,12 +8,12 @@ from judging import load
 
 REJECTED = "All routes that the server had are still there."
 reference = load(Path(__file__).parents[1] / "reference.py")
-forbidden, install, NoRepeatNgram, HTTP_FEATURES = (
+forbidden, install, NoRepeatNgram, INDEX = (
     reference.forbidden,
     reference.install,
     reference.NoRepeatNgram,
-    reference.HTTP_FEATURES,
+    reference.INDEX,
 )
 
 
-HTTP_FEATURES = HTTP_FEATURES[:1]
+INDEX = INDEX[-1:]

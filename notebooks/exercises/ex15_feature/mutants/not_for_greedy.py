@@ -8,7 +8,7 @@ from judging import load
 
 REJECTED = "The processor also runs for greedy requests"
 reference = load(Path(__file__).parents[1] / "reference.py")
-forbidden, install, HTTP_FEATURES = reference.forbidden, reference.install, reference.HTTP_FEATURES
+forbidden, install, INDEX = reference.forbidden, reference.install, reference.INDEX
 
 
 class NoRepeatNgram(reference.NoRepeatNgram):

@@ -10,7 +10,7 @@ from judging import load
 
 REJECTED = "Each row follows its own request"
 reference = load(Path(__file__).parents[1] / "reference.py")
-forbidden, install, HTTP_FEATURES = reference.forbidden, reference.install, reference.HTTP_FEATURES
+forbidden, install, INDEX = reference.forbidden, reference.install, reference.INDEX
 
 
 class NoRepeatNgram(reference.NoRepeatNgram):

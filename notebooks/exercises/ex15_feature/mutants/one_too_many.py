@@ -9,7 +9,7 @@ from judging import load
 
 REJECTED = "A token is forbidden if the last n - 1 tokens"
 reference = load(Path(__file__).parents[1] / "reference.py")
-install, NoRepeatNgram, HTTP_FEATURES = reference.install, reference.NoRepeatNgram, reference.HTTP_FEATURES
+install, NoRepeatNgram, INDEX = reference.install, reference.NoRepeatNgram, reference.INDEX
 
 
 def forbidden(token_ids: Sequence[int], n: int) -> set[int]:

@@ -9,7 +9,7 @@ from judging import load
 
 REJECTED = "A value that is not an int of at least 1"
 reference = load(Path(__file__).parents[1] / "reference.py")
-forbidden, install, HTTP_FEATURES = reference.forbidden, reference.install, reference.HTTP_FEATURES
+forbidden, install, INDEX = reference.forbidden, reference.install, reference.INDEX
 
 
 class NoRepeatNgram(reference.NoRepeatNgram):

@@ -56,7 +56,7 @@ class AsyncEngineCore(EngineCore):
         return len(self._in_flight) < MAX_IN_FLIGHT and self.scheduler.can_look_ahead()
 
     def call(self, method: str) -> bool:
-        """Call one of CALLS by name, after the steps in flight and where the model runs: torch profiles a single thread."""
+        """Call a feature's function by name, after the steps in flight and where the model runs: torch profiles a single thread."""
         return self._model.submit(super().call, method).result()
 
     def shutdown(self) -> None:

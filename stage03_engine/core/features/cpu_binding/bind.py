@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from stage03_engine.config import VllmConfig
-from stage03_engine.core.features.cpu_binding.flags import cores_of
+from stage03_engine.core.features.cpu_binding.manifest import cores_of
 
 
 def bind_process(config: VllmConfig) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from stage03_engine.core.features.memory_profile import dummy_inputs, sampling_settings
+from stage03_engine.core.features.memory_profile.memory_profile import dummy_inputs, sampling_settings
 from stage03_engine.core.hooks import RunnerHook
 from stage03_engine.core.model_runner import ModelRunner
 from stage04_kernels.sampler import sample

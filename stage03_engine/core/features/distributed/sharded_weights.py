@@ -24,10 +24,9 @@ from stage03_engine.core.features.distributed.ranks import Ranks
 from stage03_engine.core.features.distributed.stages import leave_out, local_name
 from stage03_engine.core.kv_cache_manager import cdiv
 from stage03_engine.core.models.layers import embedding
-from stage03_engine.core.models.loader import DUMMY_WEIGHTS
 from stage03_engine.core.models.registry import model_class
 from stage03_engine.errors import ConfigError
-from stage03_engine.mixins import load_feature
+from stage03_engine.features import wanted
 from stage03_engine.model_shape import ModelShape
 
 VOCABULARY = ("wte", "embed_tokens", "lm_head")
@@ -107,7 +106,7 @@ def _dummy_slices(
     """Slices of the random model that a single worker would have, so that the tokens are the same."""
     with torch.device("meta"):
         model = model_class(whole.architecture)(whole, config.device_config.attention_backend)
-    dummy_tensors = load_feature(DUMMY_WEIGHTS, "--load-format dummy")
+    dummy_tensors = wanted("engine", "dummy_weights", "--load-format dummy")
     for name, tensor in dummy_tensors(model, config.model_config.seed, dtype):
         if (local := _wanted(name, whole, own)) is not None:
             split = split_of(name)

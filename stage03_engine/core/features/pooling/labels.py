@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeGuard
 
-from stage03_engine.hf_config import READERS, Config, read_architecture
+from stage03_engine.hf_config import Config, read_architecture, readers
 from stage03_engine.model_shape import ModelShape
 
 CLASSIFIER = "ForSequenceClassification"
@@ -41,7 +41,7 @@ def read_classifier(config: Config, architecture: str) -> ModelShape:
 
 def classifier_shape(shape: ModelShape, folder: str | None) -> ModelShape:
     """The shape of any model that can have a classification head as that of a classifier. Raises ConfigError."""
-    if shape.labels or classifier_name(shape.architecture) not in READERS:
+    if shape.labels or classifier_name(shape.architecture) not in readers():
         return shape
     return with_labels(shape, None if folder is None else Config(Path(folder) / "config.json"))
 

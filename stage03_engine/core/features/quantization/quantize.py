@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from stage03_engine.core.features.linear_backend.pack import pack_model
-from stage03_engine.core.features.quantization.flags import product_of
+from stage03_engine.core.features.quantization.manifest import product_of
 from stage03_engine.core.hooks import RunnerHook
 from stage03_engine.mixins import load
 from stage04_kernels.layers import layer_kernels

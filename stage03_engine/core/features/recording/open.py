@@ -6,7 +6,7 @@ from collections.abc import Collection
 from importlib.metadata import PackageNotFoundError, version
 
 from stage03_engine.config import VllmConfig
-from stage03_engine.core.features.recording.flags import event_filter
+from stage03_engine.core.features.recording.manifest import event_filter
 from stage03_engine.errors import ConfigError
 from stagetrace import trace
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from stage03_engine.config import VllmConfig
-from stage03_engine.core.features.spec_decode.flags import SpeculativeConfig
+from stage03_engine.core.features.spec_decode.manifest import SpeculativeConfig
 from stage03_engine.core.hooks import RunnerHook
 from stage03_engine.core.input_batch import InputBatch, StepInputs
 from stage03_engine.core.kv_cache_manager import cdiv

@@ -17,8 +17,8 @@ from stage03_engine.core.features.structured_output.turns import Asker, Turns
 
 if TYPE_CHECKING:
     from stage03_engine.core.features.structured_output.backend_guidance import Guidance
-    from stage03_engine.core.features.structured_output.flags import StructuredOutputsConfig
     from stage03_engine.core.features.structured_output.grammar_checker import GrammarChecker
+    from stage03_engine.core.features.structured_output.manifest import StructuredOutputsConfig
 
 QUICK_SECONDS = 0.25
 

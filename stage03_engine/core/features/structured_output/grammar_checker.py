@@ -27,7 +27,7 @@ from stage03_engine.core.features.structured_output.lark import to_lark
 from stage03_engine.grammar.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
-    from stage03_engine.core.features.structured_output.flags import StructuredOutputsConfig
+    from stage03_engine.core.features.structured_output.manifest import StructuredOutputsConfig
 
 MAX_TRIES = 3  # if the process is killed from outside
 ANSWER_TIMEOUT = 60.0  # seconds beyond the limit of CPU time; only a suspended or starved process takes this long

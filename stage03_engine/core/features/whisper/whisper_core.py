@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from stage03_engine.config import VllmConfig
-from stage03_engine.core.features.logits_rules import RequestRules, make_rules
+from stage03_engine.core.features.logits_rules.logits_rules import RequestRules, make_rules
 from stage03_engine.core.features.profiler.profiler import TorchProfiler
 from stage03_engine.core.features.whisper.whisper_timestamps import apply_timestamp_rules, token_ends
 from stage03_engine.core.models.layers import check_finite

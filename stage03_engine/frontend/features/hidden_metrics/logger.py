@@ -5,8 +5,8 @@ from __future__ import annotations
 from prometheus_client import Counter, Gauge, Histogram
 
 from stage03_engine.config import VllmConfig
-from stage03_engine.frontend.features.hidden_metrics.flags import parse_version
-from stage03_engine.frontend.features.prometheus import SUMMED, TPOT_BUCKETS, Families
+from stage03_engine.frontend.features.hidden_metrics.manifest import parse_version
+from stage03_engine.frontend.features.prometheus.prometheus import SUMMED, TPOT_BUCKETS, Families
 from stage03_engine.frontend.metrics import IterationStats, StatLogger
 from stage03_engine.messages import SchedulerStats
 

@@ -7,9 +7,9 @@ import socket
 
 import psutil
 
-from stage03_engine.core.features.distributed.flags import ParallelConfig
+from stage03_engine.core.features.distributed.manifest import ParallelConfig
 from stage03_engine.errors import ConfigError
-from stage03_engine.nodes.flags import NodeConfig
+from stage03_engine.nodes.manifest import NodeConfig
 
 SECRET_FILE, SECRET_REQUIRED = "STAGES_NODE_SECRET_FILE", "STAGES_NODE_SECRET_REQUIRED"
 

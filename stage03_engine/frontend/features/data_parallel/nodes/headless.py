@@ -28,7 +28,7 @@ from stage03_engine.frontend.core_client import bind_sockets
 from stage03_engine.frontend.engine_process import EngineProcess
 from stage03_engine.frontend.features.data_parallel.devices import own_devices
 from stage03_engine.frontend.features.data_parallel.engine import share_of
-from stage03_engine.frontend.features.data_parallel.flags import DataParallelConfig
+from stage03_engine.frontend.features.data_parallel.manifest import DataParallelConfig
 from stage03_engine.frontend.features.data_parallel.nodes.facts import facts_of
 from stage03_engine.frontend.features.data_parallel.nodes.head import LAST_WORDS_MS, drain, join_seconds
 from stage03_engine.frontend.features.data_parallel.nodes.mailbox import Mailbox

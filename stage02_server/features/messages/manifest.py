@@ -1,0 +1,16 @@
+"""Anthropic's Messages API."""
+
+from __future__ import annotations
+
+from stage03_engine.features import Feature, Part
+
+FEATURE = Feature(
+    name="messages",
+    help="Anthropic's Messages API",
+    room=__package__,
+    parts=(
+        Part("routes", ".routes:install", tasks=("generate",)),
+        Part("error", ".errors:error_json", key="/v1/messages"),
+    ),
+    needs=("tools", "structured_output"),
+)

@@ -1,0 +1,29 @@
+"""The flag of the pages for browsers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stage03_engine.args.fields import option
+from stage03_engine.features import Feature, Part
+
+
+@dataclass(frozen=True)
+class PageFlags:
+    """What browsers are shown."""
+
+    disable_fastapi_docs: bool = option(False, "no /docs, /redoc and /openapi.json")
+    enable_engine_events: bool = option(
+        False,
+        "answer GET /v1/engine/events, and so the live view of the page, also with more than one API key: each key then sees "
+        "how many requests run, how long they are, and hashes of their ids",
+    )
+
+
+FEATURE = Feature(
+    name="page",
+    help="what a browser sees: the page at /, and /docs",
+    room=__package__,
+    settings={"FrontendArgs": PageFlags},
+    parts=(Part("routes", ".routes:install"), Part("routes", ".docs:install")),
+)

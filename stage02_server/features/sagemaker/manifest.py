@@ -1,0 +1,12 @@
+"""/invocations and /ping."""
+
+from __future__ import annotations
+
+from stage03_engine.features import Feature, Part
+
+FEATURE = Feature(
+    name="sagemaker",
+    help="the two addresses that Amazon SageMaker asks: /invocations and /ping",
+    room=__package__,
+    parts=(Part("routes", ".sagemaker:install"),),
+)

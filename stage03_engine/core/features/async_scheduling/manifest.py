@@ -1,0 +1,58 @@
+"""`--async-scheduling`: the flag, and what it cannot be combined with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from stage03_engine.args.fields import option
+from stage03_engine.errors import ConfigError
+from stage03_engine.features import Feature
+
+_ROOM = "stage03_engine.core.features.async_scheduling."
+SCHEDULER = _ROOM + "async_scheduler:AsyncScheduler"
+
+
+@dataclass(frozen=True)
+class AsyncScheduling:
+    """Part of SchedulerConfig."""
+
+    async_scheduling: bool = option(
+        False, "decide each step while the model still runs the one before it; the tokens are the same"
+    )
+
+
+class AsyncSchedulingFlags:
+    """Part of VllmConfig."""
+
+    @staticmethod
+    def detect(values: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+        """The scheduler that can look ahead, as vLLM chooses its own (SchedulerConfig.get_scheduler_cls)."""
+        return {"scheduler_cls": (SCHEDULER, "async_scheduling")} if values["async_scheduling"] else {}
+
+    def check(self: Any) -> None:
+        """Raises ConfigError for settings that need the newest tokens before the next decision."""
+        if not self.scheduler_config.async_scheduling:
+            return
+        if self.scheduler_config.scheduler_cls != SCHEDULER:
+            raise ConfigError("async_scheduling brings its own scheduler: leave out scheduler_cls, or async_scheduling")
+        if "generate" not in self.supported_tasks:
+            raise ConfigError("async_scheduling is for models that generate text; leave it out for this one")
+        if getattr(getattr(self, "speculative_config", None), "method", None) is not None:
+            raise ConfigError(
+                "async_scheduling cannot be combined with speculative_config: drafts follow from tokens that are not known "
+                "yet; leave out one of the two"
+            )
+
+    def hooks(self: Any) -> dict[str, list[str]]:
+        """Another core, whose steps overlap."""
+        return {"core": [_ROOM + "async_core:AsyncEngineCore"] * self.scheduler_config.async_scheduling}
+
+
+FEATURE = Feature(
+    name="async_scheduling",
+    help="decide a step while the model still runs the one before it",
+    room=__package__,
+    settings={"SchedulerConfig": AsyncScheduling, "VllmConfig": AsyncSchedulingFlags},
+)

@@ -1,0 +1,49 @@
+"""The flags of swapping: what happens to the KV cache of preempted requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from stage03_engine.args.fields import option
+from stage03_engine.features import Feature
+
+
+@dataclass(frozen=True)
+class SwapSpaceSize:
+    """Part of CacheConfig."""
+
+    swap_space: float = option(
+        1.0, "GiB of CPU memory for the blocks of preempted requests, with --preemption-mode swap", at_least=0
+    )
+
+
+@dataclass(frozen=True)
+class PreemptionMode:
+    """Part of SchedulerConfig."""
+
+    preemption_mode: str = option(
+        "recompute", "what becomes of a preempted request's keys and values: computed again, or swapped to CPU memory",
+        ("recompute", "swap"),
+    )  # fmt: skip
+
+
+class SwapSpaceFlags:
+    """Part of VllmConfig."""
+
+    def hooks(self: Any) -> dict[str, list[str]]:
+        """With --preemption-mode swap, the scheduler swaps blocks out and in, and the runner copies them."""
+        if self.scheduler_config.preemption_mode != "swap":
+            return {}
+        return {
+            "scheduler": ["stage03_engine.core.features.swap_space.swap_space:SwapHook"],
+            "runner": ["stage03_engine.core.features.swap_space.swap_copies:SwapCopies"],
+        }
+
+
+FEATURE = Feature(
+    name="swap_space",
+    help="a preempted request's KV-cache blocks go to CPU memory, instead of being computed again",
+    room=__package__,
+    settings={"CacheConfig": SwapSpaceSize, "SchedulerConfig": PreemptionMode, "VllmConfig": SwapSpaceFlags},
+)

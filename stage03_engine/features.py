@@ -1,0 +1,323 @@
+"""Features: what plugs into the walk, and the one place where the walk names them.
+
+A feature is a room: a folder, perhaps with more files on other floors, and in it one manifest, an object `FEATURE` in `manifest.py`, that
+states all that it adds. INDEX lists the rooms. The walk asks for parts by seam (`parts`, `find`, `loaded`) and knows no feature by name;
+a part is imported when it is used. A room that was deleted is not there, and its flags, fields and routes are refused. A room of which a
+piece is missing is refused at start: what protects must not be able to get lost without a word.
+
+vLLM calls its features by name, where they act; what others add (`vllm.general_plugins`) comes by an entry point, as here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any
+
+from stage03_engine.errors import ConfigError
+from stage03_engine.mixins import is_there, load
+
+INDEX: tuple[str | Feature, ...] = (
+    "stage03_engine.model_formats",
+    "stage03_engine.nodes",
+    "stage03_engine.replay",
+    "stage03_engine.core.features.structured_output",
+    "stage03_engine.core.features.spec_decode",
+    "stage03_engine.core.features.pooling",
+    "stage03_engine.core.features.whisper",
+    "stage03_engine.core.features.swap_space",
+    "stage03_engine.core.features.async_scheduling",
+    "stage03_engine.core.features.logits_processor",
+    "stage03_engine.core.features.distributed",
+    "stage03_engine.core.features.linear_backend",
+    "stage03_engine.core.features.quantization",
+    "stage03_engine.core.features.batch_invariant",
+    "stage03_engine.core.features.cuda_graphs",
+    "stage03_engine.core.features.cpu_binding",
+    "stage03_engine.core.features.debug",
+    "stage03_engine.core.features.profiler",
+    "stage03_engine.core.features.recording",
+    "stage03_engine.core.features.logits_rules",
+    "stage03_engine.core.features.prompt_logprobs",
+    "stage03_engine.core.features.fair_queue",
+    "stage03_engine.core.features.own_classes",
+    "stage03_engine.core.features.scheduler_watch",
+    "stage03_engine.core.features.prefix_cache_reset",
+    "stage03_engine.core.features.dummy_weights",
+    "stage03_engine.core.features.memory_profile",
+    "stage03_engine.core.features.front_ends",
+    "stage03_engine.frontend.features.data_parallel",
+    "stage03_engine.frontend.features.in_process",
+    "stage03_engine.frontend.features.beam_search",
+    "stage03_engine.frontend.features.parallel_sampling",
+    "stage03_engine.frontend.features.repetition_detection",
+    "stage03_engine.frontend.features.truncation",
+    "stage03_engine.frontend.features.token_length",
+    "stage03_engine.frontend.features.sentencepiece",
+    "stage03_engine.frontend.features.dead_folders",
+    "stage03_engine.frontend.features.logging_stats",
+    "stage03_engine.frontend.features.prometheus",
+    "stage03_engine.frontend.features.hidden_metrics",
+    "stage02_server.features.tokenize",
+    "stage02_server.features.sagemaker",
+    "stage02_server.features.tokenizer_info",
+    "stage02_server.features.several_prompts",
+    "stage02_server.features.audio",
+    "stage02_server.features.hardening",
+    "stage02_server.features.admin",
+    "stage02_server.features.page",
+    "stage02_server.features.chat_template",
+    "stage02_server.features.tools",
+    "stage02_server.features.sampling",
+    "stage02_server.features.stream_usage",
+    "stage02_server.features.token_ids",
+    "stage02_server.features.echo",
+    "stage02_server.features.logprobs",
+    "stage02_server.features.responses",
+    "stage02_server.features.messages",
+    "stage02_server.features.per_request_metrics",
+    "stage02_server.features.prompt_tokens_details",
+    "stage02_server.features.traceparent",
+    "stage02_server.features.echo_engine",
+    "stage02_server.features.dry_run",
+    "stage02_server.features.batch",
+    "stage02_server.features.api_servers",
+    "stage02_server.features.refusals",
+    "stage01_cli.tools",
+    "stage01_cli.bench",
+    "stage01_cli.tools.course",
+    "stage01_cli.tools.walk",
+    "stage01_cli.tools.lab",
+)
+"""The rooms, each with a manifest (or the manifest itself). Features come into effect in this order, except where one says `after`."""
+
+STAGES = (
+    "stage03_engine",
+    "stage02_server",
+    "stage01_cli",
+)  # each sees its own features, and those of the stages before it
+ENTRY_POINT = "vllm_in_stages.features"
+PLUGINS = (
+    "STAGES_PLUGINS"  # names of installed packages' features that may come in, with commas between them; empty: none
+)
+
+SEAMS = {
+    "command": ("stage01_cli", "a subcommand of `stages`: a CLISubcommand; the key is its name"),
+    "serve": ("stage02_server", "what `serve` does instead of starting one API server; the key says when"),
+    "process": ("stage02_server", "called with (args) in the server's process before anything else"),
+    "socket": ("stage02_server", "called with (args): (address, bound socket), in place of host and port"),
+    "connection": ("stage02_server", "called with (args): more arguments of uvicorn.Config"),
+    "middleware": ("stage02_server", "an ASGI layer, made with (app, args); the key is its place, of LAYERS"),
+    "routes": ("stage02_server", "called with (app, services): adds routes and their handlers"),
+    "answers": ("stage02_server", "called with (app, services) when all handlers exist: adds to what they do"),
+    "error": ("stage02_server", "an error as JSON for the clients of another API; the key is how its paths begin"),
+    "request": ("stage02_server", "fields of a request body: a RequestFields; the key is the body's class"),
+    "response": ("stage02_server", "fields of an answer: a pydantic model; the key is the answer's class"),
+    "client": ("stage02_server", "called with (config): the client of another engine; the key is what asks for it"),
+    "server": ("stage02_server", "one thing that the server asks for by its key, if it is there"),
+    "params": ("stage03_engine", "fields of SamplingParams: a class for `struct_of`"),
+    "shape": ("stage03_engine", "fields of ModelShape: a dataclass"),
+    "architecture": (
+        "stage03_engine",
+        "reads config.json; the key is the architecture, `model_type` what means the same",
+    ),
+    "model": ("stage03_engine", "a model class; the key is the architecture"),
+    "core": ("stage03_engine", "a class in place of EngineCore; the key is the task of its models"),
+    "call": ("stage03_engine", "a method of the engine core that clients may call; the key is its name"),
+    "llm": ("stage03_engine", "a method of LLM; the key is its name"),
+    "policy": ("stage03_engine", "a queue class; the key is the scheduling policy"),
+    "stats": ("stage03_engine", "a StatLogger; the key says who makes it: engine or server"),
+    "engine": ("stage03_engine", "one thing that the engine asks for by its key, if it is there"),
+}
+"""Seam -> (the stage that asks there, what a part is). A feature also adds settings, and hooks by its settings and parameters."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One thing that a feature plugs in at a seam.
+
+    Used if one of the settings in `flags` is set and the model has one of `tasks`; an empty tuple asks for nothing.
+    """
+
+    seam: str
+    name: str  # module:attribute; a module that begins with a dot is in the feature's room
+    key: str = ""
+    flags: tuple[str, ...] = ()
+    tasks: tuple[str, ...] = ()
+    help: str = ""  # of a command
+    model_type: str = ""  # of an architecture
+    feature: str = ""  # whose it is; filled in
+
+    @property
+    def module(self) -> str:
+        """The module that is imported when the part is used."""
+        return self.name.partition(":")[0]
+
+    def is_on(self, args: object, tasks: tuple[str, ...] = ()) -> bool:
+        """True if it is on for these settings and a model with these tasks."""
+        asked = not self.flags or any(getattr(args, flag, None) for flag in self.flags)
+        return asked and (not self.tasks or not set(tasks).isdisjoint(self.tasks))
+
+    def load(self) -> Any:
+        """The function or class itself. Raises ConfigError if the manifest names what is not there."""
+        return load(self.name)
+
+
+@dataclass(frozen=True, eq=False)
+class Feature:
+    """All of one feature: its manifest."""
+
+    name: str
+    help: str  # one sentence
+    room: str  # the package that the manifest lies in: `__package__`
+    also: tuple[str, ...] = ()  # its other modules and packages, on this floor or others
+    parts: tuple[Part, ...] = ()
+    settings: Mapping[str, type] = field(default_factory=dict)  # section of the settings -> what it adds, a dataclass
+    needs: tuple[str, ...] = ()  # features without which it is not there
+    after: tuple[str, ...] = ()  # features that come into effect before it, if they are there
+
+    def __post_init__(self) -> None:
+        own = (replace(part, name=self._whole(part.name), feature=self.name) for part in self.parts)
+        object.__setattr__(self, "parts", tuple(own))
+
+    def _whole(self, name: str) -> str:
+        return self.room + name if name.startswith(".") else name
+
+    @property
+    def stage(self) -> str:
+        """The stage of its manifest. It may plug into this one and those above."""
+        return self.room.partition(".")[0]
+
+    def missing(self) -> list[str]:
+        """The modules that it consists of, or names, and that are not there."""
+        return [
+            name for name in dict.fromkeys((*self.also, *(part.module for part in self.parts))) if not is_there(name)
+        ]
+
+
+@cache
+def _read(stage: str, index: tuple[str | Feature, ...]) -> tuple[tuple[Feature, ...], dict[str, str]]:
+    """(features that are there, for this stage and those below, in the order in which they come into effect; those that are not -> why)"""
+    below = STAGES[: STAGES.index(stage) + 1]
+    found, absent = dict[str, Feature](), dict[str, str]()
+    for room in (*index, *_plugins()):
+        if isinstance(room, Feature):
+            found[room.name] = room
+        elif room.startswith(below) and is_there(room + ".manifest"):
+            feature: Feature = load(room + ".manifest:FEATURE")
+            found[feature.name] = feature
+        elif room.startswith(below):
+            absent[room.rpartition(".")[2]] = "its room was deleted"
+    while lacking := {each.name: need for each in found.values() for need in each.needs if need not in found}:
+        for name, need in lacking.items():
+            del found[name]
+            absent[name] = f"it needs {need}, which is not installed"
+    return _in_order(found), absent
+
+
+def _plugins() -> list[Feature]:
+    """The features of installed packages, by name. Raises ConfigError for one that is no Feature."""
+    allowed = os.environ.get(PLUGINS)
+    if allowed is not None and not allowed.strip():
+        return []
+    names = None if allowed is None else {name.strip() for name in allowed.split(",")}
+    features = []
+    for entry in sorted(entry_points(group=ENTRY_POINT), key=lambda entry: entry.name):
+        if names is None or entry.name in names:
+            feature = entry.load()
+            if not isinstance(feature, Feature):
+                raise ConfigError(
+                    f"the entry point {entry.name} of {ENTRY_POINT} names {entry.value}, which is no Feature"
+                )
+            features.append(feature)
+    return features
+
+
+def _in_order(features: Mapping[str, Feature]) -> tuple[Feature, ...]:
+    """The features in the order of the index, each behind those that it comes after. Raises ConfigError for a circle."""
+    waiting, ordered = dict(features), list[Feature]()
+    while waiting:
+        first = next((each for each in waiting.values() if waiting.keys().isdisjoint(each.after)), None)
+        if first is None:
+            raise ConfigError(f"features come after one another in a circle: {', '.join(waiting)}")
+        ordered.append(waiting.pop(first.name))
+    return tuple(ordered)
+
+
+def features(stage: str = "stage01_cli") -> tuple[Feature, ...]:
+    """The features that are there, as `stage` sees them."""
+    return _read(stage, INDEX)[0]
+
+
+def absent_features(stage: str = "stage01_cli") -> dict[str, str]:
+    """The features of the index that are not there -> why."""
+    return _read(stage, INDEX)[1]
+
+
+def check_features(stage: str) -> None:
+    """Raises ConfigError for a feature of which a piece is missing, or that plugs in where nobody looks."""
+    for feature in features(stage):
+        if missing := feature.missing():
+            rest = ", ".join(name for name in (feature.room, *feature.also) if name not in missing)
+            raise ConfigError(
+                f"the feature {feature.name} is not whole, {missing[0]} is missing: restore it, or delete all of the feature ({rest})"
+            )
+        for part in feature.parts:
+            if part.seam not in SEAMS:
+                raise ConfigError(
+                    f"the feature {feature.name} plugs into {part.seam!r}, which is none of {', '.join(SEAMS)}"
+                )
+            if feature.stage in STAGES and STAGES.index(feature.stage) > STAGES.index(SEAMS[part.seam][0]):
+                raise ConfigError(
+                    f"the feature {feature.name} lies above {part.seam}: its manifest belongs into {SEAMS[part.seam][0]}"
+                )
+
+
+@cache
+def _at(seam: str, index: tuple[str | Feature, ...]) -> dict[str, list[Part]]:
+    found: dict[str, list[Part]] = {}
+    for feature in _read(SEAMS[seam][0], index)[0]:
+        for part in feature.parts:
+            if part.seam == seam:
+                found.setdefault(part.key, []).append(part)
+    return found
+
+
+def parts(seam: str, key: str = "") -> list[Part]:
+    """What plugs in there, in the order in which it comes into effect. Raises KeyError for an unknown seam."""
+    return _at(seam, INDEX).get(key, [])
+
+
+def keys(seam: str) -> dict[str, Part]:
+    """What plugs in there, by key."""
+    return {key: found[0] for key, found in _at(seam, INDEX).items()}
+
+
+def loaded(seam: str, key: str = "") -> tuple[Any, ...]:
+    """All parts themselves."""
+    return tuple(part.load() for part in parts(seam, key))
+
+
+def find(seam: str, key: str) -> Any | None:
+    """The part with this key itself; None if its feature is not there. Raises ConfigError if two features claim it."""
+    found = parts(seam, key)
+    if len(found) > 1:
+        raise ConfigError(
+            f"{' and '.join(part.feature for part in found)} both claim {seam} {key!r}: delete one of them"
+        )
+    return found[0].load() if found else None
+
+
+def wanted(seam: str, key: str, what: str) -> Any:
+    """The part with this key itself. Raises ConfigError if its feature is not there; `what` is what the user asked for."""
+    if (part := find(seam, key)) is None:
+        raise ConfigError(f"{what} is not installed")
+    return part
+
+
+def settings(section: str, stage: str = "stage03_engine") -> tuple[type, ...]:
+    """What features add to a section of the settings, which belongs to `stage`."""
+    return tuple(each.settings[section] for each in features(stage) if section in each.settings)

@@ -1,0 +1,16 @@
+"""Clients of an engine core in this process, or without an event loop."""
+
+from __future__ import annotations
+
+from stage03_engine.features import Feature, Part
+
+FEATURE = Feature(
+    name="in_process",
+    help="the engine without a process of its own, or without an event loop: `--in-process`, and `LLM`",
+    room=__package__,
+    parts=(
+        Part("engine", ".inproc_client:in_this_process", key="client_in_this_process"),
+        Part("engine", ".sync_mp_client:SyncMPClient", key="client_without_event_loop"),
+        Part("client", ".async_inproc_client:AsyncInprocClient", key="in_process"),
+    ),
+)

@@ -1,0 +1,224 @@
+"""The stat logger behind /metrics (vllm/v1/metrics/loggers.py PrometheusStatLogger, with vLLM's metric names and buckets)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.metrics import MetricWrapperBase
+
+from stage03_engine.config import VllmConfig
+from stage03_engine.features import loaded
+from stage03_engine.frontend.metrics import FinishedStats, IterationStats, StatLogger
+from stage03_engine.messages import FinishReason, SchedulerStats
+
+TTFT_BUCKETS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0
+)  # fmt: skip
+ITL_BUCKETS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0
+)  # fmt: skip
+TPOT_BUCKETS = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0
+)  # fmt: skip
+LATENCY_BUCKETS = (
+    0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0
+)  # fmt: skip
+INTERVAL_BUCKETS = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0,
+    7680.0,
+)  # fmt: skip
+STEP_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+ANSWER_BUCKETS = (1, 2, 5, 10, 20)
+PREEMPTION_BUCKETS = (1, 2, 3, 4, 5, 10, 20)
+SUMMED = {"multiprocess_mode": "livesum"}
+"""How several API servers merge a gauge: by adding up, because only the first server hears from an engine's scheduler."""
+CACHE_SETTINGS = (
+    "block_size", "enable_prefix_caching", "gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override",
+    "swap_space",
+)  # fmt: skip
+
+
+def token_buckets(max_len: int) -> tuple[int, ...]:
+    """1, 2, 5, 10, 20, 50, ... up to `max_len`."""
+    return tuple(d * 10**e for e in range(len(str(max_len))) for d in (1, 2, 5) if d * 10**e <= max_len)
+
+
+M = TypeVar("M", bound=MetricWrapperBase)
+
+
+class Families:
+    """The metrics of a registry, by name. Each is made once, and each engine has its own labels."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self._made: dict[str, Any] = {}
+
+    def get(self, kind: type[M], name: str, text: str, labels: Mapping[str, str], **more: Any) -> M:
+        """The metric with these labels."""
+        if name not in self._made:
+            self._made[name] = kind(name, text, list(labels), registry=self._registry, **more)
+        return self._made[name].labels(**labels)
+
+
+class PrometheusStatLogger(StatLogger):
+    """vLLM's metric names and labels, in the caller's registry (so that two engines in one process do not collide)."""
+
+    def __init__(self, config: VllmConfig, registry: CollectorRegistry, model_name: str) -> None:
+        self._config, self._families, self._model_name = config, Families(registry), model_name
+        several = getattr(config, "data_parallel_config", None)
+        self._engines: dict[int, _EngineMetrics] = {}
+        for index in (0,) if several is None else several.engine_indices:
+            self._of(index)
+
+    def _of(self, index: int) -> _EngineMetrics:
+        """The metrics of one engine, made when its first numbers come: engines may be added later."""
+        if index not in self._engines:
+            self._engines[index] = _EngineMetrics(self._config, self._families, self._model_name, index)
+        return self._engines[index]
+
+    def record(self, scheduler: SchedulerStats | None, iteration: IterationStats, engine_index: int = 0) -> None:
+        self._of(engine_index).record(scheduler, iteration)
+
+    def request_aborted(self) -> None:
+        """Counted for the first engine, because nobody here knows which engine had the request."""
+        next(iter(self._engines.values())).request_aborted()
+
+
+class _EngineMetrics:
+    """The metrics of one engine."""
+
+    def __init__(self, config: VllmConfig, families: Families, model_name: str, engine_index: int) -> None:
+        lengths = token_buckets(config.max_model_len)
+        values = {"model_name": model_name, "engine": str(engine_index)}
+
+        def gauge(name: str, text: str) -> Gauge:
+            return families.get(Gauge, f"vllm:{name}", text, values, **SUMMED)
+
+        def counter(name: str, text: str) -> Counter:
+            return families.get(Counter, f"vllm:{name}", text, values)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return families.get(Histogram, f"vllm:{name}", text, values, buckets=buckets)
+
+        self._running = gauge("num_requests_running", "Requests that get tokens in each step.")
+        self._waiting = gauge("num_requests_waiting", "Requests that wait for their first step or to resume.")
+        self._kv_usage = gauge("kv_cache_usage_perc", "Share of KV-cache blocks in use, 0 to 1.")
+        self._totals = {
+            "num_preemptions": counter("num_preemptions", "Preempted requests since the start."),
+            "prefix_cache_queries": counter("prefix_cache_queries", "Tokens looked up in the prefix cache."),
+            "prefix_cache_hits": counter("prefix_cache_hits", "Tokens found in the prefix cache."),
+        }
+        self._drafts = {
+            "num_drafts": counter("spec_decode_num_drafts", "Steps in which a request had drafts."),
+            "num_draft_tokens": counter("spec_decode_num_draft_tokens", "Draft tokens verified."),
+            "num_accepted_tokens": counter("spec_decode_num_accepted_tokens", "Draft tokens that stood."),
+        }
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens processed.")
+        self._generation_tokens = counter("generation_tokens", "Tokens generated.")
+        self._step_tokens = histogram("iteration_tokens_total", "Tokens of one step.", STEP_BUCKETS)
+        self._ttft = histogram("time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS)
+        self._itl = histogram("inter_token_latency_seconds", "Between two tokens of a request.", ITL_BUCKETS)
+        self._tpot = histogram(
+            "request_time_per_output_token_seconds", "Decode time by tokens after the first.", TPOT_BUCKETS
+        )
+        self._e2e = histogram("e2e_request_latency_seconds", "Arrival to last token.", LATENCY_BUCKETS)
+        self._queue = histogram("request_queue_time_seconds", "Waiting before the first step.", LATENCY_BUCKETS)
+        self._prefill = histogram("request_prefill_time_seconds", "First step to first token.", INTERVAL_BUCKETS)
+        self._decode = histogram("request_decode_time_seconds", "First token to last token.", INTERVAL_BUCKETS)
+        self._inference = histogram("request_inference_time_seconds", "First step to last token.", INTERVAL_BUCKETS)
+        self._prompt_len = histogram("request_prompt_tokens", "Prompt tokens per request.", lengths)
+        self._output_len = histogram("request_generation_tokens", "Output tokens per request.", lengths)
+        self._n = histogram("request_params_n", "The `n` of requests.", ANSWER_BUCKETS)
+        self._max_tokens = histogram("request_params_max_tokens", "The `max_tokens` of requests.", lengths)
+        self._longest = histogram("request_max_num_generation_tokens", "Tokens of a request's longest answer.", lengths)
+        self._preemptions = histogram("request_num_preemptions", "Preemptions per request.", PREEMPTION_BUCKETS)
+        self._add_reasons(families, values)
+        self._seen = SchedulerStats()
+        _cache_config_info(config, families, engine=values["engine"])
+        old = getattr(config.observability_config, "show_hidden_metrics_for_version", None) is not None
+        self._more: list[StatLogger] = [
+            kind(config, families, values) for kind in loaded("engine", "hidden_metrics") if old
+        ]
+
+    def _add_reasons(self, families: Families, values: dict[str, str]) -> None:
+        """The metrics that have a label more, with each of its values from the start."""
+        name = "vllm:num_requests_waiting_by_reason"
+        text = "Of those that wait: for room (capacity), or until they are ready (deferred)."
+        self._waiting_by_reason = {
+            reason: families.get(Gauge, name, text, values | {"reason": reason}, **SUMMED)
+            for reason in ("capacity", "deferred")
+        }
+        name, text = "vllm:request_success", "Requests that ended, by reason."
+        self._success = {
+            str(reason): families.get(Counter, name, text, values | {"finished_reason": str(reason)})
+            for reason in FinishReason
+        }
+
+    def record(self, scheduler: SchedulerStats | None, iteration: IterationStats) -> None:
+        """Add the numbers of one step."""
+        for logger in self._more:
+            logger.record(scheduler, iteration)
+        if scheduler is not None:
+            self._record_scheduler(scheduler)
+        self._prompt_tokens.inc(iteration.num_prompt_tokens)
+        self._generation_tokens.inc(iteration.num_generation_tokens)
+        if iteration.num_prompt_tokens + iteration.num_generation_tokens:
+            self._step_tokens.observe(iteration.num_prompt_tokens + iteration.num_generation_tokens)
+        for histogram, values in (
+            (self._ttft, iteration.ttft), (self._itl, iteration.itl), (self._queue, iteration.queue_seconds),
+        ):  # fmt: skip
+            for value in values:
+                histogram.observe(value)
+        for request in iteration.finished:
+            self._record_finished(request)
+        for completed in iteration.completed:
+            self._n.observe(completed.n)
+            self._longest.observe(completed.longest)
+            if completed.max_tokens is not None:
+                self._max_tokens.observe(completed.max_tokens)
+
+    def _record_scheduler(self, now: SchedulerStats) -> None:
+        """The scheduler counts since its start; a Counter takes what is new. Most steps change little, and a metric takes a lock."""
+        seen, self._seen = self._seen, now
+        if now.num_running != seen.num_running:
+            self._running.set(now.num_running)
+        if (now.num_waiting, now.num_deferred) != (seen.num_waiting, seen.num_deferred):
+            self._waiting.set(now.num_waiting)
+            self._waiting_by_reason["capacity"].set(now.num_waiting - now.num_deferred)
+            self._waiting_by_reason["deferred"].set(now.num_deferred)
+        if now.kv_cache_usage != seen.kv_cache_usage:
+            self._kv_usage.set(now.kv_cache_usage)
+        for metrics, new, old in (
+            (self._totals, now, seen), (self._drafts, now.spec_decoding, seen.spec_decoding)
+        ):  # fmt: skip
+            for name, metric in metrics.items():
+                if more := getattr(new, name) - getattr(old, name):
+                    metric.inc(more)
+
+    def _record_finished(self, request: FinishedStats) -> None:
+        self._success[request.reason].inc()
+        self._e2e.observe(request.e2e_seconds)
+        self._prompt_len.observe(request.num_prompt_tokens)
+        self._output_len.observe(request.num_output_tokens)
+        self._preemptions.observe(request.num_preemptions)
+        if request.num_output_tokens == 0:  # it ended before its first token: there are no intervals
+            return
+        self._prefill.observe(request.prefill_seconds)
+        self._decode.observe(request.decode_seconds)
+        self._inference.observe(request.prefill_seconds + request.decode_seconds)
+        if request.num_output_tokens > 1:
+            self._tpot.observe(request.decode_seconds / (request.num_output_tokens - 1))
+
+    def request_aborted(self) -> None:
+        """A client left before its request ended."""
+        self._success["abort"].inc()
+
+
+def _cache_config_info(config: VllmConfig, families: Families, engine: str) -> None:
+    """An info metric: always 1, and its labels are the settings."""
+    cache = config.cache_config
+    labels = {name: str(getattr(cache, name)) for name in CACHE_SETTINGS if hasattr(cache, name)} | {"engine": engine}
+    text = "Settings of the KV cache."
+    families.get(Gauge, "vllm:cache_config_info", text, labels, multiprocess_mode="livemax").set(1)
