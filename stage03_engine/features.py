@@ -65,6 +65,7 @@ INDEX: tuple[str | Feature, ...] = (
     "stage02_server.features.sagemaker",
     "stage02_server.features.tokenizer_info",
     "stage02_server.features.several_prompts",
+    "stage02_server.features.pooling",
     "stage02_server.features.audio",
     "stage02_server.features.hardening",
     "stage02_server.features.admin",

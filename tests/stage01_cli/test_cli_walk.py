@@ -620,7 +620,9 @@ def test_every_python_notes_the_same(tmp_path: Path) -> None:
 
 
 def test_nothing_of_it_is_loaded_by_other_commands() -> None:
-    code = "import sys, stage01_cli.main as m; m.make_parser('serve'); sys.exit('walk' in ' '.join(sys.modules))"
+    code = (
+        "import sys, stage01_cli.main as m; m.make_parser('serve'); sys.exit('walk.command' in ' '.join(sys.modules))"
+    )
     environment = {name: value for name, value in os.environ.items() if not name.startswith("WALK_")}
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment).returncode == 0
 

@@ -1,4 +1,4 @@
-"""Misconception: the table of features is the list of what I add."""
+"""Misconception: the index is the list of what I add to the server."""
 
 from __future__ import annotations
 
@@ -16,4 +16,4 @@ forbidden, install, NoRepeatNgram, INDEX = (
 )
 
 
-INDEX = INDEX[-1:]
+INDEX = (*(room for room in INDEX if str(room).startswith("stage03")), INDEX[-1])

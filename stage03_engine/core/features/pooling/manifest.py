@@ -181,18 +181,16 @@ def _classifier(name: str) -> tuple[Part, Part]:
 
 FEATURE = Feature(
     name="pooling",
-    help="vectors and classes instead of text: embeddings, scores, classification",
+    help="vectors and classes instead of text",
     room=__package__,
     also=(
         "stage03_engine.params.pooling_params",
         "stage03_engine.frontend.features.pooling_inputs",
-        "stage02_server.features.pooling",
     ),
     settings={"VllmConfig": PoolingFlags},
     parts=(
         *(part for name in _CLASSIFIERS for part in _classifier(name)),
         Part("llm", "stage03_engine.frontend.features.pooling_inputs:encode", key="encode"),
-        Part("routes", "stage02_server.features.pooling.routes:install", tasks=("embed", "classify")),
     ),
-    needs=("model_formats", "several_prompts"),
+    needs=("model_formats",),
 )

@@ -44,6 +44,13 @@ FEATURE = Feature(
     help="metrics under names that vLLM has given up",
     room=__package__,
     settings={"ObservabilityConfig": HiddenMetrics, "VllmConfig": HiddenMetricsFlags},
-    parts=(Part("engine", ".logger:HiddenMetricsLogger", key="hidden_metrics"),),
+    parts=(
+        Part(
+            "engine",
+            ".logger:HiddenMetricsLogger",
+            key="hidden_metrics",
+            flags=("show_hidden_metrics_for_version",),
+        ),
+    ),
     needs=("prometheus",),
 )

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics import MetricWrapperBase
 
 from stage03_engine.config import VllmConfig
-from stage03_engine.features import loaded
+from stage03_engine.features import parts
 from stage03_engine.frontend.metrics import FinishedStats, IterationStats, StatLogger
 from stage03_engine.messages import FinishReason, SchedulerStats
 
@@ -137,10 +137,8 @@ class _EngineMetrics:
         self._add_reasons(families, values)
         self._seen = SchedulerStats()
         _cache_config_info(config, families, engine=values["engine"])
-        old = getattr(config.observability_config, "show_hidden_metrics_for_version", None) is not None
-        self._more: list[StatLogger] = [
-            kind(config, families, values) for kind in loaded("engine", "hidden_metrics") if old
-        ]
+        hidden = (part for part in parts("engine", "hidden_metrics") if part.is_on(config.observability_config))
+        self._more: list[StatLogger] = [part.load()(config, families, values) for part in hidden]
 
     def _add_reasons(self, families: Families, values: dict[str, str]) -> None:
         """The metrics that have a label more, with each of its values from the start."""
