@@ -14,6 +14,7 @@ from pathlib import Path
 from stage03_engine.args import CLISubcommand, FlexibleArgumentParser
 from stage03_engine.args.cpu import find_cores
 from stage03_engine.args.resolve import detect_device
+from stage03_engine.features import STAGES, absent_features, features
 
 PACKAGES = (
     "vllm-in-stages", "torch", "triton", "numpy", "safetensors", "tokenizers", "huggingface-hub", "fastapi",
@@ -31,9 +32,21 @@ class CollectEnvSubcommand(CLISubcommand):
 
     def cmd(self, args: argparse.Namespace) -> int:
         """Print one line per fact."""
-        for name, value in [*_machine(), *_packages(), *_environment()]:
+        for name, value in [*_machine(), *_packages(), *_features(), *_environment()]:
             print(f"{name:24}{value}")
         return 0
+
+
+def _features() -> list[tuple[str, str]]:
+    """What plugs in: how much, what was taken out, and what came from other packages."""
+    guests = [f"{each.name} ({each.room.partition('.')[0]})" for each in features() if each.stage not in STAGES]
+    absent = [f"{name} ({why})" for name, why in absent_features().items()]
+    rows = [
+        ("features", str(len(features()))),
+        ("features not here", ", ".join(absent)),
+        ("features of others", ", ".join(guests)),
+    ]
+    return [(name, value) for name, value in rows if value]
 
 
 def _machine() -> list[tuple[str, str]]:

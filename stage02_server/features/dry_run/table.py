@@ -15,6 +15,7 @@ from stage02_server.features.dry_run.memory import check_kv_cache, reckon, rows
 from stage02_server.features.dry_run.start_checks import check_start
 from stage03_engine.args import Resolved, settings_of
 from stage03_engine.config import SECTIONS, VllmConfig
+from stage03_engine.features import STAGES, absent_features, features
 from stagetrace.redact import HIDDEN
 
 
@@ -33,6 +34,7 @@ def table(config: VllmConfig, settings: Mapping[str, Resolved]) -> str:
         if settings["engine"].value == "core":
             check_kv_cache(config, memory)
         groups.append(("Memory", rows(config, memory)))
+    groups += [("Features", others)] if (others := _features()) else []
     all_rows = [row for _, group in groups for row in group]
     widths = [min(32, max(len(row[column]) for row in all_rows)) for column in (0, 1)]  # a long path may stick out
     lines = []
@@ -40,6 +42,12 @@ def table(config: VllmConfig, settings: Mapping[str, Resolved]) -> str:
         lines.append(title)
         lines.extend(f"  {name:{widths[0]}}  {value:{widths[1]}}  {origin}" for name, value, origin in group)
     return "\n".join(lines)
+
+
+def _features() -> list[tuple[str, str, str]]:
+    """Those of other packages, and those of the index that are not here."""
+    guests = [(each.name, each.help, each.room) for each in features("stage02_server") if each.stage not in STAGES]
+    return guests + [(name, "not here", why) for name, why in absent_features("stage02_server").items()]
 
 
 def _model_rows(config: VllmConfig) -> list[tuple[str, str, str]]:

@@ -1,0 +1,175 @@
+"""The course: rebuild a part, have it judged, and let it serve. In a terminal `stages course check 5`; in a notebook the same as
+a call:
+
+    import stage01_cli.tools.course as course
+    course.check(5)
+
+Each function prints what the command prints. Raises ConfigError where the command would end with one line.
+"""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+import time
+from pathlib import Path
+
+from stage01_cli.tools.course import table
+from stage01_cli.tools.course.exercises import WORK, Exercise, exercises, find, in_project
+from stage03_engine.errors import ConfigError
+
+POLL_SECONDS = 0.5
+
+
+def list_exercises(work: Path = WORK) -> None:
+    """What there is to do."""
+    done = table.read(work)
+    print(f"{'':4}{'exercise':40}{'phase':>5}{'minutes':>9}{'points':>8}  state")
+    for each in exercises().values():
+        row = done.get(each.name, table.Done())
+        print(f"{each.number:>2}  {each.title:40}{each.phase:>5}{each.minutes:>9}{each.points:>8}  {_state(row)}")
+
+
+def _state(done: table.Done) -> str:
+    if done.passed:
+        return "passed, served" if done.served else "passed"
+    return "begun" if done.started else ""
+
+
+def start(what: str | int, work: Path = WORK, again: bool = False) -> Path:
+    """Copy the starter into `work/`. Raises ConfigError if you have begun already, unless `again`: then your file is kept beside
+    it, with the ending .old."""
+    exercise = find(what)
+    solution = exercise.solution(work)
+    if solution.exists() and not again:
+        raise ConfigError(
+            f"{in_project(solution)} is there already; --again begins anew, and keeps it as {solution.name}.old"
+        )
+    work.mkdir(parents=True, exist_ok=True)
+    if solution.exists():
+        solution.replace(solution.with_name(f"{solution.name}.old"))
+    shutil.copyfile(exercise.starter, solution)
+    table.update(work, exercise.name, lambda done: setattr(done, "started", done.started or table.now()))
+    print(f"exercise {exercise.number}, {exercise.title.lower()}: {exercise.goal}")
+    print(f"read   {in_project(exercise.folder / 'README.md')}")
+    print(f"write  {in_project(solution)}")
+    print(f"then   stages course check {exercise.number}")
+    return solution
+
+
+def check(what: str | int, work: Path = WORK) -> bool:
+    """Judge your file; True if it passes."""
+    from stage01_cli.tools.course.verdict import judge, report
+
+    exercise = find(what)
+    solution = _own(exercise, work)
+    verdict = judge(exercise, solution)
+
+    def count(done: table.Done) -> None:
+        done.checks += 1
+        done.passed = (done.passed or table.now()) if verdict.passed else ""
+
+    table.update(work, exercise.name, count)
+    print(report(exercise, solution, verdict), flush=True)
+    return verdict.passed
+
+
+def _own(exercise: Exercise, work: Path) -> Path:
+    solution = exercise.solution(work)
+    if not solution.is_file():
+        raise ConfigError(f"{in_project(solution)} is not there; `stages course start {exercise.number}` makes it")
+    return solution
+
+
+def watch(what: str | int, work: Path = WORK) -> None:
+    """Check again whenever your file is saved, until it passes."""
+    solution = _own(find(what), work)
+    while True:
+        seen = solution.stat().st_mtime_ns
+        if check(what, work):
+            return
+        print(f"waiting for the next version of {in_project(solution)}; Ctrl-C ends this", flush=True)
+        while not solution.exists() or solution.stat().st_mtime_ns == seen:  # an editor may replace the file
+            time.sleep(POLL_SECONDS)
+
+
+def hint(what: str | int, work: Path = WORK) -> None:
+    """The next hint, and those that you had."""
+    exercise = find(what)
+
+    def count(done: table.Done) -> None:
+        done.hints = min(done.hints + 1, len(exercise.hints))
+
+    had = table.update(work, exercise.name, count).hints
+    for number, text in enumerate(exercise.hints[:had], start=1):
+        for line in f"hint {number} of {len(exercise.hints)}: {text}".splitlines():
+            print(textwrap.fill(line, 100, break_on_hyphens=False, subsequent_indent="  "))
+    if had == len(exercise.hints):
+        print("no more hints; the reference:")
+        own = [in_project(exercise.own_reference)] if exercise.own_reference.is_file() else []
+        print("\n".join(f"  {place}" for place in own or filter(None, exercise.parts.values())))
+        print("what to read, here and in vLLM:")
+        print("\n".join(f"  {place}" for place in (*exercise.here, *exercise.vllm)))
+
+
+def progress(work: Path = WORK) -> None:
+    """What you have begun, passed and served, with checks and hints."""
+    done = table.read(work)
+    print(f"{'':4}{'exercise':40}{'begun':12}{'checks':>6}{'hints':>7}  {'passed':12}{'served':12}")
+    for each in exercises().values():
+        if row := done.get(each.name):
+            days = [text[:10] for text in (row.started, row.passed, row.served)]
+            print(
+                f"{each.number:>2}  {each.title:40}{days[0]:12}{row.checks:>6}{row.hints:>7}  {days[1]:12}{days[2]:12}".rstrip()
+            )
+    passed = [each for each in exercises().values() if done.get(each.name, table.Done()).passed]
+    points, all_points = (sum(each.points for each in some) for some in (passed, exercises().values()))
+    print(f"passed: {len(passed)} of {len(exercises())}, {points} of {all_points} points")
+
+
+def serve(what: str | int, work: Path = WORK) -> bool:
+    """The real server with your part, one request, its trace beside the reference's; True if there is no difference."""
+    from stage01_cli.tools.course.serving import served
+
+    exercise = find(what)
+    same = served(exercise, _own(exercise, work), work)
+    if same:
+        table.update(work, exercise.name, lambda done: setattr(done, "served", table.now()))
+    return same
+
+
+def compare(what: str | int, work: Path = WORK) -> None:
+    """Your part and the reference in two servers side by side: speed, then the difference of their traces."""
+    from stage01_cli.tools.course.serving import CLIENTS, ROUNDS, measured
+
+    exercise = find(what)
+    rows = measured(exercise, _own(exercise, work))
+    print(f"{CLIENTS} clients at once, medians of {ROUNDS} alternating rounds")
+    print(f"{'':24}{'reference':>12}{'yours':>12}{'ratio':>8}  lowest and highest of a round")
+    for row in rows:
+        ratio = f"{row.own / row.reference:>8.2f}  {min(row.ratios):.2f} to {max(row.ratios):.2f}"
+        print(f"{row.name:24}{row.reference:>12.1f}{row.own:>12.1f}{ratio}")
+    print("a ratio whose range holds 1 shows no difference")
+    serve(what, work)
+
+
+def grade(folder: Path, csv: str | None = None, jobs: int = 0) -> None:
+    """Judge a folder of submissions, each in a sandbox: a table, or with `csv` the same as CSV in that file ("-": printed)."""
+    import sys
+
+    from stage01_cli.tools.course.grading import grade as grades, write_csv
+
+    if csv == "-":
+        write_csv(grades(folder, jobs), sys.stdout)
+        return
+    if csv is not None:
+        with open(csv, "w", encoding="utf-8", newline="") as file:
+            write_csv(grades(folder, jobs), file)
+        return
+    for each in grades(folder, jobs):
+        lines = [" ".join(line.split()) for line in each.verdict.splitlines()]
+        said = " ... ".join(dict.fromkeys([*lines[:1], *lines[-1:]]))
+        print(
+            f"{each.student:20}{each.exercise:26}{each.points:>4}  {each.outcome:10}{each.seconds:>6} s  {said}",
+            flush=True,
+        )

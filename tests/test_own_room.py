@@ -1,0 +1,103 @@
+"""stage02_server/features/WRITE_A_ROOM.md, executed: its files as an installed package, in a real server."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import httpx
+import pytest
+from patience import PATIENCE
+from server_under_test import ServerProcess
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "stage02_server/features/WRITE_A_ROOM.md"
+ASKED = {"model": "gpt2-tiny", "prompt": "ROMEO:", "seed": 1, "max_tokens": 64}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of installed packages with the page's one."""
+    folder = tmp_path_factory.mktemp("site")
+    files = re.findall(r"```python\n# (top_a/\w+\.py)\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(files) == 5
+    for name, code in [("top_a/__init__.py", ""), *files]:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(code)
+    [entry] = re.findall(
+        r'```toml\n\[project\.entry-points\.("[\w.]+")\]\n(.*?)```', PAGE.read_text(encoding="utf-8"), re.DOTALL
+    )
+    info = folder / "top_a-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: top-a\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{entry[0].strip(chr(34))}]\n{entry[1].replace(chr(34), '')}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(site: Path) -> Iterator[ServerProcess]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]))
+        running = ServerProcess("--engine", "core", "--max-num-seqs", "4")
+    with closing(running):
+        running.wait_until_ready()
+        yield running
+
+
+def keeps_to_top_a(server: ServerProcess, **fields: object) -> bool:
+    """Is every token of such an answer at least as likely as the square of the likeliest?"""
+    [choice] = completion(server, return_token_ids=True, **fields).json()["choices"]
+    whole = choice["prompt_token_ids"] + choice["token_ids"]
+    [scored] = completion(server, prompt=whole, echo=True, max_tokens=0, logprobs=1).json()["choices"]
+    found, first = scored["logprobs"], len(choice["prompt_token_ids"])
+    likeliest = [max(each.values()) for each in found["top_logprobs"][first:]]
+    return all(own >= 2 * most - 1e-3 for own, most in zip(found["token_logprobs"][first:], likeliest, strict=True))
+
+
+def completion(server: ServerProcess, **fields: object) -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/completions", json=ASKED | fields, timeout=PATIENCE, trust_env=False)
+
+
+def test_the_room_serves(server: ServerProcess) -> None:
+    assert keeps_to_top_a(server, top_a=1.0)
+    assert not keeps_to_top_a(server) and not keeps_to_top_a(server, top_a=0)
+    refused = completion(server, top_a=1.5)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "top_a"
+    options = httpx.get(f"{server.url}/v1/sampling_options", timeout=PATIENCE, trust_env=False).json()
+    assert {"top_a", "temperature"} <= set(options)
+
+
+def stages(site: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("STAGES_")}
+    return subprocess.run(
+        [sys.executable, "-m", "stage01_cli", *words], env=environment | {"PYTHONPATH": path} | variables, cwd=ROOT,
+        capture_output=True, text=True, timeout=PATIENCE,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("allowed", "comes"), [(None, True), ("top_a", True), ("other, top_a", True), ("", False), ("other", False)]
+)
+def test_who_comes_in_is_listed(site: Path, allowed: str | None, comes: bool) -> None:
+    variables = {} if allowed is None else {"STAGES_PLUGINS": allowed}
+    said = stages(site, "collect-env", **variables).stdout
+    assert ("top_a (top_a)" in said) == comes
+    dry = stages(site, "serve", "gpt2-tiny", "--dry-run", **variables)
+    assert dry.returncode == 0 and ("top_a" in dry.stdout) == comes
+
+
+def test_a_package_that_is_not_whole_is_refused(site: Path) -> None:
+    piece = site / "top_a/fields.py"
+    code = piece.read_text()
+    piece.unlink()
+    try:
+        said = stages(site, "serve", "gpt2-tiny", "--dry-run")
+    finally:
+        piece.write_text(code)
+    assert said.returncode == 2 and "the feature top_a is not whole, top_a.fields is missing" in said.stderr
