@@ -306,7 +306,7 @@ lab.compare(second_step=second.num_scheduled_tokens, token_ids_of_a=bool(second.
 
 # %% [markdown]
 # Deltas only. The worker knows the token ids of `a`, so they are not sent again; it gets the blocks that the table of `b` grows by, not the
-# table; and what the budget was is nothing to it. `a` brings one token (what is called decode), `b` its next chunk (what is called prefill), in
+# table; and it need not know what the budget was. `a` brings one token (what is called decode), `b` its next chunk (what is called prefill), in
 # one row, in one call of the model. Nothing in the code says which is which.
 #
 # This is all that a step is. Below is the engine's code for it: the frame, and what it calls, schedule, execute and update. Beside what you did by

@@ -37,7 +37,7 @@ from stagetrace import trace
 Outputs = AsyncGenerator[tuple[int, RequestOutput], None]  # (number of the prompt, output)
 Prompts = list[str | list[int]]
 MAX_ANSWERS = 4096  # of one HTTP request with n or best_of above 1
-MARK = "the text"  # stands for it where a chunk is taken apart
+MARK = "the text"  # stands for the text when a chunk is made only to be taken apart
 DEFAULTS = FrontendArgs()
 
 
@@ -163,7 +163,7 @@ class OpenAIServing:
         self.args = args
         self.defaults = engine_client.vllm_config.model_config.default_sampling_params or {}
         self._generates = "generate" in engine_client.vllm_config.supported_tasks
-        # Of features, for all answers; None for an answer to which one adds nothing.
+        # Each makes the hook of a feature for an answer, or None if the feature adds nothing to it.
         self.hook_factories: list[Callable[[EngineRequests, Prompts], AnswerHook | None]] = []
 
     def check(self, request: SamplingRequest) -> str:

@@ -68,9 +68,11 @@ EXTRAS = {"openai": "client", "triton": "kernels", "matplotlib": "trace", "trans
 
 def run_command(command: Callable[[], int]) -> int:
     """Call `command` and return its exit code. A StagesError becomes one line on stderr and its own exit code;
-    so do a package that `make serve` leaves out, and a disk that is full. Ctrl-C ends silently with 130."""
+    so do a package that `make serve` leaves out, and a disk that is full. Ctrl-C ends silently with 130, and a reader of the output who has left, with 0."""
     try:
-        return command()
+        code = command()
+        sys.stdout.flush()
+        return code
     except StagesError as error:
         print(
             f"stages: error: {printable(' '.join(str(error).split()))}", file=sys.stderr
@@ -84,6 +86,11 @@ def run_command(command: Callable[[], int]) -> int:
         return StagesError.exit_code
     except KeyboardInterrupt:
         return 130
+    except (
+        BrokenPipeError
+    ):  # `stages ... | head`: nobody reads the rest, and Python must not try to write it at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except Exception as error:
         if not _is_full_disk(error):
             raise

@@ -17,7 +17,7 @@ from patience import PATIENCE, wait_until
 
 import stage01_cli.tools.course as course
 from stage01_cli.main import main
-from stage01_cli.tools.course import serving, verdict
+from stage01_cli.tools.course import calls, serving, verdict
 from stage01_cli.tools.course.exercises import exercises, find
 from stage03_engine.errors import ConfigError, StagesError
 
@@ -90,7 +90,7 @@ def test_a_comparison_says_how_much_the_rounds_differ(
     monkeypatch.setattr(serving, "serving", lambda exercise, solution: nullcontext(solution))
     speeds = iter([9.0, 9.0, *(100.0, 50.0), *(100.0, 200.0), *(100.0, 300.0), *(100.0, 100.0), *(100.0, 110.0)])
     monkeypatch.setattr(serving, "_round", lambda server, exercise: (next(speeds), 1.0, 1.0))
-    monkeypatch.setattr(course, "serve", lambda what, work: True)
+    monkeypatch.setattr(calls, "serve", lambda what, work: True)
     course.compare(5, tmp_path)
     row = next(line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("tokens/s"))
     assert row == ["tokens/s", "100.0", "110.0", "1.10", "0.50", "to", "3.00"]
