@@ -26,7 +26,14 @@ import msgspec
 import zmq
 
 from stage03_engine.args.log import enter_process
-from stage03_engine.args.processes import end_process, end_with_parent, exit_reason, private_folder, start_process
+from stage03_engine.args.processes import (
+    end_process,
+    end_with_parent,
+    exit_reason,
+    private_folder,
+    start_process,
+    wake_as_orphan,
+)
 from stage03_engine.config import VllmConfig
 from stage03_engine.frontend.engine_process import TERMINATE_SECONDS
 from stage03_engine.frontend.features.data_parallel.restart import RestartLimit
@@ -233,6 +240,7 @@ class _Gatherer:
 
 def main(folder: Path) -> None:
     """Main function of the process."""
+    wake_as_orphan()
     trace.hold(NAME)
     if not (line := sys.stdin.buffer.readline()).endswith(b"\n"):
         return  # the parent is gone already
