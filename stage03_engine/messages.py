@@ -191,6 +191,7 @@ class EngineFailed(msgspec.Struct, tag="failed"):
     message: str
 
 
+MALFORMED = (ValueError, RecursionError, msgspec.MsgspecError)  # what decoding raises for bytes that are no message
 encode = msgspec.msgpack.Encoder().encode
 decode_add = msgspec.msgpack.Decoder(EngineCoreRequest).decode
 decode_abort = msgspec.msgpack.Decoder(AbortRequests).decode

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from stage03_engine.args.cpu import bfloat16_flag, find_cores
 from stage03_engine.args.fields import settings_of
 from stage03_engine.args.log_flags import LogFlags
-from stage03_engine.args.processes import wake_as_orphan
 from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import load
 from stagetrace.redact import HIDDEN, redact_values
@@ -96,7 +95,6 @@ def name_process(process: str) -> None:
 def enter_process(process: str, config: VllmConfig) -> None:
     """In a process that was started for the server: its name, its log, and what features do first. Raises ConfigError."""
     name_process(process)
-    wake_as_orphan()
     configure_logging(process, config.observability_config)
     for hook in config.hooks("process"):
         load(hook)(config)

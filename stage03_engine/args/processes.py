@@ -91,6 +91,7 @@ def end_with_parent(folder: Path | None, asked_to_end: Callable[[], None] = lamb
 
     os._exit, because the main thread may be deep in a forward pass, or wait for a process that is dead.
     """
+    wake_as_orphan()
 
     def watch() -> None:
         while os.read(0, 4096):
@@ -106,7 +107,8 @@ def end_with_parent(folder: Path | None, asked_to_end: Callable[[], None] = lamb
 def wake_as_orphan() -> None:
     """Let the system continue this process when its parent ends, in case a signal has stopped it (Linux only).
 
-    Each child ends when its standard input closes. One that is stopped does not notice, and would stay behind.
+    Each child ends when its standard input closes. One that is stopped does not notice, and would stay behind. So every child calls
+    this before anything that takes long.
     """
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import zmq
 
 from stage03_engine import messages
@@ -104,7 +103,7 @@ class EngineCoreProc:
             kind, payload = frames
             request_type = EngineCoreRequestType(kind)
             message = _DECODE[request_type](payload)
-        except (ValueError, msgspec.MsgspecError) as error:
+        except messages.MALFORMED as error:
             logger.warning("ignored a malformed message on the input socket: %s", error)
             return None
         if trace.on:

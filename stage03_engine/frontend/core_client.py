@@ -14,7 +14,6 @@ from abc import ABC, abstractmethod
 from functools import partial
 from typing import Any
 
-import msgspec
 import zmq
 import zmq.asyncio
 
@@ -108,7 +107,7 @@ def decode_outputs(frames: list[bytes]) -> EngineCoreOutputs:
         raise EngineDeadError(f"The engine stopped: {frames[1].decode(errors='replace')}")
     try:
         outputs = messages.decode_outputs(frames[0])
-    except msgspec.MsgspecError as error:
+    except messages.MALFORMED as error:
         logger.warning("ignored a malformed message on the output socket: %s", error)
         return EngineCoreOutputs()
     if trace.on:

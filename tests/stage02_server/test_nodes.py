@@ -194,7 +194,7 @@ def test_who_has_the_secret_but_speaks_nonsense_harms_nobody(service: Service) -
     context = zmq.Context()
     connection = Connection(context, zmq.DEALER, f"tcp://127.0.0.1:{service.port}", NodeSecret(b"0123456789abcdef"))
     for frames in (
-        [b""], [b"", b"\xc1"], [b"x"], [b"", encode(EngineGone(1, 1, 0))], [b"", encode(Bye())],
+        [b""], [b"", b"\xc1"], [b"x"], [b"", b"\x82\xa4type\xa3Bye\xa1z" + b"\x91" * 100_000], [b"", encode(EngineGone(1, 1, 0))], [b"", encode(Bye())],
         *([launch_frame(1, launch), b"\xc1"] for launch in range(9)), *([launch_frame(1, n), ENGINE_CORE_DEAD, b"!"] for n in range(9)),
         [b"", encode(Join("liar", [1], {}, 0))],
     ):  # fmt: skip

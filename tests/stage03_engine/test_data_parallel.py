@@ -744,6 +744,8 @@ def test_every_front_end_hears_the_counts_of_all(tmp_path: Path) -> None:
         await _until_timed(lambda: heard[0] == expected and heard[1] == expected)
         listen(2)
         await _until_timed(lambda: heard[2] == expected)
+        for garbage in (b"", b"\xc1", b"\x95\x01\x02\x03\xc0" + b"\x91" * 100_000):  # the last one is nested
+            links[1]._push.send(garbage)
         links[1].report(EngineCounts(0, 1, 2))
         await _until_timed(lambda: all(each[0] == (1, 2) for each in heard))
         for link in links:

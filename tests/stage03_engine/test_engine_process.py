@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from typing import Any
 
 import psutil
 import pytest
@@ -18,11 +19,12 @@ from stage03_engine import messages
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.errors import EngineDeadError, EngineStartError
 from stage03_engine.frontend import engine_process
+from stage03_engine.frontend.core_client import decode_outputs
 from stage03_engine.frontend.engine_process import EngineProcess
 from stage03_engine.frontend.features.in_process.sync_mp_client import SyncMPClient
 from stage03_engine.frontend.input_processor import InputProcessor
 from stage03_engine.frontend.tokenizer import init_tokenizer_from_configs
-from stage03_engine.messages import EngineCoreRequest
+from stage03_engine.messages import EngineCoreOutputs, EngineCoreRequest
 from stage03_engine.sampling_params import SamplingParams
 
 CONFIG = EngineArgs.from_kwargs(model="gpt2-tiny", kv_cache_memory_bytes=50_000_000)
@@ -62,6 +64,17 @@ def tokens_of(client: SyncMPClient, name: str) -> list[int]:
                     return tokens
 
 
+def nested(message: Any) -> bytes:
+    """A message with a field more, as another version might have: a list in a list in a list ..."""
+    array, *fields = messages.encode(message)
+    return bytes([array + 1, *fields]) + b"\x91" * 100_000
+
+
+def test_garbage_on_the_output_socket_counts_as_empty() -> None:
+    for garbage in (b"", b"\xc1", b"\x91\xa1\xff", nested(EngineCoreOutputs())):
+        assert decode_outputs([garbage]) == EngineCoreOutputs()
+
+
 def test_garbage_on_the_input_socket_is_ignored(client: SyncMPClient) -> None:
     """A pickle that would create a file, wrong frames, wrong types: the engine serves on."""
 
@@ -77,6 +90,9 @@ def test_garbage_on_the_input_socket_is_ignored(client: SyncMPClient) -> None:
         [b"\x09", b""],
         [b"\x00", b"\xc1"],
         [b"a", b"b", b"c"],
+        [b"\x00", nested(request("nested"))],
+        [b"\x01", nested(messages.AbortRequests([]))],
+        [b"\x03", nested(messages.UtilityRequest(0, "reset_prefix_cache"))],
     ):
         client._input.send_multipart([client._process.identity, *frames])
     client.add_request(request("after"))

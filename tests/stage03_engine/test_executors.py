@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+import socket
 import subprocess
 import sys
 import textwrap
@@ -220,6 +221,29 @@ def test_steps_in_flight_are_answered_in_order_and_signals_do_not_reach_the_work
         worker.terminate()
         assert len(tokens(llm, ["O"], SamplingParams(max_tokens=3, ignore_eos=True))[0]) == 3
         assert worker.is_running()
+
+
+# Strangers
+
+
+@needs_slices
+@pytest.mark.skipif(sys.platform != "linux", reason="the ports stay open elsewhere")
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (2, 2)], ids=["slices", "stages", "both"])
+def test_nobody_else_gets_into_a_worker(sizes: tuple[int, int]) -> None:
+    """gloo keeps each connection for good, even one that is closed again, and aborts when it runs out of descriptors."""
+    tensor, pipeline = sizes
+    with LLM("gpt2-tiny", **SMALL, tensor_parallel_size=tensor, pipeline_parallel_size=pipeline) as llm:
+        before = tokens(llm, ["To be, or"], SamplingParams(temperature=0, max_tokens=4))
+        doors, num_files = [], {}
+        for worker in workers_of():
+            doors += [each.laddr for each in worker.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+            num_files[worker] = worker.num_fds()
+        assert doors, "void: no worker listens"
+        for door in doors:
+            with pytest.raises(OSError), socket.create_connection((door.ip, door.port), timeout=0.2):
+                pass
+        assert {worker: worker.num_fds() for worker in num_files} == num_files
+        assert tokens(llm, ["To be, or"], SamplingParams(temperature=0, max_tokens=4)) == before
 
 
 # Deaths

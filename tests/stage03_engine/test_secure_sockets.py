@@ -154,7 +154,7 @@ def test_strangers_who_try_again_and_again_do_not_stop_the_workers() -> None:
     """Nobody counts those that a WorkerRouter refuses."""
     there = zmq.Context()
     without_secret = b"\xff".ljust(9, b"\0") + b"\x7f\x03\0" + b"NULL".ljust(52, b"\0")  # how ZMQ begins
-    with closing(WorkerRouter("tcp://127.0.0.1:*", OURS)) as router:
+    with closing(WorkerRouter("tcp://127.0.0.1:*", OURS, 2)) as router:
         worker = Connection(there, zmq.DEALER, router.address, OURS, b"worker1")
         port = int(router.address.rpartition(":")[2])
         for _ in range(2100):
@@ -169,10 +169,31 @@ def test_strangers_who_try_again_and_again_do_not_stop_the_workers() -> None:
     there.term()
 
 
+@pytest.mark.parametrize("secret", [OURS, None])
+def test_what_no_worker_would_say_does_not_end_the_engine(secret: NodeSecret | None) -> None:
+    """Without a secret anybody may say it."""
+    there, message = zmq.Context(), (b"kind", b"payload", b"cause")
+    with closing(WorkerRouter("tcp://127.0.0.1:*", secret, 2)) as router:
+        for name in (b"", b"worker", b"worker2", b"worker-1", b"worker1 ", b"\xff"):
+            stranger = Connection(there, zmq.DEALER, router.address, secret, name)
+            stranger.socket.send_multipart(message)
+            assert stranger.socket.getsockopt(zmq.IDENTITY) == name
+            assert router.receive(int(PATIENCE * 1000)) is None, name
+            stranger.close()
+        worker = Connection(there, zmq.DEALER, router.address, secret, b"worker1")
+        for frames in ([b""], [b"kind", b"payload"], [*message, b"more"]):
+            worker.socket.send_multipart(frames)
+            assert router.receive(int(PATIENCE * 1000)) is None, frames
+        worker.socket.send_multipart(message)
+        assert router.receive(int(PATIENCE * 1000)) == (1, message)
+        worker.close()
+    there.term()
+
+
 def test_a_worker_notices_that_its_connection_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "0123456789abcdef")
     with (
-        closing(WorkerRouter("tcp://127.0.0.1:*", OURS)) as router,
+        closing(WorkerRouter("tcp://127.0.0.1:*", OURS, 2)) as router,
         closing(RouterToExecutor(router.address, 1)) as worker,
     ):
         worker.send(b"kind", b"hello")

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from stage02_server.features.audio.decode import Sound
+from stage03_engine.args.processes import wake_as_orphan
 from stage03_engine.errors import InvalidRequestError
 
 MEMORY_BYTES = 1024**3  # beyond what the process has when it starts
@@ -56,6 +57,7 @@ def _opened(data: bytes, max_seconds: int) -> tuple[str, int, Iterator[np.ndarra
 
 def main() -> int:
     """Decode until the server closes the pipe."""
+    wake_as_orphan()
     files, answers = sys.stdin.buffer, sys.stdout.buffer
     max_seconds, cpu_seconds = int(sys.argv[1]), float(sys.argv[2])
     _limit_process()

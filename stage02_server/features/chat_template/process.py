@@ -26,6 +26,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from stage02_server.features.chat_template.framing import read_message, write_message
+from stage03_engine.args.processes import wake_as_orphan
 
 SECONDS = 1.0  # of CPU time, for one rendering
 MEMORY_BYTES = 512 * 1024**2  # of the whole process
@@ -155,6 +156,7 @@ def _limit_seconds(seconds: float) -> None:
 
 def main() -> int:
     """Render until the server closes the pipe."""
+    wake_as_orphan()
     requests, answers, environment = sys.stdin.buffer, sys.stdout.buffer, make_environment()
     if sys.platform == "linux":
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))

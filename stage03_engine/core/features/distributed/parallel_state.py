@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stage03_engine.core.features.distributed.closed_doors import close_doors, listening
 from stage03_engine.core.features.distributed.ranks import Ranks
 from stagetrace import trace
 
@@ -33,11 +34,12 @@ def trace_step(step: int) -> None:
 
 
 def init_distributed(mine: Ranks, init_method: str, device: str, timeout_seconds: float | None = None) -> None:
-    """Join the other workers; returns when all have come. `init_method` is `tcp://host:port`, `file:///path` or `env://`.
+    """Join the other workers; returns when all have come, and nobody else can from then on. `init_method` is `tcp://host:port`, `file:///path` or `env://`.
 
     Raises RuntimeError (torch.distributed.DistError) if they do not come within the timeout.
     """
     global _ranks, _tp_group
+    before = listening()
     limit = {} if timeout_seconds is None else {"timeout": timedelta(seconds=timeout_seconds)}
     dist.init_process_group(
         "nccl" if device == "cuda" else "gloo", init_method, rank=mine.rank, world_size=mine.world_size, **limit
@@ -47,6 +49,8 @@ def init_distributed(mine: Ranks, init_method: str, device: str, timeout_seconds
         group = dist.new_group(members)
         if mine.rank in members:
             _tp_group = group
+    if device != "cuda":  # NCCL opens its own ports when they are needed, and closes them again
+        close_doors(listening() - before)
     _ranks = mine
 
 

@@ -22,6 +22,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from stage03_engine.args.command import signals_are_ours
+from stage03_engine.args.processes import wake_as_orphan
 from stage03_engine.core.features.structured_output.backend_guidance import Guidance, Matcher
 from stage03_engine.core.features.structured_output.lark import to_lark
 from stage03_engine.grammar.vocabulary import Vocabulary
@@ -151,6 +152,7 @@ def _write(answer: list[str]) -> None:
 
 def main() -> None:
     """Check one grammar after the other, until the engine closes the pipe."""
+    wake_as_orphan()
     memory_bytes, any_whitespace = json.loads(sys.argv[1])
     os.nice(NICE)
     backend = Guidance(
@@ -159,6 +161,7 @@ def main() -> None:
     check(backend, "choice", '["warm"]', any_whitespace)
     for line in sys.stdin.buffer:
         if (copy := os.fork()) == 0:
+            wake_as_orphan()
             with suppress(BaseException):  # MemoryError among them
                 _answer(backend, line, memory_bytes, any_whitespace)
                 os._exit(0)

@@ -26,10 +26,18 @@ import msgspec
 import zmq
 
 from stage03_engine.args.log import enter_process
-from stage03_engine.args.processes import end_process, end_with_parent, exit_reason, private_folder, start_process
+from stage03_engine.args.processes import (
+    end_process,
+    end_with_parent,
+    exit_reason,
+    private_folder,
+    start_process,
+    wake_as_orphan,
+)
 from stage03_engine.config import VllmConfig
 from stage03_engine.frontend.engine_process import TERMINATE_SECONDS
 from stage03_engine.frontend.features.data_parallel.restart import RestartLimit
+from stage03_engine.messages import MALFORMED
 from stage03_engine.tracing import open_trace
 from stagetrace import trace
 
@@ -210,7 +218,7 @@ class _Gatherer:
     def _receive(self) -> None:
         try:
             counts = _decode_counts(self._pull.recv())
-        except msgspec.MsgspecError:
+        except MALFORMED:
             return  # a malformed message must not end the process
         self._counts.pop(counts.engine_index, None)  # the newest is last
         self._counts[counts.engine_index], self._news = counts, True
@@ -232,6 +240,7 @@ class _Gatherer:
 
 def main(folder: Path) -> None:
     """Main function of the process."""
+    wake_as_orphan()
     trace.hold(NAME)
     if not (line := sys.stdin.buffer.readline()).endswith(b"\n"):
         return  # the parent is gone already

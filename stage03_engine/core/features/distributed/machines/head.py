@@ -45,6 +45,7 @@ from stage03_engine.core.features.distributed.machines.sameness import differenc
 from stage03_engine.core.features.distributed.multiproc_executor import MultiprocExecutor, WorkerProcesses
 from stage03_engine.core.features.distributed.worker_messages import WorkerInit
 from stage03_engine.errors import ConfigError
+from stage03_engine.messages import MALFORMED
 from stage03_engine.nodes.secure_sockets import WARN_SECONDS, Listener, NodeSecret, read_secret
 from stagetrace import trace
 
@@ -100,7 +101,7 @@ class Nodes:
     def _read(self, name: bytes, payload: bytes) -> None:
         try:
             message = decode_from_node(payload)
-        except (msgspec.MsgspecError, RecursionError) as error:
+        except MALFORMED as error:
             logger.warning("Ignored a malformed message of another machine: %s", error)
             return
         if isinstance(message, NodeHello):
@@ -161,7 +162,7 @@ class WorkersOfMachines(WorkerProcesses):
         self._agreed = must_agree(self.config)
         self._head, secret = head_address(parallel), read_secret(self.config.node_config)
         self._check_port(parallel.master_port)
-        self._links = router = WorkerRouter(tcp(self._head, "*"), secret)
+        self._links = router = WorkerRouter(tcp(self._head, "*"), secret, len(self.lanes))
         self._address = router.address
         meet = tcp(self._head, nodes_port(parallel))
         self._nodes = Nodes(meet, secret, self._welcome, self._ended, lambda why: self._fail(why, killed=True))

@@ -16,9 +16,10 @@ LINGER_MS = 1000  # for the last message of a worker that ends
 
 
 class WorkerRouter(WorkerLinks):
-    """Listens on `address`. Raises StagesError if it cannot."""
+    """Listens on `address` for so many workers; what others say is ignored. Raises StagesError if it cannot."""
 
-    def __init__(self, address: str, secret: NodeSecret | None) -> None:
+    def __init__(self, address: str, secret: NodeSecret | None, num_workers: int) -> None:
+        self._rank_of = {NAME + b"%d" % rank: rank for rank in range(num_workers)}
         self._context = zmq.Context()
         try:
             self._listener = Listener(self._context, zmq.ROUTER, address, secret)
@@ -38,8 +39,9 @@ class WorkerRouter(WorkerLinks):
     def receive(self, milliseconds: int) -> tuple[int, Message] | None:
         self._listener.socket.setsockopt(zmq.RCVTIMEO, milliseconds)
         with contextlib.suppress(zmq.Again):
-            name, kind, payload, cause = self._listener.socket.recv_multipart()
-            return int(name.removeprefix(NAME)), (kind, payload, cause)
+            name, *message = self._listener.socket.recv_multipart()
+            if name in self._rank_of and len(message) == 3:
+                return self._rank_of[name], (message[0], message[1], message[2])
         return None
 
     def close(self) -> None:

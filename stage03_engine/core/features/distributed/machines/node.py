@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-import msgspec
 import zmq
 
 from stage03_engine.config import VllmConfig
@@ -41,6 +40,7 @@ from stage03_engine.core.features.distributed.machines.messages import (
 from stage03_engine.core.features.distributed.machines.sameness import must_agree
 from stage03_engine.core.features.distributed.spawned_workers import SpawnedWorkers, worker_environment
 from stage03_engine.errors import ConfigError, StagesError
+from stage03_engine.messages import MALFORMED
 from stage03_engine.nodes.secure_sockets import Connection, Lost, Refused, read_secret
 
 logger = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ class Node:
     def _hear(self) -> NodeInit | NodeRefused | Ping | NodeStop:
         try:
             return decode_from_head(self._connection.socket.recv())
-        except msgspec.MsgspecError as error:
+        except MALFORMED as error:
             raise StagesError(f"the head at {self._address} may have another version: {error}") from None
 
     def _say_hello(self) -> None:

@@ -18,7 +18,6 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from functools import partial
 
-import msgspec
 import zmq
 
 from stage03_engine.args.processes import private_folder
@@ -49,7 +48,7 @@ from stage03_engine.frontend.features.data_parallel.nodes.messages import (
     read_launch,
 )
 from stage03_engine.frontend.features.data_parallel.restart import NodeLostError
-from stage03_engine.messages import EngineReady
+from stage03_engine.messages import MALFORMED, EngineReady
 from stage03_engine.nodes.secure_sockets import WARN_SECONDS, Listener, read_secret
 from stagetrace import trace
 
@@ -219,7 +218,7 @@ class NodeHub:
                     self._obey(peer, decode_report(rest[0]))
                 else:
                     self._outputs(peer, read_launch(first), rest)
-            except (ValueError, IndexError, RecursionError, msgspec.MsgspecError) as error:
+            except (IndexError, *MALFORMED) as error:
                 logger.warning("ignored a malformed message of a node, which may have another version: %s", error)
 
     def _outputs(self, peer: bytes, launch: tuple[int, int], frames: list[bytes]) -> None:

@@ -18,7 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 
-import msgspec
 import zmq
 
 from stage03_engine.args.log import announce, name_process
@@ -49,6 +48,7 @@ from stage03_engine.frontend.features.data_parallel.nodes.messages import (
     launch_frame,
     read_launch,
 )
+from stage03_engine.messages import MALFORMED
 from stage03_engine.nodes.secure_sockets import Connection, Lost, NodeSecret, Refused, read_secret
 from stage03_engine.tracing import open_trace
 from stagetrace import trace
@@ -220,7 +220,7 @@ class HeadlessNode:
                     self._input(read_launch(first), rest)
                     continue
                 order = decode_order(rest[0])
-            except (ValueError, IndexError, msgspec.MsgspecError) as error:
+            except (IndexError, *MALFORMED) as error:
                 logger.warning("ignored a malformed message of the head, which may have another version: %s", error)
                 continue
             if isinstance(order, Welcome):
