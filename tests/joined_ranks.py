@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.config import VllmConfig
-from stage03_engine.core.features.distributed import flags
+from stage03_engine.core.features.distributed import manifest
 from stage03_engine.core.features.distributed.parallel_state import (
     destroy_distributed,
     init_distributed,
@@ -150,7 +150,7 @@ def main(folder: Path, rank: int) -> None:
     job = json.loads((folder / "cases.json").read_text())
     tp_size = job["tp_size"]
     init_distributed(Ranks(rank, tp_size), f"file://{folder / 'rendezvous'}", "cpu", PATIENCE)
-    flags.EXECUTORS["mp"] = "joined_ranks:JoinedExecutor"
+    manifest.EXECUTORS["mp"] = "joined_ranks:JoinedExecutor"
     tensors, facts = {}, {}
     for name, case in job["cases"].items():
         case["settings"] |= {"tensor_parallel_size": tp_size, "distributed_executor_backend": "mp"}

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from stage03_engine.config import VllmConfig
-from stage03_engine.core.features.distributed import flags, parallel_state, stage_ends
+from stage03_engine.core.features.distributed import manifest, parallel_state, stage_ends
 from stage03_engine.core.features.distributed.rank_config import rank_config
 from stage03_engine.core.features.distributed.ranks import Ranks
 from stage03_engine.core.kv_cache_size import kv_block_bytes
@@ -89,7 +89,7 @@ def _receive(like: torch.Tensor, linked: bool) -> torch.Tensor:
 def stages_in_this_process() -> Iterator[None]:
     """In this block an engine with several pipeline stages runs them all in this process."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(flags.EXECUTORS, "mp", f"{__name__}:PipelineInProcess")
+        patch.setitem(manifest.EXECUTORS, "mp", f"{__name__}:PipelineInProcess")
         patch.setattr(stage_ends, "send_to_next_stage", _send)
         patch.setattr(stage_ends, "receive_from_previous_stage", _receive)
         yield

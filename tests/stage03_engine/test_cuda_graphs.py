@@ -15,7 +15,7 @@ import torch
 from triton.runtime import interpreter
 
 from stage03_engine.arg_utils import EngineArgs
-from stage03_engine.core.features import memory_profile
+from stage03_engine.core.features.memory_profile import memory_profile
 from stage03_engine.core.features.cuda_graphs import cuda_graphs, native_graphs
 from stage03_engine.core.features.cuda_graphs.cuda_graphs import CudaGraphHook, DecodeGraphs, GraphCapture, graph_sizes
 from stage03_engine.core.features.cuda_graphs.warm_up import warm_up

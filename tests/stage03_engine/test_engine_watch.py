@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from toy_engine import ToyEngine, random_life
 
-from stage03_engine.core.features import scheduler_watch
+from stage03_engine.core.features.scheduler_watch import scheduler_watch
 from stage03_engine.core.features.scheduler_watch.scheduler_watch import SHOWN, SchedulerWatch
 from stage03_engine.frontend.features import engine_watch
 from stage03_engine.frontend.features.engine_watch import EngineWatch, WatchError
