@@ -476,6 +476,8 @@ OFFERS = {
     "h2c": ["Connection: Upgrade", "Upgrade: h2c"],
     "two": ["connection:a,upgrade", "upgrade:websocket", "UPGRADE:b"],
 }
+VERSIONS = ("1.1", "1.0", "2.0", "0.9")
+ENDS: dict[str, list[str]] = {"unsaid": [], "close": ["Connection: close"], "keep-alive": ["Connection: keep-alive"]}
 
 
 def test_the_methods_are_found() -> None:
@@ -515,6 +517,32 @@ def test_every_method_in_every_form_ends(method: str, monkeypatch: pytest.Monkey
             ends = {await check(data, size) for size in (1, 7, len(data))}
             assert ends == {(0, 1)} or (method != "CONNECT" and ends == {(2, 0)}), (data, ends)
             assert method not in ("GET", "POST") or target == "x:80" or ends == {(2, 0)}, (data, ends)
+
+    run(check_all())
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_last_request_of_a_connection_is_answered_in_every_form(version: str, end: str) -> None:
+    """With an offer of another protocol it was dropped: no answer, and the connection stayed. Now the connection ends behind the
+    answer, or the next request has one too."""
+
+    async def check(data: bytes, size: int) -> tuple[int, bool]:
+        connection = Connection()
+        for start in range(0, len(data), size):
+            connection.protocol.data_received(data[start : start + size])
+        await ticks()
+        end = len(connection.answered), connection.transport.closed
+        connection.protocol.connection_lost(None)
+        assert re.findall(rb"HTTP/1.1 (\d+) ", connection.transport.answers) == [b"200"] * end[0]
+        return end
+
+    async def check_all() -> None:
+        for method, (more, body), offer in itertools.product(("GET", "POST"), BODIES.values(), OFFERS.values()):
+            head = [f"{method} /x HTTP/{version}", "Host: x", *more, *offer, *ENDS[end], "", ""]
+            data = "\r\n".join(head).encode() + body.encode() + get("/x")
+            ends = {await check(data, size) for size in (1, 7, len(data))}
+            assert ends in ({(1, True)}, {(2, False)}), (data, ends)
 
     run(check_all())
 

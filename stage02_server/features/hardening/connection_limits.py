@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextvars import copy_context
 from dataclasses import dataclass
 
+import httptools
 from uvicorn._types import ASGI3Application, ASGIReceiveCallable, ASGISendCallable, Scope
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from uvicorn.protocols.http.flow_control import FlowControl
@@ -44,8 +45,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     bytes, and the bytes since anything was complete. Beyond, the answer is a 431 and the connection ends.
 
     A request that offers another protocol (Java's client offers HTTP/2 with each) is answered as if it did not, as the standard
-    says. The parser takes all behind its header, also its body, for that protocol: so it gets the header again, once, without
-    the offer, and then the rest. CONNECT asks for a tunnel, and is refused: 400.
+    says. The parser takes all behind its header, also its body, for that protocol: so another parser gets the header again, once,
+    without the offer, and then the rest. (The first one would drop it all if the connection ends with this request.) CONNECT asks
+    for a tunnel, and is refused: 400.
 
     Invariants: between two calls of `data_received` the parser holds at most `max_bytes` bytes of something incomplete, and
     what the last call brought. Each round of the loop over what is left behind an offer begins with less than the one before.
@@ -126,8 +128,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
                 break
             assert self._rest > 0, "an offer ends behind the byte that completes its header"
             data = data[self._rest :]
+            header = self._without_offer()
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
             self._repeats = True
-            super().data_received(self._without_offer())
+            super().data_received(header)
             self._repeats = False
             if self.transport.is_closing():
                 return
