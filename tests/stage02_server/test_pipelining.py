@@ -416,6 +416,47 @@ def test_a_body_of_line_ends_is_parsed_in_few_pieces(form: str, most: int, monke
     run(check())
 
 
+@pytest.mark.parametrize("name", ["requests", "chunks of 1", "one request", "a byte"])
+def test_what_thousands_bring_in_one_turn_is_not_parsed_in_one_turn(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However little each of them brings; and all are answered, and nobody who comes later waits for them."""
+    monkeypatch.setattr(connection_limits, "FIRST_SECONDS", 1e-9)
+    monkeypatch.setattr(connection_limits, "PARSING_SECONDS", 1e-9)
+    pieces: list[bytes] = []
+    parse = LimitedHttpProtocol.data_received
+    monkeypatch.setattr(
+        LimitedHttpProtocol, "data_received", lambda self, data: (pieces.append(data), parse(self, data))
+    )
+    data = {"one request": get("/x"), "a byte": b"G"}.get(name) or WORK[name]
+
+    async def check() -> None:
+        http = timed_protocol(FrontendArgs())
+        connections = [Connection(http) for _ in range(20)]
+        for connection in connections:
+            connection.protocol.data_received(data)
+        assert len(pieces) == 1
+        assert [connection.transport.reading for connection in connections[1:]] == [False] * 19
+        newcomer = Connection(http)
+        for _ in range(5):
+            pieces.clear()
+            await asyncio.sleep(0)
+            assert len(pieces) <= 1
+        while any(connection.protocol._held for connection in connections):
+            pieces.clear()
+            await asyncio.sleep(0)
+            assert len(pieces) <= 1
+        if name == "a byte":
+            for connection in connections:
+                connection.protocol.data_received(get("/x")[1:])
+        newcomer.protocol.data_received(get("/x"))
+        while not all(connection.answered for connection in (newcomer, *connections)):
+            await asyncio.sleep(0)
+        for connection in (newcomer, *connections):
+            assert connection.transport.reading and not connection.transport.closed
+            connection.protocol.connection_lost(None)
+
+    run(check())
+
+
 def test_offers_of_another_protocol_are_ignored() -> None:
     """Java's client makes one with each request: uvicorn dropped the body, and what came behind."""
     offer = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAEAAEAA")

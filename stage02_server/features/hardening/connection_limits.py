@@ -29,6 +29,7 @@ LINES = 2  # the fewest of a request: the request line and an empty one
 BYTES = 18  # and the fewest bytes: GET / HTTP/1.1, and two line ends
 MOST_REQUESTS = 8  # in a piece that is parsed at once: a quarter of a millisecond
 PARSING_SECONDS = 0.002  # of a turn of the event loop, for all connections together, beyond the first piece of each
+FIRST_SECONDS = 0.02  # and with the first pieces: thousands of connections may bring one in the same turn
 STARTS = 8  # requests that begin in one turn of the event loop: a millisecond or two of small ones
 
 
@@ -197,7 +198,8 @@ class _Turns:
 
 class ParsingTurns(_Turns):
     """What parsing may take of one turn of the event loop, over all connections of a server. The first piece of what a connection
-    brings is parsed at once, so that who sends little never waits; for more it waits in line, and nothing is read from it.
+    brings is parsed at once, so that who sends little does not wait; for more it waits in line, and nothing is read from it. Where so
+    many bring something that even the first pieces take long, the rest of them wait in line as well.
 
     Invariant: while a connection is in line, there will be another turn.
     """
@@ -207,9 +209,9 @@ class ParsingTurns(_Turns):
         self._line: dict[PipelinedHttpProtocol, None] = {}  # the longest wait first
         self._seconds = 0.0  # of this turn, so far
 
-    def is_over(self) -> bool:
-        """True if parsing has had its time in this turn."""
-        return self._seconds >= PARSING_SECONDS
+    def is_over(self, first: bool = False) -> bool:
+        """True if parsing has had its time in this turn; the first piece that a connection brings may take more of it."""
+        return self._seconds >= (FIRST_SECONDS if first else PARSING_SECONDS)
 
     def spent(self, seconds: float) -> None:
         """A piece took so long."""
@@ -397,7 +399,7 @@ class PipelinedHttpProtocol(LimitedHttpProtocol):
         while at < len(data) and not self._broken and not self.transport.is_closing():
             room = min(self.max_pipelined + 1 - len(self._cycles), MOST_REQUESTS)
             self._ahead = room <= 0 or sum(self._cycles.values()) > self.max_bytes
-            if self._ahead or (at and self.turns.is_over()):
+            if self._ahead or self.turns.is_over(first=at == 0):
                 self._hold(data[at:])
                 return
             end = max(_end_of_lines(data, at, LINES * room), at + BYTES * room, at + self._body_left)
