@@ -47,6 +47,7 @@ _DECODE: dict[EngineCoreRequestType, Callable[[bytes], _Message]] = {
     EngineCoreRequestType.ABORT: messages.decode_abort,
     EngineCoreRequestType.UTILITY: messages.decode_utility,
 }
+INPUT_SECONDS = 0.05  # for messages between two steps: thousands of requests that arrive at once hold up no running one
 
 
 def make_core(config: VllmConfig) -> EngineCore:
@@ -144,12 +145,13 @@ class EngineCoreProc:
                 self.output_queue.put(outputs)
 
     def _process_input_queue(self) -> None:
-        """Handle every queued message; when idle, wait for one."""
+        """Handle the queued messages, those of a crowd between several steps; when idle, wait for one."""
         if not self.core.has_unfinished_requests and self.input_queue.empty():
             if trace.on:
                 trace.flush()
             self._handle(*self.input_queue.get())
-        while not self.input_queue.empty():
+        end = time.monotonic() + INPUT_SECONDS
+        while not self.input_queue.empty() and time.monotonic() < end:
             self._handle(*self.input_queue.get_nowait())
 
     def _handle(self, request_type: EngineCoreRequestType | None, message: object) -> None:

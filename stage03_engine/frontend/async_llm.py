@@ -115,8 +115,10 @@ class AsyncLLM:
         for feature in self.outgoing:
             feature(request)
         queue = RequestOutputCollector(request.sampling_params.output_kind)
-        for child in self.output_processor.add_request(request, prompt, queue):
+        for number, child in enumerate(self.output_processor.add_request(request, prompt, queue), start=1):
             await self.engine_core.add_request_async(child)
+            if number % 16 == 0:  # sending does not wait, and others have a turn in between
+                await asyncio.sleep(0)
         return queue
 
     async def abort(self, request_id: str, reason: str = "client is gone") -> None:

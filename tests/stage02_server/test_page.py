@@ -273,7 +273,9 @@ def facts(engine: ToyEngine) -> dict[str, Any]:
             holders.setdefault(block, []).append(request.request_id)
     return {
         "running": sorted([r.request_id, r.num_tokens, r.num_computed_tokens] for r in scheduler.running),
-        "waiting": sorted([r.request_id, r.num_tokens, r.num_computed_tokens] for r in (*scheduler.waiting, *scheduler.held.values())),
+        "waiting": sorted(
+            [r.request_id, r.num_tokens, r.num_computed_tokens] for r in (*scheduler.waiting, *scheduler.held.values())
+        ),
         "holders": [[block, sorted(who)] for block, who in sorted(holders.items())],
         "cached": sorted(cached_blocks(pool)),
         "free": pool.num_free,

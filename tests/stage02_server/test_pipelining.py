@@ -416,6 +416,47 @@ def test_a_body_of_line_ends_is_parsed_in_few_pieces(form: str, most: int, monke
     run(check())
 
 
+@pytest.mark.parametrize("name", ["requests", "chunks of 1", "one request", "a byte"])
+def test_what_thousands_bring_in_one_turn_is_not_parsed_in_one_turn(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However little each of them brings; and all are answered, and nobody who comes later waits for them."""
+    monkeypatch.setattr(connection_limits, "FIRST_SECONDS", 1e-9)
+    monkeypatch.setattr(connection_limits, "PARSING_SECONDS", 1e-9)
+    pieces: list[bytes] = []
+    parse = LimitedHttpProtocol.data_received
+    monkeypatch.setattr(
+        LimitedHttpProtocol, "data_received", lambda self, data: (pieces.append(data), parse(self, data))
+    )
+    data = {"one request": get("/x"), "a byte": b"G"}.get(name) or WORK[name]
+
+    async def check() -> None:
+        http = timed_protocol(FrontendArgs())
+        connections = [Connection(http) for _ in range(20)]
+        for connection in connections:
+            connection.protocol.data_received(data)
+        assert len(pieces) == 1
+        assert [connection.transport.reading for connection in connections[1:]] == [False] * 19
+        newcomer = Connection(http)
+        for _ in range(5):
+            pieces.clear()
+            await asyncio.sleep(0)
+            assert len(pieces) <= 1
+        while any(connection.protocol._held for connection in connections):
+            pieces.clear()
+            await asyncio.sleep(0)
+            assert len(pieces) <= 1
+        if name == "a byte":
+            for connection in connections:
+                connection.protocol.data_received(get("/x")[1:])
+        newcomer.protocol.data_received(get("/x"))
+        while not all(connection.answered for connection in (newcomer, *connections)):
+            await asyncio.sleep(0)
+        for connection in (newcomer, *connections):
+            assert connection.transport.reading and not connection.transport.closed
+            connection.protocol.connection_lost(None)
+
+    run(check())
+
+
 def test_offers_of_another_protocol_are_ignored() -> None:
     """Java's client makes one with each request: uvicorn dropped the body, and what came behind."""
     offer = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAEAAEAA")
@@ -476,6 +517,8 @@ OFFERS = {
     "h2c": ["Connection: Upgrade", "Upgrade: h2c"],
     "two": ["connection:a,upgrade", "upgrade:websocket", "UPGRADE:b"],
 }
+VERSIONS = ("1.1", "1.0", "2.0", "0.9")
+ENDS: dict[str, list[str]] = {"unsaid": [], "close": ["Connection: close"], "keep-alive": ["Connection: keep-alive"]}
 
 
 def test_the_methods_are_found() -> None:
@@ -515,6 +558,32 @@ def test_every_method_in_every_form_ends(method: str, monkeypatch: pytest.Monkey
             ends = {await check(data, size) for size in (1, 7, len(data))}
             assert ends == {(0, 1)} or (method != "CONNECT" and ends == {(2, 0)}), (data, ends)
             assert method not in ("GET", "POST") or target == "x:80" or ends == {(2, 0)}, (data, ends)
+
+    run(check_all())
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_last_request_of_a_connection_is_answered_in_every_form(version: str, end: str) -> None:
+    """With an offer of another protocol it was dropped: no answer, and the connection stayed. Now the connection ends behind the
+    answer, or the next request has one too."""
+
+    async def check(data: bytes, size: int) -> tuple[int, bool]:
+        connection = Connection()
+        for start in range(0, len(data), size):
+            connection.protocol.data_received(data[start : start + size])
+        await ticks()
+        end = len(connection.answered), connection.transport.closed
+        connection.protocol.connection_lost(None)
+        assert re.findall(rb"HTTP/1.1 (\d+) ", connection.transport.answers) == [b"200"] * end[0]
+        return end
+
+    async def check_all() -> None:
+        for method, (more, body), offer in itertools.product(("GET", "POST"), BODIES.values(), OFFERS.values()):
+            head = [f"{method} /x HTTP/{version}", "Host: x", *more, *offer, *ENDS[end], "", ""]
+            data = "\r\n".join(head).encode() + body.encode() + get("/x")
+            ends = {await check(data, size) for size in (1, 7, len(data))}
+            assert ends in ({(1, True)}, {(2, False)}), (data, ends)
 
     run(check_all())
 

@@ -15,10 +15,10 @@ import torch
 from triton.runtime import interpreter
 
 from stage03_engine.arg_utils import EngineArgs
-from stage03_engine.core.features.memory_profile import memory_profile
 from stage03_engine.core.features.cuda_graphs import cuda_graphs, native_graphs
 from stage03_engine.core.features.cuda_graphs.cuda_graphs import CudaGraphHook, DecodeGraphs, GraphCapture, graph_sizes
 from stage03_engine.core.features.cuda_graphs.warm_up import warm_up
+from stage03_engine.core.features.memory_profile import memory_profile
 from stage03_engine.core.features.memory_profile.memory_profile import (
     dummy_inputs,
     measure_activations,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import pickle
+import queue
 import signal
 import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -17,6 +19,7 @@ from patience import PATIENCE
 
 from stage03_engine import messages
 from stage03_engine.arg_utils import EngineArgs
+from stage03_engine.core.engine_core_proc import EngineCoreProc
 from stage03_engine.errors import EngineDeadError, EngineStartError
 from stage03_engine.frontend import engine_process
 from stage03_engine.frontend.core_client import decode_outputs
@@ -24,7 +27,7 @@ from stage03_engine.frontend.engine_process import EngineProcess
 from stage03_engine.frontend.features.in_process.sync_mp_client import SyncMPClient
 from stage03_engine.frontend.input_processor import InputProcessor
 from stage03_engine.frontend.tokenizer import init_tokenizer_from_configs
-from stage03_engine.messages import EngineCoreOutputs, EngineCoreRequest
+from stage03_engine.messages import EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType
 from stage03_engine.sampling_params import SamplingParams
 
 CONFIG = EngineArgs.from_kwargs(model="gpt2-tiny", kv_cache_memory_bytes=50_000_000)
@@ -199,3 +202,21 @@ def test_messages_survive_the_wire() -> None:
     assert messages.decode_add(messages.encode(sent)) == sent
     init = messages.EngineInit(CONFIG, "ipc://a", "ipc://b", "run")
     assert messages.decode_handshake(messages.encode(init)) == init
+
+
+def test_a_crowd_of_messages_holds_up_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many arrive, and however fast: some are handled, then a step is due."""
+    process = EngineCoreProc.__new__(EngineCoreProc)
+    process.core = SimpleNamespace(has_unfinished_requests=True)  # type: ignore[assignment]
+    process.input_queue = queue.Queue()
+    process.input_queue.put((EngineCoreRequestType.ADD, None))  # type: ignore[arg-type]
+    handled = []
+
+    def handle(kind: EngineCoreRequestType, message: object) -> None:
+        handled.append(kind)
+        process.input_queue.put((kind, message))  # type: ignore[arg-type]  # another has arrived meanwhile
+        assert len(handled) < 10_000_000, "no step is ever made"
+
+    monkeypatch.setattr(process, "_handle", handle)
+    process._process_input_queue()
+    assert handled and not process.input_queue.empty()

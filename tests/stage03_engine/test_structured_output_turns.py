@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,13 +20,15 @@ from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.config import SchedulerConfig, VllmConfig
 from stage03_engine.core.features.debug.scheduler_checks import check_invariants
 from stage03_engine.core.features.structured_output import manager as rooms
-from stage03_engine.core.features.structured_output.backend_guidance import GrammarState
+from stage03_engine.core.features.structured_output.backend_guidance import GrammarState, Guidance, Matcher
 from stage03_engine.core.features.structured_output.grammar_checker import GrammarChecker, LostError
+from stage03_engine.core.features.structured_output.lark import to_lark
 from stage03_engine.core.features.structured_output.manager import StructuredOutputManager
 from stage03_engine.core.features.structured_output.scheduler_hook import GrammarSchedulerHook
 from stage03_engine.core.features.structured_output.step_threads import Job, StepThreads
 from stage03_engine.core.features.structured_output.turns import Asker, Turns
 from stage03_engine.core.request import RequestStatus
+from stage03_engine.grammar.vocabulary import Vocabulary
 from stage03_engine.llm import LLM
 from stage03_engine.messages import EngineCoreOutput
 from stage03_engine.params.structured_outputs import StructuredOutputsParams as Wanted
@@ -95,7 +98,8 @@ def test_threads_begin_nothing_when_the_budget_is_over() -> None:
     jobs = [Job(lambda i=i: work(i)) for i in range(100)]  # type: ignore[misc]
     for job in jobs:
         threads.add(Asker(None, "x"), job)
-    threads.run(60.0, enough=lambda: bool(began))
+    while not began:
+        threads.run(0.1)
     assert 1 <= len(began) <= threads._num_threads <= 8
     go_on.set()
     with threads.news:
@@ -112,7 +116,7 @@ def test_the_clock_of_a_job_runs_when_a_thread_begins_with_it() -> None:
     """And only the thread of the one that takes too long is given up."""
     go_on = threading.Event()
     threads = StepThreads(0.01)
-    slow = [Job(lambda: go_on.wait(60) and GrammarState(b"")) for _ in range(8)]  # type: ignore
+    slow = [Job(lambda: go_on.wait(60) and GrammarState(b"")) for _ in range(threads._most_threads)]  # type: ignore
     waits, panics = Job(lambda: GrammarState(b"x")), Job(lambda: 1 / 0)  # type: ignore
     for job in slow:
         threads.add(Asker(None, "x"), job)
@@ -178,6 +182,108 @@ def test_who_sits_out_writes_the_same_and_is_replayed(ahead: bool, tmp_path: Pat
     assert run.named("grammar.missed") and run.named("sched.preempt")
     for folder in ("usual", "hasty"):
         assert [result.difference for result in replay(tmp_path / folder)] == [None]
+
+
+# Grammars whose items are few, and the ways to them many: no limit of llguidance stops a step of a second or more
+
+AMBIGUOUS = {
+    "two of itself": 'root ::= root root | "a"',
+    "three of itself": 'root ::= root root root | root root | "a" | "b" | "ab"',
+    "nested repetition": 'root ::= ("a"{0,300}){0,300}',
+    "mirrored": 'root ::= "a" root "a" | "a" root | root "a" | "a"',
+    "empty parts": 'root ::= part part part part\npart ::= part part | "" | "a"',
+}
+VOCABULARY = Vocabulary([bytes([byte]) for byte in range(256)] + [b"a" * length for length in range(2, 21)], None)
+LONG_TOKENS = [274] * 14
+
+
+def longest_standstill(work: Callable[[], object]) -> tuple[float, float]:
+    """(how long it took in a thread, for how long the interpreter could do nothing else meanwhile), both in seconds."""
+    thread, start, longest = threading.Thread(target=work), time.perf_counter(), 0.0
+    thread.start()
+    while thread.is_alive():
+        before = time.perf_counter()
+        time.sleep(0.001)
+        longest = max(longest, time.perf_counter() - before)
+    return time.perf_counter() - start, longest
+
+
+@pytest.mark.parametrize("name", AMBIGUOUS)
+def test_the_interpreter_goes_on_while_a_grammar_moves_on(name: str) -> None:
+    """Also while another request with the same grammar does: they share a lexer and its lock."""
+    backend = Guidance(VOCABULARY, len(VOCABULARY.tokens))
+    compiled = backend.compile(to_lark("grammar", AMBIGUOUS[name]))
+    one, other, third = (Matcher(backend, compiled, False) for _ in range(3))
+    works = [one.start, other.start, partial(accept_each, third, LONG_TOKENS)]
+    took, stood = longest_standstill(partial(run_together, works))
+    assert stood < 0.15 + took / 20, f"the interpreter stood for {stood:.2f} of {took:.2f} s"
+
+
+def accept_each(matcher: Matcher, token_ids: list[int]) -> None:
+    """Until the grammar fails."""
+    for token_id in token_ids:
+        if matcher.accept([token_id]).failed:
+            break
+
+
+def run_together(works: list[Callable[[], object]]) -> None:
+    """Each in a thread of its own."""
+    threads = [threading.Thread(target=work) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def test_one_key_leaves_threads_to_the_others_also_while_it_waits_for_lost_ones() -> None:
+    go_on, threads = threading.Event(), StepThreads(0.05)
+    slow = [Job(lambda: go_on.wait(60) and GrammarState(b"")) for _ in range(40)]  # type: ignore
+    for job in slow:
+        threads.add(Asker(A, "x"), job)
+    for _ in range(20):
+        quick = Job(lambda: GrammarState(b"x"))
+        threads.add(Asker(B, "y"), quick)
+        while quick.state is None:
+            threads.run(0.005)
+            threads.take_done()
+        time.sleep(0.01)
+    begun = sum(job.began is not None for job in slow)
+    assert begun == threads._most_threads // 2, "each was given up, and its thread still counts"
+    go_on.set()
+    done = set[Job]()
+    while len(done) < 40 + 20 - 20 - begun:
+        threads.run(PATIENCE)
+        done |= set(threads.take_done())
+    assert all(job.state is not None for job in done)
+    threads.shutdown()
+
+
+def test_without_keys_threads_that_are_given_up_are_bounded() -> None:
+    go_on, threads = threading.Event(), StepThreads(0.001)
+    slow = [Job(lambda: go_on.wait(60) and GrammarState(b"")) for _ in range(100)]  # type: ignore
+    for job in slow:
+        threads.add(Asker(None, "x"), job)
+    for _ in range(200):
+        threads.run(0.002)
+        threads.take_done()
+    assert sum(job.began is not None for job in slow) == 2 * threads._most_threads
+    go_on.set()
+    threads.shutdown()
+
+
+def test_a_step_waits_once_for_each_job_and_not_again() -> None:
+    go_on, threads = threading.Event(), StepThreads(60.0)
+    job = Job(lambda: go_on.wait(60) and GrammarState(b""))  # type: ignore
+    threads.add(Asker(A, "x"), job)
+    threads.run(0.05)
+    start = time.monotonic()
+    threads.run(PATIENCE)  # for nothing
+    quick = Job(lambda: GrammarState(b"x"))
+    threads.add(Asker(B, "y"), quick)
+    threads.run(PATIENCE)  # for the other
+    assert time.monotonic() - start < PATIENCE / 2 and quick.state is not None and job.state is None and job.missed
+    go_on.set()
+    threads.shutdown()
 
 
 # Compiling

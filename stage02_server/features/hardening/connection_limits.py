@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextvars import copy_context
 from dataclasses import dataclass
 
+import httptools
 from uvicorn._types import ASGI3Application, ASGIReceiveCallable, ASGISendCallable, Scope
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from uvicorn.protocols.http.flow_control import FlowControl
@@ -28,6 +29,7 @@ LINES = 2  # the fewest of a request: the request line and an empty one
 BYTES = 18  # and the fewest bytes: GET / HTTP/1.1, and two line ends
 MOST_REQUESTS = 8  # in a piece that is parsed at once: a quarter of a millisecond
 PARSING_SECONDS = 0.002  # of a turn of the event loop, for all connections together, beyond the first piece of each
+FIRST_SECONDS = 0.02  # and with the first pieces: thousands of connections may bring one in the same turn
 STARTS = 8  # requests that begin in one turn of the event loop: a millisecond or two of small ones
 
 
@@ -44,8 +46,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     bytes, and the bytes since anything was complete. Beyond, the answer is a 431 and the connection ends.
 
     A request that offers another protocol (Java's client offers HTTP/2 with each) is answered as if it did not, as the standard
-    says. The parser takes all behind its header, also its body, for that protocol: so it gets the header again, once, without
-    the offer, and then the rest. CONNECT asks for a tunnel, and is refused: 400.
+    says. The parser takes all behind its header, also its body, for that protocol: so another parser gets the header again, once,
+    without the offer, and then the rest. (The first one would drop it all if the connection ends with this request.) CONNECT asks
+    for a tunnel, and is refused: 400.
 
     Invariants: between two calls of `data_received` the parser holds at most `max_bytes` bytes of something incomplete, and
     what the last call brought. Each round of the loop over what is left behind an offer begins with less than the one before.
@@ -126,8 +129,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
                 break
             assert self._rest > 0, "an offer ends behind the byte that completes its header"
             data = data[self._rest :]
+            header = self._without_offer()
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
             self._repeats = True
-            super().data_received(self._without_offer())
+            super().data_received(header)
             self._repeats = False
             if self.transport.is_closing():
                 return
@@ -192,7 +198,8 @@ class _Turns:
 
 class ParsingTurns(_Turns):
     """What parsing may take of one turn of the event loop, over all connections of a server. The first piece of what a connection
-    brings is parsed at once, so that who sends little never waits; for more it waits in line, and nothing is read from it.
+    brings is parsed at once, so that who sends little does not wait; for more it waits in line, and nothing is read from it. Where so
+    many bring something that even the first pieces take long, the rest of them wait in line as well.
 
     Invariant: while a connection is in line, there will be another turn.
     """
@@ -202,9 +209,9 @@ class ParsingTurns(_Turns):
         self._line: dict[PipelinedHttpProtocol, None] = {}  # the longest wait first
         self._seconds = 0.0  # of this turn, so far
 
-    def is_over(self) -> bool:
-        """True if parsing has had its time in this turn."""
-        return self._seconds >= PARSING_SECONDS
+    def is_over(self, first: bool = False) -> bool:
+        """True if parsing has had its time in this turn; the first piece that a connection brings may take more of it."""
+        return self._seconds >= (FIRST_SECONDS if first else PARSING_SECONDS)
 
     def spent(self, seconds: float) -> None:
         """A piece took so long."""
@@ -392,7 +399,7 @@ class PipelinedHttpProtocol(LimitedHttpProtocol):
         while at < len(data) and not self._broken and not self.transport.is_closing():
             room = min(self.max_pipelined + 1 - len(self._cycles), MOST_REQUESTS)
             self._ahead = room <= 0 or sum(self._cycles.values()) > self.max_bytes
-            if self._ahead or (at and self.turns.is_over()):
+            if self._ahead or self.turns.is_over(first=at == 0):
                 self._hold(data[at:])
                 return
             end = max(_end_of_lines(data, at, LINES * room), at + BYTES * room, at + self._body_left)

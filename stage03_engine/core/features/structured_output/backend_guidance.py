@@ -6,6 +6,7 @@ Only this module and grammar_checker.py load it, when the first request with a g
 from __future__ import annotations
 
 import re
+import threading
 from typing import Any
 
 import msgspec
@@ -41,12 +42,14 @@ class Guidance:
     """Compiles grammars for one vocabulary."""
 
     def __init__(self, vocabulary: Vocabulary, vocab_size: int) -> None:
-        from llguidance import LLTokenizer
+        from llguidance import LLMatcher, LLTokenizer
 
         self.eos_token_id = vocabulary.eos_token_id
         self.has_eos = self.eos_token_id < vocab_size
         self.num_mask_bytes = (vocab_size + 31) // 32 * 4
         self._tokenizer = LLTokenizer(vocabulary)  # type: ignore[arg-type]  # it has what that class has
+        self.nothing = LLMatcher(self._tokenizer, "", log_level=0)  # an error, which takes no token
+        self._local = threading.local()
 
     def compile(self, lark: str) -> Any:
         """An `LLMatcher` at the start of the grammar, to be copied. Raises ValueError with what is wrong."""
@@ -57,12 +60,25 @@ class Guidance:
             raise ValueError(_describe(matcher.get_error()))
         return matcher
 
+    @property
+    def executor(self) -> Any:
+        """One for each thread that asks, so that no thread waits for what another gives it to do."""
+        from llguidance import LLExecutor
+
+        if not hasattr(self._local, "executor"):
+            self._local.executor = LLExecutor(1)
+        return self._local.executor
+
 
 class Matcher:
-    """One request's way through a grammar."""
+    """One request's way through a grammar.
+
+    Invariant: whatever may take long, or wait for another request with the same grammar (they share a lexer and its lock), releases
+    the interpreter lock. Of an `LLMatcher` only compiling and masks do; so no token is validated, and `is_accepting` not asked.
+    """
 
     def __init__(self, backend: Guidance, compiled: Any, ignore_eos: bool) -> None:
-        self._backend, self._matcher = backend, compiled.deep_copy()
+        self._backend, self._matcher, self._nothing = backend, compiled.deep_copy(), backend.nothing.deep_copy()
         self._ignore_eos = ignore_eos or not backend.has_eos
 
     def start(self) -> GrammarState:
@@ -72,24 +88,25 @@ class Matcher:
 
     def accept(self, token_ids: list[int]) -> GrammarState:
         """Move on by the tokens that were sampled."""
-        eos = self._backend.eos_token_id
-        if token_ids[-1:] == [eos] and self._matcher.consume_tokens(token_ids[:-1]) and self._matcher.is_accepting():
-            return GrammarState(b"", complete=True)
-        if self._matcher.validate_tokens(token_ids) < len(token_ids):
-            return GrammarState(b"", failed=STUCK)
-        if not self._matcher.consume_tokens(token_ids):
+        if not all(self._consume(token_id) for token_id in token_ids):
             return GrammarState(b"", failed=_failure(self._matcher))
-        return self._state()
+        return GrammarState(b"", complete=True) if token_ids[-1:] == [self._backend.eos_token_id] else self._state()
+
+    def _consume(self, token_id: int) -> bool:
+        """False if the grammar does not allow the token. The executor releases the interpreter lock only for two matchers at once."""
+        both = [(self._matcher, token_id), (self._nothing, token_id)]
+        consumed: bool = self._backend.executor.consume_token_par(both)[0]
+        return consumed
 
     def _state(self) -> GrammarState:
         """Invariant: a mask that is handed out allows at least one token."""
-        with_eos = self._matcher.compute_bitmask()[: self._backend.num_mask_bytes]
-        accepting = self._matcher.is_accepting()
+        mask, eos = bytearray(self._matcher.compute_bitmask()), self._backend.eos_token_id
         if self._matcher.is_error():
             return GrammarState(b"", failed=_failure(self._matcher))
-        mask, eos = bytearray(with_eos), self._backend.eos_token_id
-        if eos // 8 < len(mask):
-            mask[eos // 8] &= ~(1 << eos % 8)
+        with_eos = bytes(mask[: self._backend.num_mask_bytes])
+        accepting = bool(mask[eos // 8] >> eos % 8 & 1)
+        mask[eos // 8] &= ~(1 << eos % 8)
+        del mask[self._backend.num_mask_bytes :]
         if mask == bytes(len(mask)):
             return GrammarState(b"", complete=accepting, failed="" if accepting else STUCK)
         return GrammarState(bytes(mask) if self._ignore_eos else with_eos)
@@ -97,7 +114,8 @@ class Matcher:
 
 def _failure(matcher: Any) -> str:
     error = matcher.get_error()
-    if error.startswith("NoExtension"):  # nothing that the grammar allows can be completed
+    # Nothing that the grammar allows can be completed; or something else allows a token that the grammar does not.
+    if error.startswith("NoExtension") or "doesn't satisfy the grammar" in error:
         return STUCK
     return f"is too complex: {_describe(error)}"
 

@@ -3,12 +3,20 @@
 A mask takes some microseconds or, in a grammar made for it, as long as llguidance lets it. Hundreds of requests may need one at the same
 time. So a step waits for all of them together, no longer than its budget. The threads begin a job only while a step waits for
 them; what is left keeps its place, and the next step goes on with it. Jobs have turns (turns.py).
+
+Some jobs take a second or more: llguidance's limits count the items of an ambiguous grammar, and not the ways to each. So
+a job is waited for once, and no later step waits for it again. With several API keys each has half of the threads, so another always finds one. A
+job that takes too long is given up, but cannot be stopped: its thread still counts for its key, and without keys there are at most twice as
+many threads. All step back for whatever else wants to compute (nice).
 """
 
 from __future__ import annotations
 
 import os
+import sys
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Condition, Lock, Thread
@@ -20,6 +28,7 @@ if TYPE_CHECKING:
     from stage03_engine.core.features.structured_output.backend_guidance import GrammarState
 
 MAX_THREADS = 8
+NICE = 5  # a third of a busy core, beside the engine's own threads
 
 
 @dataclass(eq=False)
@@ -30,10 +39,12 @@ class Job:
     began: float | None = None  # time.monotonic() when a thread took it; None: it is queued
     state: GrammarState | None = None  # the result; None after the end: it took too long
     dropped: bool = False  # nobody waits for it any more
+    tenant: int | None = None  # the API key whose turn it had
+    missed: bool = False  # a step has waited for it already
 
 
 class StepThreads:
-    """As many threads as cores, MAX_THREADS at most. All methods but the threads' own belong to one thread, the engine's.
+    """As many threads as cores, from two to MAX_THREADS. All methods but the threads' own belong to one thread, the engine's.
 
     Invariant: no thread begins a job outside of `run`.
     """
@@ -42,8 +53,12 @@ class StepThreads:
         self.seconds_per_job = seconds_per_job
         self._lock = Lock()
         self._work, self.news = Condition(self._lock), Condition(self._lock)
-        self._queue: Turns[Job] = Turns()
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self._most_threads = max(2, min(cores, MAX_THREADS))
+        self._queue: Turns[tuple[Asker, Job]] = Turns()
         self._running: set[Job] = set()
+        self._held: Counter[int | None] = Counter()  # API key -> threads that work for it, or were given up
+        self._resting: set[int | None] = set()  # keys that hold as many threads as they may
         self._done: list[Job] = []
         self._until = 0.0  # the end of the step's budget
         self._num_threads = 0
@@ -52,21 +67,30 @@ class StepThreads:
     def add(self, asker: Asker, job: Job) -> None:
         """Queue a job for the next `run`. One that several ask for has a place with each; the first turn counts."""
         with self._lock:
-            self._queue.add(asker, job)
+            self._queue.add(asker, (asker, job))
 
     def run(self, seconds: float, enough: Callable[[], bool] | None = None) -> None:
-        """Let the threads work, `seconds` at most, until all is done, or `enough`, which is asked again after each of the `news`."""
+        """Let the threads work, `seconds` at most, until all is done that a step has not waited for already, or `enough`, which is
+        asked again after each of the `news`."""
         end = time.monotonic() + seconds
         with self._lock:
             if self._queue:
                 self._start_threads()
                 self._until = end
                 self._work.notify_all()
-            while self.busy if enough is None else not enough():
+            while self._promises if enough is None else not enough():
                 if (left := end - time.monotonic()) <= 0:
                     break
                 self.news.wait(left)
             self._until = 0.0
+            for job in self._running if enough is None else ():
+                job.missed = True
+
+    @property
+    def _promises(self) -> bool:
+        """May a job end, or begin, that no step has waited for?"""
+        begins = len(self._running) < self._num_threads and self._queue.has_next(self._resting)
+        return begins or not all(job.missed for job in self._running)
 
     @property
     def has_done(self) -> bool:
@@ -90,16 +114,20 @@ class StepThreads:
         return done
 
     def _start_threads(self) -> None:
-        if hasattr(os, "sched_getaffinity"):
-            cores = len(os.sched_getaffinity(0))
-        else:
-            cores = os.cpu_count() or 1
-        while self._num_threads < min(cores, MAX_THREADS):
+        while self._num_threads < self._most_threads:
             self._num_threads += 1
             Thread(target=self._serve, name="grammar-step", daemon=True).start()
 
+    def _hold(self, tenant: int | None, number: int) -> None:
+        """A thread begins (1) or ends (-1) a job of this key."""
+        self._held[tenant] += number
+        most = 2 * self._most_threads if tenant is None else self._most_threads // 2
+        (self._resting.add if self._held[tenant] >= most else self._resting.discard)(tenant)
+
     def _serve(self) -> None:
         """One thread."""
+        if sys.platform == "linux":  # elsewhere it would be the whole process
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + NICE)
         from stage03_engine.core.features.structured_output.backend_guidance import GrammarState
 
         while (job := self._next()) is not None:
@@ -108,6 +136,8 @@ class StepThreads:
             except BaseException:  # a panic of llguidance is not even an Exception
                 state = GrammarState(b"", failed="cannot be followed: the grammar compiler failed")
             with self._lock:
+                self._hold(job.tenant, -1)
+                self._work.notify_all()  # perhaps the key may begin another
                 if job not in self._running:  # it was given up, and this thread with it
                     return
                 self._running.remove(job)
@@ -118,11 +148,12 @@ class StepThreads:
     def _next(self) -> Job | None:
         with self._lock:
             while not self._closed:
-                while self._queue and time.monotonic() < self._until:
-                    job = self._queue.pop()
+                while self._queue.has_next(self._resting) and time.monotonic() < self._until:
+                    asker, job = self._queue.pop(self._resting)
                     if not job.dropped and job.began is None:
-                        job.began = time.monotonic()
+                        job.began, job.tenant = time.monotonic(), asker.tenant
                         self._running.add(job)
+                        self._hold(asker.tenant, 1)
                         return job
                 self.news.notify_all()  # perhaps all is done
                 self._work.wait()

@@ -6,6 +6,7 @@ Between two turns of a key each other key has at most one, however much it has q
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Collection
 from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -19,7 +20,7 @@ class Asker(NamedTuple):
 
 
 class Turns(Generic[T]):
-    """A queue of queues; `add` and `pop` take O(1)."""
+    """A queue of queues; `add` takes O(1), and `pop` O(keys that rest)."""
 
     def __init__(self) -> None:
         self._tenants: OrderedDict[int | None, OrderedDict[str, deque[T]]] = OrderedDict()  # none of them empty
@@ -31,9 +32,14 @@ class Turns(Generic[T]):
         """Queue an item behind those of the same HTTP request; a new key, or HTTP request, has its turn last."""
         self._tenants.setdefault(asker.tenant, OrderedDict()).setdefault(asker.group, deque()).append(item)
 
-    def pop(self) -> T:
-        """The next item; the turn passes on. Raises KeyError if there is none."""
-        tenant, groups = self._tenants.popitem(last=False)
+    def has_next(self, resting: Collection[int | None]) -> bool:
+        """Is there an item of a key that does not rest?"""
+        return any(tenant not in resting for tenant in self._tenants)
+
+    def pop(self, resting: Collection[int | None] = ()) -> T:
+        """The next item; the turn passes on. Keys that rest are passed over. Raises StopIteration if there is none."""
+        tenant = next(tenant for tenant in self._tenants if tenant not in resting)
+        groups = self._tenants.pop(tenant)
         group, items = groups.popitem(last=False)
         item = items.popleft()
         if items:
