@@ -134,7 +134,7 @@ async def run_server(vllm_config: VllmConfig, args: FrontendArgs) -> int:
     stop = StopSignals()
     with stop.installed():
         connection = connection_settings(args)
-        address, sock = setup_server(args, "https" if connection.get("ssl_certfile") else "http")
+        address, sock = setup_server(args, "https" if getattr(args, "ssl_certfile", None) else "http")
         announce(vllm_config, args)
         with sock:
             try:
