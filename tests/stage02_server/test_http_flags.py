@@ -308,6 +308,8 @@ def test_keys_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"api_key": ("schlüssel",)}, "api_key"),
         ({"api_key": ("two words\n",)}, "api_key"),
         ({"root_path": "llm"}, "root_path"),
+        ({"root_path": "/<script>"}, "root_path"),
+        ({"root_path": "/a'b"}, "root_path"),
         ({"forwarded_allow_ips": "proxy.example.org"}, "forwarded_allow_ips"),
         ({"forwarded_allow_ips": "10.0.0.1,,::1"}, "forwarded_allow_ips"),
         ({"forwarded_allow_ips": "10.0.0.1/8"}, "forwarded_allow_ips"),

@@ -5,10 +5,13 @@ from __future__ import annotations
 import ipaddress
 import ssl
 from dataclasses import dataclass, field
+from string import ascii_letters, digits
 
 from stage03_engine.args.fields import option
 from stage03_engine.errors import ConfigError
 from stage03_engine.features import Feature, Part
+
+_IN_A_PATH = {*ascii_letters, *digits, *"/._~!$&()*+,;=:@%-"}  # RFC 3986, but for the quote
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,10 @@ class HardeningFlags:
                 raise ConfigError("api_key must be printable ASCII without spaces around it, to fit into a header")
         if self.root_path is not None and not self.root_path.startswith("/"):
             raise ConfigError(f"root_path must begin with a slash, not {self.root_path!r}")
+        if self.root_path is not None and not set(self.root_path) <= _IN_A_PATH:
+            raise ConfigError(
+                f"root_path must be a path as it stands in an address, not {self.root_path!r}: pages show it"
+            )
         if self.allow_credentials and "*" in (self.allowed_origins or ()):
             raise ConfigError(
                 "allow_credentials needs allowed_origins by name: with '*' every site could use the login"
