@@ -41,6 +41,7 @@ T = TypeVar("T")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
+REFUSED = "refused"  # the name of routes that are here only to say why they are not
 LAYERS = ("connection", "address", "", "count", "own", "browser", "key", "body", "queue", "stream")
 """Places of middleware, outermost first; the walk's own is at the empty one. Each layer is made with (app, args)."""
 
@@ -319,6 +320,6 @@ def served_paths(routes: Iterable[Any]) -> set[str]:
     for route in routes:
         if (router := getattr(route, "original_router", None)) is not None:  # newer versions of FastAPI nest them
             paths |= served_paths(router.routes)
-        elif getattr(route, "include_in_schema", True):
+        elif getattr(route, "name", "") != REFUSED:
             paths.add(route.path)
     return paths

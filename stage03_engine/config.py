@@ -167,10 +167,15 @@ class VllmConfig(*settings("VllmConfig")):  # type: ignore[misc]
     def chosen(self, seam: str, default: Any) -> Any:
         """What takes a place that only one can have: the hook at `seam`, loaded, or the walk's own `default`. Raises ConfigError if
         several features claim it."""
+        name = self.claim(seam)
+        return default if name is None else load(name)
+
+    def claim(self, seam: str) -> str | None:
+        """The hook at a seam where there is room for one. Raises ConfigError if several features want to be there."""
         claimed = self.hooks(seam)
         if len(claimed) > 1:
             raise ConfigError(f"these settings cannot be combined: {' and '.join(claimed)} both want to be the {seam}")
-        return load(claimed[0]) if claimed else default
+        return claimed[0] if claimed else None
 
     def hash(self) -> str:
         """12 hex digits that change with every setting that can change the work (vLLM: VllmConfig.compute_hash)."""

@@ -19,6 +19,8 @@ def check_config(config: VllmConfig) -> None:
     _check_lengths(config)
     for check in each(VllmConfig, "check"):
         check(config)
+    for place in ("core", "core_proc", "client", "executor", "weights"):
+        config.claim(place)
 
 
 def check_one_engine(config: VllmConfig, who: str) -> None:

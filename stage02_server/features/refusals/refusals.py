@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from fastapi import FastAPI, Request, Response
 
-from stage02_server.api_server import Services
+from stage02_server.api_server import REFUSED, Services
 from stage02_server.errors import not_found
 from stage02_server.serving_engine import require_task
 from stage03_engine.mixins import is_there
@@ -129,7 +129,7 @@ def install(app: FastAPI, services: Services) -> None:
     """Add the refusals after all other routes."""
     for handler, routes in ((refuse, ABSENT), (refuse_task, TASKS), (refuse_off, OFF)):
         for path, (method, _) in routes.items():
-            app.add_api_route(path, handler, methods=[method], include_in_schema=False)
+            app.add_api_route(path, handler, methods=[method], include_in_schema=False, name=REFUSED)
     for module, routes_of_feature in FEATURES.items():
         for method, path in (route.split() for route in routes_of_feature if not is_there(module)):
-            app.add_api_route(path, refuse_feature, methods=[method], include_in_schema=False)
+            app.add_api_route(path, refuse_feature, methods=[method], include_in_schema=False, name=REFUSED)

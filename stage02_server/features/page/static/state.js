@@ -127,7 +127,8 @@ class EngineState {
     "sched.token"({ num_tokens, num_output_tokens }, id) {
       const request = this.#request(id);
       request.tokens = request.prompt ? request.prompt + num_output_tokens : request.tokens + num_tokens;
-      request.computed = request.tokens - 1; // accepted drafts are computed, the newest token is not
+      // Accepted drafts are computed, the newest token is not. Who was preempted while a token was held back has nothing computed.
+      if (request.status === "running") request.computed = request.tokens - 1;
     },
     "sched.finished"({ reason, by }, id) {
       Object.assign(this.#request(id), { status: "ended", given: 0, note: by === "outside" ? `${reason}, from outside` : by });

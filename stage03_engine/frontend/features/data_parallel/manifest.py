@@ -154,8 +154,10 @@ class DataParallelFlags:
             )
 
     def hooks(self: Any) -> dict[str, list[str]]:
-        """The client of the engines."""
+        """The client of the engines; several front ends have one that knows several engines, too."""
         parallel = self.data_parallel_config
+        if getattr(getattr(self, "front_ends", None), "num_front_ends", 1) > 1:
+            return {}
         if parallel.is_external:
             return {"client": [_CLIENT + "DPAsyncMPClient"]}
         if parallel.num_elsewhere:
