@@ -94,7 +94,7 @@ class SchedulerConfig(*settings("SchedulerConfig")):  # type: ignore[misc]
     )
     scheduling_policy: str = option(
         "fcfs",
-        "who goes first: by arrival, by the request's priority, or each HTTP request in turn",
+        "who goes first: by arrival, by the request's priority, or each API key, and its HTTP requests, in turn",
         ("fcfs", "priority", "fair"),
     )
     scheduler_cls: str | None = option(None, "module:Class to use instead of stage03_engine.core.scheduler:Scheduler")

@@ -114,6 +114,7 @@ class ToyEngine:
 
     def add(self, request_id: str, prompt: list[int], priority: int = 0, **params: Any) -> None:
         message = EngineCoreRequest(request_id, prompt, SamplingParams(**params), eos_token_id=EOS, priority=priority)
+        message.tenant = (None, 0, 1)[len(prompt) % 3]
         self.scheduler.add_request(Request(message, seed=0))
 
     def add_random(self, request_id: str) -> None:

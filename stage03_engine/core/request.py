@@ -69,7 +69,7 @@ class Request:
             "stop_token_ids": list(params.stop_token_ids) if trace.prompts else [],
             "eos_token_id": self.eos_token_id,
             "priority": self.priority,
-        }
+        } | ({} if self.tenant is None else {"tenant": self.tenant})
 
     def append_output_tokens(self, token_ids: list[int], max_model_len: int) -> EngineCoreOutput:
         """Append what a step sampled, up to the first token that ends the request; the rest is dropped."""

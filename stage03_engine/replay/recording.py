@@ -40,7 +40,7 @@ def made_up_tokens(start: int, count: int, block_hashes: Sequence[str], block_si
 def made_up_request(queued: Event, block_size: int) -> Request:
     """The request of a `sched.queued`."""
     params, length = dict(queued.args["params"]), queued.args["num_prompt_tokens"]
-    eos, priority = params.pop("eos_token_id"), params.pop("priority")
+    eos, priority, tenant = params.pop("eos_token_id"), params.pop("priority"), params.pop("tenant", None)
     params["stop_token_ids"] = [STOP_TOKEN]
     if params.pop("prompt_logprobs", False):
         params["prompt_logprobs"] = 0
@@ -48,7 +48,9 @@ def made_up_request(queued: Event, block_size: int) -> Request:
         params["structured_outputs"] = _SOME_GRAMMAR
     pooling = params.pop("pooling", None)
     tokens = made_up_tokens(0, length, queued.args["block_hashes"], block_size)
-    message = EngineCoreRequest(queued.req or "", tokens, SamplingParams(**params), eos, priority=priority)
+    message = EngineCoreRequest(
+        queued.req or "", tokens, SamplingParams(**params), eos, priority=priority, tenant=tenant
+    )
     message.task = None if pooling is None else PoolingParams(**pooling)
     return Request(message, seed=0)
 

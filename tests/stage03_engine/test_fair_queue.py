@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import tracemalloc
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count, zip_longest
 
@@ -139,6 +140,65 @@ class QueueMachine(RuleBasedStateMachine):
 
 TestQueue = QueueMachine.TestCase
 TestQueue.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+CROWD = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), max_size=12)  # (key, HTTP request)
+
+
+def of_keys(crowd: list[tuple[int, int]]) -> list[Request]:
+    requests = [make_request(f"0_cmpl-{key}{group}-{number}", [1], PARAMS) for number, (key, group) in enumerate(crowd)]
+    for arrival, (request, (key, _)) in enumerate(zip(requests, crowd, strict=True)):
+        request.arrival, request.tenant = arrival, key
+    return requests
+
+
+def queue_of(requests: list[Request]) -> FairQueue:
+    queue = FairQueue()
+    for request in requests:
+        queue.add(request)
+    return queue
+
+
+def alternating(requests: list[Request], order: Callable[[FairQueue], list[Request]]) -> list[Request]:
+    """What each key's requests would do alone, one of each key in turn. The first to arrive is the first key."""
+    keys = dict.fromkeys(request.tenant for request in requests)
+    alone = [order(queue_of([each for each in requests if each.tenant == key])) for key in keys]
+    return [request for turn in zip_longest(*alone) for request in turn if request is not None]
+
+
+def admissions(queue: FairQueue) -> list[Request]:
+    found = []
+    for request in queue.in_turn():
+        queue.remove(request)
+        found.append(request)
+    return found
+
+
+@given(CROWD)
+def test_keys_take_turns_whatever_else_they_send(crowd: list[tuple[int, int]]) -> None:
+    """In admission and in the rounds of a step; and who goes first when blocks run out has got nothing in this step."""
+    requests = of_keys(crowd)
+    assert list(queue_of(requests)) == alternating(requests, list)
+    assert admissions(queue_of(requests)) == alternating(requests, admissions)
+    running = queue_of(requests)
+    while running:
+        last = list(running)[-1]
+        assert running.pop() is last
+
+
+@given(CROWD, st.sets(st.integers(0, 11)))
+def test_who_is_passed_over_costs_its_key_no_turn(crowd: list[tuple[int, int]], passed: set[int]) -> None:
+    requests = of_keys(crowd)
+    queue, admitted = queue_of(requests), []
+    for request in queue.in_turn():
+        if request.arrival not in passed:
+            queue.remove(request)
+            admitted.append(request)
+    others = [each for each in requests if each.arrival not in passed]
+    keys = dict.fromkeys(request.tenant for request in requests)
+    alone = [admissions(queue_of([each for each in others if each.tenant == key])) for key in keys]
+    assert admitted == [request for turn in zip_longest(*alone) for request in turn if request is not None]
+    assert sorted(each.arrival for each in queue) == [each.arrival for each in requests if each.arrival in passed]
 
 
 def drive(scheduler: Scheduler, names: list[str], steps: int = 1000) -> list[tuple[object, ...]]:

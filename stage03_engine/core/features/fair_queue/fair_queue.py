@@ -1,4 +1,8 @@
-"""`--scheduling-policy fair`: HTTP requests take turns, so that one with thousands of prompts holds up no other.
+"""`--scheduling-policy fair`: API keys take turns, and within each key HTTP requests do, so that one with thousands holds up no other.
+
+**Keys.** With several API keys each has a queue of its own, in the order below; the keys stand in a circle too, and what is said of groups
+holds for them once more: a turn admits one request, rounds give tokens to one request of each key, and the key with the most running
+requests is preempted first. With one key, or none, there is one queue.
 
 The engine requests of one HTTP request (its prompts, their answers, its beams) are a group. Their ids tell it (`stagetrace.ids`), so
 a recording holds all that a replay needs. There is no clock and no randomness. vLLM has no counterpart.
@@ -34,12 +38,77 @@ _arrival = attrgetter("arrival")
 
 
 class FairQueue:
-    """What a scheduler asks of `RequestQueue`, in the order above.
+    """What a scheduler asks of `RequestQueue`, in the order above: a queue for each API key.
+
+    A step that lists all of n requests of k keys does O(n + k) work.
+    """
+
+    def __init__(self, policy: str = "fair") -> None:
+        self._keys: OrderedDict[int | None, KeyQueue] = OrderedDict()  # in their order, none empty
+
+    def __len__(self) -> int:
+        return sum(map(len, self._keys.values()))
+
+    def __iter__(self) -> Iterator[Request]:
+        """In rounds. Requests at the end of the order may be removed meanwhile."""
+        waiting = deque(iter(queue) for queue in self._keys.values())
+        while waiting:
+            if (request := next(waiting[0], None)) is None:
+                waiting.popleft()
+            else:
+                yield request
+                waiting.rotate(-1)
+
+    def __getitem__(self, index: int) -> Request:
+        """O(n): for a scheduler of one's own that counts; the reference scheduler iterates."""
+        return list(self)[index]
+
+    def add(self, request: Request) -> None:
+        """Put a request into the queue of its key."""
+        self._keys.setdefault(request.tenant, KeyQueue()).add(request)
+        if request.status == RequestStatus.PREEMPTED:
+            self._keys.move_to_end(request.tenant, last=False)
+
+    def remove(self, request: Request) -> None:
+        """Take a request out. Only when `in_turn` has just given it is this the turn of its key."""
+        queue = self._keys[request.tenant]
+        queue.remove(request)
+        if not queue:
+            del self._keys[request.tenant]
+
+    def pop(self) -> Request:
+        """Remove and return the last request of the key that has the most, of equal ones the last."""
+        largest = max(reversed(self._keys.values()), key=len)
+        request = largest.last
+        self.remove(request)
+        return request
+
+    def in_turn(self) -> Iterator[Request]:
+        """The waiting requests, each when it may be admitted. Whoever is removed when it is given was: the turn passes on. Who
+        stays is passed over, and the next of its key is asked."""
+        circle = deque((key, queue, queue.in_turn()) for key, queue in self._keys.items())
+        given = {key: next(turns, None) for key, _, turns in circle}
+        while circle:
+            key, queue, turns = circle.popleft()
+            while (request := given[key]) is not None:
+                size = len(queue)
+                yield request
+                admitted = len(queue) < size
+                given[key] = next(turns, None)  # now: it notes whose turn it was
+                if admitted:
+                    if key in self._keys:
+                        self._keys.move_to_end(key)
+                    circle.append((key, queue, turns))
+                    break
+
+
+class KeyQueue:
+    """The requests of one key.
 
     `add` and `remove` search in O(log n). Each way through lists the groups once, and then needs O(1) for each request.
     """
 
-    def __init__(self, policy: str = "fair") -> None:
+    def __init__(self) -> None:
         self._groups: OrderedDict[str, list[Request]] = OrderedDict()  # in their order; each by arrival, none empty
         self._length = 0
 
@@ -55,10 +124,6 @@ class FairQueue:
                     yield group[place]
             place += 1
             groups = [group for group in groups if place < len(group)]
-
-    def __getitem__(self, index: int) -> Request:
-        """O(n): for a scheduler of one's own that counts; the reference scheduler iterates."""
-        return list(self)[index]
 
     def add(self, request: Request) -> None:
         """Put a request into its group."""
@@ -77,12 +142,10 @@ class FairQueue:
             del self._groups[name]
         self._length -= 1
 
-    def pop(self) -> Request:
-        """Remove and return the last request in the order: the newest of the largest group, of equal ones the last."""
-        largest = max(reversed(self._groups.values()), key=len)
-        request = largest[-1]
-        self.remove(request)
-        return request
+    @property
+    def last(self) -> Request:
+        """The last request in the order: the newest of the largest group, of equal ones the last."""
+        return max(reversed(self._groups.values()), key=len)[-1]
 
     def in_turn(self) -> Iterator[Request]:
         """The waiting requests, each when it may be admitted. Whoever is removed when it is given was: the turn passes on. Who
