@@ -71,6 +71,11 @@ class HardeningFlags:
         "no key never waits; 0 = no limit",
         at_least=0,
     )
+    max_answers_per_key: int = option(
+        65536,
+        "most answers of an API key, or of all clients without one, that are in the making (429 beyond): prompts times n, over all requests",
+        at_least=1,
+    )
     max_settings_bytes: int = option(
         16777216,
         "most bytes that the settings of a request (grammar, bad words, biases, ...) take for all its prompts and answers (400 beyond)",
@@ -206,6 +211,7 @@ FEATURE = Feature(
         Part("middleware", ".middleware:AllowedOriginsMiddleware", key="browser", flags=("allowed_origins",)),
         Part("middleware", ".authentication:AuthenticationMiddleware", key="key", flags=("api_key",)),
         Part("middleware", ".body_limits:BodyLimitMiddleware", key="body"),
+        Part("middleware", ".answers_in_flight:AnswersMiddleware", key="body"),
         Part("middleware", ".keep_alive:KeepAliveMiddleware", key="stream", flags=("sse_keep_alive_interval",)),
         Part("request", ".body_limits:BoundedBody", key="RequestModel"),
         Part("server", ".fair_threads:threads_for", key="threads"),
@@ -215,6 +221,7 @@ FEATURE = Feature(
         Part("server", ".turns:TurnsByKey", key="turns"),
         Part("routes", ".tenants:install", flags=("api_key",)),
         Part("answers", ".body_limits:install"),
+        Part("answers", ".answers_in_flight:install"),
         Part("answers", ".loop_watch:install", flags=("event_loop_held_seconds",)),
     ),
 )
