@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from stage03_engine.args import CLISubcommand, FlexibleArgumentParser, run_program
-from stage03_engine.features import keys
 from stage03_engine.mixins import load
+from stage03_engine.plugins import keys
 
 COMMANDS = {
     "serve": ("stage02_server.serve:ServeSubcommand", "serve a model over an OpenAI-compatible HTTP API"),

@@ -21,8 +21,8 @@ from stage02_server.cli_args import FrontendArgs
 from stage03_engine.args.log import announce
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import StagesError
-from stage03_engine.features import Part, loaded, parts, wanted
 from stage03_engine.mixins import load
+from stage03_engine.plugins import Part, loaded, parts, wanted
 from stagetrace import trace
 
 if TYPE_CHECKING:

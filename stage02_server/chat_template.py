@@ -13,8 +13,8 @@ from typing import Any
 from stage02_server.cli_args import FrontendArgs
 from stage02_server.protocol import ChatMessageParam, ChatTemplateFields, ContentPart
 from stage03_engine.errors import ConfigError, InvalidRequestError
-from stage03_engine.features import find
 from stage03_engine.frontend.tokenizer import Tokenizer
+from stage03_engine.plugins import find
 
 logger = logging.getLogger(__name__)
 _PLAIN_FIELDS = {"role", "content", "name"}  # of a message; only templates use the others

@@ -14,7 +14,7 @@ from stage03_engine.args import FlexibleArgumentParser, Resolved, add_flags, che
 from stage03_engine.args.log import log_of_server
 from stage03_engine.config import option
 from stage03_engine.errors import ConfigError
-from stage03_engine.features import settings as settings_of_features
+from stage03_engine.plugins import settings as settings_of_features
 
 FEATURE_FLAGS = settings_of_features("FrontendArgs", "stage02_server")
 

@@ -22,7 +22,7 @@ from starlette.types import Scope
 
 from stage02_server.protocol_response import ErrorInfo, ErrorResponse
 from stage03_engine.errors import BusyError, EngineDeadError, InvalidRequestError
-from stage03_engine.features import keys
+from stage03_engine.plugins import keys
 from stagetrace import trace
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stage02_server.cli_args import FrontendArgs
 from stage02_server.errors import error_json, error_response, unavailable
-from stage03_engine.features import find
+from stage03_engine.plugins import find
 from stagetrace import trace
 from stagetrace.text import bounded
 

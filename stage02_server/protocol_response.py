@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, SerializerFunctionWrapHandler, model_serializer
 
-from stage03_engine.features import loaded
+from stage03_engine.plugins import loaded
 
 WITH_THE_USAGE = {
     "usage",

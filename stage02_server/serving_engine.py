@@ -27,10 +27,10 @@ from stage02_server.routes import OpenAIServingModels
 from stage02_server.streaming import in_thread_if_long, made, run_until_disconnect, server_sent_event
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import InvalidRequestError
-from stage03_engine.features import find
 from stage03_engine.frontend.async_llm import AsyncLLM
 from stage03_engine.messages import EngineCoreRequest
 from stage03_engine.outputs import CompletionOutput, RequestOutput
+from stage03_engine.plugins import find
 from stage03_engine.sampling_params import SamplingParams
 from stagetrace import trace
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from stage03_engine.features import find, loaded
+from stage03_engine.plugins import find, loaded
 
 T = TypeVar("T")
 LONG = 8192  # characters, or token ids, of one request take 1 to 3 ms to tokenize; a thread's round trip takes 0.04

@@ -15,9 +15,9 @@ import msgspec
 from stage03_engine.args.fields import internal as internal, option as option, own_first
 from stage03_engine.args.log_flags import LogFlags
 from stage03_engine.errors import ConfigError
-from stage03_engine.features import settings
 from stage03_engine.mixins import each, load
 from stage03_engine.model_shape import ModelShape
+from stage03_engine.plugins import settings
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
 

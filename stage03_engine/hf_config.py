@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from stage03_engine.errors import ConfigError
-from stage03_engine.features import find, keys, wanted
 from stage03_engine.model_shape import ModelShape
+from stage03_engine.plugins import find, keys, wanted
 
 MAX_LAYERS = 1024  # several times as many as any model has; each takes memory before the weights are read
 

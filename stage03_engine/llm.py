@@ -14,7 +14,6 @@ from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.args.environment import multiprocessing_wanted
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import InvalidRequestError
-from stage03_engine.features import find, wanted
 from stage03_engine.frontend.core_client import EngineCoreClient
 from stage03_engine.frontend.input_processor import InputProcessor
 from stage03_engine.frontend.metrics import IterationStats
@@ -22,6 +21,7 @@ from stage03_engine.frontend.output_processor import OutputProcessor
 from stage03_engine.frontend.tokenizer import init_tokenizer_from_configs
 from stage03_engine.messages import EngineCoreRequest
 from stage03_engine.outputs import RequestOutput
+from stage03_engine.plugins import find, wanted
 from stage03_engine.sampling_params import RequestOutputKind, SamplingParams
 from stage03_engine.tracing import open_trace
 from stagetrace import trace

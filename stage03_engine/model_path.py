@@ -15,9 +15,9 @@ from stage03_engine.args.hub import from_cache, from_hub
 from stage03_engine.args.parser import did_you_mean
 from stage03_engine.args.weight_files import weight_files
 from stage03_engine.errors import ModelNotFoundError
-from stage03_engine.features import loaded
 from stage03_engine.hf_config import read_shape
 from stage03_engine.model_shape import KNOWN_SHAPES, ModelShape
+from stage03_engine.plugins import loaded
 
 BUNDLED_FOLDER = Path(__file__).parent / "bundled"
 _TOKENIZER_FILES = ["tokenizer*", "vocab.json", "merges.txt", "chat_template.jinja"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stage03_engine.features import loaded
+from stage03_engine.plugins import loaded
 
 
 @dataclass(frozen=True)

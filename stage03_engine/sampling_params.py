@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 
 from stage03_engine.errors import InvalidRequestError
-from stage03_engine.features import loaded
 from stage03_engine.mixins import struct_of
+from stage03_engine.plugins import loaded
 
 MAX_STOP_STRINGS, MAX_STOP_LENGTH = 4, 1024  # strings, characters of each
 MAX_STOP_TOKEN_IDS = 1024

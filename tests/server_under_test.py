@@ -24,10 +24,10 @@ from stage02_server.cli_args import FrontendArgs
 from stage02_server.features.echo_engine.echo_engine import EchoCoreClient
 from stage02_server.middleware import PREFIX
 from stage03_engine.config import ModelConfig, VllmConfig
-from stage03_engine.features import features
 from stage03_engine.frontend.async_llm import AsyncLLM
 from stage03_engine.frontend.features.prometheus.prometheus import PrometheusStatLogger
 from stage03_engine.model_shape import ModelShape
+from stage03_engine.plugins import features
 
 MAX_MODEL_LEN = 64
 MOST_CPU_SECONDS = (

@@ -27,7 +27,8 @@ import pytest
 from patience import PATIENCE, wait_until
 
 from stage03_engine.errors import ConfigError
-from stage03_engine.features import (
+from stage03_engine.mixins import is_there
+from stage03_engine.plugins import (
     INDEX,
     STAGES as STAGES_OF_FEATURES,
     Feature,
@@ -35,7 +36,6 @@ from stage03_engine.features import (
     check_features,
     features,
 )
-from stage03_engine.mixins import is_there
 
 ROOT = Path(__file__).parent.parent
 STAGES = ("stage01_cli", "stage02_server", "stage03_engine", "stage04_kernels")
@@ -261,7 +261,7 @@ PIECES = {
 @pytest.mark.parametrize("piece", PIECES)
 def test_a_feature_without_one_of_its_pieces_is_refused(piece: str, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = PIECES[piece]
-    monkeypatch.setattr("stage03_engine.features.is_there", lambda module: module != gone and is_there(module))
+    monkeypatch.setattr("stage03_engine.plugins.is_there", lambda module: module != gone and is_there(module))
     with pytest.raises(
         ConfigError, match=rf"is not whole, {re.escape(gone)} is missing: restore it, or delete all of the feature"
     ):

@@ -14,7 +14,7 @@ from pathlib import Path
 from stage03_engine.args import CLISubcommand, FlexibleArgumentParser
 from stage03_engine.args.cpu import find_cores
 from stage03_engine.args.resolve import detect_device
-from stage03_engine.features import STAGES, absent_features, features
+from stage03_engine.plugins import STAGES, absent_features, features
 
 PACKAGES = (
     "vllm-in-stages", "torch", "triton", "numpy", "safetensors", "tokenizers", "huggingface-hub", "fastapi",

@@ -11,7 +11,7 @@ from stage02_server.cli_args import FrontendArgs, add_serve_args, resolve_serve_
 from stage03_engine.args import CLISubcommand, FlexibleArgumentParser
 from stage03_engine.args.fields import parse_int
 from stage03_engine.errors import ConfigError
-from stage03_engine.features import find
+from stage03_engine.plugins import find
 from stage03_engine.tracing import open_trace
 
 GUARDS = ("api_key", "max_num_queued_reqs", "max_num_queued_tokens")

@@ -112,7 +112,7 @@ def unread_variables(environ: Mapping[str, str], settings: set[str]) -> list[str
 
 def feature_settings() -> set[str]:
     """The names of all settings of features, of whatever stage."""
-    from stage03_engine.features import features
+    from stage03_engine.plugins import features
 
     kinds = (kind for feature in features() for kind in feature.settings.values() if is_dataclass(kind))
     inner = (section for kind in kinds for section in (kind, *(type(each.default) for each in fields(kind))))

@@ -23,7 +23,7 @@ def did_you_mean(word: str, known: Iterable[str], works: Callable[[str], bool] =
 def refuse_absent(name: str) -> None:
     """Raises ConfigError if a feature is not installed to which this unknown flag, variable or key may belong."""
     from stage03_engine.args.refused import named  # only needed on the way to an error
-    from stage03_engine.features import absent_features
+    from stage03_engine.plugins import absent_features
 
     if absent := absent_features():
         raise ConfigError(f"{name} is unknown here, where {named(absent)} is not installed")

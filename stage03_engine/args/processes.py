@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from stage03_engine.args.command import WAITING, signals_are_ours
-from stage03_engine.features import find
+from stage03_engine.plugins import find
 from stagetrace import trace
 
 PREFIX = "stages-"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from stage03_engine.errors import ConfigError, InvalidRequestError
-from stage03_engine.features import absent_features
+from stage03_engine.plugins import absent_features
 
 _WORD = re.compile(r"(\+?)((?:-{1,2}[\w-]+,)*--[\w-]+)(\*|=(.*))?")
 

@@ -16,8 +16,8 @@ from stage03_engine.core.request import Request
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
 from stage03_engine.core.scheduler import Scheduler
 from stage03_engine.core.worker import Executor
-from stage03_engine.features import find, wanted
 from stage03_engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from stage03_engine.plugins import find, wanted
 from stagetrace import trace
 
 

@@ -25,7 +25,6 @@ from stage03_engine.args.processes import end_with_parent
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.engine_core import EngineCore
 from stage03_engine.errors import StagesError
-from stage03_engine.features import find
 from stage03_engine.messages import (
     ENGINE_CORE_DEAD,
     EngineCoreOutputs,
@@ -36,6 +35,7 @@ from stage03_engine.messages import (
     EngineInit,
     EngineReady,
 )
+from stage03_engine.plugins import find
 from stage03_engine.tracing import open_trace, trace_message
 from stagetrace import trace
 

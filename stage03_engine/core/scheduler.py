@@ -16,8 +16,8 @@ from stage03_engine.core.hooks import SchedulerHook
 from stage03_engine.core.kv_cache_manager import KVCacheManager
 from stage03_engine.core.request import POLICIES, Request, RequestQueue, RequestStatus
 from stage03_engine.core.sched_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
-from stage03_engine.features import wanted
 from stage03_engine.messages import EngineCoreOutput, FinishReason, SchedulerStats
+from stage03_engine.plugins import wanted
 from stagetrace import trace
 
 

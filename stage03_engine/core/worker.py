@@ -18,7 +18,7 @@ from stage03_engine.core.kv_cache_size import NO_ROOM, kv_block_bytes
 from stage03_engine.core.model_runner import ModelRunner
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
 from stage03_engine.errors import ConfigError
-from stage03_engine.features import find
+from stage03_engine.plugins import find
 from stage04_kernels.attention import check_backend
 from stagetrace import trace
 

@@ -12,8 +12,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
 from stage03_engine.config import VllmConfig
-from stage03_engine.features import loaded
 from stage03_engine.messages import EngineCoreOutput, FinishReason, SchedulerStats
+from stage03_engine.plugins import loaded
 
 
 @dataclass

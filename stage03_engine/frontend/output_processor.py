@@ -9,13 +9,13 @@ import asyncio
 from typing import Any, NamedTuple, Protocol
 
 from stage03_engine.errors import BusyError, InvalidRequestError
-from stage03_engine.features import find
 from stage03_engine.frontend.detokenizer import IncrementalDetokenizer
 from stage03_engine.frontend.metrics import CompletedStats, IterationStats, RequestStats
 from stage03_engine.frontend.tokenizer import Tokenizer
 from stage03_engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, TokenLogprobs, payload
 from stage03_engine.mixins import load
 from stage03_engine.outputs import CompletionOutput, RequestOutput
+from stage03_engine.plugins import find
 from stage03_engine.sampling_params import RequestOutputKind
 from stagetrace import trace
 

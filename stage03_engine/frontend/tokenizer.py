@@ -18,9 +18,9 @@ from tokenizers import Tokenizer as Backend
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import ConfigError
-from stage03_engine.features import find, wanted
 from stage03_engine.hf_config import read_json
 from stage03_engine.model_path import find_tokenizer
+from stage03_engine.plugins import find, wanted
 from stagetrace import trace
 
 PIECES = 2**15  # tokens that are remembered

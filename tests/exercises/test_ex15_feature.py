@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 from judging import Judge
 from server_under_test import InProcessServer
 
-from stage03_engine import features
+from stage03_engine import plugins
 from stage03_engine.core.features.logits_processor.logits_processor import LogitsRow
 from stage03_engine.sampling_params import SamplingParams
 
@@ -166,11 +166,11 @@ def test_the_other_routes_are_still_there(impl: ModuleType) -> None:
 @contextmanager
 def served(impl: ModuleType) -> Iterator[InProcessServer]:
     """An application with the solution's index of features."""
-    theirs, features.INDEX = features.INDEX, impl.INDEX
+    theirs, plugins.INDEX = plugins.INDEX, impl.INDEX
     try:
         server = InProcessServer()
     finally:
-        features.INDEX = theirs
+        plugins.INDEX = theirs
     try:
         yield server
     finally:

@@ -33,7 +33,7 @@ def test_what_is_refused(table: str, fields: dict[str, Any], message: str | None
 @pytest.mark.parametrize("table", ["request", "messages", "pooling"])
 def test_a_house_with_a_room_less_refuses_what_it_does_not_know(table: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody can tell any more which fields the room had."""
-    monkeypatch.setattr("stage03_engine.features.INDEX", ("stage02_server.features.gone",))
+    monkeypatch.setattr("stage03_engine.plugins.INDEX", ("stage02_server.features.gone",))
     check_unknown_fields({"best_of": 0, "tools": [], "echo": False, "user_name": None}, table)
     with pytest.raises(
         InvalidRequestError, match=r"^best_of is unknown here, where gone is not installed; leave it out\.$"

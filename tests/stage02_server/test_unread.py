@@ -20,7 +20,7 @@ from stage02_server.api_server import LAYERS
 from stage02_server.cli_args import FrontendArgs
 from stage02_server.features.hardening.unread import PIECE, SPARE, Reader, Unread, UnreadMiddleware
 from stage02_server.middleware import CONNECTION, TENANT
-from stage03_engine.features import parts
+from stage03_engine.plugins import parts
 
 MIB = 2**20
 ANSWER = {"prompt": "a b " * 120_000, "return_token_strs": True}  # more than what the limit and the kernel hold

@@ -176,7 +176,7 @@ def test_keys_of_a_config_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
     ],
 )
 def test_flags_of_a_feature_that_was_taken_out(words: list[str], flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stage03_engine.features.INDEX", ("stage03_engine.core.features.gone",))
+    monkeypatch.setattr("stage03_engine.plugins.INDEX", ("stage03_engine.core.features.gone",))
     parser = FlexibleArgumentParser(prog="test")
     with pytest.raises(ConfigError, match=rf"^{flag} is unknown here, where gone is not installed$"):
         parser.parse_args(words)

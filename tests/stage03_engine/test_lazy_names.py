@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from stage03_engine.features import features
 from stage03_engine.mixins import load
+from stage03_engine.plugins import features
 from stage03_engine.sampling_params import SamplingParams
 
 ROOT = Path(__file__).parent.parent.parent

@@ -184,7 +184,7 @@ def test_unusable_configs_are_refused(changes: dict[str, Any], message: str, tmp
 
 
 def test_an_activation_whose_feature_was_taken_out_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stage03_engine.features.INDEX", ())
+    monkeypatch.setattr("stage03_engine.plugins.INDEX", ())
     assert read_shape(model_folder(tmp_path)).activation_function == "gelu_new"
     with pytest.raises(ConfigError, match="activation_function = 'relu' is not supported"):
         read_shape(model_folder(tmp_path, activation_function="relu"))

@@ -17,7 +17,7 @@ from stage02_server.api_server import Services
 from stage02_server.protocol import RequestModel
 from stage02_server.protocol_types import Text
 from stage03_engine.core.features.logits_processor.logits_processor import LogitsProcessor, LogitsRow
-from stage03_engine.features import INDEX as THEIRS, Feature, Part
+from stage03_engine.plugins import INDEX as THEIRS, Feature, Part
 
 FEATURE = Feature(
     name="repetition",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stage03_engine.features import Feature, Part
+from stage03_engine.plugins import Feature, Part
 
 FEATURE = Feature(
     name="lab",

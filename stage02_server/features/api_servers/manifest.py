@@ -7,8 +7,8 @@ from typing import Any
 
 from stage03_engine.args.fields import option
 from stage03_engine.errors import ConfigError
-from stage03_engine.features import Feature, Part
 from stage03_engine.mixins import is_there
+from stage03_engine.plugins import Feature, Part
 
 MAX_SERVERS = 64
 """More are refused, so that a typing error cannot start thousands of processes."""

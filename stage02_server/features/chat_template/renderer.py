@@ -13,7 +13,7 @@ from typing import Any
 from stage02_server.features.chat_template.framing import read_message, write_message
 from stage03_engine.args.command import signals_are_ours
 from stage03_engine.errors import ConfigError, InvalidRequestError
-from stage03_engine.features import find
+from stage03_engine.plugins import find
 from stagetrace import trace
 
 

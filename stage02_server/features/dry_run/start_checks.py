@@ -19,9 +19,9 @@ from stage03_engine.args.resolve import detect_device
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.kv_cache_manager import cdiv
 from stage03_engine.errors import ConfigError
-from stage03_engine.features import wanted
 from stage03_engine.frontend.tokenizer import get_tokenizer
 from stage03_engine.mixins import is_there, load
+from stage03_engine.plugins import wanted
 from stagetrace import trace
 
 NEEDS = {"triton": "triton", "triton-interpret": "triton"}  # attention backend -> its package

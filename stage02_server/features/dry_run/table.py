@@ -15,7 +15,7 @@ from stage02_server.features.dry_run.memory import check_kv_cache, reckon, rows
 from stage02_server.features.dry_run.start_checks import check_start
 from stage03_engine.args import Resolved, settings_of
 from stage03_engine.config import SECTIONS, VllmConfig
-from stage03_engine.features import STAGES, absent_features, features
+from stage03_engine.plugins import STAGES, absent_features, features
 from stagetrace.redact import HIDDEN
 
 

@@ -12,10 +12,10 @@ from stage02_server.features.logprobs.token_texts import TokenOffsets, TokenText
 from stage02_server.protocol_types import AnswerHook
 from stage02_server.serving_engine import EngineRequests, OpenAIServing
 from stage02_server.streaming import in_thread_if_long
-from stage03_engine.features import loaded
 from stage03_engine.frontend.tokenizer import Tokenizer
 from stage03_engine.messages import TokenLogprobs
 from stage03_engine.outputs import CompletionOutput, RequestOutput
+from stage03_engine.plugins import loaded
 from stagetrace import trace
 
 

@@ -9,7 +9,7 @@ from string import ascii_letters, digits
 
 from stage03_engine.args.fields import option
 from stage03_engine.errors import ConfigError
-from stage03_engine.features import Feature, Part
+from stage03_engine.plugins import Feature, Part
 
 _IN_A_PATH = {*ascii_letters, *digits, *"/._~!$&()*+,;=:@%-"}  # RFC 3986, but for the quote
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from stage03_engine.features import loaded
+from stage03_engine.plugins import loaded
 
 
 class AnthropicUsage(BaseModel):

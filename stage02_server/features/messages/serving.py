@@ -35,8 +35,8 @@ from stage02_server.serving_chat import OpenAIServingChat
 from stage02_server.serving_engine import OpenAIServing, Outputs
 from stage02_server.streaming import in_thread_if_long, run_until_disconnect
 from stage03_engine.errors import InvalidRequestError
-from stage03_engine.features import loaded
 from stage03_engine.frontend.async_llm import AsyncLLM
+from stage03_engine.plugins import loaded
 from stagetrace import trace
 
 Answer = AnthropicMessagesResponse | AsyncGenerator[bytes, None]  # whole, or its events

@@ -15,8 +15,8 @@ from starlette.responses import JSONResponse
 
 from stage02_server.protocol_response import ErrorResponse
 from stage02_server.routes import router
-from stage03_engine.features import features
 from stage03_engine.mixins import is_there, load
+from stage03_engine.plugins import features
 
 EMPTY = {"/health", "/ping", "/reset_prefix_cache"}
 """Routes whose 200 has no body."""

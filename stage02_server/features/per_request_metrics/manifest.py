@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stage03_engine.args.fields import option
-from stage03_engine.features import Feature, Part
+from stage03_engine.plugins import Feature, Part
 
 
 @dataclass(frozen=True)

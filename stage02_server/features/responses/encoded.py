@@ -17,7 +17,7 @@ from pydantic_core import to_json
 
 from stage02_server.features.responses.protocol import InputItem
 from stage02_server.features.responses.protocol_output import ResponseProgress, ResponsesResponse
-from stage03_engine.features import loaded
+from stage03_engine.plugins import loaded
 
 ITEMS = TypeAdapter(list[InputItem])
 ITEMS_AT_ONCE = 256  # nothing else runs while so many are read or written

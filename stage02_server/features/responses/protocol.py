@@ -27,7 +27,7 @@ from stage02_server.protocol import (
 )
 from stage02_server.protocol_types import Int32, Int64, ListOf, Text
 from stage03_engine.errors import InvalidRequestError
-from stage03_engine.features import loaded
+from stage03_engine.plugins import loaded
 from stage03_engine.sampling_params import SamplingParams
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from stage02_server.features.logprobs.fields import ChatLogProb
-from stage03_engine.features import loaded
+from stage03_engine.plugins import loaded
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]

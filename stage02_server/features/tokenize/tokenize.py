@@ -17,8 +17,8 @@ from stage02_server.protocol_types import ListOf, Text
 from stage02_server.routes import OpenAIServingModels
 from stage02_server.streaming import answer_of, in_thread_if_long, run_until_disconnect
 from stage03_engine.errors import InvalidRequestError
-from stage03_engine.features import loaded
 from stage03_engine.frontend.tokenizer import Tokenizer
+from stage03_engine.plugins import loaded
 
 router = APIRouter()
 TokenId = Annotated[StrictInt, Field(ge=0, lt=2**63)]

@@ -9,8 +9,8 @@ from fastapi import APIRouter, FastAPI, Request
 from tokenizers import AddedToken
 
 from stage02_server.api_server import Services
-from stage03_engine.features import loaded
 from stage03_engine.hf_config import read_json
+from stage03_engine.plugins import loaded
 
 router = APIRouter()
 PATHS = ("vocab_file", "merges_file", "tokenizer_file", "name_or_path")

@@ -15,7 +15,7 @@ from __future__ import annotations
 from torch import nn
 
 from stage03_engine.core.models.gpt2 import GPT2LMHeadModel
-from stage03_engine.features import keys, wanted
+from stage03_engine.plugins import keys, wanted
 
 
 def architectures() -> list[str]:

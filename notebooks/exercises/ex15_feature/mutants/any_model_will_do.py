@@ -7,7 +7,7 @@ from typing import Any
 
 from judging import load
 
-from stage03_engine.features import Feature, Part
+from stage03_engine.plugins import Feature, Part
 
 REJECTED = "A model that is not here is a 404"
 reference = load(Path(__file__).parents[1] / "reference.py")

@@ -7,7 +7,7 @@ from typing import Any
 
 from judging import load
 
-from stage03_engine.features import Feature, Part
+from stage03_engine.plugins import Feature, Part
 
 REJECTED = "how many runs of ngram tokens have occurred before"
 reference = load(Path(__file__).parents[1] / "reference.py")

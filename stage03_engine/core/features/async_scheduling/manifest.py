@@ -8,7 +8,7 @@ from typing import Any
 
 from stage03_engine.args.fields import option
 from stage03_engine.errors import ConfigError
-from stage03_engine.features import Feature
+from stage03_engine.plugins import Feature
 
 _ROOM = "stage03_engine.core.features.async_scheduling."
 SCHEDULER = _ROOM + "async_scheduler:AsyncScheduler"

@@ -8,8 +8,8 @@ from typing import Any
 
 from stage03_engine.args.fields import internal, option
 from stage03_engine.errors import ConfigError
-from stage03_engine.features import Feature
 from stage03_engine.mixins import is_there
+from stage03_engine.plugins import Feature
 
 _ROOM = "stage03_engine.core.features.distributed."
 EXECUTORS = {

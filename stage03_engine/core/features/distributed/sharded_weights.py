@@ -26,8 +26,8 @@ from stage03_engine.core.kv_cache_manager import cdiv
 from stage03_engine.core.models.layers import embedding
 from stage03_engine.core.models.registry import model_class
 from stage03_engine.errors import ConfigError
-from stage03_engine.features import wanted
 from stage03_engine.model_shape import ModelShape
+from stage03_engine.plugins import wanted
 
 VOCABULARY = ("wte", "embed_tokens", "lm_head")
 """The parts of a model that have a row for each token."""

@@ -8,8 +8,8 @@ from typing import Any
 
 from stage03_engine.args.fields import option
 from stage03_engine.errors import ConfigError
-from stage03_engine.features import Feature
 from stage03_engine.mixins import is_there, load
+from stage03_engine.plugins import Feature
 
 KERNELS = "stage04_kernels.backends.linear"
 HOOK = "stage03_engine.core.features.linear_backend.pack:PackedWeightsHook"

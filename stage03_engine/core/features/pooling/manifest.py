@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from stage03_engine.args.fields import internal, option
 from stage03_engine.args.parser import did_you_mean
 from stage03_engine.errors import ConfigError
-from stage03_engine.features import Feature, Part
 from stage03_engine.params.pooling_params import POOLING_TYPES
+from stage03_engine.plugins import Feature, Part
 
 if TYPE_CHECKING:
     from stage03_engine.model_path import ModelFiles

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stage03_engine.args.fields import option
-from stage03_engine.features import Feature, Part
+from stage03_engine.plugins import Feature, Part
 
 
 @dataclass(frozen=True)

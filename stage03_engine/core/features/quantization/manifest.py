@@ -7,8 +7,8 @@ from typing import Any
 
 from stage03_engine.args.fields import option
 from stage03_engine.errors import ConfigError
-from stage03_engine.features import Feature
 from stage03_engine.mixins import is_there, load
+from stage03_engine.plugins import Feature
 
 METHODS = ("int8", "int8_per_channel_weight_only")
 KERNELS = "stage04_kernels.backends.int8_linear"

@@ -7,7 +7,7 @@ from typing import Any
 
 from stage03_engine.args.fields import option
 from stage03_engine.errors import ConfigError
-from stage03_engine.features import Feature
+from stage03_engine.plugins import Feature
 from stagetrace import EventFilter
 from stagetrace.writer import MIN_MAX_BYTES
 

@@ -9,7 +9,7 @@ from typing import Any
 from stage03_engine.args.fields import internal, option
 from stage03_engine.args.parser import did_you_mean
 from stage03_engine.errors import ConfigError
-from stage03_engine.features import Feature
+from stage03_engine.plugins import Feature
 
 KEYS = ("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
 DEFAULT_LOOKUP = 5  # vLLM's, when neither bound is given

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from stage03_engine.errors import ConfigError
-from stage03_engine.features import Feature, Part
+from stage03_engine.plugins import Feature, Part
 
 if TYPE_CHECKING:
     from stage03_engine.model_path import ModelFiles

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stage03_engine.features import Feature, Part
+from stage03_engine.plugins import Feature, Part
 
 _FIELDS = "stage02_server.features.beam_search.fields:BeamSearchFields"
 

@@ -9,8 +9,8 @@ from typing import Any
 from stage03_engine.args.cpu import compute_threads, find_cores
 from stage03_engine.args.fields import option
 from stage03_engine.errors import ConfigError
-from stage03_engine.features import Feature, Part
 from stage03_engine.mixins import is_there
+from stage03_engine.plugins import Feature, Part
 
 _CLIENT = "stage03_engine.frontend.features.data_parallel.client:"
 _HEAD_CLIENT = "stage03_engine.frontend.features.data_parallel.nodes.head:HeadClient"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from stage03_engine import features
+from stage03_engine import plugins
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import ConfigError
-from stage03_engine.features import Feature, Part, absent_features, check_features, find, parts
+from stage03_engine.plugins import Feature, Part, absent_features, check_features, find, parts
 
 HERE = "stage03_engine.core.features.debug"
 
@@ -20,7 +20,7 @@ def feature(
 
 
 def index(patch: pytest.MonkeyPatch, *found: Feature) -> None:
-    patch.setattr(features, "INDEX", found)
+    patch.setattr(plugins, "INDEX", found)
 
 
 @given(st.data())
@@ -32,7 +32,7 @@ def test_each_comes_after_those_that_it_names_and_else_in_the_order_of_the_index
     }
     with pytest.MonkeyPatch.context() as patch:
         index(patch, *(feature(name, after=(*sorted(earlier[name]), "not here")) for name in names))
-        found = [each.name for each in features.features("stage03_engine") if each.name in names]
+        found = [each.name for each in plugins.features("stage03_engine") if each.name in names]
     assert sorted(found) == sorted(names)
     for at, name in enumerate(found):
         assert earlier[name] <= set(found[:at])
@@ -43,12 +43,12 @@ def test_each_comes_after_those_that_it_names_and_else_in_the_order_of_the_index
 def test_a_circle_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     index(monkeypatch, feature("a", after=("b",)), feature("b", after=("a",)), feature("c"))
     with pytest.raises(ConfigError, match="come after one another in a circle: a, b"):
-        features.features("stage03_engine")
+        plugins.features("stage03_engine")
 
 
 def test_what_needs_an_absent_feature_is_absent_and_so_on(monkeypatch: pytest.MonkeyPatch) -> None:
     index(monkeypatch, feature("c", needs=("b",)), feature("b", needs=("gone",)), feature("a"))
-    assert [each.name for each in features.features("stage03_engine")] == ["a"]
+    assert [each.name for each in plugins.features("stage03_engine")] == ["a"]
     assert absent_features("stage03_engine") == {
         "b": "it needs gone, which is not installed",
         "c": "it needs b, which is not installed",
