@@ -47,13 +47,13 @@ sys.meta_path.insert(0, AtSlowImports())
 sys.stdin = AtItsFirstMessage()
 """
 PARENT = """
-import socket, subprocess, sys, time
+import signal, socket, subprocess, sys
 ours, theirs = socket.socketpair()
 words = sys.argv[1].format(folder=sys.argv[2], descriptor=theirs.fileno()).split()
 command = [sys.executable, "-m", *words]
 child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
 print(child.pid, flush=True)
-time.sleep(1000)
+signal.pause()
 """
 
 

@@ -203,7 +203,7 @@ def longest_standstill(work: Callable[[], object]) -> tuple[float, float]:
     thread.start()
     while thread.is_alive():
         before = time.perf_counter()
-        time.sleep(0.001)
+        thread.join(0.001)
         longest = max(longest, time.perf_counter() - before)
     return time.perf_counter() - start, longest
 
@@ -240,18 +240,18 @@ def test_one_key_leaves_threads_to_the_others_also_while_it_waits_for_lost_ones(
     slow = [Job(lambda: go_on.wait(60) and GrammarState(b"")) for _ in range(40)]  # type: ignore
     for job in slow:
         threads.add(Asker(A, "x"), job)
-    for _ in range(20):
-        quick = Job(lambda: GrammarState(b"x"))
+    begun = quick_ones = 0
+    while begun < threads._most_threads // 2 or quick_ones < 20:
+        quick, quick_ones = Job(lambda: GrammarState(b"x")), quick_ones + 1
         threads.add(Asker(B, "y"), quick)
         while quick.state is None:
             threads.run(0.005)
             threads.take_done()
-        time.sleep(0.01)
-    begun = sum(job.began is not None for job in slow)
+        begun = sum(job.began is not None for job in slow)
     assert begun == threads._most_threads // 2, "each was given up, and its thread still counts"
     go_on.set()
     done = set[Job]()
-    while len(done) < 40 + 20 - 20 - begun:
+    while len(done) < len(slow) - begun:
         threads.run(PATIENCE)
         done |= set(threads.take_done())
     assert all(job.state is not None for job in done)
