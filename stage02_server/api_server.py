@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from stage02_server.cli_args import FrontendArgs
 from stage03_engine.args.log import announce
 from stage03_engine.config import VllmConfig
-from stage03_engine.errors import StagesError
+from stage03_engine.errors import ConfigError, StagesError
 from stage03_engine.mixins import load
-from stage03_engine.plugins import Part, loaded, parts, wanted
+from stage03_engine.plugins import Part, keys, loaded, parts, wanted
 from stagetrace import trace
 
 if TYPE_CHECKING:
@@ -272,6 +272,10 @@ def build_app(args: FrontendArgs) -> FastAPI:
     from stage02_server.middleware import PREFIX, RequestGate, RequestMiddleware
     from stage02_server.routes import router
 
+    if lost := keys("middleware").keys() - set(LAYERS):
+        raise ConfigError(
+            f"there is no place {lost.pop()!r} for middleware; there are {', '.join(filter(None, LAYERS))}"
+        )
     layers: list[Middleware] = []
     for place in LAYERS:
         kinds = [part.load() for part in used("middleware", args, key=place)] if place else [RequestMiddleware]

@@ -205,13 +205,16 @@ def _read(stage: str, index: tuple[str | Feature, ...]) -> tuple[tuple[Feature, 
     below = STAGES[: STAGES.index(stage) + 1]
     found, absent = dict[str, Feature](), dict[str, str]()
     for room in (*index, *_plugins()):
-        if isinstance(room, Feature):
-            found[room.name] = room
-        elif room.startswith(below) and is_there(room + ".manifest"):
-            feature: Feature = load(room + ".manifest:FEATURE")
-            found[feature.name] = feature
-        elif room.startswith(below):
+        if isinstance(room, str) and not room.startswith(below):
+            continue
+        if isinstance(room, str) and not is_there(room + ".manifest"):
             absent[room.rpartition(".")[2]] = "its room was deleted"
+            continue
+        feature: Feature = room if isinstance(room, Feature) else load(room + ".manifest:FEATURE")
+        if (other := found.setdefault(feature.name, feature)) is not feature:
+            raise ConfigError(
+                f"two features are called {feature.name}: that in {other.room} and that in {feature.room}"
+            )
     while lacking := {each.name: need for each in found.values() for need in each.needs if need not in found}:
         for name, need in lacking.items():
             del found[name]

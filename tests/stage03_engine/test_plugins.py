@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import pytest
 from hypothesis import given, strategies as st
 
@@ -10,6 +13,7 @@ from stage03_engine.config import VllmConfig
 from stage03_engine.errors import ConfigError
 from stage03_engine.plugins import Feature, Part, absent_features, check_features, find, parts
 
+ROOT = Path(__file__).parent.parent.parent
 HERE = "stage03_engine.core.features.debug"
 
 
@@ -91,3 +95,41 @@ def test_a_name_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -
     index(monkeypatch, feature("a", Part("policy", ".layer_trace:Typo", key="x")))
     with pytest.raises(ConfigError, match="layer_trace:Typo is named, but not there"):
         find("policy", "x")
+
+
+def test_no_feature_takes_the_name_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installed package called hardening would stand in for the keys and limits."""
+    index(monkeypatch, feature("a"), feature("a", room="a.package"))
+    with pytest.raises(ConfigError, match=f"two features are called a: that in {HERE} and that in a.package"):
+        plugins.features("stage03_engine")
+
+
+ASKED = {"find", "wanted", "loaded", "parts", "used"}
+
+
+def literals(call: ast.Call) -> list[str | None]:
+    given = [*call.args, *(keyword.value for keyword in call.keywords if keyword.arg == "key")]
+    return [each.value if isinstance(each, ast.Constant) else None for each in given]
+
+
+def test_every_part_is_asked_for_under_its_key() -> None:
+    """A key with a typo would be a part that nobody uses, without a word. A key that is computed stands for all of its seam."""
+    asked: set[tuple[str, str | None]] = set()
+    for path in ROOT.glob("stage0?_*/**/*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ASKED and node.args:
+                seam, *keys = literals(node)
+                if seam in plugins.SEAMS:
+                    keyed = [
+                        ast.unparse(node.func) in ("find", "wanted"),
+                        *(word.arg == "key" for word in node.keywords),
+                    ]
+                    computed = keys[:1] == [None] and any(keyed)
+                    asked |= (
+                        {(seam, None)} if computed else {(seam, key) for key in (*keys, "") if isinstance(key, str)}
+                    )
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "keys" and node.args:
+                asked |= {(seam, None) for seam in literals(node)[:1] if seam}
+    parts = [part for feature in plugins.features() for part in feature.parts]
+    assert len(parts) > 100
+    assert not [part for part in parts if not asked & {(part.seam, part.key), (part.seam, None)}]
