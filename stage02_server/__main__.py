@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from stage02_server.serve import ServeSubcommand
 from stage03_engine.args import FlexibleArgumentParser, run_program
 
 PROGRAM = "python -m stage02_server"
@@ -22,6 +21,8 @@ def make_parser(chosen: str | None) -> FlexibleArgumentParser:
     commands = parser.add_subparsers(dest="subparser", metavar="serve")
     serve = commands.add_parser("serve", help="serve one model over HTTP", description=parser.description)
     if chosen == "serve":
+        from stage02_server.serve import ServeSubcommand  # in here what an import refuses is one line
+
         command = ServeSubcommand()
         command.add_arguments(serve)
         serve.set_defaults(dispatch_function=command.cmd)

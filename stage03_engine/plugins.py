@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from stage03_engine.errors import ConfigError
@@ -231,13 +231,22 @@ def _plugins() -> list[Feature]:
     features = []
     for entry in sorted(entry_points(group=ENTRY_POINT), key=lambda entry: entry.name):
         if names is None or entry.name in names:
-            feature = entry.load()
-            if not isinstance(feature, Feature):
-                raise ConfigError(
-                    f"the entry point {entry.name} of {ENTRY_POINT} names {entry.value}, which is no Feature"
-                )
-            features.append(feature)
+            features.append(_loaded_plugin(entry))
     return features
+
+
+def _loaded_plugin(entry: EntryPoint) -> Feature:
+    try:
+        feature = entry.load()
+    except Exception as error:  # somebody else's code: it may raise anything
+        why = f"cannot be loaded ({type(error).__name__}: {error})"
+    else:
+        if isinstance(feature, Feature):
+            return feature
+        why = "is no Feature"
+    raise ConfigError(
+        f"{entry.value}, which an installed package adds as {entry.name}, {why}; {PLUGINS}= leaves it out"
+    )
 
 
 def _in_order(features: Mapping[str, Feature]) -> tuple[Feature, ...]:

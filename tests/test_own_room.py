@@ -101,3 +101,19 @@ def test_a_package_that_is_not_whole_is_refused(site: Path) -> None:
     finally:
         piece.write_text(code)
     assert said.returncode == 2 and "the feature top_a is not whole, top_a.fields is missing" in said.stderr
+
+
+@pytest.mark.parametrize("names", ["gone:FEATURE", "os:sep", "raises:FEATURE"])
+@pytest.mark.parametrize("words", [("--help",), ("serve", "gpt2-tiny", "--dry-run")], ids=" ".join)
+def test_a_package_that_cannot_come_in_is_one_line(names: str, words: tuple[str, ...], tmp_path: Path) -> None:
+    """Its code may do anything; and the way to go on without it is said."""
+    (tmp_path / "raises.py").write_text("1 / 0")
+    (info := tmp_path / "bad-1.0.dist-info").mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: bad\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[vllm_in_stages.features]\nbad = {names}\n")
+    said = stages(tmp_path, *words)
+    assert said.returncode == 2 and said.stderr.startswith(
+        f"stages: error: {names}, which an installed package adds as bad, "
+    )
+    assert said.stderr.endswith("; STAGES_PLUGINS= leaves it out\n") and said.stderr.count("\n") == 1
+    assert stages(tmp_path, *words, STAGES_PLUGINS="").returncode == 0

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
+from stage02_server.api_server import build_app
+from stage02_server.cli_args import FrontendArgs
 from stage03_engine import plugins
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import ConfigError
@@ -102,6 +104,16 @@ def test_no_feature_takes_the_name_of_another(monkeypatch: pytest.MonkeyPatch) -
     index(monkeypatch, feature("a"), feature("a", room="a.package"))
     with pytest.raises(ConfigError, match=f"two features are called a: that in {HERE} and that in a.package"):
         plugins.features("stage03_engine")
+
+
+def test_middleware_without_a_place_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        plugins, "INDEX", (*plugins.INDEX, feature("a", Part("middleware", ".layer_trace:X", key="kay")))
+    )
+    with pytest.raises(
+        ConfigError, match="there is no place 'kay' for middleware; there are connection, address, count"
+    ):
+        build_app(FrontendArgs())
 
 
 ASKED = {"find", "wanted", "loaded", "parts", "used"}
