@@ -192,11 +192,13 @@ class Feature:
         """The stage of its manifest. It may plug into this one and those above."""
         return self.room.partition(".")[0]
 
-    def missing(self) -> list[str]:
-        """The modules that it consists of, or names, and that are not there."""
-        return [
-            name for name in dict.fromkeys((*self.also, *(part.module for part in self.parts))) if not is_there(name)
-        ]
+    def pieces(self) -> list[str]:
+        """The modules that it consists of or names: also those that act when a request sets one of its parameters, which else would
+        be missed in the middle of a step."""
+        params = [part.load() for part in self.parts if part.seam == "params" and is_there(part.module)]
+        hooks = (hook for part in params for seams in getattr(part, "HOOKS", {}).values() for hook in seams.values())
+        names = (*self.also, *(part.module for part in self.parts), *(hook.partition(":")[0] for hook in hooks))
+        return list(dict.fromkeys(names))
 
 
 @cache
@@ -273,7 +275,7 @@ def absent_features(stage: str = "stage01_cli") -> dict[str, str]:
 def check_features(stage: str) -> None:
     """Raises ConfigError for a feature of which a piece is missing, or that plugs in where nobody looks."""
     for feature in features(stage):
-        if missing := feature.missing():
+        if missing := [name for name in feature.pieces() if not is_there(name)]:
             rest = ", ".join(name for name in (feature.room, *feature.also) if name not in missing)
             raise ConfigError(
                 f"the feature {feature.name} is not whole, {missing[0]} is missing: restore it, or delete all of the feature ({rest})"
