@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import msgspec
+from fastapi import FastAPI
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.types import Receive
@@ -304,6 +305,11 @@ class OpenAIServing:
         except Exception as error:
             yield _event(error_json(as_reported(error, requests.ids.response)).encode(), requests.ids)
         yield _event(b"[DONE]", requests.ids)
+
+
+def generating(app: FastAPI) -> list[OpenAIServing]:
+    """The application's handlers that send prompts to the engine: a feature adds to their `hook_factories`."""
+    return [handler for handler in app.state._state.values() if isinstance(handler, OpenAIServing)]
 
 
 def _event(data: bytes, ids: RequestIds, prompt: int = 0) -> bytes:

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from stage02_server.api_server import Services
 from stage02_server.features.hardening.manifest import HardeningFlags
 from stage02_server.middleware import TENANT
-from stage02_server.serving_engine import EngineRequests, Prompts
+from stage02_server.serving_engine import EngineRequests, Prompts, generating
 from stage03_engine.errors import BusyError
 
 _TAKEN: ContextVar[list[int] | None] = ContextVar("answers taken", default=None)  # by the HTTP request that is served
@@ -66,6 +66,5 @@ def install(app: FastAPI, services: Services) -> None:
     in_flight: Counter[int | None] = Counter()
     app.state.answers_in_flight = in_flight
     limit = AnswersLimit(services.args.max_answers_per_key, in_flight)
-    for handler in app.state._state.values():
-        if hasattr(handler, "hook_factories"):
-            handler.hook_factories.insert(0, limit.check)
+    for handler in generating(app):
+        handler.hook_factories.insert(0, limit.check)

@@ -204,7 +204,8 @@ class SettingsLimit:
 
 def install(app: FastAPI, services: Services) -> None:
     """Check the settings of all requests that the handlers get."""
+    from stage02_server.serving_engine import generating  # its bodies are bounded by this module
+
     limit = SettingsLimit(services.args.max_settings_bytes)
-    for handler in app.state._state.values():
-        if hasattr(handler, "hook_factories"):
-            handler.hook_factories.append(limit.check)
+    for handler in generating(app):
+        handler.hook_factories.append(limit.check)

@@ -6,10 +6,10 @@ from fastapi import FastAPI
 
 from stage02_server.api_server import Services
 from stage02_server.features.per_request_metrics.hook import MetricsHook
+from stage02_server.serving_engine import generating
 
 
 def install(app: FastAPI, services: Services) -> None:
     """Measure all requests that the handlers get."""
-    for handler in app.state._state.values():
-        if hasattr(handler, "hook_factories"):
-            handler.hook_factories.append(lambda requests, prompts: MetricsHook())
+    for handler in generating(app):
+        handler.hook_factories.append(lambda requests, prompts: MetricsHook())
