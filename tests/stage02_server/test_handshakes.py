@@ -7,6 +7,8 @@ import socket
 import ssl
 import time
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
 
 import httpx
 import pytest
@@ -37,14 +39,32 @@ BEGINNINGS = {
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.URL]:
-    certificate = make_certificate(tmp_path_factory.mktemp("certificates"), "server")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_certificate(tmp_path_factory.mktemp("certificates"), "server")
+
+
+@contextmanager
+def served(certificate: Path, most: int, seconds: int) -> Iterator[httpx.URL]:
     server = ServerProcess(
         "gpt2-tiny", "--engine", "echo", "--host", "127.0.0.1", "--port", "0", "--ssl-certfile", str(certificate),
-        "--max-connections", str(MOST), "--request-header-timeout", str(SECONDS),
+        "--max-connections", str(most), "--request-header-timeout", str(seconds),
     )  # fmt: skip
-    yield httpx.URL(server.wait_for(r"Serving \S+ on (https://\S+)$")[1])
-    server.close()
+    with closing(server):
+        yield httpx.URL(server.wait_for(r"Serving \S+ on (https://\S+)$")[1])
+
+
+@pytest.fixture(scope="module")
+def patient(certificate: Path) -> Iterator[httpx.URL]:
+    """A server with few places, and more time for each than this test has."""
+    with served(certificate, MOST, 3600) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def roomy(certificate: Path) -> Iterator[httpx.URL]:
+    """A server with places for all, for a short time."""
+    with served(certificate, 100 * MOST, SECONDS) as url:
+        yield url
 
 
 def closed(clients: list[socket.socket]) -> int:
@@ -64,29 +84,41 @@ def closed(clients: list[socket.socket]) -> int:
     return count
 
 
-@pytest.mark.parametrize("name", BEGINNINGS)
-def test_who_never_completes_the_handshake_gives_way_and_is_closed_in_time(url: httpx.URL, name: str) -> None:
+@contextmanager
+def half_connected(url: httpx.URL, name: str) -> Iterator[list[socket.socket]]:
+    """Clients who begin so, and wait. Another one is served."""
     clients = [socket.create_connection((url.host, url.port or 0)) for _ in range(SOCKETS)]
     try:
         for client in clients:
             client.sendall(BEGINNINGS[name])
         assert httpx.get(f"{url}/health", verify=False).status_code == 200
-        wait_until(lambda: closed(clients) >= SOCKETS - MOST, "they do not give way")
-        began = time.monotonic()
-        wait_until(lambda: closed(clients) == SOCKETS, "they stay")
-        assert time.monotonic() - began < 30, "it had a minute"
+        yield clients
     finally:
         for client in clients:
             client.close()
 
 
+@pytest.mark.parametrize("name", BEGINNINGS)
+def test_who_never_completes_the_handshake_gives_way(patient: httpx.URL, name: str) -> None:
+    with half_connected(patient, name) as clients:
+        wait_until(lambda: closed(clients) >= SOCKETS - MOST, "they do not give way")
+
+
+@pytest.mark.parametrize("name", BEGINNINGS)
+def test_who_never_completes_the_handshake_is_closed_in_time(roomy: httpx.URL, name: str) -> None:
+    with half_connected(roomy, name) as clients:
+        began = time.monotonic()
+        wait_until(lambda: closed(clients) == SOCKETS, "they stay")
+        assert time.monotonic() - began < 30, "it had a minute"
+
+
 @pytest.mark.parametrize("size", [1, 100, 10**6])
-def test_a_handshake_may_come_in_pieces_and_with_the_first_request(url: httpx.URL, size: int) -> None:
+def test_a_handshake_may_come_in_pieces_and_with_the_first_request(roomy: httpx.URL, size: int) -> None:
     """The request arrives with the handshake's last bytes."""
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     tls = ssl._create_unverified_context().wrap_bio(incoming, outgoing)
     body = b"a" * 300_000
-    with socket.create_connection((url.host, url.port or 0), timeout=PATIENCE) as client:
+    with socket.create_connection((roomy.host, roomy.port or 0), timeout=PATIENCE) as client:
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
         def send() -> None:
