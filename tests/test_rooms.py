@@ -179,7 +179,11 @@ class House:
         assert zygote.stdin is not None and zygote.stdout is not None
         print(json.dumps(job), file=zygote.stdin, flush=True)
         self.process = psutil.Process(int(zygote.stdout.readline()))
-        wait_until(lambda: self._serving() or not self.process.is_running(), "the server does not start")
+        try:
+            wait_until(lambda: self._serving() or not self.process.is_running(), "the server does not start")
+        except AssertionError:
+            self.process.send_signal(signal.SIGTERM)
+            raise AssertionError(f"the server does not start: {self.log.read_text()}") from None
         found = self._serving()
         assert found, self.log.read_text()
         self.client = httpx.Client(base_url=found[1], timeout=PATIENCE, trust_env=False, verify=False)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import signal
 import threading
 import time
 import weakref
@@ -92,7 +93,8 @@ class WorkerProcesses:
 
     def _ended(self, lane: str, code: int) -> None:
         """From any thread: a process has ended."""
-        matters = self._fail(f"{lane} ended unexpectedly with {exit_reason(code)}", killed=code < 0)
+        killed = code < 0 and code != -signal.SIGABRT  # a worker whose neighbour has died may abort while it ends
+        matters = self._fail(f"{lane} ended unexpectedly with {exit_reason(code)}", killed=killed)
         if trace.on and matters:
             trace.emit("worker.dead", lane=lane, exit_code=code)
 
