@@ -134,6 +134,7 @@ TOO_MUCH = {
     "a header that does not end": b"GET / HTTP/1.1\r\na: " + b"x" * 200_000,
     "a name that does not end": b"GET / HTTP/1.1\r\n" + b"x" * 200_000,
     "a target that does not end": b"GET /" + b"x" * 200_000,
+    "a target that is sent for long": b"GET /" + b"x" * 5_000_000,
     "a long target": request_bytes(target=b"/" + b"x" * HEADER_BYTES),
     "many small headers": request_bytes(*[b"a%d: 1" % i for i in range(HEADERS)]),
     "many equal headers": request_bytes(*[b"a: 1"] * HEADERS),

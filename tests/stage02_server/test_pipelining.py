@@ -59,7 +59,10 @@ class Transport(asyncio.Transport):
     def close(self) -> None:
         self.closed = True
 
-    abort = close
+    abort = write_eof = close  # the client closes as soon as the server has nothing more to say
+
+    def can_write_eof(self) -> bool:
+        return True
 
     def get_write_buffer_size(self) -> int:
         return 0

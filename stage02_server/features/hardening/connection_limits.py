@@ -30,6 +30,7 @@ BYTES = 18  # and the fewest bytes: GET / HTTP/1.1, and two line ends
 MOST_REQUESTS = 8  # in a piece that is parsed at once: a quarter of a millisecond
 PARSING_SECONDS = 0.002  # of a turn of the event loop, for all connections together, beyond the first piece of each
 FIRST_SECONDS = 0.02  # and with the first pieces: thousands of connections may bring one in the same turn
+LINGER_SECONDS = 0.5  # what a refused client still sends is read and dropped for so long, as in Go's net/http
 STARTS = 8  # requests that begin in one turn of the event loop: a millisecond or two of small ones
 
 
@@ -50,6 +51,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     without the offer, and then the rest. (The first one would drop it all if the connection ends with this request.) CONNECT asks
     for a tunnel, and is refused: 400.
 
+    A client that is refused may still be sending. Closing at once would reset its connection, and it would never see why; so what
+    comes is dropped for a moment first.
+
     Invariants: between two calls of `data_received` the parser holds at most `max_bytes` bytes of something incomplete, and
     what the last call brought. Each round of the loop over what is left behind an offer begins with less than the one before.
     """
@@ -62,6 +66,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     _offers = False  # another protocol
     _repeats = False  # the header that made the offer, without it
     _tunnel = False  # asked for
+    _refused = False  # an error was the last answer
     _rest: int | None = None  # where in what is being parsed the header with the offer ends
 
     def on_message_begin(self) -> None:
@@ -121,6 +126,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Bytes from the socket."""
+        if self._refused:
+            return
         self._incomplete += len(data)
         while data:
             self._rest = None
@@ -135,9 +142,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._repeats = True
             super().data_received(header)
             self._repeats = False
-            if self.transport.is_closing():
+            if self._refused or self.transport.is_closing():
                 return
-        if self._incomplete > self.max_bytes and not self.transport.is_closing():
+        if self._incomplete > self.max_bytes and not self._refused and not self.transport.is_closing():
             self.send_400_response("")
 
     def send_400_response(self, msg: str) -> None:
@@ -153,14 +160,27 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             phrase = b"400 Bad Request"
         else:
             error, phrase = APIError(400, "Bad Request", "This is not HTTP/1.1."), b"400 Bad Request"
-        self._send_error(error, phrase)
+        self._send_error(error, phrase, linger=True)
 
-    def _send_error(self, error: APIError, phrase: bytes) -> None:
-        """Answer without the application, and close."""
+    def _send_error(self, error: APIError, phrase: bytes, linger: bool = False) -> None:
+        """Answer without the application, and close: in a moment if the client may still be sending."""
         body = error_json(error).encode()
         head = b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
         self.transport.write(head % (phrase, len(body)) + body)
-        self.transport.close()
+        if linger:
+            self._linger()
+        else:
+            self.transport.close()
+
+    def _linger(self) -> None:
+        self._refused = True
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected, self.cycle.waiting_for_100_continue = True, False  # what its handler says goes nowhere
+            self.cycle.message_event.set()
+        self.flow.resume_reading()
+        if self.transport.can_write_eof():  # not with TLS
+            self.transport.write_eof()
+        self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
 
 class _Flow(FlowControl):
@@ -396,7 +416,7 @@ class PipelinedHttpProtocol(LimitedHttpProtocol):
         """Parse piece by piece, each so small that the requests in it cannot be too many, nor take long; keep what there is no room
         or no time for. What a Content-Length announces is one piece, however many lines it has: it is one call of the parser."""
         at = 0
-        while at < len(data) and not self._broken and not self.transport.is_closing():
+        while at < len(data) and not (self._broken or self._refused or self.transport.is_closing()):
             room = min(self.max_pipelined + 1 - len(self._cycles), MOST_REQUESTS)
             self._ahead = room <= 0 or sum(self._cycles.values()) > self.max_bytes
             if self._ahead or self.turns.is_over(first=at == 0):
@@ -459,9 +479,9 @@ class PipelinedHttpProtocol(LimitedHttpProtocol):
             self._network = network_of(self.client[0]) if self.client else ""
         return self._network
 
-    def _send_error(self, error: APIError, phrase: bytes) -> None:
-        """Answer without the application, and close. Answers come in the order of the requests: while earlier ones wait for theirs,
-        the connection closes behind the last of these, and the error is not told."""
+    def _send_error(self, error: APIError, phrase: bytes, linger: bool = False) -> None:
+        """Answer without the application, and end the connection. Answers come in the order of the requests: while earlier ones wait
+        for theirs, the connection closes behind the last of these, and the error is not told."""
         waiting = [cycle for cycle in self._cycles if not cycle.response_complete]
         if ahead := [cycle for cycle in waiting if not (cycle is self.cycle and cycle.more_body)]:
             self._broken = True
@@ -469,7 +489,7 @@ class PipelinedHttpProtocol(LimitedHttpProtocol):
         elif waiting and waiting[0].response_started:
             self.transport.close()
         else:
-            super()._send_error(error, phrase)
+            super()._send_error(error, phrase, linger)
 
     def on_response_complete(self) -> None:
         """From uvicorn: the whole answer was handed to the transport; the next request runs."""

@@ -94,14 +94,14 @@ class TimedHttpProtocol(PipelinedHttpProtocol):
         """From asyncio: bytes, perhaps of several requests."""
         self._received += len(data)
         super().data_received(data)
-        if not self.transport.is_closing():
+        if not (self._refused or self.transport.is_closing()):
             self._time_request(len(data))
 
     def parse_held(self) -> None:
         """What was held back is parsed."""
         uncounted = len(self._held) if self._ahead else 0
         super().parse_held()
-        if not self.transport.is_closing():
+        if not (self._refused or self.transport.is_closing()):
             self._time_request(uncounted)
 
     def on_message_begin(self) -> None:
@@ -168,6 +168,11 @@ class TimedHttpProtocol(PipelinedHttpProtocol):
             self.transport.close()
 
     # Reading the answer
+
+    def _send_error(self, error: APIError, phrase: bytes, linger: bool = False) -> None:
+        """Answer without the application, and end the connection, which waits until earlier answers are read as well."""
+        super()._send_error(error, phrase, linger)
+        self._watch_buffer()
 
     def pause_writing(self) -> None:
         """From asyncio: the client does not read as fast as we write."""
