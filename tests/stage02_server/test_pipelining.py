@@ -26,7 +26,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from stage02_server.cli_args import FrontendArgs
-from stage02_server.features.hardening import connection_limits
+from stage02_server.features.hardening import connection_limits, connection_turns
 from stage02_server.features.hardening.connection_limits import LimitedHttpProtocol
 from stage02_server.features.hardening.slow_clients import TimedHttpProtocol, timed_protocol
 
@@ -150,7 +150,7 @@ def test_parsing_is_done_in_small_pieces_and_each_turn_of_the_loop_has_one(
     name: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of all connections together, beyond the first piece of what each brings; and who sends little does not wait for them."""
-    monkeypatch.setattr(connection_limits, "PARSING_SECONDS", 1e-9)
+    monkeypatch.setattr(connection_turns, "PARSING_SECONDS", 1e-9)
     pieces: list[bytes] = []
     parse = LimitedHttpProtocol.data_received
     monkeypatch.setattr(
@@ -195,7 +195,7 @@ def test_parsing_is_done_in_small_pieces_and_each_turn_of_the_loop_has_one(
 
 
 def test_who_leaves_while_others_are_parsed_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_limits, "PARSING_SECONDS", 1e-9)
+    monkeypatch.setattr(connection_turns, "PARSING_SECONDS", 1e-9)
 
     async def check() -> None:
         connection = Connection()
@@ -252,7 +252,7 @@ def test_addresses_take_turns_to_begin() -> None:
         for turn in range(1000):
             await asyncio.sleep(0)
             begun = sum(len(connection.begun) for connection in (*crowd, *others))
-            assert begun - before <= connection_limits.STARTS
+            assert begun - before <= connection_turns.STARTS
             before = begun
             if turn == 3:
                 assert [other.answered for other in others] == [["x"], ["x"]]
@@ -422,8 +422,8 @@ def test_a_body_of_line_ends_is_parsed_in_few_pieces(form: str, most: int, monke
 @pytest.mark.parametrize("name", ["requests", "chunks of 1", "one request", "a byte"])
 def test_what_thousands_bring_in_one_turn_is_not_parsed_in_one_turn(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However little each of them brings; and all are answered, and nobody who comes later waits for them."""
-    monkeypatch.setattr(connection_limits, "FIRST_SECONDS", 1e-9)
-    monkeypatch.setattr(connection_limits, "PARSING_SECONDS", 1e-9)
+    monkeypatch.setattr(connection_turns, "FIRST_SECONDS", 1e-9)
+    monkeypatch.setattr(connection_turns, "PARSING_SECONDS", 1e-9)
     pieces: list[bytes] = []
     parse = LimitedHttpProtocol.data_received
     monkeypatch.setattr(

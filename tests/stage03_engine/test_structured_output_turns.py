@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
-from patience import PATIENCE
+from patience import PATIENCE, wait_until
 from toy_engine import ANY_JSON, STEM, ToyEngine, record
 
 from stage03_engine.arg_utils import EngineArgs
@@ -263,10 +263,14 @@ def test_without_keys_threads_that_are_given_up_are_bounded() -> None:
     slow = [Job(lambda: go_on.wait(60) and GrammarState(b"")) for _ in range(100)]  # type: ignore
     for job in slow:
         threads.add(Asker(None, "x"), job)
-    for _ in range(200):
+
+    def begun() -> int:
         threads.run(0.002)
         threads.take_done()
-    assert sum(job.began is not None for job in slow) == 2 * threads._most_threads
+        return sum(job.began is not None for job in slow)
+
+    wait_until(lambda: begun() >= 2 * threads._most_threads, "too few began")
+    assert {begun() for _ in range(200)} == {2 * threads._most_threads}
     go_on.set()
     threads.shutdown()
 
@@ -282,6 +286,27 @@ def test_a_step_waits_once_for_each_job_and_not_again() -> None:
     threads.add(Asker(B, "y"), quick)
     threads.run(PATIENCE)  # for the other
     assert time.monotonic() - start < PATIENCE / 2 and quick.state is not None and job.state is None and job.missed
+    go_on.set()
+    threads.shutdown()
+
+
+def test_steps_wait_for_a_key_no_longer_than_they_take_without_it() -> None:
+    """Each step brings it another job that takes long. What steps wait for others is not its affair."""
+    go_on, threads, step, others = threading.Event(), StepThreads(0.001), 0.4, 0.0
+    threads._most_threads = 64  # never the reason
+    start = time.monotonic()
+    for _ in range(20):
+        threads.add(Asker(A, "x"), Job(lambda: go_on.wait(60) and GrammarState(b"")))  # type: ignore
+        threads.run(step)
+        threads.take_done()  # it is given up
+        began = time.monotonic()
+        quick = Job(lambda: GrammarState(b"x"))
+        threads.add(Asker(B, "y"), quick)
+        while quick.state is None:
+            threads.run(step)
+        others += time.monotonic() - began
+    waited = time.monotonic() - start - others
+    assert step / 2 < waited < 2 * step + others, "once the whole step, and then no longer than all else took"
     go_on.set()
     threads.shutdown()
 

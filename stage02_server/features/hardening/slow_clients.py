@@ -15,7 +15,8 @@ from typing import Any
 
 from stage02_server.errors import APIError, unavailable
 from stage02_server.features.hardening.authentication import OPEN_PATHS
-from stage02_server.features.hardening.connection_limits import ParsingTurns, PipelinedHttpProtocol, StartingTurns
+from stage02_server.features.hardening.connection_limits import PipelinedHttpProtocol
+from stage02_server.features.hardening.connection_turns import ParsingTurns, StartingTurns
 from stage02_server.features.hardening.manifest import HardeningFlags
 from stage02_server.features.hardening.open_connections import OpenConnections, most_connections
 from stage02_server.middleware import CONNECTION

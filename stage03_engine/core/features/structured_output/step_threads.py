@@ -5,9 +5,10 @@ time. So a step waits for all of them together, no longer than its budget. The t
 them; what is left keeps its place, and the next step goes on with it. Jobs have turns (turns.py).
 
 Some jobs take a second or more: llguidance's limits count the items of an ambiguous grammar, and not the ways to each. So
-a job is waited for once, and no later step waits for it again. With several API keys each has half of the threads, so another always finds one. A
-job that takes too long is given up, but cannot be stopped: its thread still counts for its key, and without keys there are at most twice as
-many threads. All step back for whatever else wants to compute (nice).
+a job is waited for once, and no later step waits for it again; and in the long run steps wait for the jobs of one API key no longer than
+they take without that, so it slows another key down to half its speed at most. With several keys each has half of the threads, so another
+always finds one. A job that takes too long is given up, but cannot be stopped: its thread still counts for its key, and without keys there
+are at most twice as many threads. All step back for whatever else wants to compute (nice).
 """
 
 from __future__ import annotations
@@ -61,6 +62,10 @@ class StepThreads:
         self._resting: set[int | None] = set()  # keys that hold as many threads as they may
         self._done: list[Job] = []
         self._until = 0.0  # the end of the step's budget
+        self._debts: dict[
+            int | None, float
+        ] = {}  # API key -> seconds that steps have waited for it, less those between the waits
+        self._waited_until = 0.0  # when the last of these waits was over
         self._num_threads = 0
         self._closed = False
 
@@ -71,26 +76,39 @@ class StepThreads:
 
     def run(self, seconds: float, enough: Callable[[], bool] | None = None) -> None:
         """Let the threads work, `seconds` at most, until all is done that a step has not waited for already, or `enough`, which is
-        asked again after each of the `news`."""
-        end = time.monotonic() + seconds
+        asked again after each of the `news`. Without `enough` it is a step that waits, and for a key whose debt is `seconds` it does not."""
         with self._lock:
+            now = time.monotonic()
+            end = now + seconds
             if self._queue:
                 self._start_threads()
                 self._until = end
                 self._work.notify_all()
-            while self._promises if enough is None else not enough():
-                if (left := end - time.monotonic()) <= 0:
-                    break
-                self.news.wait(left)
+            if enough is None:
+                self._wait_for_keys(now, end)
+            else:
+                while not enough() and (left := end - time.monotonic()) > 0:
+                    self.news.wait(left)
             self._until = 0.0
-            for job in self._running if enough is None else ():
-                job.missed = True
 
-    @property
-    def _promises(self) -> bool:
-        """May a job end, or begin, that no step has waited for?"""
-        begins = len(self._running) < self._num_threads and self._queue.has_next(self._resting)
-        return begins or not all(job.missed for job in self._running)
+    def _wait_for_keys(self, now: float, end: float) -> None:
+        most, gap = end - now, now - self._waited_until
+        self._debts = {key: debt - gap for key, debt in self._debts.items() if debt > gap}
+        while now < end and (keys := {key for key in self._promising() if self._debts.get(key, 0.0) < most}):
+            self.news.wait(min(end - now, most - min(self._debts.get(key, 0.0) for key in keys)))
+            waited, now = time.monotonic() - now, time.monotonic()
+            for key in keys:
+                self._debts[key] = self._debts.get(key, 0.0) + waited
+        self._waited_until = now
+        for job in self._running:
+            job.missed = True
+
+    def _promising(self) -> set[int | None]:
+        """The keys of which a job may end, or begin, that no step has waited for."""
+        keys = {job.tenant for job in self._running if not job.missed}
+        if len(self._running) < self._num_threads:
+            keys |= self._queue.tenants - self._resting
+        return keys
 
     @property
     def has_done(self) -> bool:
@@ -148,7 +166,7 @@ class StepThreads:
     def _next(self) -> Job | None:
         with self._lock:
             while not self._closed:
-                while self._queue.has_next(self._resting) and time.monotonic() < self._until:
+                while self._queue.tenants - self._resting and time.monotonic() < self._until:
                     asker, job = self._queue.pop(self._resting)
                     if not job.dropped and job.began is None:
                         job.began, job.tenant = time.monotonic(), asker.tenant

@@ -6,7 +6,7 @@ Between two turns of a key each other key has at most one, however much it has q
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Collection
+from collections.abc import Collection, Set
 from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -32,9 +32,10 @@ class Turns(Generic[T]):
         """Queue an item behind those of the same HTTP request; a new key, or HTTP request, has its turn last."""
         self._tenants.setdefault(asker.tenant, OrderedDict()).setdefault(asker.group, deque()).append(item)
 
-    def has_next(self, resting: Collection[int | None]) -> bool:
-        """Is there an item of a key that does not rest?"""
-        return any(tenant not in resting for tenant in self._tenants)
+    @property
+    def tenants(self) -> Set[int | None]:
+        """The keys that have something queued."""
+        return self._tenants.keys()
 
     def pop(self, resting: Collection[int | None] = ()) -> T:
         """The next item; the turn passes on. Keys that rest are passed over. Raises StopIteration if there is none."""
