@@ -36,8 +36,10 @@ def base_folder() -> str:
 class SocketFolder:
     """A folder that only this user may enter: access to a socket is control over the engine."""
 
+    prefix = PREFIX  # of its name
+
     def __init__(self) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base_folder()))  # mkdtemp makes it with mode 0700
+        self.path = Path(tempfile.mkdtemp(prefix=self.prefix, dir=base_folder()))  # mkdtemp makes it with mode 0700
 
     def remove(self) -> None:
         """Call it once the sockets are closed. May be called twice."""

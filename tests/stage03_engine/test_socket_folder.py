@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from stage03_engine.frontend.features.dead_folders.dead_folders import LockedFolder, remove_dead_folders
+from stage03_engine.args.processes import SocketFolder
+from stage03_engine.frontend.features.dead_folders.dead_folders import LOCKED, LockedFolder, remove_dead_folders
 
 OWNER = """
 import socket, tempfile
@@ -53,20 +54,28 @@ def test_what_killed_servers_left_is_removed_and_nothing_else(base: Path) -> Non
     assert not list(base.iterdir())
 
 
+def test_a_living_server_that_locks_nothing_keeps_its_folder(base: Path) -> None:
+    """One without this feature, whose room was deleted."""
+    folder = SocketFolder()
+    socket.socket(socket.AF_UNIX).bind(str(folder.path / "input"))
+    remove_dead_folders()
+    assert folder.path.joinpath("input").exists()
+
+
 def test_a_folder_of_somebody_else_stays(base: Path) -> None:
-    (base / "stages-mynotes_").mkdir(mode=0o700)
-    (base / "stages-mynotes_" / "precious.txt").write_text("data")
-    (base / "stages-openfold").mkdir(mode=0o755)
-    (base / "stages-a.longer.name").mkdir(mode=0o700)
-    (base / "stages-file1234").write_text("data")
-    os.makedirs(base / "stages-rendezvo" / "rendezvous")
-    (base / "stages-rendezvo").chmod(0o700)
+    (base / f"{LOCKED}mynotes_").mkdir(mode=0o700)
+    (base / f"{LOCKED}mynotes_" / "precious.txt").write_text("data")
+    (base / f"{LOCKED}openfold").mkdir(mode=0o755)
+    (base / f"{LOCKED}a.longer.name").mkdir(mode=0o700)
+    (base / f"{LOCKED}file1234").write_text("data")
+    os.makedirs(base / f"{LOCKED}rendezvo" / "rendezvous")
+    (base / f"{LOCKED}rendezvo").chmod(0o700)
     target = base / "target"
     target.mkdir(mode=0o700)
     socket.socket(socket.AF_UNIX).bind(str(target / "input"))
-    os.symlink(target, base / "stages-link1234")
-    os.mkdir(base / "stages-nested12", 0o700)
-    os.mkdir(base / "stages-nested12" / "inner", 0o700)
+    os.symlink(target, base / f"{LOCKED}link1234")
+    os.mkdir(base / f"{LOCKED}nested12", 0o700)
+    os.mkdir(base / f"{LOCKED}nested12" / "inner", 0o700)
     before = sorted(base.rglob("*"))
     remove_dead_folders()
     assert sorted(base.rglob("*")) == before

@@ -13,13 +13,17 @@ import stat
 
 from stage03_engine.args.processes import PREFIX, RENDEZVOUS, SocketFolder, base_folder
 
-OUR_NAME = re.compile(PREFIX + r"[a-z0-9_]{8}")  # as mkdtemp makes it
+LOCKED = PREFIX + "held-"
+"""Begins the names of locked folders, and of no others: a server without this feature locks nothing, and its folder would look dead."""
+OUR_NAME = re.compile(LOCKED + r"[a-z0-9_]{8}")  # as mkdtemp makes it
 METRICS = re.compile(r"(counter|gauge_[a-z]+|histogram)_\d+\.db")  # as prometheus_client names its files
 
 
 class LockedFolder(SocketFolder):
     """Invariant: while its owner lives, it holds a lock on the folder. The system releases the lock however the owner ends,
     and the lock works between containers that share the folder, where process ids would mean nothing."""
+
+    prefix = LOCKED
 
     def __init__(self) -> None:
         while True:
