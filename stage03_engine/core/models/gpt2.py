@@ -9,13 +9,12 @@ token. The names of modules and parameters are those of the checkpoint.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from stage03_engine.core.models.layers import Linear, assign_weights, embedding
+from stage03_engine.core.models.layers import Linear, Output, assign_weights, embedding
 from stage03_engine.model_shape import ModelShape
 from stage04_kernels.attention import AttentionMetadata, get_backend
 from stage04_kernels.layers import activation, layer_kernels
@@ -26,19 +25,13 @@ _CAUSAL_MASKS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)$")
 class Conv1D(Linear):
     """A linear layer whose weight is stored as [in_features, out_features], as GPT-2's checkpoints do."""
 
-    def __init__(
-        self, in_features: int, out_features: int, activation: Callable[[Tensor], Tensor] | None = None
-    ) -> None:
-        super().__init__(in_features, out_features, activation=activation)
-        self.weight = nn.Parameter(torch.empty(in_features, out_features))
+    @property
+    def stored_size(self) -> tuple[int, int]:
+        return self.in_features, self.out_features
 
     @property
     def matrix(self) -> Tensor:
-        return self.weight.T  # a view: nothing is transposed
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.linear(x, self.weight.T, self.bias)
-        return y if self.activation is None else self.activation(y)
+        return super().matrix.T  # a view: nothing is transposed
 
 
 class LayerNorm(nn.Module):
@@ -80,7 +73,7 @@ class GPT2MLP(nn.Module):
     def __init__(self, shape: ModelShape, backend: str) -> None:
         super().__init__()
         gelu = activation(shape.activation_function, backend)
-        self.c_fc = Conv1D(shape.hidden_size, shape.intermediate_size, gelu)
+        self.c_fc = Conv1D(shape.hidden_size, shape.intermediate_size, activation=gelu)
         self.c_proj = Conv1D(shape.intermediate_size, shape.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -118,6 +111,7 @@ class GPT2LMHeadModel(nn.Module):
         self.h = nn.ModuleList(GPT2Block(shape, backend, layer) for layer in range(shape.num_layers))
         self.ln_f = LayerNorm(shape.hidden_size, shape.layer_norm_epsilon, backend)
         self.lm_head = None if shape.tie_word_embeddings else embedding(shape.vocab_size, shape.hidden_size)
+        self.output = Output()
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, kv_caches: list[Tensor], metadata: AttentionMetadata
@@ -131,7 +125,8 @@ class GPT2LMHeadModel(nn.Module):
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """[num_rows, hidden_size] -> float32 [num_rows, vocab_size]. Only for sampled rows: this is the model's largest
         matrix."""
-        return F.linear(hidden_states, self.output_matrix).float()
+        logits: Tensor = self.output(hidden_states, self.output_matrix)
+        return logits.float()
 
     @property
     def output_matrix(self) -> Tensor:

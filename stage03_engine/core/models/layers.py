@@ -22,7 +22,14 @@ def embedding(num_rows: int, hidden_size: int) -> nn.Embedding:
 
 class Linear(nn.Module):
     """x [num_rows, in_features] -> x @ matrix.T + bias, then the activation if there is one. Weights are stored as [out_features,
-    in_features]. This is plain torch; `--linear-backend` puts a packed layer in its place (vLLM: LinearBase and its quant_method)."""
+    in_features] (vLLM: LinearBase and its quant_method).
+
+    Features that take part are links of a chain, each at its place: `product` multiplies instead of plain torch (one at a time: packed
+    or quantized weights, which then take the place of the plain ones); `addends` change what was multiplied (adapters); the activation
+    comes last. A product that includes the activation takes it over, which only one without addends can do.
+    """
+
+    product: Callable[[Tensor], Tensor] | None = None  # x -> x @ matrix.T + bias
 
     def __init__(
         self,
@@ -32,18 +39,44 @@ class Linear(nn.Module):
         activation: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.in_features, self.out_features = in_features, out_features
+        self.weight: nn.Parameter | None = nn.Parameter(torch.empty(self.stored_size))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
         self.activation = activation
+        self.addends: list[
+            Callable[[Tensor, Tensor], Tensor]
+        ] = []  # (x, y) -> y with something added, perhaps in place
+
+    @property
+    def stored_size(self) -> tuple[int, int]:
+        """The weight's shape in the checkpoint."""
+        return self.out_features, self.in_features
 
     @property
     def matrix(self) -> Tensor:
-        """[out_features, in_features], whichever way it is stored."""
+        """[out_features, in_features], whichever way it is stored; not there once a `product` holds it."""
+        assert self.weight is not None
         return self.weight
 
+    def multiply_by(self, product: Callable[[Tensor], Tensor]) -> None:
+        """Let `product` multiply, which holds the weights from now on."""
+        self.product, self.weight, self.bias = product, None, None
+
     def forward(self, x: Tensor) -> Tensor:
-        y = F.linear(x, self.matrix, self.bias)
+        y = F.linear(x, self.matrix, self.bias) if self.product is None else self.product(x)
+        for add in self.addends:
+            y = add(x, y)
         return y if self.activation is None else self.activation(y)
+
+
+class Output(nn.Module):
+    """hidden states [num_rows, hidden_size] -> logits [num_rows, vocab_size]. The matrix belongs to the model: it may be the token
+    embedding too. `product` multiplies instead of plain torch, and may hold a copy of the matrix."""
+
+    product: Callable[[Tensor], Tensor] | None = None
+
+    def forward(self, hidden_states: Tensor, matrix: Tensor) -> Tensor:
+        return F.linear(hidden_states, matrix) if self.product is None else self.product(hidden_states)
 
 
 def check_finite(name: str, tensor: Tensor) -> None:

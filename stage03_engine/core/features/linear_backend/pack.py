@@ -1,4 +1,4 @@
-"""Puts packed layers in the place of a model's plain ones, once the weights are loaded (vLLM: process_weights_after_loading)."""
+"""Packs the weights of a model's linear layers, once the weights are loaded (vLLM: process_weights_after_loading)."""
 
 from __future__ import annotations
 
@@ -9,24 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from stage03_engine.core.hooks import RunnerHook
-from stage03_engine.core.models.layers import Linear
-from stage04_kernels.backends.linear import ByRows, Pack, Product, fastest, get_linear_backend
+from stage03_engine.core.models.layers import Linear, Output
+from stage04_kernels.backends.linear import ByRows, Pack, fastest, get_linear_backend
 from stage04_kernels.layers import layer_kernels
 from stagetrace import trace
 
 logger = logging.getLogger(__name__)
-
-
-class PackedLinear(nn.Module):
-    """A linear layer whose weights a backend holds."""
-
-    def __init__(self, product: Product) -> None:
-        super().__init__()
-        self.product = product
-
-    def forward(self, x: Tensor) -> Tensor:
-        """As the layer's own."""
-        return self.product(x)
 
 
 class PackedWeightsHook(RunnerHook):
@@ -39,7 +27,7 @@ class PackedWeightsHook(RunnerHook):
         layers = [module for module in model.modules() if isinstance(module, Linear)]
         few = many = name
         if name == "auto" and layers:
-            largest = max(layers, key=lambda layer: layer.weight.numel())
+            largest = max(layers, key=lambda layer: layer.matrix.numel())
             few, many, measured = fastest(largest.matrix, largest.bias)
             logger.info("Linear layers: %s for few rows, %s for many (%s)", few, many, measured)
         if few != "torch" or many != "torch":
@@ -60,24 +48,19 @@ def both(few: Pack, many: Pack) -> Pack:
 
 
 def pack_model(model: nn.Module, pack: Pack, gelu: object) -> None:
-    """Replace all linear layers, and the output matrix, which is not one of them: it may be the token embedding too. A layer that ends
-    with `gelu` becomes one product; another activation stays a call of its own."""
-    for parent in list(model.modules()):
-        for name, layer in list(parent.named_children()):
-            if isinstance(layer, Linear):
-                setattr(parent, name, PackedLinear(packed(layer, pack, gelu)))
-        if isinstance(matrix := getattr(parent, "output_matrix", None), Tensor):
-            _replace_logits(parent, pack(matrix, None, None))
+    """Let packed weights multiply in all linear layers, and make the logits."""
+    for module in model.modules():
+        if isinstance(module, Linear):
+            pack_layer(module, pack, gelu)
+        elif isinstance(output := getattr(module, "output", None), Output):
+            matrix = getattr(module, "output_matrix", None)
+            if isinstance(matrix, Tensor):  # a classifier has none, nor has a stage of a pipeline that is not the last
+                output.product = pack(matrix, None, None)
 
 
-def packed(layer: Linear, pack: Pack, gelu: object) -> Product:
-    """The product that stands for a layer."""
-    activation = layer.activation
-    if activation is None or activation is gelu:
-        return pack(layer.matrix, layer.bias, None if activation is None else "gelu_tanh")
-    product = pack(layer.matrix, layer.bias, None)
-    return lambda x: activation(product(x))
-
-
-def _replace_logits(model: nn.Module, product: Product) -> None:
-    model.compute_logits = lambda hidden_states: product(hidden_states).float()  # type: ignore[assignment]
+def pack_layer(layer: Linear, pack: Pack, gelu: object) -> None:
+    """A layer that ends with `gelu`, with nothing between product and activation, becomes one product."""
+    fused = layer.activation is gelu and gelu is not None and not layer.addends
+    layer.multiply_by(pack(layer.matrix, layer.bias, "gelu_tanh" if fused else None))
+    if fused:
+        layer.activation = None

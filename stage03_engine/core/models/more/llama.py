@@ -18,9 +18,8 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from stage03_engine.core.models.layers import Linear, assign_weights, embedding
+from stage03_engine.core.models.layers import Linear, Output, assign_weights, embedding
 from stage03_engine.model_shape import ModelShape
 from stage04_kernels.attention import AttentionMetadata, get_backend
 from stage04_kernels.layers import layer_kernels
@@ -122,6 +121,7 @@ class LlamaForCausalLM(nn.Module):
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps, backend)
         if not self.tied:
             self.lm_head = embedding(shape.vocab_size, shape.hidden_size)
+        self.output = Output()
         self.register_buffer("frequencies", frequencies_of(shape), persistent=False)  # float32 whatever the weights are
 
     def forward(
@@ -136,7 +136,8 @@ class LlamaForCausalLM(nn.Module):
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """[num_rows, hidden_size] -> float32 [num_rows, vocab_size]. Only for the rows that are sampled."""
-        return F.linear(hidden_states, self.output_matrix).float()
+        logits: Tensor = self.output(hidden_states, self.output_matrix)
+        return logits.float()
 
     @property
     def output_matrix(self) -> Tensor:
