@@ -299,7 +299,8 @@ def init_app_state(engine: AsyncLLM, app: FastAPI, args: FrontendArgs, registry:
     from stage02_server.serving_completion import OpenAIServingCompletion
 
     config, names = engine.vllm_config, served_model_names(engine.vllm_config, args)
-    models, template = OpenAIServingModels(config, names), ChatTemplate(args, engine.tokenizer)
+    variants = {name: sets for more in loaded("names") for name, sets in more(config).items()}
+    models, template = OpenAIServingModels(config, names, variants), ChatTemplate(args, engine.tokenizer)
     gate = app.state.gate
     services = Services(engine, args, registry, models, template, gate, Lifecycle(engine, gate))
     app.state.services = services

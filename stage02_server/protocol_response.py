@@ -117,7 +117,9 @@ class ModelCard(BaseModel):
     created: int = Field(description="When the request came, in seconds since 1970.")
     owned_by: str = Field(default="vllm-in-stages", description="Who made it known to the server.")
     root: str = Field(description="The model that was loaded.")
-    parent: str | None = Field(default=None, description="The model that it was made of; null here.")
+    parent: str | None = Field(
+        default=None, description="The served model that an adapter belongs to; null for the model itself."
+    )
     max_model_len: int = Field(description="Most tokens of a prompt and its answer together.")
 
 

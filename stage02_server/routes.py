@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Request, Response
 from starlette.responses import JSONResponse
@@ -14,35 +15,53 @@ from stage02_server.protocol import ChatCompletionRequest, CompletionRequest
 from stage02_server.protocol_response import ModelCard, ModelList
 from stage02_server.streaming import answer, answer_of
 from stage03_engine.config import VllmConfig
+from stage03_engine.errors import ConfigError
 
 router = APIRouter()
 
 
 class OpenAIServingModels:
-    """One model, which may have several names; answers use the first one."""
+    """One model, which may have several names; answers use the first one. Features may add `variants`: names under which the same
+    model is asked for with other settings (an adapter), in requests that generate."""
 
-    def __init__(self, config: VllmConfig, names: tuple[str, ...]) -> None:
-        self.names = names
+    def __init__(
+        self, config: VllmConfig, names: tuple[str, ...], variants: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> None:
+        """`variants`: name -> what it sets in SamplingParams. Raises ConfigError for one that is another name already."""
+        self.names, self.variants = names, dict(variants or {})
+        if taken := self.variants.keys() & set(names):
+            raise ConfigError(
+                f"{min(taken)!r} is a name of the model itself; give the adapter, or the model, another one"
+            )
         self._config = config
         self._created = int(time.time())
 
-    def check(self, name: str | None) -> str:
-        """The name to answer with. No name is fine: there is only one model. Raises APIError 404 for an unknown name."""
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """What /v1/models lists."""
+        return (*self.names, *self.variants)
+
+    def check(self, name: str | None, variants: bool = False) -> str:
+        """The name to answer with. No name is fine: there is only one model. Raises APIError 404 for an unknown name, and for a
+        variant where they make no difference that could be kept (`variants` False)."""
         if not name:
             return self.names[0]
+        known = self.all_names if variants else self.names
         # The model that everyone calls GPT-2 is "gpt2" on the hub.
-        if name not in self.names and name.replace("gpt-2", "gpt2") not in self.names:
-            raise not_found(f"The model `{name}` does not exist; this server has {', '.join(self.names)}.", "model")
+        if name not in known and name.replace("gpt-2", "gpt2") not in self.names:
+            raise not_found(f"The model `{name}` does not exist; this server has {', '.join(known)}.", "model")
         return name
 
     def card(self, name: str) -> ModelCard:
         """What is public about one model."""
-        model = self._config.model_config.model
-        return ModelCard(id=name, created=self._created, root=model, max_model_len=self._config.max_model_len)
+        model, parent = self._config.model_config.model, self.names[0] if name in self.variants else None
+        return ModelCard(
+            id=name, created=self._created, root=model, parent=parent, max_model_len=self._config.max_model_len
+        )
 
     def list(self) -> ModelList:
         """GET /v1/models."""
-        return ModelList(data=[self.card(name) for name in self.names])
+        return ModelList(data=[self.card(name) for name in self.all_names])
 
 
 @router.post("/v1/completions")
@@ -69,8 +88,8 @@ async def show_model(name: Annotated[str, Path(description="Its name.")], raw_re
     models = raw_request.app.state.services.models
     if not name:
         return answer(models.list())
-    if name not in models.names:
-        raise not_found(f"The model `{name}` does not exist; this server has {', '.join(models.names)}.", "model")
+    if name not in models.all_names:
+        raise not_found(f"The model `{name}` does not exist; this server has {', '.join(models.all_names)}.", "model")
     return answer(models.card(name))
 
 

@@ -173,7 +173,7 @@ class OpenAIServing:
         if not self._generates:
             how = "serve a model that writes text, without --runner pooling and --convert"
             require_task(self.engine_client.vllm_config, "generate", how)
-        model = self.models.check(request.model)
+        model = self.models.check(request.model, variants=True)
         request.check_built()
         return model
 
@@ -202,6 +202,8 @@ class OpenAIServing:
     ) -> EngineRequests:
         """Tokenize and check every prompt, before a single byte of the answer is sent. Raises InvalidRequestError, and
         ClientGoneError if the client leaves while long prompts are tokenized."""
+        if model in self.models.variants:
+            params = msgspec.structs.replace(params, **self.models.variants[model])
         if trace.on:
             bound = self.engine_client.vllm_config.max_model_len if params.max_tokens is None else params.max_tokens
             trace.emit(

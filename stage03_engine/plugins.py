@@ -31,6 +31,7 @@ INDEX: tuple[str | Feature, ...] = (
     "stage03_engine.core.features.swap_space",
     "stage03_engine.core.features.async_scheduling",
     "stage03_engine.core.features.logits_processor",
+    "stage03_engine.core.features.lora",
     "stage03_engine.core.features.distributed",
     "stage03_engine.core.features.linear_backend",
     "stage03_engine.core.features.quantization",
@@ -115,6 +116,10 @@ SEAMS = {
     "routes": ("stage02_server", "called with (app, services): adds routes and their handlers"),
     "answers": ("stage02_server", "called with (app, services) when all handlers exist: adds to what they do"),
     "error": ("stage02_server", "an error as JSON for the clients of another API; the key is how its paths begin"),
+    "names": (
+        "stage02_server",
+        "called with (config): more names that requests may use for the model -> what they set in SamplingParams",
+    ),
     "request": ("stage02_server", "fields of a request body: a RequestFields; the key is the body's class"),
     "response": ("stage02_server", "fields of an answer: a pydantic model; the key is the answer's class"),
     "client": ("stage02_server", "called with (config): the client of another engine; the key is what asks for it"),
@@ -179,6 +184,9 @@ class Feature:
     settings: Mapping[str, type] = field(default_factory=dict)  # section of the settings -> what it adds, a dataclass
     needs: tuple[str, ...] = ()  # features without which it is not there
     after: tuple[str, ...] = ()  # features that come into effect before it, if they are there
+    conflicts: Mapping[tuple[str, str], str] = field(
+        default_factory=dict
+    )  # two settings that cannot both be given -> why
 
     def __post_init__(self) -> None:
         own = (replace(part, name=self._whole(part.name), feature=self.name) for part in self.parts)

@@ -198,7 +198,7 @@ def flags_of(parser: argparse.ArgumentParser) -> set[str]:
 NO_FLAGS_OF_OURS = {
     "--out",
     "--text",
-    "--disable-lora",
+    "--disable-sleep-mode",
     "--max-num-seq",
     "--enable-x",
     "--disable-x",

@@ -1,18 +1,22 @@
-"""Which settings are impossible, alone or together (vllm/config, VllmConfig.__post_init__). A feature checks its own in flags.py."""
+"""Which settings are impossible, alone or together (vllm/config, VllmConfig.__post_init__). A feature's manifest checks its own."""
 
 from __future__ import annotations
+
+from dataclasses import fields
 
 from stage03_engine.args.fields import check_at_least
 from stage03_engine.args.log import read_log_config
 from stage03_engine.config import SECTIONS, VllmConfig
 from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import each
+from stage03_engine.plugins import features
 from stage04_kernels.attention import resolve_backend
 
 
 def check_config(config: VllmConfig) -> None:
     """Raises ConfigError for the first setting that is impossible, alone or together with another."""
     _check_ranges(config)
+    _check_conflicts(config)
     if config.observability_config.log_config_file is not None:
         read_log_config(config.observability_config.log_config_file)
     _check_attention_backend(config)
@@ -37,6 +41,16 @@ def _check_ranges(config: VllmConfig) -> None:
     share = config.cache_config.gpu_memory_utilization
     if not 0.0 < share <= 1.0:
         raise ConfigError(f"gpu_memory_utilization must be in (0, 1], not {share}")
+
+
+def _check_conflicts(config: VllmConfig) -> None:
+    """What features declare: a setting is given if it differs from its default."""
+    sections = [getattr(config, name) for name in SECTIONS]
+    given = {option.name for own in sections for option in fields(own) if getattr(own, option.name) != option.default}
+    for feature in features("stage03_engine"):
+        for (one, other), why in feature.conflicts.items():
+            if {one, other} <= given:
+                raise ConfigError(f"{one} cannot be combined with {other}: {why}; leave out one of the two")
 
 
 def _check_attention_backend(config: VllmConfig) -> None:

@@ -129,6 +129,7 @@ class StepInputs:
     )
     sampled: list[int]
     ahead: list[int]
+    replayable: bool = True  # False: no recording of the model computes this step
 
 
 def prepare_inputs(batch: InputBatch, scheduler_output: SchedulerOutput, device: torch.device) -> StepInputs:

@@ -6,6 +6,7 @@ Plain Python, no tensors. Source: vllm/v1/core/kv_cache_manager.py (KVCacheManag
 from __future__ import annotations
 
 import hashlib
+import json
 from array import array
 from collections.abc import Sequence
 
@@ -69,10 +70,16 @@ class KVCacheManager:
         """Extend the request's chain of hashes to all of its known tokens that fill a block."""
         size, hashes = self.block_size, request.block_hashes
         for start in range(len(hashes) * size, len(request.all_token_ids) - size + 1, size):
-            parent = hashes[-1] if hashes else self._hash_seed
+            parent = hashes[-1] if hashes else self._beginning(request)
             # The salt enters the first block only: every later hash contains it through its parent.
             salt = request.cache_salt if not hashes else None
             hashes.append(hash_block_tokens(parent, request.all_token_ids[start : start + size], salt))
+
+    def _beginning(self, request: Request) -> bytes:
+        """What the chain of hashes begins with: requests find each other's blocks only if all their `hash_keys` are equal."""
+        if not request.hash_keys:
+            return self._hash_seed
+        return hashlib.sha256(self._hash_seed + json.dumps(request.hash_keys).encode()).digest()
 
     def new_block_hashes(self, request: Request) -> list[str]:
         """Hashes of the blocks that the request's tokens filled since the last call, shortened to 16 hex digits: a trace

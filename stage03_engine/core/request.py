@@ -33,6 +33,7 @@ class Request:
         self.arrival = 0  # its number in the order of arrival, given by the scheduler
         self.priority = message.priority  # a smaller number goes first, under the priority policy
         self.cache_salt, self.tenant = message.cache_salt, message.tenant
+        self.hash_keys: tuple[str, ...] = ()  # what else its keys and values depend on; hooks add to it
         self.block_hashes: list[bytes] = []  # one per full block of all_token_ids, computed when needed
         self.num_traced_hashes = 0  # of them, those that a trace holds
         self.num_preemptions = 0

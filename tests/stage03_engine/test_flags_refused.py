@@ -18,8 +18,8 @@ ROOT = Path(__file__).parent.parent.parent
 ENGINE = (["serve"], ["run-batch", "-i", "a", "-o", "b"], ["bench", "throughput"], ["bench", "latency"])
 BENCH_SERVE = (["bench", "serve"],)
 CASES = [
-    (ENGINE, "--trust-remote-code", True), (ENGINE, "--no-trust-remote-code", True), (ENGINE, "--enable-lora", False),
-    (ENGINE, "--disable-lora", True), (ENGINE, "--max-loras 1", True), (ENGINE, "--max_loras=1.0", True),
+    (ENGINE, "--trust-remote-code", True), (ENGINE, "--no-trust-remote-code", True), (ENGINE, "--enable-sleep-mode", False),
+    (ENGINE, "--disable-sleep-mode", True), (ENGINE, "--max-loras 1", True), (ENGINE, "--max_loras=1.0", True),
     (ENGINE, "--max-loras 2", False), (ENGINE, "--kv-cache-dtype auto", True),
     (ENGINE, "--kv-cache-dtype fp8", False), (BENCH_SERVE, "--trust-remote-code", True),
     (BENCH_SERVE, "--lora-modules a=b", False), (BENCH_SERVE, "--hf-split train", False),
@@ -33,7 +33,7 @@ def test_commands_know_them(commands: tuple[list[str], ...], words: str, accepte
         if accepted:
             assert parser.parse_args([*command, *words.split()]) == parser.parse_args(command)
         else:
-            with pytest.raises(ConfigError, match="is not supported.*: .*(LoRA|dtype|data sets)"):
+            with pytest.raises(ConfigError, match="is not supported.*: .*(adapter|dtype|data sets|sleep)"):
                 parser.parse_args([*command, *words.split()])
 
 
@@ -145,13 +145,13 @@ def test_keys_of_a_config_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
         "max_loras: 1",
         "hf-overrides: {}",
         "revision:",
-        "enable-lora: false",
+        "enable-sleep-mode: false",
         "grpc: false",
     )
     refused = {
-        "max-loras: 2": "--max-loras is not supported (only 1 is): LoRA adapters are not built",
-        "lora-modules: [a]": "--lora-modules is not supported: LoRA adapters are not built",
-        "enable-lora: maybe": "--enable-lora is not supported: LoRA adapters are not built",
+        "max-loras: 2": "--max-loras is not supported (only 1 is): adapters are loaded at start",
+        "lora-target-modules: [a]": "--lora-target-modules is not supported: adapters are whole on one worker",
+        "enable-sleep-mode: maybe": "--enable-sleep-mode is not supported: ",
         "max-lora: 1": "unknown key 'max-lora'; did you mean",
     }
 

@@ -14,7 +14,7 @@ from stage03_engine.mixins import is_there
 _NO_DECISIONS = "its model writes text and has no {} task"
 _NO_WEIGHT_UPDATES = "weights are loaded once, when the server starts"
 _NO_SLEEP = "the engine keeps its weights and its cache in memory for as long as it runs"
-_NO_LORA = "LoRA adapters are not built"
+_NO_LORA = "adapters are loaded at start (--enable-lora --lora-modules name=folder)"
 _NO_EXPERTS = "no model here has experts; POST /scale_engines changes the number of engines"
 
 ABSENT: dict[str, tuple[str, str]] = {

@@ -77,7 +77,7 @@ class OpenAIServingTokenization:
 
     async def create_tokenize(self, request: TokenizeRequest, receive: Receive) -> TokenizeResponse:
         """Raises APIError, InvalidRequestError and ClientGoneError."""
-        self._models.check(request.model)
+        self._models.check(request.model, variants=True)
         request.check_built()
         if (request.prompt is None) == (request.messages is None):
             raise InvalidRequestError("Give either prompt or messages.", "prompt")
@@ -101,7 +101,7 @@ class OpenAIServingTokenization:
 
     def create_detokenize(self, request: DetokenizeRequest) -> DetokenizeResponse:
         """Raises APIError."""
-        self._models.check(request.model)
+        self._models.check(request.model, variants=True)
         known = [token for token in request.tokens if token < MAX_TOKEN_IDS]
         return DetokenizeResponse(prompt=self._tokenizer.decode(known, skip_special_tokens=False))
 

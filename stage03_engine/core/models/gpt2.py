@@ -9,12 +9,13 @@ token. The names of modules and parameters are those of the checkpoint.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from stage03_engine.core.models.layers import Linear, Output, assign_weights, embedding
+from stage03_engine.core.models.layers import Linear, assign_weights, embedding
 from stage03_engine.model_shape import ModelShape
 from stage04_kernels.attention import AttentionMetadata, get_backend
 from stage04_kernels.layers import activation, layer_kernels
@@ -31,7 +32,13 @@ class Conv1D(Linear):
 
     @property
     def matrix(self) -> Tensor:
-        return super().matrix.T  # a view: nothing is transposed
+        return self.weight.T  # a view: nothing is transposed
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.product is not None or self.addends:
+            return super().forward(x)  # a feature takes part
+        y = F.linear(x, self.weight.T, self.bias)
+        return y if self.activation is None else self.activation(y)
 
 
 class LayerNorm(nn.Module):
@@ -104,6 +111,8 @@ class GPT2Block(nn.Module):
 class GPT2LMHeadModel(nn.Module):
     """Token and position embedding, blocks, final norm; the output matrix is the token embedding again (tied weights), or one of its own."""
 
+    logits_product: Callable[[Tensor], Tensor] | None = None  # multiplies by the output matrix instead of plain torch
+
     def __init__(self, shape: ModelShape, backend: str = "torch") -> None:
         super().__init__()
         self.wte = embedding(shape.vocab_size, shape.hidden_size)
@@ -111,7 +120,6 @@ class GPT2LMHeadModel(nn.Module):
         self.h = nn.ModuleList(GPT2Block(shape, backend, layer) for layer in range(shape.num_layers))
         self.ln_f = LayerNorm(shape.hidden_size, shape.layer_norm_epsilon, backend)
         self.lm_head = None if shape.tie_word_embeddings else embedding(shape.vocab_size, shape.hidden_size)
-        self.output = Output()
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, kv_caches: list[Tensor], metadata: AttentionMetadata
@@ -125,8 +133,8 @@ class GPT2LMHeadModel(nn.Module):
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """[num_rows, hidden_size] -> float32 [num_rows, vocab_size]. Only for sampled rows: this is the model's largest
         matrix."""
-        logits: Tensor = self.output(hidden_states, self.output_matrix)
-        return logits.float()
+        own = self.logits_product
+        return (F.linear(hidden_states, self.output_matrix) if own is None else own(hidden_states)).float()
 
     @property
     def output_matrix(self) -> Tensor:

@@ -40,7 +40,7 @@ class Linear(nn.Module):
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
-        self.weight: nn.Parameter | None = nn.Parameter(torch.empty(self.stored_size))
+        self.weight = nn.Parameter(torch.empty(self.stored_size))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
         self.activation = activation
         self.addends: list[
@@ -55,28 +55,17 @@ class Linear(nn.Module):
     @property
     def matrix(self) -> Tensor:
         """[out_features, in_features], whichever way it is stored; not there once a `product` holds it."""
-        assert self.weight is not None
         return self.weight
 
     def multiply_by(self, product: Callable[[Tensor], Tensor]) -> None:
         """Let `product` multiply, which holds the weights from now on."""
-        self.product, self.weight, self.bias = product, None, None
+        self.product, self.weight, self.bias = product, None, None  # type: ignore[assignment]
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.linear(x, self.matrix, self.bias) if self.product is None else self.product(x)
         for add in self.addends:
             y = add(x, y)
         return y if self.activation is None else self.activation(y)
-
-
-class Output(nn.Module):
-    """hidden states [num_rows, hidden_size] -> logits [num_rows, vocab_size]. The matrix belongs to the model: it may be the token
-    embedding too. `product` multiplies instead of plain torch, and may hold a copy of the matrix."""
-
-    product: Callable[[Tensor], Tensor] | None = None
-
-    def forward(self, hidden_states: Tensor, matrix: Tensor) -> Tensor:
-        return F.linear(hidden_states, matrix) if self.product is None else self.product(hidden_states)
 
 
 def check_finite(name: str, tensor: Tensor) -> None:

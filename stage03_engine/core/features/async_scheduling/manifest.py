@@ -39,11 +39,6 @@ class AsyncSchedulingFlags:
             raise ConfigError("async_scheduling brings its own scheduler: leave out scheduler_cls, or async_scheduling")
         if "generate" not in self.supported_tasks:
             raise ConfigError("async_scheduling is for models that generate text; leave it out for this one")
-        if getattr(getattr(self, "speculative_config", None), "method", None) is not None:
-            raise ConfigError(
-                "async_scheduling cannot be combined with speculative_config: drafts follow from tokens that are not known "
-                "yet; leave out one of the two"
-            )
 
     def hooks(self: Any) -> dict[str, list[str]]:
         """Another core, whose steps overlap."""
@@ -55,4 +50,5 @@ FEATURE = Feature(
     help="decide a step while the model still runs the one before it",
     room=__package__,
     settings={"SchedulerConfig": AsyncScheduling, "VllmConfig": AsyncSchedulingFlags},
+    conflicts={("async_scheduling", "speculative_config"): "drafts follow from tokens that are not known yet"},
 )

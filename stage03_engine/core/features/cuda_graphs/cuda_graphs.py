@@ -161,7 +161,7 @@ class CudaGraphHook(RunnerHook):
 
     def forward(self, inputs: StepInputs) -> Tensor | None:
         """Replay a decode step."""
-        if self.graphs is None or not self.graphs.fits(inputs.metadata):
+        if self.graphs is None or not (inputs.replayable and self.graphs.fits(inputs.metadata)):
             return None
         return self.graphs.forward(inputs.input_ids, inputs.positions, inputs.metadata)
 

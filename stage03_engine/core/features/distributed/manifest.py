@@ -112,21 +112,8 @@ class PipelineFlags:
         for refused, why in (
             ("generate" not in self.supported_tasks, "is for models that generate text; leave it out for this one"),
             (
-                getattr(self.scheduler_config, "async_scheduling", False),
-                "cannot be combined with async_scheduling: the steps of several stages overlap already; leave out one of the two",
-            ),
-            (
                 self.scheduler_config.scheduler_cls != PIPELINE_SCHEDULER,
                 "brings its own scheduler: leave out scheduler_cls, or pipeline_parallel_size",
-            ),
-            (
-                getattr(getattr(self, "speculative_config", None), "method", None) is not None,
-                "cannot be combined with speculative_config: only the last stage would know which drafts were accepted; "
-                "leave out one of the two",
-            ),
-            (
-                getattr(device, "batch_invariant", False),
-                "cannot be combined with batch_invariant: each stage would choose its own number of rows; leave out one of the two",
             ),
             (
                 device.attention_backend == "triton" and not getattr(device, "enforce_eager", True),
@@ -233,4 +220,9 @@ FEATURE = Feature(
     help="several workers for one model: tensor parallelism, pipeline stages, processes, Ray, torchrun, several machines",
     room=__package__,
     settings={"SchedulerConfig": PipelineStages, "VllmConfig": ParallelFlags},
+    conflicts={
+        ("pipeline_parallel_size", "async_scheduling"): "the steps of several stages overlap already",
+        ("pipeline_parallel_size", "speculative_config"): "only the last stage would know which drafts were accepted",
+        ("pipeline_parallel_size", "batch_invariant"): "each stage would choose its own number of rows",
+    },
 )

@@ -66,5 +66,5 @@ FEATURE = Feature(
     help="which code multiplies by the weights on a CPU: native, oneDNN, torch, or your own",
     room=__package__,
     settings={"DeviceConfig": LinearBackend, "VllmConfig": LinearBackendFlags},
-    after=("distributed",),
+    after=("distributed", "lora"),
 )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from stage03_engine.core.hooks import RunnerHook
-from stage03_engine.core.models.layers import Linear, Output
+from stage03_engine.core.models.layers import Linear
 from stage04_kernels.backends.linear import ByRows, Pack, fastest, get_linear_backend
 from stage04_kernels.layers import layer_kernels
 from stagetrace import trace
@@ -52,10 +52,10 @@ def pack_model(model: nn.Module, pack: Pack, gelu: object) -> None:
     for module in model.modules():
         if isinstance(module, Linear):
             pack_layer(module, pack, gelu)
-        elif isinstance(output := getattr(module, "output", None), Output):
+        elif hasattr(module, "logits_product"):
             matrix = getattr(module, "output_matrix", None)
             if isinstance(matrix, Tensor):  # a classifier has none, nor has a stage of a pipeline that is not the last
-                output.product = pack(matrix, None, None)
+                module.logits_product = pack(matrix, None, None)  # type: ignore[assignment]
 
 
 def pack_layer(layer: Linear, pack: Pack, gelu: object) -> None:

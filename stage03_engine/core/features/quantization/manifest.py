@@ -79,5 +79,5 @@ FEATURE = Feature(
     help="weights of 8 bits",
     room=__package__,
     settings={"ModelConfig": Quantization, "VllmConfig": QuantizationFlags},
-    after=("distributed",),
+    after=("distributed", "lora"),
 )

@@ -14,12 +14,13 @@ Sources: Touvron et al. 2023; Jiang et al. 2023, "Mistral 7B"; the technical rep
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from stage03_engine.core.models.layers import Linear, Output, assign_weights, embedding
+from stage03_engine.core.models.layers import Linear, assign_weights, embedding
 from stage03_engine.model_shape import ModelShape
 from stage04_kernels.attention import AttentionMetadata, get_backend
 from stage04_kernels.layers import layer_kernels
@@ -113,6 +114,8 @@ class LlamaForCausalLM(nn.Module):
 
     frequencies: Tensor
 
+    logits_product: Callable[[Tensor], Tensor] | None = None  # multiplies by the output matrix instead of plain torch
+
     def __init__(self, shape: ModelShape, backend: str = "torch") -> None:
         super().__init__()
         self.tied = shape.tie_word_embeddings
@@ -121,7 +124,6 @@ class LlamaForCausalLM(nn.Module):
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps, backend)
         if not self.tied:
             self.lm_head = embedding(shape.vocab_size, shape.hidden_size)
-        self.output = Output()
         self.register_buffer("frequencies", frequencies_of(shape), persistent=False)  # float32 whatever the weights are
 
     def forward(
@@ -136,8 +138,8 @@ class LlamaForCausalLM(nn.Module):
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """[num_rows, hidden_size] -> float32 [num_rows, vocab_size]. Only for the rows that are sampled."""
-        logits: Tensor = self.output(hidden_states, self.output_matrix)
-        return logits.float()
+        own = self.logits_product
+        return (F.linear(hidden_states, self.output_matrix) if own is None else own(hidden_states)).float()
 
     @property
     def output_matrix(self) -> Tensor:

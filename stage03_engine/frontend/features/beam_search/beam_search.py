@@ -90,7 +90,8 @@ class BeamSearch:
         self._eos = None if settings.ignore_eos else request.eos_token_id
         # Each beam can end in one way only, so of twice as many candidates enough continue.
         self._num_candidates = 2 * params.beam_width
-        self._step_params = SamplingParams(
+        self._step_params = msgspec.structs.replace(
+            settings,
             temperature=0.0,
             max_tokens=1,
             logprobs=0,

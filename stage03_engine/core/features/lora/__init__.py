@@ -1,0 +1,1 @@
+"""`--enable-lora`: adapters, which requests choose by their model's name."""

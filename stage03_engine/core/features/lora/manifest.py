@@ -1,0 +1,97 @@
+"""The flags of adapters (vllm/config/lora.py), and what they cannot be combined with."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from stage03_engine.args.fields import option
+from stage03_engine.errors import ConfigError
+from stage03_engine.plugins import Feature, Part
+
+_ROOM = "stage03_engine.core.features.lora."
+
+
+@dataclass(frozen=True)
+class LoRAConfig:
+    """Which adapters there are."""
+
+    enable_lora: bool = option(False, "let requests name an adapter of --lora-modules as their model")
+    lora_modules: tuple[str, ...] | None = option(
+        None, 'adapters that are loaded at start, as name=folder or {"name": ..., "path": ...}: checkpoints of PEFT'
+    )
+    max_lora_rank: int = option(16, "highest rank that an adapter may have", at_least=1)
+
+    def adapters(self) -> dict[str, str]:
+        """Name -> folder. Raises ConfigError for what is neither form, and for a name that comes twice."""
+        found: dict[str, str] = {}
+        for given in self.lora_modules or ():
+            name, path = _name_and_path(given)
+            if not name or not path:
+                raise ConfigError(f"lora_modules: {given[:200]!r} is not name=folder")
+            if name in found:
+                raise ConfigError(f"lora_modules: {name!r} comes twice")
+            found[name] = path
+        return found
+
+
+def _name_and_path(given: str) -> tuple[str, str]:
+    if not given.startswith("{"):
+        name, _, path = given.partition("=")
+        return name, path
+    try:
+        fields = json.loads(given)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"lora_modules: {given[:200]!r} is not valid JSON: {error}") from None
+    if unknown := fields.keys() - {"name", "path", "base_model_name"}:
+        raise ConfigError(f"lora_modules: unknown key {min(unknown)!r}; there are name, path and base_model_name")
+    return str(fields.get("name", "")), str(fields.get("path", ""))
+
+
+@dataclass(frozen=True)
+class LoRAFlags:
+    """Part of VllmConfig."""
+
+    lora_config: LoRAConfig = LoRAConfig()
+
+    def check(self: Any) -> None:
+        """Raises ConfigError if there is nothing to choose, or nothing that could be chosen."""
+        lora = self.lora_config
+        if not lora.enable_lora:
+            if lora.lora_modules:
+                raise ConfigError("lora_modules needs enable_lora")
+            return
+        if "generate" not in self.supported_tasks:
+            raise ConfigError("enable_lora is for models that generate text; leave it out for this one")
+        lora.adapters()
+
+    def hooks(self: Any) -> dict[str, list[str]]:
+        """The scheduler keeps the blocks of different adapters apart; the runner adds their products."""
+        if not self.lora_config.enable_lora:
+            return {}
+        return {"scheduler": [_ROOM + "hooks:LoRASchedulerHook"], "runner": [_ROOM + "hooks:LoRARunnerHook"]}
+
+
+def adapter_names(config: Any) -> dict[str, dict[str, str]]:
+    """Each adapter is a name for requests to use."""
+    return {name: {"lora": name} for name in config.lora_config.adapters()}
+
+
+FEATURE = Feature(
+    name="lora",
+    help="adapters: low-rank pairs beside the linear layers, which requests choose by their model's name",
+    room=__package__,
+    also=("stage03_engine.params.lora", "stage03_engine.frontend.features.adapters"),
+    settings={"VllmConfig": LoRAFlags},
+    parts=(
+        Part("params", "stage03_engine.params.lora:LoRA"),
+        Part("names", ".manifest:adapter_names"),
+    ),
+    after=("distributed",),
+    conflicts={
+        ("enable_lora", "tensor_parallel_size"): "adapters are not cut into slices",
+        ("enable_lora", "pipeline_parallel_size"): "a stage does not know the adapters of its rows",
+        ("enable_lora", "batch_invariant"): "it runs the model in tiles, whose rows belong to no request",
+    },
+)

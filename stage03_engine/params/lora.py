@@ -1,0 +1,15 @@
+"""The adapter of a request (vLLM: LoRARequest)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class LoRA:
+    """Part of SamplingParams."""
+
+    __slots__ = ()
+    HOOKS: ClassVar[dict[str, dict[str, str]]] = {
+        "lora": {"input": "stage03_engine.frontend.features.adapters:LoRAInputHook"}
+    }
+    lora: str | None = None  # the name of an adapter, of --lora-modules
