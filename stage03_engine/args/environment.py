@@ -74,10 +74,10 @@ SERVER_SETTINGS = (
 
 def value_of(variable: str, environ: Mapping[str, str] = os.environ) -> Any:
     """What a variable of COUNTERPARTS says, None if it is not set or empty. Raises ConfigError that names it, also for spaces
-    alone: a key of which nothing is left must not open the server."""
+    alone, and for an empty key: a key of which nothing is left must not open the server."""
     given = environ.get(variable, "")
     text = given.strip()
-    if given and not text:
+    if not text and (given or (variable in environ and COUNTERPARTS[variable].setting == "api_key")):
         raise ConfigError(f"environment variable {variable}: {given!r} is blank; unset it, or give it a value")
     try:
         return COUNTERPARTS[variable].read(text) if text else None

@@ -100,9 +100,11 @@ def option(
     choices: tuple[str, ...] | None = None,
     aliases: tuple[str, ...] = (),
     at_least: float | None = None,
+    protects: bool = False,
 ) -> Any:
-    """A dataclass field that is also a command line flag; `aliases` are further names of the flag."""
-    metadata = {"help": help, "choices": choices, "aliases": aliases, "at_least": at_least}
+    """A dataclass field that is also a command line flag; `aliases` are further names of the flag. An empty text is no value for
+    one that `protects`: it must not leave open what was to be closed."""
+    metadata = {"help": help, "choices": choices, "aliases": aliases, "at_least": at_least, "protects": protects}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -124,6 +126,7 @@ class Setting:
     secret: bool = False  # the value is never shown; the field says repr=False
     aliases: tuple[str, ...] = ()  # further names of the flag
     at_least: float | None = None  # checked when the value is final: it may be detected
+    protects: bool = False  # an empty text is refused, also in its environment variable
 
     @property
     def flag(self) -> str:
@@ -171,6 +174,8 @@ class Setting:
             raise ValueError(f"{value} is not a 64-bit integer")
         if self.kind is tuple and not all(isinstance(item, str) and item for item in value):
             raise ValueError(f"{list(value)!r} is not a list of non-empty texts")
+        if self.protects and not value:
+            raise ValueError("it is empty; give it a value, or leave it out")
         if self.choices is not None and value not in self.choices:
             raise ValueError(f"{value!r} is not one of {', '.join(self.choices)}")
         return value
@@ -194,7 +199,7 @@ def settings_of(section: type) -> list[Setting]:
         settings.append(
             Setting(
                 field.name, kind, optional, field.default, meta["help"], meta.get("choices"), not field.repr,
-                meta.get("aliases", ()), meta.get("at_least"),
+                meta.get("aliases", ()), meta.get("at_least"), meta.get("protects", False),
             )
         )  # fmt: skip
     return settings

@@ -77,7 +77,7 @@ def decide(
     name, text = setting.name, environ.get(setting.variable, "")
     if name in given:
         return Resolved(accepted(setting, given[name], setting.flag), "command line", setting.flag)
-    if text:
+    if text or (setting.protects and setting.variable in environ):
         value = accepted(setting, text, f"environment variable {setting.variable}")
         return Resolved(value, "environment", setting.variable)
     if name in from_file:

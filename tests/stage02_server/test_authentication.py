@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
@@ -10,8 +11,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from server_under_test import InProcessServer
 
+from stage01_cli.main import main
 from stage02_server.cli_args import FrontendArgs
 from stage02_server.features.hardening.authentication import OPEN_PATHS
+from stage03_engine.args.fields import Setting, settings_of
 
 KEYS = ("first-key", "second-key")
 quick = settings(max_examples=60, deadline=None)
@@ -168,3 +171,28 @@ def test_with_a_key_everything_is_as_without_one(locked: InProcessServer, server
 
 def test_the_settings_do_not_show_the_key() -> None:
     assert KEYS[0] not in repr(FrontendArgs(api_key=KEYS))
+
+
+PROTECTING = [setting for setting in settings_of(FrontendArgs) if setting.protects]
+
+
+def test_what_protects_is_marked() -> None:
+    assert {"api_key", "uds", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"} == {each.name for each in PROTECTING}
+
+
+@pytest.mark.parametrize("setting", PROTECTING, ids=[setting.name for setting in PROTECTING])
+def test_an_empty_text_does_not_leave_open_what_was_to_be_closed(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `--uds "$SOCKET"`, or `STAGES_API_KEY=${SECRET}` in a compose file, with a variable that is not set."""
+    config = tmp_path / "config.yaml"
+    config.write_text(f"{setting.name}: ''")
+    for words in ([setting.flag, ""], [f"{setting.flag}="], ["--config", str(config)]):
+        assert main(["serve", "gpt2-tiny", "--dry-run", *words]) == 2, words
+    variables = [setting.variable] + ["VLLM_API_KEY"] * (setting.name == "api_key")
+    for variable in variables:
+        with monkeypatch.context() as patched:
+            patched.setenv(variable, "")
+            capsys.readouterr()
+            assert main(["serve", "gpt2-tiny", "--dry-run"]) == 2
+            assert variable in capsys.readouterr().err

@@ -368,6 +368,21 @@ def test_uds(tmp_path: Path, start_server: Callable[..., ServerProcess]) -> None
     assert server.wait() == 0 and not path.exists()
 
 
+def test_uds_of_another_server_stays_and_is_never_taken(tmp_path: Path) -> None:
+    """Also while that one does not serve yet. One that ends removes its own file only, not that of its successor."""
+    flags = FrontendArgs(uds=str(tmp_path / "s.sock"))
+    _, first = create_server_unix_socket(flags)
+    with pytest.raises(StagesError, match="in use"):
+        create_server_unix_socket(flags)
+    (tmp_path / "s.sock").unlink()
+    _, second = create_server_unix_socket(flags)
+    first.close()
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(tmp_path / "s.sock"))
+    second.close()
+    assert not list(tmp_path.iterdir())
+
+
 def test_uds_takes_no_file_that_is_something_else(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("data")
     for path in (tmp_path / "precious", tmp_path, tmp_path / ("x" * 200), "a\0b"):

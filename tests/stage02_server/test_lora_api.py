@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +58,14 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServerPr
     model = Path(first_layers(base / "model", 1))
     adapter = Path(write_adapter(base / "adapter", model, seed=1, strength=1.0))
     merged = merge(base / "merged", model, adapter)
-    adapted = start(str(model), "base", "--enable-lora", "--lora-modules", f"poet={adapter}")
-    alone = start(merged, "poet")
-    for server in (adapted, alone):
-        server.url = server.wait_for(r"Serving \S+ on (http://\S+)$")[1]
-    yield adapted, alone
-    adapted.close()
-    alone.close()
+    with ExitStack() as stack:
+        adapted = stack.enter_context(
+            closing(start(str(model), "base", "--enable-lora", "--lora-modules", f"poet={adapter}"))
+        )
+        alone = stack.enter_context(closing(start(merged, "poet")))
+        for server in (adapted, alone):
+            server.url = server.wait_for(r"Serving \S+ on (http://\S+)$")[1]
+        yield adapted, alone
 
 
 def without_ids(answer: Any) -> Any:

@@ -18,7 +18,7 @@ _IN_A_PATH = {*ascii_letters, *digits, *"/._~!$&()*+,;=:@%-"}  # RFC 3986, but f
 class HardeningFlags:
     """Limits, keys, TLS, CORS, proxies and logs."""
 
-    uds: str | None = option(None, "path of a Unix socket to listen on, instead of host and port")
+    uds: str | None = option(None, "path of a Unix socket to listen on, instead of host and port", protects=True)
     timeout_keep_alive: int = option(5, "seconds that an idle HTTP connection stays open", at_least=0)
     sse_keep_alive_interval: float = option(
         0.0,
@@ -98,7 +98,8 @@ class HardeningFlags:
         repr=False,
         metadata={
             "help": "keys, of which a client must send one as `Authorization: Bearer KEY` or `x-api-key: KEY`; other users of this machine can "
-            "read command lines, so better the variable STAGES_API_KEY (or VLLM_API_KEY)"
+            "read command lines, so better the variable STAGES_API_KEY (or VLLM_API_KEY)",
+            "protects": True,
         },
     )
     shared_prefix_cache: bool = option(
@@ -106,9 +107,13 @@ class HardeningFlags:
         "with more than one API key: share cached prefixes and compiled grammars between the keys, each of which can then find out, by the time "
         "that an answer takes, what the others ask",
     )
-    ssl_certfile: str | None = option(None, "certificate file (PEM); the server then speaks HTTPS")
-    ssl_keyfile: str | None = option(None, "file with the certificate's private key, if it is not in the same file")
-    ssl_ca_certs: str | None = option(None, "file with the authorities that may sign certificates of clients")
+    ssl_certfile: str | None = option(None, "certificate file (PEM); the server then speaks HTTPS", protects=True)
+    ssl_keyfile: str | None = option(
+        None, "file with the certificate's private key, if it is not in the same file", protects=True
+    )
+    ssl_ca_certs: str | None = option(
+        None, "file with the authorities that may sign certificates of clients", protects=True
+    )
     ssl_cert_reqs: int = option(0, "certificate of clients: 0 = not asked for, 1 = optional, 2 = required")
     ssl_ciphers: str | None = option(None, "ciphers for TLS 1.2 and below, in OpenSSL's notation")
     allowed_origins: tuple[str, ...] = option(

@@ -7,6 +7,7 @@ paged cache and no batch: the encoder runs once per request, then each step give
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from stage03_engine.core.features.logits_rules.logits_rules import RequestRules,
 from stage03_engine.core.features.profiler.profiler import TorchProfiler
 from stage03_engine.core.features.whisper.whisper_timestamps import apply_timestamp_rules, token_ends
 from stage03_engine.core.models.layers import check_finite
-from stage03_engine.core.request import Request
+from stage03_engine.core.request import POLICIES, Request, RequestQueue, RequestStatus
 from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.messages import (
     EngineCoreOutput,
@@ -32,10 +33,14 @@ from stage03_engine.messages import (
     payload,
 )
 from stage03_engine.params.audio import AudioInput, SpeechDetails
+from stage03_engine.plugins import wanted
 from stage04_kernels.sampler import SamplingMetadata, gather_logprobs, sample
 from stagetrace import trace
 
 SAMPLE_RATE = 16_000
+MOST_HEARD = 16
+"""Requests at once. Each holds the cross-attention's keys and values of 30 seconds, 18 MB in tiny and 245 MB in large-v3 (float16), and more
+at once are no faster: the model hears one after the other."""
 
 
 @dataclass
@@ -47,6 +52,7 @@ class Listening:
     rules: RequestRules | None  # what the sampling parameters ask of the logits
     encoded: Any = None  # the encoder's output; None before the first step
     past: Any = None  # keys and values of the decoder
+    last_step: int = 0  # that gave it a token
     no_speech_prob: float = 0.0  # known after the first step, if there are timestamps
 
     @property
@@ -56,7 +62,11 @@ class Listening:
 
 
 class WhisperCore:
-    """Requests in the order of their arrival, at most `max_num_seqs` of them at a time."""
+    """Requests in the order of `--scheduling-policy`, at most `max_num_seqs` of them at a time, and `MOST_HEARD`.
+
+    The model hears one request after the other, so a step with many takes as long as many steps. Therefore a step begins with one
+    new request at most, and under the policy fair each API key gets as many tokens of a step as the others.
+    """
 
     num_gpu_blocks = 0
 
@@ -95,6 +105,10 @@ class WhisperCore:
         self._max_first_time = getattr(generation, "max_initial_timestamp_index", None)
         self._seeds = random.Random(model_config.seed)
         self._listening: dict[str, Listening] = {}
+        policy = config.scheduler_config.scheduling_policy
+        make_queue = RequestQueue if policy in POLICIES else wanted("policy", policy, f"scheduling policy {policy}")
+        self._waiting, self._running = make_queue(policy), make_queue(policy)
+        self._by_key, self._arrivals = policy not in POLICIES, itertools.count()
         self._profiler = TorchProfiler(config.observability_config.profiler_dir)
         self._num_steps = 0
         if trace.on:
@@ -125,11 +139,18 @@ class WhisperCore:
         request = Request(message, self._seeds.getrandbits(63) if seed is None else seed)
         rules = RequestRules.of(message.sampling_params, self.config.shape.vocab_size)
         self._listening[message.request_id] = Listening(request, audio, rules)
+        request.arrival = next(self._arrivals)
+        self._waiting.add(request)
 
     def abort_requests(self, request_ids: list[str]) -> None:
         """End requests at once; unknown ids are ignored."""
         for request_id in request_ids:
-            self._listening.pop(request_id, None)
+            if request_id in self._listening:
+                self._forget(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        request = self._listening.pop(request_id).request
+        (self._running if request.status == RequestStatus.RUNNING else self._waiting).remove(request)
 
     def on_failure(self, report: Callable[[str], None]) -> None:
         """The model runs in this process: there is no worker that could die alone."""
@@ -144,20 +165,46 @@ class WhisperCore:
 
     @torch.inference_mode()
     def step(self) -> EngineCoreOutputs:
-        """One token for each of the first `max_num_seqs` requests."""
+        """One token for each request that runs; those whose key has more than another wait for their turn."""
         self._num_steps += 1
-        first = list(self._listening.values())[: self.config.scheduler_config.max_num_seqs]
-        outputs = [self._next(listening) for listening in first]
+        self._admit()
+        outputs = [self._next(listening) for listening in self._in_turn()]
         for output in outputs:
             if output.finish_reason is not None:
-                del self._listening[output.request_id]
+                self._forget(output.request_id)
         return EngineCoreOutputs(outputs, self.make_stats())
+
+    def _admit(self) -> None:
+        """One more request, as hearing it takes long. Each key may have one whatever the others have, and more only while no
+        other key has any."""
+        full = len(self._running) >= min(self.config.scheduler_config.max_num_seqs, MOST_HEARD)
+        if full and not self._by_key:
+            return
+        keys = {request.tenant for request in self._running} if self._by_key else set()
+        enough = keys if full or len(keys) > 1 else ()
+        admitted = False
+        for request in self._waiting.in_turn():
+            if admitted:  # only now has the queue noted whose turn it was
+                return
+            if admitted := request.tenant not in enough:
+                self._waiting.remove(request)
+                request.status = RequestStatus.RUNNING
+                self._running.add(request)
+
+    def _in_turn(self) -> list[Listening]:
+        """Those that get a token: all, or of each key as many as of the one with the fewest."""
+        keys: dict[int | None, list[Listening]] = {}
+        for request in self._running:
+            keys.setdefault(request.tenant if self._by_key else None, []).append(self._listening[request.request_id])
+        share = min(map(len, keys.values()), default=0)
+        chosen = [each for own in keys.values() for each in sorted(own, key=lambda one: one.last_step)[:share]]
+        for listening in chosen:
+            listening.last_step = self._num_steps
+        return chosen
 
     def make_stats(self) -> SchedulerStats:
         """The state after a step, for the metrics."""
-        limit = self.config.scheduler_config.max_num_seqs
-        running = min(len(self._listening), limit)
-        return SchedulerStats(num_running=running, num_waiting=len(self._listening) - running)
+        return SchedulerStats(num_running=len(self._running), num_waiting=len(self._waiting))
 
     def _next(self, listening: Listening) -> EngineCoreOutput:
         request = listening.request
