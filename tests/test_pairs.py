@@ -1,0 +1,201 @@
+"""Every two settings that no manifest calls a conflict work together: the same requests get the same tokens.
+
+By default as few engines as possible are started, each with so many settings that all pairs are covered; `-m long` starts one for each pair.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_adapters import write_adapter
+from small_gpt2 import first_layers
+
+from stage03_engine.arg_utils import EngineArgs
+from stage03_engine.errors import ConfigError
+from stage03_engine.llm import LLM
+from stage03_engine.params.structured_outputs import StructuredOutputsParams
+from stage03_engine.plugins import features
+from stage03_engine.sampling_params import SamplingParams
+
+SMALL: dict[str, Any] = {"kv_cache_memory_bytes": 20_000_000, "max_model_len": 96, "device": "cpu", "dtype": "float32"}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}},
+    "swap": {"swap_space": 1, "preemption_mode": "swap"},
+    "ahead": {"async_scheduling": True},
+    "processors": {"logits_processors": ("logits_as_they_are:LogitsAsTheyAre",)},
+    "tensor parallel": {"tensor_parallel_size": 2},
+    "pipeline": {"pipeline_parallel_size": 2},
+    "worker process": {"distributed_executor_backend": "mp"},
+    "adapters": {"enable_lora": True},
+    "plain products": {"linear_backend": "torch"},
+    "int8": {"quantization": "int8"},
+    "batch invariant": {"batch_invariant": True},
+    "eager": {"enforce_eager": True},
+    "unbound": {"cpu_omp_threads_bind": "nobind"},
+    "checked": {"check_invariants": True},
+    "traced layers": {"trace": "FOLDER", "trace_layers": True},
+    "profiled": {"profiler_dir": "FOLDER"},
+    "fair": {"scheduling_policy": "fair"},
+    "priority": {"scheduling_policy": "priority"},
+    "no prefix cache": {"enable_prefix_caching": False},
+    "chunks": {"max_num_batched_tokens": 16, "max_num_seqs": 5},
+    "few blocks": {"num_gpu_blocks_override": 16, "block_size": 8},
+    "reference": {"attention_backend": "reference"},
+    "one grammar": {"grammar_cache_size": 1},
+}
+ELSEWHERE = {
+    "nodes": "several machines, test_machines",
+    "pooling": "another kind of model, test_together",
+    "data_parallel": "several engines, test_data_parallel",
+    "front_ends": "several API servers, test_api_servers",
+    "hidden_metrics": "metrics of the server, test_metrics",
+}
+"""Features whose settings are not tried here -> where they are."""
+APART = [("fair", "priority"), ("batch invariant", "reference")]
+"""One setting cannot have two values."""
+BY_VALUE = {
+    (one, "profiled"): "profiler_dir records the engine process"
+    for one in ("tensor parallel", "pipeline", "worker process")
+}
+"""What a check refuses by the values of more than two settings -> what it says."""
+OTHER_TOKENS = ("int8", "plain products", "adapters")
+"""Other weights, other inputs of int8 products, one more request: those in a pair are the only ones that may change its tokens."""
+
+
+def requests_of(adapter: str | None) -> dict[str, tuple[list[int], SamplingParams]]:
+    """One for each thing that a request can ask of a step."""
+    first, more = list(range(5, 30)), {"max_tokens": 8, "ignore_eos": True}
+    found = {
+        "greedy": (first, SamplingParams(temperature=0, **more)),
+        "the same again": (first, SamplingParams(temperature=0, **more)),
+        "seeded": ([7, 8, 9], SamplingParams(temperature=0.9, seed=3, top_k=20, **more)),
+        "penalties": ([7, 7, 7, 7], SamplingParams(temperature=0, repetition_penalty=1.3, min_tokens=3, **more)),
+        "grammar": ([40, 41], SamplingParams(temperature=0, max_tokens=8, structured_outputs=StructuredOutputsParams(choice=["yes", "no"]))),
+        "logprobs": (first[:17], SamplingParams(temperature=0, logprobs=2, prompt_logprobs=1, **more)),
+        "two answers": ([50], SamplingParams(n=2, temperature=1.0, seed=5, **more)),
+    }  # fmt: skip
+    if adapter is not None:
+        found["adapter"] = (first, SamplingParams(temperature=0, lora=adapter, **more))
+    return found
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(first_layers(tmp_path_factory.mktemp("pairs") / "model", 2))
+
+
+@pytest.fixture(scope="module")
+def monkeypatch_module() -> Iterator[pytest.MonkeyPatch]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+
+
+@pytest.fixture(scope="module")
+def answers(
+    model: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch_module: pytest.MonkeyPatch
+) -> Callable[..., dict[str, list[list[int]]]]:
+    """The tokens of each request under these settings; those of a set of settings are found once."""
+    monkeypatch_module.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)  # for worker processes
+    adapter, known = write_adapter(model.parent / "adapter", model, seed=1), dict[frozenset[str], Any]()
+
+    def find(names: frozenset[str]) -> dict[str, list[list[int]]]:
+        if names not in known:
+            folder = tmp_path_factory.mktemp("run")
+            given = {} if "adapters" not in names else {"lora_modules": (f"poet={adapter}",)}
+            given |= {key: value for name in names for key, value in SETTINGS[name].items()}
+            given = {key: str(folder / key) if value == "FOLDER" else value for key, value in given.items()}
+            asked = requests_of("poet" if "adapters" in names else None)
+            with LLM(str(model), **SMALL | given) as llm:
+                outputs = llm.generate(
+                    [prompt for prompt, _ in asked.values()], [params for _, params in asked.values()]
+                )
+            known[names] = {
+                name: [list(answer.token_ids) for answer in output.outputs]
+                for name, output in zip(asked, outputs, strict=True)
+            }
+        found: dict[str, list[list[int]]] = known[names]
+        return found
+
+    return find
+
+
+def conflict_of(*names: str) -> tuple[str, str] | None:
+    """The two settings among these that a manifest calls a conflict."""
+    given = {key for name in names for key in SETTINGS[name]}
+    declared = (pair for feature in features("stage03_engine") for pair in feature.conflicts)
+    return next((pair for pair in declared if set(pair) <= given), None)
+
+
+PAIRS = list(itertools.combinations(SETTINGS, 2))
+POSSIBLE = [pair for pair in PAIRS if conflict_of(*pair) is None and pair not in APART and pair not in BY_VALUE]
+IMPOSSIBLE = [pair for pair in PAIRS if conflict_of(*pair) is not None]
+
+
+def groups() -> list[frozenset[str]]:
+    """Sets of settings without a conflict in which each possible pair occurs: greedily few."""
+    left, found = set(POSSIBLE), []
+    while left:
+        group = set(min(left))
+        for name in sorted(SETTINGS, key=lambda one: -sum(one in pair for pair in left)):
+            if all(one == name or tuple(sorted((one, name), key=list(SETTINGS).index)) in POSSIBLE for one in group):
+                group.add(name)
+        found.append(frozenset(group))
+        left -= {pair for pair in left if set(pair) <= group}
+    return found
+
+
+def check(names: frozenset[str], answers: Callable[..., dict[str, list[list[int]]]]) -> None:
+    """The tokens are those of an engine without all the settings that may not change any."""
+    found, base = answers(names), answers(frozenset(name for name in names if name in OTHER_TOKENS))
+    assert found == base, names
+
+
+def test_every_feature_with_settings_is_tried() -> None:
+    tried = {key for given in SETTINGS.values() for key in given}
+    for feature in features("stage03_engine"):
+        own = set[str]()
+        for kind in filter(dataclasses.is_dataclass, feature.settings.values()):
+            for each in dataclasses.fields(kind):
+                own |= (
+                    {one.name for one in dataclasses.fields(each.default)}
+                    if dataclasses.is_dataclass(each.default)
+                    else {each.name}
+                )
+        assert not own or own & tried or feature.name in ELSEWHERE, f"{feature.name} is in none of the pairs"
+
+
+@pytest.mark.parametrize("names", groups(), ids=lambda names: "+".join(sorted(names)))
+def test_settings_work_together(names: frozenset[str], answers: Callable[..., dict[str, list[list[int]]]]) -> None:
+    check(names, answers)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("pair", POSSIBLE, ids=" and ".join)
+def test_each_pair_works_together(pair: tuple[str, str], answers: Callable[..., dict[str, list[list[int]]]]) -> None:
+    check(frozenset(pair), answers)
+
+
+@pytest.mark.parametrize("pair", IMPOSSIBLE, ids=" and ".join)
+def test_a_conflict_is_named_with_its_reason(pair: tuple[str, str]) -> None:
+    conflict = conflict_of(*pair)
+    assert conflict is not None
+    why = next(each.conflicts[conflict] for each in features("stage03_engine") if conflict in each.conflicts)
+    with pytest.raises(ConfigError, match=f"{conflict[0]} cannot be combined with {conflict[1]}: {why}"):
+        EngineArgs.from_kwargs(model="gpt2-tiny", **SMALL, **SETTINGS[pair[0]] | SETTINGS[pair[1]])
+
+
+@pytest.mark.parametrize("pair", BY_VALUE, ids=" and ".join)
+def test_what_is_refused_by_its_values(pair: tuple[str, str]) -> None:
+    with pytest.raises(ConfigError, match=BY_VALUE[pair]):
+        EngineArgs.from_kwargs(model="gpt2-tiny", **SMALL, **SETTINGS[pair[0]] | SETTINGS[pair[1]])
+
+
+def test_every_declared_conflict_is_among_the_pairs() -> None:
+    declared: set[tuple[str, str]] = {pair for feature in features("stage03_engine") for pair in feature.conflicts}
+    assert {conflict_of(*pair) for pair in IMPOSSIBLE} == declared
