@@ -51,7 +51,8 @@ def struct_of(base: type[msgspec.Struct], parts: Sequence[type]) -> Any:
 
     A part is a plain class with `__slots__ = ()`, annotated fields with defaults, and perhaps methods. Its method
     `check(self)`, if any, raises what `base` would raise; the table `CHECKS` holds it beside the defaults of the part's
-    fields, and `base.__post_init__` calls it if a field has another value. The `HOOKS` of the parts become one table.
+    fields, and `base.__post_init__` calls it if a field has another value. The `HOOKS` of the parts become one table, and
+    `WITHOUT_HISTORY` one set.
     """
     fields, checks = [], []
     for part in parts:
@@ -67,7 +68,8 @@ def struct_of(base: type[msgspec.Struct], parts: Sequence[type]) -> Any:
         if not name.startswith("__") and name != "check" and _is_method(value)
     }
     hooks = {field: seams for part in (base, *parts) for field, seams in getattr(part, "HOOKS", {}).items()}
-    namespace = {**methods, "HOOKS": hooks, "CHECKS": checks, "__doc__": base.__doc__}
+    free = frozenset(field for part in (base, *parts) for field in getattr(part, "WITHOUT_HISTORY", ()))
+    namespace = {**methods, "HOOKS": hooks, "CHECKS": checks, "WITHOUT_HISTORY": free, "__doc__": base.__doc__}
     config = base.__struct_config__
     return msgspec.defstruct(
         base.__name__, fields, bases=(base,), namespace=namespace, module=base.__module__,

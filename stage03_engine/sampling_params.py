@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -59,6 +59,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
 
     HOOKS: ClassVar[dict[str, dict[str, str]]] = {}
     """Feature's field -> seam ("input", "scheduler", "runner", "output") -> the hook ("module:Class") that handles it there."""
+    WITHOUT_HISTORY: ClassVar[frozenset[str]] = frozenset()
+    """Of these fields, those whose effect on a position does not depend on the tokens before it: a part names its own."""
     CHECKS: ClassVar[list[tuple[dict[str, Any], Callable[[SamplingParams], None]]]] = []
     """A feature's fields with their defaults, and the check for requests that use them (see `struct_of`)."""
 
@@ -129,8 +131,17 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
 
     def hooks(self, seam: str) -> list[str]:
         """The hooks at `seam` of the features whose fields this request uses, each once."""
-        used = (seams for field, seams in self.HOOKS.items() if getattr(self, field) != getattr(_DEFAULTS, field))
-        return list(dict.fromkeys(seams[seam] for seams in used if seam in seams))
+        return list(dict.fromkeys(seams[seam] for _, seams in self._used() if seam in seams))
+
+    @property
+    def needs_history(self) -> bool:
+        """Must every token be known before the next one is sampled? So it is with each field that acts on a step, unless its
+        feature says otherwise: a wrong guess would be a wrong token."""
+        acting = (field for field, seams in self._used() if not seams.keys().isdisjoint(("scheduler", "runner")))
+        return any(field not in self.WITHOUT_HISTORY for field in acting)
+
+    def _used(self) -> Iterator[tuple[str, dict[str, str]]]:
+        return ((name, seams) for name, seams in self.HOOKS.items() if getattr(self, name) != getattr(_DEFAULTS, name))
 
 
 if not TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -11,12 +11,12 @@ from hypothesis import given, settings, strategies as st
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.features.spec_decode.ngram_proposer import (
-    NEEDS_ITS_HISTORY,
     NgramProposer,
     find_continuation,
-    may_draft,
 )
 from stage03_engine.errors import ConfigError
+from stage03_engine.mixins import struct_of
+from stage03_engine.params.structured_outputs import StructuredOutputsParams
 from stage03_engine.sampling_params import SamplingParams
 
 
@@ -56,11 +56,34 @@ def proposer(count: int, shortest: int, longest: int) -> NgramProposer:
     return NgramProposer(config_of(**spec).speculative_config)
 
 
-def test_what_depends_on_its_own_output_gets_no_drafts() -> None:
-    assert may_draft(SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=1, logprobs=3, stop=["a"]))
-    for name in NEEDS_ITS_HISTORY:
-        value = {"bad_words": ["a"], "structured_outputs": object()}.get(name, 3)
-        assert not may_draft(SimpleNamespace(**{name: value}))
+VALUES: dict[str, Any] = {
+    "logit_bias": {1: 1.0}, "allowed_token_ids": [1], "bad_words": ["a"], "bad_words_token_ids": [[1]],
+    "structured_outputs": StructuredOutputsParams(choice=["a"]), "min_tokens": 3, "prompt_logprobs": 1,
+}  # fmt: skip
+ACTING = [name for name, seams in SamplingParams.HOOKS.items() if {"scheduler", "runner"} & seams.keys()]
+
+
+@pytest.mark.parametrize("name", ACTING)
+def test_what_acts_on_a_step_gets_no_drafts_unless_its_feature_says_so(name: str) -> None:
+    assert SamplingParams(**{name: VALUES.get(name, 1.5)}).needs_history == (name not in SamplingParams.WITHOUT_HISTORY)
+
+
+def test_what_needs_no_history() -> None:
+    assert {"logit_bias", "allowed_token_ids", "prompt_logprobs"} == SamplingParams.WITHOUT_HISTORY
+    plain = SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=1, logprobs=3, stop=["a"], lora="x")
+    assert not plain.needs_history
+
+
+def test_a_feature_that_says_nothing_gets_no_drafts() -> None:
+    class Own:
+        __slots__ = ()
+        HOOKS: ClassVar[dict[str, dict[str, str]]] = {"own": {"runner": "a:B"}}
+        own: int = 0
+
+    kind = struct_of(SamplingParams, [Own])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("stage03_engine.sampling_params._DEFAULTS", kind())
+        assert kind(own=1).needs_history and not kind().needs_history
 
 
 def test_defaults_of_the_lookup_lengths() -> None:

@@ -15,30 +15,9 @@ from stage03_engine.core.input_batch import InputBatch, StepInputs
 from stage03_engine.core.kv_cache_manager import cdiv
 from stage03_engine.core.model_runner import ModelRunner
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
-from stage03_engine.sampling_params import SamplingParams
 from stage04_kernels.features.rejection_sampler import num_accepted
 from stage04_kernels.sampler import SamplerOutput, to_device
 from stagetrace import trace
-
-NEEDS_ITS_HISTORY: dict[str, object] = {
-    "frequency_penalty": 0.0,
-    "presence_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "min_tokens": 0,
-    "bad_words": [],
-    "structured_outputs": None,
-}
-"""Sampling parameters whose effect on a position depends on the tokens before it, and the value that switches them off."""
-
-
-def may_draft(params: SamplingParams) -> bool:
-    """May drafts be verified for a request with these settings?
-
-    All draft positions are sampled in one step, before it is known which of the tokens between them are accepted. So whatever
-    changes the logits according to those tokens (penalties, a grammar, a minimum length) excludes drafts: such a
-    request runs one token per step as usual.
-    """
-    return all(getattr(params, name, off) in (off, None) for name, off in NEEDS_ITS_HISTORY.items())
 
 
 def find_continuation(tokens: np.ndarray, shortest: int, longest: int) -> int | None:
@@ -76,7 +55,9 @@ class NgramProposer:
         """Drafts for the next step, of those `rows` that may have some: request id -> token ids."""
         drafts: dict[str, list[int]] = {}
         for row in rows:
-            if not may_draft(batch.requests[row].sampling_params):
+            if batch.requests[
+                row
+            ].sampling_params.needs_history:  # drafts are sampled before it is known which are kept
                 continue
             proposed = self.propose(batch.token_ids[row, : batch.num_tokens[row]])
             if proposed:
