@@ -9,6 +9,7 @@ import struct
 import threading
 import time
 import tracemalloc
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from standstill import LONGEST, Standstill
 
 from stage02_server.errors import APIError
 from stage02_server.features.audio import decoder as decoder_module
-from stage02_server.features.audio.decoder import SoundDecoder, SoundDecoders
+from stage02_server.features.audio.decoder import MOST_UPLOADS, SoundDecoder, SoundDecoders
 from stage02_server.features.audio.manifest import AudioFlags
 from stage02_server.features.audio.pieces import SAMPLE_RATE
 from stage03_engine.errors import InvalidRequestError
@@ -260,3 +261,19 @@ def test_sound_that_unpacks_brings_no_standstill(tmp_path: Path) -> None:
         assert not [line for line in server.lines if "Traceback" in line]
     finally:
         server.close()
+
+
+def test_a_client_has_so_many_files_on_the_disk_and_no_more() -> None:
+    """Another client's do not count, and what has ended, in whatever way, makes room again."""
+    decoders = SoundDecoders(60)
+    with ExitStack() as waiting:
+        for _ in range(MOST_UPLOADS):
+            waiting.enter_context(decoders.upload("a"))
+        with pytest.raises(APIError) as refused, decoders.upload("a"):
+            pass
+        assert refused.value.status == 429
+        with pytest.raises(ZeroDivisionError), decoders.upload("b"):
+            raise ZeroDivisionError
+    with decoders.upload("a"):
+        pass
+    assert not decoders._uploads

@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 AT_ONCE = 2  # files of all clients
+MOST_UPLOADS = 64  # files of one client that arrive, or wait on the disk: 25 MiB each
 CPU_SECONDS = 60.0  # for one file: what the limits allow takes about 15
 
 
@@ -103,11 +106,26 @@ class SoundDecoders:
         self._max_held = 2 * max_seconds * SAMPLE_RATE
         self._held: dict[int, int] = {}  # number of a sound in memory -> its samples
         self._count = 0
+        self._uploads: Counter[str] = Counter()  # client -> files that are not decoded yet
         self._threads = ThreadPoolExecutor(AT_ONCE, "decode")
         self._turns: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         self._free: asyncio.Queue[SoundDecoder] = asyncio.Queue()
         for _ in range(AT_ONCE):
             self._free.put_nowait(SoundDecoder(max_seconds))
+
+    @contextmanager
+    def upload(self, client: str) -> Iterator[None]:
+        """While a file arrives, and waits for its turn on the disk. Raises APIError 429 for one too many of this client."""
+        if self._uploads[client] >= MOST_UPLOADS:
+            message = f"{MOST_UPLOADS} files of this client arrive, or wait to be decoded; send this one later."
+            raise APIError(429, "RateLimitError", message, headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
+        self._uploads[client] += 1
+        try:
+            yield
+        finally:
+            self._uploads[client] -= 1
+            if not self._uploads[client]:
+                del self._uploads[client]
 
     async def decode(self, client: str, read: Callable[[], Awaitable[bytes]]) -> np.ndarray:
         """The sound of a file as float32 [num_samples], mono, 16,000 samples per second. The file is read when it is its

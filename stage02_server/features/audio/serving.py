@@ -78,14 +78,15 @@ class ServingTranscription:
         """The text, the JSON around it, or its stream. Raises every refusal before a stream begins."""
         self.engine_client.check_health()
         require_task(self.engine_client.vllm_config, task, "serve a Whisper model")
-        async with read_form(raw_request) as (request, upload):
-            model = self.models.check(request.model)
-            request.check()
-            params = request.to_sampling_params()
-            language = self._spoken(request, task)
-            address, key = raw_request.client.host if raw_request.client else "", TENANT.get()
-            decoding = self._decoders.decode(address if key is None else f"key {key}", upload.read)
-            samples = await run_until_disconnect(raw_request.receive, decoding)
+        address, key = raw_request.client.host if raw_request.client else "", TENANT.get()
+        client = address if key is None else f"key {key}"
+        with self._decoders.upload(client):
+            async with read_form(raw_request) as (request, upload):
+                model = self.models.check(request.model)
+                request.check()
+                params = request.to_sampling_params()
+                language = self._spoken(request, task)
+                samples = await run_until_disconnect(raw_request.receive, self._decoders.decode(client, upload.read))
         pieces = split_audio(samples)
         ids, first = raw_request.state.ids, 0
         if trace.on:
