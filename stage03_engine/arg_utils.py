@@ -69,11 +69,11 @@ class EngineArgs:
         Raises ConfigError, also for an unknown keyword, and ModelNotFoundError.
         """
         settings = engine_settings()
-        known = {setting.name: setting.is_built for setting in settings}
+        known = {setting.name for setting in settings}
         for name in kwargs:
             if name not in known:
                 refuse_absent("--" + name.replace("_", "-"))
-                raise ConfigError(f"unknown setting {name!r}{did_you_mean(name, known, known.__getitem__)}")
+                raise ConfigError(f"unknown setting {name!r}{did_you_mean(name, known)}")
         config, _ = cls(resolve_settings(settings, kwargs)).create_engine_config()
         return config
 

@@ -140,6 +140,7 @@ NEVER: dict[str, str] = {  # the beginning of a line of `expressions`: what it m
     "stage03_engine/args/": FLAGS,
     "stage03_engine/core/features/cpu_binding/manifest.py: ": FLAGS,
     "stage03_engine/core/features/debug/layer_trace.py: ": MODEL,
+    "stage03_engine/core/features/lora/adapter.py: ": MODEL,
     "stage03_engine/core/features/distributed/stages.py: ": MODEL,
     "stage03_engine/core/models/gpt2.py: ": MODEL,
     "stage03_engine/frontend/features/data_parallel/devices.py: ": FLAGS,

@@ -134,11 +134,6 @@ class Setting:
         return "--" + self.name.replace("_", "-")
 
     @property
-    def is_built(self) -> bool:
-        """False for one that exists so that the error is clear: its help says so."""
-        return "built" not in self.help
-
-    @property
     def variable(self) -> str:
         """`STAGES_MAX_NUM_SEQS`"""
         return "STAGES_" + self.name.upper()

@@ -176,8 +176,7 @@ def _read_config_file(path: str, settings: Sequence[Setting], refused_tables: Se
             values[name] = value
         elif not _asks_for_nothing(path, name, value, refused_tables):
             refuse_absent("--" + name.replace("_", "-"))
-            hint = did_you_mean(name, known, lambda close: known[close].is_built)
-            raise ConfigError(f"config file {path}: unknown key {key!r}{hint}")
+            raise ConfigError(f"config file {path}: unknown key {key!r}{did_you_mean(name, known)}")
     return values
 
 
