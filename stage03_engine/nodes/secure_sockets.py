@@ -17,6 +17,7 @@ import hashlib
 import logging
 import os
 import stat
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from socket import SOCK_STREAM, getaddrinfo
@@ -217,6 +218,11 @@ class Connection:
         except zmq.ZMQError as error:
             self.close()
             raise StagesError(f"{address.removeprefix('tcp://')} is not an address: {error.strerror}") from None
+
+    def send(self, *frames: bytes) -> None:
+        """Queue a message. One that was refused, or lost, goes nowhere, and `news` says so: to wait until it can be sent could be forever."""
+        with suppress(zmq.Again):
+            self.socket.send_multipart(frames, zmq.DONTWAIT)
 
     def news(self) -> None:
         """Read what became of the connection; `monitor` has input then. Raises Refused or Lost."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import zmq
-from patience import PATIENCE
+from patience import PATIENCE, wait_until
 
 from stage03_engine.core.features.distributed.machines.links import RouterToExecutor, WorkerRouter
 from stage03_engine.errors import ConfigError, StagesError
@@ -65,7 +65,7 @@ def outcome(connection: Connection) -> None:
 
 def test_who_has_the_secret_is_heard_and_hears(ends: Ends) -> None:
     connection = ends.connect(NodeSecret(b"0123456789abcdef"))
-    connection.socket.send(b"hello")
+    connection.send(b"hello")
     peer, said = ends.listener.socket.recv_multipart()
     ends.listener.socket.send_multipart([peer, said + b" you"])
     assert connection.socket.recv() == b"hello you" and ends.listener.refused() == 0
@@ -86,18 +86,33 @@ def impostor() -> NodeSecret:
 @pytest.mark.parametrize("secret", [OTHER, None, impostor()])
 def test_anybody_else_is_refused_and_both_sides_know(ends: Ends, secret: NodeSecret | None) -> None:
     connection = ends.connect(secret)
-    connection.socket.send(b"hello")
+    connection.send(b"hello")
     with pytest.raises(Refused):
         outcome(connection)
     assert ends.listener.monitor.poll(int(PATIENCE * 1000)) and ends.listener.refused()
     assert not ends.listener.socket.poll(0) and not connection.is_there
 
 
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)  # ZMTP 3.0, section Greeting
+
+
+def test_a_message_after_the_refusal_waits_for_nothing() -> None:
+    """Who notices by itself that the other side wants a secret tries no more, and nothing could ever be sent."""
+    with socket.create_server(("127.0.0.1", 0)) as server, zmq.Context() as context:
+        connection = Connection(context, zmq.DEALER, f"tcp://127.0.0.1:{server.getsockname()[1]}", None)
+        with server.accept()[0] as accepted, closing(connection):
+            accepted.sendall(GREETING)
+            with pytest.raises(Refused):
+                outcome(connection)
+            wait_until(lambda: not connection.socket.poll(0, zmq.POLLOUT), "it can be sent still")
+            connection.send(b"hello")
+
+
 def test_without_its_gatekeeper_a_listener_admits_nobody(ends: Ends) -> None:
     assert ends.listener._gatekeeper is not None
     ends.listener._gatekeeper.stop()
     connection = ends.connect(OURS)
-    connection.socket.send(b"hello")
+    connection.send(b"hello")
     with pytest.raises(Refused):
         outcome(connection)
     assert not ends.listener.socket.poll(0) and not connection.is_there
@@ -110,7 +125,7 @@ def test_a_secret_on_one_side_alone_is_no_connection() -> None:
 
 def test_without_a_secret_by_name_anybody_is_heard() -> None:
     with closing(Ends(None)) as ends:
-        ends.connect(None).socket.send(b"hello")
+        ends.connect(None).send(b"hello")
         assert ends.listener.socket.recv_multipart()[1] == b"hello"
 
 
@@ -120,7 +135,7 @@ def test_nothing_that_is_said_can_be_read_on_the_way(ends: Ends) -> None:
     port = int(ends.listener.address.rpartition(":")[2])
     with socket.create_server(("127.0.0.1", 0)) as server:
         connection = ends.connect(OURS, f"tcp://127.0.0.1:{server.getsockname()[1]}")
-        connection.socket.send(b"to be or not to be")
+        connection.send(b"to be or not to be")
         near = server.accept()[0]
         far = socket.create_connection(("127.0.0.1", port))
         for source, target in ((near, far), (far, near)):
@@ -213,7 +228,7 @@ def test_hosts_may_have_names_and_other_kinds_of_numbers(host: str) -> None:
     except StagesError:
         pytest.skip("this machine has no IPv6")
     connection = Connection(there, zmq.DEALER, listener.address.replace("0.0.0.0", "127.0.0.1"), OURS)
-    connection.socket.send(b"hello")
+    connection.send(b"hello")
     assert listener.socket.recv_multipart()[1] == b"hello"
     connection.close()
     listener.close()

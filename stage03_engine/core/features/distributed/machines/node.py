@@ -131,7 +131,7 @@ class Node:
             elif deadline is not None and time.monotonic() > deadline:
                 raise StagesError(f"the head at {self._address} did not answer within {asked:.0f} s; is it running?")
             while not self._ended.empty():
-                self._connection.socket.send(encode(self._ended.get()))
+                self._connection.send(encode(self._ended.get()))
 
     def _hear(self) -> NodeInit | NodeRefused | Ping | NodeStop:
         try:
@@ -145,7 +145,7 @@ class Node:
             parallel.node_rank, parallel.nnodes, self._agreed, model.model_path, model.tokenizer_path,
             self._config.device_config.num_threads,
         )  # fmt: skip
-        self._connection.socket.send(encode(hello))
+        self._connection.send(encode(hello))
         logger.info("Machine %d: asking the head at %s for work", parallel.node_rank, self._address)
 
     def _news(self) -> None:
@@ -177,7 +177,7 @@ class Node:
 
     def leave(self) -> None:
         """Tell the head, whose engine then ends."""
-        self._connection.socket.send(encode(NodeLeft()))
+        self._connection.send(encode(NodeLeft()))
         self._connection.socket.disable_monitor()
         self._connection.socket.close(linger=FAREWELL_MS)
 

@@ -252,13 +252,13 @@ class HeadlessNode:
         for launch in self._launches.values():
             if source is launch.outputs:
                 for frames in drain(source):
-                    self._connection.socket.send_multipart([launch.first_frame, *frames])
+                    self._connection.send(launch.first_frame, *frames)
             elif source is launch.inputs:
                 for _ in drain(source):
                     pass
 
     def _report(self, report: Report) -> None:
-        self._connection.socket.send_multipart([CONTROL, encode(report)])
+        self._connection.send(CONTROL, encode(report))
 
     def _start(self, order: StartEngine) -> None:
         launch, before = _Launch(order.engine, order.launch), self._launches.get(order.engine)
