@@ -160,6 +160,8 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "rank 0": (broken(lambda config, tensors: config.update(r=0)), "r must be an integer of at least 1"),
     "no alpha": (broken(lambda config, tensors: config.pop("lora_alpha")), "lora_alpha must be a number"),
     "alpha": (broken(lambda config, tensors: config.update(lora_alpha=float("nan"))), "lora_alpha must be a number"),
+    "large": (broken(lambda config, tensors: config.update(lora_alpha=10**400)), "lora_alpha must be a number"),
+    "true": (broken(lambda config, tensors: config.update(lora_alpha=True)), "lora_alpha must be a number"),
     "DoRA": (broken(lambda config, tensors: config.update(use_dora=True)), "use_dora 'True' is not built"),
     "bias": (broken(lambda config, tensors: config.update(bias="all")), "bias 'all' is not built"),
     "ranks": (broken(lambda config, tensors: config.update(rank_pattern={"x": 1})), "rank_pattern .* is not built"),
@@ -193,6 +195,7 @@ def test_an_adapter_that_is_broken_or_belongs_to_another_model(name: str, tmp_pa
         ({"enable_lora": True, "lora_modules": ("a=b", "a=c")}, "'a' comes twice"),
         ({"enable_lora": True, "lora_modules": ("{",)}, "is not valid JSON"),
         ({"enable_lora": True, "lora_modules": ('{"name": "a", "pth": "b"}',)}, "unknown key 'pth'"),
+        ({"enable_lora": True, "lora_modules": ('{"name": null, "path": "b"}',)}, "is not name=folder"),
         ({"enable_lora": True, "max_lora_rank": 0}, "max_lora_rank"),
     ],
 )
@@ -204,3 +207,11 @@ def test_settings_that_are_refused(given_settings: dict[str, Any], says: str) ->
 def test_a_request_that_names_no_adapter_of_this_engine() -> None:
     with LLM("gpt2-tiny", **SMALL) as plain, pytest.raises(InvalidRequestError, match="no adapter 'x'; there are none"):
         plain.generate("a", SamplingParams(lora="x"))
+
+
+def test_an_adapter_that_does_not_fit_the_number_format(tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "adapter", BUNDLED_FOLDER / "gpt2-tiny", seed=1, alpha=900_000.0)
+    with pytest.raises(
+        ConfigError, match="adapter mine: scale times lora_B of .* in torch.float16, holds NaN or infinity"
+    ):
+        LLM("gpt2-tiny", enable_lora=True, lora_modules=(f"mine={folder}",), **SMALL | {"dtype": "float16"})

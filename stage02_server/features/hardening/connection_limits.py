@@ -169,10 +169,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def _linger(self) -> None:
         self._refused = True
         if self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.disconnected, self.cycle.waiting_for_100_continue = (
-                True,
-                False,
-            )  # what its handler says goes nowhere
+            self.cycle.disconnected = True  # what its handler says goes nowhere
+            self.cycle.waiting_for_100_continue = False
             self.cycle.message_event.set()
         self.flow.resume_reading()
         if self.transport.can_write_eof():  # not with TLS

@@ -7,7 +7,6 @@ each layer. A pair is thousands of times smaller than the matrix, so many adapte
 from __future__ import annotations
 
 import json
-import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from stage03_engine.errors import ConfigError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 TENSOR = re.compile(r"base_model\.model\.(?:transformer\.|model\.)?(.+)\.lora_([AB])\.weight")
+MOST_ALPHA = 1_000_000
 NOT_BUILT = ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "bias")
 """What an adapter_config.json may ask for that is not built."""
 
@@ -65,6 +65,7 @@ def read_adapter(
                 _checked(f"lora_{part} of {layer}", parts.get(part), _size(layers[layer], part, rank)) for part in "AB"
             )
             pairs[layer] = Pair(a.to(device, dtype), (b.float() * scale).to(device, dtype))
+            check_finite(f"scale times lora_B of {layer}, in {dtype},", pairs[layer].b)
     except ConfigError as error:
         raise ConfigError(f"adapter {name}: {error}") from error
     return Adapter(name, rank, pairs)
@@ -90,8 +91,10 @@ def _rank_and_scale(config: dict[str, Any], max_rank: int) -> tuple[int, float]:
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if type(rank) is not int or rank < 1:
         raise ConfigError(f"r must be an integer of at least 1, not {str(rank)[:100]!r}")
-    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha):
-        raise ConfigError(f"lora_alpha must be a number, not {str(alpha)[:100]!r}")
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not abs(alpha) < MOST_ALPHA:  # NaN fails too
+        raise ConfigError(
+            f"lora_alpha must be a number between -{MOST_ALPHA} and {MOST_ALPHA}, not {str(alpha)[:100]!r}"
+        )
     if rank > max_rank:
         raise ConfigError(f"its rank {rank} is more than max_lora_rank {max_rank}")
     return rank, alpha / (rank**0.5 if config.get("use_rslora") else rank)

@@ -46,7 +46,8 @@ def _name_and_path(given: str) -> tuple[str, str]:
         raise ConfigError(f"lora_modules: {given[:200]!r} is not valid JSON: {error}") from None
     if unknown := fields.keys() - {"name", "path", "base_model_name"}:
         raise ConfigError(f"lora_modules: unknown key {min(unknown)!r}; there are name, path and base_model_name")
-    return str(fields.get("name", "")), str(fields.get("path", ""))
+    name, path = fields.get("name"), fields.get("path")
+    return (name, path) if isinstance(name, str) and isinstance(path, str) else ("", "")
 
 
 @dataclass(frozen=True)
