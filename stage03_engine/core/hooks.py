@@ -60,7 +60,8 @@ class SchedulerHook:
         return True
 
     def holds(self, request: Request) -> bool:
-        """A request is about to wait. True: the scheduler holds it, and others overtake it, until `released` names it."""
+        """A request is about to wait. True: the scheduler holds it, and others overtake it, until `released` names it. The answer stays the
+        same until then: another hook may release the request first."""
         return False
 
     def released(self) -> Iterable[str]:

@@ -31,15 +31,15 @@ from stagetrace.read.lanes import choose_engine
 
 _FEATURES = "stage03_engine.core.features."
 HOOKS = {
-    "pooling": _FEATURES + "pooling.hooks:PoolingSchedulerHook",
-    "prompt_logprobs": _FEATURES + "prompt_logprobs.scheduler_hook:PromptLogprobsSchedulerHook",
-    "grammar": _FEATURES + "structured_output.recorded_grammars:RecordedGrammarHook",
     "drafts": _FEATURES + "spec_decode.draft_scheduler:DraftHook",
     "swapping": _FEATURES + "swap_space.swap_space:SwapHook",
     "kv_transfer": _FEATURES + "kv_transfer.recorded_transfers:RecordedTransfersHook",
+    "pooling": _FEATURES + "pooling.hooks:PoolingSchedulerHook",
+    "prompt_logprobs": _FEATURES + "prompt_logprobs.scheduler_hook:PromptLogprobsSchedulerHook",
+    "grammar": _FEATURES + "structured_output.recorded_grammars:RecordedGrammarHook",
 }
 """What a recording may use -> the scheduler hook that replays it, loaded when it is first used: for a parameter of this name in
-`sched.queued`, or an event in USED_BY."""
+`sched.queued`, or an event in USED_BY. In the order of an engine, where settings install hooks before requests do."""
 USED_BY = {"spec.proposed": "drafts", "kv_transfer.writing": "kv_transfer"}
 OVERLAPPING = {
     "async_scheduling": _FEATURES + "async_scheduling.async_scheduler:AsyncScheduler",

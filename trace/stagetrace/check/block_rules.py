@@ -72,6 +72,13 @@ class BlockBalance:
                 foreign = [b for b in blocks if b not in pool.held.get(request_id, [])]
                 pool.cached.update(blocks)
                 return f"blocks {foreign} are not the request's" if foreign else ""
+            case "kv_transfer.writing":
+                free = [b for b in blocks if b not in pool.holders]
+                pool.take(event.name, blocks)
+                return f"blocks {free} are not in use" if free else ""
+            case "kv_transfer.written":
+                foreign = pool.give_back("kv_transfer.writing", blocks)
+                return f"blocks {foreign} are not being written" if foreign else ""
             case "kv.evicted":
                 block = event.args["block"]
                 wrong = block in pool.holders or block not in pool.cached

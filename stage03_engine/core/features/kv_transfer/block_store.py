@@ -97,8 +97,9 @@ class BlockStore:
         """A block's keys and values; None if it is not there, or not what was written."""
         file = self._file(block_hash)
         try:
-            with file.open("rb") as stored:
-                content = stored.read(_SUM_BYTES + self._block_bytes + 1)
+            handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # a pipe in its place is not waited for
+            with open(handle, "rb") as stored:
+                content = stored.read(_SUM_BYTES + self._block_bytes + 1) or b""
             os.utime(file)  # it was of use
         except OSError:
             return None
@@ -108,8 +109,8 @@ class BlockStore:
 
     def write(self, block_hash: bytes, data: bytes) -> None:
         """Keep a block. Raises OSError."""
-        if self._until_counted <= 0:
-            self._make_room()
+        if self._until_counted < (size := _SUM_BYTES + len(data)):
+            self._make_room(size)
         handle, name = tempfile.mkstemp(PART, dir=self.folder)
         try:
             with open(handle, "wb") as stored:
@@ -118,21 +119,21 @@ class BlockStore:
         except BaseException:
             os.unlink(name)
             raise
-        self._until_counted -= len(data)
+        self._until_counted -= size
 
-    def _make_room(self) -> None:
-        """Remove the files that were not read for longest, until a tenth is free; the next tenth may be written before it counts again."""
+    def _make_room(self, size: int) -> None:
+        """Remove the files that were not read for longest, until a tenth is free, or `size` bytes; that much may be written before it counts again."""
         files = sorted(self._files())
-        total, tenth = sum(size for _, size, _ in files), self._max_bytes // 10
-        for _, size, path in files:
-            if total <= self._max_bytes - tenth:
+        total, room = sum(each for _, each, _ in files), max(size, self._max_bytes // 10)
+        for _, num_bytes, path in files:
+            if total <= self._max_bytes - room:
                 break
             try:
                 os.unlink(path)
             except FileNotFoundError:  # another engine was faster
                 pass
-            total -= size
-        self._until_counted = tenth
+            total -= num_bytes
+        self._until_counted = room
 
     def _files(self) -> Iterator[tuple[float, int, str]]:
         """(when it was read last, bytes, path) of each block of all models, and of what a process that died left half written. Nothing else:

@@ -112,8 +112,8 @@ class KVConnectorHook(SchedulerHook):
         return {"kv_transfer": True} if request.request_id in self._reading else {}
 
     def holds(self, request: Request) -> bool:
-        """While its blocks are being read."""
-        return request.request_id in self._reading
+        """Until its blocks are read, and `released` says so."""
+        return request.request_id in self._reading or request.request_id in self._released
 
     def poll(self) -> tuple[list[EngineCoreOutput], bool | None]:
         """Take what was read. If all others wait for theirs, wait a moment."""
@@ -149,9 +149,12 @@ class KVConnectorHook(SchedulerHook):
         return released
 
     def num_matched(self, request: Request, num_computed: int) -> int:
-        """The tokens in the blocks that were read, if they follow what is known."""
+        """The tokens in the blocks that were read, if they follow what is known. None for a request that needs more of its prompt than keys
+        and values."""
         found, (number, rest) = self._found.get(request.request_id), divmod(num_computed, self._manager.block_size)
-        if found is None or rest or number < found.first:  # cached blocks that came before were evicted meanwhile
+        if (
+            found is None or request.skip_reading_prefix_cache or rest or number < found.first
+        ):  # cached blocks that came before were evicted meanwhile
             return 0
         return max(0, found.first + len(found.blocks) - number) * self._manager.block_size
 

@@ -79,7 +79,7 @@ def parse_kv_transfer_config(given: dict[str, Any] | None) -> dict[str, Any]:
     if given.get("kv_connector") not in CONNECTORS:
         raise _wrong("kv_connector", f"must be {CONNECTORS[0]!r}", given.get("kv_connector"))
     role = given.get("kv_role", "kv_both")
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise _wrong("kv_role", f"must be one of {', '.join(ROLES)}", role)
     extra = given.get("kv_connector_extra_config", {})
     if not isinstance(extra, dict):

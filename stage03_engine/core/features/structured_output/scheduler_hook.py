@@ -77,7 +77,7 @@ class GrammarSchedulerHook(SchedulerHook):
         sit_out = sum(request_id not in self.scheduler.held for request_id in self._held_back)
         if self._released or self.manager.num_known:
             return refused, True
-        if len(self.scheduler.held) + sit_out < len(requests):
+        if not requests or len(self.scheduler.held) + sit_out < len(requests):
             return refused, None
         self.manager.wait(WAIT_SECONDS)
         return refused, False

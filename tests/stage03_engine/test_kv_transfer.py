@@ -1,0 +1,502 @@
+"""The folder of KV-cache blocks: what is found there saves work, and changes no token; what is lost or damaged is computed."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings, strategies as st
+from patience import PATIENCE
+from safetensors.torch import load_file, save_file
+from small_adapters import write_adapter
+from small_gpt2 import first_layers
+
+from stage03_engine.arg_utils import EngineArgs
+from stage03_engine.config import VllmConfig
+from stage03_engine.core.engine_core import EngineCore
+from stage03_engine.core.features.kv_transfer import block_store
+from stage03_engine.core.features.kv_transfer.block_store import BlockStore, compatibility_hash
+from stage03_engine.core.features.prefix_cache_reset.prefix_cache_reset import reset_prefix_cache
+from stage03_engine.errors import ConfigError
+from stage03_engine.llm import LLM
+from stage03_engine.messages import EngineCoreRequest
+from stage03_engine.outputs import RequestOutput
+from stage03_engine.params.structured_outputs import StructuredOutputsParams
+from stage03_engine.replay.replay import replay
+from stage03_engine.sampling_params import SamplingParams
+from stagetrace import read_run
+from stagetrace.check.invariants import check
+
+SMALL: dict[str, Any] = {
+    "kv_cache_memory_bytes": 20_000_000, "max_model_len": 96, "device": "cpu", "dtype": "float32", "block_size": 4,
+    "linear_backend": "torch", "prefix_caching_hash_seed": "one", "enable_prefix_caching": True,
+}  # fmt: skip
+PROMPTS = [list(range(5, 45)), list(range(5, 38)), [7], list(range(5, 20)) + [9] * 20, [8] * 12]
+HOW: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "seeded": {"temperature": 0.9, "seed": 3},
+    "grammar": {"temperature": 0, "structured_outputs": StructuredOutputsParams(regex="(yes|no){3,6}!")},
+    "prompt logprobs": {"temperature": 0, "prompt_logprobs": 1},
+    "penalties": {"temperature": 0, "repetition_penalty": 1.3},
+}
+
+
+def folder_flag(folder: Path, role: str = "kv_both", **more: Any) -> dict[str, Any]:
+    extra = {"shared_storage_path": str(folder)} | {key: more.pop(key) for key in ("max_bytes",) if key in more}
+    given = {"kv_connector": "SharedStorageConnector", "kv_role": role, "kv_connector_extra_config": extra, **more}
+    return {"kv_transfer_config": given}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(first_layers(tmp_path_factory.mktemp("kv") / "model", 2))
+
+
+def ask(llm: LLM, mix: list[tuple[str, int]], **more: Any) -> list[RequestOutput]:
+    params = [SamplingParams(max_tokens=12, ignore_eos=how != "grammar", **HOW[how], **more) for how, _ in mix]
+    return llm.generate([PROMPTS[number] for _, number in mix], params)  # type: ignore[arg-type]
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def core_of(llm: LLM) -> EngineCore:
+    core: EngineCore = llm.engine_core._core  # type: ignore[attr-defined]
+    return core
+
+
+def assert_all_free(core: EngineCore) -> None:
+    """Once all is written."""
+    end = time.monotonic() + PATIENCE
+    while core.has_unfinished_requests:
+        assert time.monotonic() < end
+        core.step()
+    pool = core.scheduler.kv_cache_manager.block_pool
+    assert pool.num_free == pool.num_usable and not any(hook.held_blocks for hook in core.scheduler.hooks)
+
+
+# Tokens
+
+
+@pytest.fixture(scope="module")
+def alone(model: str) -> dict[tuple[str, int], list[int]]:
+    with LLM(model, **SMALL | {"enable_prefix_caching": False}) as llm:
+        return {(how, n): tokens_of(ask(llm, [(how, n)]))[0] for how in HOW for n in range(len(PROMPTS))}
+
+
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}},
+    "ahead": {"async_scheduling": True},
+    "chunks": {"max_num_batched_tokens": 8, "max_num_seqs": 4},
+    "whole prompts": {"enable_chunked_prefill": False, "max_num_batched_tokens": 96, "max_num_seqs": 8},
+    "swapped": {"num_gpu_blocks_override": 27, "preemption_mode": "swap", "swap_space": 0.001},
+    "recomputed": {"num_gpu_blocks_override": 27},
+    "fair": {"scheduling_policy": "fair"},
+    "worker process": {"distributed_executor_backend": "mp"},
+}
+
+
+mixes = st.lists(st.tuples(st.sampled_from(sorted(HOW)), st.integers(0, len(PROMPTS) - 1)), min_size=1, max_size=7)
+between = st.sampled_from(["nothing", "forget the cache", "damage a file", "lose a file"])
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_what_is_found_changes_no_token(
+    name: str, model: str, tmp_path: Path, alone: dict[tuple[str, int], list[int]]
+) -> None:
+    """Nor does what was evicted, damaged or lost between two requests; no block is lost, and the recording is decided again as it was."""
+    folder, trace = tmp_path / "blocks", tmp_path / "trace"
+
+    @settings(max_examples=10)
+    @given(mixes, between, st.integers(0, 99))
+    def serve(mix: list[tuple[str, int]], then: str, which: int) -> None:
+        assert tokens_of(ask(llm, mix)) == [alone[each] for each in mix]
+        assert_all_free(core_of(llm))
+        if then != "nothing":
+            assert reset_prefix_cache(core_of(llm))
+        files = sorted(folder.glob("*/*.kv"))
+        if then in ("damage a file", "lose a file") and files:
+            file = files[which % len(files)]
+            file.unlink() if then == "lose a file" else file.write_bytes(file.read_bytes()[:-1] + b"?")
+
+    with LLM(model, trace=str(trace), **SMALL | CONFIGURATIONS[name], **folder_flag(folder)) as llm:
+        serve()
+    for result in replay(trace):
+        assert result.difference is None, str(result)
+    findings = [str(finding) for finding in check(trace).findings]
+    assert not [text for text in findings if "event 1 to " not in text]  # the process had recorded before
+    assert read_run(trace).named("kv_transfer.loaded") and read_run(trace).named("kv_transfer.written")
+
+
+def test_a_later_start_finds_the_blocks(model: str, tmp_path: Path, alone: dict[tuple[str, int], list[int]]) -> None:
+    """All full blocks but that of the last token; the same prompt in the same engine then needs the folder no more."""
+    for trace, cached in (("first", 0), ("second", 36)):
+        with LLM(model, trace=str(tmp_path / trace), **SMALL, **folder_flag(tmp_path / "blocks")) as llm:
+            [output] = ask(llm, [("greedy", 0)])
+            assert output.num_cached_tokens == cached
+            assert tokens_of([output]) == [alone["greedy", 0]]
+            [again] = ask(llm, [("greedy", 0)])
+            assert again.num_cached_tokens == 36
+            stats = core_of(llm).scheduler.make_stats()
+            assert stats.prefix_cache_hits == 36, "what the folder gave is no hit of the prefix cache"
+    events = read_run(tmp_path / "second").named("kv_transfer.loaded")
+    assert [len(event.args["blocks"]) for event in events] == [9]
+    computed = [event.args["num_tokens"] for event in read_run(tmp_path / "second").named("sched.scheduled")]
+    assert computed[0] == 4, "only the last block of the prompt is computed"
+    for trace in ("first", "second"):
+        assert [result.difference for result in replay(tmp_path / trace)] == [None]
+
+
+@pytest.mark.parametrize(("role", "writes", "reads"), [("kv_producer", True, False), ("kv_consumer", False, True)])
+def test_a_role_does_one_of_the_two(role: str, writes: bool, reads: bool, model: str, tmp_path: Path) -> None:
+    with LLM(model, **SMALL, **folder_flag(tmp_path)) as llm:
+        ask(llm, [("greedy", 0)])
+    before = len(list(tmp_path.glob("*/*.kv")))
+    with LLM(model, trace=str(tmp_path / "trace"), **SMALL, **folder_flag(tmp_path, role)) as llm:
+        [output], _ = ask(llm, [("greedy", 0)]), ask(llm, [("greedy", 4)])
+    assert (output.num_cached_tokens == 36) == reads
+    assert (len(list(tmp_path.glob("*/*.kv"))) > before) == writes
+    assert [result.difference for result in replay(tmp_path / "trace")] == [None]
+
+
+# What is not the same is not found
+
+
+def configs_that_differ(model: str, folder: Path) -> Iterator[tuple[str, Callable[[], VllmConfig]]]:
+    base = EngineArgs.from_kwargs(model=model, **SMALL, **folder_flag(folder))
+    for field in dataclasses.fields(base):
+        if field.name not in block_store._HARMLESS:
+            section = getattr(base, field.name)
+            for each in dataclasses.fields(section):
+                if (field.name, each.name) not in PLACES:
+                    changed = dataclasses.replace(section, **{each.name: other_value(getattr(section, each.name))})
+                    yield f"{field.name}.{each.name}", dataclasses.replace(base, **{field.name: changed})
+    yield "block_size", dataclasses.replace(base, cache_config=dataclasses.replace(base.cache_config, block_size=8))
+
+
+PLACES = {
+    ("model_config", "model_path"), ("model_config", "tokenizer_path"), ("model_config", "max_model_len"), ("device_config", "num_threads"),
+}  # fmt: skip
+"""Where a model lies, how long its texts are, and how many threads compute."""
+
+
+def other_value(value: Any) -> Any:
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return value + 1
+    return dataclasses.replace(value, num_layers=77) if dataclasses.is_dataclass(value) else "other"  # type: ignore[type-var]
+
+
+def test_every_setting_that_is_not_known_to_be_harmless_parts_the_folders(model: str, tmp_path: Path) -> None:
+    base = compatibility_hash(EngineArgs.from_kwargs(model=model, **SMALL, **folder_flag(tmp_path)))
+    same = [name for name, config in configs_that_differ(model, tmp_path) if compatibility_hash(config) == base]
+    assert not same
+
+
+def test_other_weights_in_the_same_place_are_another_model(model: str, tmp_path: Path) -> None:
+    """Even with the size and the time of the ones before."""
+    tensors = load_file(Path(model) / "model.safetensors")
+    copy = Path(first_layers(tmp_path / "copy", 2))
+    file = copy / "model.safetensors"
+    config = EngineArgs.from_kwargs(model=str(copy), **SMALL, **folder_flag(tmp_path / "blocks"))
+    before, then = compatibility_hash(config), file.stat()
+    name = next(name for name in tensors if name.endswith("ln_1.weight"))
+    save_file(tensors | {name: tensors[name] + 1e-3}, file)
+    os.utime(file, ns=(then.st_atime_ns, then.st_mtime_ns))
+    block_store._file_digest.cache_clear()  # another process
+    assert file.stat().st_size == then.st_size and compatibility_hash(config) != before
+
+
+@pytest.mark.parametrize("other", [{"prefix_caching_hash_seed": "two"}, {"cache_salt": "b"}], ids=["seed", "salt"])
+def test_what_parts_cached_prefixes_parts_the_blocks_here(other: dict[str, Any], model: str, tmp_path: Path) -> None:
+    def cached(seed: str, salt: str | None) -> int:
+        how = SMALL | {"prefix_caching_hash_seed": seed}
+        core = EngineCore(EngineArgs.from_kwargs(model=model, **how, **folder_flag(tmp_path)))
+        try:
+            core.add_request(request("a", PROMPTS[0], cache_salt=salt))
+            found: list[int] = []
+            while core.has_unfinished_requests:
+                found += [output.num_cached_tokens for output in core.step().outputs]
+        finally:
+            core.shutdown()
+        return found[-1]
+
+    mine = ("one", "a" if "cache_salt" in other else None)
+    theirs = (other.get("prefix_caching_hash_seed", "one"), other.get("cache_salt"))
+    assert [cached(*each) for each in (mine, theirs, mine, theirs)] == [0, 0, 36, 36]
+
+
+def test_blocks_of_adapters_stay_at_home(model: str, tmp_path: Path) -> None:
+    """Two engines may call different adapters by the same name."""
+    flags = {"enable_lora": True, "lora_modules": (f"a={write_adapter(tmp_path / 'a', Path(model), seed=1)}",)}
+    for _ in range(2):
+        with LLM(model, **SMALL, **flags, **folder_flag(tmp_path / "blocks")) as llm:
+            [output] = ask(llm, [("greedy", 0)], lora="a")
+            assert output.num_cached_tokens == 0
+    assert not list((tmp_path / "blocks").glob("*/*.kv"))
+
+
+# Files
+
+
+def other_file(file: Path) -> Path:
+    return next(each for each in sorted(file.parent.glob("*.kv")) if each != file)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "empty": lambda file: file.write_bytes(b""),
+    "torn": lambda file: file.write_bytes(file.read_bytes()[:-1]),
+    "longer": lambda file: file.write_bytes(file.read_bytes() + b"\0"),
+    "one bit": lambda file: file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1])),
+    "another checksum": lambda file: file.write_bytes(b"\0" * 32 + file.read_bytes()[32:]),
+    "another block": lambda file: file.write_bytes(other_file(file).read_bytes()),
+    "gone": lambda file: file.unlink(),
+    "a folder": lambda file: (file.unlink(), file.mkdir()),
+    "a pipe": lambda file: (file.unlink(), os.mkfifo(file)),
+    "endless": lambda file: (file.unlink(), file.symlink_to("/dev/zero")),
+    "a link to nowhere": lambda file: (file.unlink(), file.symlink_to("nowhere")),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_a_missing_one(
+    damage: str, model: str, tmp_path: Path, alone: dict[tuple[str, int], list[int]]
+) -> None:
+    with LLM(model, **SMALL, **folder_flag(tmp_path)) as llm:
+        ask(llm, [("greedy", 0)])
+    for file in sorted(tmp_path.glob("*/*.kv")):
+        DAMAGES[damage](file)
+    with LLM(model, **SMALL, **folder_flag(tmp_path)) as llm:
+        [output] = ask(llm, [("greedy", 0)])
+        assert tokens_of([output]) == [alone["greedy", 0]] and output.num_cached_tokens == 0
+
+
+def store(folder: Path, blocks: int) -> BlockStore:
+    return BlockStore(str(folder), "a" * 32, 1000, blocks * 1032)
+
+
+def test_the_folder_never_takes_more_than_it_may_and_loses_what_was_not_read_for_longest(tmp_path: Path) -> None:
+    kept = store(tmp_path, 20)
+    mine = [tmp_path / "photo.kv", tmp_path / "holidays" / ("c" * 64 + ".kv"), kept.folder / "notes.txt"]
+    for file in mine:
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(b"mine" * 10_000)
+    for number in range(100):
+        kept.write(number.to_bytes(32), b"%04d" % number * 250)
+        assert kept.read(bytes(32)) is not None, "it is read all the time"
+        assert sum(file.stat().st_size for file in kept.folder.glob("*.kv")) <= 20 * 1032
+        time.sleep(0.001)  # file systems count time in steps
+    assert kept.read((99).to_bytes(32)) is not None and kept.read((50).to_bytes(32)) is None
+    assert all(file.exists() for file in mine), "files that are no blocks are nobody's business"
+
+
+def test_a_writer_that_died_leaves_nothing_for_ever(tmp_path: Path) -> None:
+    kept = store(tmp_path, 20)
+    torn = kept.folder / "x.part"
+    torn.write_bytes(b"?" * 30_000)
+    os.utime(torn, (1, 1))
+    kept.write(bytes(32), b"1234" * 250)
+    assert not torn.exists() and kept.read(bytes(32)) is not None
+
+
+def test_a_full_disk_costs_no_request_anything(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, alone: Any
+) -> None:
+    def full(self: BlockStore, block_hash: bytes, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(BlockStore, "write", full)
+    with LLM(model, **SMALL, **folder_flag(tmp_path)) as llm:
+        assert tokens_of(ask(llm, [("greedy", 0), ("greedy", 4)])) == [alone["greedy", 0], alone["greedy", 4]]
+        assert_all_free(core_of(llm))
+    said = [record.message for record in caplog.records if "No space left" in record.message]
+    assert len(said) == 1, "once, not for every block"
+
+
+# Waiting
+
+
+@pytest.fixture
+def core(model: str, tmp_path: Path) -> Iterator[EngineCore]:
+    how = SMALL | {"num_gpu_blocks_override": 41, "max_num_batched_tokens": 96, "max_num_seqs": 8}
+    core = EngineCore(EngineArgs.from_kwargs(model=model, **how, **folder_flag(tmp_path)))
+    yield core
+    core.shutdown()
+
+
+def request(
+    name: str, prompt: list[int], max_tokens: int = 2, cache_salt: str | None = None, **more: Any
+) -> EngineCoreRequest:
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **more)
+    return EngineCoreRequest(name, prompt, params, cache_salt=cache_salt)
+
+
+def run(core: EngineCore, until: Callable[[], bool]) -> list[str]:
+    """Steps until something is so; returns the requests that got tokens."""
+    seen, end = list[str](), time.monotonic() + PATIENCE
+    while not until():
+        assert time.monotonic() < end
+        seen += [output.request_id for output in core.step().outputs if output.new_token_ids]
+    return seen
+
+
+def idle(core: EngineCore) -> Callable[[], bool]:
+    return lambda: not core.has_unfinished_requests
+
+
+def held_up(monkeypatch: pytest.MonkeyPatch, method: str) -> threading.Event:
+    """Reading or writing a block waits for this event."""
+    go_on, whole = threading.Event(), getattr(BlockStore, method)
+
+    def wait(self: BlockStore, *args: Any) -> Any:
+        assert go_on.wait(PATIENCE)
+        return whole(self, *args)
+
+    monkeypatch.setattr(BlockStore, method, wait)
+    return go_on
+
+
+def test_blocks_stay_in_use_until_they_are_written(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request is over and its blocks are not free; then they are, without a new request."""
+    go_on, pool = held_up(monkeypatch, "write"), core.scheduler.kv_cache_manager.block_pool
+    core.add_request(request("a", PROMPTS[0]))
+    run(core, lambda: not core.scheduler.requests)
+    assert pool.num_usable - pool.num_free == 10 and core.has_unfinished_requests
+    assert not reset_prefix_cache(core)
+    core.step()
+    assert pool.num_usable - pool.num_free == 10
+    go_on.set()
+    run(core, idle(core))
+    assert_all_free(core)
+    assert reset_prefix_cache(core)
+
+
+def test_a_slow_disk_keeps_a_quarter_of_the_blocks_at_most(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are given up for the folder, and requests go on."""
+    go_on, pool = held_up(monkeypatch, "write"), core.scheduler.kv_cache_manager.block_pool
+    for number in range(12):
+        core.add_request(request(f"r{number}", [number] * 30, max_tokens=20))
+    run(core, lambda: not core.scheduler.requests)
+    assert 0 < pool.num_usable - pool.num_free <= pool.num_usable // 4
+    go_on.set()
+    run(core, idle(core))
+    assert_all_free(core)
+
+
+@pytest.fixture
+def filled(core: EngineCore) -> EngineCore:
+    """Its folder holds the blocks of the first prompt, and its cache does not."""
+    core.add_request(request("before", PROMPTS[0]))
+    run(core, idle(core))
+    assert reset_prefix_cache(core)
+    return core
+
+
+def test_others_go_on_while_a_request_waits_for_the_disk(filled: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = held_up(monkeypatch, "read")
+    filled.add_request(request("waits", PROMPTS[0]))
+    filled.add_request(request("other", [3] * 9, max_tokens=5))
+    assert set(run(filled, lambda: len(filled.scheduler.requests) == 1)) == {"other"}
+    go_on.set()
+    assert set(run(filled, idle(filled))) == {"waits"}
+
+
+@pytest.mark.parametrize("when", ["while it is read", "when it was read"])
+def test_an_abort_leaves_nothing_behind(when: str, filled: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = held_up(monkeypatch, "read")
+    filled.add_request(request("waits", PROMPTS[0]))
+    filled.step()
+    if when == "when it was read":
+        go_on.set()
+        hook = next(hook for hook in filled.scheduler.hooks if hasattr(hook, "_reading"))
+        run(filled, lambda: not hook._reading)
+    filled.abort_requests(["waits"])
+    go_on.set()
+    filled.add_request(request("waits", PROMPTS[0]))  # its name may come again
+    assert run(filled, idle(filled))
+    assert_all_free(filled)
+    for hook in filled.scheduler.hooks:
+        hook.check_invariants()
+
+
+def test_a_request_whose_blocks_were_read_runs_while_another_waits_for_its_grammar(
+    filled: EngineCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One hook sees nothing that could run, and another one does."""
+    from stage03_engine.core.features.structured_output.manager import StructuredOutputManager
+
+    compiled = threading.Event()
+    take = StructuredOutputManager.take_ready
+    monkeypatch.setattr(StructuredOutputManager, "take_ready", lambda self: take(self) if compiled.is_set() else [])
+    filled.add_request(request("grammar", [4] * 5, structured_outputs=StructuredOutputsParams(choice=["yes", "no"])))
+    filled.add_request(request("waits", PROMPTS[0]))
+    assert set(run(filled, lambda: "waits" not in filled.scheduler.requests)) == {"waits"}
+    compiled.set()
+    assert set(run(filled, idle(filled))) == {"grammar"}
+
+
+def test_what_is_read_ahead_is_bounded(model: str, tmp_path: Path) -> None:
+    """A request for whose blocks there is no memory is computed."""
+    with LLM(model, **SMALL, **folder_flag(tmp_path)) as llm:
+        ask(llm, [("greedy", 0)])
+    room = 3 * BlockStore.of(EngineArgs.from_kwargs(model=model, **SMALL, **folder_flag(tmp_path)))._block_bytes
+    with LLM(model, **SMALL, **folder_flag(tmp_path, kv_buffer_size=room)) as llm:
+        [output] = ask(llm, [("greedy", 0)])
+        assert output.num_cached_tokens == 12
+        assert_all_free(core_of(llm))
+        assert reset_prefix_cache(core_of(llm))
+        assert ask(llm, [("greedy", 0)])[0].num_cached_tokens == 12, "the memory is there again"
+
+
+# What is refused
+
+CONFIG: dict[str, Any] = {
+    "kv_connector": "SharedStorageConnector",
+    "kv_connector_extra_config": {"shared_storage_path": "FOLDER"},
+}
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"kv_connector": "LMCacheConnectorV1"}, {}, "kv_connector must be 'SharedStorageConnector', not 'LMCacheConnectorV1'"),
+    ({"kv_connector": None}, {}, "kv_connector must be"),
+    ({"kv_role": "kv_neither"}, {}, "kv_role must be one of kv_both, kv_producer, kv_consumer"),
+    ({"kv_role": ["kv_both"]}, {}, "kv_role must be one of"),
+    ({"kv_roll": "kv_both"}, {}, "unknown key 'kv_roll'.*kv_role"),
+    ({"kv_buffer_size": 0}, {}, "kv_buffer_size must be a number of bytes"),
+    ({"kv_buffer_size": True}, {}, "kv_buffer_size must be a number of bytes"),
+    ({"kv_buffer_size": "1GB"}, {}, "kv_buffer_size must be a number of bytes"),
+    ({"kv_buffer_size": float("nan")}, {}, "kv_buffer_size must be a number of bytes"),
+    ({"kv_connector_extra_config": 3}, {}, "kv_connector_extra_config must be an object"),
+    ({"kv_connector_extra_config": {}}, {}, "shared_storage_path must be a folder, not 'None'"),
+    ({"kv_connector_extra_config": {"shared_storage_path": ""}}, {}, "shared_storage_path must be a folder"),
+    ({"kv_connector_extra_config": {"shared_storage_path": "a\0b"}}, {}, "shared_storage_path must be a folder"),
+    ({"kv_connector_extra_config": {"path": "x"}}, {}, "unknown key 'kv_connector_extra_config.path'"),
+    ({"kv_connector_extra_config": {"shared_storage_path": "FOLDER", "max_bytes": 100}}, {}, "no room for one block of"),
+    ({"kv_connector_extra_config": {"shared_storage_path": "/proc/nothing"}}, {}, "cannot write to '/proc/nothing'"),
+    ({"kv_connector_extra_config": {"shared_storage_path": __file__}}, {}, "cannot write to"),
+    ({}, {"prefix_caching_hash_seed": None}, "needs prefix_caching_hash_seed, the same at each start"),
+    ({}, {"enable_prefix_caching": False}, "needs enable_prefix_caching"),
+    ({}, {"tensor_parallel_size": 2}, "each worker has only a slice of a block"),
+    ({}, {"pipeline_parallel_size": 2}, "each worker has only some layers"),
+    ({}, {"runner": "pooling"}, "for models that generate text"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "more", "message"), REFUSED)
+def test_what_cannot_be_is_one_line(
+    given: dict[str, Any], more: dict[str, Any], message: str, model: str, tmp_path: Path
+) -> None:
+    config = CONFIG | given
+    extra = config["kv_connector_extra_config"]
+    if isinstance(extra, dict) and extra.get("shared_storage_path") == "FOLDER":
+        config = config | {"kv_connector_extra_config": extra | {"shared_storage_path": str(tmp_path)}}
+    with pytest.raises(ConfigError, match=message) as refused:
+        EngineCore(EngineArgs.from_kwargs(model=model, **SMALL | more, kv_transfer_config=config)).shutdown()
+    assert "\n" not in str(refused.value)
