@@ -1,4 +1,7 @@
-"""`python -m stage03_engine generate MODEL PROMPT`: the engine alone, without HTTP."""
+"""`python -m stage03_engine generate MODEL PROMPT`: the engine alone, without HTTP.
+
+The engine is imported in `main`: what its features, or an installed package's, refuse at import is one line, not a traceback.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,22 @@ import argparse
 import itertools
 import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.args.command import cli_env_setup, run_command
 from stage03_engine.args.parser import FlexibleArgumentParser
-from stage03_engine.config import VllmConfig
 from stage03_engine.errors import ConfigError, InvalidRequestError
-from stage03_engine.sampling_params import RequestOutputKind, SamplingParams
-from stage03_engine.tracing import open_trace
 from stagetrace import trace
+
+if TYPE_CHECKING:
+    from stage03_engine.config import VllmConfig
+    from stage03_engine.sampling_params import SamplingParams
 
 
 def make_parser() -> FlexibleArgumentParser:
     """Engine flags, and the sampling parameters that fit on a command line."""
+    from stage03_engine.arg_utils import EngineArgs
+
     parser = FlexibleArgumentParser(prog="python -m stage03_engine", description="Run the engine without a server.")
     commands = parser.add_subparsers(dest="subparser", required=True, parser_class=FlexibleArgumentParser)
     generate = commands.add_parser("generate", help="complete one prompt and print it as it comes")
@@ -39,6 +45,10 @@ def make_parser() -> FlexibleArgumentParser:
 
 def generate(args: argparse.Namespace) -> int:
     """Print the prompt and its completion."""
+    from stage03_engine.arg_utils import EngineArgs
+    from stage03_engine.sampling_params import RequestOutputKind, SamplingParams
+    from stage03_engine.tracing import open_trace
+
     config, _ = EngineArgs.from_cli_args(args).create_engine_config()
     open_trace(config, private=[args.prompt, *args.stop])
     try:

@@ -41,14 +41,7 @@ class ModelConfig(*settings("ModelConfig")):  # type: ignore[misc]
         "auto", "auto = safetensors; dummy = random weights, nothing is downloaded", ("auto", "safetensors", "dummy")
     )
     seed: int = option(0, "seed of the engine: random weights, and sampling of requests without a seed of their own")
-    generation_config: str = option(
-        "auto",
-        "where sampling defaults come from: auto = generation_config.json of the model, vllm = nowhere, or a folder",
-    )
-    override_generation_config: dict[str, Any] | None = option(
-        None, 'sampling defaults that take precedence over those, as JSON: {"temperature": 0.5, "top_k": 20}'
-    )
-    default_sampling_params: dict[str, Any] | None = internal(None)  # computed from these two
+    default_sampling_params: dict[str, Any] | None = internal(None)  # of requests that leave them out
     model_path: str | None = internal(None)  # resolved folder; None for dummy weights of a known shape
     tokenizer_path: str | None = internal(None)  # resolved folder; None = the byte-level stand-in for dummy weights
     shape: ModelShape | None = internal(None)

@@ -21,6 +21,13 @@ from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import is_there, load
 
 INDEX: tuple[str | Feature, ...] = (
+    "stage03_engine.args.features.config_file",
+    "stage03_engine.args.features.vllm_variables",
+    "stage03_engine.args.features.refused_flags",
+    "stage03_engine.args.features.keyed_flags",
+    "stage03_engine.args.features.help_words",
+    "stage03_engine.args.features.generation_config",
+    "stage03_engine.args.features.hub",
     "stage03_engine.model_formats",
     "stage03_engine.nodes",
     "stage03_engine.replay",
@@ -187,6 +194,7 @@ class Feature:
     conflicts: Mapping[tuple[str, str], str] = field(
         default_factory=dict
     )  # two settings that cannot both be given -> why
+    variables: tuple[str, ...] = ()  # of the environment, which stand for no setting: it reads them itself
 
     def __post_init__(self) -> None:
         own = (replace(part, name=self._whole(part.name), feature=self.name) for part in self.parts)

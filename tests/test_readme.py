@@ -34,7 +34,7 @@ READMES = sorted(
     [*ROOT.glob("*.md"), *ROOT.glob("stage0*/**/*.md"), *ROOT.glob("trace/*.md"), *ROOT.glob("tests/**/*.md")]
 )
 MAP = ROOT / "notebooks/MAP.md"
-REFUSED = ROOT / "stage03_engine/args/refused.toml"
+REFUSED = ROOT / "stage03_engine/args/features/refused_flags/refused.toml"
 
 
 def commands() -> Iterator[tuple[str, str]]:
