@@ -16,6 +16,7 @@ from stage03_engine.args.log import not_default
 from stage03_engine.args.parser import FlexibleArgumentParser, did_you_mean
 from stage03_engine.args.resolve import (
     Resolved,
+    detect_device,
     detect_settings,
     resolve_cli,
     resolve_settings,
@@ -89,10 +90,11 @@ class EngineArgs:
         files = resolve_model(model.value, self.settings["load_format"].value, self.settings["tokenizer"].value)
         dtype_name = _DTYPE_ALIASES.get(dtype.value, dtype.value)
         settings = self.settings | {"model": _aliased(model, files.name), "dtype": _aliased(dtype, dtype_name)}
-        for detect in each(VllmConfig, "detect"):
-            settings = with_detected(settings, detect(_values(settings)))
-        settings = with_detected(settings, detect_settings(files.shape, settings["device"].value))
+        settings = with_detected(settings, {"device": detect_device()})
         device = settings["device"].value
+        for detect in each(VllmConfig, "detect"):
+            settings = with_detected(settings, detect(_values(settings) | {"shape": files.shape}))
+        settings = with_detected(settings, detect_settings(files.shape, device))
         if settings["attention_backend"].value == "auto":
             settings = with_detected(settings, {"attention_backend": choose_backend(device)})
         config = _build(settings, files)

@@ -13,12 +13,12 @@ from typing import Any
 import msgspec
 
 from stage03_engine.args.fields import internal as internal, option as option, own_first
-from stage03_engine.args.log_flags import LogFlags
 from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import each, load
 from stage03_engine.model_shape import ModelShape
 from stage03_engine.plugins import settings
 
+LOG_LEVELS = ("CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG", "NOTSET")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
 
 
@@ -111,9 +111,17 @@ class DeviceConfig(*settings("DeviceConfig")):  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
-class ObservabilityConfig(LogFlags, *settings("ObservabilityConfig")):  # type: ignore[misc]
+class ObservabilityConfig(*settings("ObservabilityConfig")):  # type: ignore[misc]
     """What the engine shows to the outside."""
 
+    log_level: str | None = option(
+        None,
+        "least level of our own lines in the log: INFO for a server, WARNING for other commands (vLLM: VLLM_LOGGING_LEVEL)",
+        LOG_LEVELS,
+    )
+    fail_on_environ_validation: bool = option(
+        False, "refuse a variable VLLM_* or STAGES_* that nothing reads, instead of a warning"
+    )
     disable_log_stats: bool = option(False, "no periodic line with throughput and queue lengths")
 
 
@@ -123,7 +131,7 @@ class VllmConfig(*settings("VllmConfig")):  # type: ignore[misc]
 
     A feature's mixin adds its own sections as fields, and may define any of these methods:
 
-    - `detect(values)`, static: name -> (value, what decided), for settings that were left open
+    - `detect(values)`, static: name -> (value, what decided), for settings that were left open; `values` has the model's `shape` too
     - `resolve(values, files)`, static: internal fields computed from the settings and the model's files
     - `check(self)`: raises ConfigError if the settings are impossible together
     - `tasks(self)`: what requests may ask for, if the feature changes it

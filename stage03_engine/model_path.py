@@ -1,4 +1,4 @@
-"""Find a model's files by name, and read its shape (vllm/transformers_utils/config.py and repo_utils.py).
+"""Find a model's files by name, and read its shape (vllm/transformers_utils/config.py and repo_utils.py; weight_utils.py).
 
 Order: a folder, the bundled models, the Hugging Face cache, the Hugging Face hub. Imports neither torch nor
 transformers.
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stage03_engine.args.parser import did_you_mean
-from stage03_engine.args.weight_files import weight_files
 from stage03_engine.errors import ModelNotFoundError
 from stage03_engine.hf_config import read_shape
 from stage03_engine.model_shape import KNOWN_SHAPES, ModelShape
@@ -73,6 +72,24 @@ def resolve_model(name: str, load_format: str = "auto", tokenizer: str | None = 
             f"{folder} has no tokenizer (tokenizer.json, or vocab.json and merges.txt); name one with --tokenizer"
         )
     return ModelFiles(name, str(folder), tokenizer_path, shape, where)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold the weights: those of the index if there is one, else model.safetensors, else every
+    *.safetensors. (Some folders hold the same weights again, in their makers' own format, under another name.)
+
+    Raises ModelNotFoundError if there is none or one is missing, ConfigError for an index that cannot be used.
+    """
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.is_file():
+        files: list[Path] = wanted("engine", "weight_index", f"what reads {index.name}")(index)
+    else:
+        files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelNotFoundError(
+            f"no weights in {folder}: it holds no *.safetensors file; --load-format dummy serves it with random weights"
+        )
+    return files
 
 
 def find_tokenizer(name: str, offline: bool) -> str:

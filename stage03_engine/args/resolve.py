@@ -7,7 +7,6 @@ variables (vllm/envs.py). Here each setting has all five, and remembers which on
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stage03_engine.args.cpu import compute_threads, cpu_dtype, find_cores
+from stage03_engine.args.cpu import find_cores
 from stage03_engine.args.fields import Setting
 from stage03_engine.errors import ConfigError
 from stage03_engine.plugins import find, wanted
@@ -143,44 +142,12 @@ def detect_device() -> tuple[str, str]:
     return "cuda", str(_NVIDIA_DRIVER)
 
 
-def gpu_capability() -> tuple[int, int] | None:
-    """Compute capability of the first GPU that this process may use, asked of the driver's own library (NVML): this process has no
-    torch. None if it does not answer."""
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
-    try:
-        nvml, handle = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_void_p()
-        if nvml.nvmlInit_v2() != 0:
-            return None
-        major, minor = ctypes.c_int(), ctypes.c_int()
-        found = nvml.nvmlDeviceGetHandleByIndex_v2(int(first) if first.isdecimal() else 0, ctypes.byref(handle))
-        found = found or nvml.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor))
-        nvml.nvmlShutdown()
-        return None if found != 0 else (major.value, minor.value)
-    except (OSError, AttributeError):  # no such library, or one without these functions
-        return None
-
-
-def gpu_dtype(own: str, capability: tuple[int, int] | None) -> tuple[str, str]:
-    """(number format on a GPU, what decided): the model's own, but 16 bits for float32, and float16 where the chip has no bfloat16
-    (vLLM: _resolve_auto_dtype in config/model.py)."""
-    preferred = "float16" if capability is not None and capability < (8, 0) else "bfloat16"
-    if own == "float32":
-        return preferred, "the model is float32, and a GPU multiplies 16 bits faster"
-    if own == "bfloat16" and preferred == "float16":
-        return preferred, "the model is bfloat16, which this GPU does not have"
-    return own, "the model's own"
-
-
 def detect_settings(shape: ModelShape, device: str) -> dict[str, tuple[Any, str]]:
-    """Setting -> (value, what was looked at), for settings that may be left open."""
-    found_device, why = detect_device()
-    if device == "auto":
-        device = found_device
+    """Setting -> (value, what was looked at), for settings that may be left open, and that no feature knew better."""
     cores = find_cores()
     positions = "n_positions" if shape.architecture.startswith("GPT2") else "max_position_embeddings"
     return {
-        "device": (found_device, why),
-        "dtype": cpu_dtype(shape) if device == "cpu" else gpu_dtype(shape.torch_dtype, gpu_capability()),
+        "dtype": ("float32", "on a CPU") if device == "cpu" else (shape.torch_dtype, "the model's own"),
         "max_model_len": (shape.max_position_embeddings, f"{positions} of the model"),
-        "num_threads": (compute_threads(cores), str(cores)),
+        "num_threads": (cores.compute, str(cores)),
     }

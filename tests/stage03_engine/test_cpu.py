@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from stage03_engine.args import cpu
-from stage03_engine.args.cpu import Cores, bfloat16_flag, count_physical, cpu_dtype, find_quota
+from stage03_engine.args.cpu import Cores
+from stage03_engine.args.features.cores.cores import count_physical, find_quota
+from stage03_engine.args.features.number_format.number_format import bfloat16_flag, cpu_dtype
 from stage03_engine.model_shape import KNOWN_SHAPES, ModelShape
 
 GPT2 = KNOWN_SHAPES["gpt2"]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from stage03_engine.args.cpu import compute_threads, find_cores
+from stage03_engine.args.cpu import find_cores
 from stage03_engine.args.fields import option
 from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import is_there
@@ -128,7 +128,7 @@ class DataParallelFlags:
         if here <= 1:
             return {}
         cores = find_cores()
-        return {"num_threads": (max(1, compute_threads(cores) // here), f"{cores}, shared by {here} engines")}
+        return {"num_threads": (max(1, cores.compute // here), f"{cores}, shared by {here} engines")}
 
     def check(self: Any) -> None:
         """Raises ConfigError for combinations that cannot work."""
