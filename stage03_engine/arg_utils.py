@@ -24,7 +24,7 @@ from stage03_engine.args.resolve import (
 )
 from stage03_engine.config import SECTIONS, VllmConfig
 from stage03_engine.errors import ConfigError
-from stage03_engine.mixins import each
+from stage03_engine.mixins import gathered
 from stage03_engine.model_path import ModelFiles, resolve_model
 from stage03_engine.plugins import keys
 from stage04_kernels.attention import choose_backend
@@ -92,8 +92,8 @@ class EngineArgs:
         settings = self.settings | {"model": _aliased(model, files.name), "dtype": _aliased(dtype, dtype_name)}
         settings = with_detected(settings, {"device": detect_device()})
         device = settings["device"].value
-        for detect in each(VllmConfig, "detect"):
-            settings = with_detected(settings, detect(_values(settings) | {"shape": files.shape}))
+        known = _values(settings) | {"shape": files.shape}
+        settings = with_detected(settings, gathered(VllmConfig, "detect", known))
         settings = with_detected(settings, detect_settings(files.shape, device))
         if settings["attention_backend"].value == "auto":
             settings = with_detected(settings, {"attention_backend": choose_backend(device)})
@@ -122,8 +122,7 @@ def _build(settings: Mapping[str, Resolved], files: ModelFiles) -> VllmConfig:
     """Fill each section with the values of its fields: settings, or values computed here and by the features."""
     values = _values(settings)
     values |= {"model_path": files.model_path, "tokenizer_path": files.tokenizer_path, "shape": files.shape}
-    for resolve in each(VllmConfig, "resolve"):
-        values |= resolve(values, files)
+    values |= gathered(VllmConfig, "resolve", values, files)
     sections = {}
     for name, section in SECTIONS.items():
         own = {field.name: values[field.name] for field in fields(section) if field.name in values}

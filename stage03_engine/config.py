@@ -7,7 +7,7 @@ once: here, or in the manifest of its feature. Nothing here imports torch. Sourc
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import msgspec
@@ -16,14 +16,15 @@ from stage03_engine.args.fields import internal as internal, option as option, o
 from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import each, load
 from stage03_engine.model_shape import ModelShape
-from stage03_engine.plugins import settings
+from stage03_engine.plugins import Section, with_features
 
 LOG_LEVELS = ("CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG", "NOTSET")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
 
 
+@with_features
 @dataclass(frozen=True)
-class ModelConfig(*settings("ModelConfig")):  # type: ignore[misc]
+class ModelConfig(Section):
     """Which model, in which number format, with which context."""
 
     model: str = option(
@@ -47,8 +48,9 @@ class ModelConfig(*settings("ModelConfig")):  # type: ignore[misc]
     shape: ModelShape | None = internal(None)
 
 
+@with_features
 @dataclass(frozen=True)
-class CacheConfig(*settings("CacheConfig")):  # type: ignore[misc]
+class CacheConfig(Section):
     """The paged KV cache."""
 
     block_size: int = option(16, "tokens per KV-cache block", at_least=1)
@@ -68,8 +70,9 @@ class CacheConfig(*settings("CacheConfig")):  # type: ignore[misc]
     block_pool_cls: str | None = option(None, "module:Class to use instead of stage03_engine.core.block_pool:BlockPool")
 
 
+@with_features
 @dataclass(frozen=True)
-class SchedulerConfig(*settings("SchedulerConfig")):  # type: ignore[misc]
+class SchedulerConfig(Section):
     """How much one engine step may do."""
 
     max_num_seqs: int = option(256, "maximum number of requests in one step", at_least=1)
@@ -93,8 +96,9 @@ class SchedulerConfig(*settings("SchedulerConfig")):  # type: ignore[misc]
     scheduler_cls: str | None = option(None, "module:Class to use instead of stage03_engine.core.scheduler:Scheduler")
 
 
+@with_features
 @dataclass(frozen=True)
-class DeviceConfig(*settings("DeviceConfig")):  # type: ignore[misc]
+class DeviceConfig(Section):
     """Where the model runs."""
 
     device: str = option("auto", "device to run on", ("auto", "cpu", "cuda"))
@@ -110,8 +114,9 @@ class DeviceConfig(*settings("DeviceConfig")):  # type: ignore[misc]
     )
 
 
+@with_features
 @dataclass(frozen=True)
-class ObservabilityConfig(*settings("ObservabilityConfig")):  # type: ignore[misc]
+class ObservabilityConfig(Section):
     """What the engine shows to the outside."""
 
     log_level: str | None = option(
@@ -125,8 +130,9 @@ class ObservabilityConfig(*settings("ObservabilityConfig")):  # type: ignore[mis
     disable_log_stats: bool = option(False, "no periodic line with throughput and queue lengths")
 
 
+@with_features
 @dataclass(frozen=True)
-class VllmConfig(*settings("VllmConfig")):  # type: ignore[misc]
+class VllmConfig(Section):
     """Everything that the front end and the engine core share; sent in the handshake as msgpack.
 
     A feature's mixin adds its own sections as fields, and may define any of these methods:
@@ -159,7 +165,10 @@ class VllmConfig(*settings("VllmConfig")):  # type: ignore[misc]
     @property
     def supported_tasks(self) -> tuple[str, ...]:
         """What requests may ask for (vLLM: AsyncLLM.get_supported_tasks)."""
-        return next((found for tasks in each(VllmConfig, "tasks") if (found := tasks(self))), ("generate",))
+        changed = [found for tasks in each(VllmConfig, "tasks") if (found := tasks(self))]
+        if len(changed) > 1:
+            raise ConfigError(f"one model cannot do both: {' and '.join(map(', '.join, changed))}")
+        return changed[0] if changed else ("generate",)
 
     def hooks(self, seam: str) -> list[str]:
         """The hooks ("module:Class") that the settings switch on at `seam`, which `hooks` above lists."""
@@ -186,3 +195,6 @@ class VllmConfig(*settings("VllmConfig")):  # type: ignore[misc]
 
 SECTIONS: dict[str, type] = {field.name: type(field.default) for field in own_first(VllmConfig)}
 """Field name in VllmConfig -> section class, the walk's own before those of features."""
+_names = [field.name for section in SECTIONS.values() for field in fields(section)]
+if twice := {name for name in _names if _names.count(name) > 1}:
+    raise ConfigError(f"two features have a setting {min(twice)}: delete one of them")

@@ -41,9 +41,30 @@ def load(name: str) -> Any:
         raise
 
 
+EACH = {"detect", "resolve", "check", "tasks", "hooks"}
+"""Methods that any mixin may have: `each` calls them all."""
+
+
 def each(kind: type, method: str) -> list[Callable[..., Any]]:
     """`method` of each mixin of `kind` that defines it; `kind.method` alone would be the first one's."""
-    return [getattr(part, method) for part in kind.__mro__[1:] if method in vars(part)]
+    return [getattr(part, method) for part in kind.__mro__[2:] if method in vars(part)]
+
+
+def gathered(kind: type, method: str, *args: Any) -> dict[str, Any]:
+    """What `method` of the mixins of `kind` returns for these arguments, all in one. Raises ConfigError if two speak of the same: which
+    of them counts would depend on their order."""
+    found: dict[str, Any] = {}
+    for function in each(kind, method):
+        more = function(*args)
+        if both := found.keys() & more.keys():
+            raise ConfigError(f"two of these settings decide about {min(both)}: leave out one of them")
+        found |= more
+    return found
+
+
+def attributes(part: type) -> set[str]:
+    """The names that a class and those that it inherits from give to their objects, without those of Python itself."""
+    return {name for kind in part.__mro__[:-1] for name in vars(kind) if not name.startswith("__")}
 
 
 def struct_of(base: type[msgspec.Struct], parts: Sequence[type]) -> Any:

@@ -16,6 +16,7 @@ import typing
 from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
+from inspect import get_annotations
 from typing import Any
 
 from stage03_engine.errors import ConfigError
@@ -177,8 +178,8 @@ class Setting:
 
 
 def own_first(section: type) -> list[dataclasses.Field[Any]]:
-    """The fields of a dataclass: its own before those that its mixins add."""
-    own = vars(section).get("__annotations__", {})
+    """The fields of a dataclass: the walk's own before those that features add to it (`with_features`)."""
+    own = get_annotations(section) or get_annotations(section.__mro__[1])
     return sorted(dataclasses.fields(section), key=lambda field: field.name not in own)
 
 

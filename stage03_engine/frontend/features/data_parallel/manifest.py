@@ -125,7 +125,7 @@ class DataParallelFlags:
     def detect(values: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
         """Each of several engines on this machine gets its part of the cores."""
         here = DataParallelConfig(**{each.name: values[each.name] for each in fields(DataParallelConfig)}).num_local
-        if here <= 1:
+        if here <= 1 or _names_cores(values.get("cpu_omp_threads_bind")):
             return {}
         cores = find_cores()
         return {"num_threads": (max(1, cores.compute // here), f"{cores}, shared by {here} engines")}
@@ -143,8 +143,7 @@ class DataParallelFlags:
         if not parallel.is_external and size > MAX_ENGINES:
             raise ConfigError(f"data_parallel_size must be at most {MAX_ENGINES} in one server, not {size}")
         _check_machines(parallel)
-        bound = getattr(self.device_config, "cpu_omp_threads_bind", None)
-        if bound not in (None, "auto", "nobind", "all") and parallel.num_local > 1:
+        if _names_cores(getattr(self.device_config, "cpu_omp_threads_bind", None)) and parallel.num_local > 1:
             raise ConfigError(
                 "cpu_omp_threads_bind names the cores of one engine, and data_parallel_size is more; leave one of them out"
             )
@@ -164,6 +163,11 @@ class DataParallelFlags:
             return {"client": [_HEAD_CLIENT]}
         several = parallel.data_parallel_size > 1
         return {"client": [_CLIENT + "DPLBAsyncMPClient"] * several}
+
+
+def _names_cores(bound: str | None) -> bool:
+    """Does --cpu-omp-threads-bind say which cores one engine gets?"""
+    return bound not in (None, "auto", "nobind", "all")
 
 
 def _check_machines(parallel: DataParallelConfig) -> None:
