@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 from stage02_server.middleware import ACCEPTED_ID
 from stage02_server.protocol_types import Int32, Int64, ListOf, RequestFields, Several, Text, TokenIds
-from stage03_engine.args.absent import check_unknown_fields
+from stage03_engine.args.unknown import check_unknown_fields
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.plugins import loaded
 from stage03_engine.sampling_params import RequestOutputKind, SamplingParams

@@ -8,9 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from stage03_engine.args.absent import refuse_absent
 from stage03_engine.args.check import check_config
-from stage03_engine.args.environment import check_variables
 from stage03_engine.args.fields import Setting, add_flags, settings_of
 from stage03_engine.args.log import not_default
 from stage03_engine.args.parser import FlexibleArgumentParser, did_you_mean
@@ -22,6 +20,7 @@ from stage03_engine.args.resolve import (
     resolve_settings,
     with_detected,
 )
+from stage03_engine.args.unknown import check_variables, refuse_absent
 from stage03_engine.config import SECTIONS, VllmConfig
 from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import gathered

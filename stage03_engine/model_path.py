@@ -14,7 +14,7 @@ from pathlib import Path
 from stage03_engine.args.parser import did_you_mean
 from stage03_engine.errors import ModelNotFoundError
 from stage03_engine.hf_config import read_shape
-from stage03_engine.model_shape import KNOWN_SHAPES, ModelShape
+from stage03_engine.model_shape import ModelShape
 from stage03_engine.plugins import loaded, wanted
 
 BUNDLED_FOLDER = Path(__file__).parent / "bundled"
@@ -44,8 +44,8 @@ def bundled_models() -> list[str]:
 
 def known_shapes() -> dict[str, ModelShape]:
     """The shapes that `--load-format dummy` knows without files."""
-    others: tuple[dict[str, ModelShape], ...] = loaded("engine", "known_shapes")
-    return {name: shape for shapes in (KNOWN_SHAPES, *others) for name, shape in shapes.items()}
+    tables: tuple[dict[str, ModelShape], ...] = loaded("engine", "known_shapes")
+    return {name: shape for shapes in tables for name, shape in shapes.items()}
 
 
 def resolve_model(name: str, load_format: str = "auto", tokenizer: str | None = None) -> ModelFiles:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 from typing import Any, NoReturn
 
-from stage03_engine.args.absent import refuse_absent
+from stage03_engine.args.unknown import refuse_absent
 from stage03_engine.errors import ConfigError
 from stage03_engine.plugins import find
 

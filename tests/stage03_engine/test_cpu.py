@@ -13,7 +13,8 @@ from stage03_engine.args import cpu
 from stage03_engine.args.cpu import Cores
 from stage03_engine.args.features.cores.cores import count_physical, find_quota
 from stage03_engine.args.features.number_format.number_format import bfloat16_flag, cpu_dtype
-from stage03_engine.model_shape import KNOWN_SHAPES, ModelShape
+from stage03_engine.core.features.dummy_weights.shapes import KNOWN_SHAPES
+from stage03_engine.model_shape import ModelShape
 
 GPT2 = KNOWN_SHAPES["gpt2"]
 TINY = ModelShape("GPT2LMHeadModel", 2048, 4, 4, 4, 32, 128, 512, 512)

@@ -7,9 +7,9 @@ from typing import Any
 
 import yaml
 
-from stage03_engine.args.absent import refuse_absent
 from stage03_engine.args.fields import Setting
 from stage03_engine.args.parser import did_you_mean
+from stage03_engine.args.unknown import refuse_absent
 from stage03_engine.errors import ConfigError
 from stage03_engine.plugins import find
 

@@ -1,17 +1,17 @@
-"""Variables of the environment that are set and that nothing reads: vLLM's and this project's are named in one warning (vllm/envs.py,
-validate_environ).
+"""What is said of a name that nothing here knows: a flag, a key, a field of a request, a variable (vllm/envs.py, validate_environ).
+
+It may belong to a feature that is not installed, and is then refused: what protects must not be able to get lost without a word.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING
 
-from stage03_engine.args.absent import refuse_absent
-from stage03_engine.errors import ConfigError
-from stage03_engine.plugins import PLUGINS, features, find
+from stage03_engine.errors import ConfigError, InvalidRequestError
+from stage03_engine.plugins import PLUGINS, absent_features, features, find
 
 if TYPE_CHECKING:
     from stage03_engine.args.resolve import Resolved
@@ -26,6 +26,30 @@ SERVER_SETTINGS = (
     "host", "port", "served_model_name", "chat_template", "response_role", "engine", "in_process", "shutdown_timeout",
 )  # fmt: skip
 """Settings of the stages above, which no other command than theirs knows."""
+
+
+def refuse_absent(name: str) -> None:
+    """Raises ConfigError if a feature is not installed to which this unknown flag, variable or key may belong."""
+    if absent := absent_features():
+        raise ConfigError(f"{name} is unknown here, where {_named(absent)} is not installed")
+
+
+def check_unknown_fields(given: Mapping[str, object], table: str) -> None:
+    """`given` are fields of a request that its model does not have, `table` says which that are refused. Raises InvalidRequestError for
+    one of these that asks for something, or that may belong to a feature that is not installed; others are ignored, as in vLLM."""
+    check_refused = find("engine", "refused_fields")
+    known = () if check_refused is None else check_refused(given, table)
+    absent = absent_features("stage02_server")
+    for name, value in given.items():
+        if absent and name not in known and value not in (None, False, 0, "", [], {}):
+            raise InvalidRequestError(
+                f"{name} is unknown here, where {_named(absent)} is not installed; leave it out.", name
+            )
+
+
+def _named(absent: Collection[str]) -> str:
+    """`a`, `a or b`, or `one of N features`: which of them it was can no longer be told."""
+    return " or ".join(absent) if len(absent) < 3 else f"one of {len(absent)} features"
 
 
 def unread_variables(environ: Mapping[str, str], settings: set[str]) -> list[str]:
