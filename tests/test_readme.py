@@ -22,7 +22,7 @@ from server_under_test import ServerProcess
 
 import stage01_cli.main
 import stage03_engine.__main__
-import stage03_engine.llm.generate
+import stage03_engine.llm.command
 import stage04_kernels.__main__
 import stage04_kernels.lab.commands
 import stagetrace.__main__
@@ -217,7 +217,7 @@ NO_FLAGS_OF_OURS = {
 def test_every_flag_that_a_readme_names_exists() -> None:
     parsers = [make_parser(name) for name in SUBCOMMANDS]
     parsers += [
-        stage03_engine.llm.generate.make_parser(),
+        stage03_engine.llm.command.make_parser(),
         stage04_kernels.lab.commands.make_parser(),
         race.make_parser(),
     ]

@@ -1,5 +1,5 @@
-"""The log of each process (vllm/logger.py, vllm/entrypoints/utils.py log_non_default_args): where it goes, what stands before each
-line, and the lines about the start itself. vLLM puts the process before each line in the same way (decorate_logs).
+"""The log of each process (vllm/logger.py): where it goes, and what stands before each line. vLLM puts the process there in the same way
+(decorate_logs).
 """
 
 from __future__ import annotations
@@ -9,22 +9,19 @@ import os
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import fields, replace
-from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from stage03_engine.args.cpu import find_cores
 from stage03_engine.args.fields import settings_of
 from stage03_engine.config import ObservabilityConfig, VllmConfig
 from stage03_engine.mixins import load
 from stage03_engine.plugins import find
-from stagetrace.redact import HIDDEN, redact_values
+from stagetrace.redact import redact_values
 from stagetrace.text import OneLineRecord
 
 if TYPE_CHECKING:
     from stage03_engine.args.resolve import Resolved
 
-logger = logging.getLogger(__name__)
 FORMAT = "%(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s"
 DATE_FORMAT = "%m-%d %H:%M:%S"
 OWN_LOGGERS = ("stage01_cli", "stage02_server", "stage03_engine", "stage04_kernels")
@@ -78,31 +75,10 @@ def not_default(settings: Mapping[str, Resolved]) -> dict[str, str]:
     return redact_values(given)
 
 
-def announce(config: VllmConfig, *more_sections: Any) -> None:
-    """Log the version, the model and the settings that are not at their default (those that were detected too); and warn if the
-    answers will mean nothing. `more_sections` hold the settings of the server."""
-    model = config.model_config
-    logger.info("vLLM in stages %s, model %s", _version(), model.model)
-    sections = [*(getattr(config, each.name) for each in fields(config)), *more_sections]
-    values = [(each, getattr(section, each.name)) for section in sections for each in settings_of(type(section))]
-    shown = {each.name: HIDDEN if each.secret else str(value) for each, value in values if value != each.default}
-    logger.info("Settings: %s", ", ".join(f"{name}={value}" for name, value in redact_values(shown).items()))
-    if config.device_config.device == "cpu":
-        threads, exact = (
-            config.device_config.num_threads or 1,
-            "" if model.dtype == "float32" else "; --dtype float32 is exact",
-        )
-        logger.info("On the CPU (%s): compute threads: %s, %s%s.", find_cores(), threads, model.dtype, exact)
-    if model.load_format == "dummy":
-        tokenizer = " and the tokenizer is a stand-in, a token per byte" if model.tokenizer_path is None else ""
-        logger.warning("The weights are random%s (--load-format dummy): the answers mean nothing.", tokenizer)
-
-
-def _version() -> str:
-    try:
-        return version("vllm-in-stages")
-    except PackageNotFoundError:
-        return "(not installed)"
+def announce(config: VllmConfig, *more_sections: object) -> None:
+    """Log what is started, if a feature says it. `more_sections` hold the settings of the server."""
+    if say := find("engine", "start_log"):
+        say(config, *more_sections)
 
 
 def seconds_since_start() -> float:

@@ -17,11 +17,8 @@ if TYPE_CHECKING:
     from stage03_engine.args.resolve import Resolved
 
 logger = logging.getLogger(__name__)
-OURS = (
-    "VLLM_",
-    "STAGES_",
-    "FORWARDED_ALLOW_IPS",
-)  # how names begin that are meant for this program; the last is uvicorn's
+OURS = ("VLLM_", "STAGES_", "FORWARDED_ALLOW_IPS")
+"""How the names of variables begin that are meant for this program; the last is uvicorn's own."""
 SERVER_SETTINGS = (
     "host", "port", "served_model_name", "chat_template", "response_role", "engine", "in_process", "shutdown_timeout",
 )  # fmt: skip
@@ -53,8 +50,8 @@ def _named(absent: Collection[str]) -> str:
 
 
 def unread_variables(environ: Mapping[str, str], settings: set[str]) -> list[str]:
-    """The variables of vLLM and of this project that are there, be they empty, and that nothing reads. `settings` are the names of those that the
-    command knows; those of other commands count too."""
+    """The variables of vLLM and of this project that are there, be they empty, and that nothing reads. `settings` are the names of
+    those that the command knows; those of other commands count too."""
     settings = settings | feature_settings() | set(SERVER_SETTINGS)
     known = {PLUGINS, *("STAGES_" + name.upper() for name in settings)}
     known.update(name for feature in features() for name in feature.variables)

@@ -13,7 +13,7 @@ FEATURE = Feature(
         Part("engine", ".inproc_client:in_this_process", key="client_in_this_process"),
         Part("engine", ".sync_mp_client:SyncMPClient", key="client_without_event_loop"),
         Part("engine", "stage03_engine.llm:LLM", key="llm"),
-        Part("engine", "stage03_engine.llm.generate:run", key="generate"),
+        Part("engine", "stage03_engine.llm:run", key="generate"),
         Part("client", ".async_inproc_client:AsyncInprocClient", key="in_process"),
     ),
 )
