@@ -112,7 +112,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False, omit_defaults=
     error: str | None = None  # with FinishReason.ERROR
     num_cached_tokens: int = 0  # prompt tokens that were found in the prefix cache
     error_param: str | None = None  # the field of the request to blame for the error, if any
-    ended_by_grammar: bool = False  # with FinishReason.STOP: the newest token is text, unlike a stop token
+    ends_with_text: bool = False  # with FinishReason.STOP: the newest token is text, unlike a stop token
     result: dict[str, Any] | None = None  # what features add, by name: "pooled", "speech", "prompt_logprobs"
     num_preemptions: int = 0  # of the request so far
     busy: bool = False  # with `error`: only for now

@@ -48,6 +48,7 @@ INDEX: tuple[str | Feature, ...] = (
     "stage03_engine.core.features.async_scheduling",
     "stage03_engine.core.features.logits_processor",
     "stage03_engine.core.features.lora",
+    "stage03_engine.core.features.kv_transfer",
     "stage03_engine.core.features.distributed",
     "stage03_engine.core.features.linear_backend",
     "stage03_engine.core.features.quantization",

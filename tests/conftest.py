@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Iterator
 
 import httpx
+import pytest
 from hypothesis import HealthCheck, settings
 from patience import PATIENCE
+
+from stagetrace import trace
 
 # Before any library is imported: tests never reach a hub, and compute threads do not spin on a shared machine.
 # Triton kernels are interpreted: they run on any machine, and slowly.
@@ -30,3 +34,11 @@ settings.register_profile(
     "tests", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 )
 settings.load_profile("tests")
+
+
+@pytest.fixture(autouse=True)
+def process_has_its_name() -> Iterator[None]:
+    """A test that records as an engine or a server leaves the process the name that it had."""
+    name = trace.proc
+    yield
+    trace.proc = name

@@ -15,11 +15,16 @@ from stage03_engine.core.block_pool import BlockPool
 from stage03_engine.core.features.async_scheduling.async_scheduler import AsyncScheduler
 from stage03_engine.core.features.distributed.pipeline_scheduler import PipelineScheduler
 from stage03_engine.core.features.prefix_cache_reset.prefix_cache_reset import reset
-from stage03_engine.core.features.prompt_logprobs.scheduler_hook import PromptLogprobsSchedulerHook
-from stage03_engine.core.features.spec_decode.draft_scheduler import DraftHook
+from stage03_engine.core.features.prompt_logprobs.scheduler_hook import FOUND, Found, PromptLogprobsSchedulerHook
+from stage03_engine.core.features.spec_decode.draft_scheduler import (
+    NEXT_DRAFTS,
+    SCHEDULED_DRAFTS,
+    DraftHook,
+    NextDrafts,
+)
 from stage03_engine.core.features.structured_output.manager import Accepted, StructuredOutputManager
 from stage03_engine.core.features.structured_output.scheduler_hook import GrammarSchedulerHook
-from stage03_engine.core.features.swap_space.swap_space import SwapHook
+from stage03_engine.core.features.swap_space.swap_space import SWAPS, SwapHook, Swaps
 from stage03_engine.core.request import Request
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
 from stage03_engine.core.scheduler import Scheduler
@@ -158,17 +163,19 @@ class ToyEngine:
         assert most, "the engine does not come to an end"
 
     def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        swapped = len(output.blocks_to_swap_out), len(output.blocks_to_swap_in)
+        swaps = SWAPS.of(output.extras) or Swaps()
+        swapped = len(swaps.out), len(swaps.back)
+        scheduled = SCHEDULED_DRAFTS.of(output.extras)
         if trace.on and any(swapped):
             trace.emit("kv.swapped", step=output.step, num_out=swapped[0], num_in=swapped[1])
         answer = ModelRunnerOutput({})
         for request_id, count in output.num_scheduled_tokens.items():
             request, computed = self._computed(request_id, output.step)
-            drafts = output.scheduled_spec_decode_tokens.get(request_id, [])
+            drafts = scheduled.token_ids.get(request_id, []) if scheduled else []
             first = computed - count
             last = min(first + count, request.num_prompt_tokens - 1)
             if request.sampling_params.prompt_logprobs is not None and first < last:
-                answer.prompt_logprobs[request_id] = (first, [TokenLogprobs([], [], 0)] * (last - first))
+                answer.add(request_id, FOUND, Found(first, [TokenLogprobs([], [], 0)] * (last - first)))
             if computed == request.num_tokens + len(drafts):
                 self._sample(request, drafts, output.step, answer)
         return answer
@@ -184,7 +191,7 @@ class ToyEngine:
         answer.sampled_token_ids[request.request_id] = [*accepted, token]
         proposed = [self.rng.randrange(50) for _ in range(self.rng.randint(0, self.num_drafts))]
         if proposed and request.sampling_params.structured_outputs is None:
-            answer.draft_token_ids[request.request_id] = proposed
+            answer.add(request.request_id, NEXT_DRAFTS, NextDrafts(proposed))
             if trace.on:
                 count = len(proposed)
                 trace.emit("spec.proposed", req=request.request_id, step=step, num_tokens=count, token_ids=[])

@@ -78,7 +78,7 @@ class EngineCore:
     def step(self) -> EngineCoreOutputs:
         """Run one step: schedule, execute, update. If no request can run, only the statistics are returned."""
         ended, can_run = self._poll_hooks()
-        if not can_run or not self.scheduler.requests:
+        if not can_run or not self.scheduler.has_unfinished_requests:
             return self._observed(EngineCoreOutputs(ended, self.scheduler.make_stats()))
         scheduler_output = self._begin()
         return self._end(scheduler_output, self.executor.execute_model(scheduler_output), ended)
@@ -107,7 +107,8 @@ class EngineCore:
     def _poll_hooks(self) -> tuple[list[EngineCoreOutput], bool]:
         """The last outputs of requests that hooks ended since the last step; and whether any request can run."""
         polled = [hook.poll() for hook in self.scheduler.hooks]
-        return [output for outputs, _ in polled for output in outputs], all(ready for _, ready in polled)
+        ready = [each for _, each in polled]
+        return [output for outputs, _ in polled for output in outputs], True in ready or False not in ready
 
     def _note_queue_times(self, scheduler_output: SchedulerOutput) -> None:
         """How long a request waited to be first scheduled; its first output reports it. (The scheduler has no clock.)"""

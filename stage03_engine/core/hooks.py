@@ -11,7 +11,7 @@ vLLM calls these features by name, from its Scheduler and its GPUModelRunner. No
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from stage03_engine.mixins import load
@@ -35,6 +35,9 @@ class SchedulerHook:
 
     observes = False  # True: it changes nothing, and is called after those that do
     num_cpu_blocks = 0  # KV-cache blocks in CPU memory that the hook manages
+    held_blocks: Collection[int] = ()
+    """Blocks that the hook keeps in use (`BlockPool.touch`), also beyond their request's end, until it frees them. While there are any, steps go on, so
+    that it hears when it may (vLLM: KVConnectorBase_V1.request_finished)."""
 
     def __init__(self, scheduler: Scheduler, config: VllmConfig) -> None:
         self.scheduler, self.config = scheduler, config
@@ -46,10 +49,11 @@ class SchedulerHook:
         """What a replay needs to know about the request besides `Request.traced_params`."""
         return {}
 
-    def poll(self) -> tuple[list[EngineCoreOutput], bool]:
-        """Before each step: the last outputs of requests that the hook ended since (`Scheduler.finish_requests`), and
-        whether any request can run. If none can, there is no step; the hook may wait a moment for that to change."""
-        return [], True
+    def poll(self) -> tuple[list[EngineCoreOutput], bool | None]:
+        """Before each step: the last outputs of requests that the hook ended since (`Scheduler.finish_requests`), and whether there is
+        something to run: True, one that it held back may run; False, nothing can, as far as it sees (it may have waited a moment for that to change);
+        None, it does not know. One True is enough for a step."""
+        return [], None
 
     def may_look_ahead(self) -> bool:
         """May the next step be decided before the tokens of the one that runs are known (`--async-scheduling`)?"""
@@ -63,12 +67,19 @@ class SchedulerHook:
         """Before each decision: the requests that the hook held back, and holds back no longer."""
         return ()
 
-    def admitted(self, request: Request, output: SchedulerOutput, new_blocks: list[int], num_hits: int) -> None:
-        """A request was admitted, or resumed. The first `num_hits` of `new_blocks` came from the prefix cache. Its
-        `num_computed_tokens` is the larger of these tokens and of those it had when it was preempted."""
+    def num_matched(self, request: Request, num_computed: int) -> int:
+        """How many of the request's tokens after the first `num_computed` the hook has keys and values of, all but its last token at
+        most. Asked each time that the request might be admitted (vLLM: KVConnectorBase_V1.get_num_new_matched_tokens)."""
+        return 0
+
+    def admitted(
+        self, request: Request, output: SchedulerOutput, new_blocks: list[int], first: int, num_matched: int
+    ) -> None:
+        """A request was admitted, or resumed. The hook brings the `num_matched` tokens that it has said, from token `first` on, into
+        their places in `new_blocks` before the model runs (vLLM: update_state_after_alloc)."""
 
     def preempted(self, request: Request, output: SchedulerOutput) -> bool:
-        """A request is about to lose its blocks. True: its keys and values are kept elsewhere, not to be recomputed."""
+        """A request is about to lose its blocks. True: the hook keeps its keys and values, and will match them."""
         return False
 
     def scheduled(self, output: SchedulerOutput) -> None:
@@ -130,9 +141,9 @@ class RunnerHook:
     def prepared(self, inputs: StepInputs, scheduler_output: SchedulerOutput) -> None:
         """The inputs of the step are gathered; the hook may change which rows of logits are sampled."""
 
-    def forward(self, inputs: StepInputs) -> Tensor | None:
-        """Hidden states [num_tokens, hidden_size] if the hook runs the model instead of the runner. The first one wins."""
-        return None
+    def forward(self, inputs: StepInputs, run: Callable[[StepInputs], Tensor]) -> Tensor:
+        """Hidden states [num_tokens, hidden_size]. `run` runs the model, or the next hook around it."""
+        return run(inputs)
 
     def after_forward(self, hidden: Tensor, inputs: StepInputs, scheduler_output: SchedulerOutput) -> bool:
         """Hidden states [num_tokens, hidden_size] are computed. True: do not sample from them."""
@@ -151,8 +162,9 @@ class RunnerHook:
     def after_sample(self, sampled: dict[str, list[int]], output: SamplerOutput, inputs: StepInputs) -> None:
         """Token ids by request, one per row of logits; the hook may drop some from the end of a list."""
 
-    def collect(self, output: ModelRunnerOutput, inputs: StepInputs, scheduler_output: SchedulerOutput) -> None:
-        """The batch holds the new tokens. Adds to the output for the scheduler. Also called in steps that sample no token."""
+    def collect(self, output: ModelRunnerOutput, scheduler_output: SchedulerOutput) -> None:
+        """The step is over, and the batch holds the new tokens. Adds to what the scheduler is told. Also called in steps in which no token
+        is scheduled."""
 
     def shutdown(self) -> None:
         """The engine ends."""

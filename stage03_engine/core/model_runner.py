@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -68,12 +70,16 @@ class ModelRunner:
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Prepare the inputs, run the model over the scheduled tokens, sample for the requests that have caught up, collect."""
         self._update_states(scheduler_output)
-        if not scheduler_output.num_scheduled_tokens:
-            return ModelRunnerOutput({})
-        inputs = self._prepare_inputs(scheduler_output)
-        hidden = self._forward(inputs, scheduler_output.step)
-        sampled = self._sample(hidden, inputs, scheduler_output)
-        return self._collect(sampled, inputs, scheduler_output)
+        output = ModelRunnerOutput({})
+        if scheduler_output.num_scheduled_tokens:
+            inputs = self._prepare_inputs(scheduler_output)
+            hidden = self._forward(inputs, scheduler_output.step)
+            sampled = self._sample(hidden, inputs, scheduler_output)
+            if sampled is not None:
+                self._collect(sampled, inputs, output)
+        for hook in self.hooks:
+            hook.collect(output, scheduler_output)
+        return output
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> None:
         """Bring the persistent batch up to date with the scheduler."""
@@ -107,13 +113,16 @@ class ModelRunner:
         """Hidden states [num_tokens, hidden_size]."""
         if trace.on:
             trace.emit("model.forward", ph="B", step=step, num_tokens=len(inputs.input_ids))
-        hidden: Tensor | None = None
-        for hook in self.hooks:
-            hidden = hook.forward(inputs) if hidden is None else hidden
-        if hidden is None:
-            hidden = self.model(inputs.input_ids, inputs.positions, self.kv_caches, inputs.metadata)
+        run: Callable[[StepInputs], Tensor] = self._run_model
+        for hook in reversed(self.hooks):
+            run = partial(hook.forward, run=run)
+        hidden = run(inputs)
         if trace.on:
             trace.emit("model.forward", ph="E", step=step, num_tokens=len(inputs.input_ids))
+        return hidden
+
+    def _run_model(self, inputs: StepInputs) -> Tensor:
+        hidden: Tensor = self.model(inputs.input_ids, inputs.positions, self.kv_caches, inputs.metadata)
         return hidden
 
     def _sample(self, hidden: Tensor, inputs: StepInputs, scheduler_output: SchedulerOutput) -> SamplerOutput | None:
@@ -155,27 +164,20 @@ class ModelRunner:
             device=self.device,
         )  # fmt: skip
 
-    def _collect(
-        self, output: SamplerOutput | None, inputs: StepInputs, scheduler_output: SchedulerOutput
-    ) -> ModelRunnerOutput:
+    def _collect(self, output: SamplerOutput, inputs: StepInputs, collected: ModelRunnerOutput) -> None:
         """Copy the samples to the host (here the CPU waits for the device), append them to the batch, group them by request."""
-        collected = ModelRunnerOutput({})
-        if output is not None:
-            batch, sampled, token_ids = self.batch, collected.sampled_token_ids, output.sampled_token_ids.cpu().numpy()
-            for row, token_id in zip(inputs.sampled, token_ids.tolist()):
-                sampled.setdefault(batch.request_ids[row], []).append(token_id)
-            for hook in self.hooks:
-                hook.after_sample(sampled, output, inputs)
-            if len(sampled) == len(token_ids):
-                batch.append_token_each(inputs.sampled, token_ids)
-            else:  # drafts
-                for request_id, accepted in sampled.items():
-                    batch.append_tokens(batch.row_of[request_id], accepted)
-            if output.logprobs is not None:
-                self._collect_logprobs(output, inputs, collected)
+        batch, sampled, token_ids = self.batch, collected.sampled_token_ids, output.sampled_token_ids.cpu().numpy()
+        for row, token_id in zip(inputs.sampled, token_ids.tolist()):
+            sampled.setdefault(batch.request_ids[row], []).append(token_id)
         for hook in self.hooks:
-            hook.collect(collected, inputs, scheduler_output)
-        return collected
+            hook.after_sample(sampled, output, inputs)
+        if len(sampled) == len(token_ids):
+            batch.append_token_each(inputs.sampled, token_ids)
+        else:  # several rows of a request
+            for request_id, accepted in sampled.items():
+                batch.append_tokens(batch.row_of[request_id], accepted)
+        if output.logprobs is not None:
+            self._collect_logprobs(output, inputs, collected)
 
     def _collect_logprobs(self, output: SamplerOutput, inputs: StepInputs, collected: ModelRunnerOutput) -> None:
         """One entry per new token of each request that asks for them. The tensors are as wide as the widest of these requests,

@@ -12,10 +12,9 @@ from stagetrace import trace
 
 
 class RequestStatus(enum.Enum):
-    """WAITING -> RUNNING -> (PREEMPTED -> RUNNING)* -> FINISHED; WAITING_FOR_FSM first while a feature prepares it."""
+    """WAITING -> RUNNING -> (PREEMPTED -> RUNNING)* -> FINISHED."""
 
     WAITING = enum.auto()
-    WAITING_FOR_FSM = enum.auto()
     RUNNING = enum.auto()
     PREEMPTED = enum.auto()
     FINISHED = enum.auto()

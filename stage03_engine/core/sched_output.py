@@ -5,12 +5,33 @@ Source: vllm/v1/core/sched/output.py (SchedulerOutput), vllm/v1/outputs.py (Mode
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from stage03_engine.messages import TokenLogprobs
+from stage03_engine.messages import TokenLogprobs, payload
 from stage03_engine.sampling_params import SamplingParams
+
+T = TypeVar("T")
+
+
+class Extra(Generic[T]):
+    """A feature's part in a message of the walk, which carries it and does not look at it: under the feature's name, of one type.
+
+    `kind` is a msgspec.Struct. Its values come as they are while scheduler and worker share a process, and as plain msgpack from a socket.
+    """
+
+    def __init__(self, name: str, kind: type[T]) -> None:
+        self._name, self._kind = name, kind
+
+    def put(self, extras: dict[str, Any], value: T) -> None:
+        """Add it, in place of an earlier one."""
+        extras[self._name] = value
+
+    def of(self, extras: dict[str, Any]) -> T | None:
+        """It, if it is there. Raises msgspec.ValidationError if it does not fit."""
+        value = extras.get(self._name)
+        return value if value is None or isinstance(value, self._kind) else payload(value, self._kind)
 
 
 class NewRequestData(msgspec.Struct, array_like=True, gc=False):
@@ -27,9 +48,7 @@ class NewRequestData(msgspec.Struct, array_like=True, gc=False):
 
 
 class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
-    """One step's decision. Only hooks fill the fields with a default.
-
-    `new_block_ids` holds, for requests that the worker knows, the blocks to append to their tables."""
+    """One step's decision. `new_block_ids` holds, for requests that the worker knows, the blocks to append to their tables."""
 
     step: int
     scheduled_new_reqs: list[NewRequestData]
@@ -37,11 +56,7 @@ class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
     num_scheduled_tokens: dict[str, int]
     finished_req_ids: list[str]
     preempted_req_ids: list[str]
-    blocks_to_swap_out: list[tuple[int, int]] = []  # (block of the KV cache, CPU block), copied before the model runs
-    blocks_to_swap_in: list[tuple[int, int]] = []  # (CPU block, block of the KV cache), copied after those
-    grammar_bitmask: dict[str, bytes] | None = None  # of requests with a grammar that are sampled: the tokens it allows
-    scheduled_spec_decode_tokens: dict[str, list[int]] = {}  # drafts to verify; num_scheduled_tokens counts them
-    new_token_ids: dict[str, list[int]] = {}  # sampled since the last decision, for pipeline stages that do not sample
+    extras: dict[str, Any] = {}  # what scheduler hooks tell runner hooks (`Extra`)
 
     @property
     def total_num_scheduled_tokens(self) -> int:
@@ -50,10 +65,21 @@ class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
 
 
 class ModelRunnerOutput(msgspec.Struct, array_like=True, gc=False):
-    """Sampled token ids (and logprobs if requested) of the requests that have caught up with all of their tokens."""
+    """Sampled token ids (and logprobs if requested) of the requests that have caught up with all of their tokens.
+
+    `results` holds what runner hooks computed for a request, and `extras` what else they tell scheduler hooks (`Extra`). A request that ended
+    since the step was decided gets none of its results."""
 
     sampled_token_ids: dict[str, list[int]]
     logprobs: dict[str, list[TokenLogprobs]] = {}
-    prompt_logprobs: dict[str, tuple[int, list[TokenLogprobs]]] = {}  # and how many prompt tokens come before them
-    draft_token_ids: dict[str, list[int]] = {}  # proposed for the next step
-    pooled: dict[str, list[bytes]] = {}  # of pooling requests that have caught up: their vectors of float32
+    results: dict[str, dict[str, Any]] = {}
+    extras: dict[str, Any] = {}
+
+    def add(self, request_id: str, extra: Extra[T], value: T) -> None:
+        """Add a result of a request."""
+        extra.put(self.results.setdefault(request_id, {}), value)
+
+    def drop(self, request_id: str) -> None:
+        """Forget all that the step computed for a request."""
+        for each in (self.sampled_token_ids, self.logprobs, self.results):
+            each.pop(request_id, None)

@@ -118,7 +118,7 @@ class Scheduler:
     @property
     def has_unfinished_requests(self) -> bool:
         """Is there work for a step?"""
-        return bool(self.requests)
+        return bool(self.requests) or any(hook.held_blocks for hook in self.hooks)
 
     # One step
 
@@ -210,8 +210,7 @@ class Scheduler:
         kept = False
         for hook in self.hooks:
             kept = hook.preempted(request, output) or kept
-        if not kept:
-            request.num_computed_tokens = 0
+        request.num_computed_tokens = 0
         freed = self.kv_cache_manager.free(request_id)
         if trace.on:
             trace.emit(
@@ -233,7 +232,8 @@ class Scheduler:
                 rule = "budget" if budget <= 0 else "max_num_seqs"
                 break
             hits = self.kv_cache_manager.get_computed_blocks(request)
-            computed = max(len(hits) * self.kv_cache_manager.block_size, request.num_computed_tokens)
+            known = self._known_tokens(request, len(hits))
+            computed = known[-1]
             missing = request.num_tokens - computed
             if not self.config.enable_chunked_prefill and missing > budget:
                 rule = "no_chunking"
@@ -243,24 +243,32 @@ class Scheduler:
             if new_blocks is None:
                 rule = "blocks"
                 break
-            self._admit(request, computed, hits, new_blocks, output)
+            self._admit(request, known, hits, new_blocks, output)
             budget = self._give(request, num_tokens, new_blocks, output, budget)
         if trace.on and self.num_waiting:
             self._trace_held_back(rule, budget)
 
+    def _known_tokens(self, request: Request, num_hits: int) -> list[int]:
+        """How many of the request's tokens need not be computed: those in the `num_hits` blocks of the prefix cache, and these with those of
+        the first hook, of the first two, and so on."""
+        known = [num_hits * self.kv_cache_manager.block_size]
+        for hook in self.hooks:
+            known.append(known[-1] + hook.num_matched(request, known[-1]))
+        return known
+
     def _admit(
-        self, request: Request, computed: int, hits: list[int], new_blocks: list[int], output: SchedulerOutput
+        self, request: Request, known: list[int], hits: list[int], new_blocks: list[int], output: SchedulerOutput
     ) -> None:
         """Move a request from waiting to running, and describe it to the worker."""
-        request_id, resumed = request.request_id, request.status == RequestStatus.PREEMPTED
+        request_id, resumed, computed = request.request_id, request.status == RequestStatus.PREEMPTED, known[-1]
         self.waiting.remove(request)
-        for hook in self.hooks:
-            hook.admitted(request, output, new_blocks, len(hits))
+        for hook, first, end in zip(self.hooks, known, known[1:]):
+            hook.admitted(request, output, new_blocks, first, end - first)
         request.num_computed_tokens = computed
         if not resumed:
             request.num_cached_tokens = computed
             self.stats.prefix_cache_queries += request.num_tokens
-            self.stats.prefix_cache_hits += computed
+            self.stats.prefix_cache_hits += known[0]
         if trace.on:
             self._trace_admitted(request, hits, new_blocks)
         request.status = RequestStatus.RUNNING

@@ -134,7 +134,7 @@ class RequestState:
             ends = [hook.find_end(self, output) for hook in self.hooks]
             end = min((found for found in ends if found is not None), default=None)
             new = new if end is None else new[: end.num_tokens]
-        by_token = output.finish_reason == FinishReason.STOP and not output.ended_by_grammar and end is None
+        by_token = output.finish_reason == FinishReason.STOP and not output.ends_with_text and end is None
         stop = self.detokenizer.update(new, finished_by_token=by_token)
         if stop is not None:
             new = new[: self.detokenizer.num_tokens - len(self.token_ids)]

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from stage03_engine.core.hooks import SchedulerHook
 from stage03_engine.core.request import Request
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
 from stage03_engine.messages import EngineCoreRequest, TokenLogprobs
@@ -42,6 +44,7 @@ def made_up_request(queued: Event, block_size: int) -> Request:
     params, length = dict(queued.args["params"]), queued.args["num_prompt_tokens"]
     eos, priority, tenant = params.pop("eos_token_id"), params.pop("priority"), params.pop("tenant", None)
     params["stop_token_ids"] = [STOP_TOKEN]
+    params.pop("kv_transfer", None)
     if params.pop("prompt_logprobs", False):
         params["prompt_logprobs"] = 0
     if params.pop("grammar", False):
@@ -53,6 +56,19 @@ def made_up_request(queued: Event, block_size: int) -> Request:
     )
     message.task = None if pooling is None else PoolingParams(**pooling)
     return Request(message, seed=0)
+
+
+class RecordedHook(SchedulerHook):
+    """A scheduler hook that takes from a recording what it would else find out by itself."""
+
+    def before_arrival(self, queued: Event) -> None:
+        """This request is about to be added."""
+
+    def before_decision(self, step: RecordedStep) -> None:
+        """This step is about to be decided again."""
+
+    def before_results(self, step: RecordedStep) -> None:
+        """The results of this step come next. Others may have been decided since it was."""
 
 
 @dataclass
@@ -73,16 +89,20 @@ class Decision:
     @classmethod
     def of(cls, output: SchedulerOutput, free_blocks: int) -> Decision:
         """What a scheduler decided."""
-        new = output.scheduled_new_reqs
+        new, extras = (
+            output.scheduled_new_reqs,
+            output.extras,
+        )  # the latter as hooks put them there: nothing was encoded
+        drafts, swaps = extras.get("spec_decode"), extras.get("swap_space")
         blocks = output.new_block_ids | {request.request_id: list(request.block_ids) for request in new}
         return cls(
             dict(output.num_scheduled_tokens),
-            {i: len(drafts) for i, drafts in output.scheduled_spec_decode_tokens.items()},
+            {i: len(token_ids) for i, token_ids in drafts.token_ids.items()} if drafts else {},
             blocks,
             {request.request_id: request.num_computed_tokens for request in new},
             list(output.preempted_req_ids),
             sorted(output.finished_req_ids),
-            (len(output.blocks_to_swap_out), len(output.blocks_to_swap_in)),
+            (len(swaps.out), len(swaps.back)) if swaps else (0, 0),
             free_blocks,
         )
 
@@ -106,23 +126,22 @@ class RecordedStep:
     step: int
     decision: Decision = field(default_factory=Decision)
     decided: bool = False
-    grammars_ready: list[str] = field(default_factory=list)
-    grammars_missed: list[str] = field(default_factory=list)  # their tokens come in a later step
     computed: dict[str, int] = field(default_factory=dict)  # scheduled request -> tokens computed before
     tokens: list[Event] = field(default_factory=list)  # sched.token
     proposed: dict[str, int] = field(default_factory=dict)  # request -> drafts for the next step
     ends: dict[str, Event] = field(default_factory=dict)  # sched.finished
     pooled: list[str] = field(default_factory=list)  # sched.pooled
     output: SchedulerOutput | None = None  # the same decision, made again
+    events: list[Event] = field(default_factory=list)  # of features, for their `RecordedHook`
+
+    def named(self, name: str) -> list[Event]:
+        """The events of a feature."""
+        return [event for event in self.events if event.name == name]
 
     def add(self, event: Event) -> None:
         """The next event of the step."""
         decision, args, request_id = self.decision, event.args, event.req or ""
         match event.name:
-            case "grammar.ready":
-                self.grammars_ready.append(request_id)
-            case "grammar.missed":
-                self.grammars_missed.append(request_id)
             case "sched.admit" | "sched.resume":
                 decision.started[request_id] = 0
             case "sched.preempt":
@@ -149,21 +168,25 @@ class RecordedStep:
                 self.pooled.append(request_id)
             case "sched.finished":
                 self.ends[request_id] = event
+            case _:
+                self.events.append(event)
 
     def runner_output(self, requests: dict[str, Request], block_size: int) -> ModelRunnerOutput:
         """What the model gave in this step, with made-up tokens."""
         sampled = {e.req or "": self._sampled(e, requests[e.req or ""], block_size) for e in self.tokens}
-        prompt_logprobs = {}
+        results: dict[str, dict[str, Any]] = {}  # as they come from a socket
         for request_id, count in self.decision.scheduled.items():
             if request_id not in requests:  # it ended after this step was decided: its results were dropped
                 continue
             request, first = requests[request_id], self.computed[request_id]
             last = min(first + count, request.num_prompt_tokens - 1)
             if request.sampling_params.prompt_logprobs is not None and first < last:
-                prompt_logprobs[request_id] = (first, [_NO_LOGPROBS] * (last - first))
-        drafts = {i: [FILLER] * count for i, count in self.proposed.items()}
-        pooled = {request_id: [b""] for request_id in self.pooled}
-        return ModelRunnerOutput(sampled, prompt_logprobs=prompt_logprobs, draft_token_ids=drafts, pooled=pooled)
+                results.setdefault(request_id, {})["prompt_logprobs"] = [first, [_NO_LOGPROBS] * (last - first)]
+        for request_id, count in self.proposed.items():
+            results.setdefault(request_id, {})["spec_decode"] = [[FILLER] * count]
+        for request_id in self.pooled:
+            results.setdefault(request_id, {})["pooling"] = [[b""]]
+        return ModelRunnerOutput(sampled, results=results)
 
     def _sampled(self, event: Event, request: Request, block_size: int) -> list[int]:
         taken = event.args["num_tokens"]

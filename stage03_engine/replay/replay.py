@@ -21,7 +21,7 @@ from stage03_engine.core.scheduler import Scheduler
 from stage03_engine.errors import ConfigError
 from stage03_engine.messages import EngineCoreOutput, FinishReason
 from stage03_engine.mixins import construct, is_there, load
-from stage03_engine.replay.recording import Decision, RecordedStep, made_up_request
+from stage03_engine.replay.recording import Decision, RecordedHook, RecordedStep, made_up_request
 from stage03_engine.replay.report import MANY, Difference, Replayed, facts_that_differ, outcome_in_words
 from stagetrace import Event, Recording
 from stagetrace.commands.common import add_run
@@ -35,9 +35,11 @@ HOOKS = {
     "grammar": _FEATURES + "structured_output.recorded_grammars:RecordedGrammarHook",
     "drafts": _FEATURES + "spec_decode.draft_scheduler:DraftHook",
     "swapping": _FEATURES + "swap_space.swap_space:SwapHook",
+    "kv_transfer": _FEATURES + "kv_transfer.recorded_transfers:RecordedTransfersHook",
 }
-"""What a recording may use -> the scheduler hook that replays it, loaded when it is first used. The first three are also names of
-parameters in `sched.queued`."""
+"""What a recording may use -> the scheduler hook that replays it, loaded when it is first used: for a parameter of this name in
+`sched.queued`, or an event in USED_BY."""
+USED_BY = {"spec.proposed": "drafts", "kv_transfer.writing": "kv_transfer"}
 OVERLAPPING = {
     "async_scheduling": _FEATURES + "async_scheduling.async_scheduler:AsyncScheduler",
     "pipeline_parallel_size": _FEATURES + "distributed.pipeline_scheduler:PipelineScheduler",
@@ -90,6 +92,9 @@ class Replay:
             kind = _feature(HOOKS[name], name)
             self._hooks[name] = kind(self.scheduler, config, *args)
             self.scheduler.hooks = [self._hooks[name] for name in HOOKS if name in self._hooks]
+
+    def _recorded_hooks(self) -> list[RecordedHook]:
+        return [hook for hook in self.scheduler.hooks if isinstance(hook, RecordedHook)]
 
     @property
     def done(self) -> bool:
@@ -144,6 +149,8 @@ class Replay:
         for name in HOOKS:
             if event.args["params"].get(name):
                 self._use(name)
+        for hook in self._recorded_hooks():
+            hook.before_arrival(event)
         request = made_up_request(event, self.cache_config.block_size)
         self.requests[request.request_id] = request
         self.result.requests += 1
@@ -168,8 +175,9 @@ class Replay:
         """A step has ended. If steps overlap, the next ones had been decided before: the recorded order is kept."""
         for step in self._open.values():
             if step.output is None and not self.done:
-                if step.proposed:
-                    self._use("drafts")
+                for name, feature in USED_BY.items():
+                    if step.named(name) or (name == "spec.proposed" and step.proposed):
+                        self._use(feature)
                 step.output = self._decide(step, whole=step.step == number)
         if not self.done:
             self._update(self._open.pop(number))
@@ -180,8 +188,8 @@ class Replay:
         assert output is not None, "the decision is the same"
         self._now = step.step
         model = step.runner_output(self.requests, self.cache_config.block_size)
-        if "grammar" in self._hooks:
-            self._hooks["grammar"].before_results(step)  # type: ignore[attr-defined]
+        for hook in self._recorded_hooks():
+            hook.before_results(step)
         before = self._snapshot()
         outputs = self._call(lambda: self.scheduler.update_from_output(output, model))
         if self.done:
@@ -199,8 +207,8 @@ class Replay:
                 f"step {step.step} has no decision: it was recorded with a scheduler of the user's own that emits no events"
             )
         self._now, before = step.step, self._snapshot()
-        if "grammar" in self._hooks:
-            self._hooks["grammar"].before_decision(step)  # type: ignore[attr-defined]
+        for hook in self._recorded_hooks():
+            hook.before_decision(step)
         recorded, recorded.finished, self._finished = step.decision, sorted(self._finished), []
         output: SchedulerOutput | None = self._call(self.scheduler.schedule)
         if output is None:

@@ -60,9 +60,7 @@ class Answer:
         )
         extra += ["no logprobs"] * (not self.logprobs)
         end = (
-            "the engine goes on"
-            if self.ends is None
-            else f"ends by {self.ends}{', ended_by_grammar' * self.by_grammar}"
+            "the engine goes on" if self.ends is None else f"ends by {self.ends}{', ends_with_text' * self.by_grammar}"
         )
         return f"{self.kind.name}, steps {steps}; {', '.join([*extra, end])}"
 
@@ -83,7 +81,7 @@ class Answer:
             reason = self.ends if i == len(self.steps) - 1 else None
             output = EngineCoreOutput(name, list(step), likely if self.logprobs else None, reason)
             output.num_cached_tokens, output.result = i, {"step": i + 1}
-            output.ended_by_grammar = self.by_grammar and reason == FinishReason.STOP
+            output.ends_with_text = self.by_grammar and reason == FinishReason.STOP
             made.append(output)
         return made
 

@@ -111,9 +111,12 @@ def test_recorded_native_steps_give_the_same_bits(
     replayed: list[int] = []
     plain_forward = native_graphs.NativeGraphHook.forward
 
-    def forward(hook: native_graphs.NativeGraphHook, inputs: StepInputs) -> torch.Tensor | None:
-        hidden = plain_forward(hook, inputs)
-        replayed.append(0 if hidden is None else len(hidden))
+    def forward(
+        hook: native_graphs.NativeGraphHook, inputs: StepInputs, run: Callable[[StepInputs], torch.Tensor]
+    ) -> torch.Tensor:
+        passed_on: list[StepInputs] = []
+        hidden = plain_forward(hook, inputs, lambda same: passed_on.append(same) or run(same))
+        replayed.append(0 if passed_on else len(hidden))
         return hidden
 
     monkeypatch.setattr(native_graphs.NativeGraphHook, "forward", forward)

@@ -15,6 +15,7 @@ from stage03_engine.config import VllmConfig
 from stage03_engine.core.features.debug.scheduler_checks import check_invariants
 from stage03_engine.core.features.prefix_cache_reset.prefix_cache_reset import reset
 from stage03_engine.core.features.scheduler_watch.scheduler_watch import cached_blocks
+from stage03_engine.core.features.swap_space.swap_space import SWAPS, Swaps
 from stage03_engine.core.hooks import SchedulerHook
 from stage03_engine.core.request import Request
 from stage03_engine.core.sched_output import ModelRunnerOutput
@@ -377,7 +378,9 @@ def test_what_is_still_cached_is_not_swapped_back_over() -> None:
     decision = scheduler.schedule()
     resumed = decision.scheduled_new_reqs[0]
     assert resumed.num_computed_tokens == len(resumed.token_ids) - 1
-    assert len(decision.blocks_to_swap_in) <= 1, "only the last block was not full, and so not to be found"
+    assert len((SWAPS.of(decision.extras) or Swaps()).back) <= 1, (
+        "only the last block was not full, and so not to be found"
+    )
 
 
 def test_hash_chains_differ_between_engines_unless_a_seed_is_set() -> None:

@@ -11,6 +11,7 @@ from hypothesis import given, settings, strategies as st
 from toy_runner import make_scheduler
 
 from stage03_engine.core.features.debug.scheduler_checks import check_invariants
+from stage03_engine.core.features.spec_decode.draft_scheduler import NEXT_DRAFTS, SCHEDULED_DRAFTS, NextDrafts
 from stage03_engine.core.kv_cache_manager import cdiv
 from stage03_engine.core.request import Request
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
@@ -62,7 +63,7 @@ class DraftingRunner:
         answer = ModelRunnerOutput({})
         written: set[int] = set()
         for request_id, count in output.num_scheduled_tokens.items():
-            self._run(request_id, count, output.scheduled_spec_decode_tokens.get(request_id, []), written, answer)
+            self._run(request_id, count, drafts_of(output).get(request_id, []), written, answer)
         return answer
 
     def _slot(self, request_id: str, position: int) -> int:
@@ -95,7 +96,7 @@ class DraftingRunner:
         del self.tables[request_id][cdiv(self.computed[request_id], self.block_size) :]
         known += sampled[: accepted + 1]
         answer.sampled_token_ids[request_id] = sampled[: accepted + 1]
-        answer.draft_token_ids[request_id] = self._draft(known)
+        answer.add(request_id, NEXT_DRAFTS, NextDrafts(self._draft(known)))
 
     def _draft(self, known: list[int]) -> list[int]:
         self.calls += 1
@@ -106,12 +107,17 @@ class DraftingRunner:
         return text[len(known) :]
 
 
+def drafts_of(output: SchedulerOutput) -> dict[str, list[int]]:
+    scheduled = SCHEDULED_DRAFTS.of(output.extras)
+    return scheduled.token_ids if scheduled else {}
+
+
 def assert_drafts_take_nothing(before: Scheduler, decision: SchedulerOutput) -> None:
     """The same decision as if nobody had drafts, and then the drafts."""
     for request in before.requests.values():
         request.spec_token_ids = []
     plain = before.schedule()
-    drafts = {r: len(tokens) for r, tokens in decision.scheduled_spec_decode_tokens.items()}
+    drafts = {r: len(tokens) for r, tokens in drafts_of(decision).items()}
     assert plain.preempted_req_ids == decision.preempted_req_ids
     without = {r: count - drafts.get(r, 0) for r, count in decision.num_scheduled_tokens.items()}
     assert plain.num_scheduled_tokens == without
@@ -192,10 +198,12 @@ def test_the_budget_and_the_blocks_cut_the_drafts() -> None:
         for name in "ab":
             scheduler.add_request(make_request(name, [1] * 6, SamplingParams(max_tokens=10, ignore_eos=True)))
         decision = scheduler.schedule()
-        answer = ModelRunnerOutput({"a": [3], "b": [3]}, draft_token_ids={"a": [4] * 5, "b": [4] * 5})
+        answer = ModelRunnerOutput({"a": [3], "b": [3]})
+        for name in "ab":
+            answer.add(name, NEXT_DRAFTS, NextDrafts([4] * 5))
         scheduler.update_from_output(decision, answer)
         decision = scheduler.schedule()
-        return {name: len(tokens) for name, tokens in decision.scheduled_spec_decode_tokens.items()}
+        return {name: len(tokens) for name, tokens in drafts_of(decision).items()}
 
     assert drafts_with(64, 20) == {"a": 5, "b": 5}
     assert drafts_with(12, 20) == {"a": 5, "b": 5}
@@ -208,7 +216,9 @@ def test_logprobs_end_with_the_tokens() -> None:
     scheduler = make_scheduler(8, 64, 20)
     scheduler.add_request(make_request("a", [1] * 6, SamplingParams(max_tokens=20, logprobs=0)))
     first = scheduler.schedule()
-    scheduler.update_from_output(first, ModelRunnerOutput({"a": [3]}, draft_token_ids={"a": [4, EOS, 5]}))
+    answer = ModelRunnerOutput({"a": [3]})
+    answer.add("a", NEXT_DRAFTS, NextDrafts([4, EOS, 5]))
+    scheduler.update_from_output(first, answer)
     logprobs = [TokenLogprobs([token], [0.0], 1) for token in (4, EOS, 5, 6)]
     answer = ModelRunnerOutput({"a": [4, EOS, 5, 6]}, {"a": logprobs})
     [output] = scheduler.update_from_output(scheduler.schedule(), answer)

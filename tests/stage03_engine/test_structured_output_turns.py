@@ -27,7 +27,6 @@ from stage03_engine.core.features.structured_output.manager import StructuredOut
 from stage03_engine.core.features.structured_output.scheduler_hook import GrammarSchedulerHook
 from stage03_engine.core.features.structured_output.step_threads import Job, StepThreads
 from stage03_engine.core.features.structured_output.turns import Asker, Turns
-from stage03_engine.core.request import RequestStatus
 from stage03_engine.grammar.vocabulary import Vocabulary
 from stage03_engine.llm import LLM
 from stage03_engine.messages import EngineCoreOutput
@@ -496,4 +495,4 @@ class AllReady:
 
 def waiting(name: str, tenant: int | None) -> Any:
     params = SimpleNamespace(structured_outputs=True)
-    return SimpleNamespace(request_id=name, tenant=tenant, sampling_params=params, status=RequestStatus.WAITING_FOR_FSM)
+    return SimpleNamespace(request_id=name, tenant=tenant, sampling_params=params)

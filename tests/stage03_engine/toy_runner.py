@@ -12,7 +12,7 @@ import zlib
 from stage03_engine.config import CacheConfig, SchedulerConfig, VllmConfig
 from stage03_engine.core.block_pool import BlockPool
 from stage03_engine.core.features.spec_decode.draft_scheduler import DraftHook
-from stage03_engine.core.features.swap_space.swap_space import SwapHook
+from stage03_engine.core.features.swap_space.swap_space import SWAPS, SwapHook, Swaps
 from stage03_engine.core.request import Request
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
 from stage03_engine.core.scheduler import Scheduler
@@ -82,12 +82,11 @@ class ToyRunner:
             for known in (self.tokens, self.computed, self.tables):
                 known.pop(request_id, None)
         in_use = {block for table in self.tables.values() for block in table}
-        assert not in_use & {block for _, block in output.blocks_to_swap_in}, (
-            "a block of another request is overwritten"
-        )
+        swaps = SWAPS.of(output.extras) or Swaps()
+        assert not in_use & {block for _, block in swaps.back}, "a block of another request is overwritten"
         for pairs, source, target in (
-            (output.blocks_to_swap_out, self.cache, self.cpu_cache),
-            (output.blocks_to_swap_in, self.cpu_cache, self.cache),
+            (swaps.out, self.cache, self.cpu_cache),
+            (swaps.back, self.cpu_cache, self.cache),
         ):
             copies = [
                 (b * self.block_size + i, a * self.block_size + i) for a, b in pairs for i in range(self.block_size)

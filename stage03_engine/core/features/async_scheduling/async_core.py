@@ -52,7 +52,7 @@ class AsyncEngineCore(EngineCore):
 
     def _may_start(self) -> bool:
         if not self._in_flight:
-            return bool(self.scheduler.requests)
+            return self.scheduler.has_unfinished_requests
         return len(self._in_flight) < MAX_IN_FLIGHT and self.scheduler.can_look_ahead()
 
     def call(self, method: str) -> bool:

@@ -65,8 +65,7 @@ class AsyncScheduler(Scheduler):
         """Append the sampled tokens of the requests that have not ended since this step was decided."""
         for request_id, request in self._in_flight.pop(output.step).items():
             if not self._is_alive(request):
-                for results in (runner_output.sampled_token_ids, runner_output.logprobs, runner_output.prompt_logprobs):
-                    results.pop(request_id, None)
+                runner_output.drop(request_id)
         newest, self.step = self.step, output.step  # events name the step whose token ended a request
         outputs = super().update_from_output(output, runner_output)
         self.step = newest

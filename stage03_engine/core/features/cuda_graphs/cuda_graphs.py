@@ -159,10 +159,10 @@ class CudaGraphHook(RunnerHook):
         max_blocks, device = self.runner.batch.block_table.shape[1], self.runner.device
         return DecodeGraphs(self.runner.model, kv_caches, max_blocks, self.config.max_model_len, sizes, device, capture)
 
-    def forward(self, inputs: StepInputs) -> Tensor | None:
+    def forward(self, inputs: StepInputs, run: Callable[[StepInputs], Tensor]) -> Tensor:
         """Replay a decode step."""
         if self.graphs is None or not (inputs.replayable and self.graphs.fits(inputs.metadata)):
-            return None
+            return run(inputs)
         return self.graphs.forward(inputs.input_ids, inputs.positions, inputs.metadata)
 
     def shutdown(self) -> None:

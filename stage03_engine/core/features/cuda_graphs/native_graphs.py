@@ -7,6 +7,7 @@ tokens are the same, bit for bit.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import torch
 
@@ -38,10 +39,10 @@ class NativeGraphHook(RunnerHook):
         except NotRecordableError as error:
             logger.info("Decode steps are not recorded: %s", error)
 
-    def forward(self, inputs: StepInputs) -> torch.Tensor | None:
+    def forward(self, inputs: StepInputs, run: Callable[[StepInputs], torch.Tensor]) -> torch.Tensor:
         """Replay a decode step."""
         if self.graphs is None or not (inputs.replayable and self.graphs.fits(inputs.metadata)):
-            return None
+            return run(inputs)
         return self.graphs.forward(inputs.input_ids, inputs.positions, inputs.metadata)
 
     def shutdown(self) -> None:

@@ -20,11 +20,10 @@ class SamplerTraceHook(RunnerHook):
         self, metadata: SamplingMetadata, inputs: StepInputs, scheduler_output: SchedulerOutput
     ) -> SamplingMetadata:
         """One event per transform."""
-        step, masks, batch = scheduler_output.step, scheduler_output.grammar_bitmask or {}, self.runner.batch
+        step, batch = scheduler_output.step, self.runner.batch
         params = [batch.requests[row].sampling_params for row in inputs.sampled]
-        masked_rows = sum(batch.request_ids[row] in masks for row in inputs.sampled)
         trace_rules(metadata.rules, step)
-        for transform, count in _transforms(params, metadata, masked_rows):
+        for transform, count in _transforms(params, metadata):
             if trace.on:
                 trace.emit("sampler.transform", step=step, transform=transform, rows=count)
         return metadata
@@ -43,10 +42,10 @@ def trace_rules(rules: LogitsRules | None, step: int) -> None:
         )
 
 
-def _transforms(params: list[SamplingParams], metadata: SamplingMetadata, masked_rows: int) -> list[tuple[str, int]]:
+def _transforms(params: list[SamplingParams], metadata: SamplingMetadata) -> list[tuple[str, int]]:
     """(name, number of rows that it concerns) of those that concern any."""
     random = [params[row] for row in metadata.random_rows]
-    applied = [("grammar_mask", masked_rows), *_rules(metadata)]
+    applied = _rules(metadata)
     applied += [(transform.__name__, len(params)) for transform in metadata.before]
     applied.append(("argmax", len(params) - len(random)))
     applied.append(("temperature", len(random)))

@@ -5,6 +5,7 @@ vLLM has no counterpart.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from stage03_engine.core.block_pool import NULL_BLOCK, BlockPool
@@ -36,7 +37,7 @@ class CheckSlotsHook(RunnerHook):
 
 def check_invariants(scheduler: Scheduler) -> None:
     """Raises AssertionError if the state contradicts itself."""
-    check_blocks(scheduler.kv_cache_manager)
+    check_blocks(scheduler.kv_cache_manager, {block for hook in scheduler.hooks for block in hook.held_blocks})
     check_queues_and_slots(scheduler)
     for hook in scheduler.hooks:
         hook.check_invariants()
@@ -51,15 +52,15 @@ def check_pool(pool: BlockPool) -> None:
     assert hashed == pool._by_hash, "the hash table and the blocks disagree"
 
 
-def check_blocks(manager: KVCacheManager) -> None:
-    """Raises AssertionError if blocks are lost, or shared without being the same prefix."""
+def check_blocks(manager: KVCacheManager, held: Collection[int] = ()) -> None:
+    """Raises AssertionError if blocks are lost, or shared without being the same prefix. Hooks may hold blocks beyond their request's end."""
     pool = manager.block_pool
     check_pool(pool)
     owners: dict[int, list[tuple[int, str]]] = {}
     for request_id, table in manager.tables.items():
         for place, block in enumerate(table):
             owners.setdefault(block, []).append((place, request_id))
-    assert len(owners) == pool.num_usable - pool.num_free, "tables and pool disagree"
+    assert len(owners.keys() | set(held)) == pool.num_usable - pool.num_free, "tables and pool disagree"
     for block, places in owners.items():
         assert len({place for place, _ in places}) == 1, f"block {block} is shared at different places: {places}"
         shared_by_hash = all(place < manager.num_cached.get(owner, 0) for place, owner in places)

@@ -4,7 +4,7 @@
     stage 0      |          run 1         run 2                    run 3                    run 4
     stage 1      |                        run 1         run 2                    run 3
 
-The stages that do not sample learn the sampled tokens from the decisions (`SchedulerOutput.new_token_ids`). So a worker waits for hidden
+The stages that do not sample learn the sampled tokens from the decisions (`NewTokens`). So a worker waits for hidden
 states, and for nothing else.
 """
 
@@ -57,7 +57,7 @@ class PipelineEngineCore(EngineCore):
 
     def _may_start(self) -> bool:
         if not self._in_flight:
-            return bool(self.scheduler.requests)
+            return self.scheduler.has_unfinished_requests
         return len(self._in_flight) < self._max_in_flight and self.scheduler.can_schedule()
 
     def _finish(self, ended: list[EngineCoreOutput]) -> EngineCoreOutputs:

@@ -16,11 +16,22 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from stage03_engine.core.kv_cache_manager import cdiv
 from stage03_engine.core.request import Request
-from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
+from stage03_engine.core.sched_output import Extra, ModelRunnerOutput, SchedulerOutput
 from stage03_engine.core.scheduler import Scheduler
 from stage03_engine.messages import EngineCoreOutput
+
+
+class NewTokens(msgspec.Struct, array_like=True):
+    """The tokens of each request that were sampled since the last decision, for the stages that do not sample."""
+
+    token_ids: dict[str, list[int]]
+
+
+NEW_TOKENS = Extra("pipeline", NewTokens)
 
 
 class PipelineScheduler(Scheduler):
@@ -44,7 +55,8 @@ class PipelineScheduler(Scheduler):
         for request, num_tokens in later:
             request.num_tokens = num_tokens
         scheduled = (self.requests[request_id] for request_id in output.num_scheduled_tokens)
-        output.new_token_ids, self._new_token_ids = self._new_token_ids, {}
+        NEW_TOKENS.put(output.extras, NewTokens(self._new_token_ids))
+        self._new_token_ids = {}
         self._in_flight[output.step] = {each.request_id: (each, each.num_preemptions) for each in scheduled}
         return output
 
@@ -62,18 +74,13 @@ class PipelineScheduler(Scheduler):
             len(self.waiting) > 0 and len(self.running) < self.config.max_num_seqs
         )
 
-    def _preempt(self, request: Request, output: SchedulerOutput, needed_by: Request) -> None:
-        """As in the base class. A hook may keep what was computed; but the token in flight is dropped, so the last known one is computed again."""
-        super()._preempt(request, output, needed_by)
-        request.num_computed_tokens = min(request.num_computed_tokens, len(request.all_token_ids) - 1)
-
     def update_from_output(self, output: SchedulerOutput, runner_output: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Append the sampled tokens of the requests that still run, and drop the others."""
         for request_id, (request, num_preemptions) in self._in_flight.pop(output.step).items():
             ended = self.requests.get(request_id) is not request  # its id may have a new owner
             if ended:
-                runner_output.prompt_logprobs.pop(request_id, None)
-            if ended or request.num_preemptions > num_preemptions:
+                runner_output.drop(request_id)
+            elif request.num_preemptions > num_preemptions:
                 runner_output.sampled_token_ids.pop(request_id, None)
                 runner_output.logprobs.pop(request_id, None)
         self._new_token_ids |= runner_output.sampled_token_ids

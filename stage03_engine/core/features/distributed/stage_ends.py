@@ -17,6 +17,7 @@ from stage03_engine.core.features.distributed.parallel_state import (
     receive_from_previous_stage,
     send_to_next_stage,
 )
+from stage03_engine.core.features.distributed.pipeline_scheduler import NEW_TOKENS
 from stage03_engine.core.features.distributed.rank_config import whole_shape
 from stage03_engine.core.features.distributed.ranks import Ranks
 from stage03_engine.core.features.distributed.stages import TIED, layer_range
@@ -95,8 +96,8 @@ class EarlierStageHook(RunnerHook):
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """As ModelRunner.execute_model."""
-        output, batch = scheduler_output, self.runner.batch
-        for request_id, token_ids in output.new_token_ids.items():
+        output, batch, new = scheduler_output, self.runner.batch, NEW_TOKENS.of(scheduler_output.extras)
+        for request_id, token_ids in (new.token_ids if new else {}).items():
             if request_id in batch.row_of:
                 batch.append_tokens(batch.row_of[request_id], token_ids)
         if output.scheduled_new_reqs:

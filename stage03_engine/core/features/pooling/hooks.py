@@ -10,7 +10,7 @@ import msgspec
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.hooks import RunnerHook, SchedulerHook
 from stage03_engine.core.request import Request
-from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
+from stage03_engine.core.sched_output import Extra, ModelRunnerOutput, SchedulerOutput
 from stage03_engine.messages import EngineCoreOutput, FinishReason, payload
 from stage03_engine.params.pooling_params import PoolingParams
 from stagetrace import trace
@@ -20,6 +20,15 @@ if TYPE_CHECKING:
 
     from stage03_engine.core.input_batch import StepInputs
     from stage03_engine.core.model_runner import ModelRunner
+
+
+class Pooled(msgspec.Struct, array_like=True):
+    """The vectors of a request that has caught up: float32, as bytes."""
+
+    vectors: list[bytes]
+
+
+POOLED = Extra("pooling", Pooled)
 
 
 class PoolingSchedulerHook(SchedulerHook):
@@ -39,8 +48,10 @@ class PoolingSchedulerHook(SchedulerHook):
     def executed(self, output: SchedulerOutput, runner_output: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """End the requests whose vectors came with this step. Those whose prompt needs more steps simply go on."""
         outputs = []
-        for request_id, vectors in runner_output.pooled.items():
-            request = self.scheduler.requests[request_id]
+        for request_id, found in runner_output.results.items():
+            if (pooled := POOLED.of(found)) is None:
+                continue
+            request, vectors = self.scheduler.requests[request_id], pooled.vectors
             if trace.on:
                 numbers = len(vectors[0]) // 4
                 trace.emit("sched.pooled", req=request_id, step=output.step, vectors=len(vectors), dimensions=numbers)
@@ -72,6 +83,8 @@ class PoolingRunnerHook(RunnerHook):
         self._pooled = self._pooler.pool(self.runner.batch, scheduler_output, hidden, head)  # type: ignore[arg-type]
         return True
 
-    def collect(self, output: ModelRunnerOutput, inputs: StepInputs, scheduler_output: SchedulerOutput) -> None:
+    def collect(self, output: ModelRunnerOutput, scheduler_output: SchedulerOutput) -> None:
         """The vectors of the prompts that this step completed."""
-        output.pooled = self._pooled
+        for request_id, vectors in self._pooled.items():
+            output.add(request_id, POOLED, Pooled(vectors))
+        self._pooled = {}

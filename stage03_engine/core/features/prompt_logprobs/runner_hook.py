@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from stage03_engine.config import VllmConfig
+from stage03_engine.core.features.prompt_logprobs.scheduler_hook import FOUND, Found
 from stage03_engine.core.hooks import RunnerHook
 from stage03_engine.core.input_batch import StepInputs
 from stage03_engine.core.model_runner import ModelRunner
@@ -28,7 +29,7 @@ class PromptLogprobsRunnerHook(RunnerHook):
     def __init__(self, runner: ModelRunner, config: VllmConfig) -> None:
         super().__init__(runner, config)
         self._asked: dict[str, tuple[int, int]] = {}  # request -> (how many likely tokens, prompt tokens)
-        self._found: dict[str, tuple[int, list[TokenLogprobs]]] = {}
+        self._found: dict[str, Found] = {}
 
     def request_added(self, new: NewRequestData) -> None:
         """One that resumes with output has got them already."""
@@ -46,7 +47,7 @@ class PromptLogprobsRunnerHook(RunnerHook):
     def after_forward(self, hidden: Tensor, inputs: StepInputs, scheduler_output: SchedulerOutput) -> bool:
         """For each request that asks: how many prompt tokens come before this step's, and one entry per token that it
         predicts. hidden: [num_tokens, hidden_size]; `batch.num_computed` counts this step already."""
-        batch, self._found = self.runner.batch, {}
+        batch = self.runner.batch
         start = 0  # of the request's tokens in `hidden`
         for request_id, count in scheduler_output.num_scheduled_tokens.items():
             if request_id in self._asked:
@@ -57,13 +58,15 @@ class PromptLogprobsRunnerHook(RunnerHook):
                     targets = torch.from_numpy(batch.token_ids[row, first + 1 : last + 1]).to(hidden.device)
                     compute_logits: Callable[[Tensor], Tensor] = self.runner.model.compute_logits  # type: ignore[assignment]
                     entries = _gather(hidden[start : start + last - first], targets, num_logprobs, compute_logits)
-                    self._found[request_id] = (first, entries)
+                    self._found[request_id] = Found(first, entries)
             start += count
         return False
 
-    def collect(self, output: ModelRunnerOutput, inputs: StepInputs, scheduler_output: SchedulerOutput) -> None:
+    def collect(self, output: ModelRunnerOutput, scheduler_output: SchedulerOutput) -> None:
         """What this step found."""
-        output.prompt_logprobs = self._found
+        for request_id, found in self._found.items():
+            output.add(request_id, FOUND, found)
+        self._found = {}
 
 
 def _gather(

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.hooks import SchedulerHook
 from stage03_engine.core.request import Request
-from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
+from stage03_engine.core.sched_output import Extra, ModelRunnerOutput, SchedulerOutput
 from stage03_engine.core.scheduler import Scheduler
 from stage03_engine.messages import EngineCoreOutput, TokenLogprobs
+
+
+class Found(msgspec.Struct, array_like=True):
+    """Of some of a prompt's tokens: how many tokens of the prompt come before them, and an entry for each that they predict."""
+
+    start: int
+    entries: list[TokenLogprobs]
+
+
+FOUND = Extra("prompt_logprobs", Found)
 
 
 class PromptLogprobsSchedulerHook(SchedulerHook):
@@ -32,10 +44,11 @@ class PromptLogprobsSchedulerHook(SchedulerHook):
 
     def executed(self, output: SchedulerOutput, runner_output: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Keep what the step computed, after `start` others. After a preemption a step computes some of them again."""
-        for request_id, (start, entries) in runner_output.prompt_logprobs.items():
-            known, request = self._collected.get(request_id), self.scheduler.requests[request_id]
-            if known is not None:
-                known += entries[len(known) - start :]
+        for request_id, results in runner_output.results.items():
+            known, found = self._collected.get(request_id), FOUND.of(results)
+            if known is not None and found is not None:
+                known += found.entries[len(known) - found.start :]
+                request = self.scheduler.requests[request_id]
                 request.skip_reading_prefix_cache = len(known) < request.num_prompt_tokens - 1
         return []
 

@@ -6,11 +6,28 @@ tensors.
 
 from __future__ import annotations
 
+import msgspec
+
 from stage03_engine.core.hooks import SchedulerHook
 from stage03_engine.core.request import Request
-from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
+from stage03_engine.core.sched_output import Extra, ModelRunnerOutput, SchedulerOutput
 from stage03_engine.messages import EngineCoreOutput, SpecDecodingStats
 from stagetrace import trace
+
+
+class ScheduledDrafts(msgspec.Struct, array_like=True):
+    """Drafts to verify in a step, by request; `num_scheduled_tokens` counts them."""
+
+    token_ids: dict[str, list[int]]
+
+
+class NextDrafts(msgspec.Struct, array_like=True):
+    """A request's drafts for the next step."""
+
+    token_ids: list[int]
+
+
+SCHEDULED_DRAFTS, NEXT_DRAFTS = Extra("spec_decode", ScheduledDrafts), Extra("spec_decode", NextDrafts)
 
 
 class DraftHook(SchedulerHook):
@@ -25,6 +42,7 @@ class DraftHook(SchedulerHook):
         """Extend `output` by the drafts of the requests that catch up in this step."""
         manager, requests = self.scheduler.kv_cache_manager, self.scheduler.requests
         budget = self.scheduler.config.max_num_batched_tokens - output.total_num_scheduled_tokens
+        drafts: dict[str, list[int]] = {}
         for request_id, new_blocks in output.new_block_ids.items():
             request = requests[request_id]
             end = request.num_computed_tokens + output.num_scheduled_tokens[request_id]
@@ -40,10 +58,12 @@ class DraftHook(SchedulerHook):
                     continue
             new_blocks += more_blocks
             output.num_scheduled_tokens[request_id] += count
-            output.scheduled_spec_decode_tokens[request_id] = request.spec_token_ids[:count]
+            drafts[request_id] = request.spec_token_ids[:count]
             budget -= count
             if trace.on:
                 trace.emit("spec.scheduled", req=request_id, step=output.step, num_tokens=count, new_blocks=more_blocks)
+        if drafts:
+            SCHEDULED_DRAFTS.put(output.extras, ScheduledDrafts(drafts))
 
     def _useful(self, request: Request) -> int:
         """Drafts that could still be needed: k of them give up to k + 1 tokens."""
@@ -56,9 +76,10 @@ class DraftHook(SchedulerHook):
     ) -> str | None:
         """The worker sampled one token more than it accepted drafts: take back what was rejected, keep the new drafts."""
         request_id = request.request_id
-        request.spec_token_ids = runner_output.draft_token_ids.get(request_id, [])
-        drafts = output.scheduled_spec_decode_tokens.get(request_id)
-        if drafts is None:
+        proposed = NEXT_DRAFTS.of(runner_output.results.get(request_id, {}))
+        request.spec_token_ids = proposed.token_ids if proposed else []
+        scheduled = SCHEDULED_DRAFTS.of(output.extras)
+        if scheduled is None or (drafts := scheduled.token_ids.get(request_id)) is None:
             return None
         accepted = len(runner_output.sampled_token_ids[request_id]) - 1
         request.num_computed_tokens -= len(drafts) - accepted

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from stage03_engine.config import VllmConfig
+from stage03_engine.core.features.spec_decode.draft_scheduler import NEXT_DRAFTS, SCHEDULED_DRAFTS, NextDrafts
 from stage03_engine.core.features.spec_decode.manifest import SpeculativeConfig
 from stage03_engine.core.hooks import RunnerHook
 from stage03_engine.core.input_batch import InputBatch, StepInputs
@@ -82,7 +83,8 @@ class NgramHook(RunnerHook):
 
     def batch_updated(self, scheduler_output: SchedulerOutput) -> None:
         """Drafts are inputs of the step after the known tokens; they are not known tokens yet."""
-        batch, self._drafts = self.runner.batch, scheduler_output.scheduled_spec_decode_tokens
+        batch, scheduled = self.runner.batch, SCHEDULED_DRAFTS.of(scheduler_output.extras)
+        self._drafts = scheduled.token_ids if scheduled else {}
         for request_id, draft in self._drafts.items():
             row = batch.row_of[request_id]
             start = batch.num_tokens[row]
@@ -116,7 +118,9 @@ class NgramHook(RunnerHook):
             batch.num_computed[row] -= len(draft) - kept
             batch.num_blocks[row] = min(batch.num_blocks[row], cdiv(int(batch.num_computed[row]), batch.block_size))
 
-    def collect(self, output: ModelRunnerOutput, inputs: StepInputs, scheduler_output: SchedulerOutput) -> None:
+    def collect(self, output: ModelRunnerOutput, scheduler_output: SchedulerOutput) -> None:
         """Drafts for the next step."""
         rows = [self.runner.batch.row_of[request_id] for request_id in output.sampled_token_ids]
-        output.draft_token_ids = self._proposer.propose_batch(self.runner.batch, rows, scheduler_output.step)
+        drafts = self._proposer.propose_batch(self.runner.batch, rows, scheduler_output.step)
+        for request_id, token_ids in drafts.items():
+            output.add(request_id, NEXT_DRAFTS, NextDrafts(token_ids))

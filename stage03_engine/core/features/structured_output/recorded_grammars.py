@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.features.structured_output.manager import Accepted, StructuredOutputManager
 from stage03_engine.core.features.structured_output.scheduler_hook import GrammarSchedulerHook
 from stage03_engine.core.scheduler import Scheduler
 from stage03_engine.messages import EngineCoreOutput, FinishReason
+from stage03_engine.replay.recording import RecordedHook, RecordedStep
 from stage03_engine.sampling_params import SamplingParams
 from stagetrace import Event
 
-if TYPE_CHECKING:
-    from stage03_engine.replay.recording import RecordedStep
 
-
-class RecordedGrammarHook(GrammarSchedulerHook):
+class RecordedGrammarHook(RecordedHook, GrammarSchedulerHook):
     """The scheduler hook of structured output, over `RecordedGrammars`."""
 
     def __init__(self, scheduler: Scheduler, config: VllmConfig) -> None:
@@ -25,7 +21,7 @@ class RecordedGrammarHook(GrammarSchedulerHook):
 
     def before_decision(self, step: RecordedStep) -> None:
         """Which grammars were ready by then."""
-        self._released |= dict.fromkeys(step.grammars_ready)
+        self._released |= dict.fromkeys(event.req or "" for event in step.named("grammar.ready"))
 
     def before_results(self, step: RecordedStep) -> None:
         """Which requests the grammars ended, and whose token was held back. Other steps may have been decided meanwhile."""
@@ -33,7 +29,7 @@ class RecordedGrammarHook(GrammarSchedulerHook):
         for token in step.tokens:
             if token.req in self._held_back:
                 self._give_back(token.req)
-        self._held_back.update((request_id, ([], None)) for request_id in step.grammars_missed)
+        self._held_back.update((event.req or "", ([], None)) for event in step.named("grammar.missed"))
 
 
 class RecordedGrammars(StructuredOutputManager):

@@ -5,7 +5,7 @@ back: to the scheduler it looks as if the step that computes it were still in fl
 the grammar is there, the token comes with the results of the step that runs then. So tokens and ends are the same in any case, and a
 recording shows them where they came.
 
-Source: vllm/v1/core/sched/scheduler.py (WAITING_FOR_FSM, grammar_bitmask, grammar.accept_tokens). Imports no torch.
+Source: vllm/v1/core/sched/scheduler.py (grammar_bitmask, grammar.accept_tokens; WAITING_FOR_FSM is the request's status there). Imports no torch.
 """
 
 from __future__ import annotations
@@ -13,16 +13,27 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
+
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.features.structured_output.manager import Accepted, StructuredOutputManager
 from stage03_engine.core.hooks import SchedulerHook
 from stage03_engine.core.request import Request, RequestStatus
-from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
+from stage03_engine.core.sched_output import Extra, ModelRunnerOutput, SchedulerOutput
 from stage03_engine.core.scheduler import Scheduler
 from stage03_engine.messages import EngineCoreOutput, FinishReason, TokenLogprobs
 from stagetrace import trace
 
 WAIT_SECONDS = 0.02  # a request that arrives during it waits at most this long
+
+
+class Masks(msgspec.Struct, array_like=True):
+    """Of the requests with a grammar that are sampled in a step: the tokens that it allows, one bit for each token id."""
+
+    bits: dict[str, bytes]
+
+
+MASKS = Extra("structured_output", Masks)
 
 
 class GrammarSchedulerHook(SchedulerHook):
@@ -34,6 +45,7 @@ class GrammarSchedulerHook(SchedulerHook):
         super().__init__(scheduler, config)
         self.manager = manager or StructuredOutputManager(config)
         self._num_requests = 0
+        self._compiling: set[str] = set()  # requests whose grammar has never been ready
         self._most_seats = max(1, config.scheduler_config.max_num_seqs // 2)  # of one of several API keys
         self._seated: dict[int | None, set[str]] = {}  # API key -> its requests whose grammar is ready, until they end
         self._seatless: dict[
@@ -47,14 +59,14 @@ class GrammarSchedulerHook(SchedulerHook):
         """Begins to compile its grammar."""
         if request.sampling_params.structured_outputs is not None:
             self._num_requests += 1
-            request.status = RequestStatus.WAITING_FOR_FSM
+            self._compiling.add(request.request_id)
             self.manager.grammar_init(request.request_id, request.sampling_params, request.cache_salt, request.tenant)
 
     def traced_params(self, request: Request) -> dict[str, Any]:
         """That there is a grammar, but not which."""
         return {} if request.sampling_params.structured_outputs is None else {"grammar": True}
 
-    def poll(self) -> tuple[list[EngineCoreOutput], bool]:
+    def poll(self) -> tuple[list[EngineCoreOutput], bool | None]:
         """Ends the requests whose grammar turned out to be impossible. If all others wait for theirs, waits a moment."""
         requests = self.scheduler.requests
         refused = [output for output in self.manager.poll() if output.request_id in requests]
@@ -63,12 +75,12 @@ class GrammarSchedulerHook(SchedulerHook):
         for request_id in self.manager.take_ready():
             self._give_seat(requests[request_id])
         sit_out = sum(request_id not in self.scheduler.held for request_id in self._held_back)
-        blocked = (
-            len(self.scheduler.held) + sit_out == len(requests) and not self._released and not self.manager.num_known
-        )
-        if blocked:
-            self.manager.wait(WAIT_SECONDS)
-        return refused, not blocked
+        if self._released or self.manager.num_known:
+            return refused, True
+        if len(self.scheduler.held) + sit_out < len(requests):
+            return refused, None
+        self.manager.wait(WAIT_SECONDS)
+        return refused, False
 
     def may_look_ahead(self) -> bool:
         """A mask needs every token before it, so not while a request has a grammar."""
@@ -76,15 +88,14 @@ class GrammarSchedulerHook(SchedulerHook):
 
     def holds(self, request: Request) -> bool:
         """Until its grammar is compiled; and one that was preempted, until the token is known that is held back."""
-        return request.status == RequestStatus.WAITING_FOR_FSM or request.request_id in self._held_back
+        return request.request_id in self._compiling or request.request_id in self._held_back
 
     def released(self) -> Iterable[str]:
         """Those whose grammar is compiled, or has moved on."""
         released, self._released = self._released, {}
         for request_id in released:
-            request = self.scheduler.requests[request_id]
-            if request.status == RequestStatus.WAITING_FOR_FSM:
-                request.status = RequestStatus.WAITING
+            if request_id in self._compiling:
+                self._compiling.remove(request_id)
                 if trace.on:
                     trace.emit("grammar.ready", req=request_id, step=self.scheduler.step)
         return released
@@ -103,7 +114,8 @@ class GrammarSchedulerHook(SchedulerHook):
         """The masks of the requests that are sampled in this step."""
         requests = self.scheduler.requests
         sampled = [i for i in output.num_scheduled_tokens if requests[i].num_computed_tokens == requests[i].num_tokens]
-        output.grammar_bitmask = self.manager.grammar_bitmask(sampled)
+        if masks := self.manager.grammar_bitmask(sampled):
+            MASKS.put(output.extras, Masks(masks))
 
     def executed(self, output: SchedulerOutput, runner_output: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """All grammars move on at the same time. Holds back the tokens whose grammar is late, and gives what was held back."""
@@ -135,7 +147,7 @@ class GrammarSchedulerHook(SchedulerHook):
             new.error, new.error_param = failed.error, failed.error_param
             return "grammar"
         if request.request_id in self._accepted.complete and new.finish_reason != FinishReason.STOP:
-            new.finish_reason, new.ended_by_grammar = FinishReason.STOP, True
+            new.finish_reason, new.ends_with_text = FinishReason.STOP, True
             return "grammar"
         return None
 
@@ -143,6 +155,7 @@ class GrammarSchedulerHook(SchedulerHook):
         """Its grammar stays compiled for the next request with the same one."""
         if request.sampling_params.structured_outputs is not None:
             self._num_requests -= 1
+            self._compiling.discard(request.request_id)
             self._released.pop(request.request_id, None)
             self._held_back.pop(request.request_id, None)
             self._leave_seat(request)

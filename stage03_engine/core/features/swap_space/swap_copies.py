@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from stage03_engine.config import VllmConfig
-from stage03_engine.core.features.swap_space.swap_space import num_swap_blocks
+from stage03_engine.core.features.swap_space.swap_space import SWAPS, num_swap_blocks
 from stage03_engine.core.hooks import RunnerHook
 from stage03_engine.core.model_runner import ModelRunner
 from stage03_engine.core.sched_output import SchedulerOutput
@@ -32,19 +32,19 @@ class SwapCopies(RunnerHook):
             ) from error
 
     def batch_updated(self, scheduler_output: SchedulerOutput) -> None:
-        """Copy whole blocks: first out, because this step may write to the blocks that are left, then back in."""
-        out, back = scheduler_output.blocks_to_swap_out, scheduler_output.blocks_to_swap_in
-        if not out and not back:
+        """Copy whole blocks."""
+        swaps = SWAPS.of(scheduler_output.extras)
+        if swaps is None:
             return
         for pairs, sources, targets in (
-            (out, self.runner.kv_caches, self.swap_caches),
-            (back, self.swap_caches, self.runner.kv_caches),
+            (swaps.out, self.runner.kv_caches, self.swap_caches),
+            (swaps.back, self.swap_caches, self.runner.kv_caches),
         ):
             for source, target in zip(sources, targets):
                 for source_block, target_block in pairs:
                     target[:, target_block].copy_(source[:, source_block])
         if trace.on:
-            trace.emit("kv.swapped", step=scheduler_output.step, num_out=len(out), num_in=len(back))
+            trace.emit("kv.swapped", step=scheduler_output.step, num_out=len(swaps.out), num_in=len(swaps.back))
 
     def shutdown(self) -> None:
         """Release the memory."""

@@ -6,6 +6,7 @@ Python, no tensors: the worker does the copying.
 
 from __future__ import annotations
 
+import msgspec
 import psutil
 
 from stage03_engine.config import VllmConfig
@@ -13,9 +14,19 @@ from stage03_engine.core.hooks import SchedulerHook
 from stage03_engine.core.kv_cache_manager import cdiv
 from stage03_engine.core.kv_cache_size import kv_block_bytes
 from stage03_engine.core.request import Request
-from stage03_engine.core.sched_output import SchedulerOutput
+from stage03_engine.core.sched_output import Extra, SchedulerOutput
 from stage03_engine.core.scheduler import Scheduler
 from stage03_engine.errors import ConfigError
+
+
+class Swaps(msgspec.Struct, array_like=True):
+    """What a step copies before the model runs: first out, because it may write to the blocks that are left, then back in."""
+
+    out: list[tuple[int, int]] = []  # (block of the KV cache, CPU block)
+    back: list[tuple[int, int]] = []  # (CPU block, block of the KV cache)
+
+
+SWAPS = Extra("swap_space", Swaps)
 
 
 def num_swap_blocks(config: VllmConfig) -> int:
@@ -36,6 +47,7 @@ class SwapSpace:
         self._num_blocks = num_blocks
         self._free = list(range(num_blocks))
         self._held: dict[str, list[int]] = {}
+        self._num_tokens: dict[str, int] = {}
 
     def swap_out(
         self, request_id: str, block_table: list[int], num_computed_tokens: int
@@ -45,6 +57,7 @@ class SwapSpace:
         if count > len(self._free):
             return None
         self._held[request_id] = [self._free.pop() for _ in range(count)]
+        self._num_tokens[request_id] = num_computed_tokens
         return list(zip(block_table, self._held[request_id]))
 
     def swap_in(self, request_id: str, block_table: list[int], num_hits: int) -> list[tuple[int, int]]:
@@ -54,13 +67,14 @@ class SwapSpace:
         self.drop(request_id)
         return pairs
 
-    def holds(self, request_id: str) -> bool:
-        """Are this request's tokens in CPU memory?"""
-        return request_id in self._held
+    def num_tokens(self, request_id: str) -> int:
+        """How many of this request's tokens are in CPU memory."""
+        return self._num_tokens.get(request_id, 0)
 
     def drop(self, request_id: str) -> None:
         """Forget what a request left here, if anything."""
         self._free.extend(self._held.pop(request_id, []))
+        self._num_tokens.pop(request_id, None)
 
     def check_invariants(self, waiting: set[str]) -> None:
         """Raises AssertionError when a CPU block is lost, or held for a request that does not wait."""
@@ -76,17 +90,32 @@ class SwapHook(SchedulerHook):
         super().__init__(scheduler, config)
         self.num_cpu_blocks = num_swap_blocks(config) if num_blocks is None else num_blocks
         self.swap_space = SwapSpace(self.num_cpu_blocks, scheduler.kv_cache_manager.block_size)
+        self._swaps = Swaps()  # of the step that is being decided
 
     def preempted(self, request: Request, output: SchedulerOutput) -> bool:
         """Its blocks are copied out before the model runs, if there is room."""
         table = self.scheduler.kv_cache_manager.block_table(request.request_id)
         swapped = self.swap_space.swap_out(request.request_id, table, request.num_computed_tokens)
-        output.blocks_to_swap_out.extend(swapped or [])
+        self._swaps.out += swapped or []
         return swapped is not None
 
-    def admitted(self, request: Request, output: SchedulerOutput, new_blocks: list[int], num_hits: int) -> None:
+    def num_matched(self, request: Request, num_computed: int) -> int:
+        """What was computed before it was preempted. (Its newest token may have been computed too, if that one's result was dropped.)"""
+        kept = min(self.swap_space.num_tokens(request.request_id), request.num_tokens - 1)
+        return max(0, kept - num_computed)
+
+    def admitted(
+        self, request: Request, output: SchedulerOutput, new_blocks: list[int], first: int, num_matched: int
+    ) -> None:
         """Its blocks are copied back in."""
-        output.blocks_to_swap_in.extend(self.swap_space.swap_in(request.request_id, new_blocks, num_hits))
+        num_hits = first // self.scheduler.kv_cache_manager.block_size
+        self._swaps.back += self.swap_space.swap_in(request.request_id, new_blocks, num_hits)
+
+    def decided(self, output: SchedulerOutput) -> None:
+        """The worker is told what to copy."""
+        if self._swaps.out or self._swaps.back:
+            SWAPS.put(output.extras, self._swaps)
+            self._swaps = Swaps()
 
     def finished(self, request: Request) -> None:
         """Its CPU blocks are free."""

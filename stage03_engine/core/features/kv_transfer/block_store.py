@@ -1,0 +1,161 @@
+"""A folder of KV-cache blocks (vLLM: the files of SharedStorageConnector). No torch.
+
+A block's file bears the block's hash, which stands for all tokens up to the block's end, and lies in a folder that bears a hash of all else that
+keys and values depend on: weights, number format, size of a block. So what is found fits, or is not found. A file appears whole, by renaming, and its
+checksum is compared when it is read: one that was torn or changed counts as missing, and its tokens are computed.
+
+Several engines may use the same folder at the same time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import msgspec
+
+from stage03_engine.config import VllmConfig
+from stage03_engine.core.kv_cache_size import kv_block_bytes
+from stage03_engine.errors import ConfigError
+from stage03_engine.model_path import weight_files
+
+WHOLE, PART = ".kv", ".part"
+_SUM_BYTES = hashlib.sha256().digest_size
+_HARMLESS = (
+    "cache_config", "scheduler_config", "observability_config", "kv_transfer_config", "data_parallel_config", "front_ends", "node_config",
+    "lora_config", "speculative_config", "structured_outputs_config",
+)  # fmt: skip
+"""Sections that change no key and no value of a block (adapters are in the block's hash). A section that is missing here only parts folders that could be
+one."""
+
+
+def compatibility_hash(config: VllmConfig) -> str:
+    """32 hex digits that differ wherever one engine's blocks would be wrong for another. Reads all of the weights. Raises ConfigError for files that cannot
+    be read."""
+    found = hashlib.sha256(f"1 {config.cache_config.block_size} ".encode())
+    model = replace(config.model_config, model_path=None, tokenizer_path=None, max_model_len=None)
+    sections = {"model_config": model, "device_config": replace(config.device_config, num_threads=None)}
+    for name in config.__dataclass_fields__:
+        if name not in _HARMLESS:
+            found.update(name.encode() + msgspec.msgpack.encode(sections.get(name, getattr(config, name))))
+    if config.model_config.load_format != "dummy":
+        for file in weight_files(Path(config.model_config.model_path or "")):
+            try:
+                now = file.stat()
+                found.update(_file_digest(file, now.st_size, now.st_mtime_ns))
+            except OSError as error:
+                raise ConfigError(f"cannot read the weights in {file}: {error}") from error
+    return found.hexdigest()[:32]
+
+
+@cache
+def _file_digest(file: Path, size: int, mtime_ns: int) -> bytes:
+    """Once for scheduler and worker of an engine, as long as the file seems to be the same."""
+    with file.open("rb") as weights:
+        return hashlib.file_digest(weights, "sha256").digest()
+
+
+class BlockStore:
+    """The blocks of one model in a folder. `path` is the folder for all models, `max_bytes` what its files may take together: beyond, those that were
+    not read for longest are removed. Raises ConfigError if it cannot be made, or written to."""
+
+    def __init__(self, path: str, compatible: str, block_bytes: int, max_bytes: int) -> None:
+        self._root, self.folder = Path(path), Path(path) / compatible
+        self._block_bytes, self._max_bytes = block_bytes, max_bytes
+        if max_bytes < block_bytes + _SUM_BYTES:
+            raise ConfigError(
+                f"kv_transfer_config: max_bytes {max_bytes} has no room for one block of {block_bytes} bytes"
+            )
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.folder):
+                pass
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise ConfigError(f"kv_transfer_config: cannot write to {path[:200]!r}: {why}") from None
+        self._until_counted = 0  # bytes to write until the folder is counted again: others write there too
+
+    @classmethod
+    def of(cls, config: VllmConfig) -> BlockStore:
+        """The one of `--kv-transfer-config`."""
+        transfer = config.kv_transfer_config
+        return cls(transfer.path, compatibility_hash(config), kv_block_bytes(config), transfer.max_bytes)
+
+    def _file(self, block_hash: bytes) -> Path:
+        return self.folder / (block_hash.hex() + WHOLE)
+
+    def has(self, block_hash: bytes) -> bool:
+        """Is there such a file, whole or not?"""
+        return os.path.exists(self._file(block_hash))
+
+    def read(self, block_hash: bytes) -> bytes | None:
+        """A block's keys and values; None if it is not there, or not what was written."""
+        file = self._file(block_hash)
+        try:
+            with file.open("rb") as stored:
+                content = stored.read(_SUM_BYTES + self._block_bytes + 1)
+            os.utime(file)  # it was of use
+        except OSError:
+            return None
+        checksum, data = content[:_SUM_BYTES], content[_SUM_BYTES:]
+        whole = len(data) == self._block_bytes and checksum == _checksum(block_hash, data)
+        return data if whole else None
+
+    def write(self, block_hash: bytes, data: bytes) -> None:
+        """Keep a block. Raises OSError."""
+        if self._until_counted <= 0:
+            self._make_room()
+        handle, name = tempfile.mkstemp(PART, dir=self.folder)
+        try:
+            with open(handle, "wb") as stored:
+                stored.write(_checksum(block_hash, data) + data)
+            os.replace(name, self._file(block_hash))
+        except BaseException:
+            os.unlink(name)
+            raise
+        self._until_counted -= len(data)
+
+    def _make_room(self) -> None:
+        """Remove the files that were not read for longest, until a tenth is free; the next tenth may be written before it counts again."""
+        files = sorted(self._files())
+        total, tenth = sum(size for _, size, _ in files), self._max_bytes // 10
+        for _, size, path in files:
+            if total <= self._max_bytes - tenth:
+                break
+            try:
+                os.unlink(path)
+            except FileNotFoundError:  # another engine was faster
+                pass
+            total -= size
+        self._until_counted = tenth
+
+    def _files(self) -> Iterator[tuple[float, int, str]]:
+        """(when it was read last, bytes, path) of each block of all models, and of what a process that died left half written. Nothing else:
+        the operator may have named a folder that holds other files too."""
+        for folder in os.scandir(self._root):
+            if not _is_hex(folder.name, 32) or not folder.is_dir(follow_symlinks=False):
+                continue
+            for file in os.scandir(folder.path):
+                name, kind = os.path.splitext(file.name)
+                if kind == PART or (kind == WHOLE and _is_hex(name, 2 * _SUM_BYTES)):
+                    try:
+                        found = file.stat(follow_symlinks=False)
+                    except FileNotFoundError:
+                        continue
+                    yield found.st_mtime, found.st_size, file.path
+
+
+def _is_hex(name: str, length: int) -> bool:
+    return len(name) == length and set(name) <= set("0123456789abcdef")
+
+
+def _checksum(block_hash: bytes, data: bytes) -> bytes:
+    """It covers the hash too: a file under another block's name is not that block."""
+    checksum = hashlib.sha256(block_hash)
+    checksum.update(data)
+    return checksum.digest()
