@@ -105,6 +105,36 @@ def test_a_package_that_is_not_whole_is_refused(site: Path, module: str) -> None
     assert f"top_a.{module}" in said.stderr
 
 
+SAME = """
+from dataclasses import dataclass
+from stage03_engine.args.fields import option
+from stage03_engine.plugins import Feature
+
+@dataclass(frozen=True)
+class Mine:
+    block_size: int = option(1, "of something else")
+
+FEATURE = Feature(name="same", help="takes a name", room="same", settings={"SECTION": Mine})
+"""
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ("CacheConfig", "block_size of CacheConfig is declared twice: by CacheConfig and by Mine"),
+        ("ModelConfig", "two features have a setting block_size: delete one of them"),
+        ("FrontendArgs", "two features have a setting block_size: delete one of them"),
+    ],
+)
+def test_a_package_takes_no_setting_of_another(section: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "same.py").write_text(SAME.replace("SECTION", section))
+    (info := tmp_path / "same-1.0.dist-info").mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: same\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[vllm_in_stages.features]\nsame = same:FEATURE\n")
+    ended = stages(tmp_path, "serve", "gpt2-tiny", "--dry-run")
+    assert (ended.returncode, ended.stderr) == (2, f"stages: error: {said}\n")
+
+
 @pytest.mark.parametrize("names", ["gone:FEATURE", "os:sep", "raises:FEATURE"])
 @pytest.mark.parametrize(
     "words",
