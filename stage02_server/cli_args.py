@@ -14,9 +14,8 @@ from stage03_engine.args import FlexibleArgumentParser, Resolved, add_flags, che
 from stage03_engine.args.log import log_of_server
 from stage03_engine.config import option
 from stage03_engine.errors import ConfigError
-from stage03_engine.plugins import settings as settings_of_features
-
-FEATURE_FLAGS = settings_of_features("FrontendArgs", "stage02_server")
+from stage03_engine.mixins import each
+from stage03_engine.plugins import Section, settings as settings_of_features, with_features
 
 
 @dataclass(frozen=True)
@@ -39,8 +38,9 @@ class BaseFrontendArgs:
     shutdown_timeout: int = option(30, "seconds that running requests get to finish after SIGTERM", at_least=0)
 
 
+@with_features
 @dataclass(frozen=True)
-class FrontendArgs(BaseFrontendArgs, *FEATURE_FLAGS):  # type: ignore[misc]
+class FrontendArgs(BaseFrontendArgs, Section):
     """All of them, with those of the features."""
 
     def check(self) -> None:
@@ -50,9 +50,8 @@ class FrontendArgs(BaseFrontendArgs, *FEATURE_FLAGS):  # type: ignore[misc]
             raise ConfigError(f"port must be in [0, 65535], not {self.port}")
         if self.in_process and self.engine == "echo":
             raise ConfigError("in_process is about the real engine; the echo engine runs in the API process anyway")
-        for part in FEATURE_FLAGS:
-            if hasattr(part, "check"):
-                part.check(self)
+        for check in each(FrontendArgs, "check"):
+            check(self)
 
 
 EPILOG = (
@@ -78,7 +77,7 @@ def add_serve_args(parser: FlexibleArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="model to serve, the same as --model")
     AsyncEngineArgs.add_cli_args(parser)
-    for group in (BaseFrontendArgs, *FEATURE_FLAGS):
+    for group in (BaseFrontendArgs, *settings_of_features("FrontendArgs", "stage02_server")):
         add_flags(parser, group)
     parser.refuse("server")
 

@@ -13,12 +13,10 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 from stage02_server.middleware import ACCEPTED_ID
 from stage02_server.protocol_types import Int32, Int64, ListOf, RequestFields, Several, Text, TokenIds
+from stage03_engine.args.unknown import check_unknown_fields
 from stage03_engine.errors import InvalidRequestError
-from stage03_engine.mixins import load
 from stage03_engine.plugins import loaded
 from stage03_engine.sampling_params import RequestOutputKind, SamplingParams
-
-CHECK_UNKNOWN_FIELDS = "stage03_engine.args.refused:check_unknown_fields"
 
 _SAME_NAME = ("n", "temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty", "seed")
 """Fields that go into `SamplingParams` as they are; None means the default there."""
@@ -45,7 +43,7 @@ class RequestModel(*loaded("request", "RequestModel"), BaseModel):  # type: igno
     def check_built(self) -> None:
         """Raises InvalidRequestError for a known field that this server does not support."""
         if self.model_extra:
-            load(CHECK_UNKNOWN_FIELDS)(self.model_extra, self.refused)
+            check_unknown_fields(self.model_extra, self.refused)
 
 
 RequestId = Annotated[str, Field(pattern=f"^{ACCEPTED_ID.pattern}$")]

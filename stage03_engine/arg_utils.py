@@ -9,22 +9,23 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from stage03_engine.args.check import check_config
-from stage03_engine.args.environment import check_variables
 from stage03_engine.args.fields import Setting, add_flags, settings_of
-from stage03_engine.args.generation import default_sampling_params
 from stage03_engine.args.log import not_default
-from stage03_engine.args.parser import FlexibleArgumentParser, did_you_mean, refuse_absent
+from stage03_engine.args.parser import FlexibleArgumentParser, did_you_mean
 from stage03_engine.args.resolve import (
     Resolved,
+    detect_device,
     detect_settings,
     resolve_cli,
     resolve_settings,
     with_detected,
 )
+from stage03_engine.args.unknown import check_variables, refuse_absent
 from stage03_engine.config import SECTIONS, VllmConfig
 from stage03_engine.errors import ConfigError
-from stage03_engine.mixins import each
+from stage03_engine.mixins import gathered
 from stage03_engine.model_path import ModelFiles, resolve_model
+from stage03_engine.plugins import keys
 from stage04_kernels.attention import choose_backend
 from stagetrace import trace
 
@@ -47,8 +48,9 @@ class EngineArgs:
 
     @staticmethod
     def add_cli_args(parser: FlexibleArgumentParser) -> None:
-        """Add `--config` and one flag per engine setting."""
-        parser.add_argument("--config", metavar="FILE", help="YAML file with settings, one `name: value` per line")
+        """Add one flag per engine setting, and `--config`."""
+        if "config_file" in keys("engine"):
+            parser.add_argument("--config", metavar="FILE", help="YAML file with settings, one `name: value` per line")
         for section in SECTIONS.values():
             add_flags(parser, section)
         parser.refuse("engine")
@@ -87,10 +89,11 @@ class EngineArgs:
         files = resolve_model(model.value, self.settings["load_format"].value, self.settings["tokenizer"].value)
         dtype_name = _DTYPE_ALIASES.get(dtype.value, dtype.value)
         settings = self.settings | {"model": _aliased(model, files.name), "dtype": _aliased(dtype, dtype_name)}
-        for detect in each(VllmConfig, "detect"):
-            settings = with_detected(settings, detect(_values(settings)))
-        settings = with_detected(settings, detect_settings(files.shape, settings["device"].value))
+        settings = with_detected(settings, {"device": detect_device()})
         device = settings["device"].value
+        known = _values(settings) | {"shape": files.shape}
+        settings = with_detected(settings, gathered(VllmConfig, "detect", known))
+        settings = with_detected(settings, detect_settings(files.shape, device))
         if settings["attention_backend"].value == "auto":
             settings = with_detected(settings, {"attention_backend": choose_backend(device)})
         config = _build(settings, files)
@@ -118,9 +121,7 @@ def _build(settings: Mapping[str, Resolved], files: ModelFiles) -> VllmConfig:
     """Fill each section with the values of its fields: settings, or values computed here and by the features."""
     values = _values(settings)
     values |= {"model_path": files.model_path, "tokenizer_path": files.tokenizer_path, "shape": files.shape}
-    for resolve in each(VllmConfig, "resolve"):
-        values |= resolve(values, files)
-    values["default_sampling_params"] = default_sampling_params(values, files.model_path)
+    values |= gathered(VllmConfig, "resolve", values, files)
     sections = {}
     for name, section in SECTIONS.items():
         own = {field.name: values[field.name] for field in fields(section) if field.name in values}

@@ -7,23 +7,24 @@ once: here, or in the manifest of its feature. Nothing here imports torch. Sourc
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import msgspec
 
 from stage03_engine.args.fields import internal as internal, option as option, own_first
-from stage03_engine.args.log_flags import LogFlags
 from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import each, load
 from stage03_engine.model_shape import ModelShape
-from stage03_engine.plugins import settings
+from stage03_engine.plugins import Section, with_features
 
+LOG_LEVELS = ("CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG", "NOTSET")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
 
 
+@with_features
 @dataclass(frozen=True)
-class ModelConfig(*settings("ModelConfig")):  # type: ignore[misc]
+class ModelConfig(Section):
     """Which model, in which number format, with which context."""
 
     model: str = option(
@@ -41,21 +42,15 @@ class ModelConfig(*settings("ModelConfig")):  # type: ignore[misc]
         "auto", "auto = safetensors; dummy = random weights, nothing is downloaded", ("auto", "safetensors", "dummy")
     )
     seed: int = option(0, "seed of the engine: random weights, and sampling of requests without a seed of their own")
-    generation_config: str = option(
-        "auto",
-        "where sampling defaults come from: auto = generation_config.json of the model, vllm = nowhere, or a folder",
-    )
-    override_generation_config: dict[str, Any] | None = option(
-        None, 'sampling defaults that take precedence over those, as JSON: {"temperature": 0.5, "top_k": 20}'
-    )
-    default_sampling_params: dict[str, Any] | None = internal(None)  # computed from these two
+    default_sampling_params: dict[str, Any] | None = internal(None)  # of requests that leave them out
     model_path: str | None = internal(None)  # resolved folder; None for dummy weights of a known shape
     tokenizer_path: str | None = internal(None)  # resolved folder; None = the byte-level stand-in for dummy weights
     shape: ModelShape | None = internal(None)
 
 
+@with_features
 @dataclass(frozen=True)
-class CacheConfig(*settings("CacheConfig")):  # type: ignore[misc]
+class CacheConfig(Section):
     """The paged KV cache."""
 
     block_size: int = option(16, "tokens per KV-cache block", at_least=1)
@@ -75,8 +70,9 @@ class CacheConfig(*settings("CacheConfig")):  # type: ignore[misc]
     block_pool_cls: str | None = option(None, "module:Class to use instead of stage03_engine.core.block_pool:BlockPool")
 
 
+@with_features
 @dataclass(frozen=True)
-class SchedulerConfig(*settings("SchedulerConfig")):  # type: ignore[misc]
+class SchedulerConfig(Section):
     """How much one engine step may do."""
 
     max_num_seqs: int = option(256, "maximum number of requests in one step", at_least=1)
@@ -100,8 +96,9 @@ class SchedulerConfig(*settings("SchedulerConfig")):  # type: ignore[misc]
     scheduler_cls: str | None = option(None, "module:Class to use instead of stage03_engine.core.scheduler:Scheduler")
 
 
+@with_features
 @dataclass(frozen=True)
-class DeviceConfig(*settings("DeviceConfig")):  # type: ignore[misc]
+class DeviceConfig(Section):
     """Where the model runs."""
 
     device: str = option("auto", "device to run on", ("auto", "cpu", "cuda"))
@@ -117,20 +114,30 @@ class DeviceConfig(*settings("DeviceConfig")):  # type: ignore[misc]
     )
 
 
+@with_features
 @dataclass(frozen=True)
-class ObservabilityConfig(LogFlags, *settings("ObservabilityConfig")):  # type: ignore[misc]
+class ObservabilityConfig(Section):
     """What the engine shows to the outside."""
 
+    log_level: str | None = option(
+        None,
+        "least level of our own lines in the log: INFO for a server, WARNING for other commands (vLLM: VLLM_LOGGING_LEVEL)",
+        LOG_LEVELS,
+    )
+    fail_on_environ_validation: bool = option(
+        False, "refuse a variable VLLM_* or STAGES_* that nothing reads, instead of a warning"
+    )
     disable_log_stats: bool = option(False, "no periodic line with throughput and queue lengths")
 
 
+@with_features
 @dataclass(frozen=True)
-class VllmConfig(*settings("VllmConfig")):  # type: ignore[misc]
+class VllmConfig(Section):
     """Everything that the front end and the engine core share; sent in the handshake as msgpack.
 
     A feature's mixin adds its own sections as fields, and may define any of these methods:
 
-    - `detect(values)`, static: name -> (value, what decided), for settings that were left open
+    - `detect(values)`, static: name -> (value, what decided), for settings that were left open; `values` has the model's `shape` too
     - `resolve(values, files)`, static: internal fields computed from the settings and the model's files
     - `check(self)`: raises ConfigError if the settings are impossible together
     - `tasks(self)`: what requests may ask for, if the feature changes it
@@ -158,7 +165,10 @@ class VllmConfig(*settings("VllmConfig")):  # type: ignore[misc]
     @property
     def supported_tasks(self) -> tuple[str, ...]:
         """What requests may ask for (vLLM: AsyncLLM.get_supported_tasks)."""
-        return next((found for tasks in each(VllmConfig, "tasks") if (found := tasks(self))), ("generate",))
+        changed = [found for tasks in each(VllmConfig, "tasks") if (found := tasks(self))]
+        if len(changed) > 1:
+            raise ConfigError(f"one model cannot do both: {' and '.join(map(', '.join, changed))}")
+        return changed[0] if changed else ("generate",)
 
     def hooks(self, seam: str) -> list[str]:
         """The hooks ("module:Class") that the settings switch on at `seam`, which `hooks` above lists."""
@@ -185,3 +195,6 @@ class VllmConfig(*settings("VllmConfig")):  # type: ignore[misc]
 
 SECTIONS: dict[str, type] = {field.name: type(field.default) for field in own_first(VllmConfig)}
 """Field name in VllmConfig -> section class, the walk's own before those of features."""
+_names = [field.name for section in SECTIONS.values() for field in fields(section)]
+if twice := {name for name in _names if _names.count(name) > 1}:
+    raise ConfigError(f"two features have a setting {min(twice)}: delete one of them")

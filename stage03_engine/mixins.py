@@ -41,9 +41,53 @@ def load(name: str) -> Any:
         raise
 
 
+def import_class(path: str, flag: str) -> Any:
+    """A class of the user's own, which `module:Name` names (vLLM: resolve_obj_by_qualname). Raises ConfigError that names the flag if the import fails or finds no class."""
+    module_name, colon, name = path.partition(":")
+    if not (module_name and colon and name):
+        raise ConfigError(f"{flag} must look like module:Class, not {path!r}")
+    try:
+        found = getattr(import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{flag} {path}: {error}") from error
+    if not isinstance(found, type):
+        raise ConfigError(f"{flag} {path}: this is not a class")
+    return found
+
+
+def construct(path: str, flag: str, *args: Any) -> Any:
+    """An object of the class that `module:Name` names. Raises ConfigError that names the flag, whatever its code raises."""
+    found = import_class(path, flag)
+    try:
+        return found(*args)
+    except Exception as error:
+        raise ConfigError(f"{flag} {path}: {type(error).__name__}: {error}") from error
+
+
+EACH = {"detect", "resolve", "check", "tasks", "hooks"}
+"""Methods that any mixin may have: `each` calls them all."""
+
+
 def each(kind: type, method: str) -> list[Callable[..., Any]]:
     """`method` of each mixin of `kind` that defines it; `kind.method` alone would be the first one's."""
-    return [getattr(part, method) for part in kind.__mro__[1:] if method in vars(part)]
+    return [getattr(part, method) for part in kind.__mro__[2:] if method in vars(part)]
+
+
+def gathered(kind: type, method: str, *args: Any) -> dict[str, Any]:
+    """What `method` of the mixins of `kind` returns for these arguments, all in one. Raises ConfigError if two speak of the same: which
+    of them counts would depend on their order."""
+    found: dict[str, Any] = {}
+    for function in each(kind, method):
+        more = function(*args)
+        if both := found.keys() & more.keys():
+            raise ConfigError(f"two of these settings decide about {min(both)}: leave out one of them")
+        found |= more
+    return found
+
+
+def attributes(part: type) -> set[str]:
+    """The names that a class and those that it inherits from give to their objects, without those of Python itself."""
+    return {name for kind in part.__mro__[:-1] for name in vars(kind) if not name.startswith("__")}
 
 
 def struct_of(base: type[msgspec.Struct], parts: Sequence[type]) -> Any:

@@ -1,7 +1,7 @@
-"""Find a model's files by name, and read its shape (vllm/transformers_utils/config.py and repo_utils.py).
+"""Find a model's files by name, and read its shape (vllm/transformers_utils/config.py and repo_utils.py; weight_utils.py).
 
 Order: a folder, the bundled models, the Hugging Face cache, the Hugging Face hub. Imports neither torch nor
-transformers, and huggingface_hub only if a name is neither a folder nor bundled.
+transformers.
 """
 
 from __future__ import annotations
@@ -11,23 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from stage03_engine.args.hub import from_cache, from_hub
 from stage03_engine.args.parser import did_you_mean
-from stage03_engine.args.weight_files import weight_files
 from stage03_engine.errors import ModelNotFoundError
 from stage03_engine.hf_config import read_shape
-from stage03_engine.model_shape import KNOWN_SHAPES, ModelShape
-from stage03_engine.plugins import loaded
+from stage03_engine.model_shape import ModelShape
+from stage03_engine.plugins import loaded, wanted
 
 BUNDLED_FOLDER = Path(__file__).parent / "bundled"
-_TOKENIZER_FILES = ["tokenizer*", "vocab.json", "merges.txt", "chat_template.jinja"]
-_MODEL_FILES = [
-    "config.json",
-    "generation_config.json",
-    "preprocessor_config.json",
-    *_TOKENIZER_FILES,
-    "*.safetensors*",
-]
 _ALIASES = {"gpt-2": "gpt2"}
 
 
@@ -54,8 +44,8 @@ def bundled_models() -> list[str]:
 
 def known_shapes() -> dict[str, ModelShape]:
     """The shapes that `--load-format dummy` knows without files."""
-    others: tuple[dict[str, ModelShape], ...] = loaded("engine", "known_shapes")
-    return {name: shape for shapes in (KNOWN_SHAPES, *others) for name, shape in shapes.items()}
+    tables: tuple[dict[str, ModelShape], ...] = loaded("engine", "known_shapes")
+    return {name: shape for shapes in tables for name, shape in shapes.items()}
 
 
 def resolve_model(name: str, load_format: str = "auto", tokenizer: str | None = None) -> ModelFiles:
@@ -69,7 +59,7 @@ def resolve_model(name: str, load_format: str = "auto", tokenizer: str | None = 
     tokenizer_path = find_tokenizer(tokenizer, dummy) if tokenizer is not None else None
     if dummy and not os.path.isdir(name) and (known := known_shapes().get(name)) is not None:
         return ModelFiles(name, None, tokenizer_path, known, "known shape")
-    folder, where = _find(name, "model", _MODEL_FILES, _has_config if dummy else _has_model, offline=dummy)
+    folder, where = _find(name, "model", _has_config if dummy else _has_model, offline=dummy)
     if not _has_config(folder):
         raise ModelNotFoundError(f"{folder} is not a model: it has no config.json")
     shape = read_shape(folder)
@@ -84,17 +74,33 @@ def resolve_model(name: str, load_format: str = "auto", tokenizer: str | None = 
     return ModelFiles(name, str(folder), tokenizer_path, shape, where)
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold the weights: those of the index if there is one, else model.safetensors, else every
+    *.safetensors. (Some folders hold the same weights again, in their makers' own format, under another name.)
+
+    Raises ModelNotFoundError if there is none or one is missing, ConfigError for an index that cannot be used.
+    """
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.is_file():
+        files: list[Path] = wanted("engine", "weight_index", f"what reads {index.name}")(index)
+    else:
+        files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelNotFoundError(
+            f"no weights in {folder}: it holds no *.safetensors file; --load-format dummy serves it with random weights"
+        )
+    return files
+
+
 def find_tokenizer(name: str, offline: bool) -> str:
     """The folder that holds the tokenizer of a model. Raises ModelNotFoundError."""
-    folder, _ = _find(canonical_name(name), "tokenizer", _TOKENIZER_FILES, _has_tokenizer, offline=offline)
+    folder, _ = _find(canonical_name(name), "tokenizer", _has_tokenizer, offline=offline)
     if not _has_tokenizer(folder):
         raise ModelNotFoundError(f"{folder} has no tokenizer: neither tokenizer.json, nor vocab.json and merges.txt")
     return str(folder)
 
 
-def _find(
-    name: str, what: str, patterns: list[str], complete: Callable[[Path], bool], *, offline: bool
-) -> tuple[Path, str]:
+def _find(name: str, what: str, complete: Callable[[Path], bool], *, offline: bool) -> tuple[Path, str]:
     """The folder of `name` and where it was found. A folder that the user names is used even if it is incomplete, so
     that the error is about that folder; a cached one is used only if it is complete."""
     path = Path(os.path.expanduser(name))
@@ -106,13 +112,10 @@ def _find(
         raise ModelNotFoundError(
             f"no {what} at {name!r}: {'it is a file' if os.path.exists(path) else 'no such folder'}"
         )
-    cached = from_cache(name, patterns)
-    if cached is not None and complete(cached):
-        return cached, "cache"
+    find_by_id = wanted("engine", "hub", f"{name!r} is neither a folder nor bundled, and what asks the hub")
     try:
-        if offline:
-            raise LookupError("--load-format dummy does not ask the hub")
-        return from_hub(name, patterns), "hub"
+        found: tuple[Path, str] = find_by_id(name, what, complete, offline)
+        return found
     except LookupError as error:
         raise _not_found(name, what, str(error)) from None
 

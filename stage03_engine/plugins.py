@@ -15,13 +15,29 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from stage03_engine.errors import ConfigError
-from stage03_engine.mixins import is_there, load
+from stage03_engine.mixins import EACH, attributes, is_there, load
+
+T = TypeVar("T")
 
 INDEX: tuple[str | Feature, ...] = (
+    "stage03_engine.args.features.config_file",
+    "stage03_engine.args.features.vllm_variables",
+    "stage03_engine.args.features.refused_flags",
+    "stage03_engine.args.features.keyed_flags",
+    "stage03_engine.args.features.help_words",
+    "stage03_engine.args.features.log_config",
+    "stage03_engine.args.features.start_log",
+    "stage03_engine.args.features.cores",
+    "stage03_engine.args.features.number_format",
+    "stage03_engine.args.features.generation_config",
+    "stage03_engine.args.features.hub",
+    "stage03_engine.args.features.weight_index",
+    "stage03_engine.core.features.dummy_weights",
     "stage03_engine.model_formats",
+    "stage03_engine.bundled.training",
     "stage03_engine.nodes",
     "stage03_engine.replay",
     "stage03_engine.core.features.structured_output",
@@ -48,7 +64,6 @@ INDEX: tuple[str | Feature, ...] = (
     "stage03_engine.core.features.own_classes",
     "stage03_engine.core.features.scheduler_watch",
     "stage03_engine.core.features.prefix_cache_reset",
-    "stage03_engine.core.features.dummy_weights",
     "stage03_engine.core.features.memory_profile",
     "stage03_engine.core.features.front_ends",
     "stage03_engine.frontend.features.data_parallel",
@@ -188,6 +203,7 @@ class Feature:
     conflicts: Mapping[tuple[str, str], str] = field(
         default_factory=dict
     )  # two settings that cannot both be given -> why
+    variables: tuple[str, ...] = ()  # of the environment, which stand for no setting: it reads them itself
 
     def __post_init__(self) -> None:
         own = (replace(part, name=self._whole(part.name), feature=self.name) for part in self.parts)
@@ -345,3 +361,29 @@ def wanted(seam: str, key: str, what: str) -> Any:
 def settings(section: str, stage: str = "stage03_engine") -> tuple[type, ...]:
     """What features add to a section of the settings, which belongs to `stage`."""
     return tuple(each.settings[section] for each in features(stage) if section in each.settings)
+
+
+class Section:
+    """A section of the settings: a dataclass of the walk's own, to which features add theirs."""
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """What a feature added, of which the walk knows nothing."""
+
+
+def with_features(section: type[T]) -> type[T]:
+    """Class decorator: a dataclass of the settings, with the fields and methods that features add to it.
+
+    Raises ConfigError if two declare the same name: which of them counts would depend on their order, and it depends on nothing.
+    """
+    parts = (section, *settings(section.__name__, section.__module__.partition(".")[0]))
+    owners: dict[str, type] = {}
+    for part in parts:
+        for name in attributes(part) - EACH:
+            if (other := owners.setdefault(name, part)) is not part:
+                raise ConfigError(
+                    f"{name} of {section.__name__} is declared twice: by {other.__name__} and by {part.__name__}"
+                )
+    whole = type(section.__name__, parts, {"__doc__": section.__doc__, "__module__": section.__module__})
+    return dataclass(frozen=True)(whole)

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 STAGES = ["stage01_cli", "stage02_server", "stage03_engine", "stage04_kernels"]
-WALK = [*STAGES, "stage03_engine/frontend", "stage03_engine/core", "stage03_engine/core/models"]
+WALK = [*STAGES, "stage03_engine/args", "stage03_engine/frontend", "stage03_engine/core", "stage03_engine/core/models"]
 MACHINERY = ["args", "frontend", "core", "models"]  # folders of stage 3 that the walk is built upon
 NO_TORCH = [  # plain Python by contract: policy, and everything that the API process imports
     *[

@@ -72,11 +72,11 @@ def test_the_room_serves(server: ServerProcess) -> None:
     assert {"top_a", "temperature"} <= set(options)
 
 
-def stages(site: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def stages(site: Path, *words: str, program: str = "stage01_cli", **variables: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])
     environment = {name: value for name, value in os.environ.items() if not name.startswith("STAGES_")}
     return subprocess.run(
-        [sys.executable, "-m", "stage01_cli", *words], env=environment | {"PYTHONPATH": path} | variables, cwd=ROOT,
+        [sys.executable, "-m", program, *words], env=environment | {"PYTHONPATH": path} | variables, cwd=ROOT,
         capture_output=True, text=True, timeout=PATIENCE,
     )  # fmt: skip
 
@@ -105,17 +105,55 @@ def test_a_package_that_is_not_whole_is_refused(site: Path, module: str) -> None
     assert f"top_a.{module}" in said.stderr
 
 
+SAME = """
+from dataclasses import dataclass
+from stage03_engine.args.fields import option
+from stage03_engine.plugins import Feature
+
+@dataclass(frozen=True)
+class Mine:
+    block_size: int = option(1, "of something else")
+
+FEATURE = Feature(name="same", help="takes a name", room="same", settings={"SECTION": Mine})
+"""
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ("CacheConfig", "block_size of CacheConfig is declared twice: by CacheConfig and by Mine"),
+        ("ModelConfig", "two features have a setting block_size: delete one of them"),
+        ("FrontendArgs", "two features have a setting block_size: delete one of them"),
+    ],
+)
+def test_a_package_takes_no_setting_of_another(section: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "same.py").write_text(SAME.replace("SECTION", section))
+    (info := tmp_path / "same-1.0.dist-info").mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: same\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[vllm_in_stages.features]\nsame = same:FEATURE\n")
+    ended = stages(tmp_path, "serve", "gpt2-tiny", "--dry-run")
+    assert (ended.returncode, ended.stderr) == (2, f"stages: error: {said}\n")
+
+
 @pytest.mark.parametrize("names", ["gone:FEATURE", "os:sep", "raises:FEATURE"])
-@pytest.mark.parametrize("words", [("--help",), ("serve", "gpt2-tiny", "--dry-run")], ids=" ".join)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("stage01_cli", "--help"), ("stage01_cli", "serve", "gpt2-tiny", "--dry-run"),
+        ("stage02_server", "serve", "gpt2-tiny", "--dry-run"), ("stage03_engine", "generate", "gpt2-tiny", "To", "--max-tokens", "1"),
+    ],
+    ids=" ".join,
+)  # fmt: skip
 def test_a_package_that_cannot_come_in_is_one_line(names: str, words: tuple[str, ...], tmp_path: Path) -> None:
     """Its code may do anything; and the way to go on without it is said."""
     (tmp_path / "raises.py").write_text("1 / 0")
     (info := tmp_path / "bad-1.0.dist-info").mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: bad\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(f"[vllm_in_stages.features]\nbad = {names}\n")
-    said = stages(tmp_path, *words)
+    program, *arguments = words
+    said = stages(tmp_path, *arguments, program=program)
     assert said.returncode == 2 and said.stderr.startswith(
         f"stages: error: {names}, which an installed package adds as bad, "
     )
     assert said.stderr.endswith("; STAGES_PLUGINS= leaves it out\n") and said.stderr.count("\n") == 1
-    assert stages(tmp_path, *words, STAGES_PLUGINS="").returncode == 0
+    assert stages(tmp_path, *arguments, program=program, STAGES_PLUGINS="").returncode == 0

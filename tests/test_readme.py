@@ -22,6 +22,7 @@ from server_under_test import ServerProcess
 
 import stage01_cli.main
 import stage03_engine.__main__
+import stage03_engine.llm.command
 import stage04_kernels.__main__
 import stage04_kernels.lab.commands
 import stagetrace.__main__
@@ -34,7 +35,7 @@ READMES = sorted(
     [*ROOT.glob("*.md"), *ROOT.glob("stage0*/**/*.md"), *ROOT.glob("trace/*.md"), *ROOT.glob("tests/**/*.md")]
 )
 MAP = ROOT / "notebooks/MAP.md"
-REFUSED = ROOT / "stage03_engine/args/refused.toml"
+REFUSED = ROOT / "stage03_engine/args/features/refused_flags/refused.toml"
 
 
 def commands() -> Iterator[tuple[str, str]]:
@@ -215,7 +216,11 @@ NO_FLAGS_OF_OURS = {
 
 def test_every_flag_that_a_readme_names_exists() -> None:
     parsers = [make_parser(name) for name in SUBCOMMANDS]
-    parsers += [stage03_engine.__main__.make_parser(), stage04_kernels.lab.commands.make_parser(), race.make_parser()]
+    parsers += [
+        stage03_engine.llm.command.make_parser(),
+        stage04_kernels.lab.commands.make_parser(),
+        race.make_parser(),
+    ]
     known = set().union(*map(flags_of, parsers), NO_FLAGS_OF_OURS)
     known |= set(
         re.findall(r"--[a-z-]+", REFUSED.read_text(encoding="utf-8"))

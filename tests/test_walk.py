@@ -108,6 +108,12 @@ def _steps(seen: Observed, start: int, end: int) -> list[list[str]]:
 
 
 ON_BY_DEFAULT = {
+    "stage03_engine.args.features.cores",  # how many compute threads
+    "stage03_engine.args.features.generation_config",  # how to sample where a request does not say
+    "stage03_engine.args.features.log_config",
+    "stage03_engine.args.features.number_format",
+    "stage03_engine.args.features.start_log",
+    "stage03_engine.args.features.vllm_variables",
     "stage02_server.features.admin",  # /load and its like
     "stage02_server.features.hardening",  # limits of size and time
     "stage02_server.features.logprobs",

@@ -15,6 +15,7 @@ from stage03_engine.arg_utils import AsyncEngineArgs, engine_settings
 from stage03_engine.args import CLISubcommand, FlexibleArgumentParser, Resolved, add_flags, resolve_cli, settings_of
 from stage03_engine.config import VllmConfig, option
 from stage03_engine.errors import ConfigError, InvalidRequestError
+from stage03_engine.plugins import wanted
 from stage03_engine.tracing import open_trace
 
 if TYPE_CHECKING:
@@ -92,12 +93,16 @@ def check_writable(path: str | None) -> None:
         raise ConfigError(f"cannot write {path}: there is no folder {Path(path).parent}")
 
 
+def offline_engine() -> type[LLM]:
+    """The class itself. Raises ConfigError if its feature is not there."""
+    found: type[LLM] = wanted("engine", "llm", "the engine without a server")
+    return found
+
+
 @contextmanager
 def engine(config: VllmConfig) -> Iterator[LLM]:
     """The engine in its own process, as a server has it. A request that it refuses raises ConfigError."""
-    from stage03_engine.llm import LLM
-
-    with LLM.from_vllm_config(config, multiprocess=True) as llm:
+    with offline_engine().from_vllm_config(config, multiprocess=True) as llm:
         try:
             yield llm
         except InvalidRequestError as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import fields
 
 from stage03_engine.args.fields import check_at_least
-from stage03_engine.args.log import read_log_config
 from stage03_engine.config import SECTIONS, VllmConfig
 from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import each
@@ -17,8 +16,6 @@ def check_config(config: VllmConfig) -> None:
     """Raises ConfigError for the first setting that is impossible, alone or together with another."""
     _check_ranges(config)
     _check_conflicts(config)
-    if config.observability_config.log_config_file is not None:
-        read_log_config(config.observability_config.log_config_file)
     _check_attention_backend(config)
     _check_lengths(config)
     for check in each(VllmConfig, "check"):

@@ -16,6 +16,7 @@ import typing
 from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
+from inspect import get_annotations
 from typing import Any
 
 from stage03_engine.errors import ConfigError
@@ -177,8 +178,8 @@ class Setting:
 
 
 def own_first(section: type) -> list[dataclasses.Field[Any]]:
-    """The fields of a dataclass: its own before those that its mixins add."""
-    own = vars(section).get("__annotations__", {})
+    """The fields of a dataclass: the walk's own before those that features add to it (`with_features`)."""
+    own = get_annotations(section) or get_annotations(section.__mro__[1])
     return sorted(dataclasses.fields(section), key=lambda field: field.name not in own)
 
 
@@ -218,12 +219,15 @@ def _kind_of(hint: Any) -> tuple[type, bool]:
 def add_flags(parser: argparse.ArgumentParser, section: type) -> None:
     """Add one flag per setting of `section`, in a group of its own.
 
-    A flag that is not given leaves no trace in the namespace (SUPPRESS): that shows later which flags were given.
+    A flag that is not given leaves no trace in the namespace (SUPPRESS): that shows later which flags were given. Raises ConfigError for
+    a flag that there is already.
     """
     if not (settings := settings_of(section)):
         return  # all of it is computed
     group = parser.add_argument_group(section.__name__, (section.__doc__ or "").partition("\n")[0])
     for setting in settings:
+        if setting.flag in parser._option_string_actions:
+            raise ConfigError(f"two features have a setting {setting.name}: delete one of them")
         shown = " ".join(setting.default) if setting.kind is tuple and setting.default else setting.default
         default = "" if shown in (None, (), "") else f" (default: {shown})"
         common: dict[str, Any] = {"dest": setting.name, "default": argparse.SUPPRESS}

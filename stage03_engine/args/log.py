@@ -1,45 +1,39 @@
-"""The log of each process (vllm/logger.py, vllm/entrypoints/utils.py log_non_default_args): where it goes, what stands before each
-line, and the lines about the start itself. vLLM puts the process before each line in the same way (decorate_logs).
+"""The log of each process (vllm/logger.py): where it goes, and what stands before each line. vLLM puts the process there in the same way
+(decorate_logs).
 """
 
 from __future__ import annotations
 
-import json
-import logging.config
+import logging
 import os
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import fields, replace
-from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from stage03_engine.args.cpu import bfloat16_flag, find_cores
 from stage03_engine.args.fields import settings_of
-from stage03_engine.args.log_flags import LogFlags
-from stage03_engine.errors import ConfigError
+from stage03_engine.config import ObservabilityConfig, VllmConfig
 from stage03_engine.mixins import load
-from stagetrace.redact import HIDDEN, redact_values
+from stage03_engine.plugins import find
+from stagetrace.redact import redact_values
 from stagetrace.text import OneLineRecord
 
 if TYPE_CHECKING:
     from stage03_engine.args.resolve import Resolved
-    from stage03_engine.config import VllmConfig
 
-logger = logging.getLogger(__name__)
 FORMAT = "%(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s"
 DATE_FORMAT = "%m-%d %H:%M:%S"
 OWN_LOGGERS = ("stage01_cli", "stage02_server", "stage03_engine", "stage04_kernels")
 
 
-def configure_logging(process: str, flags: Any) -> None:
-    """Everything from INFO upwards to stderr, one line per record, unless logging is set up already or `flags` (LogFlags) say
-    otherwise; they do not decide about OneLineRecord. Raises ConfigError for a log configuration that cannot be used."""
+def configure_logging(process: str, flags: ObservabilityConfig) -> None:
+    """Everything from INFO upwards to stderr, one line per record, unless logging is set up already, or a feature has other ways; but
+    each record is a OneLineRecord. Raises ConfigError for a log configuration that cannot be used."""
     logging.setLogRecordFactory(OneLineRecord)
-    if not flags.configure_logging:
+    set_up = find("engine", "log_config")
+    if set_up is not None and set_up(flags):
         return
-    if flags.log_config_file is not None:
-        load_log_config(flags.log_config_file)
     who = f"({process} pid={os.getpid()}) "
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=who + FORMAT, datefmt=DATE_FORMAT)
     if flags.log_level != "INFO":
@@ -53,33 +47,8 @@ def log_of_server(settings: dict[str, Resolved], dry_run: bool) -> None:
         settings["log_level"] = replace(settings["log_level"], value="INFO")
     if not dry_run:
         process = "Node" if "headless" in settings and settings["headless"].value else "APIServer"
-        configure_logging(process, LogFlags(**{each.name: settings[each.name].value for each in fields(LogFlags)}))
-
-
-def read_log_config(path: str) -> dict[str, Any]:
-    """The JSON object in a file of `--log-config-file`. Raises ConfigError."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            config: Any = json.load(file)
-        if not isinstance(config, dict):
-            raise ValueError("it must hold a JSON object")
-        return config
-    except OSError as error:
-        raise ConfigError(f"cannot read log_config_file {path}: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"log_config_file {path} cannot be used: {error}") from error
-
-
-def load_log_config(path: str) -> None:
-    """Set logging up as the file says. Raises ConfigError.
-
-    Loggers that exist already stay, unless the file says otherwise: Python's default would silence the server's own.
-    """
-    config = read_log_config(path)
-    try:
-        logging.config.dictConfig({"disable_existing_loggers": False} | config)
-    except (OSError, ValueError, TypeError, AttributeError, ImportError) as error:
-        raise ConfigError(f"log_config_file {path} cannot be used: {error}") from error
+        given = {each.name: settings[each.name].value for each in settings_of(ObservabilityConfig)}
+        configure_logging(process, ObservabilityConfig(**given))
 
 
 def name_process(process: str) -> None:
@@ -106,35 +75,10 @@ def not_default(settings: Mapping[str, Resolved]) -> dict[str, str]:
     return redact_values(given)
 
 
-def announce(config: VllmConfig, *more_sections: Any) -> None:
-    """Log the version, the model and the settings that are not at their default (those that were detected too); and warn if the
-    answers will mean nothing. `more_sections` hold the settings of the server."""
-    model = config.model_config
-    logger.info("vLLM in stages %s, model %s", _version(), model.model)
-    sections = [*(getattr(config, each.name) for each in fields(config)), *more_sections]
-    values = [(each, getattr(section, each.name)) for section in sections for each in settings_of(type(section))]
-    shown = {each.name: HIDDEN if each.secret else str(value) for each, value in values if value != each.default}
-    logger.info("Settings: %s", ", ".join(f"{name}={value}" for name, value in redact_values(shown).items()))
-    if config.device_config.device == "cpu":
-        logger.info("On the CPU (%s): %s", find_cores(), _how_it_computes(config))
-    if model.load_format == "dummy":
-        tokenizer = " and the tokenizer is a stand-in, a token per byte" if model.tokenizer_path is None else ""
-        logger.warning("The weights are random%s (--load-format dummy): the answers mean nothing.", tokenizer)
-
-
-def _how_it_computes(config: VllmConfig) -> str:
-    threads = f"compute threads: {config.device_config.num_threads or 1}"
-    if config.model_config.dtype != "bfloat16":
-        return f"{threads}, {config.model_config.dtype}."
-    flag = bfloat16_flag()
-    return f"{threads}, bfloat16 {f'with {flag}' if flag else 'without instructions for it'}; --dtype float32 is exact."
-
-
-def _version() -> str:
-    try:
-        return version("vllm-in-stages")
-    except PackageNotFoundError:
-        return "(not installed)"
+def announce(config: VllmConfig, *more_sections: object) -> None:
+    """Log what is started, if a feature says it. `more_sections` hold the settings of the server."""
+    if say := find("engine", "start_log"):
+        say(config, *more_sections)
 
 
 def seconds_since_start() -> float:

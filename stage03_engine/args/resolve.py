@@ -7,7 +7,6 @@ variables (vllm/envs.py). Here each setting has all five, and remembers which on
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,11 +14,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stage03_engine.args.cpu import compute_threads, cpu_dtype, find_cores
-from stage03_engine.args.environment import COUNTERPARTS, check_fixed, value_of
+from stage03_engine.args.cpu import find_cores
 from stage03_engine.args.fields import Setting
-from stage03_engine.args.parser import did_you_mean, refuse_absent
 from stage03_engine.errors import ConfigError
+from stage03_engine.plugins import find, wanted
 
 if TYPE_CHECKING:
     from stage03_engine.model_shape import ModelShape
@@ -53,13 +51,15 @@ def resolve_settings(
 
     `given` maps names to what the command line (or the caller) gave. An empty environment variable counts as not set; one of
     vLLM's counts after our own for the same setting.
-    `refused_tables` name tables of refused.toml, whose flags the config file may hold at their harmless values.
+    `refused_tables` name tables of vLLM's flags, which the config file may hold at the values that ask for nothing.
     Raises ConfigError that names the flag, the variable, or the file and its key.
     """
-    from_file = _read_config_file(config_file, settings, refused_tables) if config_file is not None else {}
+    from_file: Mapping[str, Any] = {}
+    if config_file is not None:
+        from_file = wanted("engine", "config_file", "--config")(config_file, settings, refused_tables)
     resolved = {each.name: decide(each, given, environ, from_file, str(config_file)) for each in settings}
-    check_fixed(environ)
-    return resolved | _from_vllm_variables(settings, resolved, environ)
+    other_variables = find("engine", "other_variables")
+    return resolved if other_variables is None else resolved | other_variables(settings, resolved, environ)
 
 
 def decide(
@@ -84,27 +84,6 @@ def decide(
         value = accepted(setting, from_file[name], f"config file {config_file}: {name}")
         return Resolved(value, "config file", config_file)
     return Resolved(setting.default, "default")
-
-
-def _from_vllm_variables(
-    settings: Sequence[Setting], resolved: Mapping[str, Resolved], environ: Mapping[str, str]
-) -> dict[str, Resolved]:
-    """What vLLM's variables say for settings that neither the command line nor a variable of ours gave. Raises ConfigError."""
-    found, known = {}, {setting.name: setting for setting in settings}
-    for variable, counterpart in COUNTERPARTS.items():
-        name, value = counterpart.setting, value_of(variable, environ)
-        if value is None or name not in known:
-            continue
-        value = accepted(known[name], value, f"environment variable {variable}")
-        only_on = counterpart.only_on
-        if resolved[name].source in ("config file", "default") and only_on in (None, _device(resolved)):
-            found[name] = Resolved(value, "environment", variable)
-    return found
-
-
-def _device(resolved: Mapping[str, Resolved]) -> str:
-    asked = resolved["device"].value
-    return detect_device()[0] if asked == "auto" else str(asked)
 
 
 def resolve_cli(
@@ -149,46 +128,6 @@ def accepted(setting: Setting, value: Any, where: str) -> Any:
         raise ConfigError(f"{where}: {problem}") from None
 
 
-def _read_config_file(path: str, settings: Sequence[Setting], refused_tables: Sequence[str]) -> dict[str, Any]:
-    """The mapping in a YAML file, its keys written with underscores. Raises ConfigError."""
-    import yaml  # only when there is a config file
-
-    try:
-        with open(path, encoding="utf-8") as file:
-            content = yaml.safe_load(file)
-    except OSError as error:
-        raise ConfigError(f"cannot read config file {path}: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"config file {path} is not UTF-8 text") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date or a number that cannot be
-        raise ConfigError(f"config file {path} is not YAML: {error}") from None
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise ConfigError(f"config file {path} must hold a mapping such as `max-num-seqs: 64`")
-    known = {setting.name: setting for setting in settings}
-    values: dict[str, Any] = {}
-    for key, value in content.items():
-        name = str(key).replace("-", "_")
-        if name in values:
-            raise ConfigError(f"config file {path}: {name} is given twice")
-        if name in known:
-            values[name] = value
-        elif not _asks_for_nothing(path, name, value, refused_tables):
-            refuse_absent("--" + name.replace("_", "-"))
-            raise ConfigError(f"config file {path}: unknown key {key!r}{did_you_mean(name, known)}")
-    return values
-
-
-def _asks_for_nothing(path: str, name: str, value: Any, refused_tables: Sequence[str]) -> bool:
-    from stage03_engine.args.refused import accepts_key, refused
-
-    try:
-        return accepts_key(refused(*refused_tables), name, value)
-    except ConfigError as error:
-        raise ConfigError(f"config file {path}: {error}") from None
-
-
 def detect_device() -> tuple[str, str]:
     """(`cuda` or `cpu`, what decided)."""
     if not _NVIDIA_DRIVER.exists():
@@ -203,44 +142,12 @@ def detect_device() -> tuple[str, str]:
     return "cuda", str(_NVIDIA_DRIVER)
 
 
-def gpu_capability() -> tuple[int, int] | None:
-    """Compute capability of the first GPU that this process may use, asked of the driver's own library (NVML): this process has no
-    torch. None if it does not answer."""
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
-    try:
-        nvml, handle = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_void_p()
-        if nvml.nvmlInit_v2() != 0:
-            return None
-        major, minor = ctypes.c_int(), ctypes.c_int()
-        found = nvml.nvmlDeviceGetHandleByIndex_v2(int(first) if first.isdecimal() else 0, ctypes.byref(handle))
-        found = found or nvml.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor))
-        nvml.nvmlShutdown()
-        return None if found != 0 else (major.value, minor.value)
-    except (OSError, AttributeError):  # no such library, or one without these functions
-        return None
-
-
-def gpu_dtype(own: str, capability: tuple[int, int] | None) -> tuple[str, str]:
-    """(number format on a GPU, what decided): the model's own, but 16 bits for float32, and float16 where the chip has no bfloat16
-    (vLLM: _resolve_auto_dtype in config/model.py)."""
-    preferred = "float16" if capability is not None and capability < (8, 0) else "bfloat16"
-    if own == "float32":
-        return preferred, "the model is float32, and a GPU multiplies 16 bits faster"
-    if own == "bfloat16" and preferred == "float16":
-        return preferred, "the model is bfloat16, which this GPU does not have"
-    return own, "the model's own"
-
-
 def detect_settings(shape: ModelShape, device: str) -> dict[str, tuple[Any, str]]:
-    """Setting -> (value, what was looked at), for settings that may be left open."""
-    found_device, why = detect_device()
-    if device == "auto":
-        device = found_device
+    """Setting -> (value, what was looked at), for settings that may be left open, and that no feature knew better."""
     cores = find_cores()
     positions = "n_positions" if shape.architecture.startswith("GPT2") else "max_position_embeddings"
     return {
-        "device": (found_device, why),
-        "dtype": cpu_dtype(shape) if device == "cpu" else gpu_dtype(shape.torch_dtype, gpu_capability()),
+        "dtype": ("float32", "on a CPU") if device == "cpu" else (shape.torch_dtype, "the model's own"),
         "max_model_len": (shape.max_position_embeddings, f"{positions} of the model"),
-        "num_threads": (compute_threads(cores), str(cores)),
+        "num_threads": (cores.compute, str(cores)),
     }

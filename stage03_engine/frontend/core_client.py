@@ -1,4 +1,4 @@
-"""How the front end reaches the engine core: two small interfaces, and the client that the server uses.
+"""How the front end reaches the engine core: a small interface, and the client that the server uses.
 
 AsyncMPClient talks to an engine process from an event loop (for `AsyncLLM`, and so for the server). Features have the other
 clients: InprocClient for `LLM`, SyncMPClient for `LLM(multiprocess=True)`, AsyncInprocClient for `serve --in-process`.
@@ -33,30 +33,6 @@ from stage03_engine.messages import (
 from stagetrace import trace
 
 logger = logging.getLogger(__name__)
-
-
-class EngineCoreClient(ABC):
-    """For a caller without an event loop."""
-
-    @abstractmethod
-    def add_request(self, request: EngineCoreRequest) -> None:
-        """Queue a request."""
-
-    @abstractmethod
-    def abort_requests(self, request_ids: list[str]) -> None:
-        """Stop requests and free their blocks."""
-
-    @abstractmethod
-    def call(self, method: str) -> bool:
-        """Call one of the engine core's methods that are not part of serving requests; False if it did nothing."""
-
-    @abstractmethod
-    def get_output(self) -> EngineCoreOutputs:
-        """The outputs of the next step; only call it while requests are unfinished. Raises EngineDeadError."""
-
-    @abstractmethod
-    def shutdown(self) -> None:
-        """Release everything. May be called twice."""
 
 
 class AsyncEngineCoreClient(ABC):

@@ -35,4 +35,5 @@ FEATURE = Feature(
     room=__package__,
     settings={"VllmConfig": NodeFlags},
     parts=(Part("serve", ".headless:run_headless", key="run_headless"),),
+    variables=("STAGES_NODE_SECRET",),
 )

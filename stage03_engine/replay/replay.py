@@ -12,7 +12,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from stage03_engine.args.import_class import construct
 from stage03_engine.config import CacheConfig, SchedulerConfig, VllmConfig
 from stage03_engine.core.block_pool import BlockPool
 from stage03_engine.core.hooks import SchedulerHook
@@ -21,7 +20,7 @@ from stage03_engine.core.sched_output import SchedulerOutput
 from stage03_engine.core.scheduler import Scheduler
 from stage03_engine.errors import ConfigError
 from stage03_engine.messages import EngineCoreOutput, FinishReason
-from stage03_engine.mixins import is_there, load
+from stage03_engine.mixins import construct, is_there, load
 from stage03_engine.replay.recording import Decision, RecordedHook, RecordedStep, made_up_request
 from stage03_engine.replay.report import MANY, Difference, Replayed, facts_that_differ, outcome_in_words
 from stagetrace import Event, Recording

@@ -12,7 +12,7 @@ from patience import PATIENCE
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from stage03_engine.arg_utils import EngineArgs
-from stage03_engine.args.cpu import compute_threads, find_cores
+from stage03_engine.args.cpu import find_cores
 from stage03_engine.config import VllmConfig
 from stage03_engine.frontend.async_llm import AsyncLLM
 from stage03_engine.sampling_params import RequestOutputKind, SamplingParams
@@ -25,7 +25,7 @@ SETTINGS: dict[str, Any] = {"model": "gpt2-tiny", "kv_cache_memory_bytes": 100_0
 
 def config_of(engines: int, **more: Any) -> VllmConfig:
     """All cores, divided among the engines."""
-    threads = max(1, compute_threads(find_cores()) // engines)
+    threads = max(1, find_cores().compute // engines)
     return EngineArgs.from_kwargs(**SETTINGS, data_parallel_size=engines, num_threads=threads, **more)
 
 

@@ -345,7 +345,7 @@ def test_impossible_flags(wrong: dict[str, Any], says: str) -> None:
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"version": 1, "root": {"handlers": ["none"]}}', None])
 def test_a_log_config_that_cannot_be_used(tmp_path: Path, content: str | None) -> None:
-    from stage03_engine.args.log import load_log_config
+    from stage03_engine.args.features.log_config.log_config import load_log_config
 
     if content is not None:
         (tmp_path / "log.json").write_text(content)

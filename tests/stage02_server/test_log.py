@@ -17,7 +17,8 @@ from server_under_test import ServerProcess
 
 from stage02_server.features.hardening.log_limit import LogLimit
 from stage03_engine.arg_utils import EngineArgs
-from stage03_engine.args.log import LogFlags, configure_logging
+from stage03_engine.args.log import configure_logging
+from stage03_engine.config import ObservabilityConfig
 from stage03_engine.frontend.features.logging_stats.logging_stats import LoggingStatLogger
 from stage03_engine.frontend.metrics import IterationStats
 from stage03_engine.messages import SchedulerStats
@@ -72,7 +73,7 @@ def test_no_client_writes_a_line_or_steers_the_terminal(server: ServerProcess) -
 def test_whatever_a_record_quotes_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a file of the user's own sets the log up; and each line of a traceback is indented."""
     monkeypatch.setattr(logging, "_logRecordFactory", logging.getLogRecordFactory())
-    configure_logging("APIServer", LogFlags(configure_logging=False))
+    configure_logging("APIServer", ObservabilityConfig(configure_logging=False))
     stream, odd = io.StringIO(), "x\r\n\x1b[2J\x9b\u2028\u202e\ud800\x7f"
     handler = logging.StreamHandler(stream)
     handler.setFormatter(logging.Formatter("LINE %(message)s"))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stage03_engine.args.refused import check_unknown_fields
+from stage03_engine.args.unknown import check_unknown_fields
 from stage03_engine.errors import InvalidRequestError
 
 

@@ -36,7 +36,7 @@ DEFAULTS = {
 @pytest.fixture(autouse=True)
 def a_cpu_without_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is detected must not depend on the machine that runs the tests."""
-    monkeypatch.setattr("stage03_engine.args.cpu.bfloat16_flag", lambda *_: None)
+    monkeypatch.setattr("stage03_engine.args.features.number_format.number_format.bfloat16_flag", lambda *_: None)
 
 
 def flag(name: str, value: Any) -> str:

@@ -16,7 +16,9 @@ from hypothesis import given, strategies as st
 from stage03_engine.arg_utils import AsyncEngineArgs, EngineArgs
 from stage03_engine.args import FlexibleArgumentParser, cli_env_setup, resolve as detect, run_command
 from stage03_engine.args.command import WAITING
-from stage03_engine.args.cpu import Cores, compute_threads, cpu_dtype, find_cores
+from stage03_engine.args.cpu import Cores, find_cores
+from stage03_engine.args.features.number_format import number_format
+from stage03_engine.args.features.number_format.manifest import FastestFormat
 from stage03_engine.args.processes import engine_environment
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import ConfigError, EngineStartError
@@ -32,16 +34,16 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_everything_open_is_detected() -> None:
     config = EngineArgs.from_kwargs(**DUMMY)
-    assert config.model_config.dtype == cpu_dtype(config.shape)[0]
+    assert config.model_config.dtype == number_format.cpu_dtype(config.shape)[0]
     assert config.max_model_len == config.shape.max_position_embeddings == 1024
-    assert config.device_config.num_threads == compute_threads(find_cores())
+    assert config.device_config.num_threads == find_cores().compute
     assert 1 <= find_cores().compute <= (os.cpu_count() or 1)
 
 
 def test_the_device_is_named_and_float32_goes_with_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     config = EngineArgs.from_kwargs(model="gpt2", load_format="dummy")
     assert config.device_config.device in ("cpu", "cuda")
-    monkeypatch.setattr(detect, "gpu_capability", lambda: (9, 0))
+    monkeypatch.setattr(number_format, "gpu_capability", lambda: (9, 0))
     on_gpu = EngineArgs.from_kwargs(model="gpt2", load_format="dummy", device="cuda")
     assert (on_gpu.shape.torch_dtype, on_gpu.model_config.dtype) == ("float32", "bfloat16")
 
@@ -256,14 +258,14 @@ def test_number_formats_have_two_names(name: str, meant: str) -> None:
 def test_auto_takes_16_bits_on_a_gpu(
     own: str, capability: tuple[int, int] | None, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(detect, "gpu_capability", lambda: capability)
+    monkeypatch.setattr(number_format, "gpu_capability", lambda: capability)
     shape = replace(EngineArgs.from_kwargs(**DUMMY).shape, torch_dtype=own)
-    assert detect.detect_settings(shape, "cuda")["dtype"][0] == chosen
+    assert FastestFormat.detect({"dtype": "auto", "device": "cuda", "shape": shape})["dtype"][0] == chosen
 
 
 def test_the_cpu_decides_about_threads_and_number_format(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(detect, "find_cores", lambda: Cores(16, 8))
-    monkeypatch.setattr(detect, "cpu_dtype", lambda shape: ("bfloat16", "the CPU has amx_bf16"))
+    monkeypatch.setattr(number_format, "cpu_dtype", lambda shape: ("bfloat16", "the CPU has amx_bf16"))
     parser = FlexibleArgumentParser(prog="test")
     AsyncEngineArgs.add_cli_args(parser)
     words = ["--model=gpt2", "--load-format=dummy", "--device=cpu"]
@@ -279,5 +281,5 @@ def test_without_a_driver_nobody_knows_the_gpu(monkeypatch: pytest.MonkeyPatch) 
     def no_library(name: str) -> object:
         raise OSError(name)
 
-    monkeypatch.setattr(detect.ctypes, "CDLL", no_library)
-    assert detect.gpu_capability() is None
+    monkeypatch.setattr(number_format.ctypes, "CDLL", no_library)
+    assert number_format.gpu_capability() is None

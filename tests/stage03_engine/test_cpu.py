@@ -10,8 +10,12 @@ from pathlib import Path
 import pytest
 
 from stage03_engine.args import cpu
-from stage03_engine.args.cpu import Cores, bfloat16_flag, count_physical, cpu_dtype, find_quota
-from stage03_engine.model_shape import KNOWN_SHAPES, ModelShape
+from stage03_engine.args.cpu import Cores
+from stage03_engine.args.features.cores.cores import count_physical, find_quota
+from stage03_engine.args.features.number_format.number_format import bfloat16_flag, cpu_dtype
+from stage03_engine.args.resolve import detect_settings
+from stage03_engine.core.features.dummy_weights.shapes import KNOWN_SHAPES
+from stage03_engine.model_shape import ModelShape
 
 GPT2 = KNOWN_SHAPES["gpt2"]
 TINY = ModelShape("GPT2LMHeadModel", 2048, 4, 4, 4, 32, 128, 512, 512)
@@ -148,3 +152,11 @@ def test_what_was_not_text_says_nothing(tmp_path: Path) -> None:
     for name in ("proc/cpuinfo", "proc/self/cgroup"):
         (tmp_path / name).write_bytes(b"flags : \xff\xfe amx_bf16")
     assert bfloat16_flag(tmp_path) is None and find_quota(tmp_path) == inf
+
+
+def test_without_the_features_a_thread_is_a_core_and_nothing_is_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stage03_engine.plugins.INDEX", ())
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 5}, raising=False)
+    assert cpu.find_cores() == Cores(3, 3)
+    own = replace(GPT2, torch_dtype="float16")
+    assert [detect_settings(own, device)["dtype"][0] for device in ("cpu", "cuda")] == ["float32", "float16"]

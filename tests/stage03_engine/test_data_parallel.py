@@ -27,7 +27,7 @@ from steered_engines import Engines, SteeredEngine, config_of, token_at
 from stage02_server.api_server import make_core_client
 from stage02_server.cli_args import FrontendArgs
 from stage03_engine.arg_utils import EngineArgs
-from stage03_engine.args.cpu import compute_threads, find_cores
+from stage03_engine.args.cpu import find_cores
 from stage03_engine.errors import ConfigError, EngineDeadError, EngineStartError, InvalidRequestError
 from stage03_engine.frontend.features.data_parallel import coordinator as coordinator_module, devices
 from stage03_engine.frontend.features.data_parallel.balancing import MOST_BEHIND, Balancer, PrefixIndex
@@ -672,11 +672,11 @@ def test_as_many_as_before_if_a_new_engine_cannot_start() -> None:
 
 def test_engines_share_cores_and_memory() -> None:
     config = EngineArgs.from_kwargs(**SMALL, data_parallel_size=2, gpu_memory_utilization=0.8)
-    threads = max(1, compute_threads(find_cores()) // 2)
+    threads = max(1, find_cores().compute // 2)
     assert config.device_config.num_threads == threads
     assert EngineArgs.from_kwargs(**SMALL, data_parallel_size=2, num_threads=3).device_config.num_threads == 3
     alone = EngineArgs.from_kwargs(**SMALL, data_parallel_size=2, data_parallel_rank=1)
-    assert alone.device_config.num_threads == compute_threads(find_cores())
+    assert alone.device_config.num_threads == find_cores().compute
     engines = Engines()
     client = DPLBAsyncMPClient(config, engines)
     client.start_process()

@@ -12,8 +12,9 @@ import pytest
 from stage01_cli.main import main
 from stage02_server.cli_args import FrontendArgs
 from stage03_engine.arg_utils import EngineArgs, engine_settings
-from stage03_engine.args.environment import COUNTERPARTS, SERVER_SETTINGS, feature_settings
+from stage03_engine.args.features.vllm_variables.variables import COUNTERPARTS
 from stage03_engine.args.fields import settings_of
+from stage03_engine.args.unknown import SERVER_SETTINGS, feature_settings
 from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import SamplingParams
 

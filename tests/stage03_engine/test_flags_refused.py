@@ -11,7 +11,7 @@ from hypothesis import assume, given, strategies as st
 
 from stage01_cli.main import main, make_parser
 from stage03_engine.args import FlexibleArgumentParser
-from stage03_engine.args.refused import accepts_key, add_refused, refused_toml
+from stage03_engine.args.features.refused_flags.refused import accepts_key_of, add_refused, refused_toml
 from stage03_engine.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent.parent
@@ -133,8 +133,8 @@ def test_a_config_file_says_a_switch_as_the_command_line_does(name: str, mark: s
 
     key = name.replace("-", "_")
     expected = outcome(lambda: parser.parse_args(words))
-    assert outcome(lambda: accepts_key(table, key, value)) == expected
-    assert not accepts_key(table, "y", value)
+    assert outcome(lambda: accepts_key_of(table, key, value)) == expected
+    assert not accepts_key_of(table, "y", value)
 
 
 def test_keys_of_a_config_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

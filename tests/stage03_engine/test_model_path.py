@@ -340,3 +340,18 @@ def test_names_that_no_model_can_have(name: str, tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(StagesError):
         resolve_model(name)
+
+
+def test_without_the_features_that_read_them_nothing_is_read_in_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An index says that one file is not all of the weights."""
+    folder = model_folder(tmp_path, WEIGHTS, TOKENIZER, "model.safetensors.index.json")
+    monkeypatch.setattr("stage03_engine.plugins.INDEX", ())
+    with pytest.raises(ConfigError, match=r"what reads model\.safetensors\.index\.json is not installed"):
+        resolve_model(str(folder))
+    with pytest.raises(
+        ConfigError, match="'gpt2' is neither a folder nor bundled, and what asks the hub is not installed"
+    ):
+        resolve_model("gpt-2")
+    assert resolve_model("gpt2-tiny").where == "bundled"

@@ -22,7 +22,7 @@ CHILDREN = {
     "stage03_engine.frontend.features.data_parallel.coordinator": "{folder}",
 }
 COMMANDS = {
-    "stage02_server", "stage03_engine", "stage03_engine.bundled.train_gpt2_tiny", "stage02_server.features.page.openapi", "stage03_engine.core.features.quantization.accuracy",
+    "stage02_server", "stage03_engine", "stage03_engine.bundled.training.train_gpt2_tiny", "stage02_server.features.page.openapi", "stage03_engine.core.features.quantization.accuracy",
 }  # fmt: skip
 """What users start."""
 

@@ -21,17 +21,17 @@ from toy_engine import record
 from toy_runner import ToyRunner, make_request, make_scheduler, right_answer
 
 from stage03_engine.arg_utils import EngineArgs
-from stage03_engine.args.environment import unread_variables
+from stage03_engine.args.unknown import unread_variables
 from stage03_engine.core.engine_core_proc import make_core
 from stage03_engine.core.features.distributed.pipeline_core import PipelineEngineCore
 from stage03_engine.core.features.distributed.pipeline_scheduler import PipelineScheduler
 from stage03_engine.core.features.distributed.ranks import Ranks
 from stage03_engine.core.features.distributed.stages import PARTITION, layer_partition, local_name, own_layers
+from stage03_engine.core.features.dummy_weights.shapes import KNOWN_SHAPES
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
 from stage03_engine.errors import ConfigError
 from stage03_engine.llm import LLM
 from stage03_engine.messages import EngineCoreRequest, FinishReason
-from stage03_engine.model_shape import KNOWN_SHAPES
 from stage03_engine.replay.replay import replay
 from stage03_engine.sampling_params import SamplingParams
 from stagetrace import read_run

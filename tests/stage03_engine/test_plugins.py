@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import ast
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -11,18 +16,20 @@ from hypothesis import given, strategies as st
 from stage02_server.api_server import build_app
 from stage02_server.cli_args import FrontendArgs
 from stage03_engine import plugins
-from stage03_engine.config import VllmConfig
+from stage03_engine.config import VllmConfig, option
 from stage03_engine.errors import ConfigError
-from stage03_engine.plugins import Feature, Part, absent_features, check_features, find, parts
+from stage03_engine.mixins import gathered
+from stage03_engine.plugins import Feature, Part, absent_features, check_features, find, parts, with_features
 
 ROOT = Path(__file__).parent.parent.parent
 HERE = "stage03_engine.core.features.debug"
 
 
 def feature(
-    name: str, *plugs: Part, room: str = HERE, needs: tuple[str, ...] = (), after: tuple[str, ...] = ()
-) -> Feature:
-    return Feature(name, f"does {name}", room, parts=plugs, needs=needs, after=after)
+    name: str, *plugs: Part, room: str = HERE, needs: tuple[str, ...] = (), after: tuple[str, ...] = (),
+    settings: Mapping[str, type] | None = None,
+) -> Feature:  # fmt: skip
+    return Feature(name, f"does {name}", room, parts=plugs, settings=settings or {}, needs=needs, after=after)
 
 
 def index(patch: pytest.MonkeyPatch, *found: Feature) -> None:
@@ -104,6 +111,61 @@ def test_no_feature_takes_the_name_of_another(monkeypatch: pytest.MonkeyPatch) -
     index(monkeypatch, feature("a"), feature("a", room="a.package"))
     with pytest.raises(ConfigError, match=f"two features are called a: that in {HERE} and that in a.package"):
         plugins.features("stage03_engine")
+
+
+@dataclass(frozen=True)
+class Lamp:
+    color: str = option("red", "what it shines in")
+
+
+@dataclass(frozen=True)
+class OtherLamp:
+    color: str = option("blue", "what it shines in")
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_setting_is_declared_once(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the order of two features would say which of their defaults counts."""
+    lamps = [feature(kind.__name__, settings={"Room": kind}) for kind in (Lamp, OtherLamp)]
+    index(monkeypatch, *lamps[:1] if own else lamps)
+    fields = {"__annotations__": {"color": str}, "color": "own"} if own else {}
+    room = dataclass(frozen=True)(type("Room", (), {"__module__": "stage03_engine", **fields}))
+    with pytest.raises(ConfigError, match="color of Room is declared twice: by .* and by .*Lamp"):
+        with_features(room)
+    index(monkeypatch, lamps[1])
+    assert own or with_features(room)().color == "blue"
+
+
+WITH_ALL = """
+import json, sys
+import msgspec
+from stage03_engine import plugins
+if sys.argv[1] == "reversed":
+    plugins.INDEX = plugins.INDEX[::-1]
+from stage03_engine.arg_utils import EngineArgs
+words = {"cpu_omp_threads_bind": sys.argv[2], "trace_console": True, "enable_lora": True, "log_level": "ERROR"}
+print(json.dumps(msgspec.to_builtins(EngineArgs.from_kwargs(device="cpu", **words)), sort_keys=True))
+"""
+
+
+def test_the_order_of_the_index_means_nothing_for_a_setting() -> None:
+    """What it means: hooks of one place run in it."""
+    core = str(min(os.sched_getaffinity(0)))
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", WITH_ALL, order, core], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        for order in ("reversed", "as it is")
+    ]
+    assert said[0].stdout == said[1].stdout and '"log_level": "ERROR"' in said[0].stdout
+
+
+@pytest.mark.parametrize("method", ["detect", "resolve"])
+def test_two_features_decide_about_one_setting(method: str) -> None:
+    parts = [type(name, (), {method: staticmethod(lambda name=name: {"dtype": name})}) for name in "ab"]
+    whole = type("Whole", (type("Own", (), {}), *parts), {})
+    with pytest.raises(ConfigError, match="two of these settings decide about dtype: leave out one of them"):
+        gathered(whole, method)
 
 
 def test_middleware_without_a_place_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

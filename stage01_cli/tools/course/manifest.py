@@ -16,4 +16,5 @@ FEATURE = Feature(
             help="exercises: rebuild a part, have it judged, let it serve",
         ),
     ),
+    variables=("STAGES_PARTS",),
 )

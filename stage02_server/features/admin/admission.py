@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stage02_server.api_server import Services
+from stage02_server.cli_args import FrontendArgs
 from stage02_server.errors import RETRY_AFTER_SECONDS, APIError, error_response
 from stage02_server.features.admin.manifest import AdminFlags
 from stage02_server.features.admin.server_load import is_work
@@ -40,7 +41,7 @@ class Admission:
     not known yet, and those of engine requests that are about to be registered. Only called on the event loop.
     """
 
-    def __init__(self, engine: AsyncLLM, args: AdminFlags, rejections: Counter, model_name: str) -> None:
+    def __init__(self, engine: AsyncLLM, args: FrontendArgs, rejections: Counter, model_name: str) -> None:
         self._processor = engine.output_processor
         self._max_reqs, self._max_tokens = args.max_num_queued_reqs, args.max_num_queued_tokens
         self._rejections = {reason: rejections.labels(model_name, reason) for reason in (REQS, TOKENS)}

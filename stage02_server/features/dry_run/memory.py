@@ -13,11 +13,11 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from stage03_engine.args.weight_files import weight_files
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.kv_cache_size import choose_num_blocks, item_bytes, kv_block_bytes
 from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import load
+from stage03_engine.model_path import weight_files
 from stage03_engine.model_shape import ModelShape
 
 MIB, GIB = 1 << 20, 1 << 30

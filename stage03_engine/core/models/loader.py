@@ -14,10 +14,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from stage03_engine.args.weight_files import weight_files
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.models.registry import model_class
 from stage03_engine.errors import ConfigError
+from stage03_engine.model_path import weight_files
 from stage03_engine.plugins import wanted
 from stagetrace import trace
 

@@ -29,7 +29,8 @@ class AsyncSchedulingFlags:
     @staticmethod
     def detect(values: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
         """The scheduler that can look ahead, as vLLM chooses its own (SchedulerConfig.get_scheduler_cls)."""
-        return {"scheduler_cls": (SCHEDULER, "async_scheduling")} if values["async_scheduling"] else {}
+        alone = values["async_scheduling"] and values.get("pipeline_parallel_size", 1) == 1  # they conflict
+        return {"scheduler_cls": (SCHEDULER, "async_scheduling")} if alone else {}
 
     def check(self: Any) -> None:
         """Raises ConfigError for settings that need the newest tokens before the next decision."""

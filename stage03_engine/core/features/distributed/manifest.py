@@ -225,4 +225,5 @@ FEATURE = Feature(
         ("pipeline_parallel_size", "speculative_config"): "only the last stage would know which drafts were accepted",
         ("pipeline_parallel_size", "batch_invariant"): "each stage would choose its own number of rows",
     },
+    variables=("VLLM_PP_LAYER_PARTITION",),
 )

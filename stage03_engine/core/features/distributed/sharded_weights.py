@@ -16,7 +16,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from stage03_engine.args.weight_files import weight_files
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.features.distributed.parallel_state import ranks
 from stage03_engine.core.features.distributed.rank_config import whole_shape
@@ -26,6 +25,7 @@ from stage03_engine.core.kv_cache_manager import cdiv
 from stage03_engine.core.models.layers import embedding
 from stage03_engine.core.models.registry import model_class
 from stage03_engine.errors import ConfigError
+from stage03_engine.model_path import weight_files
 from stage03_engine.model_shape import ModelShape
 from stage03_engine.plugins import wanted
 

@@ -8,5 +8,8 @@ FEATURE = Feature(
     name="dummy_weights",
     help="random weights, without a download",
     room=__package__,
-    parts=(Part("engine", ".dummy_weights:dummy_tensors", key="dummy_weights"),),
+    parts=(
+        Part("engine", ".dummy_weights:dummy_tensors", key="dummy_weights"),
+        Part("engine", ".shapes:KNOWN_SHAPES", key="known_shapes"),
+    ),
 )

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import msgspec
 
-from stage03_engine.args.weight_files import weight_files
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.kv_cache_size import kv_block_bytes
 from stage03_engine.errors import ConfigError
+from stage03_engine.model_path import weight_files
 
 WHOLE, PART = ".kv", ".part"
 _SUM_BYTES = hashlib.sha256().digest_size

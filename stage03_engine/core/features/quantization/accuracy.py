@@ -3,7 +3,7 @@
     python -m stage03_engine.core.features.quantization.accuracy --text tinyshakespeare.txt
 
 The end of the text, which the bundled model was not trained on, goes through the model in windows of its context, as in
-`bundled/train_gpt2_tiny.py`. Printed are, for each format: bits per byte, which do not depend on the tokenizer; the mean over the
+`bundled/training/train_gpt2_tiny.py`. Printed are, for each format: bits per byte, which do not depend on the tokenizer; the mean over the
 tokens of KL(float32 || format), in nats; and how often the most likely token is float32's.
 """
 

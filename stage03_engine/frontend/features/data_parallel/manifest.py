@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from stage03_engine.args.cpu import compute_threads, find_cores
+from stage03_engine.args.cpu import find_cores
 from stage03_engine.args.fields import option
 from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import is_there
@@ -125,10 +125,10 @@ class DataParallelFlags:
     def detect(values: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
         """Each of several engines on this machine gets its part of the cores."""
         here = DataParallelConfig(**{each.name: values[each.name] for each in fields(DataParallelConfig)}).num_local
-        if here <= 1:
+        if here <= 1 or _names_cores(values.get("cpu_omp_threads_bind")):
             return {}
         cores = find_cores()
-        return {"num_threads": (max(1, compute_threads(cores) // here), f"{cores}, shared by {here} engines")}
+        return {"num_threads": (max(1, cores.compute // here), f"{cores}, shared by {here} engines")}
 
     def check(self: Any) -> None:
         """Raises ConfigError for combinations that cannot work."""
@@ -143,8 +143,7 @@ class DataParallelFlags:
         if not parallel.is_external and size > MAX_ENGINES:
             raise ConfigError(f"data_parallel_size must be at most {MAX_ENGINES} in one server, not {size}")
         _check_machines(parallel)
-        bound = getattr(self.device_config, "cpu_omp_threads_bind", None)
-        if bound not in (None, "auto", "nobind", "all") and parallel.num_local > 1:
+        if _names_cores(getattr(self.device_config, "cpu_omp_threads_bind", None)) and parallel.num_local > 1:
             raise ConfigError(
                 "cpu_omp_threads_bind names the cores of one engine, and data_parallel_size is more; leave one of them out"
             )
@@ -164,6 +163,11 @@ class DataParallelFlags:
             return {"client": [_HEAD_CLIENT]}
         several = parallel.data_parallel_size > 1
         return {"client": [_CLIENT + "DPLBAsyncMPClient"] * several}
+
+
+def _names_cores(bound: str | None) -> bool:
+    """Does --cpu-omp-threads-bind say which cores one engine gets?"""
+    return bound not in (None, "auto", "nobind", "all")
 
 
 def _check_machines(parallel: DataParallelConfig) -> None:

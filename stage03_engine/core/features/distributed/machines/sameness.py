@@ -10,8 +10,8 @@ from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from stage03_engine.args.weight_files import weight_files
 from stage03_engine.config import VllmConfig
+from stage03_engine.model_path import weight_files
 
 PACKAGES = ("vllm-in-stages", "torch", "msgspec")
 SAMPLES, SAMPLE_BYTES = 16, 4096

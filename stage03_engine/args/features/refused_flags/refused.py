@@ -10,13 +10,12 @@ import argparse
 import json
 import re
 import tomllib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from stage03_engine.errors import ConfigError, InvalidRequestError
-from stage03_engine.plugins import absent_features
 
 _WORD = re.compile(r"(\+?)((?:-{1,2}[\w-]+,)*--[\w-]+)(\*|=(.*))?")
 
@@ -36,25 +35,13 @@ def refused(*names: str) -> dict[str, str]:
     return joined
 
 
-def check_unknown_fields(fields: Mapping[str, Any], table: str) -> None:
-    """`fields` are those of a request that its model does not have. Raises InvalidRequestError for one that asks for something
-    and is in `table`, or that may belong to a feature that is not installed; other unknown fields are ignored, as in vLLM."""
-    refused_here, absent = refused_toml()["fields"][table], absent_features("stage02_server")
+def check_fields(fields: Mapping[str, object], table: str) -> set[str]:
+    """The fields of a request that are in `table`. Raises InvalidRequestError for one of these that asks for something."""
+    known = refused_toml()["fields"][table]
     for name, value in fields.items():
-        if value is None:
-            continue
-        if name in refused_here:
-            if value not in refused_here[name]:
-                raise InvalidRequestError(f"{name} is not supported by this server; leave it out.", name)
-        elif absent and value not in (False, 0, "", [], {}):
-            raise InvalidRequestError(
-                f"{name} is unknown here, where {named(absent)} is not installed; leave it out.", name
-            )
-
-
-def named(absent: Collection[str]) -> str:
-    """`a`, `a or b`, or `one of N features`: which of them it was can no longer be told."""
-    return " or ".join(absent) if len(absent) < 3 else f"one of {len(absent)} features"
+        if name in known and value is not None and value not in known[name]:
+            raise InvalidRequestError(f"{name} is not supported by this server; leave it out.", name)
+    return set(known)
 
 
 class _Refused(argparse.Action):
@@ -107,13 +94,23 @@ def _read(table: Mapping[str, str]) -> Iterator[tuple[list[str], Mapping[str, bo
             yield flags, harmless, reason
 
 
+def add_tables(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
+    """Make the flags of the tables of these names known to `parser`."""
+    add_refused(parser, refused(*names))
+
+
 def add_refused(parser: argparse.ArgumentParser, table: Mapping[str, str]) -> None:
     """Make the flags of a table known to `parser`, without showing them in its `--help`."""
     for flags, harmless, reason in _read(table):
         parser.add_argument(*flags, action=_Refused, reason=reason, harmless=harmless, dest=argparse.SUPPRESS)
 
 
-def accepts_key(table: Mapping[str, str], name: str, value: object) -> bool:
+def accepts_key(names: Sequence[str], name: str, value: object) -> bool:
+    """Is `name: value` of a config file a flag of one of the tables of these names? Raises ConfigError when the value asks for something."""
+    return accepts_key_of(refused(*names), name, value)
+
+
+def accepts_key_of(table: Mapping[str, str], name: str, value: object) -> bool:
     """Is `name: value` of a config file a flag of the table? `name` is written with underscores; a switch is true or false.
 
     Raises ConfigError when the value asks for something.

@@ -1,6 +1,6 @@
 """Train the bundled model `gpt2-tiny`: tokenizer, weights, loss curve.
 
-    python -m stage03_engine.bundled.train_gpt2_tiny --text tinyshakespeare.txt --out some/folder
+    python -m stage03_engine.bundled.training.train_gpt2_tiny --text tinyshakespeare.txt --out some/folder
 
 The result is an ordinary Hugging Face folder (config.json, tokenizer.json, model.safetensors), so that it loads through
 exactly the path that `gpt2` takes. Training uses transformers' GPT2LMHeadModel, not the GPT-2 written here: an error of

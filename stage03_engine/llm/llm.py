@@ -11,10 +11,9 @@ from typing import Any
 import msgspec
 
 from stage03_engine.arg_utils import EngineArgs
-from stage03_engine.args.environment import multiprocessing_wanted
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import InvalidRequestError
-from stage03_engine.frontend.core_client import EngineCoreClient
+from stage03_engine.frontend.features.in_process.client import EngineCoreClient
 from stage03_engine.frontend.input_processor import InputProcessor
 from stage03_engine.frontend.metrics import IterationStats
 from stage03_engine.frontend.output_processor import OutputProcessor
@@ -43,7 +42,9 @@ class LLM:
     _records = False  # the trace of this process is this object's
 
     def __init__(self, model: str = "gpt2-tiny", *, multiprocess: bool | None = None, **engine_args: Any) -> None:
-        multiprocess = multiprocessing_wanted() if multiprocess is None else multiprocess
+        if multiprocess is None:
+            says = find("engine", "multiprocessing")
+            multiprocess = says is not None and says()
         config = EngineArgs.from_kwargs(model=model, **engine_args)
         if not trace.on and config.hooks("trace"):
             trace.hold("LLM")

@@ -1,4 +1,4 @@
-"""Which files hold a model's weights (vllm/model_executor/model_loader/weight_utils.py). Reads their list, not the weights."""
+"""A checkpoint in several files, and the index of its tensors (vllm/model_executor/model_loader/weight_utils.py). Reads only the index."""
 
 from __future__ import annotations
 
@@ -9,26 +9,11 @@ from stage03_engine.errors import ConfigError, ModelNotFoundError
 from stage03_engine.hf_config import read_json
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The files that hold the weights: those of the index if there is one, else model.safetensors, else every
-    *.safetensors. (Some folders hold the same weights again, in their makers' own format, under another name.)
+def files_of(index: Path) -> list[Path]:
+    """The files that an index names. It comes with a model from a stranger: it may name the files of its own folder, and no others.
 
-    Raises ModelNotFoundError if there is none or one is missing, ConfigError for an index that cannot be used.
+    Raises ModelNotFoundError if one is missing, ConfigError for an index that cannot be used.
     """
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if index.is_file():
-        files = _files_of(index)
-    else:
-        files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ModelNotFoundError(
-            f"no weights in {folder}: it holds no *.safetensors file; --load-format dummy serves it with random weights"
-        )
-    return files
-
-
-def _files_of(index: Path) -> list[Path]:
-    """An index comes with a model from a stranger: it may name the files of its own folder, and no others."""
     shards = read_json(index).get("weight_map")
     if not isinstance(shards, dict):
         raise ConfigError(f"{index}: weight_map must say which file holds which tensor")

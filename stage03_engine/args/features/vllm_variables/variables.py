@@ -1,20 +1,16 @@
-"""vLLM's environment variables (vllm/envs.py): those with a counterpart here set it; every other one that is set, and a `STAGES_*`
-variable that no setting has, is named in one warning.
-"""
+"""vLLM's environment variables (vllm/envs.py): those with a counterpart here set it."""
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from stage03_engine.args.fields import parse_bool
-from stage03_engine.args.parser import refuse_absent
+from stage03_engine.args.fields import Setting, parse_bool
+from stage03_engine.args.resolve import Resolved, accepted, detect_device
 from stage03_engine.errors import ConfigError
 
-logger = logging.getLogger(__name__)
 GIB = 1 << 30
 
 
@@ -63,13 +59,29 @@ FIXED = {
     "VLLM_WORKER_MULTIPROC_METHOD": ("spawn", "the engine process is always started afresh"),
 }
 """Variable -> the one value that it can have here, and why."""
-READ_BY_FEATURES = {"VLLM_PP_LAYER_PARTITION", "STAGES_NODE_SECRET", "STAGES_PARTS", "STAGES_PLUGINS"}
-"""Variables that stand for no setting: a feature reads them."""
 NOTHING_TO_DO = {"VLLM_DO_NOT_TRACK", "VLLM_NO_USAGE_STATS", "VLLM_USAGE_SOURCE"}  # nobody is told of anybody's usage
-SERVER_SETTINGS = (
-    "host", "port", "served_model_name", "chat_template", "response_role", "engine", "in_process", "shutdown_timeout",
-)  # fmt: skip
-"""Settings of the stages above, which no other command than theirs knows."""
+
+
+def counterparts(
+    settings: Sequence[Setting], resolved: Mapping[str, Resolved], environ: Mapping[str, str]
+) -> dict[str, Resolved]:
+    """What these variables say for settings that neither the command line nor a variable of ours gave. Raises ConfigError."""
+    check_fixed(environ)
+    found, known = {}, {setting.name: setting for setting in settings}
+    for variable, counterpart in COUNTERPARTS.items():
+        name, value = counterpart.setting, value_of(variable, environ)
+        if value is None or name not in known:
+            continue
+        value = accepted(known[name], value, f"environment variable {variable}")
+        only_on = counterpart.only_on
+        if resolved[name].source in ("config file", "default") and only_on in (None, _device(resolved)):
+            found[name] = Resolved(value, "environment", variable)
+    return found
+
+
+def _device(resolved: Mapping[str, Resolved]) -> str:
+    asked = resolved["device"].value
+    return detect_device()[0] if asked == "auto" else str(asked)
 
 
 def value_of(variable: str, environ: Mapping[str, str] = os.environ) -> Any:
@@ -99,40 +111,7 @@ def check_fixed(environ: Mapping[str, str]) -> None:
             raise ConfigError(f"environment variable {variable}: {value!r} is not possible (only {only} is): {why}")
 
 
-def unread_variables(environ: Mapping[str, str], settings: set[str]) -> list[str]:
-    """The variables of vLLM and of this project that are set and that nothing reads. `settings` are the names of those that the
-    command knows; those of other commands count too."""
-    settings = settings | feature_settings() | set(SERVER_SETTINGS)
-    known = FIXED.keys() | READ_BY_FEATURES | NOTHING_TO_DO
-    known |= {name for name, counterpart in COUNTERPARTS.items() if counterpart.setting in settings}
-    known |= {"STAGES_" + name.upper() for name in settings}
-    ours = COUNTERPARTS.keys() | {name for name in environ if name.startswith(("VLLM_", "STAGES_"))}
-    return sorted(name for name in ours - known if environ.get(name))
-
-
-def feature_settings() -> set[str]:
-    """The names of all settings of features, of whatever stage."""
-    from stage03_engine.plugins import features
-
-    kinds = (kind for feature in features() for kind in feature.settings.values() if is_dataclass(kind))
-    inner = (section for kind in kinds for section in (kind, *(type(each.default) for each in fields(kind))))
-    return {each.name for section in inner if is_dataclass(section) for each in fields(section)}
-
-
-def check_variables(environ: Mapping[str, str], settings: Mapping[str, Any]) -> None:
-    """Name the variables that nothing reads in one warning. Raises ConfigError instead with --fail-on-environ-validation, and if one may
-    belong to a feature that is not installed: a key in a variable that nothing reads must not open the server.
-
-    `settings` maps the names of those that the command knows to what is known of them.
-    """
-    if not any(name.startswith(("VLLM_", "STAGES_")) or name in COUNTERPARTS for name in environ):
-        return
-    unread = unread_variables(environ, set(settings))
-    if not unread:
-        return
-    refuse_absent(f"environment variable {unread[0]}")
-    said = f"set, but nothing here reads {'it' if len(unread) == 1 else 'them'}: {', '.join(unread)}"
-    strict = settings.get("fail_on_environ_validation")
-    if strict is not None and strict.value:
-        raise ConfigError(f"environment variables that are {said}")
-    logger.warning("Environment variables that are %s", said)
+def read_here(settings: set[str]) -> set[str]:
+    """The variables that mean something for a command with these settings, or for any."""
+    given = {name for name, counterpart in COUNTERPARTS.items() if counterpart.setting in settings}
+    return given | FIXED.keys() | NOTHING_TO_DO

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 _TIMEOUT_S = 3.0  # for the first answer of the hub; an unreachable one must not hold a command for long
@@ -10,6 +11,25 @@ _REASONS = {
     "HFValidationError": "the hub cannot have a model of that name",
     "GatedRepoError": "the hub gives it only to those who were granted access (HF_TOKEN)",
 }
+_TOKENIZER = ["tokenizer*", "vocab.json", "merges.txt", "chat_template.jinja"]
+FILES = {
+    "tokenizer": _TOKENIZER,
+    "model": ["config.json", "generation_config.json", "preprocessor_config.json", *_TOKENIZER, "*.safetensors*"],
+}
+"""What is downloaded of a repository."""
+
+
+def find_by_id(name: str, what: str, complete: Callable[[Path], bool], offline: bool) -> tuple[Path, str]:
+    """(the folder of a model or a tokenizer, which is in the cache now; `cache` or `hub`: where it was found).
+
+    A copy in the cache is used if it is complete. Raises LookupError that says in a clause why there is none.
+    """
+    cached = from_cache(name, FILES[what])
+    if cached is not None and complete(cached):
+        return cached, "cache"
+    if offline:
+        raise LookupError("--load-format dummy does not ask the hub")
+    return from_hub(name, FILES[what]), "hub"
 
 
 def from_cache(name: str, patterns: list[str]) -> Path | None:
