@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from stage02_server.lifecycle import Lifecycle
     from stage02_server.middleware import RequestGate
     from stage02_server.routes import OpenAIServingModels
+    from stage02_server.serving_engine import Additions
     from stage03_engine.frontend.async_llm import AsyncLLM
     from stage03_engine.frontend.core_client import AsyncEngineCoreClient
 
@@ -57,6 +58,7 @@ class Services:
     template: ChatTemplate
     gate: RequestGate
     lifecycle: Lifecycle
+    added: Additions  # by features
 
 
 class StopRequested(Exception):
@@ -297,15 +299,16 @@ def init_app_state(engine: AsyncLLM, app: FastAPI, args: FrontendArgs, registry:
     from stage02_server.routes import OpenAIServingModels
     from stage02_server.serving_chat import OpenAIServingChat
     from stage02_server.serving_completion import OpenAIServingCompletion
+    from stage02_server.serving_engine import Additions
 
     config, names = engine.vllm_config, served_model_names(engine.vllm_config, args)
     variants = {name: sets for more in loaded("names") for name, sets in more(config).items()}
     models, template = OpenAIServingModels(config, names, variants), ChatTemplate(args, engine.tokenizer)
     gate = app.state.gate
-    services = Services(engine, args, registry, models, template, gate, Lifecycle(engine, gate))
+    services = Services(engine, args, registry, models, template, gate, Lifecycle(engine, gate), Additions())
     app.state.services = services
-    app.state.openai_serving_completion = OpenAIServingCompletion(engine, models, args)
-    app.state.openai_serving_chat = OpenAIServingChat(engine, models, template, args)
+    app.state.openai_serving_completion = OpenAIServingCompletion(services)
+    app.state.openai_serving_chat = OpenAIServingChat(services)
     tasks = config.supported_tasks
     routes = [
         *(used("routes", args, tasks, key="client") if config.hooks("client") else ()),

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.requests import Request
 
-from stage02_server.chat_template import ChatTemplate
-from stage02_server.cli_args import FrontendArgs
 from stage02_server.protocol import ChatCompletionRequest
 from stage02_server.protocol_response import (
     ChatChoice,
@@ -17,14 +15,15 @@ from stage02_server.protocol_response import (
     ChatStreamChoice,
     ChatStreamResponse,
 )
-from stage02_server.routes import OpenAIServingModels
 from stage02_server.serving_engine import AnswerMaker, EngineRequests, OpenAIServing
 from stage02_server.streaming import run_until_disconnect
 from stage03_engine.errors import InvalidRequestError
-from stage03_engine.frontend.async_llm import AsyncLLM
 from stage03_engine.mixins import load
 from stage03_engine.outputs import CompletionOutput
 from stagetrace import trace
+
+if TYPE_CHECKING:
+    from stage02_server.api_server import Services
 
 
 class Answer(Protocol):
@@ -98,11 +97,9 @@ def _renamed(error: InvalidRequestError, request: ChatCompletionRequest) -> Inva
 class OpenAIServingChat(OpenAIServing):
     """Answers chats."""
 
-    def __init__(
-        self, engine_client: AsyncLLM, models: OpenAIServingModels, template: ChatTemplate, args: FrontendArgs
-    ) -> None:
-        super().__init__(engine_client, models, args)
-        self._template = template
+    def __init__(self, services: Services) -> None:
+        super().__init__(services)
+        self._template = services.template
         self.parsers: Any = None  # the feature that parses answers, once a flag or a request asks for it
 
     async def create_chat_completion(

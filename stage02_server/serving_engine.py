@@ -10,36 +10,35 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
-from fastapi import FastAPI
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.types import Receive
 
-from stage02_server.cli_args import FrontendArgs
 from stage02_server.errors import as_reported, error_json, not_found
 from stage02_server.middleware import RequestIds
 from stage02_server.protocol import SamplingRequest
 from stage02_server.protocol_response import WITH_THE_USAGE, UsageInfo
 from stage02_server.protocol_types import AnswerHook
-from stage02_server.routes import OpenAIServingModels
 from stage02_server.streaming import in_thread_if_long, made, run_until_disconnect, server_sent_event
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import InvalidRequestError
-from stage03_engine.frontend.async_llm import AsyncLLM
 from stage03_engine.messages import EngineCoreRequest
 from stage03_engine.outputs import CompletionOutput, RequestOutput
 from stage03_engine.plugins import find
 from stage03_engine.sampling_params import SamplingParams
 from stagetrace import trace
 
+if TYPE_CHECKING:
+    from stage02_server.api_server import Services
+
 Outputs = AsyncGenerator[tuple[int, RequestOutput], None]  # (number of the prompt, output)
 Prompts = list[str | list[int]]
+Prompt = str | list[int] | tuple[str, str]  # two texts: what a model that compares them reads as one
 MAX_ANSWERS = 4096  # of one HTTP request with n or best_of above 1
 MARK = "the text"  # stands for the text when a chunk is made only to be taken apart
-DEFAULTS = FrontendArgs()
 
 
 @dataclass
@@ -75,6 +74,20 @@ def require_task(config: VllmConfig, task: str, how: str) -> None:
     """Raises APIError 404 if the served model does not have the task; `how` says what to serve instead."""
     if task not in config.supported_tasks:
         raise not_found(f"This server's model has no {task} task: {how}.", "model")
+
+
+@dataclass
+class Additions:
+    """What features add to all handlers, those that are made later too: each of them reads these lists at every request."""
+
+    # Called when the prompts are known. May refuse them.
+    admit: list[Callable[[list[EngineCoreRequest]], None]] = field(default_factory=list)
+    # For answers that are generated: makes the feature's hook, or None if it adds nothing to this answer. May refuse it.
+    hooks: list[Callable[[EngineRequests, Prompts], AnswerHook | None]] = field(default_factory=list)
+    # Called with each prompt that was admitted.
+    log: list[Callable[[EngineCoreRequest, Prompt], None]] = field(default_factory=list)
+    # Called with the usage of prompts, and how many of their tokens the prefix cache held.
+    usage: list[Callable[[UsageInfo, int], None]] = field(default_factory=list)
 
 
 async def only_flow(flow: AsyncGenerator[RequestOutput, None]) -> Outputs:
@@ -158,14 +171,12 @@ class AnswerMaker:
 class OpenAIServing:
     """Base of the handlers that use the engine."""
 
-    def __init__(self, engine_client: AsyncLLM, models: OpenAIServingModels, args: FrontendArgs = DEFAULTS) -> None:
-        self.engine_client = engine_client
-        self.models = models
-        self.args = args
-        self.defaults = engine_client.vllm_config.model_config.default_sampling_params or {}
-        self._generates = "generate" in engine_client.vllm_config.supported_tasks
-        # Each makes the hook of a feature for an answer, or None if the feature adds nothing to it.
-        self.hook_factories: list[Callable[[EngineRequests, Prompts], AnswerHook | None]] = []
+    def __init__(self, services: Services) -> None:
+        self.engine_client, self.models, self.args = services.engine, services.models, services.args
+        self.added = services.added
+        config = services.engine.vllm_config
+        self.defaults = config.model_config.default_sampling_params or {}
+        self._generates = "generate" in config.supported_tasks
 
     def check(self, request: SamplingRequest) -> str:
         """The model name to answer with. Raises every refusal that does not depend on the prompt."""
@@ -216,7 +227,12 @@ class OpenAIServing:
         engine_requests = await in_thread_if_long([*prompts, msgspec.msgpack.encode(params)], receive, process)
         flows = [self._generate(request, engine_request) for engine_request in engine_requests]
         requests = EngineRequests(ids, model, 1 if request.n is None else request.n, engine_requests, flows, [])
-        requests.hooks += [hook for factory in self.hook_factories if (hook := factory(requests, prompts)) is not None]
+        for admit in self.added.admit:
+            admit(engine_requests)
+        requests.hooks += [hook for make in self.added.hooks if (hook := make(requests, prompts)) is not None]
+        for log in self.added.log:
+            for engine_request, prompt in zip(engine_requests, prompts, strict=True):
+                log(engine_request, prompt)
         for feature in reversed(request.used_features()):  # in the order in which they apply to SamplingParams
             if (hook := await feature.hook(request, self, requests, prompts, receive)) is not None:
                 requests.hooks.append(hook)
@@ -307,11 +323,6 @@ class OpenAIServing:
         except Exception as error:
             yield _event(error_json(as_reported(error, requests.ids.response)).encode(), requests.ids)
         yield _event(b"[DONE]", requests.ids)
-
-
-def generating(app: FastAPI) -> list[OpenAIServing]:
-    """The application's handlers that send prompts to the engine: a feature adds to their `hook_factories`."""
-    return [handler for handler in app.state._state.values() if isinstance(handler, OpenAIServing)]
 
 
 def _event(data: bytes, ids: RequestIds, prompt: int = 0) -> bytes:

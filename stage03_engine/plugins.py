@@ -114,7 +114,7 @@ SEAMS = {
     "connection": ("stage02_server", "called with (args): more arguments of uvicorn.Config"),
     "middleware": ("stage02_server", "an ASGI layer, made with (app, args); the key is its place, of LAYERS"),
     "routes": ("stage02_server", "called with (app, services): adds routes and their handlers"),
-    "answers": ("stage02_server", "called with (app, services) when all handlers exist: adds to what they do"),
+    "answers": ("stage02_server", "called with (app, services): adds to what all handlers do, in `services.added`"),
     "error": ("stage02_server", "an error as JSON for the clients of another API; the key is how its paths begin"),
     "names": (
         "stage02_server",

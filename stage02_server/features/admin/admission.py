@@ -112,8 +112,7 @@ class Admission:
         self._reserved.clear()
 
     def hook(self, requests: EngineRequests, prompts: Prompts) -> AnswerHook:
-        """Admits the prompts of a completion or a chat. Raises APIError 503, before a byte of the answer is sent."""
-        self.admit(requests.engine_requests)
+        """Sees when the prompts of a completion or a chat have been begun."""
         return _Begun(self, requests)
 
 
@@ -177,8 +176,5 @@ def install(app: FastAPI, services: Services) -> None:
     if args.max_num_queued_reqs is None and args.max_num_queued_tokens is None:
         return
     services.engine.listeners.append(admission)
-    for handler in app.state._state.values():
-        if hasattr(handler, "hook_factories"):
-            handler.hook_factories.insert(0, admission.hook)
-        elif hasattr(handler, "admit"):
-            handler.admit = admission.admit
+    services.added.admit.append(admission.admit)
+    services.added.hooks.append(admission.hook)

@@ -51,6 +51,6 @@ async def create_translations(raw_request: Request) -> Response:
 
 def install(app: FastAPI, services: Services) -> None:
     """Add the routes and their handler. Raises ConfigError if the audio decoder is not installed."""
-    app.state.serving_transcription = ServingTranscription(services.engine, services.models, services.args)
+    app.state.serving_transcription = ServingTranscription(services)
     app.state.prefixes |= PREFIXES
     app.include_router(router)

@@ -29,8 +29,6 @@ async def count_tokens(request: AnthropicCountTokensRequest, raw_request: Reques
 
 def install(app: FastAPI, services: Services) -> None:
     """Add the routes and their handler, which takes answers apart as chats do."""
-    app.state.anthropic_serving_messages = AnthropicServingMessages(
-        services.engine, services.models, services.template, services.args, app.state.openai_serving_chat
-    )
+    app.state.anthropic_serving_messages = AnthropicServingMessages(services, app.state.openai_serving_chat)
     app.state.prefixes |= PREFIXES
     app.include_router(router)

@@ -58,10 +58,8 @@ async def do_rerank(request: RerankRequest, raw_request: Request) -> Response:
 
 def install(app: FastAPI, services: Services) -> None:
     """Add the routes and their handlers."""
-    engine, models, template = services.engine, services.models, services.template
-    app.state.serving_pooling = ServingPooling(engine, models, template)
-    app.state.serving_classification = ServingClassification(engine, models, template)
-    joins = services.args.chat_template is not None
-    app.state.serving_scores = ServingScores(engine, models, template, joins=joins)
+    app.state.serving_pooling = ServingPooling(services)
+    app.state.serving_classification = ServingClassification(services)
+    app.state.serving_scores = ServingScores(services)
     app.state.prefixes |= PREFIXES
     app.include_router(router)

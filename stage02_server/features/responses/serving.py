@@ -12,8 +12,7 @@ from contextlib import aclosing
 
 from starlette.requests import Request
 
-from stage02_server.chat_template import ChatTemplate
-from stage02_server.cli_args import FrontendArgs
+from stage02_server.api_server import Services
 from stage02_server.errors import as_reported
 from stage02_server.features.responses.encoded import decoded_items, encoded_items
 from stage02_server.features.responses.maker import ResponseMaker
@@ -30,12 +29,10 @@ from stage02_server.features.tools.answer_parser import AnswerParser
 from stage02_server.features.tools.prompt import prompt_of
 from stage02_server.middleware import TENANT, RequestIds
 from stage02_server.protocol import ChatCompletionRequest, ChatMessageParam
-from stage02_server.routes import OpenAIServingModels
 from stage02_server.serving_chat import OpenAIServingChat
 from stage02_server.serving_engine import EngineRequests, OpenAIServing, Outputs
 from stage02_server.streaming import run_until_disconnect
 from stage03_engine.errors import InvalidRequestError
-from stage03_engine.frontend.async_llm import AsyncLLM
 from stagetrace import trace
 
 Answer = bytes | AsyncGenerator[bytes, None]  # whole, as JSON, or its events
@@ -44,17 +41,10 @@ Answer = bytes | AsyncGenerator[bytes, None]  # whole, as JSON, or its events
 class OpenAIServingResponses(OpenAIServing):
     """Answers inputs, and remembers its answers."""
 
-    def __init__(
-        self,
-        engine_client: AsyncLLM,
-        models: OpenAIServingModels,
-        template: ChatTemplate,
-        args: FrontendArgs,
-        chat: OpenAIServingChat,
-    ) -> None:
-        super().__init__(engine_client, models, args)
-        self._template, self._chat = template, chat
-        self._num_keys = len(set(getattr(args, "api_key", None) or ())) or 1
+    def __init__(self, services: Services, chat: OpenAIServingChat) -> None:
+        super().__init__(services)
+        self._template, self._chat = services.template, chat
+        self._num_keys = len(set(getattr(self.args, "api_key", None) or ())) or 1
         self._stores: dict[int | None, ResponseStore] = {}  # key -> what it stored
 
     @property
