@@ -296,7 +296,7 @@ def init_app_state(engine: AsyncLLM, app: FastAPI, args: FrontendArgs, registry:
     """Make the services and the handlers, and install the features that are on. Raises ConfigError."""
     from stage02_server.chat_template import ChatTemplate
     from stage02_server.lifecycle import Lifecycle
-    from stage02_server.routes import OpenAIServingModels
+    from stage02_server.routes import LateRoutes, OpenAIServingModels
     from stage02_server.serving_chat import OpenAIServingChat
     from stage02_server.serving_completion import OpenAIServingCompletion
     from stage02_server.serving_engine import Additions
@@ -314,7 +314,14 @@ def init_app_state(engine: AsyncLLM, app: FastAPI, args: FrontendArgs, registry:
         *(used("routes", args, tasks, key="client") if config.hooks("client") else ()),
         *used("routes", args, tasks),
     ]
-    for part in (*routes, *used("answers", args, tasks)):
+    for part in routes:
+        app.state.prefixes |= {path: prefix for path, prefix in part.paths.items() if prefix}
+        app.state.unchosen_ids |= part.paths.keys() if part.own_ids else set()
+        if part.late:
+            LateRoutes(app, services, part)
+        else:
+            part.load()(app, services)
+    for part in used("answers", args, tasks):
         part.load()(app, services)
     if config.model_config.default_sampling_params:
         logger.info("Sampling defaults of this model: %s.", config.model_config.default_sampling_params)

@@ -23,7 +23,7 @@ from stagetrace import trace
 from stagetrace.text import bounded
 
 PREFIX = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
-"""Path -> how the ids of its requests begin, for paths that give the model work. Features add theirs to `app.state.prefixes`, and to
+"""Path -> how the ids of its requests begin, for paths that give the model work. `app.state.prefixes` has those of the features too, and
 `app.state.unchosen_ids` the paths whose ids no client may choose."""
 ACCEPTED_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 CONNECTION = "stages.connection"  # in a scope's extensions: `abort` ends the connection at once, `waiting` is how many bytes its client has not read

@@ -153,6 +153,11 @@ class Part:
     key: str = ""
     flags: tuple[str, ...] = ()
     tasks: tuple[str, ...] = ()
+    paths: Mapping[str, str] = field(
+        default_factory=dict
+    )  # of routes: path -> how the ids of its requests begin; "": none
+    late: bool = False  # of routes: loaded by the first request for one of `paths`, in a thread; else at start
+    own_ids: bool = False  # of routes: no client may choose their ids
     help: str = ""  # of a command
     model_type: str = ""  # of an architecture
     feature: str = ""  # whose it is; filled in

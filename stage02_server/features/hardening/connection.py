@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from stage02_server.features.hardening.handshakes import with_tls
 from stage02_server.features.hardening.manifest import HardeningFlags
 from stage02_server.features.hardening.slow_clients import timed_protocol
 
@@ -12,8 +11,12 @@ from stage02_server.features.hardening.slow_clients import timed_protocol
 def uvicorn_settings(args: HardeningFlags) -> dict[str, Any]:
     """Arguments of uvicorn.Config."""
     http = timed_protocol(args)
+    if args.ssl_certfile is not None:
+        from stage02_server.features.hardening.handshakes import with_tls  # late: most servers have no certificate
+
+        http = with_tls(http, args)
     return {
-        "http": http if args.ssl_certfile is None else with_tls(http, args),
+        "http": http,
         "log_level": args.uvicorn_log_level,
         "proxy_headers": bool((args.forwarded_allow_ips or "").strip()),
         "forwarded_allow_ips": args.forwarded_allow_ips or "",

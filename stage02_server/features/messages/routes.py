@@ -11,7 +11,6 @@ from stage02_server.features.messages.serving import AnthropicServingMessages
 from stage02_server.streaming import answer_of
 
 router = APIRouter()
-PREFIXES = {"/v1/messages": "msg_"}
 
 
 @router.post("/v1/messages")
@@ -30,5 +29,4 @@ async def count_tokens(request: AnthropicCountTokensRequest, raw_request: Reques
 def install(app: FastAPI, services: Services) -> None:
     """Add the routes and their handler, which takes answers apart as chats do."""
     app.state.anthropic_serving_messages = AnthropicServingMessages(services, app.state.openai_serving_chat)
-    app.state.prefixes |= PREFIXES
     app.include_router(router)

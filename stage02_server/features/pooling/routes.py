@@ -17,10 +17,6 @@ from stage02_server.features.pooling.serving import ServingClassification, Servi
 from stage02_server.streaming import answer_of
 
 router = APIRouter()
-PREFIXES = {
-    "/v1/embeddings": "embd-", "/pooling": "pool-", "/classify": "classify-", "/score": "score-", "/v1/score": "score-",
-    "/rerank": "rerank-", "/v1/rerank": "rerank-", "/v2/rerank": "rerank-",
-}  # fmt: skip
 
 
 @router.post("/v1/embeddings")
@@ -61,5 +57,4 @@ def install(app: FastAPI, services: Services) -> None:
     app.state.serving_pooling = ServingPooling(services)
     app.state.serving_classification = ServingClassification(services)
     app.state.serving_scores = ServingScores(services)
-    app.state.prefixes |= PREFIXES
     app.include_router(router)
