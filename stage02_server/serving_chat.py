@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.requests import Request
@@ -10,9 +10,10 @@ from starlette.requests import Request
 from stage02_server.protocol import ChatCompletionRequest
 from stage02_server.protocol_response import (
     ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
     ChatCompletionResponse,
     ChatMessage,
-    ChatStreamChoice,
     ChatStreamResponse,
 )
 from stage02_server.serving_engine import AnswerMaker, EngineRequests, OpenAIServing
@@ -56,12 +57,12 @@ class PlainAnswer:
 class ChatMaker(AnswerMaker):
     """Engine outputs as choices of a chat. The first chunk of each streamed answer has the role."""
 
-    whole_class, chunk_class = ChatCompletionResponse, ChatStreamResponse
+    whole_class, last_class = ChatCompletionResponse, ChatStreamResponse
+    chunk_class = ChatChunk
 
     def __init__(self, requests: EngineRequests, role: str, new_answer: Callable[[], Answer]) -> None:
         super().__init__(requests)
         self._role, self._new_answer = role, new_answer
-        self.only_text &= new_answer is PlainAnswer
         self._answers: dict[int, Answer] = {}
 
     def choice(self, index: int, output: CompletionOutput) -> ChatChoice:
@@ -74,17 +75,19 @@ class ChatMaker(AnswerMaker):
         self.add_features(index, choice, output)
         return choice
 
-    def pieces(self, index: int, output: CompletionOutput) -> Iterator[ChatStreamChoice]:
+    def pieces(self, index: int, output: CompletionOutput) -> list[Any]:
         """One chunk, after one with the role if this is the answer's first; nothing if the text is held back."""
-        if index not in self._answers:
-            self._answers[index] = self._new_answer()
-            yield ChatStreamChoice(index=index, delta={"role": self._role, "content": ""})
-        answer = self._answers[index]
-        choice = ChatStreamChoice(index=index, delta=answer.delta(output))
-        self.add_features(index, choice, output)
-        if choice.delta or output.finish_reason is not None or choice.model_fields_set > {"index", "delta"}:
+        pieces = []
+        if (answer := self._answers.get(index)) is None:
+            answer = self._answers[index] = self._new_answer()
+            pieces = [ChatChunkChoice(index=index, delta={"role": self._role, "content": ""})]
+        choice = ChatChunkChoice(index=index, delta=answer.delta(output))
+        if self.requests.hooks:
+            self.add_features(index, choice, output)
+        if choice.delta or output.finish_reason is not None or choice != ChatChunkChoice(index=index, delta={}):
             choice.finish_reason, choice.stop_reason = answer.finish_reason(output), output.stop_reason
-            yield choice
+            pieces.append(choice)
+        return pieces
 
 
 def _renamed(error: InvalidRequestError, request: ChatCompletionRequest) -> InvalidRequestError:
@@ -127,11 +130,12 @@ class OpenAIServingChat(OpenAIServing):
             count = len(request.messages)
             trace.emit("request.templated", req=ids.engine_id(0), messages=count, characters=len(prompt))
         special = self._template.adds_special_tokens(request.add_special_tokens)
-        requests = await self.make_requests(request, [prompt], params, ids, model, receive, special)
+        requests = await self.tokenize(request, [prompt], params, ids, model, receive, special)
         new_answer: Callable[[], Answer] = PlainAnswer
         if parsers is not None:
             new_answer = parsers.for_request(request, prompt, requests) or PlainAnswer
-        return await self.answer(request, ChatMaker(requests, self.args.response_role, new_answer), receive)
+        outputs = self.ask(request, requests)
+        return await self.answer(request, ChatMaker(requests, self.args.response_role, new_answer), outputs, receive)
 
     def parsers_for(self, request: ChatCompletionRequest) -> Any:
         """The feature that parses the answers; None if no flag and no field of the request asks for it. Raises

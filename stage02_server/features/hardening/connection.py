@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from asyncio import BaseProtocol
+from collections.abc import Callable
 from typing import Any
 
 from stage02_server.features.hardening.manifest import HardeningFlags
@@ -10,11 +12,12 @@ from stage02_server.features.hardening.slow_clients import timed_protocol
 
 def uvicorn_settings(args: HardeningFlags) -> dict[str, Any]:
     """Arguments of uvicorn.Config."""
-    http = timed_protocol(args)
+    timed = timed_protocol(args)
+    http: Callable[..., BaseProtocol] = timed
     if args.ssl_certfile is not None:
         from stage02_server.features.hardening.handshakes import with_tls  # late: most servers have no certificate
 
-        http = with_tls(http, args)
+        http = with_tls(timed, args)
     return {
         "http": http,
         "log_level": args.uvicorn_log_level,

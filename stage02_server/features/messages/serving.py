@@ -61,10 +61,10 @@ class AnthropicServingMessages(OpenAIServing):
         params, parsers = chat.to_sampling_params(self.defaults), self._chat.parsers_for(chat)
         prompt = await prompt_of(chat, self._template, parsers, receive, ids)
         special = self._template.adds_special_tokens(None)
-        requests = await self.make_requests(chat, [prompt], params, ids, model, receive, special)
+        requests = await self.tokenize(chat, [prompt], params, ids, model, receive, special)
         parser = None if parsers is None else parsers.parser(chat, prompt, is_structured(requests))
         maker = MessageMaker(requests, parser)
-        events = _events(maker, await self.begin(requests, receive))
+        events = _events(maker, await self.begin(requests, self.ask(chat, requests), receive))
         if request.stream:
             return _sent(events, ids)
         await run_until_disconnect(receive, _drain(events))

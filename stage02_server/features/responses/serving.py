@@ -74,7 +74,7 @@ class OpenAIServingResponses(OpenAIServing):
         params = request.to_sampling_params(self.defaults, chat)
         prompt = await prompt_of(chat, self._template, self._chat.parsers, raw_request.receive, ids)
         special = self._template.adds_special_tokens(None)
-        requests = await self.make_requests(request, [prompt], params, ids, model, raw_request.receive, special)
+        requests = await self.tokenize(request, [prompt], params, ids, model, raw_request.receive, special)
         structured = params.structured_outputs is not None
         if structured:
             requests.hooks.append(RefusalFirst())
@@ -83,16 +83,16 @@ class OpenAIServingResponses(OpenAIServing):
         entry = await asyncio.to_thread(self._entry, request, requests, keep, parser, items)  # megabytes of tools
         maker = entry.maker
         assert maker is not None
-        raw_request.state.cut = entry.cut
+        raw_request.state.cut, outputs = entry.cut, self.ask(request, requests)
         if request.background:
-            answer = self._in_background(entry, maker, requests, bool(request.stream))
+            answer = self._in_background(entry, maker, outputs, ids, bool(request.stream))
             # Where the server ends with its work undone, the engine hears so.
             background = raw_request.app.state.gate.background
             assert entry.task is not None
             background.add(entry.task)
             entry.task.add_done_callback(background.discard)
             return answer
-        source = await self.begin(requests, raw_request.receive)
+        source = await self.begin(requests, outputs, raw_request.receive)
         events = self._events(maker, source, entry, keep)
         if request.stream:
             return self._sent(_until_failure(events, maker), ids)
@@ -178,21 +178,19 @@ class OpenAIServingResponses(OpenAIServing):
                 yield event
 
     def _in_background(
-        self, entry: StoredResponse, maker: ResponseMaker, requests: EngineRequests, stream: bool
+        self, entry: StoredResponse, maker: ResponseMaker, outputs: Outputs, ids: RequestIds, stream: bool
     ) -> Answer:
         entry.log = EventLog() if stream else None
         self._store.add(entry)
         created = maker.whole  # queued; the task changes it
-        entry.task = asyncio.create_task(self._work(entry, maker, requests))
+        entry.task = asyncio.create_task(self._work(entry, maker, outputs))
         entry.task.add_done_callback(lambda _: self._ended(entry))  # even if it is cancelled before it begins
         if entry.log is None:
             return created
-        return self._sent(entry.log.read(0), requests.ids)
+        return self._sent(entry.log.read(0), ids)
 
-    async def _work(self, entry: StoredResponse, maker: ResponseMaker, requests: EngineRequests) -> None:
-        async with aclosing(
-            _until_failure(self._events(maker, self.outputs(requests), entry, keep=True), maker)
-        ) as events:
+    async def _work(self, entry: StoredResponse, maker: ResponseMaker, outputs: Outputs) -> None:
+        async with aclosing(_until_failure(self._events(maker, outputs, entry, keep=True), maker)) as events:
             async for event in events:
                 if (log := entry.log) is not None:
                     before = log.num_bytes // LOG_STEP
