@@ -1,6 +1,6 @@
 """Start the API server: socket, engine, application, HTTP, in this order (vllm/entrypoints/openai/api_server.py).
 
-What plugs into the application is asked for by seam; a feature is imported only if it is on.
+The application asks for its parts by seam, and imports a feature only if it is on.
 The web framework is imported inside functions: while this process imports it, the engine process loads the model.
 """
 
@@ -42,7 +42,7 @@ T = TypeVar("T")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-REFUSED = "refused"  # the name of routes that are here only to say why they are not
+REFUSED = "refused"  # the name of routes that exist only to say why they are not served
 LAYERS = ("connection", "address", "", "count", "own", "browser", "key", "body", "queue", "stream")
 """Places of middleware, outermost first; the walk's own is at the empty one. Each layer is made with (app, args)."""
 
@@ -73,7 +73,7 @@ class StopSignals:
         self.name = ""
 
     def received(self, name: str) -> None:
-        """A signal came, or whatever else asks the server to end."""
+        """A signal, or something else, asks the server to end."""
         if self.first.is_set():
             self.second.set()
         self.name = self.name or name
@@ -248,7 +248,7 @@ def make_core_client(vllm_config: VllmConfig, args: FrontendArgs) -> AsyncEngine
 
 
 def used(seam: str, args: FrontendArgs, tasks: tuple[str, ...] = (), key: str = "") -> list[Part]:
-    """What plugs in there and is on for these settings and a model with these tasks."""
+    """The parts at this seam that are on, for these settings and a model with these tasks."""
     return [part for part in parts(seam, key) if part.is_on(args, tasks)]
 
 
@@ -259,7 +259,7 @@ def served_model_names(vllm_config: VllmConfig, args: FrontendArgs) -> tuple[str
 
 @asynccontextmanager
 async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-    """Freeze what exists by now: garbage collection pauses the stream of tokens, and then has less to scan."""
+    """Freeze what exists by now: each garbage collection pauses all streams, and so has less to scan."""
     gc.collect()
     gc.freeze()
     yield

@@ -54,7 +54,7 @@ class CompletionResponse(*loaded("response", "CompletionResponse"), PlainComplet
 
 
 class PlainMessage(BaseModel):
-    """What every answering message holds."""
+    """What every answer of a chat holds."""
 
     role: str = Field(description="Who speaks.")
     content: str | None = Field(description="The text; null if there is none.")
@@ -65,7 +65,7 @@ class PlainMessage(BaseModel):
 
 
 class ChatMessage(*loaded("response", "ChatMessage"), PlainMessage):  # type: ignore[misc]
-    """The answering message. What it has none of (reasoning, tool calls) is left out of the JSON."""
+    """The answering message. The JSON leaves out what it lacks: reasoning, tool calls."""
 
 
 class ChatChoice(*loaded("response", "ChatChoice"), PlainChoice):  # type: ignore[misc]

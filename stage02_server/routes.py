@@ -52,7 +52,7 @@ class OpenAIServingModels:
 
     def check(self, name: str | None, variants: bool = False) -> str:
         """The name to answer with. No name is fine: there is only one model. Raises APIError 404 for an unknown name, and for a
-        variant where they make no difference that could be kept (`variants` False)."""
+        variant on a route that has no use for one (`variants` False)."""
         if not name:
             return self.names[0]
         known = self.all_names if variants else self.names

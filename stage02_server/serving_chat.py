@@ -91,7 +91,7 @@ class ChatMaker(AnswerMaker):
 
 
 def _renamed(error: InvalidRequestError, request: ChatCompletionRequest) -> InvalidRequestError:
-    """The same refusal, with the same status, about the field that the client sent: chats have no prompt, and two names for max_tokens."""
+    """The same refusal about the field that the client sent: a chat has no prompt, and max_tokens has two names."""
     if error.param == "max_tokens" and request.max_completion_tokens is not None:
         return type(error)(str(error).replace("max_tokens", "max_completion_tokens"), "max_completion_tokens")
     return type(error)(str(error), "messages" if error.param == "prompt" else error.param)

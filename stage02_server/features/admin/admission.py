@@ -1,9 +1,9 @@
-"""`--max-num-queued-reqs` and `--max-num-queued-tokens`: a server that has enough to do refuses more, at once.
+"""`--max-num-queued-reqs` and `--max-num-queued-tokens`: a busy server refuses more work at once.
 
 Source: vllm/v1/engine/async_llm.py, check_admission. As in vLLM, nothing is refused unless a flag sets a limit. vLLM asks before it
-reads the prompts and once more afterwards. Here it asks when the header is there and the key is right. When the body is there the
-request takes a place, and when its prompts are known it takes theirs, so that of a burst nobody passes before the others are
-counted. A body that never ends takes nobody's place.
+reads the prompts and once more afterwards. Here it asks when the header is there and the key is right. With its body the request
+takes one place, and with its prompts it takes theirs instead, so that no part of a burst slips through uncounted. A body that never
+ends takes nobody's place.
 """
 
 from __future__ import annotations

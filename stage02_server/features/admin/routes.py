@@ -29,8 +29,8 @@ def _version() -> str:
 
 @router.get("/metrics")
 async def metrics(raw_request: Request) -> Response:
-    """The engine's numbers in Prometheus' text format, from the registry that the stat logger writes to; those of at most half a second
-    ago for who asks again and again."""
+    """The engine's numbers in Prometheus' text format, from the registry that the stat logger writes to; for frequent readers up to half
+    a second old."""
     state = raw_request.app.state
     text = state.metrics_text.get(state.services.registry)
     return Response(text, media_type=CONTENT_TYPE_LATEST)

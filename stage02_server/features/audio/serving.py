@@ -199,7 +199,7 @@ class ServingTranscription:
         task: Task,
         first: int,
     ) -> str | TranscriptionVerbose:
-        """One piece after the other, each from where the last whole segment ended: what is cut off is heard again."""
+        """Piece by piece, each from where the last whole segment ended: what was cut off is heard again."""
         timestamps_from = self._timestamps_from()
         transcript = Transcript(self.engine_client.tokenizer, timestamps_from, request.temperature, language)
         start, index = 0, first

@@ -1,6 +1,6 @@
 """`--enable-prompt-tokens-details`: what the prefix cache held, in the usage (vllm/entrypoints/openai/serving_engine.py).
 
-Without it nobody is told: the number says what was asked before, perhaps by somebody else.
+Without the flag nobody is told: the number reveals what was asked before, perhaps by somebody else.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class OpenAIServingResponses(OpenAIServing):
 
     @property
     def _store(self) -> ResponseStore:
-        """That of the key that asks: what others stored is not in it, and how much they store changes nothing."""
+        """The store of the asking key: it holds nothing of the others, and how much they store changes nothing."""
         tenant = TENANT.get()
         if tenant not in self._stores:
             part = self.args.max_stored_bytes // self._num_keys
@@ -86,7 +86,7 @@ class OpenAIServingResponses(OpenAIServing):
         raw_request.state.cut, outputs = entry.cut, self.ask(request, requests)
         if request.background:
             answer = self._in_background(entry, maker, outputs, ids, bool(request.stream))
-            # Where the server ends with its work undone, the engine hears so.
+            # If the server ends before this work does, the engine is told.
             background = raw_request.app.state.gate.background
             assert entry.task is not None
             background.add(entry.task)
@@ -158,7 +158,7 @@ class OpenAIServingResponses(OpenAIServing):
             async for _, output in outputs:
                 for event in maker.add(output.outputs[0]):
                     yield event
-        last, items, body = await asyncio.to_thread(self._last, maker)  # it tells the whole answer four times
+        last, items, body = await asyncio.to_thread(self._last, maker)  # it writes the whole answer four times
         entry.end(items, body, maker.progress.status)
         if keep and entry.task is None:
             self._store.add(entry)  # before the client sees its end and continues from it

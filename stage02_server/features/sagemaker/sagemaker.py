@@ -1,4 +1,4 @@
-"""POST /invocations: the one address that Amazon SageMaker sends every request to (vllm/entrypoints/sagemaker/api_router.py).
+"""POST /invocations: the one address to which Amazon SageMaker sends every request (vllm/entrypoints/sagemaker/api_router.py).
 
 Its other address, /ping, is another name of /health.
 """
