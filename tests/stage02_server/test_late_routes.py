@@ -11,7 +11,6 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
-from patience import PATIENCE
 from server_under_test import InProcessServer
 
 from stage02_server.api_server import REFUSED, Services, served_paths
@@ -81,7 +80,7 @@ def test_the_event_loop_goes_on_meanwhile(
     go_on, load = threading.Event(), Part.load
 
     def slow(part: Part) -> Any:
-        assert go_on.wait(PATIENCE)
+        assert go_on.wait(30), "nobody else had a turn"
         return load(part)
 
     server = make_server()
