@@ -1,6 +1,6 @@
 """Start the API server: socket, engine, application, HTTP, in this order (vllm/entrypoints/openai/api_server.py).
 
-What plugs into the application is asked for by seam; a feature is imported only if it is on.
+The application asks for its parts by seam, and imports a feature only if it is on.
 The web framework is imported inside functions: while this process imports it, the engine process loads the model.
 """
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from stage02_server.lifecycle import Lifecycle
     from stage02_server.middleware import RequestGate
     from stage02_server.routes import OpenAIServingModels
+    from stage02_server.serving_engine import Additions
     from stage03_engine.frontend.async_llm import AsyncLLM
     from stage03_engine.frontend.core_client import AsyncEngineCoreClient
 
@@ -41,7 +42,7 @@ T = TypeVar("T")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-REFUSED = "refused"  # the name of routes that are here only to say why they are not
+REFUSED = "refused"  # the name of routes that exist only to say why they are not served
 LAYERS = ("connection", "address", "", "count", "own", "browser", "key", "body", "queue", "stream")
 """Places of middleware, outermost first; the walk's own is at the empty one. Each layer is made with (app, args)."""
 
@@ -57,6 +58,7 @@ class Services:
     template: ChatTemplate
     gate: RequestGate
     lifecycle: Lifecycle
+    added: Additions  # by features
 
 
 class StopRequested(Exception):
@@ -71,7 +73,7 @@ class StopSignals:
         self.name = ""
 
     def received(self, name: str) -> None:
-        """A signal came, or whatever else asks the server to end."""
+        """A signal, or something else, asks the server to end."""
         if self.first.is_set():
             self.second.set()
         self.name = self.name or name
@@ -246,7 +248,7 @@ def make_core_client(vllm_config: VllmConfig, args: FrontendArgs) -> AsyncEngine
 
 
 def used(seam: str, args: FrontendArgs, tasks: tuple[str, ...] = (), key: str = "") -> list[Part]:
-    """What plugs in there and is on for these settings and a model with these tasks."""
+    """The parts at this seam that are on, for these settings and a model with these tasks."""
     return [part for part in parts(seam, key) if part.is_on(args, tasks)]
 
 
@@ -257,7 +259,7 @@ def served_model_names(vllm_config: VllmConfig, args: FrontendArgs) -> tuple[str
 
 @asynccontextmanager
 async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-    """Freeze what exists by now: garbage collection pauses the stream of tokens, and then has less to scan."""
+    """Freeze what exists by now: each garbage collection pauses all streams, and so has less to scan."""
     gc.collect()
     gc.freeze()
     yield
@@ -294,24 +296,32 @@ def init_app_state(engine: AsyncLLM, app: FastAPI, args: FrontendArgs, registry:
     """Make the services and the handlers, and install the features that are on. Raises ConfigError."""
     from stage02_server.chat_template import ChatTemplate
     from stage02_server.lifecycle import Lifecycle
-    from stage02_server.routes import OpenAIServingModels
+    from stage02_server.routes import LateRoutes, OpenAIServingModels
     from stage02_server.serving_chat import OpenAIServingChat
     from stage02_server.serving_completion import OpenAIServingCompletion
+    from stage02_server.serving_engine import Additions
 
     config, names = engine.vllm_config, served_model_names(engine.vllm_config, args)
     variants = {name: sets for more in loaded("names") for name, sets in more(config).items()}
     models, template = OpenAIServingModels(config, names, variants), ChatTemplate(args, engine.tokenizer)
     gate = app.state.gate
-    services = Services(engine, args, registry, models, template, gate, Lifecycle(engine, gate))
+    services = Services(engine, args, registry, models, template, gate, Lifecycle(engine, gate), Additions())
     app.state.services = services
-    app.state.openai_serving_completion = OpenAIServingCompletion(engine, models, args)
-    app.state.openai_serving_chat = OpenAIServingChat(engine, models, template, args)
+    app.state.openai_serving_completion = OpenAIServingCompletion(services)
+    app.state.openai_serving_chat = OpenAIServingChat(services)
     tasks = config.supported_tasks
     routes = [
         *(used("routes", args, tasks, key="client") if config.hooks("client") else ()),
         *used("routes", args, tasks),
     ]
-    for part in (*routes, *used("answers", args, tasks)):
+    for part in routes:
+        app.state.prefixes |= {path: prefix for path, prefix in part.paths.items() if prefix}
+        app.state.unchosen_ids |= part.paths.keys() if part.own_ids else set()
+        if part.late:
+            LateRoutes(app, services, part)
+        else:
+            part.load()(app, services)
+    for part in used("answers", args, tasks):
         part.load()(app, services)
     if config.model_config.default_sampling_params:
         logger.info("Sampling defaults of this model: %s.", config.model_config.default_sampling_params)

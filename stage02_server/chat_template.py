@@ -64,8 +64,8 @@ class ChatTemplate:
         return "".join(map(text_of, messages)) if is_plain else None
 
     def adds_special_tokens(self, asked: bool | None) -> bool:
-        """True if the tokenizer is to add the model's beginning-of-text token: what the request asks for, else only
-        without a template, since templates write that token themselves."""
+        """Should the tokenizer add the model's beginning-of-text token? As the request says; else only without a
+        template, since templates write that token themselves."""
         return not self._has_template if asked is None else asked
 
 

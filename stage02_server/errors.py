@@ -70,7 +70,7 @@ def as_api_error(error: BaseException) -> APIError:
 
 
 def as_reported(error: Exception, response_id: str) -> APIError:
-    """The same for an error in a stream, whose status is already sent: nothing else logs an unexpected one."""
+    """The same for an error in a stream. Its status is already sent, so an unexpected error is logged here or nowhere."""
     refusal = as_api_error(error)
     if refusal.status == 500:
         logger.error("request %s failed", response_id, exc_info=error)

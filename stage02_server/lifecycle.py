@@ -25,7 +25,7 @@ class ServerState(enum.StrEnum):
 
     STARTING = "starting"  # the engine loads
     READY = "ready"
-    STALLED = "stalled"  # the engine owes an answer for too long; a feature tells
+    STALLED = "stalled"  # the engine has owed an answer for too long; a feature says so
     DRAINING = "draining"  # a signal came: running requests finish, new ones are refused
     STOPPED = "stopped"
     FAILED = "failed"  # the engine could not start, or died

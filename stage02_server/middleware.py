@@ -23,7 +23,7 @@ from stagetrace import trace
 from stagetrace.text import bounded
 
 PREFIX = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
-"""Path -> how the ids of its requests begin, for paths that give the model work. Features add theirs to `app.state.prefixes`, and to
+"""Path -> how the ids of its requests begin, for paths that give the model work. `app.state.prefixes` has those of the features too, and
 `app.state.unchosen_ids` the paths whose ids no client may choose."""
 ACCEPTED_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 CONNECTION = "stages.connection"  # in a scope's extensions: `abort` ends the connection at once, `waiting` is how many bytes its client has not read
@@ -53,8 +53,8 @@ class RequestIds:
         return f"{self.engine}-{index}"
 
     def named(self, request_id: str | None) -> RequestIds:
-        """A copy with the id that the body asks for, unless the header chose one. The engine's id stays: it was made
-        before the body was read."""
+        """A copy with the id that the body asks for, unless the header chose one. The engine keeps its id, which is
+        older than the body."""
         if request_id is None or self.engine != self.response:
             return self
         return replace(self, response=f"{self.response.partition('-')[0]}-{request_id}")
@@ -103,7 +103,7 @@ class RequestGate:
             cut()
 
     def expire(self) -> None:
-        """Time is up: every running request ends now, with an error for its client; then the background work that some of them read."""
+        """Time is up. End every running request, with an error for its client; then the background work that some of them read."""
         self.draining = self.expired = True
         for task in self.running or self.background:
             task.cancel()
@@ -130,7 +130,7 @@ class _Answer:
 
 
 class RequestMiddleware:
-    """The outermost layer of our own around every request."""
+    """The outermost of our own layers around every request."""
 
     def __init__(self, app: ASGIApp, args: FrontendArgs) -> None:
         self._app = app

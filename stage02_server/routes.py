@@ -1,13 +1,17 @@
-"""The routes: parse, hand to a handler, answer (vllm/entrypoints/openai/api_server.py, `router`)."""
+"""The routes: parse, hand to a handler, answer (vllm/entrypoints/openai/api_server.py, `router`); and those that wait for a request."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping
-from typing import Annotated, Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Annotated, Any
 
-from fastapi import APIRouter, Path, Request, Response
+from fastapi import APIRouter, FastAPI, Path, Request, Response
 from starlette.responses import JSONResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from stage02_server.errors import error_object, not_found
 from stage02_server.lifecycle import ServerState
@@ -16,8 +20,13 @@ from stage02_server.protocol_response import ModelCard, ModelList
 from stage02_server.streaming import answer, answer_of
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import ConfigError
+from stage03_engine.plugins import Part
+
+if TYPE_CHECKING:
+    from stage02_server.api_server import Services
 
 router = APIRouter()
+LOADER = ThreadPoolExecutor(1, "load")  # one thread: whoever comes second finds the routes there
 
 
 class OpenAIServingModels:
@@ -43,7 +52,7 @@ class OpenAIServingModels:
 
     def check(self, name: str | None, variants: bool = False) -> str:
         """The name to answer with. No name is fine: there is only one model. Raises APIError 404 for an unknown name, and for a
-        variant where they make no difference that could be kept (`variants` False)."""
+        variant on a route that has no use for one (`variants` False)."""
         if not name:
             return self.names[0]
         known = self.all_names if variants else self.names
@@ -100,3 +109,31 @@ async def health(raw_request: Request) -> Response:
     if lifecycle.state == ServerState.READY:
         return Response(headers=dict(header for told in lifecycle.health_headers for header in told().items()))
     return JSONResponse({"state": lifecycle.state.value, **error_object(lifecycle.unavailable())}, 503)
+
+
+class LateRoutes:
+    """Stands in for the routes of a feature until one of them is asked for: loading them takes tens of milliseconds, and most servers
+    are never asked."""
+
+    def __init__(self, app: FastAPI, services: Services, part: Part) -> None:
+        self._app, self._services, self._part = app, services, part
+        self._waiting = [Route(path, self, include_in_schema=False) for path in part.paths]
+        app.router.routes += self._waiting
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The first request; all methods come here, so that the routes themselves refuse the wrong ones."""
+        await asyncio.get_running_loop().run_in_executor(LOADER, self._load)
+        await self._app.router(scope, receive, send)
+
+    def _load(self) -> None:
+        """Put the routes in the place of these. The event loop reads the old list until the new one is complete."""
+        if self._waiting:
+            before = list(self._app.router.routes)
+            self._part.load()(self._app, self._services)
+            at = before.index(self._waiting[0])
+            self._app.router.routes = [
+                *before[:at],
+                *self._app.router.routes[len(before) :],
+                *before[at + len(self._waiting) :],
+            ]
+            self._waiting = []

@@ -1,6 +1,6 @@
 """The command `serve`: choose the model and the form of the server, then start it (vllm/entrypoints/cli/serve.py).
 
-`stages serve` and `python -m stage02_server serve` are this one command. It lies here, because stage 2 must run without stage 1.
+`stages serve` and `python -m stage02_server serve` are this one command. It is in this stage because stage 2 must run without stage 1.
 """
 
 from __future__ import annotations

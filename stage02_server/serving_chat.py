@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import AsyncGenerator, Callable
+from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.requests import Request
 
-from stage02_server.chat_template import ChatTemplate
-from stage02_server.cli_args import FrontendArgs
 from stage02_server.protocol import ChatCompletionRequest
 from stage02_server.protocol_response import (
     ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
     ChatCompletionResponse,
     ChatMessage,
-    ChatStreamChoice,
     ChatStreamResponse,
 )
-from stage02_server.routes import OpenAIServingModels
 from stage02_server.serving_engine import AnswerMaker, EngineRequests, OpenAIServing
 from stage02_server.streaming import run_until_disconnect
 from stage03_engine.errors import InvalidRequestError
-from stage03_engine.frontend.async_llm import AsyncLLM
 from stage03_engine.mixins import load
 from stage03_engine.outputs import CompletionOutput
 from stagetrace import trace
+
+if TYPE_CHECKING:
+    from stage02_server.api_server import Services
 
 
 class Answer(Protocol):
@@ -57,12 +57,12 @@ class PlainAnswer:
 class ChatMaker(AnswerMaker):
     """Engine outputs as choices of a chat. The first chunk of each streamed answer has the role."""
 
-    whole_class, chunk_class = ChatCompletionResponse, ChatStreamResponse
+    whole_class, last_class = ChatCompletionResponse, ChatStreamResponse
+    chunk_class = ChatChunk
 
     def __init__(self, requests: EngineRequests, role: str, new_answer: Callable[[], Answer]) -> None:
         super().__init__(requests)
         self._role, self._new_answer = role, new_answer
-        self.only_text &= new_answer is PlainAnswer
         self._answers: dict[int, Answer] = {}
 
     def choice(self, index: int, output: CompletionOutput) -> ChatChoice:
@@ -75,21 +75,23 @@ class ChatMaker(AnswerMaker):
         self.add_features(index, choice, output)
         return choice
 
-    def pieces(self, index: int, output: CompletionOutput) -> Iterator[ChatStreamChoice]:
+    def pieces(self, index: int, output: CompletionOutput) -> list[Any]:
         """One chunk, after one with the role if this is the answer's first; nothing if the text is held back."""
-        if index not in self._answers:
-            self._answers[index] = self._new_answer()
-            yield ChatStreamChoice(index=index, delta={"role": self._role, "content": ""})
-        answer = self._answers[index]
-        choice = ChatStreamChoice(index=index, delta=answer.delta(output))
-        self.add_features(index, choice, output)
-        if choice.delta or output.finish_reason is not None or choice.model_fields_set > {"index", "delta"}:
+        pieces = []
+        if (answer := self._answers.get(index)) is None:
+            answer = self._answers[index] = self._new_answer()
+            pieces = [ChatChunkChoice(index=index, delta={"role": self._role, "content": ""})]
+        choice = ChatChunkChoice(index=index, delta=answer.delta(output))
+        if self.requests.hooks:
+            self.add_features(index, choice, output)
+        if choice.delta or output.finish_reason is not None or choice != ChatChunkChoice(index=index, delta={}):
             choice.finish_reason, choice.stop_reason = answer.finish_reason(output), output.stop_reason
-            yield choice
+            pieces.append(choice)
+        return pieces
 
 
 def _renamed(error: InvalidRequestError, request: ChatCompletionRequest) -> InvalidRequestError:
-    """The same refusal, with the same status, about the field that the client sent: chats have no prompt, and two names for max_tokens."""
+    """The same refusal about the field that the client sent: a chat has no prompt, and max_tokens has two names."""
     if error.param == "max_tokens" and request.max_completion_tokens is not None:
         return type(error)(str(error).replace("max_tokens", "max_completion_tokens"), "max_completion_tokens")
     return type(error)(str(error), "messages" if error.param == "prompt" else error.param)
@@ -98,11 +100,9 @@ def _renamed(error: InvalidRequestError, request: ChatCompletionRequest) -> Inva
 class OpenAIServingChat(OpenAIServing):
     """Answers chats."""
 
-    def __init__(
-        self, engine_client: AsyncLLM, models: OpenAIServingModels, template: ChatTemplate, args: FrontendArgs
-    ) -> None:
-        super().__init__(engine_client, models, args)
-        self._template = template
+    def __init__(self, services: Services) -> None:
+        super().__init__(services)
+        self._template = services.template
         self.parsers: Any = None  # the feature that parses answers, once a flag or a request asks for it
 
     async def create_chat_completion(
@@ -130,11 +130,12 @@ class OpenAIServingChat(OpenAIServing):
             count = len(request.messages)
             trace.emit("request.templated", req=ids.engine_id(0), messages=count, characters=len(prompt))
         special = self._template.adds_special_tokens(request.add_special_tokens)
-        requests = await self.make_requests(request, [prompt], params, ids, model, receive, special)
+        requests = await self.tokenize(request, [prompt], params, ids, model, receive, special)
         new_answer: Callable[[], Answer] = PlainAnswer
         if parsers is not None:
             new_answer = parsers.for_request(request, prompt, requests) or PlainAnswer
-        return await self.answer(request, ChatMaker(requests, self.args.response_role, new_answer), receive)
+        outputs = self.ask(request, requests)
+        return await self.answer(request, ChatMaker(requests, self.args.response_role, new_answer), outputs, receive)
 
     def parsers_for(self, request: ChatCompletionRequest) -> Any:
         """The feature that parses the answers; None if no flag and no field of the request asks for it. Raises

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
+from typing import Any
 
 from starlette.requests import Request
 
 from stage02_server.protocol import CompletionRequest
-from stage02_server.protocol_response import CompletionChoice, CompletionResponse
+from stage02_server.protocol_response import (
+    CompletionChoice,
+    CompletionChunk,
+    CompletionChunkChoice,
+    CompletionResponse,
+)
 from stage02_server.serving_engine import AnswerMaker, OpenAIServing
 from stage03_engine.outputs import CompletionOutput
 
@@ -15,18 +21,20 @@ from stage03_engine.outputs import CompletionOutput
 class CompletionMaker(AnswerMaker):
     """Engine outputs as choices of a completion: a chunk of the stream looks like the whole answer."""
 
-    whole_class = chunk_class = CompletionResponse
+    whole_class = last_class = CompletionResponse
+    chunk_class = CompletionChunk
 
-    def choice(self, index: int, output: CompletionOutput) -> CompletionChoice:
+    def choice(self, index: int, output: CompletionOutput, kind: Any = CompletionChoice) -> Any:
         """What `output` adds to answer `index`."""
-        reason = output.finish_reason
-        choice = CompletionChoice(index=index, text=output.text, finish_reason=reason, stop_reason=output.stop_reason)
-        self.add_features(index, choice, output)
+        reason, stop = output.finish_reason, output.stop_reason
+        choice = kind(index=index, text=output.text, finish_reason=reason, stop_reason=stop)
+        if self.requests.hooks:
+            self.add_features(index, choice, output)
         return choice
 
-    def pieces(self, index: int, output: CompletionOutput) -> Iterator[CompletionChoice]:
+    def pieces(self, index: int, output: CompletionOutput) -> list[Any]:
         """One chunk."""
-        yield self.choice(index, output)
+        return [self.choice(index, output, CompletionChunkChoice)]
 
 
 class OpenAIServingCompletion(OpenAIServing):
@@ -36,9 +44,10 @@ class OpenAIServingCompletion(OpenAIServing):
         self, request: CompletionRequest, raw_request: Request
     ) -> CompletionResponse | AsyncGenerator[bytes, None]:
         """The whole answer, or its stream. Raises every refusal before a stream begins."""
-        ids, model = self.ids(request, raw_request), self.check(request)
-        prompts, receive = request.prompts(), raw_request.receive
+        ids, model, receive = self.ids(request, raw_request), self.check(request), raw_request.receive
+        prompts = request.prompts()
         self.trace_validated(request, ids, model, len(prompts))
         params, special = request.to_sampling_params(self.defaults), request.add_special_tokens
-        requests = await self.make_requests(request, prompts, params, ids, model, receive, special)
-        return await self.answer(request, CompletionMaker(requests), receive)
+        requests = await self.tokenize(request, prompts, params, ids, model, receive, special)
+        outputs = self.ask(request, requests)
+        return await self.answer(request, CompletionMaker(requests), outputs, receive)

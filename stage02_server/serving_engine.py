@@ -1,45 +1,42 @@
-"""What completions and chats share: from prompts to a merged flow of outputs, streamed or whole, until the client
-leaves (vllm/entrypoints/openai/serving_engine.py OpenAIServing).
-"""
+"""What completions and chats share: check, tokenize, ask, answer (vllm/entrypoints/openai/serving_engine.py, OpenAIServing)."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
-from fastapi import FastAPI
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.types import Receive
 
-from stage02_server.cli_args import FrontendArgs
 from stage02_server.errors import as_reported, error_json, not_found
 from stage02_server.middleware import RequestIds
 from stage02_server.protocol import SamplingRequest
-from stage02_server.protocol_response import WITH_THE_USAGE, UsageInfo
+from stage02_server.protocol_response import UsageInfo, written
 from stage02_server.protocol_types import AnswerHook
-from stage02_server.routes import OpenAIServingModels
 from stage02_server.streaming import in_thread_if_long, made, run_until_disconnect, server_sent_event
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import InvalidRequestError
-from stage03_engine.frontend.async_llm import AsyncLLM
 from stage03_engine.messages import EngineCoreRequest
 from stage03_engine.outputs import CompletionOutput, RequestOutput
 from stage03_engine.plugins import find
 from stage03_engine.sampling_params import SamplingParams
 from stagetrace import trace
 
+if TYPE_CHECKING:
+    from stage02_server.api_server import Services
+
 Outputs = AsyncGenerator[tuple[int, RequestOutput], None]  # (number of the prompt, output)
 Prompts = list[str | list[int]]
+Prompt = str | list[int] | tuple[str, str]  # two texts: what a model that compares them reads as one
 MAX_ANSWERS = 4096  # of one HTTP request with n or best_of above 1
-MARK = "the text"  # stands for the text when a chunk is made only to be taken apart
-DEFAULTS = FrontendArgs()
 
 
 @dataclass
@@ -50,11 +47,17 @@ class EngineRequests:
     model: str
     n: int
     engine_requests: list[EngineCoreRequest]
-    flows: list[AsyncGenerator[RequestOutput, None]]  # their answers
-    hooks: list[AnswerHook]
+    hooks: list[AnswerHook] = field(default_factory=list)
     ends_with_usage: bool = False  # a stream
     num_tokens: Counter[int] = field(default_factory=Counter)  # answer -> its tokens so far
     num_cached_tokens: int = 0  # prompt tokens from the prefix cache, with --enable-prompt-tokens-details
+
+    def received(self, prompt: int, output: RequestOutput) -> None:
+        """Show the next output for a prompt to the features, and count its tokens."""
+        for hook in self.hooks:
+            hook.output(prompt, output)
+        for answer in output.outputs:
+            self.num_tokens[prompt * self.n + answer.index] += len(answer.token_ids)
 
     def usage(self) -> UsageInfo:
         """The usage of all prompts and answers."""
@@ -77,35 +80,61 @@ def require_task(config: VllmConfig, task: str, how: str) -> None:
         raise not_found(f"This server's model has no {task} task: {how}.", "model")
 
 
-async def only_flow(flow: AsyncGenerator[RequestOutput, None]) -> Outputs:
+@dataclass
+class Additions:
+    """What features add to all handlers, those that are made later too: each of them reads these lists at every request."""
+
+    # Called when the prompts are known. May refuse them.
+    admit: list[Callable[[list[EngineCoreRequest]], None]] = field(default_factory=list)
+    # For answers that are generated: makes the feature's hook, or None if it adds nothing to this answer. May refuse it.
+    hooks: list[Callable[[EngineRequests, Prompts], AnswerHook | None]] = field(default_factory=list)
+    # Called with each prompt that was admitted.
+    log: list[Callable[[EngineCoreRequest, Prompt], None]] = field(default_factory=list)
+    # Called with the usage of prompts, and how many of their tokens the prefix cache held.
+    usage: list[Callable[[UsageInfo, int], None]] = field(default_factory=list)
+
+
+async def _of_one(requests: EngineRequests, flow: AsyncGenerator[RequestOutput, None]) -> Outputs:
     """The outputs of a request with one prompt: one switch of tasks for each."""
     async with aclosing(flow):
         async for output in flow:
+            requests.received(0, output)
             yield 0, output
+
+
+async def _of_several(requests: EngineRequests, merged: Outputs) -> Outputs:
+    async with aclosing(merged):
+        async for prompt, output in merged:
+            requests.received(prompt, output)
+            yield prompt, output
 
 
 class AnswerMaker:
     """Engine outputs in one of OpenAI's shapes: whole, or as the chunks of a stream."""
 
     whole_class: ClassVar[type[BaseModel]]
-    chunk_class: ClassVar[type[BaseModel]]
+    last_class: ClassVar[type[BaseModel]]  # of the chunk that holds the usage
+    chunk_class: ClassVar[Any]  # of all others: `streamed(last_class)`
 
     def __init__(self, requests: EngineRequests) -> None:
         self.requests = requests
-        self.only_text = not requests.hooks  # a chunk in the middle of an answer has nothing new but its text
         self._created = int(time.time())
         self._begun: set[int] = set()  # answers
-        self._frames: dict[int, list[bytes]] = {}  # answer -> what stands before and behind the text of such a chunk
+        self._empty = self.chunk_class(
+            id=requests.ids.response, created=self._created, model=requests.model, choices=[]
+        )
+        if requests.ends_with_usage:
+            self._empty.usage = None
 
     def choice(self, index: int, output: CompletionOutput) -> BaseModel:
         """The whole answer `index`."""
         raise NotImplementedError
 
-    def pieces(self, index: int, output: CompletionOutput) -> Iterator[BaseModel]:
+    def pieces(self, index: int, output: CompletionOutput) -> list[Any]:
         """What `output` adds to answer `index`, as choices, each for its own chunk."""
         raise NotImplementedError
 
-    def add_features(self, index: int, choice: BaseModel, output: CompletionOutput) -> None:
+    def add_features(self, index: int, choice: Any, output: CompletionOutput) -> None:
         """Let the features add their part to a choice."""
         first = index not in self._begun
         self._begun.add(index)
@@ -116,56 +145,49 @@ class AnswerMaker:
         """The answer, with all choices."""
         n = self.requests.n
         numbered = [(p * n + answer.index, answer) for p, output in enumerate(outputs) for answer in output.outputs]
-        choices = [self.choice(index, answer) for index, answer in numbered]
-        return self._response(self.whole_class, choices, self.requests.usage())
+        return self._with_usage(self.whole_class, [self.choice(index, answer) for index, answer in numbered])
 
-    def chunks(self, prompt: int, hidden: set[str], outputs: list[RequestOutput]) -> list[bytes]:
-        """The chunks that the one output adds to the answers to a prompt, as JSON without the fields `hidden`."""
-        chunks: list[bytes] = []
-        for answer in outputs[0].outputs:
-            index = prompt * self.requests.n + answer.index
-            if index in self._frames and answer.finish_reason is None:
-                chunks.append(msgspec.json.encode(answer.text).join(self._frames[index]))
-                continue
-            chunks += self._chunks(index, hidden, answer)
-            if self.only_text and answer.finish_reason is None:
-                [chunk] = self._chunks(index, hidden, replace(answer, text=MARK))
-                self._frames[index] = chunk.rsplit(f'"{MARK}"'.encode(), 1)
+    def chunks(self, prompt: int, outputs: list[RequestOutput]) -> list[bytes]:
+        """What these outputs add to the answers to a prompt, as the JSON of one chunk each."""
+        chunks, hooks = [], self.requests.hooks
+        for output in outputs:
+            for answer in output.outputs:
+                index = prompt * self.requests.n + answer.index
+                for piece in self.pieces(index, answer):
+                    chunk = copy(self._empty) if hooks else self._empty  # features may write into it
+                    chunk.choices = [piece]
+                    for hook in hooks:
+                        hook.chunk(index, chunk)
+                    chunks.append(written(chunk))
         return chunks
-
-    def _chunks(self, index: int, hidden: set[str], answer: CompletionOutput) -> Iterator[bytes]:
-        for piece in self.pieces(index, answer):
-            chunk = self._response(self.chunk_class, [piece])
-            for hook in self.requests.hooks:
-                hook.chunk(index, chunk)
-            yield chunk.model_dump_json(exclude=hidden).encode()
 
     def usage_chunk(self) -> Any:
         """The chunk without choices that ends a stream with `include_usage`."""
-        return self._response(self.chunk_class, [], self.requests.usage())
+        return self._with_usage(self.last_class, [])
 
-    def _response(self, kind: type[BaseModel], choices: list[BaseModel], usage: UsageInfo | None = None) -> Any:
+    def _with_usage(self, kind: type[BaseModel], choices: list[BaseModel]) -> Any:
         requests = self.requests
-        response = kind(
-            id=requests.ids.response, created=self._created, model=requests.model, choices=choices, usage=usage
+        response: Any = kind(
+            id=requests.ids.response,
+            created=self._created,
+            model=requests.model,
+            choices=choices,
+            usage=requests.usage(),
         )
-        if usage is not None:
-            for hook in requests.hooks:
-                hook.response(response)
+        for hook in requests.hooks:
+            hook.response(response)
         return response
 
 
 class OpenAIServing:
     """Base of the handlers that use the engine."""
 
-    def __init__(self, engine_client: AsyncLLM, models: OpenAIServingModels, args: FrontendArgs = DEFAULTS) -> None:
-        self.engine_client = engine_client
-        self.models = models
-        self.args = args
-        self.defaults = engine_client.vllm_config.model_config.default_sampling_params or {}
-        self._generates = "generate" in engine_client.vllm_config.supported_tasks
-        # Each makes the hook of a feature for an answer, or None if the feature adds nothing to it.
-        self.hook_factories: list[Callable[[EngineRequests, Prompts], AnswerHook | None]] = []
+    def __init__(self, services: Services) -> None:
+        self.engine_client, self.models, self.args = services.engine, services.models, services.args
+        self.added = services.added
+        config = services.engine.vllm_config
+        self.defaults = config.model_config.default_sampling_params or {}
+        self._generates = "generate" in config.supported_tasks
 
     def check(self, request: SamplingRequest) -> str:
         """The model name to answer with. Raises every refusal that does not depend on the prompt."""
@@ -190,7 +212,7 @@ class OpenAIServing:
             req, stream = ids.engine_id(0), bool(request.stream)
             trace.emit("request.validated", req=req, model=model, stream=stream, prompts=num_prompts)
 
-    async def make_requests(
+    async def tokenize(
         self,
         request: SamplingRequest,
         prompts: Prompts,
@@ -200,8 +222,17 @@ class OpenAIServing:
         receive: Receive,
         add_special_tokens: bool = True,
     ) -> EngineRequests:
-        """Tokenize and check every prompt, before a single byte of the answer is sent. Raises InvalidRequestError, and
+        """Every prompt as a request of the engine, before a single byte of the answer is sent. Raises InvalidRequestError, and
         ClientGoneError if the client leaves while long prompts are tokenized."""
+        params = self._settled(params, ids, model, len(prompts))
+        process = partial(self._process, request, prompts, params, ids, add_special_tokens)
+        made = await in_thread_if_long([*prompts, msgspec.msgpack.encode(params)], receive, process)
+        requests = EngineRequests(ids, model, 1 if request.n is None else request.n, made)
+        await self._add_features(request, requests, prompts, receive)
+        return requests
+
+    def _settled(self, params: SamplingParams, ids: RequestIds, model: str, num_prompts: int) -> SamplingParams:
+        """The parameters with what the name of the model adds to them. Raises InvalidRequestError for too many answers."""
         if model in self.models.variants:
             params = msgspec.structs.replace(params, **self.models.variants[model])
         if trace.on:
@@ -209,18 +240,10 @@ class OpenAIServing:
             trace.emit(
                 "request.sampling_params", req=ids.engine_id(0), temperature=params.temperature, max_tokens=bound
             )
-        if params.num_answers > 1 and len(prompts) * params.num_answers > MAX_ANSWERS:
-            counts = f"must be at most {MAX_ANSWERS}, got {params.num_answers} times {len(prompts)}"
+        if params.num_answers > 1 and num_prompts * params.num_answers > MAX_ANSWERS:
+            counts = f"must be at most {MAX_ANSWERS}, got {params.num_answers} times {num_prompts}"
             raise InvalidRequestError(f"n (or best_of) times the number of prompts {counts}.", "n")
-        process = partial(self._process, request, prompts, params, ids, add_special_tokens)
-        engine_requests = await in_thread_if_long([*prompts, msgspec.msgpack.encode(params)], receive, process)
-        flows = [self._generate(request, engine_request) for engine_request in engine_requests]
-        requests = EngineRequests(ids, model, 1 if request.n is None else request.n, engine_requests, flows, [])
-        requests.hooks += [hook for factory in self.hook_factories if (hook := factory(requests, prompts)) is not None]
-        for feature in reversed(request.used_features()):  # in the order in which they apply to SamplingParams
-            if (hook := await feature.hook(request, self, requests, prompts, receive)) is not None:
-                requests.hooks.append(hook)
-        return requests
+        return params
 
     def _process(
         self,
@@ -242,6 +265,30 @@ class OpenAIServing:
             for index, prompt in enumerate(prompts)
         ]
 
+    async def _add_features(
+        self, request: SamplingRequest, requests: EngineRequests, prompts: Prompts, receive: Receive
+    ) -> None:
+        """What features add to the answers. They may refuse the request: raises APIError and InvalidRequestError."""
+        for admit in self.added.admit:
+            admit(requests.engine_requests)
+        requests.hooks += [hook for make in self.added.hooks if (hook := make(requests, prompts)) is not None]
+        for log in self.added.log:
+            for engine_request, prompt in zip(requests.engine_requests, prompts, strict=True):
+                log(engine_request, prompt)
+        for feature in reversed(request.used_features()):  # in the order in which they apply to SamplingParams
+            if (hook := await feature.hook(request, self, requests, prompts, receive)) is not None:
+                requests.hooks.append(hook)
+
+    def ask(self, request: SamplingRequest, requests: EngineRequests) -> Outputs:
+        """(number of the prompt, output) until every answer is finished; the engine is asked when the first one is awaited. Raises
+        InvalidRequestError, and while it is read EngineDeadError."""
+        flows = [self._generate(request, made) for made in requests.engine_requests]
+        if len(flows) == 1:
+            return _of_one(requests, flows[0])
+        if (merge := find("server", "merge")) is None:
+            raise InvalidRequestError("prompt: this server was built without requests that have several.", "prompt")
+        return _of_several(requests, merge(flows))
+
     def _generate(self, request: SamplingRequest, made: EngineCoreRequest) -> AsyncGenerator[RequestOutput, None]:
         """The flow of answers to one prompt, which starts when it is read."""
         for feature in request.used_features():
@@ -249,69 +296,46 @@ class OpenAIServing:
                 return flow
         return self.engine_client.generate(made)
 
-    async def outputs(self, requests: EngineRequests) -> Outputs:
-        """(number of the prompt, output) until every answer is finished. Raises EngineDeadError."""
-        flows = requests.flows
-        if len(flows) == 1:
-            merge = only_flow(flows[0])
-        elif (merge_flows := find("server", "merge")) is not None:
-            merge = merge_flows(flows)
-        else:
-            raise InvalidRequestError("prompt: this server was built without requests that have several.", "prompt")
-        async with aclosing(merge) as merged:
-            async for prompt, output in merged:
-                for hook in requests.hooks:
-                    hook.output(prompt, output)
-                for answer in output.outputs:
-                    requests.num_tokens[prompt * requests.n + answer.index] += len(answer.token_ids)
-                yield prompt, output
-
-    async def answer(self, request: SamplingRequest, maker: AnswerMaker, receive: Receive) -> Any:
+    async def answer(self, request: SamplingRequest, maker: AnswerMaker, outputs: Outputs, receive: Receive) -> Any:
         """The whole answer, or its stream before the first byte: a refusal can still set the HTTP status."""
         if not request.stream:
-            return await run_until_disconnect(receive, self._whole(maker))
-        return self._stream(maker, await self.begin(maker.requests, receive))
+            return await run_until_disconnect(receive, self._whole(maker, outputs))
+        return self._stream(maker, await self.begin(maker.requests, outputs, receive))
 
-    async def _whole(self, maker: AnswerMaker) -> Any:
-        """The whole answer, from the last output of every prompt."""
-        requests = maker.requests
-        finished: dict[int, RequestOutput] = {}
-        async with aclosing(self.outputs(requests)) as outputs:
-            async for prompt, output in outputs:
-                finished[prompt] = output
-        return await made(maker.whole, [finished[prompt] for prompt in range(len(requests.engine_requests))])
-
-    async def begin(self, requests: EngineRequests, receive: Receive) -> Outputs:
-        """`outputs`, once no feature needs to wait any longer."""
-        outputs = self.outputs(requests)
+    async def begin(self, requests: EngineRequests, outputs: Outputs, receive: Receive) -> Outputs:
+        """The same outputs, once no feature needs to wait any longer."""
         for hook in requests.hooks:
             outputs = await hook.begin(outputs, receive)
         return outputs
 
-    async def _stream(self, maker: AnswerMaker, source: Outputs) -> AsyncGenerator[bytes, None]:
-        """Server-sent events: a chunk per output of `source`, the usage if asked for, then [DONE].
+    async def _whole(self, maker: AnswerMaker, outputs: Outputs) -> Any:
+        """The whole answer, from the last output of every prompt."""
+        finished: dict[int, RequestOutput] = {}
+        async with aclosing(outputs):
+            async for prompt, output in outputs:
+                finished[prompt] = output
+        return await made(maker.whole, [finished[prompt] for prompt in sorted(finished)])
+
+    async def _stream(self, maker: AnswerMaker, outputs: Outputs) -> AsyncGenerator[bytes, None]:
+        """Server-sent events: a chunk per output, the usage if asked for, then [DONE].
 
         An error after the first byte can no longer change the HTTP status: it becomes an event.
         """
         requests = maker.requests
-        hidden = WITH_THE_USAGE - {"usage"} if requests.ends_with_usage else WITH_THE_USAGE
         try:
-            async with aclosing(source) as outputs:
+            async with aclosing(outputs):
                 async for prompt, output in outputs:
-                    # Only features make them long.
-                    chunks = partial(maker.chunks, prompt, hidden) if requests.hooks else None
-                    for chunk in await made(chunks, [output]) if chunks else maker.chunks(prompt, hidden, [output]):
+                    if requests.hooks:  # only features make chunks long
+                        chunks = await made(partial(maker.chunks, prompt), [output])
+                    else:
+                        chunks = maker.chunks(prompt, [output])
+                    for chunk in chunks:
                         yield _event(chunk, requests.ids, prompt)
             if requests.ends_with_usage:
                 yield _event(maker.usage_chunk().model_dump_json().encode(), requests.ids)
         except Exception as error:
             yield _event(error_json(as_reported(error, requests.ids.response)).encode(), requests.ids)
         yield _event(b"[DONE]", requests.ids)
-
-
-def generating(app: FastAPI) -> list[OpenAIServing]:
-    """The application's handlers that send prompts to the engine: a feature adds to their `hook_factories`."""
-    return [handler for handler in app.state._state.values() if isinstance(handler, OpenAIServing)]
 
 
 def _event(data: bytes, ids: RequestIds, prompt: int = 0) -> bytes:

@@ -53,7 +53,7 @@ async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -
 
 
 async def in_thread(threads: Executor | None, receive: Receive, work: Callable[[], T]) -> T:
-    """The result of `work`, which runs in the next free one of these threads, or of asyncio's own.
+    """The result of `work`, which runs in the next of these threads to be free, or of asyncio's own.
 
     Raises what `work` raises, and ClientGoneError if the client left; work that has not begun is then dropped.
     """
@@ -122,4 +122,4 @@ async def answer_of(work: Coroutine[Any, Any, Answer]) -> Response:
             result = await LONG_ANSWERS[0].written(result)
         return answer(result)
     except ClientGoneError:
-        return Response(status_code=499)  # nobody reads it; nginx's number for this case in the access log
+        return Response(status_code=499)  # nobody reads it; in the access log it is nginx's number for this case

@@ -130,7 +130,7 @@ SEAMS = {
     "connection": ("stage02_server", "called with (args): more arguments of uvicorn.Config"),
     "middleware": ("stage02_server", "an ASGI layer, made with (app, args); the key is its place, of LAYERS"),
     "routes": ("stage02_server", "called with (app, services): adds routes and their handlers"),
-    "answers": ("stage02_server", "called with (app, services) when all handlers exist: adds to what they do"),
+    "answers": ("stage02_server", "called with (app, services): adds to what all handlers do, in `services.added`"),
     "error": ("stage02_server", "an error as JSON for the clients of another API; the key is how its paths begin"),
     "names": (
         "stage02_server",
@@ -169,6 +169,11 @@ class Part:
     key: str = ""
     flags: tuple[str, ...] = ()
     tasks: tuple[str, ...] = ()
+    paths: Mapping[str, str] = field(
+        default_factory=dict
+    )  # of routes: path -> how the ids of its requests begin; "": none
+    late: bool = False  # of routes: loaded by the first request for one of `paths`, in a thread; else at start
+    own_ids: bool = False  # of routes: no client may choose their ids
     help: str = ""  # of a command
     model_type: str = ""  # of an architecture
     feature: str = ""  # whose it is; filled in

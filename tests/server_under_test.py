@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from importlib import import_module
 from typing import Any
 
 import httpx
@@ -46,9 +45,8 @@ def byte_config(max_model_len: int = MAX_MODEL_LEN) -> VllmConfig:
 
 def all_prefixes() -> dict[str, str]:
     """Path -> how its ids begin, of every route that gives some model work, served or not."""
-    modules = [import_module(part.module) for each in features() for part in each.parts if part.seam == "routes"]
-    more = {path: prefix for each in modules for path, prefix in getattr(each, "PREFIXES", {}).items()}
-    return PREFIX | more
+    paths = [part.paths for each in features() for part in each.parts if part.seam == "routes"]
+    return PREFIX | {path: prefix for each in paths for path, prefix in each.items() if prefix}
 
 
 class RecordingEcho(EchoCoreClient):

@@ -17,7 +17,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 from server_under_test import byte_config
 
-from stage02_server.features.admin.routes import _response_ids
+from stage02_server.features.admin.dev_routes import _response_ids
 from stage02_server.features.chat_template.process import _words
 from stage02_server.features.hardening.process import ADDRESS
 from stage02_server.features.sampling.fields import INTEGER
@@ -99,7 +99,7 @@ TRACEPARENT = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
 MEETS: dict[str, tuple[Callable[[str], Any], list[str]]] = {
     # expression: (what uses it, beginnings, repeated parts and ends of its worst cases)
     r"stage02_server/features/hardening/process.py: [0-9A-Fa-f.:%\[\]]*": (ADDRESS.fullmatch, ["*1*", "*1*!"]),
-    r"stage02_server/features/admin/routes.py: -[0-9a-f]{8}\Z": (_response_ids, ["*-0123456*-1", "*-*-1", "*0123456789*-1"]),
+    r"stage02_server/features/admin/dev_routes.py: -[0-9a-f]{8}\Z": (_response_ids, ["*-0123456*-1", "*-*-1", "*0123456789*-1"]),
     "stage02_server/features/chat_template/process.py:  at 0x[0-9a-fA-F]+": (
         lambda text: _words(ValueError(text)), ["* at 0x*", " at 0x*f*", "* *"]),
     r"stage02_server/features/sampling/fields.py: \s*[+-]?\d{1,19}\s*": (

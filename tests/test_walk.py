@@ -4,6 +4,7 @@ of it knows a feature. How long it is: test_rooms.py counts what is left without
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from server_under_test import ServerProcess
 from stage01_cli.tools.walk.notes import Note, monitored, read_notes
 
 ROOT = Path(__file__).parent.parent
+MAX_FILES_AT_START, MAX_LOADED_FOR_NOTHING = 110, 12
 MAX_FILES_OF_A_COMPLETION, MAX_FILES_OF_A_STEP, MAX_CHANGES_OF_A_STEP = 41, 20, 80
 # Of a completion's files five are limits that every request passes: connections and their turns, unread bytes, answers in the making,
 # lines of the log.
@@ -31,6 +33,7 @@ class Observed:
     folder: Path
     notes: list[tuple[int, Note]] = field(default_factory=list)  # with what process
     modules: set[str] = field(default_factory=set)
+    ready: int = 0  # when the server said so
 
     def read(self) -> None:
         """What the processes wrote when they ended."""
@@ -53,6 +56,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Observe
         server = ServerProcess("gpt2-tiny", "--host", "127.0.0.1", "--port", "0", *plain)
         try:
             url = server.wait_until_ready()
+            seen.ready = monotonic_ns()
             body = {"model": "gpt2-tiny", "prompt": "To be, or", "max_tokens": 16, "temperature": 0, "stream": True}
             httpx.post(
                 f"{url}/v1/completions", json=body, timeout=PATIENCE
@@ -67,6 +71,30 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Observe
             server.close()
     seen.read()
     yield seen, start, end
+
+
+def test_little_is_loaded_that_nobody_has_asked_for(observed: tuple[Observed, int, int]) -> None:
+    """Until the first request: of how many files functions run, and which others are loaded although they have functions. What features
+    declare must be there: requests, answers and settings are made of it."""
+    started = [
+        note.function for _, note in observed[0].notes if note.time <= observed[0].ready and note.what == "start"
+    ]
+    ran = {function.file for function in started if function.is_named}
+    loaded = {function.file for function in started if function.name == "<module>"}
+    idle = sorted(file for file in loaded - ran if has_functions(ROOT / file) and not declares(file))
+    print(f"functions of {len(ran)} files run, {len(loaded)} are loaded")
+    assert len(ran) <= MAX_FILES_AT_START, "\n".join(sorted(ran))
+    assert len(idle) <= MAX_LOADED_FOR_NOTHING, "\n".join(idle)
+
+
+def has_functions(file: Path) -> bool:
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    return any(isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) for node in ast.walk(tree))
+
+
+def declares(file: str) -> bool:
+    """True for a manifest, and for the fields of bodies and of SamplingParams."""
+    return file.endswith(("/manifest.py", "/fields.py")) or file.startswith("stage03_engine/params/")
 
 
 def test_a_completion_touches_few_files(observed: tuple[Observed, int, int]) -> None:

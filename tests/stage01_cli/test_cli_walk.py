@@ -50,7 +50,7 @@ API, ENGINE = "APIServer", "EngineCore_DP0"
 KNOWN = [
     (6, API, "MainThread", "RequestMiddleware.__call__"),
     (6, API, "MainThread", "OpenAIServingCompletion.create_completion"),
-    (6, API, "MainThread", "OpenAIServing.make_requests"),
+    (6, API, "MainThread", "OpenAIServing.tokenize"),
     (7, API, "MainThread", "InputProcessor.process_inputs"),
     (7, API, "MainThread", "AsyncLLM.generate"),
     (7, API, "MainThread", "encode_message"),

@@ -1,4 +1,4 @@
-"""The chunks of a stream: those in the middle of an answer come from a frame, and are what pydantic writes, byte for byte."""
+"""The chunks of a stream: structs, which are what pydantic writes of the answers' models, byte for byte."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
 from hypothesis import given, strategies as st
 
+from stage02_server.features.logprobs.fields import CompletionLogProbs
 from stage02_server.middleware import RequestIds
 from stage02_server.protocol_response import WITH_THE_USAGE
 from stage02_server.protocol_types import AnswerHook
 from stage02_server.serving_chat import ChatMaker, PlainAnswer
 from stage02_server.serving_completion import CompletionMaker
-from stage02_server.serving_engine import MARK, AnswerMaker, EngineRequests
+from stage02_server.serving_engine import AnswerMaker, EngineRequests
 from stage03_engine.outputs import CompletionOutput, RequestOutput
 
-ODD_NAMES = ["model", f'"{MARK}"', MARK, "\\", "a\"b\u2028'é\x00"]
+ODD_NAMES = ["model", "\\", "a\"b\u2028'é\x00"]
 EVERYTHING = "".join(map(chr, [*range(0x300), 0x2028, 0x2029, 0xFEFF, 0xFFFD, 0xFFFF, 0x1F600, 0x10FFFF]))
 
 
@@ -33,59 +33,79 @@ class Held:
         return output.finish_reason
 
 
-def makers(name: str, n: int, hooks: list[AnswerHook]) -> Iterator[AnswerMaker]:
-    ids = RequestIds(f"cmpl-{name}", f"cmpl-{name}")
-    yield CompletionMaker(EngineRequests(ids, name, n, [], [], hooks))
+class Adds(AnswerHook):
+    """What features put into the pieces of an answer: models, lists of tokens."""
+
+    def choice(self, index: int, choice: Any, output: CompletionOutput, first: bool) -> None:
+        choice.token_ids = output.token_ids
+        if hasattr(choice, "text"):
+            choice.logprobs = CompletionLogProbs(tokens=[output.text], token_logprobs=[-1e-7, None])
+
+    def chunk(self, index: int, chunk: Any) -> None:
+        chunk.model = f"{index}: {chunk.choices[0].index}"
+
+
+def makers(name: str, hooks: list[AnswerHook], usage: bool = False) -> Iterator[AnswerMaker]:
+    def requests() -> EngineRequests:
+        return EngineRequests(RequestIds(f"cmpl-{name}", f"cmpl-{name}"), name, 2, [], hooks, usage)
+
+    yield CompletionMaker(requests())
     for kind in (PlainAnswer, Held):
-        yield ChatMaker(EngineRequests(ids, name, n, [], [], hooks), "assistant", kind)
+        yield ChatMaker(requests(), "assistant", kind)
 
 
-def written(maker: AnswerMaker, steps: list[list[tuple[int, str, str | None]]], hidden: set[str]) -> list[bytes]:
+def written(maker: AnswerMaker, steps: list[list[tuple[int, str, str | None]]]) -> list[bytes]:
     """What a stream has for these steps of (answer, text, finish reason), for two prompts."""
     chunks = []
     for step in steps:
         answers = [CompletionOutput(index, text, [1], finish_reason=reason) for index, text, reason in step]
         for prompt in (0, 1):
-            chunks += maker.chunks(prompt, hidden, [RequestOutput("r", None, [1], answers)])
+            chunks += maker.chunks(prompt, [RequestOutput("r", None, [1], answers)])
     return chunks
 
 
-TEXTS = st.one_of(st.text(), st.sampled_from([MARK, f'"{MARK}"', EVERYTHING, ""]))
+TEXTS = st.one_of(st.text(), st.sampled_from([EVERYTHING, ""]))
 STEPS = st.lists(
     st.lists(st.tuples(st.integers(0, 1), TEXTS, st.sampled_from([None, None, None, "stop", "length"])), max_size=2),
     max_size=6,
 )
 
 
-@given(st.sampled_from(ODD_NAMES), STEPS, st.booleans())
-def test_a_frame_holds_what_pydantic_writes(
-    name: str, steps: list[list[tuple[int, str, str | None]]], usage: bool
+@given(st.sampled_from(ODD_NAMES), STEPS, st.booleans(), st.booleans())
+def test_a_chunk_is_what_pydantic_writes(
+    name: str, steps: list[list[tuple[int, str, str | None]]], usage: bool, features: bool
 ) -> None:
     hidden = WITH_THE_USAGE - {"usage"} if usage else WITH_THE_USAGE
-    for fast, slow in zip(makers(name, 2, []), makers(name, 2, [])):
-        slow.only_text, slow._created = False, fast._created
-        assert written(fast, steps, hidden) == written(slow, steps, hidden)
+    for maker in makers(name, [Adds()] if features else [], usage):
+        for chunk in written(maker, steps):
+            assert maker.last_class.model_validate_json(chunk).model_dump_json(exclude=hidden).encode() == chunk
 
 
-def test_the_frame_is_used_for_text_alone() -> None:
-    """Once an answer has begun, its text is all that pydantic would write anew; not where a feature may add something."""
-    for maker, framed in zip(makers("model", 1, []), (True, True, False)):
-        written(maker, [[(0, "a", None)]], WITH_THE_USAGE)
-        maker.pieces = None  # type: ignore[assignment]  # what makes the choices is not called again
-        if framed:
-            [chunk, _] = written(maker, [[(0, 'b"', None)]], WITH_THE_USAGE)
-            assert 'b"' in str(json.loads(chunk)["choices"])
-        else:
-            with pytest.raises(TypeError):
-                written(maker, [[(0, "b", None)]], WITH_THE_USAGE)
+@given(STEPS)
+def test_an_answer_is_told_piece_by_piece(steps: list[list[tuple[int, str, str | None]]]) -> None:
+    for maker in makers("model", []):
+        told: dict[int, str] = dict.fromkeys(range(4), "")
+        for chunk in map(json.loads, written(maker, steps)):
+            [choice] = chunk["choices"]
+            told[choice["index"]] += choice.get("text") or choice.get("delta", {}).get("content") or ""
+        texts = {index: "".join(text for step in steps for k, text, _ in step if k == index % 2) for index in range(4)}
+        if not isinstance(maker, ChatMaker) or maker._new_answer is PlainAnswer:
+            assert told == texts
 
 
-class Marked(AnswerHook):
-    def chunk(self, index: int, chunk: Any) -> None:
-        chunk.model = f"{index}: {chunk.choices[0].index}"
+def test_a_feature_sees_every_chunk_and_writes_into_none_but_its_own() -> None:
+    for maker in makers("model", [Adds()]):
+        chunks = written(maker, [[(0, "a", None)], [(0, "b", None)], [(0, "c", "stop")]])
+        assert {json.loads(chunk)["model"] for chunk in chunks} == {"0: 0", "2: 2"}
+        assert maker._empty.model == "model"
 
 
-def test_a_feature_sees_every_chunk() -> None:
-    for maker in makers("model", 1, [Marked()]):
-        chunks = written(maker, [[(0, "a", None)], [(0, "b", None)], [(0, "c", "stop")]], WITH_THE_USAGE)
-        assert chunks and all(json.loads(chunk)["model"][1:] in (": 0", ": 1") for chunk in chunks)
+def test_what_is_held_back_makes_no_chunk_unless_a_feature_adds_to_it() -> None:
+    silent = [[(0, "ab", None)]]
+    *_, held = makers("model", [])
+    assert [json.loads(chunk)["choices"][0]["delta"]["role"] for chunk in written(held, silent)] == ["assistant"] * 2
+    assert written(held, silent) == []
+    *_, with_ids = makers("model", [Adds()])
+    written(with_ids, silent)
+    [first, _] = written(with_ids, silent)
+    assert json.loads(first)["choices"][0]["token_ids"] == [1]

@@ -156,6 +156,7 @@ AT_ONCE = {
     "features/responses/encoded.py": "a thread if it may be long",
     "features/responses/routes.py": "JSON already",
     "features/tools": "a thread, or a part of a request",
+    "protocol_response.py _of_feature": "a part of a chunk; features that make it long use `made`",
     "routes.py": "the names in the flags; one state",
     "serving_engine.py": "a chunk of a stream; features that make it long use `made`",
     "streaming.py answer model_dump_json": "what answer_of has found to be short",

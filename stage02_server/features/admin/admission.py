@@ -1,9 +1,9 @@
-"""`--max-num-queued-reqs` and `--max-num-queued-tokens`: a server that has enough to do refuses more, at once.
+"""`--max-num-queued-reqs` and `--max-num-queued-tokens`: a busy server refuses more work at once.
 
 Source: vllm/v1/engine/async_llm.py, check_admission. As in vLLM, nothing is refused unless a flag sets a limit. vLLM asks before it
-reads the prompts and once more afterwards. Here it asks when the header is there and the key is right. When the body is there the
-request takes a place, and when its prompts are known it takes theirs, so that of a burst nobody passes before the others are
-counted. A body that never ends takes nobody's place.
+reads the prompts and once more afterwards. Here it asks when the header is there and the key is right. With its body the request
+takes one place, and with its prompts it takes theirs instead, so that no part of a burst slips through uncounted. A body that never
+ends takes nobody's place.
 """
 
 from __future__ import annotations
@@ -113,8 +113,7 @@ class Admission:
         self._reserved.clear()
 
     def hook(self, requests: EngineRequests, prompts: Prompts) -> AnswerHook:
-        """Admits the prompts of a completion or a chat. Raises APIError 503, before a byte of the answer is sent."""
-        self.admit(requests.engine_requests)
+        """Sees when the prompts of a completion or a chat have been begun."""
         return _Begun(self, requests)
 
 
@@ -178,8 +177,5 @@ def install(app: FastAPI, services: Services) -> None:
     if args.max_num_queued_reqs is None and args.max_num_queued_tokens is None:
         return
     services.engine.listeners.append(admission)
-    for handler in app.state._state.values():
-        if hasattr(handler, "hook_factories"):
-            handler.hook_factories.insert(0, admission.hook)
-        elif hasattr(handler, "admit"):
-            handler.admit = admission.admit
+    services.added.admit.append(admission.admit)
+    services.added.hooks.append(admission.hook)

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineStall:
-    """Knows since when an engine owes an answer."""
+    """Knows how long an engine has owed an answer."""
 
     def __init__(self, engine: AsyncLLM, limit: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._engine, self._limit, self._clock = engine, limit, clock
@@ -44,7 +44,7 @@ class EngineStall:
 
     @property
     def is_too_long(self) -> bool:
-        """Does the engine stand still?"""
+        """Is the engine at a standstill?"""
         return self.seconds > self._limit
 
 

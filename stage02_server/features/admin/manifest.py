@@ -63,6 +63,7 @@ FEATURE = Feature(
             flags=("max_num_queued_reqs", "max_num_queued_tokens"),
         ),
         Part("routes", ".routes:install"),
+        Part("routes", ".dev_routes:install", flags=("server_dev_mode",)),
         Part("routes", ".states:install"),
         Part("answers", ".admission:install"),
         Part("answers", ".request_logger:install", flags=("enable_log_requests",)),

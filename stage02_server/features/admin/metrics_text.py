@@ -7,12 +7,12 @@ import time
 from prometheus_client import CollectorRegistry, generate_latest
 
 SECONDS = 0.5  # a monitor asks every few seconds
-IN_A_ROW = 4  # texts that may be made one after the other, for those who look again once their request has its answer
+IN_A_ROW = 4  # texts that may be made in a row, for whoever looks again as soon as a request has its answer
 
 
 class MetricsText:
-    """Makes the text of a registry at most so often: a few times in a row, and else twice a second. In between it is the last one,
-    which is then less than `SECONDS` old.
+    """Limits how often the text of a registry is made: a few times in a row, then twice a second. In between it repeats the last
+    one, which is less than `SECONDS` old.
 
     Invariant: `_left` texts may be made now; one more is allowed every `SECONDS`.
     """

@@ -7,8 +7,7 @@ import logging
 from fastapi import FastAPI
 
 from stage02_server.api_server import Services
-from stage02_server.protocol_types import AnswerHook
-from stage02_server.serving_engine import EngineRequests, Prompts
+from stage02_server.serving_engine import Prompt
 from stage03_engine.messages import EngineCoreRequest
 from stage03_engine.params.pooling_params import PoolingParams
 
@@ -21,7 +20,7 @@ class RequestLogger:
     def __init__(self, max_log_len: int | None) -> None:
         self._max_log_len = max_log_len
 
-    def log_inputs(self, request: EngineCoreRequest, prompt: str | list[int] | tuple[str, str]) -> None:
+    def log_inputs(self, request: EngineCoreRequest, prompt: Prompt) -> None:
         """One line: %r keeps a prompt with line breaks from looking like several."""
         whole = "\n".join(prompt) if isinstance(prompt, tuple) else prompt
         text = None if isinstance(whole, list) else whole[: self._max_log_len]
@@ -31,18 +30,7 @@ class RequestLogger:
             request.request_id, text, ids, request.task if isinstance(request.task, PoolingParams) else request.sampling_params,
         )  # fmt: skip
 
-    def hook(self, requests: EngineRequests, prompts: Prompts) -> AnswerHook:
-        """Logs all prompts of one HTTP request; adds nothing to the answers."""
-        for request, prompt in zip(requests.engine_requests, prompts, strict=True):
-            self.log_inputs(request, prompt)
-        return AnswerHook()
-
 
 def install(app: FastAPI, services: Services) -> None:
-    """Give every handler that sends prompts to the engine a logger."""
-    request_logger = RequestLogger(services.args.max_log_len)
-    for handler in app.state._state.values():
-        if hasattr(handler, "hook_factories"):
-            handler.hook_factories.append(request_logger.hook)
-        elif hasattr(handler, "request_logger"):
-            handler.request_logger = request_logger
+    """Log the prompts that all handlers send to the engine."""
+    services.added.log.append(RequestLogger(services.args.max_log_len).log_inputs)

@@ -99,7 +99,7 @@ class Engines:
         self._go_on(index, again, error if isinstance(error, StagesError) else EngineStartError(str(error)))
 
     def _take(self) -> bool:
-        """May an engine be started again now? A yes counts as a restart."""
+        """May an engine be restarted now? A yes counts as a restart."""
         return self._limit is not None and not self._is_closed and self._may_restart() and self._limit.take()
 
     def _go_on(self, index: int, again: bool, why: StagesError) -> None:

@@ -100,9 +100,9 @@ def without_store(args: FrontendArgs) -> FrontendArgs:
 
 
 class Launcher:
-    """Starts the engines and the servers, and ends all when a server ends, or an engine that is not started again, as vLLM does.
+    """Starts the engines and the servers. Like vLLM, it ends all of them when a server ends, or an engine that stays dead. The
 
-    An API server that dies takes its own requests along. The others finish theirs first, in the time that a signal would give them.
+    requests of a dead API server die with it; the other servers finish theirs first, in the time that a signal would give them.
     All state belongs to the event loop; the threads that wait for processes hand over what they learn.
     """
 

@@ -1,7 +1,7 @@
 """From an uploaded file to the sound that Whisper hears (vllm/entrypoints/openai/speech_to_text.py).
 
-libsndfile decodes (WAV, FLAC, OGG, MP3, ...); the rest is numpy. A small file can hold hours of sound, so neither is ever done with
-the whole: memory depends on the size of a block, and time on the limits. Runs in a process of its own (process.py).
+libsndfile decodes (WAV, FLAC, OGG, MP3, ...); the rest is numpy. A small file can hold hours of sound, so both work block by block:
+memory depends on the size of a block, and time on the limits. Runs in a process of its own (process.py).
 """
 
 from __future__ import annotations

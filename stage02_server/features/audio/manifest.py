@@ -19,11 +19,13 @@ class AudioFlags:
     )
 
 
+PATHS = {"/v1/audio/transcriptions": "trsc-", "/v1/audio/translations": "trsl-"}
+
 FEATURE = Feature(
     name="audio",
     help="/v1/audio/transcriptions and /v1/audio/translations, for Whisper models",
     room=__package__,
     settings={"FrontendArgs": AudioFlags},
-    parts=(Part("routes", ".routes:install", tasks=("transcription",)),),
+    parts=(Part("routes", ".routes:install", tasks=("transcription",), paths=PATHS),),
     needs=("whisper", "several_prompts"),
 )

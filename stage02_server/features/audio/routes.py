@@ -12,7 +12,6 @@ from stage02_server.streaming import Answer, ClientGoneError, answer_of
 from stage03_engine.errors import InvalidRequestError
 
 router = APIRouter()
-PREFIXES = {"/v1/audio/transcriptions": "trsc-", "/v1/audio/translations": "trsl-"}
 
 _schema = TranscriptionRequest.model_json_schema()
 _schema["properties"] |= {
@@ -51,6 +50,5 @@ async def create_translations(raw_request: Request) -> Response:
 
 def install(app: FastAPI, services: Services) -> None:
     """Add the routes and their handler. Raises ConfigError if the audio decoder is not installed."""
-    app.state.serving_transcription = ServingTranscription(services.engine, services.models, services.args)
-    app.state.prefixes |= PREFIXES
+    app.state.serving_transcription = ServingTranscription(services)
     app.include_router(router)

@@ -13,12 +13,12 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 from starlette.requests import Request
 
-from stage02_server.cli_args import FrontendArgs
+from stage02_server.api_server import Services
 from stage02_server.errors import as_reported, error_json
 from stage02_server.features.audio.decoder import SoundDecoders
 from stage02_server.features.audio.pieces import SAMPLE_RATE, split_audio
@@ -35,7 +35,6 @@ from stage02_server.features.audio.protocol import (
 from stage02_server.features.audio.transcript import Piece, Transcript, to_srt, to_vtt
 from stage02_server.features.several_prompts.collect import collect
 from stage02_server.middleware import TENANT, RequestIds
-from stage02_server.routes import OpenAIServingModels
 from stage02_server.serving_engine import make_usage, require_task
 from stage02_server.streaming import in_thread_if_long, run_until_disconnect, server_sent_event
 from stage03_engine.errors import ConfigError, InvalidRequestError
@@ -60,18 +59,15 @@ _LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
 class ServingTranscription:
     """Speech to text. Raises ConfigError if the model transcribes and the audio decoder is not installed."""
 
-    request_logger: Any = None  # with --enable-log-requests
-
-    def __init__(self, engine_client: AsyncLLM, models: OpenAIServingModels, args: FrontendArgs) -> None:
-        self.engine_client = engine_client
-        self.models = models
-        self.args = args
-        self._decoders = SoundDecoders(args.max_audio_seconds)
-        named = {_LANGUAGE.fullmatch(text): token for text, token in engine_client.tokenizer.special_tokens().items()}
+    def __init__(self, services: Services) -> None:
+        self.engine_client, self.models, self.args = services.engine, services.models, services.args
+        self.added = services.added
+        self._decoders = SoundDecoders(self.args.max_audio_seconds)
+        special, config = self.engine_client.tokenizer.special_tokens(), self.engine_client.vllm_config
+        named = {_LANGUAGE.fullmatch(text): token for text, token in special.items()}
         # English-only models have tokens for other languages too, but were never trained on them.
-        multilingual = engine_client.vllm_config.shape.multilingual
-        self._languages = {match[1]: token for match, token in named.items() if match and multilingual}
-        if engine_client.vllm_config.is_whisper and find_spec("soundfile") is None:
+        self._languages = {match[1]: token for match, token in named.items() if match and config.shape.multilingual}
+        if config.is_whisper and find_spec("soundfile") is None:
             raise ConfigError("a Whisper model needs soundfile; install the project with its extra `audio`")
 
     async def create(self, raw_request: Request, task: Task) -> Answer:
@@ -153,8 +149,8 @@ class ServingTranscription:
     ) -> SoundRequest:
         """The engine request number `index`, about a piece. Raises InvalidRequestError."""
         made = self.engine_client.input_processor.process_inputs(ids.engine_id(index), prompt, params)
-        if self.request_logger is not None:
-            self.request_logger.log_inputs(made, prompt)
+        for log in self.added.log:
+            log(made, prompt)
         return made, piece
 
     async def _text(self, requests: list[SoundRequest]) -> str:
@@ -203,7 +199,7 @@ class ServingTranscription:
         task: Task,
         first: int,
     ) -> str | TranscriptionVerbose:
-        """One piece after the other, each from where the last whole segment ended: what is cut off is heard again."""
+        """Piece by piece, each from where the last whole segment ended: what was cut off is heard again."""
         timestamps_from = self._timestamps_from()
         transcript = Transcript(self.engine_client.tokenizer, timestamps_from, request.temperature, language)
         start, index = 0, first

@@ -5,7 +5,7 @@ One request per line, as OpenAI's batch interface has it, and one answer per lin
     {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "To be", "max_tokens": 8}}
     {"id": "batch_req_...", "custom_id": "a", "response": {"status_code": 200, "request_id": "...", "body": {...}}, "error": null}
 
-A line that is no request gets an answer of status 400 that says why, and does not keep the others from theirs.
+A line that is no request gets an answer of status 400 that says why; the others still get theirs.
 While a batch runs, its answers go to OUTPUT.partial in the order in which they come; at the end they are written to OUTPUT in
 the order of the requests. Both are for this user alone, unless OUTPUT existed.
 """

@@ -1,4 +1,4 @@
-"""What a request gets whose engine died while others go on: a 503, as if its only engine had died."""
+"""The answer to a request whose engine died while others go on: a 503, as if its only engine had died."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from stage02_server.api_server import Services
 from stage02_server.features.hardening.manifest import HardeningFlags
 from stage02_server.middleware import TENANT
-from stage02_server.serving_engine import EngineRequests, Prompts, generating
+from stage02_server.serving_engine import EngineRequests, Prompts
 from stage03_engine.errors import BusyError
 
 _TAKEN: ContextVar[list[int] | None] = ContextVar("answers taken", default=None)  # by the HTTP request that is served
@@ -65,6 +65,4 @@ def install(app: FastAPI, services: Services) -> None:
     """Let every handler ask."""
     in_flight: Counter[int | None] = Counter()
     app.state.answers_in_flight = in_flight
-    limit = AnswersLimit(services.args.max_answers_per_key, in_flight)
-    for handler in generating(app):
-        handler.hook_factories.insert(0, limit.check)
+    services.added.hooks.append(AnswersLimit(services.args.max_answers_per_key, in_flight).check)

@@ -204,8 +204,4 @@ class SettingsLimit:
 
 def install(app: FastAPI, services: Services) -> None:
     """Check the settings of all requests that the handlers get."""
-    from stage02_server.serving_engine import generating  # its bodies are bounded by this module
-
-    limit = SettingsLimit(services.args.max_settings_bytes)
-    for handler in generating(app):
-        handler.hook_factories.append(limit.check)
+    services.added.hooks.append(SettingsLimit(services.args.max_settings_bytes).check)

@@ -45,9 +45,9 @@ class _Turns:
 
 
 class ParsingTurns(_Turns):
-    """What parsing may take of one turn of the event loop, over all connections of a server. The first piece of what a connection
-    brings is parsed at once, so that who sends little does not wait; for more it waits in line, and nothing is read from it. Where so
-    many bring something that even the first pieces take long, the rest of them wait in line as well.
+    """What parsing may take of one turn of the event loop, over all connections of a server. The first piece from a connection is
+    parsed at once, so that a client who sends little does not wait. With more it waits in line, and nothing is read from it. When there
+    are so many connections that even the first pieces take long, the rest of those wait in line as well.
 
     Invariant: while a connection is in line, there will be another turn.
     """
@@ -107,7 +107,7 @@ Starts = dict[Start, None]  # the longest wait first
 
 
 class StartingTurns(_Turns):
-    """Requests begin a few at a time, and addresses take turns: who asks on a thousand connections does not keep another waiting.
+    """Requests begin a few at a time, and addresses take turns: a client with a thousand connections keeps no other waiting.
     Of one address at most `places` requests that need a place are in flight; the others wait, first come, first served.
 
     Invariants: while somebody waits for a turn, there will be another one. Those of an address wait for a place only while all of
@@ -133,7 +133,7 @@ class StartingTurns(_Turns):
         self._begin_or_wait(start)
 
     def end(self, start: Start) -> None:
-        """It has begun, and ended. Its place goes to who has waited longest."""
+        """It has begun, and ended. Its place goes to the request that has waited longest."""
         if not start.takes_place:
             return
         if waiting := self._without_place.get(start.address):

@@ -1,8 +1,8 @@
 """TLS for connections that count from their first byte (uvicorn: the event loop does the handshake, and tells nobody of it).
 
-Who connects and never completes the handshake holds an open file. In the event loop it has a minute, and no limit sees it: as many of
-these as there are files, and nobody else can connect. So asyncio's own TLS protocol stands between the connection and HTTP here, where it
-is counted, gives way when there are too many, and has the time that a header has.
+A client that connects and never completes the handshake holds an open file. In the event loop it has a minute, and no limit sees
+it: as many of these as there are files, and nobody else can connect. So asyncio's own TLS protocol stands between the connection
+and HTTP here, where it is counted, gives way when there are too many, and has the time that a header has.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""`--max-log-lines`: a flood of requests becomes no flood of lines (vLLM logs each request, and each wrong one, without a limit).
+"""`--max-log-lines`: a flood of requests does not flood the log (vLLM logs each request, and each wrong one, without a limit).
 
-Lines cost more than many a request: the loop formats and writes them one by one, and a disk fills up. Each logger has its own share, so
-that a flood of one kind (access lines, say) hides no line of another.
+A line can cost more than its request: the loop formats and writes lines one by one, and they fill the disk. Each logger has its own
+share, so that a flood of one kind (access lines, say) hides no line of another.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class LogLimit(logging.Filter):
         self._seconds: dict[str, _Second] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Is it to be written?"""
+        """Should it be written?"""
         if record.levelno >= logging.ERROR or record.name == __name__:
             return True
         now = self._clock()

@@ -1,7 +1,7 @@
 """Long answers, made and written as JSON without holding up everybody else.
 
-What Python makes in a thread, the event loop interrupts every few milliseconds. pydantic writes an answer in one go and keeps
-the interpreter lock meanwhile, for a second per 100 MB and in whatever thread it is: so it gets pieces of a millisecond each. The
+Python code in a thread gives way to the event loop every few milliseconds. pydantic writes an answer in one go and holds
+the interpreter lock meanwhile, a second per 100 MB, whatever the thread: so it gets pieces of a millisecond each. The
 JSON stays the same, byte by byte.
 """
 

@@ -1,7 +1,7 @@
 """How long a client may take to send a request and to read its answer, and how many may take their time at once.
 
-Without it a stranger can open connections, send a byte of a header on each, and so use up memory and file descriptors until
-nobody else can connect; or ask for a long stream and never read it. (vLLM and uvicorn only end connections that idle between two
+Without these limits a stranger can open connections, send a byte of a header on each, and use up memory and file descriptors
+until nobody else can connect; or ask for a long stream and never read it. (vLLM and uvicorn only end connections that idle between two
 requests.)
 """
 

@@ -1,7 +1,7 @@
-"""Each of several API keys is a tenant: what it asked, another cannot find out (vLLM has one house for all keys).
+"""Each of several API keys is a tenant: no other key can find out what it asked (in vLLM all keys are one tenant).
 
-The number of the key is in `TENANT` while its request is served, and in all tasks that the request starts. Stores of answers
-keep apart by it; here it keeps apart what the engine caches, and says whose a running request is.
+The number of the key is in `TENANT` while its request is served, and in all tasks that the request starts. It separates the
+stores of answers, and here it separates what the engine caches, and says who owns a running request.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Threads that API keys share fairly: work waits by key, and the keys take turns.
 
-A pool of threads serves who came first. So one key that asks for a hundred things at once has all others wait until the last of them
-is done. Here a key waits for what is being done, and for one piece of work of each other key.
+A plain pool of threads is first come, first served: one key that asks for a hundred things at once makes all others wait for the last
+of them. Here a key waits for the work in progress, and for one piece of work of each other key.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Job = tuple["Future[T]", Callable[[], T]]
 
 
 class TurnsByKey(ThreadPoolExecutor):
-    """A pool of threads, as asyncio takes it. Whose the work is, `TENANT` says where it is submitted; without keys all of it has one
-    queue, as usual.
+    """A pool of threads, as asyncio takes it. `TENANT` says whose work is submitted; without keys all of it has one queue, as
+    usual.
 
     Each piece of work is announced to the pool once, and for each announcement a thread takes what is next in turn. Invariant: as many
     announcements as pieces of work wait; no queue is empty.

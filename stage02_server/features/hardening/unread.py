@@ -1,4 +1,4 @@
-"""What clients leave unread: long answers go out in pieces, and each key has a limit for what waits. (vLLM hands every answer over
+"""What clients leave unread: long answers go out in pieces, and what waits has a limit per key. (vLLM hands every answer over
 whole: uvicorn keeps the bytes until the client has read them.)
 
 A piece follows when the client has read those before it. So a slow reader holds the answer's own bytes, which all readers of a stored
@@ -116,7 +116,7 @@ class UnreadMiddleware:
             await asyncio.sleep(0)
 
     def of(self, scope: Scope) -> Unread:
-        """That of the key that asks, or else of the address."""
+        """The one of the asking key, or else of the address."""
         client = scope.get("client")
         tenant = TENANT.get()
         key: int | str = tenant if tenant is not None else client[0] if client else ""

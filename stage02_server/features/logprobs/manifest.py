@@ -10,7 +10,7 @@ from stage03_engine.plugins import Feature, Part
 
 @dataclass(frozen=True)
 class LogprobsFlags:
-    """How answers call tokens, and how many log-probabilities they hold."""
+    """How answers name tokens, and how many log-probabilities they hold."""
 
     return_tokens_as_token_ids: bool = option(
         False, 'in logprobs call tokens "token_id:5" instead of by their text, unless a request says otherwise'

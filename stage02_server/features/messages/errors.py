@@ -2,7 +2,7 @@
 
     {"type": "error", "error": {"type": "invalid_request_error", "message": "..."}}
 
-vLLM keeps its own names of the types; here they are Anthropic's, which its clients tell errors by.
+vLLM keeps its own names of the types; here they are Anthropic's, by which its clients distinguish errors.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def _event(kind: str, **fields: Any) -> bytes:
 
 
 def arguments_of(text: str) -> dict[str, Any]:
-    """The arguments of a call. What is no JSON object, or was cut, is kept under the name that Anthropic's documentation gives it."""
+    """The arguments of a call. Text that is not a JSON object, or was cut, goes under the name that Anthropic's documentation gives it."""
     try:
         value = json.loads(text or "{}", parse_constant=_refuse)
     except (ValueError, RecursionError):

@@ -9,7 +9,13 @@ FEATURE = Feature(
     help="Anthropic's Messages API",
     room=__package__,
     parts=(
-        Part("routes", ".routes:install", tasks=("generate",)),
+        Part(
+            "routes",
+            ".routes:install",
+            tasks=("generate",),
+            paths={"/v1/messages": "msg_", "/v1/messages/count_tokens": ""},
+            late=True,
+        ),
         Part("error", ".errors:error_json", key="/v1/messages"),
     ),
     needs=("tools", "structured_output"),

@@ -11,7 +11,6 @@ from stage02_server.features.messages.serving import AnthropicServingMessages
 from stage02_server.streaming import answer_of
 
 router = APIRouter()
-PREFIXES = {"/v1/messages": "msg_"}
 
 
 @router.post("/v1/messages")
@@ -29,8 +28,5 @@ async def count_tokens(request: AnthropicCountTokensRequest, raw_request: Reques
 
 def install(app: FastAPI, services: Services) -> None:
     """Add the routes and their handler, which takes answers apart as chats do."""
-    app.state.anthropic_serving_messages = AnthropicServingMessages(
-        services.engine, services.models, services.template, services.args, app.state.openai_serving_chat
-    )
-    app.state.prefixes |= PREFIXES
+    app.state.anthropic_serving_messages = AnthropicServingMessages(services, app.state.openai_serving_chat)
     app.include_router(router)

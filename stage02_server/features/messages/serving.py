@@ -12,8 +12,7 @@ from functools import partial
 
 from starlette.requests import Request
 
-from stage02_server.chat_template import ChatTemplate
-from stage02_server.cli_args import FrontendArgs
+from stage02_server.api_server import Services
 from stage02_server.errors import as_reported
 from stage02_server.features.messages.errors import error_event
 from stage02_server.features.messages.maker import MessageMaker
@@ -30,12 +29,10 @@ from stage02_server.features.messages.protocol_answer import (
 from stage02_server.features.structured_outputs.fields import is_structured
 from stage02_server.features.tools.prompt import prompt_of
 from stage02_server.middleware import RequestIds
-from stage02_server.routes import OpenAIServingModels
 from stage02_server.serving_chat import OpenAIServingChat
 from stage02_server.serving_engine import OpenAIServing, Outputs
 from stage02_server.streaming import in_thread_if_long, run_until_disconnect
 from stage03_engine.errors import InvalidRequestError
-from stage03_engine.frontend.async_llm import AsyncLLM
 from stage03_engine.plugins import loaded
 from stagetrace import trace
 
@@ -45,16 +42,9 @@ Answer = AnthropicMessagesResponse | AsyncGenerator[bytes, None]  # whole, or it
 class AnthropicServingMessages(OpenAIServing):
     """Answers conversations in Anthropic's form."""
 
-    def __init__(
-        self,
-        engine_client: AsyncLLM,
-        models: OpenAIServingModels,
-        template: ChatTemplate,
-        args: FrontendArgs,
-        chat: OpenAIServingChat,
-    ) -> None:
-        super().__init__(engine_client, models, args)
-        self._template, self._chat = template, chat
+    def __init__(self, services: Services, chat: OpenAIServingChat) -> None:
+        super().__init__(services)
+        self._template, self._chat = services.template, chat
 
     async def create_messages(self, request: AnthropicMessagesRequest, raw_request: Request) -> Answer:
         """The message, or its events. Raises every refusal before a stream begins."""
@@ -71,10 +61,10 @@ class AnthropicServingMessages(OpenAIServing):
         params, parsers = chat.to_sampling_params(self.defaults), self._chat.parsers_for(chat)
         prompt = await prompt_of(chat, self._template, parsers, receive, ids)
         special = self._template.adds_special_tokens(None)
-        requests = await self.make_requests(chat, [prompt], params, ids, model, receive, special)
+        requests = await self.tokenize(chat, [prompt], params, ids, model, receive, special)
         parser = None if parsers is None else parsers.parser(chat, prompt, is_structured(requests))
         maker = MessageMaker(requests, parser)
-        events = _events(maker, await self.begin(requests, receive))
+        events = _events(maker, await self.begin(requests, self.ask(chat, requests), receive))
         if request.stream:
             return _sent(events, ids)
         await run_until_disconnect(receive, _drain(events))

@@ -21,7 +21,7 @@ from stage02_server.errors import not_found
 from stage03_engine.args.command import signals_are_ours
 
 router = APIRouter()
-# One thread: of many who ask at the same time, the first one has the work.
+# One thread: if many ask at the same time, the first one does the work.
 DESCRIBER = ThreadPoolExecutor(1, "describe")
 TITLE = "vLLM in stages"
 OPENAPI = "stage02_server.features.page.openapi"  # imports all HTTP features, so it waits until somebody asks
@@ -50,8 +50,8 @@ async def show_openapi(raw_request: Request) -> Response:
 
 @cache
 def _openapi(root_path: str) -> bytes:
-    """Takes seconds: it imports what this server has had no need of. Hence in a process of its own: a thread would share the
-    interpreter with the event loop, and keep it for tens of milliseconds at a time."""
+    """Takes seconds: it imports what this server has not needed so far. So it runs in a process of its own: a thread would
+    share the interpreter with the event loop, and hold it for tens of milliseconds at a time."""
     command = [sys.executable, "-m", OPENAPI, root_path]
     with signals_are_ours():
         made = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True)

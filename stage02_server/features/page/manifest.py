@@ -25,5 +25,13 @@ FEATURE = Feature(
     help="what a browser sees: the page at /, and /docs",
     room=__package__,
     settings={"FrontendArgs": PageFlags},
-    parts=(Part("routes", ".routes:install"), Part("routes", ".docs:install")),
+    parts=(
+        Part("routes", ".routes:install", paths={"/": "", "/v1/engine/events": ""}, late=True),
+        Part(
+            "routes",
+            ".docs:install",
+            paths={"/openapi.json": "", "/docs": "", "/redoc": "", "/docs/{asset}": ""},
+            late=True,
+        ),
+    ),
 )

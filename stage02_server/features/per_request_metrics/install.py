@@ -6,10 +6,8 @@ from fastapi import FastAPI
 
 from stage02_server.api_server import Services
 from stage02_server.features.per_request_metrics.hook import MetricsHook
-from stage02_server.serving_engine import generating
 
 
 def install(app: FastAPI, services: Services) -> None:
     """Measure all requests that the handlers get."""
-    for handler in generating(app):
-        handler.hook_factories.append(lambda requests, prompts: MetricsHook())
+    services.added.hooks.append(lambda requests, prompts: MetricsHook())

@@ -17,10 +17,6 @@ from stage02_server.features.pooling.serving import ServingClassification, Servi
 from stage02_server.streaming import answer_of
 
 router = APIRouter()
-PREFIXES = {
-    "/v1/embeddings": "embd-", "/pooling": "pool-", "/classify": "classify-", "/score": "score-", "/v1/score": "score-",
-    "/rerank": "rerank-", "/v1/rerank": "rerank-", "/v2/rerank": "rerank-",
-}  # fmt: skip
 
 
 @router.post("/v1/embeddings")
@@ -58,10 +54,7 @@ async def do_rerank(request: RerankRequest, raw_request: Request) -> Response:
 
 def install(app: FastAPI, services: Services) -> None:
     """Add the routes and their handlers."""
-    engine, models, template = services.engine, services.models, services.template
-    app.state.serving_pooling = ServingPooling(engine, models, template)
-    app.state.serving_classification = ServingClassification(engine, models, template)
-    joins = services.args.chat_template is not None
-    app.state.serving_scores = ServingScores(engine, models, template, joins=joins)
-    app.state.prefixes |= PREFIXES
+    app.state.serving_pooling = ServingPooling(services)
+    app.state.serving_classification = ServingClassification(services)
+    app.state.serving_scores = ServingScores(services)
     app.include_router(router)

@@ -13,6 +13,7 @@ from operator import mul
 
 from starlette.requests import Request
 
+from stage02_server.api_server import Services
 from stage02_server.chat_template import ChatTemplate
 from stage02_server.features.pooling.protocol import (
     RerankDocument,
@@ -25,13 +26,12 @@ from stage02_server.features.pooling.protocol import (
     ScoreRequest,
     ScoreResponse,
 )
-from stage02_server.features.pooling.serving import PoolingBatches, Prompt, numbers, vectors_of
+from stage02_server.features.pooling.serving import PoolingBatches, numbers, vectors_of
 from stage02_server.protocol import ChatMessageParam, ChatTemplateFields
 from stage02_server.protocol_response import UsageInfo
-from stage02_server.routes import OpenAIServingModels
+from stage02_server.serving_engine import Prompt
 from stage02_server.streaming import made, run_until_disconnect
 from stage03_engine.errors import InvalidRequestError
-from stage03_engine.frontend.async_llm import AsyncLLM
 from stage03_engine.outputs import RequestOutput
 from stage03_engine.params.pooling_params import PoolingParams
 
@@ -39,13 +39,11 @@ Side = tuple[str, list[str]]  # the name of the field, its texts
 
 
 class ServingScores(PoolingBatches):
-    """Compares texts. `joins` says that a template joins a query and a document: one was given with `--chat-template`."""
+    """Compares texts. A template joins a query and a document if one was given with `--chat-template`."""
 
-    def __init__(
-        self, engine_client: AsyncLLM, models: OpenAIServingModels, template: ChatTemplate, joins: bool
-    ) -> None:
-        super().__init__(engine_client, models, template)
-        self._joins = joins
+    def __init__(self, services: Services) -> None:
+        super().__init__(services)
+        self._joins = services.args.chat_template is not None
 
     async def create_score(self, request: ScoreRequest, raw_request: Request) -> ScoreResponse:
         """A score per pair: of the one text with each of the others, or of two lists in step."""

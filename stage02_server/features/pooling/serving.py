@@ -7,11 +7,10 @@ import time
 from array import array
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from starlette.requests import Request
 
-from stage02_server.chat_template import ChatTemplate
+from stage02_server.api_server import Services
 from stage02_server.features.pooling.protocol import (
     MAX_INPUTS,
     ClassificationData,
@@ -29,11 +28,9 @@ from stage02_server.features.pooling.protocol import (
 from stage02_server.features.several_prompts.collect import collect
 from stage02_server.middleware import RequestIds
 from stage02_server.protocol_response import UsageInfo
-from stage02_server.routes import OpenAIServingModels
-from stage02_server.serving_engine import make_usage, require_task
+from stage02_server.serving_engine import Prompt, make_usage, require_task
 from stage02_server.streaming import in_thread_if_long, made, run_until_disconnect
 from stage03_engine.errors import InvalidRequestError
-from stage03_engine.frontend.async_llm import AsyncLLM
 from stage03_engine.frontend.features.pooling_inputs import process_pooling_inputs
 from stage03_engine.messages import EngineCoreRequest
 from stage03_engine.outputs import RequestOutput
@@ -48,7 +45,6 @@ _HOW = {
     "token_classify": "serve one with a classification head",
 }
 """Task -> what would have it."""
-Prompt = str | list[int] | tuple[str, str]  # two texts: one prompt for a cross-encoder
 MAX_NUMBERS = 2**22  # of one answer with a vector per token; as JSON they are about 80 MB
 
 
@@ -68,14 +64,9 @@ class PoolingBatches:
     `template` turns a chat into a prompt, or a query and a document.
     """
 
-    request_logger: Any = None  # with --enable-log-requests
-    admit: Any = None  # with --max-num-queued-reqs and its like
-    cached_details: Any = None  # with --enable-prompt-tokens-details
-
-    def __init__(self, engine_client: AsyncLLM, models: OpenAIServingModels, template: ChatTemplate) -> None:
-        self.engine_client = engine_client
-        self.models = models
-        self.template = template
+    def __init__(self, services: Services) -> None:
+        self.engine_client, self.models, self.template = services.engine, services.models, services.template
+        self.added = services.added
 
     def check(self, request: PoolingBase, task: str) -> str:
         """The model name to answer with. Raises every refusal that does not depend on its texts."""
@@ -88,9 +79,8 @@ class PoolingBatches:
     def usage_of(self, outputs: list[RequestOutput]) -> UsageInfo:
         """Tokens of all prompts; nothing is generated."""
         usage = make_usage(sum(len(output.prompt_token_ids) for output in outputs), 0)
-        if self.cached_details is not None:
-            cached = sum(output.num_cached_tokens for output in outputs)
-            usage.prompt_tokens_details = self.cached_details(cached_tokens=cached)
+        for add in self.added.usage:
+            add(usage, sum(output.num_cached_tokens for output in outputs))
         return usage
 
     def check_count(self, count: int, field: str) -> None:
@@ -137,11 +127,11 @@ class PoolingBatches:
         make = partial(self._requests, request, prompts, params, ids, add_special_tokens)
         requests = await in_thread_if_long(texts, raw_request.receive, make)
         self._check_size(requests, params)
-        if self.admit is not None:
-            self.admit(requests)
-        if self.request_logger is not None:
+        for admit in self.added.admit:
+            admit(requests)
+        for log in self.added.log:
             for engine_request, (_, prompt) in zip(requests, prompts, strict=True):
-                self.request_logger.log_inputs(engine_request, prompt)
+                log(engine_request, prompt)
         return await run_until_disconnect(raw_request.receive, collect(self.engine_client, requests))
 
     def _check_size(self, requests: list[EngineCoreRequest], params: PoolingParams) -> None:

@@ -1,6 +1,6 @@
 """`--enable-prompt-tokens-details`: what the prefix cache held, in the usage (vllm/entrypoints/openai/serving_engine.py).
 
-Without it nobody is told: the number says what was asked before, perhaps by somebody else.
+Without the flag nobody is told: the number reveals what was asked before, perhaps by somebody else.
 """
 
 from __future__ import annotations
@@ -32,7 +32,12 @@ class PromptTokensDetailsHook(AnswerHook):
     def response(self, response: Any) -> None:
         """Tells."""
         if isinstance(response.usage, UsageInfo):
-            response.usage.prompt_tokens_details = PromptTokensDetails(cached_tokens=self._requests.num_cached_tokens)
+            tell(response.usage, self._requests.num_cached_tokens)
+
+
+def tell(usage: Any, num_cached_tokens: int) -> None:
+    """Into a usage that has the field."""
+    usage.prompt_tokens_details = PromptTokensDetails(cached_tokens=num_cached_tokens)
 
 
 def _hook(requests: EngineRequests, prompts: Prompts) -> AnswerHook:
@@ -41,8 +46,5 @@ def _hook(requests: EngineRequests, prompts: Prompts) -> AnswerHook:
 
 def install(app: FastAPI, services: Services) -> None:
     """Tell it in the answers of all handlers."""
-    for handler in app.state._state.values():
-        if hasattr(handler, "hook_factories"):
-            handler.hook_factories.append(_hook)
-        elif hasattr(handler, "cached_details"):
-            handler.cached_details = PromptTokensDetails
+    services.added.hooks.append(_hook)
+    services.added.usage.append(tell)

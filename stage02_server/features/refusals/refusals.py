@@ -1,5 +1,5 @@
-"""Routes that vLLM has and that cannot apply here: each is a 404 that says why, instead of one that leaves it open whether
-the address was mistyped (vLLM does not register the routes of tasks that its model lacks).
+"""Routes that vLLM has and that cannot apply here: each is a 404 that says why, instead of one that might mean a mistyped
+address (vLLM does not register the routes of tasks that its model lacks).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Responses and conversations as JSON in bytes: a tenth of the memory of their objects, and their size is no guess.
+"""Responses and conversations as JSON in bytes: they take a tenth of the memory of their objects, and their size is exact.
 
 What a response repeats of its request never changes, and may be megabytes of tools. It is encoded once; each event and each GET puts what
 has changed since between the pieces.

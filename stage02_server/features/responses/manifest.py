@@ -29,6 +29,19 @@ FEATURE = Feature(
     help="OpenAI's Responses API",
     room=__package__,
     settings={"FrontendArgs": ResponsesFlags},
-    parts=(Part("routes", ".routes:install", tasks=("generate",)),),
+    parts=(
+        Part(
+            "routes",
+            ".routes:install",
+            tasks=("generate",),
+            paths={
+                "/v1/responses": "resp_",
+                "/v1/responses/{response_id}": "",
+                "/v1/responses/{response_id}/cancel": "",
+            },
+            late=True,
+            own_ids=True,  # whoever knows the id of a stored response can read it
+        ),
+    ),
     needs=("tools", "structured_output", "logprobs"),
 )

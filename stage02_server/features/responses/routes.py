@@ -12,7 +12,6 @@ from stage02_server.features.responses.serving import OpenAIServingResponses
 from stage02_server.streaming import answer, answer_of
 
 router = APIRouter()
-PREFIXES = {"/v1/responses": "resp_"}
 ResponseId = Annotated[str, Path(description="The id of a stored response.")]
 
 
@@ -46,9 +45,5 @@ async def cancel_responses(response_id: ResponseId, raw_request: Request) -> Res
 
 def install(app: FastAPI, services: Services) -> None:
     """Add the routes and their handler, which takes answers apart as chats do."""
-    app.state.openai_serving_responses = OpenAIServingResponses(
-        services.engine, services.models, services.template, services.args, app.state.openai_serving_chat
-    )
-    app.state.prefixes |= PREFIXES
-    app.state.unchosen_ids |= PREFIXES.keys()  # whoever knows the id of a stored response can read it
+    app.state.openai_serving_responses = OpenAIServingResponses(services, app.state.openai_serving_chat)
     app.include_router(router)

@@ -12,8 +12,7 @@ from contextlib import aclosing
 
 from starlette.requests import Request
 
-from stage02_server.chat_template import ChatTemplate
-from stage02_server.cli_args import FrontendArgs
+from stage02_server.api_server import Services
 from stage02_server.errors import as_reported
 from stage02_server.features.responses.encoded import decoded_items, encoded_items
 from stage02_server.features.responses.maker import ResponseMaker
@@ -30,12 +29,10 @@ from stage02_server.features.tools.answer_parser import AnswerParser
 from stage02_server.features.tools.prompt import prompt_of
 from stage02_server.middleware import TENANT, RequestIds
 from stage02_server.protocol import ChatCompletionRequest, ChatMessageParam
-from stage02_server.routes import OpenAIServingModels
 from stage02_server.serving_chat import OpenAIServingChat
 from stage02_server.serving_engine import EngineRequests, OpenAIServing, Outputs
 from stage02_server.streaming import run_until_disconnect
 from stage03_engine.errors import InvalidRequestError
-from stage03_engine.frontend.async_llm import AsyncLLM
 from stagetrace import trace
 
 Answer = bytes | AsyncGenerator[bytes, None]  # whole, as JSON, or its events
@@ -44,22 +41,15 @@ Answer = bytes | AsyncGenerator[bytes, None]  # whole, as JSON, or its events
 class OpenAIServingResponses(OpenAIServing):
     """Answers inputs, and remembers its answers."""
 
-    def __init__(
-        self,
-        engine_client: AsyncLLM,
-        models: OpenAIServingModels,
-        template: ChatTemplate,
-        args: FrontendArgs,
-        chat: OpenAIServingChat,
-    ) -> None:
-        super().__init__(engine_client, models, args)
-        self._template, self._chat = template, chat
-        self._num_keys = len(set(getattr(args, "api_key", None) or ())) or 1
+    def __init__(self, services: Services, chat: OpenAIServingChat) -> None:
+        super().__init__(services)
+        self._template, self._chat = services.template, chat
+        self._num_keys = len(set(getattr(self.args, "api_key", None) or ())) or 1
         self._stores: dict[int | None, ResponseStore] = {}  # key -> what it stored
 
     @property
     def _store(self) -> ResponseStore:
-        """That of the key that asks: what others stored is not in it, and how much they store changes nothing."""
+        """The store of the asking key: it holds nothing of the others, and how much they store changes nothing."""
         tenant = TENANT.get()
         if tenant not in self._stores:
             part = self.args.max_stored_bytes // self._num_keys
@@ -84,7 +74,7 @@ class OpenAIServingResponses(OpenAIServing):
         params = request.to_sampling_params(self.defaults, chat)
         prompt = await prompt_of(chat, self._template, self._chat.parsers, raw_request.receive, ids)
         special = self._template.adds_special_tokens(None)
-        requests = await self.make_requests(request, [prompt], params, ids, model, raw_request.receive, special)
+        requests = await self.tokenize(request, [prompt], params, ids, model, raw_request.receive, special)
         structured = params.structured_outputs is not None
         if structured:
             requests.hooks.append(RefusalFirst())
@@ -93,16 +83,16 @@ class OpenAIServingResponses(OpenAIServing):
         entry = await asyncio.to_thread(self._entry, request, requests, keep, parser, items)  # megabytes of tools
         maker = entry.maker
         assert maker is not None
-        raw_request.state.cut = entry.cut
+        raw_request.state.cut, outputs = entry.cut, self.ask(request, requests)
         if request.background:
-            answer = self._in_background(entry, maker, requests, bool(request.stream))
-            # Where the server ends with its work undone, the engine hears so.
+            answer = self._in_background(entry, maker, outputs, ids, bool(request.stream))
+            # If the server ends before this work does, the engine is told.
             background = raw_request.app.state.gate.background
             assert entry.task is not None
             background.add(entry.task)
             entry.task.add_done_callback(background.discard)
             return answer
-        source = await self.begin(requests, raw_request.receive)
+        source = await self.begin(requests, outputs, raw_request.receive)
         events = self._events(maker, source, entry, keep)
         if request.stream:
             return self._sent(_until_failure(events, maker), ids)
@@ -168,7 +158,7 @@ class OpenAIServingResponses(OpenAIServing):
             async for _, output in outputs:
                 for event in maker.add(output.outputs[0]):
                     yield event
-        last, items, body = await asyncio.to_thread(self._last, maker)  # it tells the whole answer four times
+        last, items, body = await asyncio.to_thread(self._last, maker)  # it writes the whole answer four times
         entry.end(items, body, maker.progress.status)
         if keep and entry.task is None:
             self._store.add(entry)  # before the client sees its end and continues from it
@@ -188,21 +178,19 @@ class OpenAIServingResponses(OpenAIServing):
                 yield event
 
     def _in_background(
-        self, entry: StoredResponse, maker: ResponseMaker, requests: EngineRequests, stream: bool
+        self, entry: StoredResponse, maker: ResponseMaker, outputs: Outputs, ids: RequestIds, stream: bool
     ) -> Answer:
         entry.log = EventLog() if stream else None
         self._store.add(entry)
         created = maker.whole  # queued; the task changes it
-        entry.task = asyncio.create_task(self._work(entry, maker, requests))
+        entry.task = asyncio.create_task(self._work(entry, maker, outputs))
         entry.task.add_done_callback(lambda _: self._ended(entry))  # even if it is cancelled before it begins
         if entry.log is None:
             return created
-        return self._sent(entry.log.read(0), requests.ids)
+        return self._sent(entry.log.read(0), ids)
 
-    async def _work(self, entry: StoredResponse, maker: ResponseMaker, requests: EngineRequests) -> None:
-        async with aclosing(
-            _until_failure(self._events(maker, self.outputs(requests), entry, keep=True), maker)
-        ) as events:
+    async def _work(self, entry: StoredResponse, maker: ResponseMaker, outputs: Outputs) -> None:
+        async with aclosing(_until_failure(self._events(maker, outputs, entry, keep=True), maker)) as events:
             async for event in events:
                 if (log := entry.log) is not None:
                     before = log.num_bytes // LOG_STEP

@@ -38,7 +38,7 @@ class EventLog:
         self._wake()
 
     def end(self) -> None:
-        """There will be no more."""
+        """No more events will come."""
         self._ended = True
         self._wake()
 
@@ -99,7 +99,7 @@ class StoredResponse:
         return self.size + (self.log.num_bytes if self.log else 0)
 
     def cut(self, error: Exception) -> bytes:
-        """The last event of a stream of it that the end of the server cuts; nothing if it had its last event before."""
+        """The last event of its stream when the server ends; nothing if the stream has had its last event."""
         return self._cut if self.maker is None else self.maker.cut(error)
 
     def end(self, output: list[bytes], body: bytes, status: Status) -> None:

@@ -8,5 +8,5 @@ FEATURE = Feature(
     name="sagemaker",
     help="the two addresses that Amazon SageMaker asks: /invocations and /ping",
     room=__package__,
-    parts=(Part("routes", ".sagemaker:install"),),
+    parts=(Part("routes", ".sagemaker:install", paths={"/ping": "", "/invocations": "invocation-"}, late=True),),
 )

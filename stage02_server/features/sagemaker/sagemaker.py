@@ -1,4 +1,4 @@
-"""POST /invocations: the one address that Amazon SageMaker sends every request to (vllm/entrypoints/sagemaker/api_router.py).
+"""POST /invocations: the one address to which Amazon SageMaker sends every request (vllm/entrypoints/sagemaker/api_router.py).
 
 Its other address, /ping, is another name of /health.
 """
@@ -25,7 +25,6 @@ router.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)(heal
 router.post("/ping")(health)
 router.get("/ping")(health)
 INVOCATIONS = "/invocations"
-PREFIXES = {INVOCATIONS: "invocation-"}
 _POOLING = "stage02_server.features.pooling.routes"
 
 
@@ -71,10 +70,10 @@ def read(kind: type[BaseModel], body: dict[str, Any]) -> BaseModel:
         raise RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in error.errors()]) from None
 
 
-def renamed(ids: RequestIds, prefix: str, request_id: str | None) -> RequestIds:
-    """The ids of an answer that looks like the route's own. The engine's id stays: it was made before the body was read."""
+def renamed(ids: RequestIds, old: str, prefix: str, request_id: str | None) -> RequestIds:
+    """The ids of an answer that looks like the route's own: they begin with `prefix` instead of `old`. The engine's id stays: it was made before the body was read."""
     named = ids.named(request_id)
-    response = prefix + named.response.removeprefix(PREFIXES[INVOCATIONS])
+    response = prefix + named.response.removeprefix(old)
     if trace.on:
         trace.emit("request.named", req=ids.engine_id(0), response=response)
     return replace(named, response=response)
@@ -87,13 +86,12 @@ async def invocations(body: dict[str, Any], raw_request: Request) -> Response:
     target = target_of(body, services.engine.vllm_config.supported_tasks)
     handler = load(target.handler)
     request = read(get_type_hints(handler)["request"], body)
-    prefix = raw_request.app.state.prefixes[target.path]
-    raw_request.state.ids = renamed(raw_request.state.ids, prefix, getattr(request, "request_id", None))
+    prefixes, named = raw_request.app.state.prefixes, getattr(request, "request_id", None)
+    raw_request.state.ids = renamed(raw_request.state.ids, prefixes[INVOCATIONS], prefixes[target.path], named)
     answer: Response = await handler(request, raw_request)
     return answer
 
 
 def install(app: FastAPI, services: Services) -> None:
     """Add the route."""
-    app.state.prefixes |= PREFIXES
     app.include_router(router)

@@ -38,7 +38,7 @@ _SAME_NAME = (
 
 
 class RepetitionDetection(BaseModel):
-    """When an output that repeats itself ends."""
+    """When an output that repeats itself is ended."""
 
     max_pattern_size: Int32 = Field(default=0, description="Number of tokens of the longest pattern to look for.")
     min_pattern_size: Int32 = Field(default=0, description="Number of tokens of the shortest pattern to look for.")

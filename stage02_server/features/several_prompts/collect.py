@@ -1,4 +1,4 @@
-"""Answers that only make sense whole: vectors, classes, the text of a sound (vLLM: `_collect_batch` of the pooling handlers)."""
+"""Answers that only make sense whole: vectors, classes, transcripts (vLLM: `_collect_batch` of the pooling handlers)."""
 
 from __future__ import annotations
 

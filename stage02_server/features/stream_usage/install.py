@@ -9,13 +9,12 @@ from fastapi import FastAPI
 from stage02_server.api_server import Services
 from stage02_server.features.stream_usage.fields import ContinuousUsage
 from stage02_server.protocol_types import AnswerHook
-from stage02_server.serving_engine import EngineRequests, generating
+from stage02_server.serving_engine import EngineRequests
 
 
 def install(app: FastAPI, services: Services) -> None:
     """Change all streams of the handlers."""
-    for handler in generating(app):
-        handler.hook_factories.append(_with_usage)
+    services.added.hooks.append(_with_usage)
 
 
 def _with_usage(requests: EngineRequests, prompts: list[Any]) -> AnswerHook:

@@ -1,5 +1,5 @@
-"""Answers that the engine may still refuse, once it has compiled what the client wrote: their first piece is awaited before the
-HTTP status is sent.
+"""Answers that the engine may still refuse once it has compiled what the client wrote: the HTTP status waits for their first
+piece.
 """
 
 from __future__ import annotations

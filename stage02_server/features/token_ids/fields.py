@@ -73,17 +73,17 @@ class TokenIdsHook(AnswerHook):
     def choice(self, index: int, choice: Any, output: CompletionOutput, first: bool) -> None:
         """A completion has those of the prompt here too."""
         choice.token_ids = output.token_ids
-        if first and isinstance(choice, PromptTokenIds):
+        if first and hasattr(choice, "prompt_token_ids"):
             choice.prompt_token_ids = self._prompt(index)
 
     def chunk(self, index: int, chunk: Any) -> None:
         """A chat sends those of the prompt with the role."""
-        if isinstance(chunk, PromptTokenIds) and "role" in chunk.choices[0].delta:  # type: ignore[attr-defined]
+        if hasattr(chunk, "prompt_token_ids") and "role" in chunk.choices[0].delta:
             chunk.prompt_token_ids = self._prompt(index)
 
     def response(self, response: Any) -> None:
         """The whole answer to a chat."""
-        if isinstance(response, PromptTokenIds) and response.choices:  # type: ignore[attr-defined]
+        if hasattr(response, "prompt_token_ids") and response.choices:
             response.prompt_token_ids = self._prompt(0)
 
 

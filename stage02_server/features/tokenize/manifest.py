@@ -8,5 +8,5 @@ FEATURE = Feature(
     name="tokenize",
     help="/tokenize and /detokenize",
     room=__package__,
-    parts=(Part("routes", ".tokenize:install"),),
+    parts=(Part("routes", ".tokenize:install", paths={"/tokenize": "", "/detokenize": ""}, late=True),),
 )

@@ -15,7 +15,7 @@ MAX_PIECE = 1024
 
 @dataclass
 class CallDelta:
-    """What is new of one tool call: its name comes once, and with its first piece."""
+    """What is new in one tool call. Its name comes once, with its first piece."""
 
     name: str | None = None
     arguments: str = ""
@@ -23,7 +23,7 @@ class CallDelta:
 
 @dataclass
 class AnswerDelta:
-    """What is new of an answer. `calls` has the number of a tool call in its answer -> what is new of it."""
+    """What is new in an answer. `calls`: number of a tool call in its answer -> what is new in it."""
 
     reasoning: str = ""
     content: str = ""

@@ -1,4 +1,4 @@
-"""How the answers to chats are parsed, as the server's flags and the request say, and their JSON."""
+"""How the answers to chats are parsed, as flags and request say, and their JSON."""
 
 from __future__ import annotations
 

@@ -34,8 +34,8 @@ def _pieces_of(delta: AnswerDelta) -> Iterator[Piece]:
 def pieces(parser: AnswerParser, text: str, finished: bool) -> list[Piece]:
     """The next text of an answer as pieces in their order.
 
-    A delta of the parser does not say which came first, content or a call. So it gets the text in steps: words, and all that
-    is no letter and no space alone. Then the items are the same, in the same order, however the text was cut, and for a
+    A delta of the parser does not say which came first, content or a call. So the parser gets the text in steps: words, and
+    every other character but spaces by itself. Then the items are the same, in the same order, however the text was cut, and for a
     whole answer too.
     """
     found: list[tuple[Piece, list[str]]] = []  # and its texts
