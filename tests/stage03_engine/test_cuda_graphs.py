@@ -30,7 +30,7 @@ from stage03_engine.core.models.loader import get_model
 from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import SamplingParams
 from stage04_kernels.attention import AttentionMetadata
-from stage04_kernels.backends.native import library
+from stage04_kernels.backends.native import graph, library
 from stage04_kernels.backends.native.graph import NotRecordableError, record
 from stage04_kernels.backends.native.linear import NativeLinear
 from stage04_kernels.lab.cases import make_metadata
@@ -144,6 +144,11 @@ def test_what_a_replay_would_not_repeat_is_refused() -> None:
     replay = record(lambda: x.clone().add_(1).view(-1)[:4] * 2)
     x.fill_(3)
     assert replay().tolist() == [8.0] * 4, "a replay reads what its inputs hold now"
+
+
+def test_to_record_imports_no_compiler() -> None:
+    """torch wraps what a dispatch mode defines, unless asked not to, in a function that imports torch._dynamo at its first call."""
+    assert not hasattr(graph._Recorder.__torch_dispatch__, "__wrapped__")
 
 
 def test_prompts_and_larger_batches_go_the_plain_way(model: torch.nn.Module) -> None:

@@ -76,6 +76,12 @@ class _Recorder(TorchDispatchMode):
         self._steps: list[Callable[[], Any]] = []
         self._calls: list[Call] = []  # since the last operation of torch's
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Asked by torch. If True, as it is otherwise, the first operation that is seen imports all of torch._dynamo to tell it not to
+        compile `__torch_dispatch__`: that takes longer than importing torch, and nothing is compiled here."""
+        return False
+
     def called(self, name: str, letters: str, values: tuple[Any, ...]) -> None:
         """A function of native.cpp was called."""
         if not hasattr(load_library(), f"recorded_{name}"):
