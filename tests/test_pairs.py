@@ -33,6 +33,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "pipeline": {"pipeline_parallel_size": 2},
     "worker process": {"distributed_executor_backend": "mp"},
     "adapters": {"enable_lora": True},
+    "folder": {
+        "kv_transfer_config": {
+            "kv_connector": "SharedStorageConnector",
+            "kv_connector_extra_config": {"shared_storage_path": "FOLDER"},
+        },
+        "prefix_caching_hash_seed": "seed",
+    },
     "plain products": {"linear_backend": "torch"},
     "int8": {"quantization": "int8"},
     "batch invariant": {"batch_invariant": True},
@@ -60,6 +67,8 @@ ELSEWHERE = {
 APART = [("fair", "priority"), ("batch invariant", "reference")]
 """One setting cannot have two values."""
 BY_VALUE = {
+    ("folder", "no prefix cache"): "needs enable_prefix_caching",
+} | {
     (one, "profiled"): "profiler_dir records the engine process"
     for one in ("tensor parallel", "pipeline", "worker process")
 }
@@ -110,6 +119,9 @@ def answers(
             given = {} if "adapters" not in names else {"lora_modules": (f"poet={adapter}",)}
             given |= {key: value for name in names for key, value in SETTINGS[name].items()}
             given = {key: str(folder / key) if value == "FOLDER" else value for key, value in given.items()}
+            if "folder" in names:
+                place = {"shared_storage_path": str(folder / "blocks")}
+                given["kv_transfer_config"] = given["kv_transfer_config"] | {"kv_connector_extra_config": place}
             asked = requests_of("poet" if "adapters" in names else None)
             with LLM(str(model), **SMALL | given) as llm:
                 outputs = llm.generate(

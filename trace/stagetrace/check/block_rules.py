@@ -73,9 +73,9 @@ class BlockBalance:
                 pool.cached.update(blocks)
                 return f"blocks {foreign} are not the request's" if foreign else ""
             case "kv_transfer.writing":
-                free = [b for b in blocks if b not in pool.holders]
+                unused = [b for b in blocks if b not in pool.holders]
                 pool.take(event.name, blocks)
-                return f"blocks {free} are not in use" if free else ""
+                return f"blocks {unused} are not in use" if unused else ""
             case "kv_transfer.written":
                 foreign = pool.give_back("kv_transfer.writing", blocks)
                 return f"blocks {foreign} are not being written" if foreign else ""
