@@ -70,7 +70,7 @@ class SchedulerHook:
 
     def num_matched(self, request: Request, num_computed: int) -> int:
         """How many of the request's tokens after the first `num_computed` the hook has keys and values of, all but its last token at
-        most. Asked each time that the request might be admitted (vLLM: KVConnectorBase_V1.get_num_new_matched_tokens)."""
+        most. Asked each time that the request might be admitted, so it changes nothing (vLLM: KVConnectorBase_V1.get_num_new_matched_tokens)."""
         return 0
 
     def admitted(

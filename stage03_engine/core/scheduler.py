@@ -232,8 +232,7 @@ class Scheduler:
                 rule = "budget" if budget <= 0 else "max_num_seqs"
                 break
             hits = self.kv_cache_manager.get_computed_blocks(request)
-            known = self._known_tokens(request, len(hits))
-            computed = known[-1]
+            computed = self._known_tokens(request, len(hits))
             missing = request.num_tokens - computed
             if not self.config.enable_chunked_prefill and missing > budget:
                 rule = "no_chunking"
@@ -243,32 +242,35 @@ class Scheduler:
             if new_blocks is None:
                 rule = "blocks"
                 break
-            self._admit(request, known, hits, new_blocks, output)
+            self._admit(request, computed, hits, new_blocks, output)
             budget = self._give(request, num_tokens, new_blocks, output, budget)
         if trace.on and self.num_waiting:
             self._trace_held_back(rule, budget)
 
-    def _known_tokens(self, request: Request, num_hits: int) -> list[int]:
-        """How many of the request's tokens need not be computed: those in the `num_hits` blocks of the prefix cache, and these with those of
-        the first hook, of the first two, and so on."""
-        known = [num_hits * self.kv_cache_manager.block_size]
+    def _known_tokens(self, request: Request, num_hits: int) -> int:
+        """How many of the request's tokens need not be computed: those in the `num_hits` blocks of the prefix cache, and what each hook in turn
+        has after them."""
+        known = num_hits * self.kv_cache_manager.block_size
         for hook in self.hooks:
-            known.append(known[-1] + hook.num_matched(request, known[-1]))
+            known += hook.num_matched(request, known)
         return known
 
     def _admit(
-        self, request: Request, known: list[int], hits: list[int], new_blocks: list[int], output: SchedulerOutput
+        self, request: Request, computed: int, hits: list[int], new_blocks: list[int], output: SchedulerOutput
     ) -> None:
         """Move a request from waiting to running, and describe it to the worker."""
-        request_id, resumed, computed = request.request_id, request.status == RequestStatus.PREEMPTED, known[-1]
+        request_id, resumed = request.request_id, request.status == RequestStatus.PREEMPTED
         self.waiting.remove(request)
-        for hook, first, end in zip(self.hooks, known, known[1:]):
-            hook.admitted(request, output, new_blocks, first, end - first)
+        known = len(hits) * self.kv_cache_manager.block_size
+        for hook in self.hooks:
+            num_matched = hook.num_matched(request, known)
+            hook.admitted(request, output, new_blocks, known, num_matched)
+            known += num_matched
         request.num_computed_tokens = computed
         if not resumed:
             request.num_cached_tokens = computed
             self.stats.prefix_cache_queries += request.num_tokens
-            self.stats.prefix_cache_hits += known[0]
+            self.stats.prefix_cache_hits += len(hits) * self.kv_cache_manager.block_size
         if trace.on:
             self._trace_admitted(request, hits, new_blocks)
         request.status = RequestStatus.RUNNING

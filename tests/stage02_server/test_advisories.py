@@ -244,7 +244,7 @@ def test_a_defect_tells_nothing_of_the_inside(make_server: MakeServer, stream: b
         raise RuntimeError(f"secret of {handler!r} in {__file__}")
         yield
 
-    handler.outputs = fails
+    handler._generate = fails
     response = server.post(COMPLETIONS, {"prompt": "x", "stream": stream})
     assert "InternalServerError" in response.text
     server.app.state.services.engine = Broken()

@@ -22,6 +22,8 @@ class Scheduler(Mechanics):
         return sorted(running, key=lambda request: request.arrival)
 
     def _preempt(self, request: Request, output: SchedulerOutput, needed_by: Request) -> None:
-        computed = request.num_computed_tokens
+        request.stopped_at = request.num_computed_tokens
         super()._preempt(request, output, needed_by)
-        request.num_computed_tokens = computed
+
+    def _known_tokens(self, request: Request, num_hits: int) -> int:
+        return max(super()._known_tokens(request, num_hits), getattr(request, "stopped_at", 0))
