@@ -151,6 +151,9 @@ def test_parsing_is_done_in_small_pieces_and_each_turn_of_the_loop_has_one(
 ) -> None:
     """Of all connections together, beyond the first piece of what each brings; and who sends little does not wait for them."""
     monkeypatch.setattr(connection_turns, "PARSING_SECONDS", 1e-9)
+    monkeypatch.setattr(
+        connection_turns, "FIRST_SECONDS", PATIENCE
+    )  # first pieces are no matter of how busy the machine is
     pieces: list[bytes] = []
     parse = LimitedHttpProtocol.data_received
     monkeypatch.setattr(
@@ -237,8 +240,9 @@ def test_requests_are_no_work_for_the_garbage_collector(leaves: bool) -> None:
         gc.enable()
 
 
-def test_addresses_take_turns_to_begin() -> None:
+def test_addresses_take_turns_to_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many connections an address has: another one's request begins in the next turn."""
+    monkeypatch.setattr(connection_turns, "FIRST_SECONDS", PATIENCE)
 
     async def check() -> None:
         http = timed_protocol(FrontendArgs())
