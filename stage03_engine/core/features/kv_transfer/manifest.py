@@ -119,6 +119,7 @@ FEATURE = Feature(
     help="KV-cache blocks in a folder, which other engines and later starts find again",
     room=__package__,
     settings={"VllmConfig": KVTransferFlags},
+    after=("lora",),  # the hashes of a request's blocks must be whole before they are looked up
     conflicts={
         ("kv_transfer_config", "tensor_parallel_size"): "each worker has only a slice of a block",
         ("kv_transfer_config", "pipeline_parallel_size"): "each worker has only some layers of a block",
