@@ -12,6 +12,7 @@ from hypothesis import given, settings, strategies as st
 from server_under_test import InProcessServer
 
 from stage01_cli.main import main
+from stage02_server.api_server import served_paths
 from stage02_server.cli_args import FrontendArgs
 from stage02_server.features.hardening.authentication import OPEN_PATHS
 from stage03_engine.args.fields import Setting, settings_of
@@ -57,7 +58,7 @@ def concrete(path: str) -> str:
 
 
 def all_paths(server: InProcessServer) -> list[str]:
-    return sorted({concrete(path) for path in server.app.openapi()["paths"]} | {"/metrics", "/v1/models/byte-model"})
+    return sorted(map(concrete, served_paths(server.app.routes)))  # those that wait for their first request too
 
 
 def test_every_route_is_closed_but_the_open_ones(locked: InProcessServer) -> None:
