@@ -35,6 +35,30 @@ from stagetrace import trace
 logger = logging.getLogger(__name__)
 
 
+class EngineCoreClient(ABC):
+    """For a caller without an event loop."""
+
+    @abstractmethod
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Queue a request."""
+
+    @abstractmethod
+    def abort_requests(self, request_ids: list[str]) -> None:
+        """Stop requests and free their blocks."""
+
+    @abstractmethod
+    def call(self, method: str) -> bool:
+        """Call one of the engine core's methods that are not part of serving requests; False if it did nothing."""
+
+    @abstractmethod
+    def get_output(self) -> EngineCoreOutputs:
+        """The outputs of the next step; only call it while requests are unfinished. Raises EngineDeadError."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Release everything. May be called twice."""
+
+
 class AsyncEngineCoreClient(ABC):
     """For a caller on an event loop."""
 

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from stage03_engine.args.check import check_one_engine
 from stage03_engine.config import VllmConfig
-from stage03_engine.frontend.features.in_process.client import EngineCoreClient
+from stage03_engine.frontend.core_client import EngineCoreClient
 from stage03_engine.messages import EngineCoreOutputs, EngineCoreRequest
 from stage03_engine.mixins import load
 from stagetrace import trace

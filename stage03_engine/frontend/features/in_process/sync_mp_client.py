@@ -9,9 +9,8 @@ import zmq
 from stage03_engine.args.check import check_one_engine
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import EngineDeadError
-from stage03_engine.frontend.core_client import bind_sockets, decode_outputs, encode_message
+from stage03_engine.frontend.core_client import EngineCoreClient, bind_sockets, decode_outputs, encode_message
 from stage03_engine.frontend.engine_process import POLL_MS, EngineProcess
-from stage03_engine.frontend.features.in_process.client import EngineCoreClient
 from stage03_engine.messages import (
     AbortRequests,
     EngineCoreOutputs,
