@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import takewhile
 from typing import Any, NoReturn
 
 from stage03_engine.args.unknown import refuse_absent
 from stage03_engine.errors import ConfigError
 from stage03_engine.plugins import find
+
+
+def check_keys(setting: str, given: Iterable[object], known: Collection[str], where: str = "") -> None:
+    """Raises ConfigError that names the first key of a setting in JSON that is none of the `known`; `where` is what it lies in."""
+    for key in given:
+        if key not in known:
+            raise ConfigError(f"{setting}: unknown key {where + str(key)[:200]!r}{did_you_mean(str(key), known)}")
 
 
 def did_you_mean(word: str, known: Iterable[str], works: Callable[[str], bool] = lambda name: True) -> str:

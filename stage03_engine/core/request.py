@@ -32,7 +32,7 @@ class Request:
         self.arrival = 0  # its number in the order of arrival, given by the scheduler
         self.priority = message.priority  # a smaller number goes first, under the priority policy
         self.cache_salt, self.tenant = message.cache_salt, message.tenant
-        self.hash_keys: tuple[str, ...] = ()  # what else its keys and values depend on; hooks add to it
+        self.hash_keys: tuple[str, ...] = ()  # what else its keys and values depend on (`add_hash_key`)
         self.block_hashes: list[bytes] = []  # one per full block of all_token_ids, computed when needed
         self.num_traced_hashes = 0  # of them, those that a trace holds
         self.num_preemptions = 0
@@ -51,6 +51,11 @@ class Request:
         self.status = RequestStatus.WAITING
         self.queued_at: float | None = None  # time.monotonic() of its arrival, until it is first scheduled
         self.queued_seconds: float | None = None  # how long it waited, until an output says so
+
+    def add_hash_key(self, key: str) -> None:
+        """Its keys and values depend on this too: only requests with the same key find its blocks. Before any block is hashed."""
+        assert not self.block_hashes, f"{key} comes after the blocks of {self.request_id} were looked up"
+        self.hash_keys += (key,)
 
     @property
     def num_output_tokens(self) -> int:

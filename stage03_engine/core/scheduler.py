@@ -303,7 +303,7 @@ class Scheduler:
         if trace.on:
             trace.emit(
                 "sched.held_back", step=self.step, rule=rule, first=first, behind=[each for each in others if each != first],
-                grammar=list(self.held), budget_left=budget, free_blocks=self.kv_cache_manager.block_pool.num_free,
+                held=list(self.held), budget_left=budget, free_blocks=self.kv_cache_manager.block_pool.num_free,
                 num_running=len(self.running),
             )  # fmt: skip
 

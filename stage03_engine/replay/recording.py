@@ -128,15 +128,14 @@ class RecordedStep:
     decided: bool = False
     computed: dict[str, int] = field(default_factory=dict)  # scheduled request -> tokens computed before
     tokens: list[Event] = field(default_factory=list)  # sched.token
-    proposed: dict[str, int] = field(default_factory=dict)  # request -> drafts for the next step
     ends: dict[str, Event] = field(default_factory=dict)  # sched.finished
     pooled: list[str] = field(default_factory=list)  # sched.pooled
     output: SchedulerOutput | None = None  # the same decision, made again
-    events: list[Event] = field(default_factory=list)  # of features, for their `RecordedHook`
+    events: dict[str, list[Event]] = field(default_factory=dict)  # name -> those of features, for their `RecordedHook`
 
     def named(self, name: str) -> list[Event]:
         """The events of a feature."""
-        return [event for event in self.events if event.name == name]
+        return self.events.get(name, [])
 
     def add(self, event: Event) -> None:
         """The next event of the step."""
@@ -160,8 +159,6 @@ class RecordedStep:
                 self.decided, decision.free_blocks = True, args["free_blocks"]
             case "kv.swapped":
                 decision.swapped = (args["num_out"], args["num_in"])
-            case "spec.proposed":
-                self.proposed[request_id] = args["num_tokens"]
             case "sched.token":
                 self.tokens.append(event)
             case "sched.pooled":
@@ -169,7 +166,7 @@ class RecordedStep:
             case "sched.finished":
                 self.ends[request_id] = event
             case _:
-                self.events.append(event)
+                self.events.setdefault(event.name, []).append(event)
 
     def runner_output(self, requests: dict[str, Request], block_size: int) -> ModelRunnerOutput:
         """What the model gave in this step, with made-up tokens."""
@@ -182,8 +179,8 @@ class RecordedStep:
             last = min(first + count, request.num_prompt_tokens - 1)
             if request.sampling_params.prompt_logprobs is not None and first < last:
                 results.setdefault(request_id, {})["prompt_logprobs"] = [first, [_NO_LOGPROBS] * (last - first)]
-        for request_id, count in self.proposed.items():
-            results.setdefault(request_id, {})["spec_decode"] = [[FILLER] * count]
+        for event in self.named("spec.proposed"):
+            results.setdefault(event.req or "", {})["spec_decode"] = [[FILLER] * event.args["num_tokens"]]
         for request_id in self.pooled:
             results.setdefault(request_id, {})["pooling"] = [[b""]]
         return ModelRunnerOutput(sampled, results=results)

@@ -176,7 +176,7 @@ class Replay:
         for step in self._open.values():
             if step.output is None and not self.done:
                 for name, feature in USED_BY.items():
-                    if step.named(name) or (name == "spec.proposed" and step.proposed):
+                    if step.named(name):
                         self._use(feature)
                 step.output = self._decide(step, whole=step.step == number)
         if not self.done:

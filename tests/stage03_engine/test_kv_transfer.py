@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from stage03_engine.core.engine_core import EngineCore
 from stage03_engine.core.features.kv_transfer import block_store
 from stage03_engine.core.features.kv_transfer.block_store import BlockStore, compatibility_hash
 from stage03_engine.core.features.prefix_cache_reset.prefix_cache_reset import reset_prefix_cache
+from stage03_engine.core.kv_cache_size import kv_block_bytes
 from stage03_engine.errors import ConfigError
 from stage03_engine.llm import LLM
 from stage03_engine.messages import EngineCoreRequest
@@ -32,6 +34,7 @@ from stage03_engine.replay.replay import replay
 from stage03_engine.sampling_params import SamplingParams
 from stagetrace import read_run
 from stagetrace.check.invariants import check
+from stagetrace.check.reasons import explain
 
 SMALL: dict[str, Any] = {
     "kv_cache_memory_bytes": 20_000_000, "max_model_len": 96, "device": "cpu", "dtype": "float32", "block_size": 4,
@@ -151,6 +154,8 @@ def test_a_later_start_finds_the_blocks(model: str, tmp_path: Path, alone: dict[
     assert [len(event.args["blocks"]) for event in events] == [9]
     computed = [event.args["num_tokens"] for event in read_run(tmp_path / "second").named("sched.scheduled")]
     assert computed[0] == 4, "only the last block of the prompt is computed"
+    said = {reason.rule for step in explain(tmp_path / "second", "r0") for reason in step.reasons}
+    assert "folder" in said and "grammar" not in said
     for trace in ("first", "second"):
         assert [result.difference for result in replay(tmp_path / trace)] == [None]
 
@@ -245,6 +250,13 @@ def test_blocks_of_adapters_stay_at_home(model: str, tmp_path: Path) -> None:
     assert not list((tmp_path / "blocks").glob("*/*.kv"))
 
 
+def test_no_key_comes_after_the_hashes(core: EngineCore) -> None:
+    """Or a request would find blocks of another adapter."""
+    core.add_request(request("a", PROMPTS[0]))
+    with pytest.raises(AssertionError, match="lora:late comes after the blocks of a were looked up"):
+        core.scheduler.requests["a"].add_hash_key("lora:late")
+
+
 # Files
 
 
@@ -299,6 +311,68 @@ def test_the_folder_never_takes_more_than_it_may_and_loses_what_was_not_read_for
     assert all(file.exists() for file in mine), "files that are no blocks are nobody's business"
 
 
+def test_what_cannot_be_removed_keeps_no_block_from_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files of another user, say: the others go."""
+    kept, unlink = store(tmp_path, 4), os.unlink
+    theirs = str(kept.folder / f"{0:064x}.kv")
+
+    def refuse(path: Any, *args: Any) -> None:
+        if str(path) == theirs:
+            raise PermissionError(13, "Permission denied")
+        unlink(path, *args)
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    for number in range(9):
+        kept.write(number.to_bytes(32), b"%04d" % number * 250)
+        os.utime(kept.folder / f"{number:064x}.kv", (number, number))
+    assert [kept.has(number.to_bytes(32)) for number in (0, 1, 7, 8)] == [True, False, True, True]
+
+
+def test_a_folder_that_may_only_be_read_is_read(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: dict[tuple[str, int], list[int]]
+) -> None:
+    """By a consumer. (The superuser, as whom tests may run, is refused nothing: so the calls refuse.)"""
+    with LLM(model, **SMALL, **folder_flag(tmp_path)) as llm:
+        ask(llm, [("greedy", 0)])
+
+    def refuse(*args: Any, **more: Any) -> None:
+        raise OSError(30, "Read-only file system")
+
+    for place, name in ((os, "utime"), (Path, "mkdir"), (block_store.tempfile, "TemporaryFile")):
+        monkeypatch.setattr(place, name, refuse)
+    with LLM(model, **SMALL, **folder_flag(tmp_path, "kv_consumer")) as llm:
+        [output] = ask(llm, [("greedy", 0)])
+    assert tokens_of([output]) == [alone["greedy", 0]] and output.num_cached_tokens == 36
+    with pytest.raises(ConfigError, match="cannot write to .*Read-only"):
+        LLM(model, **SMALL, **folder_flag(tmp_path, "kv_both"))
+
+
+def test_two_engines_share_a_folder_that_is_too_small_for_both(
+    model: str, tmp_path: Path, alone: dict[tuple[str, int], list[int]]
+) -> None:
+    """Each removes what the other reads."""
+    room = 5 * (32 + block_bytes_of(model, tmp_path))
+    mix = [("greedy", number) for number in range(len(PROMPTS))]
+    with (
+        LLM(model, **SMALL, **folder_flag(tmp_path, max_bytes=room)) as one,
+        LLM(model, **SMALL, **folder_flag(tmp_path, max_bytes=room)) as other,
+    ):
+
+        def serve(llm: LLM) -> None:
+            for _ in range(4):
+                answers.append(tokens_of(ask(llm, mix)))
+                assert_all_free(core_of(llm))
+                assert reset_prefix_cache(core_of(llm))
+
+        answers: list[list[list[int]]] = []
+        with ThreadPoolExecutor(2) as threads:
+            for done in [threads.submit(serve, llm) for llm in (one, other)]:
+                done.result()
+    assert answers == [[alone[each] for each in mix]] * 8
+
+
 def test_a_writer_that_died_leaves_nothing_for_ever(tmp_path: Path) -> None:
     kept = store(tmp_path, 20)
     torn = kept.folder / "x.part"
@@ -320,6 +394,10 @@ def test_a_full_disk_costs_no_request_anything(
         assert_all_free(core_of(llm))
     said = [record.message for record in caplog.records if "No space left" in record.message]
     assert len(said) == 1, "once, not for every block"
+
+
+def block_bytes_of(model: str, folder: Path) -> int:
+    return kv_block_bytes(EngineArgs.from_kwargs(model=model, **SMALL, **folder_flag(folder)))
 
 
 # Waiting
@@ -448,7 +526,7 @@ def test_what_is_read_ahead_is_bounded(model: str, tmp_path: Path) -> None:
     """A request for whose blocks there is no memory is computed."""
     with LLM(model, **SMALL, **folder_flag(tmp_path)) as llm:
         ask(llm, [("greedy", 0)])
-    room = 3 * BlockStore.of(EngineArgs.from_kwargs(model=model, **SMALL, **folder_flag(tmp_path)))._block_bytes
+    room = 3 * block_bytes_of(model, tmp_path)
     with LLM(model, **SMALL, **folder_flag(tmp_path, kv_buffer_size=room)) as llm:
         [output] = ask(llm, [("greedy", 0)])
         assert output.num_cached_tokens == 12
@@ -481,6 +559,8 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"kv_connector_extra_config": {"shared_storage_path": "FOLDER", "max_bytes": 100}}, {}, "no room for one block of"),
     ({"kv_connector_extra_config": {"shared_storage_path": "/proc/nothing"}}, {}, "cannot write to '/proc/nothing'"),
     ({"kv_connector_extra_config": {"shared_storage_path": __file__}}, {}, "cannot write to"),
+    ({"kv_role": "kv_consumer", "kv_connector_extra_config": {"shared_storage_path": "/nowhere/at all"}}, {}, "cannot read '/nowhere/at all'"),
+    ({"kv_role": "kv_consumer", "kv_connector_extra_config": {"shared_storage_path": __file__}}, {}, "cannot read"),
     ({}, {"prefix_caching_hash_seed": None}, "needs prefix_caching_hash_seed, the same at each start"),
     ({}, {"enable_prefix_caching": False}, "needs enable_prefix_caching"),
     ({}, {"tensor_parallel_size": 2}, "each worker has only a slice of a block"),

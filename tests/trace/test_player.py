@@ -112,7 +112,7 @@ def check_state(
     if (
         event.name == "sched.held_back" and event.pid == engine
     ):  # the scheduler's own order, which a class of the user's may choose
-        assert shown["waiting"] == [*event.args["grammar"], event.args["first"], *event.args["behind"]]
+        assert shown["waiting"] == [*event.args["held"], event.args["first"], *event.args["behind"]]
     elif not overtakes:
         assert shown["waiting"] == naive["waiting"]
     assert shown["tokens"] == [list(naive["tokens"][request_id]) for request_id in naive["running"]]
@@ -399,7 +399,7 @@ def evil_run() -> Run:
             ("http.request", {"method": evil, "path": evil}),
             ("sched.queued", {"waiting": 1, "num_prompt_tokens": 3, "params": {}, "block_hashes": []}),
             ("engine.step", {"running": 0, "waiting": 1}),
-            ("sched.held_back", {"rule": evil, "first": evil, "behind": [evil], "grammar": [], "budget_left": 1, "free_blocks": 1, "num_running": 1}),
+            ("sched.held_back", {"rule": evil, "first": evil, "behind": [evil], "held": [], "budget_left": 1, "free_blocks": 1, "num_running": 1}),
             ("request.tokenized", {"num_tokens": 1, "prompt": evil, "token_ids": []}),
             ("request.detokenized", {"num_tokens": 1, "characters": 1, "text": evil}),
             ("request.stop_matched", {"stop": evil}),

@@ -41,9 +41,7 @@ def rules_by_event(events: list[Event], request_id: str, step: int) -> set[str]:
         if event.name == "sched.held_back":
             if request_id == args["first"]:
                 rules.add(args["rule"])
-            rules |= (
-                {"order"} if request_id in args["behind"] else {"grammar"} if request_id in args["grammar"] else set()
-            )
+            rules |= {"order"} if request_id in args["behind"] else {"grammar"} if request_id in args["held"] else set()
         elif event.req == request_id:
             named = {
                 "sched.admit": "admit", "sched.resume": "resume", "sched.scheduled": "chunk", "sched.preempt": "preempt",

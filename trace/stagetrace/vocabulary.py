@@ -211,10 +211,10 @@ _ROWS = [
         "With --scheduling-policy fair: the HTTP request `group` had its turn, and this one was admitted; how many of its own still wait, and how many other HTTP requests whose turn comes first.", "-"),
     Row("sched.scheduled", 8, ENGINE, {"num_tokens": "int", "num_computed": "int", "missing": "int", "budget_left": "int", "new_blocks": "list[int]"},
         "The request gets this many tokens in this step, of those that it was missing, from a budget of which this much was left.", "v1/core/sched/scheduler.py schedule"),
-    _optional("sched.held_back", 8, ENGINE, {"rule": "str", "first": "str | None", "behind": "list[str]", "grammar": "list[str]", "budget_left": "int",
+    _optional("sched.held_back", 8, ENGINE, {"rule": "str", "first": "str | None", "behind": "list[str]", "held": "list[str]", "budget_left": "int",
                                              "free_blocks": "int", "num_running": "int"},
         "Requests still wait after this decision: `first` because of `rule` (budget, max_num_seqs, blocks, no_chunking, preempted), those behind because none overtakes, "
-        "others for their grammar.", "v1/core/sched/scheduler.py schedule"),
+        "others for what a feature prepares for them (a grammar, blocks from a folder).", "v1/core/sched/scheduler.py schedule"),
     _optional("sched.preempt", 8, ENGINE, {"freed_blocks": "int", "num_computed": "int", "swapped": "bool", "needed_by": "str", "free_before": "int"},
         "Too few blocks were free for `needed_by`: the request gave its own back and waits again; swapped = its keys and values went to CPU memory.",
         "v1/core/sched/scheduler.py _preempt_request"),

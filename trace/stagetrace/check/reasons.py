@@ -168,6 +168,7 @@ class _Engine:
         self._before: RequestState | None = None  # the request when the step began
         self._num_hits = 0  # blocks that it found in the prefix cache in this step
         self._preempted: list[str] = []  # in this step
+        self._reads = False  # blocks from a folder
 
     def feed(self, event: Event) -> StepReasons | None:
         """Process the next event; return a step when it is over, if it concerned the request."""
@@ -228,7 +229,12 @@ class _Engine:
 
     def _held_back(self, args: dict[str, Any]) -> None:
         mine = self.request_id
-        if mine in args["grammar"]:
+        if mine in args["held"] and self._reads:
+            self._say(
+                "folder", "It waits for its blocks to be read from a folder; those behind it do not.", "waits: folder"
+            )
+            return
+        if mine in args["held"]:
             self._say(
                 "grammar",
                 "It waits for its grammar, which is not compiled yet, or has not moved on by its last token; those behind it do not.",
@@ -266,6 +272,15 @@ class _Engine:
     def _mine(self, name: str, args: dict[str, Any]) -> None:
         settings = self.state.settings
         match name:
+            case "sched.queued":
+                self._reads = bool(args["params"].get("kv_transfer"))
+            case "kv_transfer.found":
+                self._reads = False
+                self._say(
+                    "folder",
+                    f"{args['num_blocks']} of its blocks were read from a folder: it may be admitted.",
+                    "blocks read",
+                )
             case "grammar.ready":
                 self._say("grammar", "Its grammar is compiled: it may be admitted.", "grammar ready")
             case "grammar.missed":

@@ -281,7 +281,7 @@ class EnginePanel {
   }
 
   /** Why a request waits after this decision, in words. */
-  #reason({ rule, first, behind, grammar, budget_left, free_blocks, num_running }) {
+  #reason({ rule, first, behind, held, budget_left, free_blocks, num_running }) {
     const names = (ids) => ids.map((id) => this.panels.recording.labelOfId(id)).join(", ");
     const because = {
       budget: `the token budget of this step is used up (${budget_left} left)`,
@@ -292,7 +292,7 @@ class EnginePanel {
     }[rule] ?? rule;
     const parts = first === null || !rule ? [] : [`${names([first])} is held back: ${because}.`];
     if (behind.length) parts.push(`Behind it: ${names(behind)}; nobody overtakes.`);
-    if (grammar.length) parts.push(`Waiting for a grammar: ${names(grammar)}.`);
+    if (held.length) parts.push(`Not prepared yet (a grammar, blocks from a folder): ${names(held)}.`);
     return parts.join(" ");
   }
 

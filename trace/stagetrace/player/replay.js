@@ -119,7 +119,7 @@ function onScheduled(state, engine, args, r) {
 /** The scheduler says in which order they wait: whatever policy a user's own class has, this is what it did. */
 function onHeldBack(state, engine, args, r, req, event, { placeOfId }) {
   engine.heldBack = args;
-  const order = [...args.grammar, args.first, ...args.behind].map((id) => placeOfId.get(id)).filter((one) => engine.waiting.includes(one));
+  const order = [...args.held, args.first, ...args.behind].map((id) => placeOfId.get(id)).filter((one) => engine.waiting.includes(one));
   if (order.length === engine.waiting.length) engine.waiting = order;
 }
 
@@ -363,7 +363,7 @@ const DECISIONS = {
   "sched.preempt": (args, who, label) => `${who} is preempted for ${label(args.needed_by)}`,
   "sched.held_back": (args, who, label) => {
     const behind = args.behind.map(label).join(" ") || "none";
-    return `${args.first ? label(args.first) : "a request"} is held back: ${args.rule || "grammar"}, behind it ${behind}`;
+    return `${args.first ? label(args.first) : "a request"} is held back: ${args.rule || "it is not prepared"}, behind it ${behind}`;
   },
   "sched.output": (args) => `${args.total_tokens} tokens in all, ${args.free_blocks} blocks free`,
   "sched.token": (args, who) => `${who} receives ${args.num_tokens} of ${args.sampled} sampled ${(args.token_ids ?? []).join(" ")}`.trim(),

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from stage03_engine.args.parser import did_you_mean
+from stage03_engine.args.parser import check_keys
 from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.hf_config import read_json
 from stage03_engine.sampling_params import SamplingParams
@@ -33,9 +33,7 @@ def default_sampling_params(values: Mapping[str, Any], model_path: str | None) -
         path = Path(model_path, FILE) if model_path else None
         path = path if path is not None and path.is_file() else None
     found = {} if path is None else _checked(read_json(path), str(path))
-    for key in override:
-        if key not in _NAMES:
-            raise ConfigError(f"override_generation_config: unknown key {key!r}{did_you_mean(key, _NAMES)}")
+    check_keys("override_generation_config", override, _NAMES)
     defaults = found | _checked(override, "override_generation_config")
     limit = defaults.get("max_tokens")
     if limit is not None and limit >= values["max_model_len"]:  # the context is the limit already

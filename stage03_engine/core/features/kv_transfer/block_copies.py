@@ -59,6 +59,8 @@ class BlockCopiesHook(RunnerHook):
             wait(self._writing, WAIT_SECONDS, FIRST_COMPLETED)
         done = [writing for writing in self._writing if writing.done()]
         if done:
+            for writing in done:
+                writing.result()  # raises what nobody expected
             WRITTEN.put(output.extras, Written([self._writing.pop(writing) for writing in done]))
 
     def _write(self, block: int, block_hash: bytes) -> None:

@@ -13,6 +13,7 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -62,9 +63,9 @@ def _file_digest(file: Path, size: int, mtime_ns: int) -> bytes:
 
 class BlockStore:
     """The blocks of one model in a folder. `path` is the folder for all models, `max_bytes` what its files may take together: beyond, those that were
-    not read for longest are removed. Raises ConfigError if it cannot be made, or written to."""
+    not read for longest are removed. Raises ConfigError if it cannot be made or written to, and if it is only read (`saves` False) and not there."""
 
-    def __init__(self, path: str, compatible: str, block_bytes: int, max_bytes: int) -> None:
+    def __init__(self, path: str, compatible: str, block_bytes: int, max_bytes: int, saves: bool = True) -> None:
         self._root, self.folder = Path(path), Path(path) / compatible
         self._block_bytes, self._max_bytes = block_bytes, max_bytes
         if max_bytes < block_bytes + _SUM_BYTES:
@@ -72,19 +73,26 @@ class BlockStore:
                 f"kv_transfer_config: max_bytes {max_bytes} has no room for one block of {block_bytes} bytes"
             )
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self.folder):
-                pass
+            if saves:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryFile(dir=self.folder):
+                    pass
+            else:
+                os.listdir(self._root)
         except (OSError, ValueError) as error:
             why = getattr(error, "strerror", None) or error
-            raise ConfigError(f"kv_transfer_config: cannot write to {path[:200]!r}: {why}") from None
+            raise ConfigError(
+                f"kv_transfer_config: cannot {'write to' if saves else 'read'} {path[:200]!r}: {why}"
+            ) from None
         self._until_counted = 0  # bytes to write until the folder is counted again: others write there too
 
     @classmethod
     def of(cls, config: VllmConfig) -> BlockStore:
         """The one of `--kv-transfer-config`."""
         transfer = config.kv_transfer_config
-        return cls(transfer.path, compatibility_hash(config), kv_block_bytes(config), transfer.max_bytes)
+        return cls(
+            transfer.path, compatibility_hash(config), kv_block_bytes(config), transfer.max_bytes, transfer.saves
+        )
 
     def _file(self, block_hash: bytes) -> Path:
         return self.folder / (block_hash.hex() + WHOLE)
@@ -100,9 +108,10 @@ class BlockStore:
             handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # a pipe in its place is not waited for
             with open(handle, "rb") as stored:
                 content = stored.read(_SUM_BYTES + self._block_bytes + 1) or b""
-            os.utime(file)  # it was of use
-        except OSError:
+        except (OSError, MemoryError):
             return None
+        with suppress(OSError):  # a folder that may only be read
+            os.utime(file)  # it was of use
         checksum, data = content[:_SUM_BYTES], content[_SUM_BYTES:]
         whole = len(data) == self._block_bytes and checksum == _checksum(block_hash, data)
         return data if whole else None
@@ -128,11 +137,9 @@ class BlockStore:
         for _, num_bytes, path in files:
             if total <= self._max_bytes - room:
                 break
-            try:
+            with suppress(OSError):  # another engine was faster, or it is another user's
                 os.unlink(path)
-            except FileNotFoundError:  # another engine was faster
-                pass
-            total -= num_bytes
+                total -= num_bytes
         self._until_counted = room
 
     def _files(self) -> Iterator[tuple[float, int, str]]:

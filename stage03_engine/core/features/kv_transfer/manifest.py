@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stage03_engine.args.fields import internal, option
-from stage03_engine.args.parser import did_you_mean
+from stage03_engine.args.parser import check_keys
 from stage03_engine.errors import ConfigError
 from stage03_engine.plugins import Feature
 
@@ -75,7 +75,7 @@ def parse_kv_transfer_config(given: dict[str, Any] | None) -> dict[str, Any]:
     """The internal fields of KVTransferConfig; none if it is off. Raises ConfigError that names the key."""
     if given is None:
         return {}
-    _check_keys("", given, KEYS)
+    check_keys("kv_transfer_config", given, KEYS)
     if given.get("kv_connector") not in CONNECTORS:
         raise _wrong("kv_connector", f"must be {CONNECTORS[0]!r}", given.get("kv_connector"))
     role = given.get("kv_role", "kv_both")
@@ -84,7 +84,7 @@ def parse_kv_transfer_config(given: dict[str, Any] | None) -> dict[str, Any]:
     extra = given.get("kv_connector_extra_config", {})
     if not isinstance(extra, dict):
         raise _wrong("kv_connector_extra_config", "must be an object", extra)
-    _check_keys("kv_connector_extra_config.", extra, EXTRA_KEYS)
+    check_keys("kv_transfer_config", extra, EXTRA_KEYS, "kv_connector_extra_config.")
     path = extra.get("shared_storage_path")
     if not isinstance(path, str) or not path or "\0" in path:
         raise _wrong("kv_connector_extra_config.shared_storage_path", "must be a folder", path)
@@ -96,12 +96,6 @@ def parse_kv_transfer_config(given: dict[str, Any] | None) -> dict[str, Any]:
         "buffer_bytes": _bytes("kv_buffer_size", given.get("kv_buffer_size", 1_000_000_000)),
         "max_bytes": _bytes("kv_connector_extra_config.max_bytes", extra.get("max_bytes", 10_000_000_000)),
     }
-
-
-def _check_keys(where: str, given: dict[str, Any], known: tuple[str, ...]) -> None:
-    for key in given:
-        if key not in known:
-            raise ConfigError(f"kv_transfer_config: unknown key {where + key!r}{did_you_mean(str(key), known)}"[:500])
 
 
 def _bytes(key: str, value: Any) -> int:

@@ -27,7 +27,7 @@ class LoRASchedulerHook(SchedulerHook):
     def added(self, request: Request) -> None:
         """Its blocks are found again by requests with the same adapter only."""
         if request.sampling_params.lora is not None:
-            request.hash_keys += (f"lora:{request.sampling_params.lora}",)
+            request.add_hash_key(f"lora:{request.sampling_params.lora}")
 
 
 @dataclass

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stage03_engine.args.fields import option
+from stage03_engine.args.parser import check_keys
 from stage03_engine.errors import ConfigError
 from stage03_engine.plugins import Feature, Part
 
@@ -44,8 +45,7 @@ def _name_and_path(given: str) -> tuple[str, str]:
         fields = json.loads(given)
     except json.JSONDecodeError as error:
         raise ConfigError(f"lora_modules: {given[:200]!r} is not valid JSON: {error}") from None
-    if unknown := fields.keys() - {"name", "path", "base_model_name"}:
-        raise ConfigError(f"lora_modules: unknown key {min(unknown)!r}; there are name, path and base_model_name")
+    check_keys("lora_modules", fields, ("name", "path", "base_model_name"))
     name, path = fields.get("name"), fields.get("path")
     return (name, path) if isinstance(name, str) and isinstance(path, str) else ("", "")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stage03_engine.args.fields import internal, option
-from stage03_engine.args.parser import did_you_mean
+from stage03_engine.args.parser import check_keys
 from stage03_engine.errors import ConfigError
 from stage03_engine.params.pooling_params import POOLING_TYPES
 from stage03_engine.plugins import Feature, Part
@@ -150,10 +150,9 @@ def parse_matryoshka(path: Path) -> dict[str, Any]:
 
 def _checked(given: dict[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {}
+    check_keys("pooler_config", given, KEYS + tuple(_OLD_NAMES))
     for key, value in given.items():
         name = _OLD_NAMES.get(key, key)
-        if name not in KEYS:
-            raise ConfigError(f"pooler_config: unknown key {key!r}{did_you_mean(str(key), KEYS)}")
         if name in values:
             raise ConfigError(f"pooler_config: {name} is given twice")
         values[name] = value.upper() if name == "pooling_type" and isinstance(value, str) else value

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stage03_engine.args.fields import internal, option
-from stage03_engine.args.parser import did_you_mean
+from stage03_engine.args.parser import check_keys
 from stage03_engine.errors import ConfigError
 from stage03_engine.plugins import Feature
 
@@ -66,9 +66,7 @@ def parse_speculative_config(given: dict[str, Any] | None) -> dict[str, Any]:
     of the other. Raises ConfigError that names the key."""
     if given is None:
         return {}
-    for key in given:
-        if key not in KEYS:
-            raise ConfigError(f"speculative_config: unknown key {key!r}{did_you_mean(str(key), KEYS)}")
+    check_keys("speculative_config", given, KEYS)
     if given.get("method") != "ngram":
         raise ConfigError(f"speculative_config: method must be 'ngram', not {given.get('method')!r}")
     count = _positive("num_speculative_tokens", given.get("num_speculative_tokens"))
