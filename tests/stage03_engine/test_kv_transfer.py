@@ -172,6 +172,18 @@ def test_a_role_does_one_of_the_two(role: str, writes: bool, reads: bool, model:
     assert [result.difference for result in replay(tmp_path / "trace")] == [None]
 
 
+@pytest.mark.parametrize("first", ["prompt logprobs", "greedy"])
+def test_a_request_that_needs_more_than_keys_and_values_computes_its_prompt(
+    first: str, model: str, tmp_path: Path
+) -> None:
+    """Also the one that installs the feature that says so, after the folder was asked."""
+    for _ in range(2):
+        with LLM(model, **SMALL, **folder_flag(tmp_path)) as llm:
+            outputs = {how: ask(llm, [(how, 0)])[0] for how in dict.fromkeys([first, "prompt logprobs"])}
+    output = outputs["prompt logprobs"]
+    assert output.num_cached_tokens == 0 and len(output.prompt_logprobs or []) == len(PROMPTS[0])
+
+
 # What is not the same is not found
 
 
@@ -431,21 +443,30 @@ def idle(core: EngineCore) -> Callable[[], bool]:
     return lambda: not core.has_unfinished_requests
 
 
-def held_up(monkeypatch: pytest.MonkeyPatch, method: str) -> threading.Event:
-    """Reading or writing a block waits for this event."""
-    go_on, whole = threading.Event(), getattr(BlockStore, method)
+@pytest.fixture
+def held_up(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], threading.Event]]:
+    """Has reading, or writing, a block wait for an event; at the end, for no longer."""
+    events: list[threading.Event] = []
 
-    def wait(self: BlockStore, *args: Any) -> Any:
-        assert go_on.wait(PATIENCE)
-        return whole(self, *args)
+    def hold(method: str) -> threading.Event:
+        go_on, whole = threading.Event(), getattr(BlockStore, method)
+        events.append(go_on)
 
-    monkeypatch.setattr(BlockStore, method, wait)
-    return go_on
+        def wait(self: BlockStore, *args: Any) -> Any:
+            assert go_on.wait(PATIENCE)
+            return whole(self, *args)
+
+        monkeypatch.setattr(BlockStore, method, wait)
+        return go_on
+
+    yield hold
+    for event in events:
+        event.set()
 
 
-def test_blocks_stay_in_use_until_they_are_written(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_stay_in_use_until_they_are_written(core: EngineCore, held_up: Callable[[str], threading.Event]) -> None:
     """The request is over and its blocks are not free; then they are, without a new request."""
-    go_on, pool = held_up(monkeypatch, "write"), core.scheduler.kv_cache_manager.block_pool
+    go_on, pool = held_up("write"), core.scheduler.kv_cache_manager.block_pool
     core.add_request(request("a", PROMPTS[0]))
     run(core, lambda: not core.scheduler.requests)
     assert pool.num_usable - pool.num_free == 10 and core.has_unfinished_requests
@@ -458,9 +479,11 @@ def test_blocks_stay_in_use_until_they_are_written(core: EngineCore, monkeypatch
     assert reset_prefix_cache(core)
 
 
-def test_a_slow_disk_keeps_a_quarter_of_the_blocks_at_most(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_disk_keeps_a_quarter_of_the_blocks_at_most(
+    core: EngineCore, held_up: Callable[[str], threading.Event]
+) -> None:
     """The others are given up for the folder, and requests go on."""
-    go_on, pool = held_up(monkeypatch, "write"), core.scheduler.kv_cache_manager.block_pool
+    go_on, pool = held_up("write"), core.scheduler.kv_cache_manager.block_pool
     for number in range(12):
         core.add_request(request(f"r{number}", [number] * 30, max_tokens=20))
     run(core, lambda: not core.scheduler.requests)
@@ -479,8 +502,10 @@ def filled(core: EngineCore) -> EngineCore:
     return core
 
 
-def test_others_go_on_while_a_request_waits_for_the_disk(filled: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on = held_up(monkeypatch, "read")
+def test_others_go_on_while_a_request_waits_for_the_disk(
+    filled: EngineCore, held_up: Callable[[str], threading.Event]
+) -> None:
+    go_on = held_up("read")
     filled.add_request(request("waits", PROMPTS[0]))
     filled.add_request(request("other", [3] * 9, max_tokens=5))
     assert set(run(filled, lambda: len(filled.scheduler.requests) == 1)) == {"other"}
@@ -489,8 +514,10 @@ def test_others_go_on_while_a_request_waits_for_the_disk(filled: EngineCore, mon
 
 
 @pytest.mark.parametrize("when", ["while it is read", "when it was read"])
-def test_an_abort_leaves_nothing_behind(when: str, filled: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on = held_up(monkeypatch, "read")
+def test_an_abort_leaves_nothing_behind(
+    when: str, filled: EngineCore, held_up: Callable[[str], threading.Event]
+) -> None:
+    go_on = held_up("read")
     filled.add_request(request("waits", PROMPTS[0]))
     filled.step()
     if when == "when it was read":
