@@ -51,7 +51,8 @@ HOW: dict[str, dict[str, Any]] = {
 
 
 def folder_flag(folder: Path, role: str = "kv_both", **more: Any) -> dict[str, Any]:
-    extra = {"shared_storage_path": str(folder)} | {key: more.pop(key) for key in ("max_bytes",) if key in more}
+    extra: dict[str, Any] = {"shared_storage_path": str(folder), "max_read_seconds": PATIENCE}
+    extra |= {key: more.pop(key) for key in ("max_bytes", "max_read_seconds") if key in more}
     given = {"kv_connector": "SharedStorageConnector", "kv_role": role, "kv_connector_extra_config": extra, **more}
     return {"kv_transfer_config": given}
 
@@ -132,6 +133,10 @@ def test_what_is_found_changes_no_token(
 
     with LLM(model, trace=str(trace), **SMALL | CONFIGURATIONS[name], **folder_flag(folder)) as llm:
         serve()
+        for _ in range(2):  # whatever was drawn: what is written now is found then
+            assert tokens_of(ask(llm, [("greedy", 0)])) == [alone["greedy", 0]]
+            assert_all_free(core_of(llm))
+            assert reset_prefix_cache(core_of(llm))
     for result in replay(trace):
         assert result.difference is None, str(result)
     findings = [str(finding) for finding in check(trace).findings]
@@ -505,12 +510,37 @@ def filled(core: EngineCore) -> EngineCore:
 def test_others_go_on_while_a_request_waits_for_the_disk(
     filled: EngineCore, held_up: Callable[[str], threading.Event]
 ) -> None:
+    filled.add_request(request("other", [3] * 9, max_tokens=8))
+    assert run(filled, lambda: bool(filled.scheduler.running)) == ["other"]
     go_on = held_up("read")
     filled.add_request(request("waits", PROMPTS[0]))
-    filled.add_request(request("other", [3] * 9, max_tokens=5))
     assert set(run(filled, lambda: len(filled.scheduler.requests) == 1)) == {"other"}
     go_on.set()
     assert set(run(filled, idle(filled))) == {"waits"}
+
+
+def test_a_disk_that_hangs_is_waited_for_in_vain_and_not_for_long(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: dict[tuple[str, int], list[int]]
+) -> None:
+    """Neither by the request whose blocks are being read, nor by those whose turn to be read never comes. It may come back."""
+    with LLM(model, **SMALL, **folder_flag(tmp_path)) as llm:
+        ask(llm, [("greedy", 0)])
+    go_on, read = threading.Event(), BlockStore.read
+
+    def hang(self: BlockStore, block_hash: bytes) -> bytes | None:
+        assert go_on.wait(PATIENCE)
+        return read(self, block_hash)
+
+    monkeypatch.setattr(BlockStore, "read", hang)
+    mix = [("greedy", 0), ("seeded", 4)]
+    with LLM(model, trace=str(tmp_path / "trace"), **SMALL, **folder_flag(tmp_path, max_read_seconds=0.01)) as llm:
+        outputs = ask(llm, mix)
+        assert tokens_of(outputs) == [alone[each] for each in mix] and not any(o.num_cached_tokens for o in outputs)
+        go_on.set()
+        assert_all_free(core_of(llm))
+        for hook in core_of(llm).scheduler.hooks:
+            hook.check_invariants()
+    assert [result.difference for result in replay(tmp_path / "trace")] == [None]
 
 
 @pytest.mark.parametrize("when", ["while it is read", "when it was read"])
@@ -582,6 +612,8 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"kv_connector_extra_config": {}}, {}, "shared_storage_path must be a folder, not 'None'"),
     ({"kv_connector_extra_config": {"shared_storage_path": ""}}, {}, "shared_storage_path must be a folder"),
     ({"kv_connector_extra_config": {"shared_storage_path": "a\0b"}}, {}, "shared_storage_path must be a folder"),
+    ({"kv_connector_extra_config": {"shared_storage_path": "FOLDER", "max_read_seconds": 0}}, {}, "a number of seconds"),
+    ({"kv_connector_extra_config": {"shared_storage_path": "FOLDER", "max_read_seconds": float("inf")}}, {}, "a number of seconds"),
     ({"kv_connector_extra_config": {"path": "x"}}, {}, "unknown key 'kv_connector_extra_config.path'"),
     ({"kv_connector_extra_config": {"shared_storage_path": "FOLDER", "max_bytes": 100}}, {}, "no room for one block of"),
     ({"kv_connector_extra_config": {"shared_storage_path": "/proc/nothing"}}, {}, "cannot write to '/proc/nothing'"),

@@ -1,8 +1,8 @@
 """The scheduler's side of the folder: which blocks a request finds there, which ones are written (vLLM: KVConnectorBase_V1, SharedStorageConnector).
 No torch.
 
-A new request waits while a thread reads the blocks that follow those in the prefix cache. It is admitted with what was read and checked, so what the
-scheduler counts on cannot get lost any more. Full blocks are written from where they are, in the KV cache: until the worker says that a block is
+A new request waits while a thread reads the blocks that follow those in the prefix cache, for `max_read_seconds` at most. It is admitted with what was
+read and checked by then, so what the scheduler counts on cannot get lost any more. Full blocks are written from where they are, in the KV cache: until the worker says that a block is
 written, it stays in use, even if its request has ended.
 
 A decision depends on what was found, and on which blocks were written by then. Both are events of the trace, so a replay decides the same without a
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from time import monotonic
 from typing import Any
 
 import msgspec
@@ -47,11 +48,13 @@ TRANSFERS, WRITTEN = Extra("kv_transfer", Transfers), Extra("kv_transfer", Writt
 
 
 class Found(msgspec.Struct):
-    """Blocks of one request, read from the folder: `blocks[0]` is its block number `first`."""
+    """Blocks of one request, read from the folder: `blocks[0]` is its block number `first`. The thread adds to them until `is_over`."""
 
     first: int
     num_bytes: int  # that it takes, or may take while it is being read
     blocks: list[bytes] = []
+    late_at: float = 0.0  # on the clock of `monotonic`
+    is_over: bool = False
 
 
 class KVConnectorHook(SchedulerHook):
@@ -62,7 +65,7 @@ class KVConnectorHook(SchedulerHook):
         self._manager, self._limits = scheduler.kv_cache_manager, config.kv_transfer_config
         self._most_held = max(1, self._manager.block_pool.num_usable // 4)
         self.held_blocks: set[int] = set()  # they are being written
-        self._reading: dict[str, Future[list[bytes]]] = {}
+        self._reading: dict[str, Future[None]] = {}
         self._found: dict[str, Found] = {}  # of requests that were not admitted yet
         self._num_bytes = 0  # in _found, and what is being read may become
         self._released: dict[str, None] = {}
@@ -81,12 +84,13 @@ class KVConnectorHook(SchedulerHook):
         """Begin to read what follows its prefix in the cache."""
         first, wanted = self._wanted(request)
         if wanted:
-            found = self._found[request.request_id] = Found(first, len(wanted) * self._block_bytes)
-            self._num_bytes += found.num_bytes
-            self._reading[request.request_id] = self._reader.submit(self._read, wanted)
+            found = Found(first, len(wanted) * self._block_bytes, late_at=monotonic() + self._limits.max_read_seconds)
+            self._found[request.request_id], self._num_bytes = found, self._num_bytes + found.num_bytes
+            self._reading[request.request_id] = self._reader.submit(self._read, found, wanted)
 
     def _wanted(self, request: Request) -> tuple[int, list[bytes]]:
-        """(number of the first block that is not cached, hashes of it and those after it, as many as there is memory for).
+        """(number of the first block that is not cached, hashes of it and those after it, as many as there is memory for). Whether they are
+        there is for the thread to see: a slow disk must not hold up the steps.
 
         None for a request whose keys and values depend on more than its tokens (`hash_keys`): the folder does not know on what."""
         if not self._limits.loads or request.hash_keys or request.skip_reading_prefix_cache:
@@ -94,18 +98,15 @@ class KVConnectorHook(SchedulerHook):
         first = len(self._manager.get_computed_blocks(request))
         room = (self._limits.buffer_bytes - self._num_bytes) // self._block_bytes
         last = (request.num_tokens - 1) // self._manager.block_size
-        wanted = request.block_hashes[first : min(last, first + max(0, room))]
-        return (first, wanted) if wanted and self._store.has(wanted[0]) else (first, [])
+        return first, request.block_hashes[first : min(last, first + max(0, room))]
 
-    def _read(self, hashes: list[bytes]) -> list[bytes]:
+    def _read(self, found: Found, hashes: list[bytes]) -> None:
         """In a thread: the blocks up to the first that is missing."""
-        blocks = []
         for block_hash in hashes:
             data = self._store.read(block_hash)
-            if data is None:
+            if data is None or found.is_over:
                 break
-            blocks.append(data)
-        return blocks
+            found.blocks.append(data)
 
     def traced_params(self, request: Request) -> dict[str, Any]:
         """That it waits for the folder."""
@@ -126,12 +127,20 @@ class KVConnectorHook(SchedulerHook):
         return [], True if self._released else None
 
     def _take_read(self) -> None:
-        for request_id in [i for i, reading in self._reading.items() if reading.done()]:
-            reading, found = self._reading.pop(request_id), self._found[request_id]
-            found.blocks, reserved = reading.result(), found.num_bytes
-            found.num_bytes = sum(map(len, found.blocks))
-            self._num_bytes += found.num_bytes - reserved
-            self._released[request_id] = None
+        now = monotonic()
+        for request_id, reading in list(self._reading.items()):
+            found = self._found[request_id]
+            if reading.done() or now >= found.late_at:
+                found.is_over, found.blocks = True, list(found.blocks)  # the thread may still add one to its own list
+                self._stop(self._reading.pop(request_id))
+                self._num_bytes += sum(map(len, found.blocks)) - found.num_bytes
+                found.num_bytes = sum(map(len, found.blocks))
+                self._released[request_id] = None
+
+    @staticmethod
+    def _stop(reading: Future[None]) -> None:
+        if not reading.cancel() and reading.done():
+            reading.result()  # raises what nobody expected
 
     def released(self) -> Iterable[str]:
         """Those whose blocks were read."""
@@ -175,14 +184,15 @@ class KVConnectorHook(SchedulerHook):
         """Give up what a request found, or may find."""
         found, reading = self._found.pop(request_id, None), self._reading.pop(request_id, None)
         if found is not None:
+            found.is_over = True
             self._num_bytes -= found.num_bytes
         if reading is not None:
-            reading.cancel()
+            self._stop(reading)
 
     # What is written
 
     def decided(self, output: SchedulerOutput) -> None:
-        """Write the blocks that this step fills, unless too many wait to be written."""
+        """Write the blocks that this step fills, as long as not too many wait to be written."""
         for request_id in output.num_scheduled_tokens:
             first, end = self._num_saved[request_id], self._manager.num_cached.get(request_id, 0)
             if end > first:
@@ -199,7 +209,10 @@ class KVConnectorHook(SchedulerHook):
     def _save(self, request: Request, first: int, end: int) -> None:
         table = self._manager.block_table(request.request_id)
         new = [(table[i], request.block_hashes[i]) for i in range(first, end) if table[i] not in self.held_blocks]
-        if self._limits.saves and not request.hash_keys and len(self.held_blocks) + len(new) <= self._most_held:
+        if self._limits.saves and not request.hash_keys:
+            new = new[
+                : self._most_held - len(self.held_blocks)
+            ]  # the first ones: without them the others are not found
             self._hold([block for block, _ in new])
             self._transfers.saves += new
 
@@ -234,5 +247,5 @@ class KVConnectorHook(SchedulerHook):
         assert self._num_bytes == sum(found.num_bytes for found in self._found.values()), "bytes are lost"
 
     def shutdown(self) -> None:
-        """End the thread."""
-        self._reader.shutdown(cancel_futures=True)
+        """End the thread, once it comes back from the disk."""
+        self._reader.shutdown(wait=False, cancel_futures=True)

@@ -16,7 +16,7 @@ CONNECTORS = ("SharedStorageConnector", "ExampleConnector")  # two names of one 
 ROLES = {"kv_both": (True, True), "kv_producer": (True, False), "kv_consumer": (False, True)}
 """Role -> (saves blocks, loads blocks)."""
 KEYS = ("kv_connector", "kv_role", "kv_buffer_size", "kv_connector_extra_config")
-EXTRA_KEYS = ("shared_storage_path", "max_bytes")
+EXTRA_KEYS = ("shared_storage_path", "max_bytes", "max_read_seconds")
 MOST_BYTES = 1 << 50
 
 
@@ -34,6 +34,7 @@ class KVTransferConfig:
     loads: bool = internal(False)
     buffer_bytes: int = internal(0)  # of blocks that were read and wait for a place in the cache
     max_bytes: int = internal(0)  # of the folder
+    max_read_seconds: float = internal(0.0)  # that a request waits for its blocks
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ def parse_kv_transfer_config(given: dict[str, Any] | None) -> dict[str, Any]:
         "loads": loads,
         "buffer_bytes": _bytes("kv_buffer_size", given.get("kv_buffer_size", 1_000_000_000)),
         "max_bytes": _bytes("kv_connector_extra_config.max_bytes", extra.get("max_bytes", 10_000_000_000)),
+        "max_read_seconds": _seconds("kv_connector_extra_config.max_read_seconds", extra.get("max_read_seconds", 2.0)),
     }
 
 
@@ -102,6 +104,12 @@ def _bytes(key: str, value: Any) -> int:
     if type(value) not in (int, float) or not 1 <= value <= MOST_BYTES:  # not isinstance: True is no number here
         raise _wrong(key, f"must be a number of bytes from 1 to {MOST_BYTES}", value)
     return int(value)
+
+
+def _seconds(key: str, value: Any) -> float:
+    if type(value) not in (int, float) or not 0.0 < value <= 3600.0:
+        raise _wrong(key, "must be a number of seconds, 3600 at most", value)
+    return float(value)
 
 
 def _wrong(key: str, wanted: str, value: Any) -> ConfigError:
