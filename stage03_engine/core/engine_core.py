@@ -106,9 +106,12 @@ class EngineCore:
 
     def _poll_hooks(self) -> tuple[list[EngineCoreOutput], bool]:
         """The last outputs of requests that hooks ended since the last step; and whether any request can run."""
-        polled = [hook.poll() for hook in self.scheduler.hooks]
-        ready = [each for _, each in polled]
-        return [output for outputs, _ in polled for output in outputs], True in ready or False not in ready
+        ended, ready = list[EngineCoreOutput](), list[bool | None]()
+        for hook in self.scheduler.hooks:
+            outputs, can_run = hook.poll()
+            ended += outputs
+            ready.append(can_run)
+        return ended, True in ready or False not in ready
 
     def _note_queue_times(self, scheduler_output: SchedulerOutput) -> None:
         """How long a request waited to be first scheduled; its first output reports it. (The scheduler has no clock.)"""

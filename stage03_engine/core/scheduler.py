@@ -210,7 +210,8 @@ class Scheduler:
         kept = False
         for hook in self.hooks:
             kept = hook.preempted(request, output) or kept
-        request.num_computed_tokens = 0
+        if not kept:  # else it shows how far the request has come; the hook says at its admission what it has of it
+            request.num_computed_tokens = 0
         freed = self.kv_cache_manager.free(request_id)
         if trace.on:
             trace.emit(

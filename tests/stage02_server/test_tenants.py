@@ -456,10 +456,18 @@ def do(world: World, who: str, kind: str, number: int) -> list[Answer]:
     }  # fmt: skip
     found = answers[kind]()
     # What A began in the background goes on beside what B does next; what B began is done before it asks again.
-    while who == "B" and world.server.engine.num_unfinished_requests:
+    while who == "B" and (world.server.engine.num_unfinished_requests or is_unfinished(world, mine)):
         world.server.run(asyncio.sleep(0))
     world.server.run(asyncio.sleep(0))
     return found
+
+
+def is_unfinished(world: World, mine: list[str]) -> bool:
+    """The engine may not have begun what was asked last, or the answer may not be written yet."""
+    if not mine:
+        return False
+    found = world.server.request("GET", f"{RESPONSES}/{mine[-1]}", headers=B).json()
+    return found.get("status") in ("queued", "in_progress")
 
 
 def begin_anew(world: World) -> None:

@@ -105,6 +105,7 @@ SERVES_NO_KEY = {
     "features/api_servers/engines.py": "watches engines",
     "features/api_servers/server_process.py": "watches the launcher",
     "features/hardening/loop_watch.py": "watches the event loop",
+    "routes.py": "loads code, once, and works on nothing that a client sent",
     "features/page/docs.py": "makes one text, the same for all",
     "features/audio/decoder.py": "each client has a turn: a lock for each",
     "features/hardening/fair_threads.py": "holds the turns itself",
