@@ -313,7 +313,7 @@ def store(folder: Path, blocks: int) -> BlockStore:
     return BlockStore(str(folder), "a" * 32, 1000, blocks * 1032)
 
 
-def test_the_folder_never_takes_more_than_it_may_and_loses_what_was_not_read_for_longest(tmp_path: Path) -> None:
+def test_the_folder_stays_within_its_limit_and_loses_the_least_recently_read(tmp_path: Path) -> None:
     kept = store(tmp_path, 20)
     mine = [tmp_path / "photo.kv", tmp_path / "holidays" / ("c" * 64 + ".kv"), kept.folder / "notes.txt"]
     for file in mine:
@@ -325,7 +325,7 @@ def test_the_folder_never_takes_more_than_it_may_and_loses_what_was_not_read_for
         assert kept.read(bytes(32)) is not None, "it is read all the time"
         assert sum(file.stat().st_size for file in kept.folder.glob("*.kv")) <= 20 * 1032
     assert kept.read((99).to_bytes(32)) is not None and kept.read((50).to_bytes(32)) is None
-    assert all(file.exists() for file in mine), "files that are no blocks are nobody's business"
+    assert all(file.exists() for file in mine), "files that are no blocks are left alone"
 
 
 def test_what_cannot_be_removed_keeps_no_block_from_being_written(
@@ -519,10 +519,10 @@ def test_others_go_on_while_a_request_waits_for_the_disk(
     assert set(run(filled, idle(filled))) == {"waits"}
 
 
-def test_a_disk_that_hangs_is_waited_for_in_vain_and_not_for_long(
+def test_a_hung_disk_delays_requests_and_nothing_more(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: dict[tuple[str, int], list[int]]
 ) -> None:
-    """Neither by the request whose blocks are being read, nor by those whose turn to be read never comes. It may come back."""
+    """Both the request whose blocks are being read, and those behind it in the queue. The disk may come back."""
     with LLM(model, **SMALL, **folder_flag(tmp_path)) as llm:
         ask(llm, [("greedy", 0)])
     go_on, read = threading.Event(), BlockStore.read

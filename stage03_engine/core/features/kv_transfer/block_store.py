@@ -1,8 +1,8 @@
 """A folder of KV-cache blocks (vLLM: the files of SharedStorageConnector). No torch.
 
-A block's file bears the block's hash, which stands for all tokens up to the block's end, and lies in a folder that bears a hash of all else that
-keys and values depend on: weights, number format, size of a block. So what is found fits, or is not found. A file appears whole, by renaming, and its
-checksum is compared when it is read: one that was torn or changed counts as missing, and its tokens are computed.
+A file is named after its block's hash, which stands for all tokens up to the block's end. Its folder is named after a hash of everything else that keys
+and values depend on: weights, number format, size of a block. So whatever is found fits. A file appears whole, by renaming, and its checksum is
+compared when it is read: one that was torn or changed counts as missing, and its tokens are computed.
 
 Several engines may use the same folder at the same time.
 """
@@ -31,12 +31,11 @@ _HARMLESS = (
     "cache_config", "scheduler_config", "observability_config", "kv_transfer_config", "data_parallel_config", "front_ends", "node_config",
     "lora_config", "speculative_config", "structured_outputs_config",
 )  # fmt: skip
-"""Sections that change no key and no value of a block (adapters are in the block's hash). A section that is missing here only parts folders that could be
-one."""
+"""Sections that change no key and no value of a block (adapters are in the block's hash). Forgetting one here costs sharing, never a wrong token."""
 
 
 def compatibility_hash(config: VllmConfig) -> str:
-    """32 hex digits that differ wherever one engine's blocks would be wrong for another. Reads all of the weights. Raises ConfigError for files that cannot
+    """32 hex digits that differ whenever one engine's blocks would be wrong for another. Reads all of the weights. Raises ConfigError for files that cannot
     be read."""
     found = hashlib.sha256(f"1 {config.cache_config.block_size} ".encode())
     model = replace(config.model_config, model_path=None, tokenizer_path=None, max_model_len=None)
@@ -62,8 +61,8 @@ def _file_digest(file: Path, size: int, mtime_ns: int) -> bytes:
 
 
 class BlockStore:
-    """The blocks of one model in a folder. `path` is the folder for all models, `max_bytes` what its files may take together: beyond, those that were
-    not read for longest are removed. Raises ConfigError if it cannot be made or written to, and if it is only read (`saves` False) and not there."""
+    """The blocks of one model in a folder. `path` is the folder for all models, `max_bytes` what its files may take together: beyond that, the least
+    recently read ones are removed. Raises ConfigError if it cannot be made or written to, and if it is only read (`saves` False) and not there."""
 
     def __init__(self, path: str, compatible: str, block_bytes: int, max_bytes: int, saves: bool = True) -> None:
         self._root, self.folder = Path(path), Path(path) / compatible
@@ -131,7 +130,7 @@ class BlockStore:
         self._until_counted -= size
 
     def _make_room(self, size: int) -> None:
-        """Remove the files that were not read for longest, until a tenth is free, or `size` bytes; that much may be written before it counts again."""
+        """Remove the least recently read files, until a tenth is free, or `size` bytes; that much may be written before it counts again."""
         files = sorted(self._files())
         total, room = sum(each for _, each, _ in files), max(size, self._max_bytes // 10)
         for _, num_bytes, path in files:
