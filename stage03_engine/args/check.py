@@ -20,7 +20,7 @@ def check_config(config: VllmConfig) -> None:
     _check_lengths(config)
     for check in each(VllmConfig, "check"):
         check(config)
-    for place in ("core", "core_proc", "client", "executor", "weights"):
+    for place in ("core", "core_proc", "client", "executor"):
         config.claim(place)
 
 

@@ -11,7 +11,7 @@ vLLM calls these features by name, from its Scheduler and its GPUModelRunner. No
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from stage03_engine.mixins import load
@@ -122,6 +122,11 @@ class RunnerHook:
     def __init__(self, runner: ModelRunner, config: VllmConfig) -> None:
         self.runner, self.config = runner, config
 
+    def weights(self, tensors: Iterator[tuple[str, Tensor]], model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """(name, values) of each tensor of the checkpoint, one at a time and mapped, not read. Returns those that `model` is to load, which
+        has no values yet: fewer, with other names, or changed (vLLM: the `weight_loader` of each parameter)."""
+        return tensors
+
     def model_loaded(self, model: nn.Module) -> nn.Module:
         """The weights are loaded. Returns the model to run."""
         return model
@@ -132,6 +137,10 @@ class RunnerHook:
 
     def cache_allocated(self, num_blocks: int) -> None:
         """The KV cache is allocated. Raises MemoryError if there is not enough memory for the hook's own."""
+
+    def received(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
+        """A decision came, and the batch is as the step before left it. Returns what this runner is to do."""
+        return scheduler_output
 
     def request_added(self, new: NewRequestData) -> None:
         """A request joined the batch, for the first time or again after a preemption."""

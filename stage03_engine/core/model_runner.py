@@ -46,7 +46,7 @@ class ModelRunner:
 
     def load_model(self) -> None:
         """Load the weights."""
-        self.model = get_model(self.config, self.dtype, self.device)
+        self.model = get_model(self.config, self.dtype, self.device, self.hooks)
         for hook in self.hooks:
             self.model = hook.model_loaded(self.model)
 
@@ -69,6 +69,8 @@ class ModelRunner:
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Prepare the inputs, run the model over the scheduled tokens, sample for the requests that have caught up, collect."""
+        for hook in self.hooks:
+            scheduler_output = hook.received(scheduler_output)
         self._update_states(scheduler_output)
         output = ModelRunnerOutput({})
         if scheduler_output.num_scheduled_tokens:

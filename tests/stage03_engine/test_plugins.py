@@ -76,7 +76,7 @@ def test_two_cannot_be_one_thing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find("policy", "yours") is None and len(parts("policy", "mine")) == 2
 
 
-@pytest.mark.parametrize("place", ["core", "core_proc", "client", "executor", "weights"])
+@pytest.mark.parametrize("place", ["core", "core_proc", "client", "executor"])
 def test_two_hooks_for_one_place(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         VllmConfig, "hooks", lambda self, seam: ["builtins:list", "builtins:dict"] if seam == place else []

@@ -152,7 +152,6 @@ class ParallelFlags(PipelineFlags):
         executor = "several machines" if parallel.nnodes > 1 else parallel.executor
         return {
             "executor": [EXECUTORS[executor]] if executor != "uni" else [],
-            "weights": [_ROOM + "sharded_weights:sharded_tensors"] * several,
             "runner": [_ROOM + "parallel_model:ParallelModelHook"] * several,
             "core": [_ROOM + "pipeline_core:PipelineEngineCore"] * (parallel.pipeline_parallel_size > 1),
             # before the one that opens the trace
