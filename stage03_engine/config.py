@@ -141,7 +141,7 @@ class VllmConfig(Section):
     - `resolve(values, files)`, static: internal fields computed from the settings and the model's files
     - `check(self)`: raises ConfigError if the settings are impossible together
     - `tasks(self)`: what requests may ask for, if the feature changes it
-    - `hooks(self)`: seam ("scheduler", "runner", "executor", "core", "core_proc", "client", "trace", "process") -> "module:Class"
+    - `hooks(self)`: seam, of `plugins.HOOKS`, -> "module:Class" of what takes part there
     """
 
     model_config: ModelConfig = ModelConfig()

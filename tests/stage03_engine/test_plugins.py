@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import os
 import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from hypothesis import given, strategies as st
@@ -16,6 +18,7 @@ from hypothesis import given, strategies as st
 from stage02_server.api_server import build_app
 from stage02_server.cli_args import FrontendArgs
 from stage03_engine import plugins
+from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.config import VllmConfig, option
 from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import gathered
@@ -97,6 +100,47 @@ def test_what_a_manifest_must_not_say(plug: Part, room: str, said: str, monkeypa
     index(monkeypatch, feature("a", plug, room=room))
     with pytest.raises(ConfigError, match=said):
         check_features("stage01_cli")
+
+
+class Misplaced:
+    """Fields of a request whose hook hangs where nobody looks."""
+
+    __slots__ = ()
+    HOOKS: ClassVar[dict[str, dict[str, str]]] = {"heat": {"oven": "builtins:list"}}
+
+
+def test_hooks_where_nobody_looks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    index(monkeypatch, feature("a", Part("params", f"{__name__}:Misplaced")))
+    with pytest.raises(ConfigError, match=r"Misplaced has hooks at 'oven', which is none of process, .*runner"):
+        check_features("stage03_engine")
+
+
+def test_hooks_of_a_setting_where_nobody_looks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hooks(self: VllmConfig) -> dict[str, list[str]]:
+        return {"runer": ["builtins:list"]}
+
+    section = next(part for part in VllmConfig.__mro__[2:] if "hooks" in vars(part))
+    monkeypatch.setattr(section, "hooks", hooks)
+    with pytest.raises(ConfigError, match="hooks at 'runer', which is none of process"):
+        EngineArgs.from_kwargs(model="gpt2-tiny")
+
+
+def test_each_kind_of_seam_has_several_who_plug_in() -> None:
+    """Of features, by reflection; `fields` has settings as well, and `core`, `scheduler` and `runner` their hooks."""
+    users: dict[str, set[str]] = {kind: set() for kind in plugins.KINDS}
+    for each in plugins.features():
+        for part in each.parts:
+            users[plugins.SEAMS[part.seam].kind].add(each.name)
+            for seams in getattr(part.load(), "HOOKS", {}).values() if part.seam == "params" else ():
+                for seam in seams:
+                    users[plugins.HOOKS[seam].kind].add(each.name)
+        for section in each.settings.values():
+            source = inspect.getsource(section) if "hooks" in vars(section) else ""
+            for seam in plugins.HOOKS:
+                if f'"{seam}":' in source:
+                    users[plugins.HOOKS[seam].kind].add(each.name)
+    assert len(users) == 8 and {seam.kind for seam in (*plugins.SEAMS.values(), *plugins.HOOKS.values())} == set(users)
+    assert {kind: found for kind, found in users.items() if len(found) < 2} == {}
 
 
 def test_a_name_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
