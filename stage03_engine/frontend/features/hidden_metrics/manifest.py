@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from stage03_engine.args.fields import option
 from stage03_engine.errors import ConfigError
 from stage03_engine.plugins import Feature, Part
+
+if TYPE_CHECKING:
+    from stage03_engine.config import VllmConfig
+
 
 _VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})(\.\d{1,4})?")
 
@@ -33,9 +37,10 @@ class HiddenMetrics:
 class HiddenMetricsFlags:
     """Part of VllmConfig."""
 
-    def check(self: Any) -> None:
+    @staticmethod
+    def check(config: VllmConfig) -> None:
         """Raises ConfigError for what is no version."""
-        if (version := self.observability_config.show_hidden_metrics_for_version) is not None:
+        if (version := config.observability_config.show_hidden_metrics_for_version) is not None:
             parse_version(version)
 
 
