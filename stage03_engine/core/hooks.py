@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 from stage03_engine.mixins import load
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from stage03_engine.config import VllmConfig
     from stage03_engine.core.input_batch import StepInputs
     from stage03_engine.core.model_runner import ModelRunner
+    from stage03_engine.core.models.layers import LanguageModel
     from stage03_engine.core.request import Request
     from stage03_engine.core.sched_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
     from stage03_engine.core.scheduler import Scheduler
@@ -122,12 +123,12 @@ class RunnerHook:
     def __init__(self, runner: ModelRunner, config: VllmConfig) -> None:
         self.runner, self.config = runner, config
 
-    def weights(self, tensors: Iterator[tuple[str, Tensor]], model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, tensors: Iterator[tuple[str, Tensor]], model: LanguageModel) -> Iterator[tuple[str, Tensor]]:
         """(name, values) of each tensor of the checkpoint, one at a time and mapped, not read. Returns those that `model` is to load, which
         has no values yet: fewer, with other names, or changed (vLLM: the `weight_loader` of each parameter)."""
         return tensors
 
-    def model_loaded(self, model: nn.Module) -> nn.Module:
+    def model_loaded(self, model: LanguageModel) -> LanguageModel:
         """The weights are loaded. Returns the model to run."""
         return model
 

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.hooks import RunnerHook
+from stage03_engine.core.models.layers import LanguageModel
 from stage03_engine.core.models.registry import model_class
 from stage03_engine.errors import ConfigError
 from stage03_engine.model_path import weight_files
@@ -37,7 +38,7 @@ def checkpoint_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 def get_model(
     config: VllmConfig, dtype: torch.dtype, device: torch.device, hooks: Sequence[RunnerHook] = ()
-) -> nn.Module:
+) -> LanguageModel:
     """The model with its weights, on its device, in evaluation mode. The weights pass through `hooks`, the first one first, tensor by tensor."""
     started, shape = time.monotonic(), config.shape
     with torch.device("meta"):  # shapes only: no memory is touched before the real weights arrive
@@ -49,7 +50,7 @@ def get_model(
         tensors = checkpoint_tensors(Path(config.model_config.model_path or ""))
     for hook in hooks:
         tensors = hook.weights(tensors, model)
-    model.load_weights(tensors)  # type: ignore[operator]
+    model.load_weights(tensors)
     for parameter in model.parameters():  # those already in this format and on this device are not copied
         parameter.data = parameter.data.to(device=device, dtype=dtype)
     model.to(device)  # moves the buffers, which keep their format
