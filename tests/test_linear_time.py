@@ -145,7 +145,6 @@ NEVER: dict[str, str] = {  # the beginning of a line of `expressions`: what it m
     "stage03_engine/core/models/gpt2.py: ": MODEL,
     "stage03_engine/frontend/features/data_parallel/devices.py: ": FLAGS,
     "stage03_engine/frontend/features/dead_folders/dead_folders.py: ": FLAGS,
-    "stage03_engine/frontend/features/hidden_metrics/manifest.py: ": FLAGS,
     "stage03_engine/frontend/features/sentencepiece/sentencepiece.py: <0x([0-9A-Fa-f]{2})>": MODEL,
     "stage04_kernels/lab/compile.py: ": COMPILER,
     "trace/stagetrace/redact.py: ": FLAGS,
