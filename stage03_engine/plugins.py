@@ -136,7 +136,10 @@ SEAMS = {
     ),
     "request": ("stage02_server", "fields of a request body: a RequestFields; the key is the body's class"),
     "response": ("stage02_server", "fields of an answer: a pydantic model; the key is the answer's class"),
-    "client": ("stage02_server", "called with (config): the client of another engine; the key is what asks for it"),
+    "client": (
+        "stage02_server",
+        "called with (config): the client of another engine; the key is the flag that asks for it, `engine=echo`",
+    ),
     "server": ("stage02_server", "one thing that the server asks for by its key, if it is there"),
     "params": ("stage03_engine", "fields of SamplingParams: a class for `struct_of`"),
     "shape": ("stage03_engine", "fields of ModelShape: a dataclass"),

@@ -30,7 +30,7 @@ def _some_at_once(value: Any, validate: Callable[[Any], dict[str, Any]]) -> dict
 MapOf = Annotated[dict[Text, V], WrapValidator(_some_at_once)]
 
 _SAME_NAME = (
-    "best_of", "logprob_token_ids", "min_p", "repetition_penalty", "allowed_token_ids", "bad_words",
+    "best_of", "logprob_token_ids", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "allowed_token_ids", "bad_words",
     "min_tokens", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens",
     "spaces_between_special_tokens", "truncate_prompt_tokens", "truncation_side", "stream_interval",
 )  # fmt: skip
@@ -52,6 +52,10 @@ class SamplingFields(RequestFields):
         default=None,
         description="Sample only tokens with at least this share of the likeliest token's probability.",
     )
+    frequency_penalty: FiniteFloat | None = Field(
+        default=0.0, description="Lowers a token's logit each time it is used."
+    )
+    presence_penalty: FiniteFloat | None = Field(default=0.0, description="Lowers the logit of a used token once.")
     repetition_penalty: FiniteFloat | None = Field(
         default=None, description="Above 1: tokens of the prompt and of the answer become less likely."
     )
