@@ -28,7 +28,7 @@ class PlainChoice(BaseModel):
     """What each answer has, and each piece of one."""
 
     index: int = Field(description="Its place, from 0.")
-    finish_reason: str | None = Field(default=None, description="stop, length, tool_calls, repetition, or abort.")
+    finish_reason: str | None = Field(default=None, description="stop, length, tool_calls, or abort.")
     stop_reason: int | str | None = Field(default=None, description="The stop string or the token that ended it.")
 
 

@@ -70,7 +70,6 @@ INDEX: tuple[str | Feature, ...] = (
     "stage03_engine.frontend.features.in_process",
     "stage03_engine.frontend.features.beam_search",
     "stage03_engine.frontend.features.parallel_sampling",
-    "stage03_engine.frontend.features.repetition_detection",
     "stage03_engine.frontend.features.truncation",
     "stage03_engine.frontend.features.token_length",
     "stage03_engine.frontend.features.sentencepiece",

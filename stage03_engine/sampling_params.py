@@ -58,7 +58,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     num_likely_tokens: int | None = None  # how many of the likeliest tokens each step reports; None: no logprobs at all
 
     HOOKS: ClassVar[dict[str, dict[str, str]]] = {}
-    """Feature's field -> seam ("input", "scheduler", "runner", "output") -> the hook ("module:Class") that handles it there."""
+    """Feature's field -> seam ("input", "scheduler", "runner") -> the hook ("module:Class") that handles it there."""
     CHECKS: ClassVar[list[tuple[dict[str, Any], Callable[[SamplingParams], None]]]] = []
     """A feature's fields with their defaults, and the check for requests that use them (see `struct_of`)."""
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, Field, FiniteFloat, WrapValidator
+from pydantic import Field, FiniteFloat, WrapValidator
 
 from stage02_server.protocol_types import Int32, Int64, ListOf, RequestFields, Text
 from stage03_engine.errors import InvalidRequestError
@@ -35,14 +35,6 @@ _SAME_NAME = (
     "spaces_between_special_tokens", "truncate_prompt_tokens", "truncation_side", "stream_interval",
 )  # fmt: skip
 """Fields that go into `SamplingParams` as they are."""
-
-
-class RepetitionDetection(BaseModel):
-    """When an output that repeats itself is ended."""
-
-    max_pattern_size: Int32 = Field(default=0, description="Number of tokens of the longest pattern to look for.")
-    min_pattern_size: Int32 = Field(default=0, description="Number of tokens of the shortest pattern to look for.")
-    min_count: Int32 = Field(default=0, description="How many times in a row the pattern must occur.")
 
 
 class SamplingFields(RequestFields):
@@ -85,9 +77,6 @@ class SamplingFields(RequestFields):
     )
     stream_interval: Int32 | None = Field(default=None, description="Tokens from one chunk of the stream to the next.")
     best_of: Int32 | None = Field(default=None, description="Generate this many answers and return the n likeliest.")
-    repetition_detection: RepetitionDetection | None = Field(
-        default=None, description="End an answer that repeats itself."
-    )
     logprob_token_ids: ListOf[Int64] | None = Field(
         default=None,
         description="With logprobs: report the log probabilities of these tokens instead of the likeliest ones.",
@@ -98,10 +87,6 @@ class SamplingFields(RequestFields):
 
     def apply(self, params: dict[str, Any]) -> None:
         """Raises InvalidRequestError for sizes and counts that make no sense, and for biases of what is no token id."""
-        if self.repetition_detection is not None:
-            from stage03_engine.params.repetition_detection import RepetitionDetectionParams
-
-            params["repetition_detection"] = RepetitionDetectionParams(**dict(self.repetition_detection))
         for name in _SAME_NAME:
             if (value := getattr(self, name)) is not None:
                 params[name] = value
