@@ -21,8 +21,7 @@ from stage02_server.cli_args import FrontendArgs
 from stage03_engine.args.log import announce
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import ConfigError, StagesError
-from stage03_engine.mixins import load
-from stage03_engine.plugins import Part, keys, loaded, parts, wanted
+from stage03_engine.plugins import Part, keys, loaded, parts
 from stagetrace import trace
 
 if TYPE_CHECKING:
@@ -237,13 +236,12 @@ async def build_async_engine_client(
 
 
 def make_core_client(vllm_config: VllmConfig, args: FrontendArgs) -> AsyncEngineCoreClient | None:
-    """The client that `--engine` and `--in-process` ask for; None for the default one, with an engine process."""
-    if args.engine == "echo":
-        return wanted("client", "echo", "engine echo")(vllm_config)
-    if args.in_process:
-        make_client = wanted("client", "in_process", "in_process")
-        make_core = load("stage03_engine.core.engine_core_proc:make_core")  # the only way torch gets into this process
-        return make_client(vllm_config, make_core)
+    """The client that a flag asks for; None for the default one, with an engine process."""
+    for asked, part in keys("client").items():
+        flag, _, value = asked.partition("=")
+        if str(getattr(args, flag, None)) == value:
+            client: AsyncEngineCoreClient = part.load()(vllm_config)
+            return client
     return None
 
 

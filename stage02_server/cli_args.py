@@ -29,12 +29,6 @@ class BaseFrontendArgs:
     )
     chat_template: str | None = option(None, "Jinja chat template, as a file or as text; replaces the model's own")
     response_role: str = option("assistant", "role of the answering message in chats")
-    engine: str = option(
-        "core", "core = the real engine; echo = answers with the prompt itself, without torch", ("core", "echo")
-    )
-    in_process: bool = option(
-        False, "run the engine inside the API process, for print and breakpoint(); slower, and without ZMQ"
-    )
     shutdown_timeout: int = option(30, "seconds that running requests get to finish after SIGTERM", at_least=0)
 
 
@@ -48,8 +42,6 @@ class FrontendArgs(BaseFrontendArgs, Section):
         check_at_least(self)
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be in [0, 65535], not {self.port}")
-        if self.in_process and self.engine == "echo":
-            raise ConfigError("in_process is about the real engine; the echo engine runs in the API process anyway")
         for check in each(FrontendArgs, "check"):
             check(self)
 

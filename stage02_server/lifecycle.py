@@ -16,7 +16,7 @@ from stage02_server.middleware import RequestGate
 from stage03_engine.frontend.async_llm import AsyncLLM
 from stagetrace import trace
 
-OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/version", "/load"})
+OPEN_PATHS = frozenset({"/health", "/metrics", "/version", "/load"})
 """Paths that answer in every state."""
 
 

@@ -18,7 +18,7 @@ from stage03_engine.errors import InvalidRequestError
 from stage03_engine.plugins import loaded
 from stage03_engine.sampling_params import RequestOutputKind, SamplingParams
 
-_SAME_NAME = ("n", "temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty", "seed")
+_SAME_NAME = ("n", "temperature", "top_p", "top_k", "seed")
 """Fields that go into `SamplingParams` as they are; None means the default there."""
 
 
@@ -60,10 +60,6 @@ class SamplingRequest(*loaded("request", "SamplingRequest"), RequestModel):  # t
     top_k: Int32 | None = Field(
         default=None, description="Sample from this many of the likeliest tokens; 0 and -1 mean all."
     )
-    frequency_penalty: FiniteFloat | None = Field(
-        default=0.0, description="Lowers a token's logit each time it is used."
-    )
-    presence_penalty: FiniteFloat | None = Field(default=0.0, description="Lowers the logit of a used token once.")
     seed: Int64 | None = Field(default=None, description="The same seed gives the same answer, whatever else runs.")
     stop: Text | ListOf[Text] | None = Field(default=None, description="Up to four texts; the answer ends before them.")
     request_id: RequestId | None = Field(

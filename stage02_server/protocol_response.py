@@ -28,7 +28,7 @@ class PlainChoice(BaseModel):
     """What each answer has, and each piece of one."""
 
     index: int = Field(description="Its place, from 0.")
-    finish_reason: str | None = Field(default=None, description="stop, length, tool_calls, repetition, or abort.")
+    finish_reason: str | None = Field(default=None, description="stop, length, tool_calls, or abort.")
     stop_reason: int | str | None = Field(default=None, description="The stop string or the token that ended it.")
 
 
@@ -157,7 +157,7 @@ class ModelList(BaseModel):
 class ErrorInfo(BaseModel):
     """What went wrong: `code` is the HTTP status, `param` the field to blame."""
 
-    message: str = Field(description="The answer, as a message of the chat.")
+    message: str = Field(description="The reason, in words.")
     type: str = Field(description="The kind of error.")
     param: str | None = Field(default=None, description="The field that is to blame, if it is one.")
     code: int = Field(description="The HTTP status.")

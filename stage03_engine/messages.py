@@ -41,14 +41,12 @@ class EngineCoreRequestType(enum.Enum):
 
 
 class FinishReason(enum.IntEnum):
-    """Why a request ended. STOP: end-of-text, stop token or stop string; LENGTH: max_tokens or the context is full;
-    REPETITION: the output repeats itself, and `repetition_detection` ends it."""
+    """Why a request ended. STOP: end-of-text, stop token or stop string; LENGTH: max_tokens or the context is full."""
 
     STOP = 0
     LENGTH = 1
     ABORT = 2
     ERROR = 3
-    REPETITION = 4
 
     def __str__(self) -> str:
         return self.name.lower()

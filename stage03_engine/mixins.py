@@ -41,29 +41,6 @@ def load(name: str) -> Any:
         raise
 
 
-def import_class(path: str, flag: str) -> Any:
-    """A class of the user's own, which `module:Name` names (vLLM: resolve_obj_by_qualname). Raises ConfigError that names the flag if the import fails or finds no class."""
-    module_name, colon, name = path.partition(":")
-    if not (module_name and colon and name):
-        raise ConfigError(f"{flag} must look like module:Class, not {path!r}")
-    try:
-        found = getattr(import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{flag} {path}: {error}") from error
-    if not isinstance(found, type):
-        raise ConfigError(f"{flag} {path}: this is not a class")
-    return found
-
-
-def construct(path: str, flag: str, *args: Any) -> Any:
-    """An object of the class that `module:Name` names. Raises ConfigError that names the flag, whatever its code raises."""
-    found = import_class(path, flag)
-    try:
-        return found(*args)
-    except Exception as error:
-        raise ConfigError(f"{flag} {path}: {type(error).__name__}: {error}") from error
-
-
 EACH = {"detect", "resolve", "check", "tasks", "hooks"}
 """Methods that any mixin may have: `each` calls them all."""
 
@@ -95,8 +72,7 @@ def struct_of(base: type[msgspec.Struct], parts: Sequence[type]) -> Any:
 
     A part is a plain class with `__slots__ = ()`, annotated fields with defaults, and perhaps methods. Its method
     `check(self)`, if any, raises what `base` would raise; the table `CHECKS` holds it beside the defaults of the part's
-    fields, and `base.__post_init__` calls it if a field has another value. The `HOOKS` of the parts become one table, and
-    `WITHOUT_HISTORY` one set.
+    fields, and `base.__post_init__` calls it if a field has another value. The `HOOKS` of the parts become one table.
     """
     fields, checks = [], []
     for part in parts:
@@ -112,8 +88,7 @@ def struct_of(base: type[msgspec.Struct], parts: Sequence[type]) -> Any:
         if not name.startswith("__") and name != "check" and _is_method(value)
     }
     hooks = {field: seams for part in (base, *parts) for field, seams in getattr(part, "HOOKS", {}).items()}
-    free = frozenset(field for part in (base, *parts) for field in getattr(part, "WITHOUT_HISTORY", ()))
-    namespace = {**methods, "HOOKS": hooks, "CHECKS": checks, "WITHOUT_HISTORY": free, "__doc__": base.__doc__}
+    namespace = {**methods, "HOOKS": hooks, "CHECKS": checks, "__doc__": base.__doc__}
     config = base.__struct_config__
     return msgspec.defstruct(
         base.__name__, fields, bases=(base,), namespace=namespace, module=base.__module__,

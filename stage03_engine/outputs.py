@@ -17,7 +17,7 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
-    finish_reason: str | None = None  # "stop", "length", "repetition", "abort"; None while it runs
+    finish_reason: str | None = None  # "stop", "length", "abort"; None while it runs
     stop_reason: int | str | None = None  # the stop token id or stop string
     cumulative_logprob: float | None = None  # of all tokens so far; only with logprobs
     stats: RequestStats | None = None  # its history, once it has ended; none with beam search

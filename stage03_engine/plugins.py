@@ -70,16 +70,13 @@ INDEX: tuple[str | Feature, ...] = (
     "stage03_engine.frontend.features.in_process",
     "stage03_engine.frontend.features.beam_search",
     "stage03_engine.frontend.features.parallel_sampling",
-    "stage03_engine.frontend.features.repetition_detection",
     "stage03_engine.frontend.features.truncation",
     "stage03_engine.frontend.features.token_length",
     "stage03_engine.frontend.features.sentencepiece",
     "stage03_engine.frontend.features.dead_folders",
     "stage03_engine.frontend.features.logging_stats",
     "stage03_engine.frontend.features.prometheus",
-    "stage03_engine.frontend.features.hidden_metrics",
     "stage02_server.features.tokenize",
-    "stage02_server.features.sagemaker",
     "stage02_server.features.tokenizer_info",
     "stage02_server.features.several_prompts",
     "stage02_server.features.pooling",
@@ -169,7 +166,9 @@ SEAMS = {
         "answers", _SERVER, "called with (app, services): adds to what all handlers do, in `services.added`"
     ),
     "call": Seam("message", _ENGINE, "a method of the engine core that clients may call; the key is its name"),
-    "client": Seam("core", _SERVER, "called with (config): another engine's client; the key is what asks for it"),
+    "client": Seam(
+        "core", _SERVER, "called with (config): another engine's client; the key is the flag that asks: `engine=echo`"
+    ),
     "core": Seam("core", _ENGINE, "a class in place of EngineCore; the key is the task of its models"),
     "llm": Seam("core", _ENGINE, "a method of LLM; the key is its name"),
     "stats": Seam("core", _ENGINE, "a StatLogger; the key says who makes it: engine or server"),
@@ -187,7 +186,6 @@ HOOKS = {
     "core": Seam("core", _ENGINE, "an EngineCore, in its place"),
     "executor": Seam("core", _ENGINE, "an Executor, in place of UniProcExecutor"),
     "input": Seam("message", _ENGINE, "an InputHook: a request on its way to the engine"),
-    "output": Seam("answers", _ENGINE, "an OutputHook: a request's outputs on their way back"),
     "scheduler": Seam("scheduler", _ENGINE, "a SchedulerHook"),
     "runner": Seam("runner", _ENGINE, "a RunnerHook"),
 }

@@ -58,9 +58,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     num_likely_tokens: int | None = None  # how many of the likeliest tokens each step reports; None: no logprobs at all
 
     HOOKS: ClassVar[dict[str, dict[str, str]]] = {}
-    """Feature's field -> seam ("input", "scheduler", "runner", "output") -> the hook ("module:Class") that handles it there."""
-    WITHOUT_HISTORY: ClassVar[frozenset[str]] = frozenset()
-    """Of these fields, those whose effect on a position does not depend on the tokens before it: a part names its own."""
+    """Feature's field -> seam ("input", "scheduler", "runner") -> the hook ("module:Class") that handles it there."""
     CHECKS: ClassVar[list[tuple[dict[str, Any], Callable[[SamplingParams], None]]]] = []
     """A feature's fields with their defaults, and the check for requests that use them (see `struct_of`)."""
 
@@ -131,16 +129,10 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
 
     def hooks(self, seam: str) -> list[str]:
         """The hooks at `seam` of the features whose fields this request uses, each once."""
-        return list(dict.fromkeys(seams[seam] for _, seams in self._used() if seam in seams))
+        return list(dict.fromkeys(seams[seam] for _, seams in self.used() if seam in seams))
 
-    @property
-    def needs_history(self) -> bool:
-        """Must every token be known before the next one is sampled? So it is with each field that acts on a step, unless its
-        feature says otherwise: a wrong guess would be a wrong token."""
-        acting = (field for field, seams in self._used() if not seams.keys().isdisjoint(("scheduler", "runner")))
-        return any(field not in self.WITHOUT_HISTORY for field in acting)
-
-    def _used(self) -> Iterator[tuple[str, dict[str, str]]]:
+    def used(self) -> Iterator[tuple[str, dict[str, str]]]:
+        """The fields of features that this request uses, with their hooks."""
         return ((name, seams) for name, seams in self.HOOKS.items() if getattr(self, name) != getattr(_DEFAULTS, name))
 
 

@@ -19,8 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stage04_kernels.attention import AttentionBackend, AttentionMetadata
-from stage04_kernels.rope import Rotation, apply_rope
+from stage04_kernels.attention import AttentionBackend, AttentionMetadata, load
 
 PADDING_SLOT = -1
 CPU_GROUP_POSITIONS = 1024
@@ -34,15 +33,22 @@ def write_then_attend(write: Callable[..., None], attend: Callable[..., Tensor])
 
     def backend(
         query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, scale: float,
-        window: int | None = None, rotation: Rotation | None = None, /,
+        window: int | None = None, rotation: tuple[Tensor, Tensor] | None = None, /,
     ) -> Tensor:  # fmt: skip
-        if rotation is not None:
-            query, key = apply_rope(query, *rotation), apply_rope(key, *rotation)
+        query, key = rotated(query, key, rotation)
         write(key, value, kv_cache, metadata.slot_mapping)
         return attend(query, kv_cache, metadata, scale, window)
 
     backend.parts = write, attend  # type: ignore[attr-defined]  # for who wants to see them one by one
     return backend
+
+
+def rotated(query: Tensor, key: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+    """Queries and keys after the model's rotary embedding, which comes with the models that have one."""
+    if rotation is None:
+        return query, key
+    apply_rope = load("stage04_kernels.features.rope:apply_rope")
+    return apply_rope(query, *rotation), apply_rope(key, *rotation)
 
 
 def write_kv(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:

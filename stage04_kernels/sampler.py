@@ -1,6 +1,6 @@
 """From logits to the next token (vLLM: Sampler in v1/sample/sampler.py, with v1/sample/ops).
 
-The order is vLLM's: rules (logits_processors.py), temperature, min-p, top-k, top-p, then one draw. Each transform takes logits
+The order is vLLM's: rules (features/logits_processors.py), temperature, min-p, top-k, top-p, then one draw. Each transform takes logits
 [num_rows, vocab] and returns new ones, in which what may not be drawn is -inf. The slow twin of each is in
 lab/sampler_reference.py.
 """
@@ -8,8 +8,9 @@ lab/sampler_reference.py.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,7 +18,6 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from stage04_kernels.attention import load
-from stage04_kernels.logits_processors import LogitsRules, Penalties, apply_rules
 
 RowsTransform = Callable[[Tensor, list[int]], Tensor]
 """Logits [n, vocab] of these n rows of the batch -> new ones."""
@@ -47,6 +47,17 @@ def to_device(arrays: list[np.ndarray], device: torch.device | str) -> list[Tens
     return [part[: a.nbytes].view(torch.from_numpy(a[:0]).dtype).view(a.shape) for a, part in parts]
 
 
+class Rules(Protocol):
+    """What changes the logits of a step before temperature, if a request asks for any (features/logits_processors.py)."""
+
+    @property
+    def penalties(self) -> Any:
+        """For a draw that applies them itself: the penalties of the rows that have any, else None."""
+
+    def apply(self, logits: Tensor, penalties: bool) -> Tensor:
+        """Logits [num_rows, vocab] after all rules, the penalties only if `penalties`."""
+
+
 @dataclass(frozen=True)
 class SamplingMetadata:
     """The settings of each row. A tensor is None when its transform is off for all rows, so that it is skipped."""
@@ -60,7 +71,7 @@ class SamplingMetadata:
     ]  # seeds (any 64 bits), and how many tokens each has produced: [num_rows] int64 each
     random_rows: list[int]  # the rows that are not greedy
     max_num_logprobs: int | None = None  # None: no logprobs; 0: of the sampled token only; k: of the k most likely too
-    rules: LogitsRules | None = None  # None: no row has any
+    rules: Rules | None = None  # None: no row has any
     before: list[RowsTransform] = field(default_factory=list)  # custom ones that may change which logit is largest
     after_temperature: list[RowsTransform] = field(default_factory=list)  # custom ones that never do; random rows only
     named: dict[int, list[int]] = field(default_factory=dict)  # row -> the tokens that it reports, not the likeliest
@@ -76,7 +87,7 @@ class SamplingMetadata:
     def from_lists(
         cls, temperature: ArrayLike, top_k: ArrayLike, top_p: ArrayLike, min_p: ArrayLike,
         seeds: list[int], positions: list[int], max_num_logprobs: int | None = None, device: torch.device | str = "cpu",
-        rules: LogitsRules | None = None, before: list[RowsTransform] | None = None,
+        rules: Rules | None = None, before: list[RowsTransform] | None = None,
         after_temperature: list[RowsTransform] | None = None, named: dict[int, list[int]] | None = None,
     ) -> SamplingMetadata:  # fmt: skip
         """Build it from one value per row, in lists or arrays. A transform is on if any random row uses it."""
@@ -226,7 +237,7 @@ class SamplerKernels:
     gather_logprobs  as the function of this name
     """
 
-    draw: Callable[[Tensor, SamplingMetadata, Penalties | None], Tensor]
+    draw: Callable[[Tensor, SamplingMetadata, Any], Tensor]
     gather_logprobs: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]
 
 
@@ -242,7 +253,7 @@ def sample(logits: Tensor, metadata: SamplingMetadata, backend: str = "torch") -
     fuse = kernels is not None and not custom
     penalties = rules.penalties if fuse and rules is not None else None
     if rules is not None:
-        logits = apply_rules(logits, replace(rules, penalties=None) if penalties is not None else rules)
+        logits = rules.apply(logits, penalties=penalties is None)
     for transform in metadata.before:
         logits = transform(logits, list(range(len(logits))))
     if kernels is not None and fuse:

@@ -118,7 +118,7 @@ def test_front_end_and_core_meet_only_in_the_messages() -> None:
 def test_kernels_know_no_engine_and_models_no_backend() -> None:
     for path, tree in sources("stage04_kernels"):
         assert not [name for _, name in imported(tree) if name.startswith("stage03_engine")], path
-    layers = ("stage04_kernels.rope", "stage04_kernels.layers")
+    layers = ("stage04_kernels.features.rope", "stage04_kernels.layers")
     for path, tree in sources("stage03_engine/core/models"):
         kernels = {name for _, name in imported(tree) if name.startswith("stage04_kernels.")}
         assert kernels <= {

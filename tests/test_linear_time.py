@@ -33,9 +33,7 @@ from stage03_engine.core.features.structured_output.lark import _escape, _rust_r
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.detokenizer import IncrementalDetokenizer
 from stage03_engine.frontend.features.engine_watch import _ID as ID_IN_EVENT
-from stage03_engine.frontend.features.repetition_detection.repetition_detection import Repetitions
 from stage03_engine.frontend.tokenizer import init_tokenizer_from_configs
-from stage03_engine.params.repetition_detection import RepetitionDetectionParams
 from stage03_engine.params.structured_outputs import StructuredOutputsParams
 from stage03_engine.sampling_params import SamplingParams
 from stagetrace.ids import is_beam, root_of
@@ -145,7 +143,6 @@ NEVER: dict[str, str] = {  # the beginning of a line of `expressions`: what it m
     "stage03_engine/core/models/gpt2.py: ": MODEL,
     "stage03_engine/frontend/features/data_parallel/devices.py: ": FLAGS,
     "stage03_engine/frontend/features/dead_folders/dead_folders.py: ": FLAGS,
-    "stage03_engine/frontend/features/hidden_metrics/manifest.py: ": FLAGS,
     "stage03_engine/frontend/features/sentencepiece/sentencepiece.py: <0x([0-9A-Fa-f]{2})>": MODEL,
     "stage04_kernels/lab/compile.py: ": COMPILER,
     "trace/stagetrace/redact.py: ": FLAGS,
@@ -250,14 +247,6 @@ def test_long_stop_strings_cost_little_more_than_none(stops: list[str], pattern:
         return cpu_seconds(lambda: [(text.update([token]), text.next_text(True)) for token in tokens])
 
     assert any(seconds(stops) < 30 * seconds([]) + 0.01 for _ in range(3))
-
-
-def test_repetitions_are_looked_for_in_linear_time() -> None:
-    def make(size: int) -> Callable[[], Any]:
-        repetitions = Repetitions(RepetitionDetectionParams(1, 0, size + 1))
-        return lambda: [repetitions.find([7]) for _ in range(size)]
-
-    assert_linear(make)
 
 
 # Grammars, in the API process

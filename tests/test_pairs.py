@@ -61,7 +61,6 @@ ELSEWHERE = {
     "pooling": "another kind of model, test_together",
     "data_parallel": "several engines, test_data_parallel",
     "front_ends": "several API servers, test_api_servers",
-    "hidden_metrics": "metrics of the server, test_metrics",
     "log_config": "the log, test_environment",
     "logging_stats": "the log, test_environment",
     "generation_config": "defaults of a model's own file, test_generation_config",

@@ -151,7 +151,6 @@ ON_BY_DEFAULT = {
     "stage02_server.features.responses",  # /v1/responses, which parses answers and tools with, as the messages do
     "stage02_server.features.tools",
     "stage02_server.features.structured_outputs",
-    "stage02_server.features.sagemaker",  # /invocations
     "stage02_server.features.tokenize",
     "stage03_engine.core.features.linear_backend",  # packed weights
     "stage04_kernels.backends.linear",

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 OURS = ("VLLM_", "STAGES_", "FORWARDED_ALLOW_IPS")
 """How the names of variables begin that are meant for this program; the last is uvicorn's own."""
 SERVER_SETTINGS = (
-    "host", "port", "served_model_name", "chat_template", "response_role", "engine", "in_process", "shutdown_timeout",
+    "host", "port", "served_model_name", "chat_template", "response_role", "shutdown_timeout",
 )  # fmt: skip
 """Settings of the stages above, which no other command than theirs knows."""
 

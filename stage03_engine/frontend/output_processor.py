@@ -13,7 +13,6 @@ from stage03_engine.frontend.detokenizer import IncrementalDetokenizer
 from stage03_engine.frontend.metrics import CompletedStats, IterationStats, RequestStats
 from stage03_engine.frontend.tokenizer import Tokenizer
 from stage03_engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, TokenLogprobs, payload
-from stage03_engine.mixins import load
 from stage03_engine.outputs import CompletionOutput, RequestOutput
 from stage03_engine.plugins import find
 from stage03_engine.sampling_params import RequestOutputKind
@@ -87,14 +86,6 @@ class OutputEnd(NamedTuple):
     stop_reason: str
 
 
-class OutputHook:
-    """A feature's part in the output of one request; a field of SamplingParams names it (`SamplingParams.HOOKS`)."""
-
-    def find_end(self, state: RequestState, output: EngineCoreOutput) -> OutputEnd | None:
-        """Where the new tokens end the request; None if they do not."""
-        return None
-
-
 class RequestState:
     """Everything the front end knows about one running request."""
 
@@ -113,7 +104,6 @@ class RequestState:
         self.queue = queue
         self.external_req_id = external_req_id  # the caller's name for it
         self.completed = completed
-        self.hooks: list[OutputHook] = [load(name)() for name in params.hooks("output")]
         self.detokenizer = IncrementalDetokenizer(tokenizer, params, request.prompt_token_ids)
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
@@ -126,15 +116,11 @@ class RequestState:
         self._stream_interval = params.stream_interval or 1
 
     def append(self, output: EngineCoreOutput) -> OutputEnd | None:
-        """Add new tokens, their logprobs and their text. Returns the front end's own reason to end the request, if any: a stop
-        string, or what a hook found. Tokens after it do not count."""
+        """Add new tokens, their logprobs and their text. Returns the end of the request if a stop string ends it: tokens after
+        the stop string do not count."""
         new, shown = output.new_token_ids, self.detokenizer.safe
         end = None
-        if self.hooks:
-            ends = [hook.find_end(self, output) for hook in self.hooks]
-            end = min((found for found in ends if found is not None), default=None)
-            new = new if end is None else new[: end.num_tokens]
-        by_token = output.finish_reason == FinishReason.STOP and not output.ends_with_text and end is None
+        by_token = output.finish_reason == FinishReason.STOP and not output.ends_with_text
         stop = self.detokenizer.update(new, finished_by_token=by_token)
         if stop is not None:
             new = new[: self.detokenizer.num_tokens - len(self.token_ids)]

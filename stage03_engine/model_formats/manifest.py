@@ -10,7 +10,11 @@ FEATURE = Feature(
     name="model_formats",
     help="the Llama family (Llama, Mistral, Qwen2, Qwen3), GPT-2 with other activations, tokenizers in other files than tokenizer.json",
     room=__package__,
-    also=("stage03_engine.core.models.more", "stage04_kernels.features.activations"),
+    also=(
+        "stage03_engine.core.models.more",
+        "stage04_kernels.features.activations",
+        "stage04_kernels.features.rope",
+    ),
     parts=(
         Part("shape", ".shape_fields:LlamaShape"),
         Part("shape", ".shape_fields:WhisperShape"),

@@ -20,7 +20,8 @@ from stage03_engine.core.sched_output import SchedulerOutput
 from stage03_engine.core.scheduler import Scheduler
 from stage03_engine.errors import ConfigError
 from stage03_engine.messages import EngineCoreOutput, FinishReason
-from stage03_engine.mixins import construct, is_there, load
+from stage03_engine.mixins import is_there, load
+from stage03_engine.plugins import wanted
 from stage03_engine.replay.recording import Decision, RecordedHook, RecordedStep, made_up_request
 from stage03_engine.replay.report import MANY, Difference, Replayed, facts_that_differ, outcome_in_words
 from stagetrace import Event, Recording
@@ -56,6 +57,11 @@ def _feature(name: str, used: str) -> Any:
     return load(name)
 
 
+def _own(path: str, flag: str, *args: Any) -> Any:
+    """An object of the user's own class. Raises ConfigError."""
+    return wanted("engine", "construct", flag)(path, flag, *args)
+
+
 class Replay:
     """One engine: follows its events one after another, and keeps a scheduler in the same state."""
 
@@ -71,11 +77,14 @@ class Replay:
         self.cache_config = _known(CacheConfig, args["cache_config"])
         self._overlap = _overlap(args["scheduler_config"])
         self._hooks: dict[str, SchedulerHook] = {}  # name in HOOKS -> what this recording uses
-        make_pool = construct if block_pool_cls else lambda *_: BlockPool(args["num_blocks"])
-        self.pool: BlockPool = make_pool(block_pool_cls or "", "--block-pool-cls", args["num_blocks"])
+        self.pool: BlockPool = (
+            _own(block_pool_cls, "--block-pool-cls", args["num_blocks"])
+            if block_pool_cls
+            else BlockPool(args["num_blocks"])
+        )
         given = (self.config, self.cache_config, self.pool, args["max_model_len"], b"")
         self.scheduler: Scheduler = (
-            construct(scheduler_cls, "--scheduler-cls", *given) if scheduler_cls else self._reference()(*given)
+            _own(scheduler_cls, "--scheduler-cls", *given) if scheduler_cls else self._reference()(*given)
         )
         if args["num_swap_blocks"]:
             self._use("swapping", args["num_swap_blocks"])

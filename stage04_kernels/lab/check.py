@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from stage04_kernels import layers, rope
+from stage04_kernels import layers
 from stage04_kernels.attention import BACKENDS, get_backend
 from stage04_kernels.backends.native import library
 from stage04_kernels.backends.reference import write_kv_reference
+from stage04_kernels.features import rope
 from stage04_kernels.lab import check_sampling, check_triton, layers_reference
 from stage04_kernels.lab.cases import make_attention_case
 from stage04_kernels.lab.check_row import NUM_SEEDS, Row

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stage04_kernels import logits_processors, sampler
+from stage04_kernels import sampler
+from stage04_kernels.features import logits_processors
 from stage04_kernels.features.bitmask import apply_token_bitmask
 from stage04_kernels.features.rejection_sampler import num_accepted
 from stage04_kernels.lab import logits_reference, sampler_reference as reference

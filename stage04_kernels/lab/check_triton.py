@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stage04_kernels import rope
 from stage04_kernels.backends.reference import paged_attention_reference, write_kv_reference
+from stage04_kernels.features import rope
+from stage04_kernels.features.logits_processors import Penalties, apply_penalties
 from stage04_kernels.lab import layers_reference, sampler_reference
 from stage04_kernels.lab.cases import AttentionCase, make_attention_case
 from stage04_kernels.lab.check_row import Row
 from stage04_kernels.lab.tolerances import EXACT, TOLERANCES
-from stage04_kernels.logits_processors import Penalties, apply_penalties
 from stage04_kernels.sampler import apply_min_p, apply_temperature, apply_top_k, apply_top_p, gather_logprobs
 from stage04_kernels.triton_kernels import kv_write, layers, logprobs, one_head, paged_attention, sampler
 from stage04_kernels.triton_kernels.tiles import ATTENTION_TILES, INTERPRETED, AttentionTiles

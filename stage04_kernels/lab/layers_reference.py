@@ -1,4 +1,4 @@
-"""The slow twins of layers.py and rope.py: one number at a time. vLLM has no counterpart file."""
+"""The slow twins of layers.py and features/rope.py: one number at a time. vLLM has no counterpart file."""
 
 from __future__ import annotations
 

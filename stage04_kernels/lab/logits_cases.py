@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from stage04_kernels.features.logits_processors import LogitsRules, Pairs, Penalties
 from stage04_kernels.lab import logits_reference
-from stage04_kernels.logits_processors import LogitsRules, Pairs, Penalties
 
 
 def random_rules(seed: int, num_rows: int, vocab: int) -> tuple[LogitsRules, list[dict[str, Any]]]:

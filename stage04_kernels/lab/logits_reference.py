@@ -1,4 +1,4 @@
-"""The slow twins of logits_processors.py: one row at a time, as lists. vLLM has no counterpart file."""
+"""The slow twins of features/logits_processors.py: one row at a time, as lists. vLLM has no counterpart file."""
 
 from __future__ import annotations
 

@@ -14,14 +14,18 @@ a function of the request's seed, its position and the token, with no state to k
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from stage04_kernels.logits_processors import Penalties
 from stage04_kernels.sampler import SamplingMetadata
 from stage04_kernels.triton_kernels.tiles import INTERPRETED
+
+if TYPE_CHECKING:
+    from stage04_kernels.features.logits_processors import Penalties
 
 TILE = 8192 if INTERPRETED else 2048
 SEARCH_TILE = 8192 if INTERPRETED else 1024

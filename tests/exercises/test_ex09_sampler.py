@@ -13,8 +13,8 @@ from hypothesis import assume, given, strategies as st
 from judging import Judge
 from torch import Tensor
 
+from stage04_kernels.features.logits_processors import LogitsRules, Penalties
 from stage04_kernels.lab import logits_reference, sampler_reference as twin
-from stage04_kernels.logits_processors import LogitsRules, Penalties
 from stage04_kernels.sampler import SamplerOutput, SamplingMetadata, exponential_noise, sample as reference
 
 judge = Judge(9)

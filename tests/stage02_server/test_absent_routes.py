@@ -11,7 +11,7 @@ from stage02_server.features.refusals.refusals import ABSENT
 
 VLLM_ROUTES = """
 GET /version, GET /kv_event_sources, GET /health, GET /metrics, POST /tokenize, POST /detokenize, GET /v1/models,
-POST /v1/systemone, POST /v1/decisions, GET /ping, POST /ping, POST /invocations, POST /v1/chat/completions,
+POST /v1/systemone, POST /v1/decisions, GET /ping, POST /invocations, POST /v1/chat/completions,
 POST /v1/chat/completions/batch, POST /v1/responses, GET /v1/responses/resp_1, POST /v1/responses/resp_1/cancel,
 POST /v1/completions, POST /v1/messages, POST /v1/messages/count_tokens, POST /generative_scoring,
 POST /scale_elastic_ep, POST /is_scaling_elastic_ep

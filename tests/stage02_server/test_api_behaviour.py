@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from server_under_test import EOS, MAX_MODEL_LEN, InProcessServer, byte_config, events
+from server_under_test import EOS, MAX_MODEL_LEN, InProcessServer, byte_config
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -180,9 +180,8 @@ def test_unknown_route_and_wrong_method(server: InProcessServer) -> None:
 
 
 def test_health_version_and_models(server: InProcessServer) -> None:
-    for method, path in (("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")):
-        response = server.request(method, path)
-        assert (response.status_code, response.content) == (200, b"")
+    response = server.request("GET", "/health")
+    assert (response.status_code, response.content) == (200, b"")
     assert server.request("GET", "/version").json() == {"version": version("vllm-in-stages")}
     (card,) = server.request("GET", "/v1/models").json()["data"]
     assert card["id"] == card["root"] == "byte-model" and card["max_model_len"] == MAX_MODEL_LEN
@@ -271,33 +270,6 @@ def test_an_unexpected_error_says_nothing_about_the_inside(make_server: Any, mon
         assert "secret" not in response.text
     monkeypatch.undo()
     assert server.post(COMPLETIONS, {"prompt": "x"}).status_code == 200
-
-
-def test_invocations_is_every_route_at_once(server: InProcessServer) -> None:
-    """What SageMaker sends to its one address is answered as by the route that it is meant for, streams and refusals too."""
-    me = {"X-Request-Id": "me"}
-    for path, prefix, body in (
-        (COMPLETIONS, "cmpl-", {"prompt": "ab", "max_tokens": 3}),
-        (CHAT, "chatcmpl-", {"messages": [{"role": "user", "content": "ab"}], "max_tokens": 3}),
-    ):
-        own, found = (server.post(each, body, headers=me).json() for each in (path, "/invocations"))
-        assert found["id"] == prefix + "me" and found | {"created": 0} == own | {"created": 0}
-        assert server.post("/invocations", body).json()["id"].startswith(prefix)
-        assert server.post("/invocations", body | {"request_id": "mine"}).json()["id"] == prefix + "mine"
-        assert server.post("/invocations", body | {"request_id": "mine"}, headers=me).json()["id"] == prefix + "me"
-        chunks = events(server.post("/invocations", body | {"stream": True}, headers=me).text)
-        assert {chunk["id"] for chunk in chunks} == {prefix + "me"} and chunks[0]["choices"]
-        for wrong in ({"temperature": "warm"}, {"max_tokens": -1}, {"model": "other"}, {"n": [1] * 70_000}):
-            own, found = (server.post(each, body | wrong) for each in (path, "/invocations"))
-            assert (found.status_code, found.json()) == (own.status_code, own.json())
-    for body in ({}, {"input": "a"}, {"model": "byte-model"}):
-        response = server.post("/invocations", body)
-        assert_error(response, 400, BAD_REQUEST, None)
-        assert "/v1/completions takes prompt or prompt_embeds" in response.json()["error"]["message"]
-    assert_error(server.post("/invocations", [1]), 400, BAD_FORM, "body")
-    assert server.engine.num_unfinished_requests == 0
-    for method in ("GET", "POST"):
-        assert server.request(method, "/ping").status_code == 200
 
 
 def test_the_tokenizers_settings_are_told_on_request(server: InProcessServer, make_server: Any, tmp_path: Path) -> None:

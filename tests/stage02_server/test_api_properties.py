@@ -28,7 +28,7 @@ fields = st.sampled_from(
      "skip_special_tokens", "ignore_eos", "logit_bias", "frequency_penalty", "presence_penalty", "repetition_penalty", "allowed_token_ids", "bad_words",
      "min_tokens", "truncate_prompt_tokens", "spaces_between_special_tokens", "best_of", "prompt_logprobs", "use_beam_search",
      "length_penalty", "early_stopping", "vllm_xargs", "user", "include_stop_str_in_output", "return_token_strs",
-     "return_token_ids", "return_tokens_as_token_ids", "truncation_side", "stream_interval", "request_id", "repetition_detection", "suffix"]
+     "return_token_ids", "return_tokens_as_token_ids", "truncation_side", "stream_interval", "request_id", "suffix"]
 )  # fmt: skip
 valid = st.fixed_dictionaries(
     {"prompt": st.just("Hello"), "messages": st.just([{"role": "user", "content": "Hello"}]), "tokens": st.just([1])}

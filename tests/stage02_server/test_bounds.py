@@ -82,7 +82,6 @@ OVER: list[tuple[str, str]] = [
     (COMPLETIONS, '{"prompt": [' + "[1]," * (MANY // 2) + "[1]]}"),
     (COMPLETIONS, '{"prompt": "a", "x": [' + '"",' * MANY + '""]}'),
     (COMPLETIONS, "{" + '"":1,' * (MANY // 2) + '"prompt": "a"}'),
-    ("/invocations", "{" + '"":1,' * (MANY // 2) + '"prompt": "a"}'),
     ("/v1/messages", "[" + "{}," * (MANY // 2) + "{}]"),
     (COMPLETIONS, "[" * (MANY + 1)),
 ]
@@ -165,7 +164,6 @@ USER = {"role": "user", "content": "a"}
 FULL_SIZE: dict[str, tuple[str, str]] = {
     "token ids": ("/detokenize", '{"tokens": [' + "7," * 3_900_000 + "7]}"),
     "top-level fields": (COMPLETIONS, "{" + ",".join(f'"{n}":1' for n in range(500_000)) + "}"),
-    "keys of invocations": ("/invocations", "{" + ",".join(f'"{n}":1' for n in range(130_000)) + "}"),
     "as many token ids as allowed": (COMPLETIONS, '{"prompt": [' + "7," * 327_000 + "7]}"),
     "biases": (COMPLETIONS, json.dumps({"prompt": "a", "logit_bias": {str(n): 1 for n in range(65_000)}})),
     "wrong values": (COMPLETIONS, json.dumps({"prompt": "a", "vllm_xargs": {"x": [[]] * 65_000}})),

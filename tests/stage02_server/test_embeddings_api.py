@@ -267,22 +267,6 @@ def test_only_a_model_that_was_trained_for_it_has_shorter_vectors(
         assert said in refused(server, path, {"input": "abc", "dimensions": wrong}, 400, "dimensions")
 
 
-def test_invocations_finds_the_kind_of_vectors(pooling: InProcessServer) -> None:
-    """By the fields of the body; and the answer is the route's own."""
-    for path, body in (
-        ("/v1/embeddings", {"input": "abc"}),
-        ("/v1/embeddings", {"messages": [{"role": "user", "content": "abc"}]}),
-        ("/rerank", {"query": "ab", "documents": ["a", "b"]}),
-        ("/score", {"queries": "a", "documents": ["a", "b"]}),
-        ("/score", {"text_1": "a", "text_2": "b"}),
-    ):
-        own, found = pooling.post(path, body).json(), pooling.post("/invocations", body).json()
-        assert found.pop("id").split("-")[0] == own.pop("id").split("-")[0]
-        assert found | {"created": 0} == own | {"created": 0}
-    assert "/v1/embeddings takes input or messages" in refused(pooling, "/invocations", {"prompt": "a"}, 400, None)
-    refused(pooling, "/invocations", {"input": 1}, 400, "body.input")
-
-
 def test_an_unknown_model_is_a_404(pooling: InProcessServer) -> None:
     refused(pooling, "/v1/embeddings", {"input": "a", "model": "other"}, 404, "model")
 

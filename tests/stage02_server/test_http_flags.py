@@ -58,7 +58,7 @@ def tls_server(certificate: tuple[Path, Path], tmp_path_factory: pytest.TempPath
         *ECHO, "--host", "127.0.0.1", "--ssl-certfile", str(cert), "--ssl-keyfile", str(key), "--log-config-file",
         str(log), "--h11-max-incomplete-event-size", str(HEADER_BYTES), "--h11-max-header-count", str(HEADERS),
         "--max-request-bytes", str(BODY_BYTES), "--enable-log-requests", "--max-log-len", "4",
-        "--disable-access-log-for-endpoints", "/ping,/version", "--forwarded-allow-ips", "10.0.0.0/8, 127.0.0.1",
+        "--disable-access-log-for-endpoints", "/health,/version", "--forwarded-allow-ips", "10.0.0.0/8, 127.0.0.1",
     )  # fmt: skip
     server.url = server.wait_for(r"Serving \S+ on (https://\S+)$")[1]
     server.log = log.with_suffix(".txt")  # type: ignore[attr-defined]
@@ -104,10 +104,10 @@ def test_the_log_goes_where_the_file_says_and_is_cut(tls: httpx.Client, tls_serv
 
 
 def test_requests_to_some_paths_get_no_line(tls: httpx.Client, tls_server: ServerProcess) -> None:
-    for path in ("/ping", "/version?x=1", "/v1/models?x=1"):
+    for path in ("/health", "/version?x=1", "/v1/models?x=1"):
         assert tls.get(path).status_code == 200
     log = tls_server.log.read_text()  # type: ignore[attr-defined]
-    assert "GET /v1/models?x=1 " in log and "GET /ping" not in log and "GET /version" not in log
+    assert "GET /v1/models?x=1 " in log and "GET /health" not in log and "GET /version" not in log
 
 
 def test_a_proxy_that_is_believed_names_the_client(tls: httpx.Client, tls_server: ServerProcess) -> None:

@@ -48,7 +48,6 @@ def test_the_first_request_loads_the_routes_and_no_others(make_server: Callable[
     [
         ("GET", "/v1/messages", 405, "POST"), ("DELETE", "/v1/responses/resp_1", 405, "GET"), ("POST", "/v1/responses/a/b", 404, None),
         ("PUT", "/", 405, "GET"), ("GET", "/docs/nothing.js", 404, None), ("PATCH", "/tokenize", 405, "POST"),
-        ("GET", "/ping", 200, None), ("DELETE", "/ping", 405, "GET, POST"),
     ],
 )  # fmt: skip
 def test_the_first_request_may_be_wrong(

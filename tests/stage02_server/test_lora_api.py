@@ -31,7 +31,6 @@ BODIES: dict[str, list[dict[str, Any]]] = {
     "/v1/messages/count_tokens": [{"messages": CHAT["messages"]}],
     "/tokenize": [{"prompt": PROMPT}, {"messages": CHAT["messages"]}],
     "/detokenize": [{"tokens": [5, 6]}],
-    "/invocations": [{"prompt": PROMPT, "max_tokens": 8} | GREEDY],
 }
 """Each path whose body names a model -> bodies without it."""
 

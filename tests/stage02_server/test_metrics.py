@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +10,9 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
-from server_under_test import InProcessServer, RecordingEcho, ServerProcess, byte_config
+from server_under_test import InProcessServer, RecordingEcho, ServerProcess
 
 from stage02_server.features.admin import metrics_text
-from stage03_engine.arg_utils import EngineArgs
-from stage03_engine.errors import ConfigError
 from stage03_engine.messages import EngineCoreOutputs, SchedulerStats
 
 LABELS = {"model_name", "engine"}
@@ -154,34 +151,6 @@ def test_why_requests_wait_and_how_often_they_were_preempted(make_server: Callab
     assert f'vllm:num_requests_waiting_by_reason{{{labels},reason="deferred"}} 2.0' in text
     assert 'vllm:request_num_preemptions_bucket{engine="0",le="1.0",model_name="byte-model"} 0.0' in text
     assert 'vllm:request_num_preemptions_bucket{engine="0",le="2.0",model_name="byte-model"} 1.0' in text
-
-
-OLD_NAMES = {
-    "vllm:gpu_cache_usage_perc": 0.5, "vllm:gpu_prefix_cache_queries_total": 9.0, "vllm:gpu_prefix_cache_hits_total": 4.0,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("version", "gpu", "tpot"),
-    [(None, False, False), ("0.9.2", True, True), ("0.10", True, True), ("0.11.1", False, True), ("0.12", False, False), ("1.0", False, False)],
-)  # fmt: skip
-def test_older_names_of_metrics(version: str | None, gpu: bool, tpot: bool) -> None:
-    config = byte_config()
-    observed = replace(config.observability_config, show_hidden_metrics_for_version=version)
-    server = InProcessServer(Crowded(), replace(config, observability_config=observed))
-    try:
-        assert server.post("/v1/completions", {"prompt": "ab", "max_tokens": 3}).status_code == 200
-        values = samples(server.request("GET", "/metrics").text)
-        assert {name: values[name] for name in OLD_NAMES if name in values} == (OLD_NAMES if gpu else {})
-        assert values.get("vllm:time_per_output_token_seconds_count") == (2 if tpot else None)
-    finally:
-        server.close()
-
-
-@pytest.mark.parametrize("version", ["", "x", "0", "0.11.x", "0.11.0.0", "-1.0", "9" * 5000 + ".0"])
-def test_what_is_no_version_is_refused(version: str) -> None:
-    with pytest.raises(ConfigError, match="must be a version of vLLM such as 0.11"):
-        EngineArgs.from_kwargs(model="gpt2-tiny", show_hidden_metrics_for_version=version)
 
 
 def test_the_text_is_made_a_few_times_in_a_row_and_then_twice_a_second(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -280,7 +280,7 @@ class SaltsOfEcho(RecordingEcho):
 CHAT = {"model": "byte-model", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
 WORK: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "x", "max_tokens": 1, "n": 2, "temperature": 1}, "/v1/chat/completions": CHAT, "/v1/messages": CHAT,
-    RESPONSES: {"input": "x", "max_output_tokens": 1}, "/invocations": CHAT, "/v1/embeddings": {"input": ["x", "y"]},
+    RESPONSES: {"input": "x", "max_output_tokens": 1}, "/v1/embeddings": {"input": ["x", "y"]},
     "/pooling": {"input": "x"}, "/classify": {"input": "x"},
     **{path: {"text_1": "x", "text_2": "y"} for path in ("/score", "/v1/score")},
     **{path: {"query": "x", "documents": ["y"]} for path in ("/rerank", "/v1/rerank", "/v2/rerank")},

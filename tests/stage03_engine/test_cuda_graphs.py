@@ -33,8 +33,8 @@ from stage04_kernels.attention import AttentionMetadata
 from stage04_kernels.backends.native import graph, library
 from stage04_kernels.backends.native.graph import NotRecordableError, record
 from stage04_kernels.backends.native.linear import NativeLinear
+from stage04_kernels.features.logits_processors import LogitsRules, Penalties
 from stage04_kernels.lab.cases import make_metadata
-from stage04_kernels.logits_processors import LogitsRules, Penalties
 from stage04_kernels.sampler import SamplingMetadata, sample
 
 os.environ["TRITON_INTERPRET"] = "1"

@@ -13,6 +13,8 @@ from stage03_engine.config import VllmConfig
 from stage03_engine.core.features.spec_decode.ngram_proposer import (
     NgramProposer,
     find_continuation,
+    free_of_history,
+    needs_history,
 )
 from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import struct_of
@@ -65,13 +67,13 @@ ACTING = [name for name, seams in SamplingParams.HOOKS.items() if {"scheduler", 
 
 @pytest.mark.parametrize("name", ACTING)
 def test_what_acts_on_a_step_gets_no_drafts_unless_its_feature_says_so(name: str) -> None:
-    assert SamplingParams(**{name: VALUES.get(name, 1.5)}).needs_history == (name not in SamplingParams.WITHOUT_HISTORY)
+    assert needs_history(SamplingParams(**{name: VALUES.get(name, 1.5)})) == (name not in free_of_history())
 
 
 def test_what_needs_no_history() -> None:
-    assert {"logit_bias", "allowed_token_ids", "prompt_logprobs"} == SamplingParams.WITHOUT_HISTORY
+    assert {"logit_bias", "allowed_token_ids", "prompt_logprobs"} == free_of_history()
     plain = SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=1, logprobs=3, stop=["a"], lora="x")
-    assert not plain.needs_history
+    assert not needs_history(plain)
 
 
 def test_a_feature_that_says_nothing_gets_no_drafts() -> None:
@@ -83,7 +85,7 @@ def test_a_feature_that_says_nothing_gets_no_drafts() -> None:
     kind = struct_of(SamplingParams, [Own])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("stage03_engine.sampling_params._DEFAULTS", kind())
-        assert kind(own=1).needs_history and not kind().needs_history
+        assert needs_history(kind(own=1)) and not needs_history(kind())
 
 
 def test_defaults_of_the_lookup_lengths() -> None:

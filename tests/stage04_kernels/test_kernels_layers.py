@@ -13,12 +13,12 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 
 from stage04_kernels.attention import BACKENDS, get_backend
 from stage04_kernels.backends.native import library
+from stage04_kernels.features.rope import apply_rope, rope_cos_sin, rope_frequencies, scale_linear, scale_llama3
 from stage04_kernels.lab import layers_reference
 from stage04_kernels.lab.cases import make_attention_case
 from stage04_kernels.lab.tolerances import TOLERANCES
 from stage04_kernels.layers import rms_norm
 from stage04_kernels.paged_attention import gather_plan
-from stage04_kernels.rope import apply_rope, rope_cos_sin, rope_frequencies, scale_linear, scale_llama3
 
 DTYPES = list(TOLERANCES)
 ABSENT = {"triton"} | ({"native"} if library.problem() else set())

@@ -9,10 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from stage04_kernels.lab import logits_reference, sampler_reference as reference
-from stage04_kernels.lab.check_sampling import random_logits
-from stage04_kernels.lab.logits_cases import apply_rules_reference, random_rules
-from stage04_kernels.logits_processors import (
+from stage04_kernels.features.logits_processors import (
     LogitsRules,
     Pairs,
     Penalties,
@@ -20,6 +17,9 @@ from stage04_kernels.logits_processors import (
     apply_rules,
     forbidden_by_bad_words,
 )
+from stage04_kernels.lab import logits_reference, sampler_reference as reference
+from stage04_kernels.lab.check_sampling import random_logits
+from stage04_kernels.lab.logits_cases import apply_rules_reference, random_rules
 from stage04_kernels.sampler import SamplingMetadata, sample
 
 NUM_DRAWS, VOCAB = 50_000, 12

@@ -18,10 +18,10 @@ from torch.nn import functional as F
 
 from stage04_kernels.attention import get_backend
 from stage04_kernels.backends.native import library
+from stage04_kernels.features.rope import rope_cos_sin, rope_frequencies
 from stage04_kernels.lab.cases import make_attention_case, make_metadata
 from stage04_kernels.lab.tolerances import TOLERANCES
 from stage04_kernels.layers import TORCH, layer_kernels
-from stage04_kernels.rope import rope_cos_sin, rope_frequencies
 from stage04_kernels.sampler import SamplingMetadata, sample, sample_random
 
 pytestmark = pytest.mark.skipif(library.problem() is not None, reason=str(library.problem()))

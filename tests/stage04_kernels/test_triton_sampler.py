@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from stage04_kernels.features.logits_processors import Penalties, apply_penalties
 from stage04_kernels.lab import sampler_reference
 from stage04_kernels.lab.check_triton import draw_slowly
-from stage04_kernels.logits_processors import Penalties, apply_penalties
 from stage04_kernels.sampler import SamplingMetadata, gather_logprobs, sample
 from stage04_kernels.triton_kernels.logprobs import gather_logprobs_triton
 from stage04_kernels.triton_kernels.sampler import sample_triton

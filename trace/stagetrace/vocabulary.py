@@ -291,8 +291,6 @@ _ROWS = [
     Row("zmq.outputs_received", 9, ENGINE, {"num_outputs": "int"}, "The front end decoded them.", "v1/engine/core_client.py get_output_async"),
     Row("request.detokenized", 9, ENGINE, {"num_tokens": "int", "characters": "int", "text": "str | None", "token_ids": "list[int]"},
         "New tokens became text that is safe to send; text and ids only with --trace-prompts.", "v1/engine/detokenizer.py IncrementalDetokenizer.update"),
-    _optional("request.repetition_found", 9, ENGINE, {"pattern_size": "int"}, "The output ended with one pattern of tokens several times in a row; the engine is told to stop.",
-        "v1/core/sched/utils.py check_sequence_repetition"),
     _optional("request.stop_matched", 9, ENGINE, {"stop": "str | None"}, "A stop string appeared (which one: only with --trace-prompts); the engine is told to stop.", "v1/engine/detokenizer.py check_stop_strings"),
     Row("request.collected", 9, ENGINE, {"finished": "bool"}, "The output is in the request's collector.", "v1/engine/output_processor.py RequestOutputCollector.put"),
     Row("generate.yield", 9, ENGINE, {"number": "int", "finished": "bool"}, "AsyncLLM.generate handed its n-th output to its caller; the number of the finished one is how many there were.", "v1/engine/async_llm.py generate"),

@@ -23,7 +23,7 @@ from __future__ import annotations
 import torch  # noqa: F401
 from torch import Tensor
 
-from stage04_kernels.logits_processors import Penalties, apply_rules  # noqa: F401
+from stage04_kernels.features.logits_processors import Penalties, apply_rules  # noqa: F401
 from stage04_kernels.sampler import SamplerOutput, SamplingMetadata, exponential_noise, gather_logprobs, report_named  # noqa: F401 - given, for you to call
 
 

@@ -93,7 +93,7 @@ class RequestState(Mechanics):
         Tokens after the one that completed the stop string do not count, nor do their log-probabilities. A finish_reason STOP of the
         engine says that the newest token is an end-of-text or stop token, which is no text: finished_by_token=True. (If
         output.ends_with_text is set it is text all the same.) At the end: tell_text(self, output, shown, stop).
-        What features add beside this (self.hooks, self.prompt_logprobs) you may leave out.
+        What features add beside this (self.prompt_logprobs) you may leave out.
         """
         raise NotImplementedError
 

@@ -5,7 +5,7 @@ heartbeat would prove nothing; and the loop sends something at each step and aft
 request, silence means nothing. But an answer that is owed stays owed when its clients give up: the engine must first react
 to that.
 
-The state is computed when somebody asks for it: /health, /ping or /metrics. Requests are still accepted, and wait for the engine, which
+The state is computed when somebody asks for it: /health or /metrics. Requests are still accepted, and wait for the engine, which
 may come back. vLLM's /health only knows whether the engine process has ended.
 """
 

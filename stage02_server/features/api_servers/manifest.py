@@ -69,7 +69,7 @@ def _check_headless(args: Any) -> None:
         raise ConfigError(
             f"headless starts no API server, and api_server_count is {args.api_server_count}; leave one of them out"
         )
-    if args.engine != "core" or args.in_process:
+    if getattr(args, "engine", "core") != "core" or getattr(args, "in_process", False):
         raise ConfigError(
             "headless starts engines with a model, each in a process of its own: leave out engine and in_process"
         )

@@ -34,11 +34,16 @@ ECHO_ENGINE = "stage02_server.features.echo_engine.echo_engine"
 WITH_FRONT_ENDS = "stage02_server.features.api_servers.launch:with_front_ends"
 
 
+def has_a_model(settings: Mapping[str, Resolved]) -> bool:
+    """False for the echo engine."""
+    return "engine" not in settings or settings["engine"].value == "core"
+
+
 def check_start(config: VllmConfig, settings: Mapping[str, Resolved]) -> None:
     """Raises the StagesError of the start. Ends the recording of the trace: what is tried here is no part of it."""
     trace.close()
     _check_number_of_engines(config, settings)
-    if settings["engine"].value == "core":
+    if has_a_model(settings):
         _check_device(config)
     _check_scheduler(config)
     for path in getattr(config.model_config, "logits_processors", None) or ():  # not imported: it needs torch
@@ -57,7 +62,7 @@ def check_start(config: VllmConfig, settings: Mapping[str, Resolved]) -> None:
 def _check_number_of_engines(config: VllmConfig, settings: Mapping[str, Resolved]) -> None:
     """What works with one engine, or with engines that the server starts itself."""
     for name, value, who in (("in_process", True, "--in-process"), ("engine", "echo", "--engine echo")):
-        if settings[name].value == value:
+        if name in settings and settings[name].value == value:
             check_one_engine(config, who)
     if "api_server_count" in settings and (settings["api_server_count"].value or 1) > 1:
         load(WITH_FRONT_ENDS)(config, _frontend_args(settings))

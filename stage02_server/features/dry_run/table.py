@@ -12,7 +12,7 @@ from typing import Any
 
 from stage02_server.cli_args import FrontendArgs
 from stage02_server.features.dry_run.memory import check_kv_cache, reckon, rows
-from stage02_server.features.dry_run.start_checks import check_start
+from stage02_server.features.dry_run.start_checks import check_start, has_a_model
 from stage03_engine.args import Resolved, settings_of
 from stage03_engine.config import SECTIONS, VllmConfig
 from stage03_engine.plugins import STAGES, absent_features, features
@@ -31,7 +31,7 @@ def table(config: VllmConfig, settings: Mapping[str, Resolved]) -> str:
     groups.append(("Model", _model_rows(config)))
     if "transcription" not in config.supported_tasks:  # a core of its own, without a paged KV cache
         memory = reckon(config)
-        if settings["engine"].value == "core":
+        if has_a_model(settings):
             check_kv_cache(config, memory)
         groups.append(("Memory", rows(config, memory)))
     groups += [("Features", others)] if (others := _features()) else []

@@ -18,7 +18,7 @@ from stage02_server.middleware import TENANT, route_path
 
 OPEN_PATHS = frozenset(
     [
-        "/", "/health", "/ping", "/metrics", "/version", "/load", "/openapi.json", "/docs", "/redoc",
+        "/", "/health", "/metrics", "/version", "/load", "/openapi.json", "/docs", "/redoc",
         "/docs/swagger-ui-bundle.js", "/docs/swagger-ui.css", "/docs/redoc.standalone.js",
     ]
 )  # fmt: skip

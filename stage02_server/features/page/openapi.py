@@ -18,11 +18,11 @@ from stage02_server.routes import router
 from stage03_engine.mixins import is_there, load
 from stage03_engine.plugins import features
 
-EMPTY = {"/health", "/ping", "/reset_prefix_cache"}
+EMPTY = {"/health", "/reset_prefix_cache"}
 """Routes whose 200 has no body."""
 
 STREAMED = {
-    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/responses/{response_id}", "/v1/messages", "/invocations",
+    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/responses/{response_id}", "/v1/messages",
 }  # fmt: skip
 """Routes that answer with server-sent events where the request asks for them."""
 

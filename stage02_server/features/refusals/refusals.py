@@ -25,6 +25,9 @@ ABSENT: dict[str, tuple[str, str]] = {
     "/v1/chat/completions/batch": ("POST", "send one request per chat to /v1/chat/completions; they run together"),
     "/inference/v1/generate": ("POST", "send token ids as prompt to /v1/completions"),
     "/v1/realtime": ("GET", "its model writes text and has no realtime task"),
+    # SageMaker's names for them
+    "/invocations": ("POST", "send the body to the route that it is meant for, such as /v1/chat/completions"),
+    "/ping": ("GET", "ask /health"),
     # The engine's internals
     "/kv_event_sources": ("GET", "events of the KV cache are not published; --trace records them"),
     "/scale_elastic_ep": ("POST", _NO_EXPERTS),
@@ -86,7 +89,6 @@ OFF: dict[str, tuple[str, str]] = {
 
 FEATURES: dict[str, tuple[str, ...]] = {
     "stage02_server.features.tokenize.tokenize": ("POST /tokenize", "POST /detokenize"),
-    "stage02_server.features.sagemaker.sagemaker": ("POST /invocations",),
     "stage02_server.features.admin.routes": (
         "GET /load", "GET /server_info", "POST /abort_requests", "POST /start_profile", "POST /stop_profile",
         "POST /reset_prefix_cache",

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, Field, FiniteFloat, WrapValidator
+from pydantic import Field, FiniteFloat, WrapValidator
 
 from stage02_server.protocol_types import Int32, Int64, ListOf, RequestFields, Text
 from stage03_engine.errors import InvalidRequestError
@@ -30,19 +30,11 @@ def _some_at_once(value: Any, validate: Callable[[Any], dict[str, Any]]) -> dict
 MapOf = Annotated[dict[Text, V], WrapValidator(_some_at_once)]
 
 _SAME_NAME = (
-    "best_of", "logprob_token_ids", "min_p", "repetition_penalty", "allowed_token_ids", "bad_words",
+    "best_of", "logprob_token_ids", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "allowed_token_ids", "bad_words",
     "min_tokens", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens",
     "spaces_between_special_tokens", "truncate_prompt_tokens", "truncation_side", "stream_interval",
 )  # fmt: skip
 """Fields that go into `SamplingParams` as they are."""
-
-
-class RepetitionDetection(BaseModel):
-    """When an output that repeats itself is ended."""
-
-    max_pattern_size: Int32 = Field(default=0, description="Number of tokens of the longest pattern to look for.")
-    min_pattern_size: Int32 = Field(default=0, description="Number of tokens of the shortest pattern to look for.")
-    min_count: Int32 = Field(default=0, description="How many times in a row the pattern must occur.")
 
 
 class SamplingFields(RequestFields):
@@ -52,6 +44,10 @@ class SamplingFields(RequestFields):
         default=None,
         description="Sample only tokens with at least this share of the likeliest token's probability.",
     )
+    frequency_penalty: FiniteFloat | None = Field(
+        default=0.0, description="Lowers a token's logit each time it is used."
+    )
+    presence_penalty: FiniteFloat | None = Field(default=0.0, description="Lowers the logit of a used token once.")
     repetition_penalty: FiniteFloat | None = Field(
         default=None, description="Above 1: tokens of the prompt and of the answer become less likely."
     )
@@ -81,9 +77,6 @@ class SamplingFields(RequestFields):
     )
     stream_interval: Int32 | None = Field(default=None, description="Tokens from one chunk of the stream to the next.")
     best_of: Int32 | None = Field(default=None, description="Generate this many answers and return the n likeliest.")
-    repetition_detection: RepetitionDetection | None = Field(
-        default=None, description="End an answer that repeats itself."
-    )
     logprob_token_ids: ListOf[Int64] | None = Field(
         default=None,
         description="With logprobs: report the log probabilities of these tokens instead of the likeliest ones.",
@@ -94,10 +87,6 @@ class SamplingFields(RequestFields):
 
     def apply(self, params: dict[str, Any]) -> None:
         """Raises InvalidRequestError for sizes and counts that make no sense, and for biases of what is no token id."""
-        if self.repetition_detection is not None:
-            from stage03_engine.params.repetition_detection import RepetitionDetectionParams
-
-            params["repetition_detection"] = RepetitionDetectionParams(**dict(self.repetition_detection))
         for name in _SAME_NAME:
             if (value := getattr(self, name)) is not None:
                 params[name] = value

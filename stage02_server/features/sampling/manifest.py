@@ -1,4 +1,4 @@
-"""Request fields that are vLLM's own, beside OpenAI's."""
+"""Request fields of sampling that few requests need."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from stage03_engine.plugins import Feature, Part
 
 FEATURE = Feature(
     name="sampling",
-    help="request fields of vLLM's: min_p, stop_token_ids, bad_words, repetition_penalty, ...",
+    help="request fields of sampling: penalties, biases, min_p, stop_token_ids, bad_words, ...",
     room=__package__,
     parts=(Part("request", ".fields:SamplingFields", key="SamplingRequest"),),
 )

@@ -106,7 +106,7 @@ class FunctionCall(BaseModel):
 class ToolCall(BaseModel):
     """A tool call of the answer."""
 
-    id: str = Field(description="The id of the answer.")
+    id: str = Field(description="Its id, which the message with its result names.")
     type: Literal["function"] = Field(default="function", description="What it is.")
     function: FunctionCall = Field(description="The function.")
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from stage04_kernels.attention import AttentionMetadata
 from stage04_kernels.backends.native.layers import functions_of
-from stage04_kernels.paged_attention import paged_attention_torch, torch_attention, write_kv
-from stage04_kernels.rope import Rotation, apply_rope
+from stage04_kernels.paged_attention import paged_attention_torch, rotated, torch_attention, write_kv
 
 FUNCTIONS = functions_of("attention", "pppppppppplllllllllllfi")
 
@@ -24,13 +23,12 @@ def is_supported(query: Tensor, kv_cache: Tensor) -> bool:
 
 def native_attention(
     query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, scale: float,
-    window: int | None = None, rotation: Rotation | None = None, /,
+    window: int | None = None, rotation: tuple[Tensor, Tensor] | None = None, /,
 ) -> Tensor:  # fmt: skip
     """As `AttentionBackend`. Number formats that it does not know take the torch path."""
     if not is_supported(query, kv_cache):
         return torch_attention(query, key, value, kv_cache, metadata, scale, window, rotation)
-    if rotation is not None:
-        query, key = apply_rope(query, *rotation), apply_rope(key, *rotation)
+    query, key = rotated(query, key, rotation)
     return _call(query, _rows(key), _rows(value), kv_cache, metadata, scale, window)
 
 

@@ -3,12 +3,17 @@ are torch's."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
+from stage04_kernels.attention import load
 from stage04_kernels.backends.native.library import function
-from stage04_kernels.logits_processors import Penalties, apply_penalties
 from stage04_kernels.sampler import SamplerKernels, SamplingMetadata, gather_logprobs, transform_rows
+
+if TYPE_CHECKING:
+    from stage04_kernels.features.logits_processors import Penalties
 
 DRAW = function("draw", "pppplli")
 
@@ -16,7 +21,7 @@ DRAW = function("draw", "pppplli")
 def draw(logits: Tensor, metadata: SamplingMetadata, penalties: Penalties | None) -> Tensor:
     """Penalties, transforms and draws of all rows: float32 logits [num_rows, vocab] on a CPU -> [num_rows] int64."""
     if penalties is not None:
-        logits = apply_penalties(logits, penalties)
+        logits = load("stage04_kernels.features.logits_processors:apply_penalties")(logits, penalties)
     token_ids = logits.argmax(dim=-1)
     if metadata.random_rows:
         rows = torch.tensor(metadata.random_rows)

@@ -168,7 +168,7 @@ def ended(args: dict[str, Any], request: RequestState, settings: dict[str, Any])
         "stop_token": "the newest token is one of its stop_token_ids",
         "length": full,
         "grammar": "its grammar allows nothing more, or failed",
-        "outside": "between two steps the engine was told to (the client left, or a stop string or a repetition came), or its grammar was refused",
+        "outside": "between two steps the engine was told to (the client left, or a stop string came), or its grammar was refused",
     }.get(args["by"], args["by"])
     return f"It ended ({args['reason']}): {why}. It gave {count(args['freed_blocks'], 'block')} back."
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from stage04_kernels.logits_processors import *  # noqa: F403
-from stage04_kernels.logits_processors import apply_rules
+from stage04_kernels.features.logits_processors import *  # noqa: F403
+from stage04_kernels.features.logits_processors import apply_rules
 from stage04_kernels.sampler import *  # noqa: F403
 from stage04_kernels.sampler import SamplerOutput, SamplingMetadata, sample as reference
 

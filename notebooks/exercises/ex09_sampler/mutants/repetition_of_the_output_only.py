@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from stage04_kernels.logits_processors import Penalties, apply_penalties as reference
+from stage04_kernels.features.logits_processors import Penalties, apply_penalties as reference
 from stage04_kernels.sampler import *  # noqa: F403
 
 REJECTED = "concerns every token of the prompt or of the output"

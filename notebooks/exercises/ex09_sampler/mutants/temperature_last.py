@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from stage04_kernels.logits_processors import *  # noqa: F403
+from stage04_kernels.features.logits_processors import *  # noqa: F403
 from stage04_kernels.sampler import *  # noqa: F403
 from stage04_kernels.sampler import SamplingMetadata, transform_rows as reference
 

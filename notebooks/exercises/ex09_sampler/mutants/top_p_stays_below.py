@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stage04_kernels.logits_processors import *  # noqa: F403
+from stage04_kernels.features.logits_processors import *  # noqa: F403
 from stage04_kernels.sampler import *  # noqa: F403
 
 REJECTED = "whose probabilities reach top_p"

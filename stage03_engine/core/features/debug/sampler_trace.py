@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from stage03_engine.core.hooks import RunnerHook
 from stage03_engine.core.input_batch import StepInputs
 from stage03_engine.core.sched_output import SchedulerOutput
 from stage03_engine.sampling_params import SamplingParams
-from stage04_kernels.logits_processors import LogitsRules
 from stage04_kernels.sampler import SamplingMetadata
 from stagetrace import trace
+
+if TYPE_CHECKING:
+    from stage04_kernels.features.logits_processors import LogitsRules
 
 
 class SamplerTraceHook(RunnerHook):
@@ -22,7 +26,8 @@ class SamplerTraceHook(RunnerHook):
         """One event per transform."""
         step, batch = scheduler_output.step, self.runner.batch
         params = [batch.requests[row].sampling_params for row in inputs.sampled]
-        trace_rules(metadata.rules, step)
+        rules: Any = metadata.rules  # LogitsRules: nothing else makes any
+        trace_rules(rules, step)
         for transform, count in _transforms(params, metadata):
             if trace.on:
                 trace.emit("sampler.transform", step=step, transform=transform, rows=count)
@@ -61,7 +66,7 @@ def _transforms(params: list[SamplingParams], metadata: SamplingMetadata) -> lis
 
 
 def _rules(metadata: SamplingMetadata) -> list[tuple[str, int]]:
-    rules = metadata.rules
+    rules: Any = metadata.rules
     if rules is None:
         return []
     pairs = [("allowed_tokens", rules.allowed), ("forbidden_tokens", rules.forbidden)]

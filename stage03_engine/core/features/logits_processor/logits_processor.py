@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from stage03_engine.config import VllmConfig
+from stage03_engine.core.features.own_classes.construct import construct, import_class
 from stage03_engine.core.hooks import RunnerHook
 from stage03_engine.core.sched_output import SchedulerOutput
 from stage03_engine.errors import ConfigError
-from stage03_engine.mixins import construct, import_class
 from stage03_engine.sampling_params import SamplingParams
 from stage04_kernels.sampler import RowsTransform, SamplingMetadata
 from stagetrace import trace

@@ -18,7 +18,7 @@ from stage03_engine.config import VllmConfig
 from stage03_engine.core.hooks import RunnerHook
 from stage03_engine.core.sched_output import NewRequestData, SchedulerOutput
 from stage03_engine.sampling_params import SamplingParams
-from stage04_kernels.logits_processors import LogitsRules, Pairs, Penalties, forbidden_by_bad_words
+from stage04_kernels.features.logits_processors import LogitsRules, Pairs, Penalties, forbidden_by_bad_words
 from stage04_kernels.sampler import SamplingMetadata, to_device
 
 if TYPE_CHECKING:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 
 from stage03_engine.core.input_batch import InputBatch, StepInputs, make_metadata
 from stage03_engine.core.model_runner import ModelRunner
-from stage04_kernels.logits_processors import LogitsRules, Penalties
+from stage03_engine.mixins import is_there
 from stage04_kernels.sampler import SamplingMetadata, sample, to_device
+
+if TYPE_CHECKING:
+    from stage04_kernels.features.logits_processors import LogitsRules
 
 CPU_PROFILE_TOKENS = 256
 MAX_LOGPROBS = 20
@@ -63,12 +68,22 @@ def sampling_settings(
     rows: int, vocab: int, device: torch.device, filtered: bool, penalised: bool, num_logprobs: int | None
 ) -> SamplingMetadata:
     """Every row draws through top-k, top-p and min-p, or is greedy; with penalties or without."""
-    zeros, seen, factors = [0] * rows, torch.zeros(rows, vocab, device=device), torch.ones(rows, device=device)
-    penalties = Penalties(torch.arange(rows, device=device), seen.bool(), seen, factors, factors, factors)
-    rules = LogitsRules(penalties=penalties) if penalised else None
+    zeros, rules = [0] * rows, penalties_of_all(rows, vocab, device) if penalised else None
     temperature, top_k, top_p, min_p = (1.0, vocab, 0.9, 0.01) if filtered else (0.0, 0, 1.0, 0.0)
     columns = ([temperature] * rows, [top_k] * rows, [top_p] * rows, [min_p] * rows)
     return SamplingMetadata.from_lists(*columns, zeros, zeros, num_logprobs, device, rules)
+
+
+def penalties_of_all(rows: int, vocab: int, device: torch.device) -> LogitsRules | None:
+    """A penalty for every row; None without the feature that has penalties."""
+    if not is_there("stage04_kernels.features.logits_processors"):
+        return None
+    from stage04_kernels.features.logits_processors import LogitsRules, Penalties
+
+    seen, factors = torch.zeros(rows, vocab, device=device), torch.ones(rows, device=device)
+    return LogitsRules(
+        penalties=Penalties(torch.arange(rows, device=device), seen.bool(), seen, factors, factors, factors)
+    )
 
 
 def dummy_inputs(batch: InputBatch, lengths: list[int], device: torch.device) -> StepInputs:

@@ -8,5 +8,8 @@ FEATURE = Feature(
     name="own_classes",
     help="a scheduler or a block pool of your own",
     room=__package__,
-    parts=(Part("engine", ".own_classes:make_scheduler", key="own_scheduler"),),
+    parts=(
+        Part("engine", ".own_classes:make_scheduler", key="own_scheduler"),
+        Part("engine", ".construct:construct", key="construct"),
+    ),
 )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.block_pool import BlockPool
+from stage03_engine.core.features.own_classes.construct import construct
 from stage03_engine.core.hooks import SchedulerHook
 from stage03_engine.core.kv_cache_manager import cdiv
 from stage03_engine.core.request import Request
 from stage03_engine.core.scheduler import Scheduler
 from stage03_engine.errors import InvalidRequestError
-from stage03_engine.mixins import construct
 
 
 def make_scheduler(config: VllmConfig, num_blocks: int, hash_seed: bytes) -> Scheduler:

@@ -6,6 +6,8 @@ Source: Saxena 2023, "Prompt Lookup Decoding".
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 
 from stage03_engine.config import VllmConfig
@@ -16,6 +18,8 @@ from stage03_engine.core.input_batch import InputBatch, StepInputs
 from stage03_engine.core.kv_cache_manager import cdiv
 from stage03_engine.core.model_runner import ModelRunner
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
+from stage03_engine.plugins import loaded
+from stage03_engine.sampling_params import SamplingParams
 from stage04_kernels.features.rejection_sampler import num_accepted
 from stage04_kernels.sampler import SamplerOutput, to_device
 from stagetrace import trace
@@ -37,6 +41,19 @@ def find_continuation(tokens: np.ndarray, shortest: int, longest: int) -> int | 
     return int(found[-1]) + 1 if len(found) else None
 
 
+@cache
+def free_of_history() -> frozenset[str]:
+    """The sampling parameters whose effect on a position does not depend on the tokens before it: their features say so."""
+    return frozenset(field for part in loaded("params") for field in getattr(part, "WITHOUT_HISTORY", ()))
+
+
+def needs_history(params: SamplingParams) -> bool:
+    """Must every token be known before the next one is sampled? So it is with each parameter that acts on a step, unless its
+    feature says otherwise: a wrong guess would be a wrong token."""
+    acting = (field for field, seams in params.used() if not seams.keys().isdisjoint(("scheduler", "runner")))
+    return any(field not in free_of_history() for field in acting)
+
+
 class NgramProposer:
     """Proposes `num_speculative_tokens` tokens, or none."""
 
@@ -56,10 +73,8 @@ class NgramProposer:
         """Drafts for the next step, of those `rows` that may have some: request id -> token ids."""
         drafts: dict[str, list[int]] = {}
         for row in rows:
-            if batch.requests[
-                row
-            ].sampling_params.needs_history:  # drafts are sampled before it is known which are kept
-                continue
+            if needs_history(batch.requests[row].sampling_params):
+                continue  # drafts are sampled before it is known which are kept
             proposed = self.propose(batch.token_ids[row, : batch.num_tokens[row]])
             if proposed:
                 drafts[batch.request_ids[row]] = proposed

@@ -23,8 +23,8 @@ from torch.nn import functional as F
 from stage03_engine.core.models.layers import LanguageModel, Linear, assign_weights, embedding
 from stage03_engine.model_shape import ModelShape
 from stage04_kernels.attention import AttentionMetadata, get_backend
+from stage04_kernels.features.rope import Rotation, rope_cos_sin, rope_frequencies, scale_linear, scale_llama3
 from stage04_kernels.layers import layer_kernels
-from stage04_kernels.rope import Rotation, rope_cos_sin, rope_frequencies, scale_linear, scale_llama3
 
 
 def frequencies_of(shape: ModelShape) -> Tensor:

@@ -17,7 +17,9 @@ from stage03_engine.args.check import check_one_engine
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import EngineDeadError, EngineStartError, StagesError
 from stage03_engine.frontend.core_client import AsyncEngineCoreClient
+from stage03_engine.frontend.features.in_process.inproc_client import MAKE_CORE
 from stage03_engine.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady, refusal
+from stage03_engine.mixins import load
 from stage03_engine.tracing import trace_message
 from stagetrace import trace
 
@@ -41,6 +43,11 @@ class SteppedCore(Protocol):
 
     @property
     def has_unfinished_requests(self) -> bool: ...
+
+
+def serve_in_process(config: VllmConfig) -> AsyncInprocClient:
+    """The client of a core that is made here: no other way brings torch into this process. Raises ConfigError."""
+    return AsyncInprocClient(config, load(MAKE_CORE))
 
 
 class AsyncInprocClient(AsyncEngineCoreClient):

@@ -11,7 +11,6 @@ from prometheus_client.metrics import MetricWrapperBase
 from stage03_engine.config import VllmConfig
 from stage03_engine.frontend.metrics import FinishedStats, IterationStats, StatLogger
 from stage03_engine.messages import FinishReason, SchedulerStats
-from stage03_engine.plugins import parts
 
 TTFT_BUCKETS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0
@@ -137,8 +136,6 @@ class _EngineMetrics:
         self._add_reasons(families, values)
         self._seen = SchedulerStats()
         _cache_config_info(config, families, engine=values["engine"])
-        hidden = (part for part in parts("engine", "hidden_metrics") if part.is_on(config.observability_config))
-        self._more: list[StatLogger] = [part.load()(config, families, values) for part in hidden]
 
     def _add_reasons(self, families: Families, values: dict[str, str]) -> None:
         """The metrics that have a label more, with each of its values from the start."""
@@ -156,8 +153,6 @@ class _EngineMetrics:
 
     def record(self, scheduler: SchedulerStats | None, iteration: IterationStats) -> None:
         """Add the numbers of one step."""
-        for logger in self._more:
-            logger.record(scheduler, iteration)
         if scheduler is not None:
             self._record_scheduler(scheduler)
         self._prompt_tokens.inc(iteration.num_prompt_tokens)

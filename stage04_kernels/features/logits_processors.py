@@ -6,7 +6,7 @@ pairs: `rows[i]` and `tokens[i]` name one logit. The slow twins are in lab/logit
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -40,6 +40,10 @@ class LogitsRules:
     forbidden: Pairs | None = None  # bad words at their last token, and what would end a row before its min_tokens
     bias: tuple[Pairs, Tensor] | None = None  # pairs, and what to add to each [num_pairs] float32
     penalties: Penalties | None = None
+
+    def apply(self, logits: Tensor, penalties: bool) -> Tensor:
+        """The logits after all rules; without `penalties`, all but those."""
+        return apply_rules(logits, self if penalties else replace(self, penalties=None))
 
 
 def apply_allowed(logits: Tensor, pairs: Pairs) -> Tensor:
