@@ -151,6 +151,7 @@ SEAMS = {
     "call": ("stage03_engine", "a method of the engine core that clients may call; the key is its name"),
     "llm": ("stage03_engine", "a method of LLM; the key is its name"),
     "policy": ("stage03_engine", "a queue class; the key is the scheduling policy"),
+    "replay": ("stage03_engine", "stands for a hook, or a scheduler, in a replay; the key is its name in a recording"),
     "stats": ("stage03_engine", "a StatLogger; the key says who makes it: engine or server"),
     "engine": ("stage03_engine", "one thing that the engine asks for by its key, if it is there"),
 }

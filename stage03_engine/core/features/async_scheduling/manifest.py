@@ -8,7 +8,7 @@ from typing import Any
 
 from stage03_engine.args.fields import option
 from stage03_engine.errors import ConfigError
-from stage03_engine.plugins import Feature
+from stage03_engine.plugins import Feature, Part
 
 _ROOM = "stage03_engine.core.features.async_scheduling."
 SCHEDULER = _ROOM + "async_scheduler:AsyncScheduler"
@@ -51,5 +51,6 @@ FEATURE = Feature(
     help="decide a step while the model still runs the one before it",
     room=__package__,
     settings={"SchedulerConfig": AsyncScheduling, "VllmConfig": AsyncSchedulingFlags},
+    parts=(Part("replay", SCHEDULER, key=SCHEDULER),),
     conflicts={("async_scheduling", "speculative_config"): "drafts follow from tokens that are not known yet"},
 )

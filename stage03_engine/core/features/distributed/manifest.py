@@ -9,7 +9,7 @@ from typing import Any
 from stage03_engine.args.fields import internal, option
 from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import is_there
-from stage03_engine.plugins import Feature
+from stage03_engine.plugins import Feature, Part
 
 _ROOM = "stage03_engine.core.features.distributed."
 EXECUTORS = {
@@ -220,6 +220,7 @@ FEATURE = Feature(
     help="several workers for one model: tensor parallelism, pipeline stages, processes, Ray, torchrun, several machines",
     room=__package__,
     settings={"SchedulerConfig": PipelineStages, "VllmConfig": ParallelFlags},
+    parts=(Part("replay", PIPELINE_SCHEDULER, key=PIPELINE_SCHEDULER),),
     conflicts={
         ("pipeline_parallel_size", "async_scheduling"): "the steps of several stages overlap already",
         ("pipeline_parallel_size", "speculative_config"): "only the last stage would know which drafts were accepted",

@@ -9,7 +9,7 @@ from typing import Any
 from stage03_engine.args.fields import internal, option
 from stage03_engine.args.parser import check_keys
 from stage03_engine.errors import ConfigError
-from stage03_engine.plugins import Feature
+from stage03_engine.plugins import Feature, Part
 
 _ROOM = "stage03_engine.core.features.kv_transfer."
 CONNECTORS = ("SharedStorageConnector", "ExampleConnector")  # two names of one connector, in vLLM 0.11 and later
@@ -121,6 +121,10 @@ FEATURE = Feature(
     help="KV-cache blocks in a folder, which other engines and later starts find again",
     room=__package__,
     settings={"VllmConfig": KVTransferFlags},
+    parts=tuple(
+        Part("replay", ".recorded_transfers:RecordedTransfersHook", key=used)
+        for used in ("kv_transfer", "kv_transfer.writing")
+    ),
     after=("lora",),  # the hashes of a request's blocks must be whole before they are looked up
     conflicts={
         ("kv_transfer_config", "tensor_parallel_size"): "each worker has only a slice of a block",

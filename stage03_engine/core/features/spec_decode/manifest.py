@@ -9,7 +9,7 @@ from typing import Any
 from stage03_engine.args.fields import internal, option
 from stage03_engine.args.parser import check_keys
 from stage03_engine.errors import ConfigError
-from stage03_engine.plugins import Feature
+from stage03_engine.plugins import Feature, Part
 
 KEYS = ("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
 DEFAULT_LOOKUP = 5  # vLLM's, when neither bound is given
@@ -95,4 +95,5 @@ FEATURE = Feature(
     room=__package__,
     also=("stage04_kernels.features.rejection_sampler",),
     settings={"VllmConfig": SpecDecodeFlags},
+    parts=(Part("replay", ".recorded_drafts:RecordedDraftHook", key="spec.proposed"),),
 )

@@ -78,6 +78,7 @@ FEATURE = Feature(
             "stage02_server.features.structured_outputs.fields:StructuredOutputsFields",
             key="SamplingRequest",
         ),
+        Part("replay", ".recorded_grammars:RecordedGrammarHook", key="grammar"),
     ),
     after=("beam_search",),
 )

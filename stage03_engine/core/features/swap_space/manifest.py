@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stage03_engine.args.fields import option
-from stage03_engine.plugins import Feature
+from stage03_engine.plugins import Feature, Part
 
 
 @dataclass(frozen=True)
@@ -46,4 +46,5 @@ FEATURE = Feature(
     help="a preempted request's KV-cache blocks go to CPU memory, instead of being computed again",
     room=__package__,
     settings={"CacheConfig": SwapSpaceSize, "SchedulerConfig": PreemptionMode, "VllmConfig": SwapSpaceFlags},
+    parts=(Part("replay", ".recorded_swaps:RecordedSwapHook", key="num_swap_blocks"),),
 )
