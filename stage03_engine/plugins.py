@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import EACH, attributes, is_there, load
+from stagetrace.vocabulary import Row, declare
 
 T = TypeVar("T")
 
@@ -210,8 +211,10 @@ class Feature:
         default_factory=dict
     )  # two settings that cannot both be given -> why
     variables: tuple[str, ...] = ()  # of the environment, which stand for no setting: it reads them itself
+    events: tuple[str | Row, ...] = ()  # of the trace, that it emits; a feature of another package adds its own rows
 
     def __post_init__(self) -> None:
+        declare(self.events)
         own = (replace(part, name=self._whole(part.name), feature=self.name) for part in self.parts)
         object.__setattr__(self, "parts", tuple(own))
 

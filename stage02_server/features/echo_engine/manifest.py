@@ -9,4 +9,5 @@ FEATURE = Feature(
     help="an engine without a model that answers with the prompt",
     room=__package__,
     parts=(Part("client", ".echo_engine:EchoCoreClient", key="echo"),),
+    events=("client.created",),
 )

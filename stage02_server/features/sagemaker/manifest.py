@@ -9,4 +9,5 @@ FEATURE = Feature(
     help="the two addresses that Amazon SageMaker asks: /invocations and /ping",
     room=__package__,
     parts=(Part("routes", ".sagemaker:install", paths={"/ping": "", "/invocations": "invocation-"}, late=True),),
+    events=("request.named",),
 )

@@ -130,4 +130,5 @@ FEATURE = Feature(
         ("kv_transfer_config", "tensor_parallel_size"): "each worker has only a slice of a block",
         ("kv_transfer_config", "pipeline_parallel_size"): "each worker has only some layers of a block",
     },
+    events=("kv_transfer.found", "kv_transfer.loaded", "kv_transfer.writing", "kv_transfer.written"),
 )

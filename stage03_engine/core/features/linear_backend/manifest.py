@@ -67,4 +67,5 @@ FEATURE = Feature(
     room=__package__,
     settings={"DeviceConfig": LinearBackend, "VllmConfig": LinearBackendFlags},
     after=("distributed", "lora"),
+    events=("weights.packed",),
 )

@@ -36,4 +36,5 @@ FEATURE = Feature(
     also=("stage03_engine.params.logits_processors",),
     settings={"ModelConfig": LogitsProcessors, "VllmConfig": LogitsProcessorFlags},
     parts=(Part("params", "stage03_engine.params.logits_processors:ExtraArgs"),),
+    events=("logits_processor.loaded",),
 )

@@ -193,4 +193,5 @@ FEATURE = Feature(
         Part("replay", ".recorded_pooling:RecordedPoolingHook", key="pooling"),
     ),
     needs=("model_formats",),
+    events=("pooler.classified", "sched.pooled"),
 )

@@ -80,4 +80,5 @@ FEATURE = Feature(
     room=__package__,
     settings={"ModelConfig": Quantization, "VllmConfig": QuantizationFlags},
     after=("distributed", "lora"),
+    events=("weights.quantized",),
 )

@@ -96,4 +96,5 @@ FEATURE = Feature(
     also=("stage04_kernels.features.rejection_sampler",),
     settings={"VllmConfig": SpecDecodeFlags},
     parts=(Part("replay", ".recorded_drafts:RecordedDraftHook", key="spec.proposed"),),
+    events=("spec.proposed", "spec.scheduled", "spec.verified"),
 )

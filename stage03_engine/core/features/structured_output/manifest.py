@@ -81,4 +81,5 @@ FEATURE = Feature(
         Part("replay", ".recorded_grammars:RecordedGrammarHook", key="grammar"),
     ),
     after=("beam_search",),
+    events=("grammar.compiled", "grammar.missed", "grammar.ready", "grammar.refused", "sampler.transform"),
 )

@@ -47,4 +47,5 @@ FEATURE = Feature(
     room=__package__,
     settings={"CacheConfig": SwapSpaceSize, "SchedulerConfig": PreemptionMode, "VllmConfig": SwapSpaceFlags},
     parts=(Part("replay", ".recorded_swaps:RecordedSwapHook", key="num_swap_blocks"),),
+    events=("kv.swapped",),
 )

@@ -16,4 +16,5 @@ FEATURE = Feature(
         Part("engine", "stage03_engine.llm:run", key="generate"),
         Part("client", ".async_inproc_client:AsyncInprocClient", key="in_process"),
     ),
+    events=("client.created", "engine.failed"),
 )

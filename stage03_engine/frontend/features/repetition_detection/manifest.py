@@ -10,4 +10,5 @@ FEATURE = Feature(
     room=__package__,
     also=("stage03_engine.params.repetition_detection",),
     parts=(Part("params", "stage03_engine.params.repetition_detection:RepetitionDetection"),),
+    events=("request.repetition_found",),
 )
