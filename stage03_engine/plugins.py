@@ -153,7 +153,10 @@ SEAMS = {
     "llm": ("stage03_engine", "a method of LLM; the key is its name"),
     "policy": ("stage03_engine", "a queue class; the key is the scheduling policy"),
     "replay": ("stage03_engine", "stands for a hook, or a scheduler, in a replay; the key is its name in a recording"),
-    "stats": ("stage03_engine", "a StatLogger; the key says who makes it: engine or server"),
+    "stats": (
+        "stage03_engine",
+        "a StatLogger, made by the engine or the server; or what a feature counts: name of the metric -> what it is",
+    ),
     "engine": ("stage03_engine", "one thing that the engine asks for by its key, if it is there"),
 }
 """Seam -> (the stage that asks there, what a part is). A feature also adds settings, and hooks by its settings and parameters."""

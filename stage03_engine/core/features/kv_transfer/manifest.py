@@ -18,6 +18,11 @@ ROLES = {"kv_both": (True, True), "kv_producer": (True, False), "kv_consumer": (
 KEYS = ("kv_connector", "kv_role", "kv_buffer_size", "kv_connector_extra_config")
 EXTRA_KEYS = ("shared_storage_path", "max_bytes", "max_read_seconds")
 MOST_BYTES = 1 << 50
+COUNTS = {
+    "external_prefix_cache_queries": "Tokens looked up in the folder of KV-cache blocks: those that the prefix cache does not have.",
+    "external_prefix_cache_hits": "Tokens found there.",
+}
+"""Metric -> what it counts."""
 
 
 @dataclass(frozen=True)
@@ -121,9 +126,12 @@ FEATURE = Feature(
     help="KV-cache blocks in a folder, which other engines and later starts find again",
     room=__package__,
     settings={"VllmConfig": KVTransferFlags},
-    parts=tuple(
-        Part("replay", ".recorded_transfers:RecordedTransfersHook", key=used)
-        for used in ("kv_transfer", "kv_transfer.writing")
+    parts=(
+        Part("stats", ".manifest:COUNTS", key="counts"),
+        *(
+            Part("replay", ".recorded_transfers:RecordedTransfersHook", key=used)
+            for used in ("kv_transfer", "kv_transfer.writing")
+        ),
     ),
     after=("lora",),  # the hashes of a request's blocks must be whole before they are looked up
     conflicts={

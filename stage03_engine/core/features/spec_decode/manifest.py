@@ -15,6 +15,13 @@ KEYS = ("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_
 DEFAULT_LOOKUP = 5  # vLLM's, when neither bound is given
 MAX_VALUE = 128  # of each number: longer drafts are useless, and every draft position costs a row of logits
 
+COUNTS = {
+    "spec_decode_num_drafts": "Steps in which a request had drafts.",
+    "spec_decode_num_draft_tokens": "Draft tokens verified.",
+    "spec_decode_num_accepted_tokens": "Draft tokens that stood.",
+}
+"""Metric -> what it counts."""
+
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
@@ -95,6 +102,9 @@ FEATURE = Feature(
     room=__package__,
     also=("stage04_kernels.features.rejection_sampler",),
     settings={"VllmConfig": SpecDecodeFlags},
-    parts=(Part("replay", ".recorded_drafts:RecordedDraftHook", key="spec.proposed"),),
+    parts=(
+        Part("replay", ".recorded_drafts:RecordedDraftHook", key="spec.proposed"),
+        Part("stats", ".manifest:COUNTS", key="counts"),
+    ),
     events=("spec.proposed", "spec.scheduled", "spec.verified"),
 )
