@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import EACH, attributes, is_there, load
+from stagetrace.vocabulary import Row, declare
 
 T = TypeVar("T")
 
@@ -171,8 +172,13 @@ SEAMS = {
     ),
     "core": Seam("core", _ENGINE, "a class in place of EngineCore; the key is the task of its models"),
     "llm": Seam("core", _ENGINE, "a method of LLM; the key is its name"),
-    "stats": Seam("core", _ENGINE, "a StatLogger; the key says who makes it: engine or server"),
+    "stats": Seam(
+        "core", _ENGINE, "a StatLogger of the engine or the server; or what a feature counts: metric -> what it is"
+    ),
     "engine": Seam("core", _ENGINE, "one thing that the engine asks for by its key, if it is there"),
+    "replay": Seam(
+        "scheduler", _ENGINE, "stands for a hook or a scheduler in a replay; the key is its name in a recording"
+    ),
     "policy": Seam("scheduler", _ENGINE, "a queue class; the key is the scheduling policy"),
     "model": Seam("runner", _ENGINE, "a model class; the key is the architecture"),
 }
@@ -244,8 +250,10 @@ class Feature:
         default_factory=dict
     )  # two settings that cannot both be given -> why
     variables: tuple[str, ...] = ()  # of the environment, which stand for no setting: it reads them itself
+    events: tuple[str | Row, ...] = ()  # of the trace, that it emits; a feature of another package adds its own rows
 
     def __post_init__(self) -> None:
+        declare(self.events)
         own = (replace(part, name=self._whole(part.name), feature=self.name) for part in self.parts)
         object.__setattr__(self, "parts", tuple(own))
 

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -23,6 +23,8 @@ from stage03_engine.config import VllmConfig, option
 from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import gathered
 from stage03_engine.plugins import Feature, Part, absent_features, check_features, find, parts, with_features
+from stagetrace import vocabulary
+from stagetrace.vocabulary import PHASES, VOCABULARY, Row
 
 ROOT = Path(__file__).parent.parent.parent
 HERE = "stage03_engine.core.features.debug"
@@ -251,3 +253,43 @@ def test_every_part_is_asked_for_under_its_key() -> None:
     parts = [part for feature in plugins.features() for part in feature.parts]
     assert len(parts) > 100
     assert not [part for part in parts if not asked & {(part.seam, part.key), (part.seam, None)}]
+
+
+# Events of the trace
+
+
+def emitted() -> dict[str, set[str]]:
+    """Feature -> the events that its files emit. A file belongs to the innermost room that it lies in."""
+    rooms = {module.replace(".", "/"): each.name for each in plugins.features() for module in (each.room, *each.also)}
+    found: dict[str, set[str]] = {each.name: set() for each in plugins.features()}
+    for path in ROOT.glob("stage0?_*/**/*.py"):
+        place = path.relative_to(ROOT).with_suffix("")
+        room = next((rooms[str(each)] for each in (place, *place.parents) if str(each) in rooms), None)
+        if room is not None:
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Call) and ast.unparse(node.func) == "trace.emit":
+                    found[room].add(ast.literal_eval(node.args[0]))
+    return found
+
+
+def test_a_manifest_names_the_events_that_its_room_emits() -> None:
+    named = {each.name: set(each.events) for each in plugins.features()}
+    assert emitted() == named
+    assert sum(map(len, named.values())) > 60
+
+
+def test_an_event_is_known_and_one_feature_s() -> None:
+    """A feature of another package brings a row; it takes no name that means something else."""
+    with pytest.raises(ValueError, match=r"sched\.typo is no event of the trace"):
+        Feature("a", "emits", HERE, events=("sched.admit", "sched.typo"))
+    own = Row("lamp.lit", 8, "lamps", {"color": "str"}, "It shines.", "-", main_path=False)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, table in (("VOCABULARY", VOCABULARY), ("PHASES", PHASES)):
+            patch.setattr(f"stagetrace.vocabulary.{name}", dict(table))
+        for _ in range(2):
+            Feature("lamps", "emits", HERE, events=(own, "sched.admit"))
+        assert vocabulary.VOCABULARY["lamp.lit"] == own and vocabulary.PHASES["lamp.lit"] == 8
+        with pytest.raises(ValueError, match=r"lamp\.lit is another event of the trace"):
+            Feature("others", "emits", HERE, events=(replace(own, phase=7),))
+        with pytest.raises(ValueError, match=r"sched\.admit is another event of the trace"):
+            Feature("others", "emits", HERE, events=(replace(own, name="sched.admit"),))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from stage03_engine.args.fields import option
 from stage03_engine.errors import ConfigError
-from stage03_engine.plugins import Feature
+from stage03_engine.plugins import Feature, Part
 
 if TYPE_CHECKING:
     from stage03_engine.config import VllmConfig
@@ -57,5 +57,6 @@ FEATURE = Feature(
     help="decide a step while the model still runs the one before it",
     room=__package__,
     settings={"SchedulerConfig": AsyncScheduling, "VllmConfig": AsyncSchedulingFlags},
+    parts=(Part("replay", SCHEDULER, key=SCHEDULER),),
     conflicts={("async_scheduling", "speculative_config"): "drafts follow from tokens that are not known yet"},
 )

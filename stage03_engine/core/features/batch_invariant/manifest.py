@@ -54,4 +54,5 @@ FEATURE = Feature(
     help="tokens that do not depend, in any bit, on what else is in the batch",
     room=__package__,
     settings={"DeviceConfig": BatchInvariant, "VllmConfig": BatchInvariantFlags},
+    events=("batch_invariant.checked",),
 )

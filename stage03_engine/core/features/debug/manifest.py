@@ -56,4 +56,14 @@ FEATURE = Feature(
     help="checks after every step, and spans of each layer in the trace",
     room=__package__,
     settings={"SchedulerConfig": CheckInvariants, "ObservabilityConfig": TraceLayers, "VllmConfig": DebugFlags},
+    events=(
+        "model.attention",
+        "model.embedding",
+        "model.final_norm",
+        "model.kv_write",
+        "model.mlp",
+        "model.positional_embedding",
+        "sampler.rules",
+        "sampler.transform",
+    ),
 )

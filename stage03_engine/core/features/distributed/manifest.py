@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from stage03_engine.args.fields import internal, option
 from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import is_there
-from stage03_engine.plugins import Feature
+from stage03_engine.plugins import Feature, Part
 
 if TYPE_CHECKING:
     from stage03_engine.config import VllmConfig
@@ -226,10 +226,26 @@ FEATURE = Feature(
     help="several workers for one model: tensor parallelism, pipeline stages, processes, Ray, torchrun, several machines",
     room=__package__,
     settings={"SchedulerConfig": PipelineStages, "VllmConfig": ParallelFlags},
+    parts=(Part("replay", PIPELINE_SCHEDULER, key=PIPELINE_SCHEDULER),),
     conflicts={
         ("pipeline_parallel_size", "async_scheduling"): "the steps of several stages overlap already",
         ("pipeline_parallel_size", "speculative_config"): "only the last stage would know which drafts were accepted",
         ("pipeline_parallel_size", "batch_invariant"): "each stage would choose its own number of rows",
     },
     variables=("VLLM_PP_LAYER_PARTITION",),
+    events=(
+        "executor.created",
+        "executor.output_received",
+        "executor.step_sent",
+        "worker.collective",
+        "worker.dead",
+        "worker.failed",
+        "worker.hello",
+        "worker.init_sent",
+        "worker.output_sent",
+        "worker.ready",
+        "worker.spawned",
+        "worker.step_received",
+        "worker.stopped",
+    ),
 )

@@ -41,4 +41,5 @@ FEATURE = Feature(
     room=__package__,
     also=("stage03_engine.frontend.features.shared_engine",),
     settings={"VllmConfig": FrontEndsFlags},
+    events=("client.created",),
 )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from stage03_engine.args.fields import internal, option
 from stage03_engine.args.parser import check_keys
 from stage03_engine.errors import ConfigError
-from stage03_engine.plugins import Feature
+from stage03_engine.plugins import Feature, Part
 
 if TYPE_CHECKING:
     from stage03_engine.config import VllmConfig
@@ -22,6 +22,11 @@ ROLES = {"kv_both": (True, True), "kv_producer": (True, False), "kv_consumer": (
 KEYS = ("kv_connector", "kv_role", "kv_buffer_size", "kv_connector_extra_config")
 EXTRA_KEYS = ("shared_storage_path", "max_bytes", "max_read_seconds")
 MOST_BYTES = 1 << 50
+COUNTS = {
+    "external_prefix_cache_queries": "Tokens looked up in the folder of KV-cache blocks: those that the prefix cache does not have.",
+    "external_prefix_cache_hits": "Tokens found there.",
+}
+"""Metric -> what it counts."""
 
 
 @dataclass(frozen=True)
@@ -127,9 +132,17 @@ FEATURE = Feature(
     help="KV-cache blocks in a folder, which other engines and later starts find again",
     room=__package__,
     settings={"VllmConfig": KVTransferFlags},
+    parts=(
+        Part("stats", ".manifest:COUNTS", key="counts"),
+        *(
+            Part("replay", ".recorded_transfers:RecordedTransfersHook", key=used)
+            for used in ("kv_transfer", "kv_transfer.writing")
+        ),
+    ),
     after=("lora",),  # the hashes of a request's blocks must be whole before they are looked up
     conflicts={
         ("kv_transfer_config", "tensor_parallel_size"): "each worker has only a slice of a block",
         ("kv_transfer_config", "pipeline_parallel_size"): "each worker has only some layers of a block",
     },
+    events=("kv_transfer.found", "kv_transfer.loaded", "kv_transfer.writing", "kv_transfer.written"),
 )

@@ -73,4 +73,5 @@ FEATURE = Feature(
     room=__package__,
     settings={"DeviceConfig": LinearBackend, "VllmConfig": LinearBackendFlags},
     after=("distributed", "lora"),
+    events=("weights.packed",),
 )

@@ -41,4 +41,5 @@ FEATURE = Feature(
     settings={"ModelConfig": LogitsProcessors, "VllmConfig": LogitsProcessorFlags},
     parts=(Part("params", "stage03_engine.params.logits_processors:ExtraArgs"),),
     needs=("own_classes",),
+    events=("logits_processor.loaded",),
 )

@@ -194,6 +194,8 @@ FEATURE = Feature(
     parts=(
         *(part for name in _CLASSIFIERS for part in _classifier(name)),
         Part("llm", "stage03_engine.frontend.features.pooling_inputs:encode", key="encode"),
+        Part("replay", ".recorded_pooling:RecordedPoolingHook", key="pooling"),
     ),
     needs=("model_formats",),
+    events=("pooler.classified", "sched.pooled"),
 )

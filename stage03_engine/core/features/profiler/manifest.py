@@ -41,4 +41,5 @@ FEATURE = Feature(
         Part("call", ".profiler:start_profile", key="start_profile"),
         Part("call", ".profiler:stop_profile", key="stop_profile"),
     ),
+    events=("profiler.started", "profiler.stopped"),
 )

@@ -86,4 +86,5 @@ FEATURE = Feature(
     room=__package__,
     settings={"ModelConfig": Quantization, "VllmConfig": QuantizationFlags},
     after=("distributed", "lora"),
+    events=("weights.quantized",),
 )

@@ -11,7 +11,7 @@ import msgspec
 from stage03_engine.core.hooks import SchedulerHook
 from stage03_engine.core.request import Request
 from stage03_engine.core.sched_output import Extra, ModelRunnerOutput, SchedulerOutput
-from stage03_engine.messages import EngineCoreOutput, SpecDecodingStats
+from stage03_engine.messages import EngineCoreOutput
 from stagetrace import trace
 
 
@@ -84,9 +84,10 @@ class DraftHook(SchedulerHook):
         accepted = len(runner_output.sampled_token_ids[request_id]) - 1
         request.num_computed_tokens -= len(drafts) - accepted
         self.scheduler.kv_cache_manager.trim(request_id, request.num_computed_tokens)
-        stats = self.scheduler.stats.spec_decoding
-        self.scheduler.stats.spec_decoding = SpecDecodingStats(  # a new one: the last may be being encoded
-            stats.num_drafts + 1, stats.num_draft_tokens + len(drafts), stats.num_accepted_tokens + accepted
+        self.scheduler.stats.count(
+            spec_decode_num_drafts=1,
+            spec_decode_num_draft_tokens=len(drafts),
+            spec_decode_num_accepted_tokens=accepted,
         )
         if trace.on:
             trace.emit("spec.verified", req=request_id, step=output.step, accepted=accepted, drafted=len(drafts))

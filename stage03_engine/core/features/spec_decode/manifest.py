@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from stage03_engine.args.fields import internal, option
 from stage03_engine.args.parser import check_keys
 from stage03_engine.errors import ConfigError
-from stage03_engine.plugins import Feature
+from stage03_engine.plugins import Feature, Part
 
 if TYPE_CHECKING:
     from stage03_engine.config import VllmConfig
@@ -18,6 +18,13 @@ if TYPE_CHECKING:
 KEYS = ("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
 DEFAULT_LOOKUP = 5  # vLLM's, when neither bound is given
 MAX_VALUE = 128  # of each number: longer drafts are useless, and every draft position costs a row of logits
+
+COUNTS = {
+    "spec_decode_num_drafts": "Steps in which a request had drafts.",
+    "spec_decode_num_draft_tokens": "Draft tokens verified.",
+    "spec_decode_num_accepted_tokens": "Draft tokens that stood.",
+}
+"""Metric -> what it counts."""
 
 
 @dataclass(frozen=True)
@@ -101,4 +108,9 @@ FEATURE = Feature(
     room=__package__,
     also=("stage04_kernels.features.rejection_sampler",),
     settings={"VllmConfig": SpecDecodeFlags},
+    parts=(
+        Part("replay", ".recorded_drafts:RecordedDraftHook", key="spec.proposed"),
+        Part("stats", ".manifest:COUNTS", key="counts"),
+    ),
+    events=("spec.proposed", "spec.scheduled", "spec.verified"),
 )

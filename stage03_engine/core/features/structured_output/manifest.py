@@ -82,6 +82,8 @@ FEATURE = Feature(
             "stage02_server.features.structured_outputs.fields:StructuredOutputsFields",
             key="SamplingRequest",
         ),
+        Part("replay", ".recorded_grammars:RecordedGrammarHook", key="grammar"),
     ),
     after=("beam_search",),
+    events=("grammar.compiled", "grammar.missed", "grammar.ready", "grammar.refused", "sampler.transform"),
 )

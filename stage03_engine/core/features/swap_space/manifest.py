@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from stage03_engine.args.fields import option
-from stage03_engine.plugins import Feature
+from stage03_engine.plugins import Feature, Part
 
 if TYPE_CHECKING:
     from stage03_engine.config import VllmConfig
@@ -50,4 +50,6 @@ FEATURE = Feature(
     help="a preempted request's KV-cache blocks go to CPU memory, instead of being computed again",
     room=__package__,
     settings={"CacheConfig": SwapSpaceSize, "SchedulerConfig": PreemptionMode, "VllmConfig": SwapSpaceFlags},
+    parts=(Part("replay", ".recorded_swaps:RecordedSwapHook", key="num_swap_blocks"),),
+    events=("kv.swapped",),
 )

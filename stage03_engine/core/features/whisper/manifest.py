@@ -54,4 +54,5 @@ FEATURE = Feature(
         Part("core", ".whisper_core:WhisperCore", key="transcription"),
     ),
     needs=("model_formats",),
+    events=("whisper.aligned", "whisper.encoded", "whisper.loaded"),
 )
