@@ -15,7 +15,7 @@ from stage03_engine.args.log import log_of_server
 from stage03_engine.config import option
 from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import each
-from stage03_engine.plugins import Section, settings as settings_of_features, with_features
+from stage03_engine.plugins import Section, loaded, settings as settings_of_features, with_features
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,8 @@ class FrontendArgs(BaseFrontendArgs, Section):
 
 
 EPILOG = (
-    "--help=listgroup names the groups, --help=SchedulerConfig shows one, --help=cache all flags with that word in "
-    "their names. Each setting is a variable too (STAGES_MAX_NUM_SEQS=8), and a key in the file of --config "
-    "(max-num-seqs: 8). A switch --enable-x has the opposites --no-enable-x and --disable-x. vLLM's other flags are "
-    "known: what is not built is accepted at the value that asks for nothing, and refused with the reason at any other."
+    "Each setting is an environment variable too (STAGES_MAX_NUM_SEQS=8). "
+    "A switch --enable-x has the opposites --no-enable-x and --disable-x."
 )
 
 
@@ -66,7 +64,7 @@ class ServeArgs:
 def add_serve_args(parser: FlexibleArgumentParser) -> None:
     """Add the positional model, `--config`, and the flags of the HTTP server and of the engine."""
     parser.usage = "%(prog)s [MODEL] [FLAGS]"  # argparse would list all flags twice
-    parser.epilog = EPILOG
+    parser.epilog = " ".join([EPILOG, *loaded("engine", "epilog")])
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="model to serve, the same as --model")
     AsyncEngineArgs.add_cli_args(parser)
     for group in (BaseFrontendArgs, *settings_of_features("FrontendArgs", "stage02_server")):

@@ -23,8 +23,8 @@ from stagetrace import trace
 from stagetrace.text import bounded
 
 PREFIX = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
-"""Path -> how the ids of its requests begin, for paths that give the model work. `app.state.prefixes` has those of the features too, and
-`app.state.unchosen_ids` the paths whose ids no client may choose."""
+"""Path -> the prefix of its request ids, for the paths that run the model. `app.state.prefixes` also has those of the features, and
+`app.state.unchosen_ids` the paths whose ids clients may not choose."""
 ACCEPTED_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 CONNECTION = "stages.connection"  # in a scope's extensions: `abort` ends the connection at once, `waiting` is how many bytes its client has not read
 TENANT: ContextVar[int | None] = ContextVar("tenant", default=None)

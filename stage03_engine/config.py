@@ -175,8 +175,8 @@ class VllmConfig(Section):
         return [name for hooks in each(VllmConfig, "hooks") for name in hooks(self).get(seam, [])]
 
     def chosen(self, seam: str, default: Any) -> Any:
-        """What takes a place that only one can have: the hook at `seam`, loaded, or the walk's own `default`. Raises ConfigError if
-        several features claim it."""
+        """The one holder of a place: the hook at `seam`, loaded, or the walk's own `default`. Raises ConfigError if several features
+        claim the place."""
         name = self.claim(seam)
         return default if name is None else load(name)
 

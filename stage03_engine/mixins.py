@@ -1,4 +1,4 @@
-"""How the walk's types take in what features add: by name, and as mixins.
+"""How features add to the walk's types: by name, and as mixins.
 
 A feature's manifest names its parts as texts, "module:attribute", and declares settings and fields as plain classes. The walk's types are
 put together from these once, when they are imported. vLLM puts all fields into one class.
@@ -51,8 +51,8 @@ def each(kind: type, method: str) -> list[Callable[..., Any]]:
 
 
 def gathered(kind: type, method: str, *args: Any) -> dict[str, Any]:
-    """What `method` of the mixins of `kind` returns for these arguments, all in one. Raises ConfigError if two speak of the same: which
-    of them counts would depend on their order."""
+    """What `method` of each mixin of `kind` returns for these arguments, merged. Raises ConfigError if two decide about the same
+    setting: their order would decide which one counts."""
     found: dict[str, Any] = {}
     for function in each(kind, method):
         more = function(*args)

@@ -39,7 +39,7 @@ def write_then_attend(write: Callable[..., None], attend: Callable[..., Tensor])
         write(key, value, kv_cache, metadata.slot_mapping)
         return attend(query, kv_cache, metadata, scale, window)
 
-    backend.parts = write, attend  # type: ignore[attr-defined]  # for who wants to see them one by one
+    backend.parts = write, attend  # type: ignore[attr-defined]  # for those who want to call them one by one
     return backend
 
 

@@ -211,7 +211,15 @@ def test_top_level_is_the_card() -> None:
     folders = {name.split("/")[0] for name in tracked if "/" in name}
     assert folders <= {*STAGES, "notebooks", "tests", "trace", ".ci", ".devcontainer"}
     files = {name for name in tracked if "/" not in name and not name.startswith(".")}
-    assert files <= {"pyproject.toml", "README.md", "Makefile", "LICENSE", "constraints.txt", "AGENTS.md"}
+    assert files <= {
+        "pyproject.toml",
+        "README.md",
+        "Makefile",
+        "LICENSE",
+        "constraints.txt",
+        "AGENTS.md",
+        "CHANGELOG.md",
+    }
 
 
 def test_files_and_functions_stay_readable() -> None:

@@ -1,4 +1,4 @@
-"""A server of one's own, for the length of a `with` block: `stages serve` in a process, on a free port, asked over HTTP."""
+"""A private server, for the length of a `with` block: `stages serve` in a process, on a free port, asked over HTTP."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class OwnServer:
 
 
 def kill_all(process: subprocess.Popen[str]) -> None:
-    """The server and its engine. One that still imports, in a loop of somebody's own code, does not see that the server has ended."""
+    """End the server and its engine. An engine that is stuck in user code while it imports does not notice that the server has ended."""
     process.kill()
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

@@ -49,8 +49,8 @@ def cli_env_setup() -> dict[str, str]:
 def signals_are_ours() -> Iterator[None]:
     """Processes that are started inside the `with` block never receive SIGINT and SIGTERM, and neither do those that they start.
 
-    Ctrl-C in a terminal, and systemd at the end of a service, send their signal to all processes of a server. Only the API
-    process may act on it: running requests must finish first, for which it needs the engine and its helpers. Each of these
+    Ctrl-C in a terminal, and systemd when it stops a service, signal all processes of a server. Only the API process may act on
+    the signal: running requests must finish first, and for that it needs the engine and its helpers. Each of these
     ends when its end of a pipe or a socket closes. (vLLM's engine ends on SIGTERM.)
     """
     stops = {signal.SIGINT, signal.SIGTERM}
@@ -68,7 +68,7 @@ EXTRAS = {"openai": "client", "triton": "kernels", "matplotlib": "trace", "trans
 
 def run_command(command: Callable[[], int]) -> int:
     """Call `command` and return its exit code. A StagesError becomes one line on stderr and its own exit code;
-    so do a package that `make serve` leaves out, and a disk that is full. Ctrl-C ends silently with 130, and a reader of the output who has left, with 0."""
+    so do a package that `make serve` leaves out, and a full disk. Ctrl-C ends silently with 130, a closed output pipe with 0."""
     try:
         code = command()
         sys.stdout.flush()
@@ -100,7 +100,7 @@ def run_command(command: Callable[[], int]) -> int:
 
 
 def _is_full_disk(error: Exception) -> bool:
-    """Does a disk, or its owner, let nobody write? ZMQError has an errno too, and tempfile says so when no folder is left."""
+    """Is a disk full or read-only? ZMQError has an errno too, and tempfile raises FileNotFoundError when no folder can be written."""
     no_folder_left = isinstance(error, FileNotFoundError) and error.filename is None
     return no_folder_left or getattr(error, "errno", None) in FULL_DISK
 

@@ -103,8 +103,8 @@ def option(
     at_least: float | None = None,
     protects: bool = False,
 ) -> Any:
-    """A dataclass field that is also a command line flag; `aliases` are further names of the flag. An empty text is no value for
-    one that `protects`: it must not leave open what was to be closed."""
+    """A dataclass field that is also a command line flag; `aliases` are further names of the flag. If it `protects`, an empty text
+    is refused: it must not leave open what should be closed."""
     metadata = {"help": help, "choices": choices, "aliases": aliases, "at_least": at_least, "protects": protects}
     return dataclasses.field(default=default, metadata=metadata)
 

@@ -1,5 +1,5 @@
-"""The log of each process (vllm/logger.py): where it goes, and what stands before each line. vLLM puts the process there in the same way
-(decorate_logs).
+"""The log of each process (vllm/logger.py): where it goes, and how each line begins. Like vLLM's (decorate_logs), a line begins with
+the name of its process.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ OWN_LOGGERS = ("stage01_cli", "stage02_server", "stage03_engine", "stage04_kerne
 
 
 def configure_logging(process: str, flags: ObservabilityConfig) -> None:
-    """Everything from INFO upwards to stderr, one line per record, unless logging is set up already, or a feature has other ways; but
-    each record is a OneLineRecord. Raises ConfigError for a log configuration that cannot be used."""
+    """Send everything from INFO upwards to stderr, unless logging is set up already or a feature sets it up. Either way each record
+    is one line (OneLineRecord). Raises ConfigError for a log configuration that cannot be used."""
     logging.setLogRecordFactory(OneLineRecord)
     set_up = find("engine", "log_config")
     if set_up is not None and set_up(flags):

@@ -14,15 +14,14 @@ from stage03_engine.plugins import find
 
 
 def check_keys(setting: str, given: Iterable[object], known: Collection[str], where: str = "") -> None:
-    """Raises ConfigError that names the first key of a setting in JSON that is none of the `known`; `where` is what it lies in."""
+    """Raises ConfigError that names the first unknown key of a JSON setting; `where` is the path to it."""
     for key in given:
         if key not in known:
             raise ConfigError(f"{setting}: unknown key {where + str(key)[:200]!r}{did_you_mean(str(key), known)}")
 
 
 def did_you_mean(word: str, known: Iterable[str], works: Callable[[str], bool] = lambda name: True) -> str:
-    """`; did you mean --port?` when a known word is close to `word`, and the closest one is of any use (`works`); else an
-    empty string."""
+    """`; did you mean --port?` if the known word closest to `word` is close enough and useful (`works`); else an empty string."""
     import difflib  # only needed on the way to an error
 
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
@@ -42,7 +41,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         self._refused: list[str] = []  # names of tables that are not read yet
 
     def refuse(self, *tables: str) -> None:
-        """Know the flags of these tables too, of vLLM's flags that are not built. They are read only when an unknown flag is met."""
+        """Also know the flags in these tables, those of vLLM's that are not built. They are read only when an unknown flag comes."""
         self._refused.extend(tables)
 
     def parse_known_args(  # type: ignore[override]

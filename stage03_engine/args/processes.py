@@ -88,8 +88,8 @@ def exit_reason(code: int) -> str:
 
 
 def end_with_parent(folder: Path | None, asked_to_end: Callable[[], None] = lambda: None) -> None:
-    """In a child: from now on a thread watches standard input. It calls `asked_to_end` for what the parent writes. When the pipe closes,
-    it removes the `folder` of the sockets, if there is one, and ends this process.
+    """In a child: from now on a thread watches standard input. It calls `asked_to_end` when the parent writes to it. When the pipe
+    closes, it removes the `folder` of the sockets, if there is one, and ends this process.
 
     os._exit, because the main thread may be deep in a forward pass, or wait for a process that is dead.
     """

@@ -1,6 +1,6 @@
-"""What is said of a name that nothing here knows: a flag, a key, a field of a request, a variable (vllm/envs.py, validate_environ).
+"""What to do about an unknown name: a flag, a key, a field of a request, a variable (vllm/envs.py, validate_environ).
 
-It may belong to a feature that is not installed, and is then refused: what protects must not be able to get lost without a word.
+It may belong to a feature that is not installed. Then it is refused: a protection must never be dropped silently.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 OURS = ("VLLM_", "STAGES_", "FORWARDED_ALLOW_IPS")
-"""How the names of variables begin that are meant for this program; the last is uvicorn's own."""
+"""Prefixes of the environment variables that are meant for this program; the last is uvicorn's own."""
 SERVER_SETTINGS = (
     "host", "port", "served_model_name", "chat_template", "response_role", "shutdown_timeout",
 )  # fmt: skip
-"""Settings of the stages above, which no other command than theirs knows."""
+"""Settings of the stages above, which only their own commands know."""
 
 
 def refuse_absent(name: str) -> None:
-    """Raises ConfigError if a feature is not installed to which this unknown flag, variable or key may belong."""
+    """Raises ConfigError if this unknown flag, variable or key may belong to a feature that is not installed."""
     if absent := absent_features():
         raise ConfigError(f"{name} is unknown here, where {_named(absent)} is not installed")
 
 
 def check_unknown_fields(given: Mapping[str, object], table: str) -> None:
-    """`given` are fields of a request that its model does not have, `table` says which that are refused. Raises InvalidRequestError for
-    one of these that asks for something, or that may belong to a feature that is not installed; others are ignored, as in vLLM."""
+    """`given` are fields that the request's model does not have; `table` names the refused ones. Raises InvalidRequestError for a
+    refused field that asks for something, and for one that may belong to a feature that is not installed; others are ignored, as in vLLM."""
     check_refused = find("engine", "refused_fields")
     known = () if check_refused is None else check_refused(given, table)
     absent = absent_features("stage02_server")
@@ -50,8 +50,8 @@ def _named(absent: Collection[str]) -> str:
 
 
 def unread_variables(environ: Mapping[str, str], settings: set[str]) -> list[str]:
-    """The variables of vLLM and of this project that are there, be they empty, and that nothing reads. `settings` are the names of
-    those that the command knows; those of other commands count too."""
+    """The variables of vLLM and of this project that are set, even to nothing, and that nothing reads. `settings` names the
+    settings that the command knows; those of other commands count too."""
     settings = settings | feature_settings() | set(SERVER_SETTINGS)
     known = {PLUGINS, *("STAGES_" + name.upper() for name in settings)}
     known.update(name for feature in features() for name in feature.variables)
@@ -68,10 +68,10 @@ def feature_settings() -> set[str]:
 
 
 def check_variables(environ: Mapping[str, str], settings: Mapping[str, Resolved]) -> None:
-    """Name the variables that nothing reads in one warning. Raises ConfigError instead with --fail-on-environ-validation, and if one may
-    belong to a feature that is not installed: a key in a variable that nothing reads must not open the server.
+    """Warn once about the variables that nothing reads. Raises ConfigError instead with --fail-on-environ-validation, and if one may
+    belong to a feature that is not installed: a server must not start open because nothing reads the variable with its key.
 
-    `settings` maps the names of those that the command knows to what is known of them.
+    `settings` maps the name of each setting that the command knows to its value and source.
     """
     if not any(name.startswith(OURS) for name in environ):
         return

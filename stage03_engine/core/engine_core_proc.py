@@ -47,7 +47,7 @@ _DECODE: dict[EngineCoreRequestType, Callable[[bytes], _Message]] = {
     EngineCoreRequestType.ABORT: messages.decode_abort,
     EngineCoreRequestType.UTILITY: messages.decode_utility,
 }
-INPUT_SECONDS = 0.05  # for messages between two steps: thousands of requests that arrive at once hold up no running one
+INPUT_SECONDS = 0.05  # spent on messages between two steps: a burst of thousands must not hold up running requests
 
 
 def make_core(config: VllmConfig) -> EngineCore:

@@ -136,7 +136,7 @@ class RequestQueue(list[Request]):
         place = bisect_left(self, self._key(request), key=self._key)
         if self[place : place + 1] == [request]:
             del self[place]
-        else:  # a scheduler of one's own has kept another order
+        else:  # a custom scheduler kept another order
             super().remove(request)
 
     def in_turn(self) -> Iterator[Request]:

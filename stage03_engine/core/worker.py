@@ -56,7 +56,7 @@ class Worker:
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info()
             used = total - free + activations
-        else:  # other programs share this memory: they bound what is free, but their use is not ours
+        else:  # other programs share this memory: they limit what is free, but only our own use counts
             free, total = psutil.virtual_memory().available, psutil.virtual_memory().total
             used = psutil.Process().memory_info().rss + activations
         available = max(0, min(int(total * utilization) - used, free))

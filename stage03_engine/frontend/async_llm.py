@@ -21,11 +21,11 @@ from stage03_engine.outputs import RequestOutput
 from stage03_engine.tracing import trace_message, traced_params
 from stagetrace import trace
 
-AT_ONCE = 32  # outputs of a step that are processed before everybody else has a turn on the event loop
+AT_ONCE = 32  # outputs of a step that are processed before other tasks get a turn on the event loop
 
 
 class OutputListener(Protocol):
-    """A feature that sees what every engine step sends (the live view of the scheduler)."""
+    """A feature that sees the outputs of every engine step (the live view of the scheduler)."""
 
     def received(self, outputs: EngineCoreOutputs) -> None: ...
     def close(self) -> None: ...
@@ -117,7 +117,7 @@ class AsyncLLM:
         queue = RequestOutputCollector(request.sampling_params.output_kind)
         for number, child in enumerate(self.output_processor.add_request(request, prompt, queue), start=1):
             await self.engine_core.add_request_async(child)
-            if number % 16 == 0:  # sending does not wait, and others have a turn in between
+            if number % 16 == 0:  # sending never waits, so give other tasks a turn
                 await asyncio.sleep(0)
         return queue
 

@@ -190,7 +190,9 @@ class OutputProcessor:
         self._tokenizer = tokenizer
         self._returned = _Returned()
         self.request_states: dict[str, RequestState] = {}
-        self.external_req_ids: dict[str, list[str]] = {}  # a caller's request -> the engine core's that still run
+        self.external_req_ids: dict[
+            str, list[str]
+        ] = {}  # a caller's request -> its requests in the engine core that still run
         if trace.on:
             trace.emit("output_processor.created")
 

@@ -96,7 +96,7 @@ class Tokenizer:
         self.max_token_bytes = sys.maxsize if longest is None else longest(backend, self._decoder)
         self._special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
         self._added = {i: token.content for i, token in backend.get_added_tokens_decoder().items()}
-        # What TokenStream.push takes. Asking the library for each token of each answer would cost more than all else here.
+        # What TokenStream.push takes. Asking the library for each token of each answer would cost more than everything else here.
         self.piece = lru_cache(PIECES)(lambda token_id: (self.token(token_id), self.token_bytes(token_id)))
         self.eos_token = self.bos_token = "" if eos_token_id is None else self.token_text(eos_token_id)
 

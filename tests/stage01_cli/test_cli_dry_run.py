@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from stage01_cli.main import main
-from stage02_server.features.dry_run.memory import count_parameters, reckon, shown as readable
+from stage02_server.features.dry_run.memory import count_parameters, estimate_memory, shown as readable
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.features.distributed.rank_config import rank_config
@@ -70,7 +70,7 @@ def test_masks_in_a_checkpoint_are_no_weights(tmp_path: Path) -> None:
 
 def test_the_sum_is_of_all_requests(capsys: pytest.CaptureFixture[str]) -> None:
     config = EngineArgs.from_kwargs(model="gpt2-tiny", max_num_seqs=3, block_size=100, dtype="bfloat16")
-    memory = reckon(config)
+    memory = estimate_memory(config)
     assert memory.per_request == 6 * kv_block_bytes(config)  # 512 tokens are 5.12 blocks
     assert memory.per_token == 2 * 6 * 256 * 2 and memory.weights == 2 * memory.num_parameters
     assert memory.sum == memory.weights + 3 * memory.per_request + memory.activations and memory.activations > 0

@@ -81,7 +81,7 @@ def grade(folder: Path, jobs: int = 0) -> Iterator[Grade]:
     with ThreadPoolExecutor(jobs or len(os.sched_getaffinity(0))) as judges:
         try:
             yield from judges.map(lambda each: grade_one(*each), list(submissions(folder)))
-        except BaseException:  # Ctrl-C, or whoever reads the table has left
+        except BaseException:  # Ctrl-C, or the reader of the table has left
             _ended.set()
             judges.shutdown(wait=False, cancel_futures=True)
             raise

@@ -182,7 +182,7 @@ def _allow(rules: int, place: Path, rights: int) -> None:
 
 
 def _refuse_calls() -> None:
-    """seccomp: threads, but no process; pairs of sockets, but none that reaches anybody; no signal to others."""
+    """seccomp: threads, but no processes; pairs of sockets, but none that reaches outside; no signals to others."""
     code = b"".join(_program())
     buffer = ctypes.create_string_buffer(code, len(code))
     program = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(buffer))

@@ -15,7 +15,7 @@ from typing import Any
 
 from stage03_engine.errors import ConfigError
 
-TEXT_NAME = "your scheduler"  # what stands for the file of a class that was written into the page
+TEXT_NAME = "your scheduler"  # shown as the file of a class that was typed into the page
 
 
 class TookTooLong(BaseException):

@@ -27,7 +27,7 @@ def simulate(scenario: Any, own: OwnScheduler | None = None) -> dict[str, Any]:
 
     Returns `problem` (a sentence, or None), and as far as it got: `requests`, `steps`, `cells` (see `Bench`), `why` (request -> step
     -> places in `texts`), `texts` ([rule, sentence]), `rules` (where each is in the code), `before` (the state when a step began, in
-    words) and what a scheduler of one's own has `printed`. Never raises for what a scenario or the learner's class does.
+    words) and what the learner's scheduler `printed`. Never raises for what a scenario or the learner's class does.
     """
     answer: dict[str, Any] = {"version": VERSION, "problem": None, "printed": ""}
     try:
@@ -53,7 +53,7 @@ def simulate(scenario: Any, own: OwnScheduler | None = None) -> dict[str, Any]:
 
 
 def _reasons(events: list[Event]) -> dict[str, Any]:
-    """What `stages trace why` says about every request in every step. A scheduler of one's own may emit what makes no sense."""
+    """What `stages trace why` says about every request in every step. The learner's scheduler may emit nonsense."""
     try:
         explained = explain_all(events)
     except Exception:

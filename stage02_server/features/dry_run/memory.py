@@ -1,4 +1,4 @@
-"""How much memory a start would take, reckoned without torch: for `serve --dry-run`.
+"""How much memory a start would take, computed without torch: for `serve --dry-run`.
 
 vLLM measures this when it starts (v1/worker/gpu_worker.py determine_available_memory). The weights and the KV cache are exact
 here; the activations are an estimate.
@@ -45,7 +45,7 @@ class Memory:
         return self.weights + self.for_all + self.activations
 
 
-def reckon(config: VllmConfig) -> Memory:
+def estimate_memory(config: VllmConfig) -> Memory:
     """Raises ModelNotFoundError and ConfigError for weights that cannot be read."""
     size, scheduler = item_bytes(config), config.scheduler_config
     parameters = count_parameters(config)

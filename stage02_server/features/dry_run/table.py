@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from stage02_server.cli_args import FrontendArgs
-from stage02_server.features.dry_run.memory import check_kv_cache, reckon, rows
+from stage02_server.features.dry_run.memory import check_kv_cache, estimate_memory, rows
 from stage02_server.features.dry_run.start_checks import check_start, has_a_model
 from stage03_engine.args import Resolved, settings_of
 from stage03_engine.config import SECTIONS, VllmConfig
@@ -30,7 +30,7 @@ def table(config: VllmConfig, settings: Mapping[str, Resolved]) -> str:
         groups.append((section.__name__, shown))
     groups.append(("Model", _model_rows(config)))
     if "transcription" not in config.supported_tasks:  # a core of its own, without a paged KV cache
-        memory = reckon(config)
+        memory = estimate_memory(config)
         if has_a_model(settings):
             check_kv_cache(config, memory)
         groups.append(("Memory", rows(config, memory)))

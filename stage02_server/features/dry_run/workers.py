@@ -1,4 +1,4 @@
-"""The memory of one worker of several, reckoned without torch: for `serve --dry-run`.
+"""The memory of one worker of several, computed without torch: for `serve --dry-run`.
 
 Workers that share a layer have equal parts. Stages of a pipeline differ: the first has the embeddings, the last the output matrix.
 """

@@ -91,7 +91,7 @@ class LanguageModel(nn.Module):
 
 
 def check_finite(name: str, tensor: Tensor) -> None:
-    """Raises ConfigError for NaN or infinity. Their sum shows them; that of finite numbers may overflow, so it looks again."""
+    """Raises ConfigError for NaN or infinity. A sum finds them quickly; but finite numbers may overflow in it, so a bad sum is looked into."""
     if not tensor.sum(dtype=torch.float32).isfinite() and not tensor.float().isfinite().all():
         raise ConfigError(f"{name} holds NaN or infinity: the weights are broken")
 

@@ -41,7 +41,7 @@ def _bad_words(processor: InputProcessor, words: list[str]) -> list[list[int]]:
     """Each word at the start of a text and in the middle of one, where it has a space before it. Raises InvalidRequestError.
 
     The prompts of one request share a list, which can take as long as all of them, so it is tokenized once. Another request has
-    another list, even of the same words: how long its answer takes does not tell that somebody sent them before.
+    another list, even of the same words, so the time of an answer does not reveal that somebody sent them before.
     """
     for by, given, then, token_ids in tuple(_RECENT):
         if by is processor and given is words and then == words:

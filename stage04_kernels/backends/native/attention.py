@@ -66,4 +66,4 @@ def _call(
     return out
 
 
-native_attention.parts = write_kv, paged_attention_native  # type: ignore[attr-defined]  # for who wants to see them one by one
+native_attention.parts = write_kv, paged_attention_native  # type: ignore[attr-defined]  # for those who want to call them one by one

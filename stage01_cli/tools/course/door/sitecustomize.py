@@ -1,4 +1,4 @@
-"""The student's door: puts a part of one's own in the place of the project's, in every process of a server.
+"""The student's door: puts the student's own part in place of the project's, in every process of a server.
 
 Python itself loads this file at the start of each process that has this folder on PYTHONPATH, before any import. STAGES_PARTS
 says which parts, as JSON: [{"module": "stage03_engine.core.scheduler", "name": "Scheduler", "file": "work/ex05_scheduler.py"}, ...].
@@ -94,7 +94,7 @@ class Door:
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """Nothing is set by anybody inside."""
+        """Code inside may set nothing."""
         self.loading += 1
         try:
             yield

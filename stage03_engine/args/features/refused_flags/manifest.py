@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from stage03_engine.plugins import Feature, Part
 
+EPILOG = (
+    "vLLM's other flags are known: what is not built is accepted at the value that asks for nothing, and refused with "
+    "the reason at any other."
+)
 FEATURE = Feature(
     name="refused_flags",
     help="vLLM's flags and request fields that are not built, each with its reason; accepted where they ask for nothing",
@@ -12,5 +16,6 @@ FEATURE = Feature(
         Part("engine", ".refused:add_tables", key="refused_flags"),
         Part("engine", ".refused:accepts_key", key="refused_keys"),
         Part("engine", ".refused:check_fields", key="refused_fields"),
+        Part("engine", ".manifest:EPILOG", key="epilog"),
     ),
 )

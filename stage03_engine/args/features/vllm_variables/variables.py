@@ -32,7 +32,7 @@ def _gib(text: str) -> int | None:
 
 @dataclass(frozen=True)
 class Counterpart:
-    """A setting that a variable of vLLM stands for, and how its text becomes a value (by default as everywhere)."""
+    """The setting behind one of vLLM's variables, and how its text becomes a value (by default as everywhere)."""
 
     setting: str
     read: Callable[[str], Any] = str
@@ -59,7 +59,7 @@ FIXED = {
     "VLLM_WORKER_MULTIPROC_METHOD": ("spawn", "the engine process is always started afresh"),
 }
 """Variable -> the one value that it can have here, and why."""
-NOTHING_TO_DO = {"VLLM_DO_NOT_TRACK", "VLLM_NO_USAGE_STATS", "VLLM_USAGE_SOURCE"}  # nobody is told of anybody's usage
+NOTHING_TO_DO = {"VLLM_DO_NOT_TRACK", "VLLM_NO_USAGE_STATS", "VLLM_USAGE_SOURCE"}  # usage is never reported here
 
 
 def counterparts(
@@ -98,7 +98,7 @@ def value_of(variable: str, environ: Mapping[str, str] = os.environ) -> Any:
 
 
 def multiprocessing_wanted() -> bool:
-    """Shall `LLM` put its engine into a process of its own? Only if VLLM_ENABLE_V1_MULTIPROCESSING says so. (In vLLM that is
+    """Should `LLM` put its engine into a process of its own? Only if VLLM_ENABLE_V1_MULTIPROCESSING says so. (In vLLM that is
     the default.) Raises ConfigError."""
     return value_of("VLLM_ENABLE_V1_MULTIPROCESSING") is False
 

@@ -63,7 +63,7 @@ def destroy_distributed() -> None:
 
 
 class ExchangeError(RuntimeError):
-    """Another worker is gone, or did not come in time. The fault is there, so where this worker waited is of no interest."""
+    """Another worker is gone, or did not come in time. The fault lies there, so it does not matter where this worker waited."""
 
 
 @contextmanager

@@ -60,7 +60,7 @@ class FairQueue:
                 waiting.rotate(-1)
 
     def __getitem__(self, index: int) -> Request:
-        """O(n): for a scheduler of one's own that counts; the reference scheduler iterates."""
+        """O(n): for custom schedulers that count; the reference scheduler iterates."""
         return list(self)[index]
 
     def add(self, request: Request) -> None:

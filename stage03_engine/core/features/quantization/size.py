@@ -1,4 +1,4 @@
-"""What int8 matrices change in the memory of the weights, reckoned without torch: for `serve --dry-run`."""
+"""What int8 matrices change in the memory of the weights, computed without torch: for `serve --dry-run`."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from stage03_engine.plugins import Feature, Part
 
 FEATURE = Feature(
     name="scheduler_watch",
-    help="tells whoever watches what the scheduler does, step by step, without a recording",
+    help="shows watchers what the scheduler does, step by step, without a recording",
     room=__package__,
     also=("stage03_engine.frontend.features.engine_watch",),
     parts=(

@@ -48,7 +48,7 @@ class Guidance:
         self.has_eos = self.eos_token_id < vocab_size
         self.num_mask_bytes = (vocab_size + 31) // 32 * 4
         self._tokenizer = LLTokenizer(vocabulary)  # type: ignore[arg-type]  # it has what that class has
-        self.nothing = LLMatcher(self._tokenizer, "", log_level=0)  # an error, which takes no token
+        self.nothing = LLMatcher(self._tokenizer, "", log_level=0)  # in an error state: it accepts no token
         self._local = threading.local()
 
     def compile(self, lark: str) -> Any:

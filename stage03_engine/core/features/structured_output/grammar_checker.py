@@ -36,7 +36,7 @@ NICE = 5  # a quarter of a busy core: more would let grammars starve
 LOST = "could not be compiled, since the process that checks it was killed; send the request again"
 
 TIME, MEMORY, KILLED = "time", "memory", "killed"
-"""What ends a copy: the limit of CPU time; that of memory, or the stack's; somebody else."""
+"""What kills a copy: the limit on CPU time; on memory or the stack; another process."""
 
 
 class TakesLonger(Exception):

@@ -245,7 +245,7 @@ class WhisperCore:
             request.all_token_ids[: request.num_prompt_tokens],
             request.all_token_ids[-place:] if place else [],
         )
-        if params.allowed_token_ids is None:  # else it is no text that is asked for
+        if params.allowed_token_ids is None:  # else the request does not ask for text
             logits = logits.clone()
             logits[:, self._never + (self._not_first if place == 0 else [])] = float("-inf")
         if listening.audio.timestamps_from is not None:

@@ -35,7 +35,7 @@ class EngineLoad:
         self.waiting += 1
 
     def seen(self, waiting: int, running: int, own: int) -> None:
-        """The scheduler's counts after a step. They lack what is still on its way. `own`: how many of this front end's requests the engine
+        """The scheduler's counts after a step, without what is still on its way. `own`: how many of this front end's requests the engine
         has, those included."""
         self.waiting, self.running = max(waiting, own - running), running
 

@@ -347,7 +347,7 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
         for engine in self._alive if self._limit.most else []:
             if engine.is_alive and engine.owes_since is not None and now - engine.owes_since > self.stall_seconds:
                 assert engine.reader is not None
-                engine.reader.cancel()  # nothing that it says counts any more
+                engine.reader.cancel()  # whatever it still says is ignored
                 engine.client.stands_still()  # type: ignore[attr-defined]
                 why = f"It has not answered for {now - engine.owes_since:.1f} s (--engine-stall-seconds)."
                 await self._died(engine, EngineDeadError(why))
