@@ -113,15 +113,9 @@ INDEX: tuple[str | Feature, ...] = (
 )
 """The rooms, each with a manifest (or the manifest itself). Features come into effect in this order, except where one says `after`."""
 
-STAGES = (
-    "stage03_engine",
-    "stage02_server",
-    "stage01_cli",
-)  # each sees its own features, and those of the stages before it
+STAGES = ("stage03_engine", "stage02_server", "stage01_cli")  # each sees its own features, and those before it
 ENTRY_POINT = "vllm_in_stages.features"
-PLUGINS = (
-    "STAGES_PLUGINS"  # names of installed packages' features that may come in, with commas between them; empty: none
-)
+PLUGINS = "STAGES_PLUGINS"  # names of installed packages' features that may come in, with commas; empty: none
 
 SEAMS = {
     "command": ("stage01_cli", "a subcommand of `stages`: a CLISubcommand; the key is its name"),
@@ -153,10 +147,7 @@ SEAMS = {
     "llm": ("stage03_engine", "a method of LLM; the key is its name"),
     "policy": ("stage03_engine", "a queue class; the key is the scheduling policy"),
     "replay": ("stage03_engine", "stands for a hook, or a scheduler, in a replay; the key is its name in a recording"),
-    "stats": (
-        "stage03_engine",
-        "a StatLogger, made by the engine or the server; or what a feature counts: name of the metric -> what it is",
-    ),
+    "stats": ("stage03_engine", "a StatLogger; the key says who makes it (engine, server); or counts: metric -> text"),
     "engine": ("stage03_engine", "one thing that the engine asks for by its key, if it is there"),
 }
 """Seam -> (the stage that asks there, what a part is). A feature also adds settings, and hooks by its settings and parameters."""
