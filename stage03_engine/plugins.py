@@ -110,15 +110,9 @@ INDEX: tuple[str | Feature, ...] = (
 )
 """The rooms, each with a manifest (or the manifest itself). Features come into effect in this order, except where one says `after`."""
 
-STAGES = (
-    "stage03_engine",
-    "stage02_server",
-    "stage01_cli",
-)  # each sees its own features, and those of the stages before it
+STAGES = ("stage03_engine", "stage02_server", "stage01_cli")  # each sees its own features, and those before it
 ENTRY_POINT = "vllm_in_stages.features"
-PLUGINS = (
-    "STAGES_PLUGINS"  # names of installed packages' features that may come in, with commas between them; empty: none
-)
+PLUGINS = "STAGES_PLUGINS"  # names of installed packages' features that may come in, with commas; empty: none
 
 KINDS = {
     "command": "subcommands of `stages`, and what `serve` starts",
