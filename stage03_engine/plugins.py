@@ -137,6 +137,7 @@ SEAMS = {
         "called with (config): more names that requests may use for the model -> what they set in SamplingParams",
     ),
     "request": ("stage02_server", "fields of a request body: a RequestFields; the key is the body's class"),
+    "content": ("stage02_server", "a kind of part of a message's content: a ContentKind; the key is the part's type"),
     "response": ("stage02_server", "fields of an answer: a pydantic model; the key is the answer's class"),
     "client": ("stage02_server", "called with (config): the client of another engine; the key is what asks for it"),
     "server": ("stage02_server", "one thing that the server asks for by its key, if it is there"),

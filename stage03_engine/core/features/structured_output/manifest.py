@@ -78,6 +78,7 @@ FEATURE = Feature(
             "stage02_server.features.structured_outputs.fields:StructuredOutputsFields",
             key="SamplingRequest",
         ),
+        Part("content", "stage02_server.features.structured_outputs.fields:RefusalPart", key="refusal"),
     ),
     after=("beam_search",),
 )
