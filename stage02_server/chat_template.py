@@ -11,22 +11,13 @@ import logging
 from typing import Any
 
 from stage02_server.cli_args import FrontendArgs
-from stage02_server.protocol import ChatMessageParam, ChatTemplateFields, ContentPart
-from stage03_engine.errors import ConfigError, InvalidRequestError
+from stage02_server.protocol import CONTENT_KINDS, ChatMessageParam, ChatTemplateFields, ContentPart
+from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.tokenizer import Tokenizer
-from stage03_engine.plugins import find
+from stage03_engine.plugins import find, wanted
 
 logger = logging.getLogger(__name__)
 _PLAIN_FIELDS = {"role", "content", "name"}  # of a message; only templates use the others
-
-_TEXT_FIELDS = {
-    "text": "text",
-    "input_text": "text",
-    "output_text": "text",
-    "refusal": "refusal",
-    "thinking": "thinking",
-}
-"""Type of a part -> the field that holds its text."""
 
 
 class ChatTemplate:
@@ -37,9 +28,7 @@ class ChatTemplate:
         self._jinja: Any = None  # the feature, once there is a template or a request has fields for one
         self._has_template = bool(args.chat_template or tokenizer.chat_template)
         if self._has_template:
-            if find("server", "chat_template") is None:
-                raise ConfigError("the chat template belongs to a feature that is not installed")
-            self._load()
+            self._jinja = wanted("server", "chat_template", "the feature that renders chat templates")(args, tokenizer)
         else:
             logger.info("The model has no chat template: chats become the plain concatenation of their messages.")
 
@@ -75,7 +64,7 @@ def text_of(message: ChatMessageParam) -> str:
 
 
 def text_parts(message: ChatMessageParam) -> list[str]:
-    """Raises InvalidRequestError for a part that is not text."""
+    """Raises InvalidRequestError for a part of a kind that nobody has declared, or without what its kind needs."""
     content = message.content or ""
     return [_part_text(part) for part in content] if isinstance(content, list) else [content]
 
@@ -83,9 +72,11 @@ def text_parts(message: ChatMessageParam) -> list[str]:
 def _part_text(part: ContentPart | str) -> str:
     if isinstance(part, str):
         return part
-    text = getattr(part, _TEXT_FIELDS[part.type]) if part.type in _TEXT_FIELDS else None
-    if text is None:
+    which = f"A content part of type {part.type[:50]!r}"
+    if (kind := CONTENT_KINDS.get(part.type)) is None:
         raise InvalidRequestError(
-            f"Only text can be served, not a content part of type {part.type[:50]!r}.", "messages"
+            f"{which} cannot be served; there are {', '.join(sorted(CONTENT_KINDS))}.", "messages"
         )
+    if (text := kind.as_text(part)) is None:
+        raise InvalidRequestError(f"{which} lacks what it is to hold.", "messages")
     return text

@@ -12,10 +12,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 from stage02_server.middleware import ACCEPTED_ID
-from stage02_server.protocol_types import Int32, Int64, ListOf, RequestFields, Several, Text, TokenIds
+from stage02_server.protocol_types import ContentKind, Int32, Int64, ListOf, RequestFields, Several, Text, TokenIds
 from stage03_engine.args.unknown import check_unknown_fields
 from stage03_engine.errors import InvalidRequestError
-from stage03_engine.plugins import loaded
+from stage03_engine.plugins import keys, loaded, wanted
 from stage03_engine.sampling_params import RequestOutputKind, SamplingParams
 
 _SAME_NAME = ("n", "temperature", "top_p", "top_k", "seed")
@@ -115,13 +115,21 @@ class CompletionRequest(*loaded("request", "CompletionRequest"), SamplingRequest
         return self._sampling_params(defaults, 16 if self.max_tokens is None else self.max_tokens)
 
 
-class ContentPart(BaseModel):
-    """One part of a message's content; only text can be served."""
+_KINDS_OF_FEATURES: dict[str, type[ContentKind]] = {kind: wanted("content", kind, kind) for kind in keys("content")}
 
-    type: Text = Field(description="What it is.")
+
+class ContentPart(*dict.fromkeys(_KINDS_OF_FEATURES.values()), ContentKind):  # type: ignore[misc]
+    """One part of a message's content. It has the fields of all kinds."""
+
+    type: Text = Field(description="What kind it is of: text, or what a feature declares.")
     text: Text | None = Field(default=None, description="The text.")
-    refusal: Text | None = Field(default=None, description="The text of a part in which a model refused.")
-    thinking: Text | None = Field(default=None, description="The text of a part that is reasoning.")
+
+    def as_text(self) -> str | None:
+        """Of a part that is text."""
+        return self.text
+
+
+CONTENT_KINDS: dict[str, type[ContentKind]] = {**_KINDS_OF_FEATURES, "text": ContentPart}  # type of a part -> its kind
 
 
 class MessageFunctionCall(BaseModel):

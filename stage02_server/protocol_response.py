@@ -111,8 +111,8 @@ class ChatStreamResponse(*loaded("response", "ChatStreamResponse"), PlainChatStr
 
 
 def streamed(model: type[BaseModel]) -> Any:
-    """The same fields as a struct. One is made and written for every token, and a struct takes a fraction of a model's time. It is
-    in no cycle, and Python's garbage collector does not look at it. What a stream sends once is left out until it is set."""
+    """The same fields as a struct, in no cycle: one is made and written for every token, in a fraction of a model's time. What a
+    stream sends once is left out until it is set."""
     fields: list[tuple[str, Any, Any]] = []
     for name, field in model.model_fields.items():
         default = msgspec.NODEFAULT if field.is_required() else field.default

@@ -49,6 +49,13 @@ class RequestFields(BaseModel):
         """What the feature adds to the answers. Raises ClientGoneError."""
 
 
+class ContentKind(BaseModel):
+    """A kind of part of a message's content: its fields, which become fields of ContentPart, and what stands for it in the prompt."""
+
+    def as_text(self) -> str | None:
+        """What the chat template sees of a part of this kind; None if the part lacks its field. May raise InvalidRequestError."""
+
+
 class AnswerHook:
     """What a feature adds to the answers to one HTTP request."""
 

@@ -69,9 +69,8 @@ class ChatMaker(AnswerMaker):
         """The whole answer `index`."""
         answer = self._new_answer()
         message = ChatMessage(role=self._role, **answer.message(output))
-        choice = ChatChoice(
-            index=index, message=message, finish_reason=answer.finish_reason(output), stop_reason=output.stop_reason
-        )
+        reason, stop = answer.finish_reason(output), output.stop_reason
+        choice = ChatChoice(index=index, message=message, finish_reason=reason, stop_reason=stop)
         self.add_features(index, choice, output)
         return choice
 
@@ -79,19 +78,15 @@ class ChatMaker(AnswerMaker):
         """One chunk, after one with the role if this is the answer's first; nothing if the text is held back."""
         if index not in self._answers:
             self._answers[index] = self._new_answer()
-            return [
-                ChatChunkChoice(index=index, delta={"role": self._role, "content": ""}),
-                *self.pieces(index, output),
-            ]
+            role = ChatChunkChoice(index=index, delta={"role": self._role, "content": ""})
+            return [role, *self.pieces(index, output)]
         answer = self._answers[index]
         piece = ChatChunkChoice(index=index, delta=answer.delta(output))
         if output.finish_reason is not None:
             piece.finish_reason, piece.stop_reason = answer.finish_reason(output), output.stop_reason
         if self.requests.hooks:
             self.add_features(index, piece, output)
-        if piece.delta or piece != ChatChunkChoice(index=index, delta={}):
-            return [piece]
-        return []
+        return [piece] if piece.delta or piece != ChatChunkChoice(index=index, delta={}) else []
 
 
 def _renamed(error: InvalidRequestError, request: ChatCompletionRequest) -> InvalidRequestError:

@@ -118,12 +118,10 @@ class AnswerMaker:
 
     def __init__(self, requests: EngineRequests) -> None:
         self.requests = requests
-        self._created = int(time.time())
+        self._same = {"id": requests.ids.response, "created": int(time.time()), "model": requests.model}
         self._begun: set[int] = set()  # answers
         self._buffer = bytearray()  # the JSON of the chunk that was written last
-        self._chunk = self.chunk_class(
-            id=requests.ids.response, created=self._created, model=requests.model, choices=[None]
-        )
+        self._chunk = self.chunk_class(**self._same, choices=[None])
         if requests.ends_with_usage:
             self._chunk.usage = None
 
@@ -150,8 +148,7 @@ class AnswerMaker:
 
     def chunks(self, prompt: int, output: RequestOutput) -> list[bytes]:
         """What an output adds to the answers to a prompt, as one server-sent event for each chunk."""
-        events, requests = [], self.requests
-        chunk, buffer = self._chunk, self._buffer
+        events, requests, chunk = [], self.requests, self._chunk
         for answer in output.outputs:
             index = prompt * requests.n + answer.index
             for piece in self.pieces(index, answer):
@@ -159,8 +156,8 @@ class AnswerMaker:
                     chunk = self._shown_to_features(index, piece)
                 else:
                     chunk.choices[0] = piece
-                write_chunk(chunk, buffer)
-                events.append(server_sent_event(buffer))
+                write_chunk(chunk, self._buffer)
+                events.append(server_sent_event(self._buffer))
         return events
 
     def _shown_to_features(self, index: int, piece: Any) -> Any:
@@ -176,15 +173,8 @@ class AnswerMaker:
         return self._with_usage(self.last_class, [])
 
     def _with_usage(self, kind: type[BaseModel], choices: list[BaseModel]) -> Any:
-        requests = self.requests
-        response: Any = kind(
-            id=requests.ids.response,
-            created=self._created,
-            model=requests.model,
-            choices=choices,
-            usage=requests.usage(),
-        )
-        for hook in requests.hooks:
+        response: Any = kind(**self._same, choices=choices, usage=self.requests.usage())
+        for hook in self.requests.hooks:
             hook.response(response)
         return response
 
@@ -247,9 +237,8 @@ class OpenAIServing:
             params = msgspec.structs.replace(params, **self.models.variants[model])
         if trace.on:
             bound = self.engine_client.vllm_config.max_model_len if params.max_tokens is None else params.max_tokens
-            trace.emit(
-                "request.sampling_params", req=ids.engine_id(0), temperature=params.temperature, max_tokens=bound
-            )
+            req, temperature = ids.engine_id(0), params.temperature
+            trace.emit("request.sampling_params", req=req, temperature=temperature, max_tokens=bound)
         if params.num_answers > 1 and num_prompts * params.num_answers > MAX_ANSWERS:
             counts = f"must be at most {MAX_ANSWERS}, got {params.num_answers} times {num_prompts}"
             raise InvalidRequestError(f"n (or best_of) times the number of prompts {counts}.", "n")

@@ -152,6 +152,7 @@ SEAMS = {
     ),
     "request": Seam("fields", _SERVER, "fields of a request body: a RequestFields; the key is the body's class"),
     "response": Seam("fields", _SERVER, "fields of an answer: a pydantic model; the key is the answer's class"),
+    "content": Seam("fields", _SERVER, "a kind of part of a message's content: a ContentKind; the key is the part's type"),
     "params": Seam("fields", _ENGINE, "fields of SamplingParams: a class for `struct_of`"),
     "shape": Seam("fields", _ENGINE, "fields of ModelShape: a dataclass"),
     "architecture": Seam(

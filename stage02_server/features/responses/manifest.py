@@ -30,6 +30,8 @@ FEATURE = Feature(
     room=__package__,
     settings={"FrontendArgs": ResponsesFlags},
     parts=(
+        Part("content", ".fields:ResponsesText", key="input_text"),
+        Part("content", ".fields:ResponsesText", key="output_text"),
         Part(
             "routes",
             ".routes:install",

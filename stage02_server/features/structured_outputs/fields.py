@@ -8,12 +8,22 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from stage02_server.protocol_types import AnswerHook, ListOf, RequestFields, Text
+from stage02_server.protocol_types import AnswerHook, ContentKind, ListOf, RequestFields, Text
 
 if TYPE_CHECKING:
     from starlette.types import Receive
 
     from stage02_server.serving_engine import EngineRequests, OpenAIServing
+
+
+class RefusalPart(ContentKind):
+    """How OpenAI's models say that they will not answer in the form that was asked for; clients send it back in the next turn."""
+
+    refusal: Text | None = Field(default=None, description="The text of a part in which a model refused.")
+
+    def as_text(self) -> str | None:
+        """The refusal itself."""
+        return self.refusal
 
 
 class StructuredOutputsFields(RequestFields):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from stage02_server.protocol_types import AnswerHook, RequestFields, Text
+from stage02_server.protocol_types import AnswerHook, ContentKind, RequestFields, Text
 
 if TYPE_CHECKING:
     from starlette.types import Receive
@@ -49,6 +49,16 @@ class NamedToolChoice(BaseModel):
 
 
 ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
+
+
+class ThinkingPart(ContentKind):
+    """What the model thought before it answered, as a part of what it said."""
+
+    thinking: Text | None = Field(default=None, description="The text of a part that is reasoning.")
+
+    def as_text(self) -> str | None:
+        """The thought itself."""
+        return self.thinking
 
 
 class ToolList(RequestFields):

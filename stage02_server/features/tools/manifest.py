@@ -48,6 +48,7 @@ FEATURE = Feature(
     parts=(
         Part("request", ".fields:ToolList", key="ChatTemplateFields"),
         Part("request", ".fields:ToolFields", key="ChatCompletionRequest"),
+        Part("content", ".fields:ThinkingPart", key="thinking"),
         Part("response", ".fields:MessageFields", key="ChatMessage"),
         Part("answers", ".install:install", flags=TOOL_FLAGS),
     ),

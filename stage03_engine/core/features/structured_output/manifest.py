@@ -83,6 +83,7 @@ FEATURE = Feature(
             key="SamplingRequest",
         ),
         Part("replay", ".recorded_grammars:RecordedGrammarHook", key="grammar"),
+        Part("content", "stage02_server.features.structured_outputs.fields:RefusalPart", key="refusal"),
     ),
     after=("beam_search",),
     events=("grammar.compiled", "grammar.missed", "grammar.ready", "grammar.refused", "sampler.transform"),
