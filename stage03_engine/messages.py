@@ -116,14 +116,6 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False, omit_defaults=
     busy: bool = False  # with `error`: only for now
 
 
-class SpecDecodingStats(msgspec.Struct, array_like=True, gc=False):
-    """Drafts since the start: how many, how many tokens they had, how many of these were accepted."""
-
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-
-
 class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     """The state of the scheduler after a step. `kv_cache_usage` is in [0, 1]; `num_preemptions` and what follows count from
     the start. Prefix-cache queries and hits are in tokens, counted when a request is first admitted."""
@@ -135,7 +127,7 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     num_preemptions: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
-    spec_decoding: SpecDecodingStats = msgspec.field(default_factory=SpecDecodingStats)
+    counts: dict[str, int] = {}  # what features count, by name
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, gc=False):

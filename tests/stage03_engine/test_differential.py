@@ -87,7 +87,7 @@ def stress(engines: list[LLM]) -> tuple[int, int, int]:
     return (
         sum(s.num_preemptions for s in stats),
         sum(s.prefix_cache_hits for s in stats),
-        sum(s.spec_decoding.num_accepted_tokens for s in stats),
+        sum(s.counts.get("num_accepted_tokens", 0) for s in stats),
     )
 
 

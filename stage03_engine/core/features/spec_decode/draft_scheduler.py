@@ -11,7 +11,7 @@ import msgspec
 from stage03_engine.core.hooks import SchedulerHook
 from stage03_engine.core.request import Request
 from stage03_engine.core.sched_output import Extra, ModelRunnerOutput, SchedulerOutput
-from stage03_engine.messages import EngineCoreOutput, SpecDecodingStats
+from stage03_engine.messages import EngineCoreOutput
 from stagetrace import trace
 
 
@@ -28,6 +28,8 @@ class NextDrafts(msgspec.Struct, array_like=True):
 
 
 SCHEDULED_DRAFTS, NEXT_DRAFTS = Extra("spec_decode", ScheduledDrafts), Extra("spec_decode", NextDrafts)
+COUNTED = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+"""In `SchedulerStats.counts`: drafts since the start, their tokens, and how many of these were accepted."""
 
 
 class DraftHook(SchedulerHook):
@@ -84,10 +86,9 @@ class DraftHook(SchedulerHook):
         accepted = len(runner_output.sampled_token_ids[request_id]) - 1
         request.num_computed_tokens -= len(drafts) - accepted
         self.scheduler.kv_cache_manager.trim(request_id, request.num_computed_tokens)
-        stats = self.scheduler.stats.spec_decoding
-        self.scheduler.stats.spec_decoding = SpecDecodingStats(  # a new one: the last may be being encoded
-            stats.num_drafts + 1, stats.num_draft_tokens + len(drafts), stats.num_accepted_tokens + accepted
-        )
+        stats, more = self.scheduler.stats, zip(COUNTED, (1, len(drafts), accepted))
+        counts = {name: stats.counts.get(name, 0) + count for name, count in more}
+        stats.counts = stats.counts | counts  # a new one: the last may be being encoded
         if trace.on:
             trace.emit("spec.verified", req=request_id, step=output.step, accepted=accepted, drafted=len(drafts))
         return None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import msgspec
 
-from stage03_engine.messages import SchedulerStats, SpecDecodingStats
+from stage03_engine.messages import SchedulerStats
 
 COUNTED = ("num_preemptions", "prefix_cache_queries", "prefix_cache_hits")
 
@@ -25,13 +27,12 @@ class Totals:
     def engine_ended(self, engine: int) -> SchedulerStats:
         """Keep its counts for the next engine with this number. Returns them; nothing runs and nothing waits any more."""
         last = self._now.get(engine, SchedulerStats())
-        kept = SchedulerStats(**{name: getattr(last, name) for name in COUNTED}, spec_decoding=last.spec_decoding)
+        kept = SchedulerStats(**{name: getattr(last, name) for name in COUNTED}, counts=last.counts)
         self._now[engine] = self._earlier[engine] = kept
         return kept
 
 
 def _sum(stats: SchedulerStats, earlier: SchedulerStats) -> SchedulerStats:
     counts = {name: getattr(stats, name) + getattr(earlier, name) for name in COUNTED}
-    now, before = stats.spec_decoding, earlier.spec_decoding
-    drafts = {name: getattr(now, name) + getattr(before, name) for name in SpecDecodingStats.__struct_fields__}
-    return msgspec.structs.replace(stats, **counts, spec_decoding=SpecDecodingStats(**drafts))
+    of_features = Counter(stats.counts) + Counter(earlier.counts)
+    return msgspec.structs.replace(stats, **counts, counts=dict(of_features))

@@ -183,12 +183,12 @@ class _EngineMetrics:
             self._waiting_by_reason["deferred"].set(now.num_deferred)
         if now.kv_cache_usage != seen.kv_cache_usage:
             self._kv_usage.set(now.kv_cache_usage)
-        for metrics, new, old in (
-            (self._totals, now, seen), (self._drafts, now.spec_decoding, seen.spec_decoding)
-        ):  # fmt: skip
-            for name, metric in metrics.items():
-                if more := getattr(new, name) - getattr(old, name):
-                    metric.inc(more)
+        for name, metric in self._totals.items():
+            if more := getattr(now, name) - getattr(seen, name):
+                metric.inc(more)
+        for name, metric in self._drafts.items():
+            if more := now.counts.get(name, 0) - seen.counts.get(name, 0):
+                metric.inc(more)
 
     def _record_finished(self, request: FinishedStats) -> None:
         self._success[request.reason].inc()
