@@ -37,7 +37,7 @@ class Answer(Protocol):
         """A whole answer as fields of `ChatMessage`."""
 
     def finish_reason(self, output: CompletionOutput) -> str | None:
-        """Why the answer ended, or None."""
+        """Why the answer ended, or None; of the output that `delta` or `message` was asked about last."""
 
 
 class PlainAnswer:
@@ -77,17 +77,21 @@ class ChatMaker(AnswerMaker):
 
     def pieces(self, index: int, output: CompletionOutput) -> list[Any]:
         """One chunk, after one with the role if this is the answer's first; nothing if the text is held back."""
-        pieces = []
-        if (answer := self._answers.get(index)) is None:
-            answer = self._answers[index] = self._new_answer()
-            pieces = [ChatChunkChoice(index=index, delta={"role": self._role, "content": ""})]
-        choice = ChatChunkChoice(index=index, delta=answer.delta(output))
+        if index not in self._answers:
+            self._answers[index] = self._new_answer()
+            return [
+                ChatChunkChoice(index=index, delta={"role": self._role, "content": ""}),
+                *self.pieces(index, output),
+            ]
+        answer = self._answers[index]
+        piece = ChatChunkChoice(index=index, delta=answer.delta(output))
+        if output.finish_reason is not None:
+            piece.finish_reason, piece.stop_reason = answer.finish_reason(output), output.stop_reason
         if self.requests.hooks:
-            self.add_features(index, choice, output)
-        if choice.delta or output.finish_reason is not None or choice != ChatChunkChoice(index=index, delta={}):
-            choice.finish_reason, choice.stop_reason = answer.finish_reason(output), output.stop_reason
-            pieces.append(choice)
-        return pieces
+            self.add_features(index, piece, output)
+        if piece.delta or piece != ChatChunkChoice(index=index, delta={}):
+            return [piece]
+        return []
 
 
 def _renamed(error: InvalidRequestError, request: ChatCompletionRequest) -> InvalidRequestError:

@@ -24,17 +24,21 @@ class CompletionMaker(AnswerMaker):
     whole_class = last_class = CompletionResponse
     chunk_class = CompletionChunk
 
-    def choice(self, index: int, output: CompletionOutput, kind: Any = CompletionChoice) -> Any:
-        """What `output` adds to answer `index`."""
+    def choice(self, index: int, output: CompletionOutput) -> CompletionChoice:
+        """The whole answer `index`."""
         reason, stop = output.finish_reason, output.stop_reason
-        choice = kind(index=index, text=output.text, finish_reason=reason, stop_reason=stop)
-        if self.requests.hooks:
-            self.add_features(index, choice, output)
+        choice = CompletionChoice(index=index, text=output.text, finish_reason=reason, stop_reason=stop)
+        self.add_features(index, choice, output)
         return choice
 
     def pieces(self, index: int, output: CompletionOutput) -> list[Any]:
         """One chunk."""
-        return [self.choice(index, output, CompletionChunkChoice)]
+        piece = CompletionChunkChoice(index=index, text=output.text)
+        if output.finish_reason is not None:
+            piece.finish_reason, piece.stop_reason = output.finish_reason, output.stop_reason
+        if self.requests.hooks:
+            self.add_features(index, piece, output)
+        return [piece]
 
 
 class OpenAIServingCompletion(OpenAIServing):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from copy import copy
@@ -19,7 +19,7 @@ from starlette.types import Receive
 from stage02_server.errors import as_reported, error_json, not_found
 from stage02_server.middleware import RequestIds
 from stage02_server.protocol import SamplingRequest
-from stage02_server.protocol_response import UsageInfo, written
+from stage02_server.protocol_response import UsageInfo, write_chunk
 from stage02_server.protocol_types import AnswerHook
 from stage02_server.streaming import in_thread_if_long, made, run_until_disconnect, server_sent_event
 from stage03_engine.config import VllmConfig
@@ -49,7 +49,7 @@ class EngineRequests:
     engine_requests: list[EngineCoreRequest]
     hooks: list[AnswerHook] = field(default_factory=list)
     ends_with_usage: bool = False  # a stream
-    num_tokens: Counter[int] = field(default_factory=Counter)  # answer -> its tokens so far
+    num_tokens: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))  # answer -> its tokens so far
     num_cached_tokens: int = 0  # prompt tokens from the prefix cache, with --enable-prompt-tokens-details
 
     def received(self, prompt: int, output: RequestOutput) -> None:
@@ -61,7 +61,7 @@ class EngineRequests:
 
     def usage(self) -> UsageInfo:
         """The usage of all prompts and answers."""
-        return self.usage_of(range(len(self.engine_requests)), self.num_tokens.total())
+        return self.usage_of(range(len(self.engine_requests)), sum(self.num_tokens.values()))
 
     def usage_of(self, prompts: Iterable[int], completion_tokens: int) -> UsageInfo:
         """The usage of these prompts and of this many answer tokens."""
@@ -120,11 +120,12 @@ class AnswerMaker:
         self.requests = requests
         self._created = int(time.time())
         self._begun: set[int] = set()  # answers
-        self._empty = self.chunk_class(
-            id=requests.ids.response, created=self._created, model=requests.model, choices=[]
+        self._buffer = bytearray()  # the JSON of the chunk that was written last
+        self._chunk = self.chunk_class(
+            id=requests.ids.response, created=self._created, model=requests.model, choices=[None]
         )
         if requests.ends_with_usage:
-            self._empty.usage = None
+            self._chunk.usage = None
 
     def choice(self, index: int, output: CompletionOutput) -> BaseModel:
         """The whole answer `index`."""
@@ -147,19 +148,28 @@ class AnswerMaker:
         numbered = [(p * n + answer.index, answer) for p, output in enumerate(outputs) for answer in output.outputs]
         return self._with_usage(self.whole_class, [self.choice(index, answer) for index, answer in numbered])
 
-    def chunks(self, prompt: int, outputs: list[RequestOutput]) -> list[bytes]:
-        """What these outputs add to the answers to a prompt, as the JSON of one chunk each."""
-        chunks, hooks = [], self.requests.hooks
-        for output in outputs:
-            for answer in output.outputs:
-                index = prompt * self.requests.n + answer.index
-                for piece in self.pieces(index, answer):
-                    chunk = copy(self._empty) if hooks else self._empty  # features may write into it
-                    chunk.choices = [piece]
-                    for hook in hooks:
-                        hook.chunk(index, chunk)
-                    chunks.append(written(chunk))
-        return chunks
+    def chunks(self, prompt: int, output: RequestOutput) -> list[bytes]:
+        """What an output adds to the answers to a prompt, as one server-sent event for each chunk."""
+        events, requests = [], self.requests
+        chunk, buffer = self._chunk, self._buffer
+        for answer in output.outputs:
+            index = prompt * requests.n + answer.index
+            for piece in self.pieces(index, answer):
+                if requests.hooks:
+                    chunk = self._shown_to_features(index, piece)
+                else:
+                    chunk.choices[0] = piece
+                write_chunk(chunk, buffer)
+                events.append(server_sent_event(buffer))
+        return events
+
+    def _shown_to_features(self, index: int, piece: Any) -> Any:
+        """A chunk of its own for a piece: features may write into it."""
+        chunk = copy(self._chunk)
+        chunk.choices = [piece]
+        for hook in self.requests.hooks:
+            hook.chunk(index, chunk)
+        return chunk
 
     def usage_chunk(self) -> Any:
         """The chunk without choices that ends a stream with `include_usage`."""
@@ -321,25 +331,32 @@ class OpenAIServing:
 
         An error after the first byte can no longer change the HTTP status: it becomes an event.
         """
-        requests = maker.requests
+        requests, ids = maker.requests, maker.requests.ids
         try:
             async with aclosing(outputs):
                 async for prompt, output in outputs:
                     if requests.hooks:  # only features make chunks long
-                        chunks = await made(partial(maker.chunks, prompt), [output])
+                        events = await made(partial(_chunks, maker, prompt), [output])
                     else:
-                        chunks = maker.chunks(prompt, [output])
-                    for chunk in chunks:
-                        yield _event(chunk, requests.ids, prompt)
+                        events = maker.chunks(prompt, output)
+                    for event in events:
+                        if trace.on:
+                            trace.emit("sse.chunk", req=ids.engine_id(prompt), cause=ids.cause, bytes=len(event))
+                        yield event
             if requests.ends_with_usage:
-                yield _event(maker.usage_chunk().model_dump_json().encode(), requests.ids)
+                yield _event(maker.usage_chunk().model_dump_json(), ids)
         except Exception as error:
-            yield _event(error_json(as_reported(error, requests.ids.response)).encode(), requests.ids)
-        yield _event(b"[DONE]", requests.ids)
+            yield _event(error_json(as_reported(error, ids.response)), ids)
+        yield _event("[DONE]", ids)
 
 
-def _event(data: bytes, ids: RequestIds, prompt: int = 0) -> bytes:
-    event = server_sent_event(data)
+def _chunks(maker: AnswerMaker, prompt: int, outputs: list[RequestOutput]) -> list[bytes]:
+    [output] = outputs
+    return maker.chunks(prompt, output)
+
+
+def _event(data: str, ids: RequestIds) -> bytes:
+    event = server_sent_event(data.encode())
     if trace.on:
-        trace.emit("sse.chunk", req=ids.engine_id(prompt), cause=ids.cause, bytes=len(event))
+        trace.emit("sse.chunk", req=ids.engine_id(0), cause=ids.cause, bytes=len(event))
     return event

@@ -81,9 +81,9 @@ async def made(make: Callable[[Any], T], outputs: list[Any]) -> T:
 Answer = BaseModel | bytes | AsyncGenerator[bytes, None]  # whole, perhaps as JSON already, or its events
 
 
-def server_sent_event(data: bytes) -> bytes:
+def server_sent_event(data: bytes | bytearray) -> bytes:
     """One event of a stream: a field `data`, and the empty line that ends it. `data` has no line break, as JSON never has."""
-    return b"data: %b\n\n" % data
+    return b"data: " + data + b"\n\n"
 
 
 class EventStreamResponse(StreamingResponse):

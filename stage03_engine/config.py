@@ -139,9 +139,9 @@ class VllmConfig(Section):
 
     - `detect(values)`, static: name -> (value, what decided), for settings that were left open; `values` has the model's `shape` too
     - `resolve(values, files)`, static: internal fields computed from the settings and the model's files
-    - `check(self)`: raises ConfigError if the settings are impossible together
-    - `tasks(self)`: what requests may ask for, if the feature changes it
-    - `hooks(self)`: seam ("scheduler", "runner", "weights", "executor", "core", "core_proc", "client", "trace", "process") -> "module:Class"
+    - `check(config)`, static: raises ConfigError if the settings are impossible together
+    - `tasks(config)`, static: what requests may ask for, if the feature changes it
+    - `hooks(config)`, static: seam, of `plugins.HOOKS`, -> "module:Class" of what takes part there
     """
 
     model_config: ModelConfig = ModelConfig()

@@ -127,7 +127,11 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     num_preemptions: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
-    counts: dict[str, int] = {}  # what features count, by name
+    counts: dict[str, int] = {}  # what features count, by the name of its metric
+
+    def count(self, **more: int) -> None:
+        """Add to what features count. In a new dictionary: the last one may be being encoded."""
+        self.counts = self.counts | {name: self.counts.get(name, 0) + number for name, number in more.items()}
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, gc=False):

@@ -28,3 +28,8 @@ class ModelShape(*loaded("shape")):  # type: ignore[misc]
     scale_attn_weights: bool = True  # by 1 / sqrt(head_dim), and with the next one by 1 / the layer's number too
     scale_attn_by_inverse_layer_idx: bool = False
     tie_word_embeddings: bool = True  # the output matrix is the token embedding
+
+    @property
+    def whole(self) -> ModelShape:
+        """The model that this is a part of: itself, unless workers share it."""
+        return self

@@ -11,14 +11,15 @@ vLLM calls its features by name, where they act; what others add (`vllm.general_
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import EACH, attributes, is_there, load
+from stagetrace.vocabulary import Row, declare
 
 T = TypeVar("T")
 
@@ -109,52 +110,86 @@ INDEX: tuple[str | Feature, ...] = (
 )
 """The rooms, each with a manifest (or the manifest itself). Features come into effect in this order, except where one says `after`."""
 
-STAGES = (
-    "stage03_engine",
-    "stage02_server",
-    "stage01_cli",
-)  # each sees its own features, and those of the stages before it
+STAGES = ("stage03_engine", "stage02_server", "stage01_cli")  # each sees its own features, and those before it
 ENTRY_POINT = "vllm_in_stages.features"
-PLUGINS = (
-    "STAGES_PLUGINS"  # names of installed packages' features that may come in, with commas between them; empty: none
-)
+PLUGINS = "STAGES_PLUGINS"  # names of installed packages' features that may come in, with commas; empty: none
+
+KINDS = {
+    "command": "subcommands of `stages`, and what `serve` starts",
+    "HTTP": "the server around its handlers",
+    "fields": "what settings, requests, answers and models consist of",
+    "answers": "what becomes of the engine's outputs on their way to the client",
+    "message": "what travels between front end and engine beside the tokens; also each feature's `extras`",
+    "core": "the engine: clients, processes, executors",
+    "scheduler": "which request runs when",
+    "runner": "weights, model, step, sampler",
+}
+"""The eight kinds of seam. At those where a feature takes a place there is room for one, which is named; all others compose, in order."""
+
+
+class Seam(NamedTuple):
+    """A place where features plug in."""
+
+    kind: str  # of KINDS
+    stage: str  # that asks there, and may know what plugs in
+    part: str  # what a part is
+
+
+_SERVER, _ENGINE = "stage02_server", "stage03_engine"
 
 SEAMS = {
-    "command": ("stage01_cli", "a subcommand of `stages`: a CLISubcommand; the key is its name"),
-    "serve": ("stage02_server", "what `serve` does instead of starting one API server; the key says when"),
-    "process": ("stage02_server", "called with (args) in the server's process before anything else"),
-    "socket": ("stage02_server", "called with (args): (address, bound socket), in place of host and port"),
-    "connection": ("stage02_server", "called with (args): more arguments of uvicorn.Config"),
-    "middleware": ("stage02_server", "an ASGI layer, made with (app, args); the key is its place, of LAYERS"),
-    "routes": ("stage02_server", "called with (app, services): adds routes and their handlers"),
-    "answers": ("stage02_server", "called with (app, services): adds to what all handlers do, in `services.added`"),
-    "error": ("stage02_server", "an error as JSON for the clients of another API; the key is how its paths begin"),
-    "names": (
-        "stage02_server",
-        "called with (config): more names that requests may use for the model -> what they set in SamplingParams",
+    "command": Seam("command", "stage01_cli", "a subcommand of `stages`: a CLISubcommand; the key is its name"),
+    "serve": Seam("command", _SERVER, "what `serve` does instead of starting one API server; the key says when"),
+    "process": Seam("HTTP", _SERVER, "called with (args) in the server's process before anything else"),
+    "socket": Seam("HTTP", _SERVER, "called with (args): (address, bound socket), in place of host and port"),
+    "connection": Seam("HTTP", _SERVER, "called with (args): more arguments of uvicorn.Config"),
+    "middleware": Seam("HTTP", _SERVER, "an ASGI layer, made with (app, args); the key is its place, of LAYERS"),
+    "routes": Seam("HTTP", _SERVER, "called with (app, services): adds routes and their handlers"),
+    "error": Seam("HTTP", _SERVER, "an error as JSON for another API's clients; the key is how its paths begin"),
+    "server": Seam("HTTP", _SERVER, "one thing that the server asks for by its key, if it is there"),
+    "names": Seam(
+        "fields", _SERVER, "called with (config): more names of the model -> what they set in SamplingParams"
     ),
-    "request": ("stage02_server", "fields of a request body: a RequestFields; the key is the body's class"),
-    "response": ("stage02_server", "fields of an answer: a pydantic model; the key is the answer's class"),
-    "client": (
-        "stage02_server",
-        "called with (config): the client of another engine; the key is the flag that asks for it, `engine=echo`",
+    "request": Seam("fields", _SERVER, "fields of a request body: a RequestFields; the key is the body's class"),
+    "response": Seam("fields", _SERVER, "fields of an answer: a pydantic model; the key is the answer's class"),
+    "params": Seam("fields", _ENGINE, "fields of SamplingParams: a class for `struct_of`"),
+    "shape": Seam("fields", _ENGINE, "fields of ModelShape: a dataclass"),
+    "architecture": Seam(
+        "fields", _ENGINE, "reads config.json; the key is the architecture, `model_type` its other name"
     ),
-    "server": ("stage02_server", "one thing that the server asks for by its key, if it is there"),
-    "params": ("stage03_engine", "fields of SamplingParams: a class for `struct_of`"),
-    "shape": ("stage03_engine", "fields of ModelShape: a dataclass"),
-    "architecture": (
-        "stage03_engine",
-        "reads config.json; the key is the architecture, `model_type` what means the same",
+    "answers": Seam(
+        "answers", _SERVER, "called with (app, services): adds to what all handlers do, in `services.added`"
     ),
-    "model": ("stage03_engine", "a model class; the key is the architecture"),
-    "core": ("stage03_engine", "a class in place of EngineCore; the key is the task of its models"),
-    "call": ("stage03_engine", "a method of the engine core that clients may call; the key is its name"),
-    "llm": ("stage03_engine", "a method of LLM; the key is its name"),
-    "policy": ("stage03_engine", "a queue class; the key is the scheduling policy"),
-    "stats": ("stage03_engine", "a StatLogger; the key says who makes it: engine or server"),
-    "engine": ("stage03_engine", "one thing that the engine asks for by its key, if it is there"),
+    "call": Seam("message", _ENGINE, "a method of the engine core that clients may call; the key is its name"),
+    "client": Seam(
+        "core", _SERVER, "called with (config): another engine's client; the key is the flag that asks: `engine=echo`"
+    ),
+    "core": Seam("core", _ENGINE, "a class in place of EngineCore; the key is the task of its models"),
+    "llm": Seam("core", _ENGINE, "a method of LLM; the key is its name"),
+    "stats": Seam(
+        "core", _ENGINE, "a StatLogger of the engine or the server; or what a feature counts: metric -> what it is"
+    ),
+    "engine": Seam("core", _ENGINE, "one thing that the engine asks for by its key, if it is there"),
+    "replay": Seam(
+        "scheduler", _ENGINE, "stands for a hook or a scheduler in a replay; the key is its name in a recording"
+    ),
+    "policy": Seam("scheduler", _ENGINE, "a queue class; the key is the scheduling policy"),
+    "model": Seam("runner", _ENGINE, "a model class; the key is the architecture"),
 }
-"""Seam -> (the stage that asks there, what a part is). A feature also adds settings, and hooks by its settings and parameters."""
+"""Where a manifest's parts plug in. A feature also adds settings to its sections, and hooks."""
+
+HOOKS = {
+    "process": Seam("core", _ENGINE, "called with (config) when a process starts"),
+    "trace": Seam("core", _ENGINE, "called with (config, run_id, private) when a process may begin to record"),
+    "client": Seam("core", _ENGINE, "an EngineCoreClient, in place of AsyncMPClient"),
+    "core_proc": Seam("core", _ENGINE, "an EngineCoreProc, in its place"),
+    "core": Seam("core", _ENGINE, "an EngineCore, in its place"),
+    "executor": Seam("core", _ENGINE, "an Executor, in place of UniProcExecutor"),
+    "input": Seam("message", _ENGINE, "an InputHook: a request on its way to the engine"),
+    "scheduler": Seam("scheduler", _ENGINE, "a SchedulerHook"),
+    "runner": Seam("runner", _ENGINE, "a RunnerHook"),
+}
+"""Where features take part whose settings (`hooks` of a section) or request parameters (HOOKS of their fields) are set."""
 
 
 @dataclass(frozen=True)
@@ -209,8 +244,10 @@ class Feature:
         default_factory=dict
     )  # two settings that cannot both be given -> why
     variables: tuple[str, ...] = ()  # of the environment, which stand for no setting: it reads them itself
+    events: tuple[str | Row, ...] = ()  # of the trace, that it emits; a feature of another package adds its own rows
 
     def __post_init__(self) -> None:
+        declare(self.events)
         own = (replace(part, name=self._whole(part.name), feature=self.name) for part in self.parts)
         object.__setattr__(self, "parts", tuple(own))
 
@@ -315,16 +352,25 @@ def check_features(stage: str) -> None:
                 raise ConfigError(
                     f"the feature {feature.name} plugs into {part.seam!r}, which is none of {', '.join(SEAMS)}"
                 )
-            if feature.stage in STAGES and STAGES.index(feature.stage) > STAGES.index(SEAMS[part.seam][0]):
+            for seams in getattr(part.load(), "HOOKS", {}).values() if part.seam == "params" else ():
+                check_hooks(part.name, seams)
+            if feature.stage in STAGES and STAGES.index(feature.stage) > STAGES.index(SEAMS[part.seam].stage):
                 raise ConfigError(
-                    f"the feature {feature.name} lies above {part.seam}: its manifest belongs into {SEAMS[part.seam][0]}"
+                    f"the feature {feature.name} lies above {part.seam}: its manifest belongs into {SEAMS[part.seam].stage}"
                 )
+
+
+def check_hooks(owner: str, seams: Iterable[str]) -> None:
+    """Raises ConfigError for a seam where nobody looks: the hooks there would never be called."""
+    for seam in seams:
+        if seam not in HOOKS:
+            raise ConfigError(f"{owner} has hooks at {seam!r}, which is none of {', '.join(HOOKS)}")
 
 
 @cache
 def _at(seam: str, index: tuple[str | Feature, ...]) -> dict[str, list[Part]]:
     found: dict[str, list[Part]] = {}
-    for feature in _read(SEAMS[seam][0], index)[0]:
+    for feature in _read(SEAMS[seam].stage, index)[0]:
         for part in feature.parts:
             if part.seam == seam:
                 found.setdefault(part.key, []).append(part)

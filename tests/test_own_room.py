@@ -12,8 +12,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from patience import PATIENCE
+from patience import PATIENCE, wait_until
 from server_under_test import ServerProcess
+
+from stagetrace import Event, read_run
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "stage02_server/features/WRITE_A_ROOM.md"
@@ -43,7 +45,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(site: Path) -> Iterator[ServerProcess]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]))
-        running = ServerProcess("--engine", "core", "--max-num-seqs", "4")
+        running = ServerProcess("--engine", "core", "--max-num-seqs", "4", "--trace", str(site / "trace"))
     with closing(running):
         running.wait_until_ready()
         yield running
@@ -72,6 +74,22 @@ def test_the_room_serves(server: ServerProcess) -> None:
     assert {"top_a", "temperature"} <= set(options)
 
 
+def test_its_events_are_in_the_trace(server: ServerProcess, site: Path) -> None:
+    """Also for a reader who does not have the package: the event is there, and means nothing."""
+    assert completion(server, top_a=1.0, max_tokens=3).status_code == 200
+
+    def found() -> list[Event]:
+        return read_run(site / "trace").named("top_a.kept")
+
+    wait_until(lambda: len(found()) >= 3, "the events are not written")
+    assert all(event.phase == 8 and event.args["tokens"] >= 1 and event.step for event in found())
+    for names in ("top_a", ""):
+        said = stages(site, "trace", "view", str(site / "trace"), "--phase", "8", STAGES_PLUGINS=names)
+        assert said.returncode == 0 and "top_a.kept tokens=" in said.stdout, said.stderr
+    asked = stages(site, "trace", "view", str(site / "trace"), "--name", "top_a.*")
+    assert asked.returncode == 0 and "top_a.kept tokens=" in asked.stdout and "sched.admit" not in asked.stdout
+
+
 def stages(site: Path, *words: str, program: str = "stage01_cli", **variables: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])
     environment = {name: value for name, value in os.environ.items() if not name.startswith("STAGES_")}
@@ -87,7 +105,7 @@ def stages(site: Path, *words: str, program: str = "stage01_cli", **variables: s
 def test_who_comes_in_is_listed(site: Path, allowed: str | None, comes: bool) -> None:
     variables = {} if allowed is None else {"STAGES_PLUGINS": allowed}
     said = stages(site, "collect-env", **variables).stdout
-    assert ("top_a (top_a)" in said) == comes
+    assert ("top_a (top_a)" in said) == ("top_a.kept" in said) == comes
     dry = stages(site, "serve", "gpt2-tiny", "--dry-run", **variables)
     assert dry.returncode == 0 and ("top_a" in dry.stdout) == comes
 

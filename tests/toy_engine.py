@@ -13,6 +13,8 @@ from typing import Any
 from stage03_engine.config import CacheConfig, SchedulerConfig, VllmConfig
 from stage03_engine.core.block_pool import BlockPool
 from stage03_engine.core.features.async_scheduling.async_scheduler import AsyncScheduler
+from stage03_engine.core.features.async_scheduling.manifest import SCHEDULER
+from stage03_engine.core.features.distributed.manifest import PIPELINE_SCHEDULER
 from stage03_engine.core.features.distributed.pipeline_scheduler import PipelineScheduler
 from stage03_engine.core.features.prefix_cache_reset.prefix_cache_reset import reset
 from stage03_engine.core.features.prompt_logprobs.scheduler_hook import FOUND, Found, PromptLogprobsSchedulerHook
@@ -202,7 +204,7 @@ class AsyncToyEngine(ToyEngine):
     only what it was told when the step was decided."""
 
     kind: type[Scheduler] = AsyncScheduler
-    setting: dict[str, Any] = {"async_scheduling": True}
+    setting: dict[str, Any] = {"async_scheduling": True, "scheduler_cls": SCHEDULER}
 
     def __init__(self, seed: int = 0, **settings: Any) -> None:
         super().__init__(seed, **self.setting, **settings)
@@ -237,7 +239,7 @@ class PipelineToyEngine(AsyncToyEngine):
     """`PipelineEngineCore` in the same way, with three stages."""
 
     kind = PipelineScheduler
-    setting = {"pipeline_stages": 3}
+    setting = {"pipeline_stages": 3, "scheduler_cls": PIPELINE_SCHEDULER}
 
     def _may_start(self) -> bool:
         assert isinstance(self.scheduler, PipelineScheduler)

@@ -16,6 +16,7 @@ from stage03_engine.args.cpu import find_cores
 from stage03_engine.args.parser import FlexibleArgumentParser
 from stage03_engine.args.resolve import detect_device
 from stage03_engine.plugins import STAGES, absent_features, features
+from stagetrace.vocabulary import Row
 
 PACKAGES = (
     "vllm-in-stages", "torch", "triton", "numpy", "safetensors", "tokenizers", "huggingface-hub", "fastapi",
@@ -40,12 +41,15 @@ class CollectEnvSubcommand(CLISubcommand):
 
 def _features() -> list[tuple[str, str]]:
     """What plugs in: how much, what was taken out, and what came from other packages."""
-    guests = [f"{each.name} ({each.room.partition('.')[0]})" for each in features() if each.stage not in STAGES]
+    others = [each for each in features() if each.stage not in STAGES]
+    guests = [f"{each.name} ({each.room.partition('.')[0]})" for each in others]
+    events = [event.name for each in others for event in each.events if isinstance(event, Row)]
     absent = [f"{name} ({why})" for name, why in absent_features().items()]
     rows = [
         ("features", str(len(features()))),
         ("features not here", ", ".join(absent)),
         ("features of others", ", ".join(guests)),
+        ("their trace events", ", ".join(events)),
     ]
     return [(name, value) for name, value in rows if value]
 

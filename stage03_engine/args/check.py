@@ -8,7 +8,7 @@ from stage03_engine.args.fields import check_at_least
 from stage03_engine.config import SECTIONS, VllmConfig
 from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import each
-from stage03_engine.plugins import features
+from stage03_engine.plugins import check_hooks, features
 from stage04_kernels.attention import resolve_backend
 
 
@@ -20,7 +20,9 @@ def check_config(config: VllmConfig) -> None:
     _check_lengths(config)
     for check in each(VllmConfig, "check"):
         check(config)
-    for place in ("core", "core_proc", "client", "executor", "weights"):
+    for hooks in each(VllmConfig, "hooks"):
+        check_hooks(hooks.__qualname__, hooks(config))
+    for place in ("core", "core_proc", "client", "executor"):
         config.claim(place)
 
 

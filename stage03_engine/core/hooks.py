@@ -11,17 +11,18 @@ vLLM calls these features by name, from its Scheduler and its GPUModelRunner. No
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from stage03_engine.mixins import load
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from stage03_engine.config import VllmConfig
     from stage03_engine.core.input_batch import StepInputs
     from stage03_engine.core.model_runner import ModelRunner
+    from stage03_engine.core.models.layers import LanguageModel
     from stage03_engine.core.request import Request
     from stage03_engine.core.sched_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
     from stage03_engine.core.scheduler import Scheduler
@@ -122,7 +123,12 @@ class RunnerHook:
     def __init__(self, runner: ModelRunner, config: VllmConfig) -> None:
         self.runner, self.config = runner, config
 
-    def model_loaded(self, model: nn.Module) -> nn.Module:
+    def weights(self, tensors: Iterator[tuple[str, Tensor]], model: LanguageModel) -> Iterator[tuple[str, Tensor]]:
+        """(name, values) of each tensor of the checkpoint, one at a time and mapped, not read. Returns those that `model` is to load, which
+        has no values yet: fewer, with other names, or changed (vLLM: the `weight_loader` of each parameter)."""
+        return tensors
+
+    def model_loaded(self, model: LanguageModel) -> LanguageModel:
         """The weights are loaded. Returns the model to run."""
         return model
 
@@ -132,6 +138,10 @@ class RunnerHook:
 
     def cache_allocated(self, num_blocks: int) -> None:
         """The KV cache is allocated. Raises MemoryError if there is not enough memory for the hook's own."""
+
+    def received(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
+        """A decision came, and the batch is as the step before left it. Returns what this runner is to do."""
+        return scheduler_output
 
     def request_added(self, new: NewRequestData) -> None:
         """A request joined the batch, for the first time or again after a preemption."""

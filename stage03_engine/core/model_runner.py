@@ -8,11 +8,12 @@ from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.hooks import RunnerHook, install
 from stage03_engine.core.input_batch import InputBatch, StepInputs, prepare_inputs
+from stage03_engine.core.models.layers import LanguageModel
 from stage03_engine.core.models.loader import get_model
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
 from stage03_engine.messages import TokenLogprobs
@@ -32,7 +33,7 @@ class ModelRunner:
     """Holds the model, the KV cache and the persistent batch of one device. `hooks` is empty unless a setting or a request
     needs a feature that takes part in the step (hooks.py)."""
 
-    model: nn.Module
+    model: LanguageModel
 
     def __init__(self, config: VllmConfig, device: torch.device) -> None:
         self.config = config
@@ -46,7 +47,7 @@ class ModelRunner:
 
     def load_model(self) -> None:
         """Load the weights."""
-        self.model = get_model(self.config, self.dtype, self.device)
+        self.model = get_model(self.config, self.dtype, self.device, self.hooks)
         for hook in self.hooks:
             self.model = hook.model_loaded(self.model)
 
@@ -69,6 +70,8 @@ class ModelRunner:
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Prepare the inputs, run the model over the scheduled tokens, sample for the requests that have caught up, collect."""
+        for hook in self.hooks:
+            scheduler_output = hook.received(scheduler_output)
         self._update_states(scheduler_output)
         output = ModelRunnerOutput({})
         if scheduler_output.num_scheduled_tokens:
@@ -133,7 +136,7 @@ class ModelRunner:
         step = scheduler_output.step
         if len(inputs.sampled) < hidden.shape[0]:  # else it is all of them, in order
             hidden = hidden[inputs.logits_indices]
-        logits: Tensor = self.model.compute_logits(hidden)  # type: ignore[operator]
+        logits: Tensor = self.model.compute_logits(hidden)
         if trace.on:
             trace.emit("model.logits", step=step, rows=logits.shape[0], vocab_size=logits.shape[1])
         for hook in self.hooks:
@@ -196,4 +199,4 @@ class ModelRunner:
         """Release the KV cache and the weights."""
         for hook in self.hooks:
             hook.shutdown()
-        self.kv_caches, self.model = [], nn.Module()
+        self.kv_caches, self.model = [], LanguageModel()

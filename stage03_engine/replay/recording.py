@@ -6,26 +6,24 @@ the same? So the replay makes up tokens that answer both as the real ones did. v
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from stage03_engine.config import VllmConfig
 from stage03_engine.core.hooks import SchedulerHook
 from stage03_engine.core.request import Request
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
-from stage03_engine.messages import EngineCoreRequest, TokenLogprobs
-from stage03_engine.params.pooling_params import PoolingParams
-from stage03_engine.params.structured_outputs import StructuredOutputsParams
+from stage03_engine.core.scheduler import Scheduler
+from stage03_engine.messages import EngineCoreRequest
 from stage03_engine.sampling_params import SamplingParams
 from stagetrace import Event
 from stagetrace.errors import TraceError
 
 FILLER = -1  # a token that ends nothing: real ids are never negative
 STOP_TOKEN = 1 << 40  # stands for whichever stop token a request named: their ids may not be recorded
-_NO_LOGPROBS = TokenLogprobs([], [], 0)
-_SOME_GRAMMAR = StructuredOutputsParams(
-    json_object=True
-)  # which one does not matter: the recording says when it was ready
+OWN_PARAMS = ("max_tokens", "min_tokens", "ignore_eos", "stop_token_ids", "eos_token_id", "priority", "tenant")
+"""What `sched.queued` tells of every request (`Request.traced_params`). The rest is told by the hooks of features."""
 
 
 def made_up_tokens(start: int, count: int, block_hashes: Sequence[str], block_size: int) -> list[int]:
@@ -39,36 +37,36 @@ def made_up_tokens(start: int, count: int, block_hashes: Sequence[str], block_si
         raise TraceError(f"{sum(ends)} blocks were filled, but {len(block_hashes)} hashes recorded") from None
 
 
-def made_up_request(queued: Event, block_size: int) -> Request:
-    """The request of a `sched.queued`."""
-    params, length = dict(queued.args["params"]), queued.args["num_prompt_tokens"]
-    eos, priority, tenant = params.pop("eos_token_id"), params.pop("priority"), params.pop("tenant", None)
-    params["stop_token_ids"] = [STOP_TOKEN]
-    params.pop("kv_transfer", None)
-    if params.pop("prompt_logprobs", False):
-        params["prompt_logprobs"] = 0
-    if params.pop("grammar", False):
-        params["structured_outputs"] = _SOME_GRAMMAR
-    pooling = params.pop("pooling", None)
+def made_up_request(queued: Event, block_size: int) -> EngineCoreRequest:
+    """The request of a `sched.queued`, as far as the walk knows it."""
+    given, length = queued.args["params"], queued.args["num_prompt_tokens"]
+    own = {name: given[name] for name in ("max_tokens", "min_tokens", "ignore_eos")}
+    params = SamplingParams(**own, stop_token_ids=[STOP_TOKEN])
     tokens = made_up_tokens(0, length, queued.args["block_hashes"], block_size)
-    message = EngineCoreRequest(
-        queued.req or "", tokens, SamplingParams(**params), eos, priority=priority, tenant=tenant
-    )
-    message.task = None if pooling is None else PoolingParams(**pooling)
-    return Request(message, seed=0)
+    eos, priority, tenant = given["eos_token_id"], given["priority"], given.get("tenant")
+    return EngineCoreRequest(queued.req or "", tokens, params, eos, priority=priority, tenant=tenant)
 
 
 class RecordedHook(SchedulerHook):
-    """A scheduler hook that takes from a recording what it would else find out by itself."""
+    """Stands for a feature's scheduler hook in a replay: takes from the recording what the hook would else find out by itself.
 
-    def before_arrival(self, queued: Event) -> None:
-        """This request is about to be added."""
+    A feature names it at the seam `replay`. The key is the name by which a recording shows that the feature was used: an argument of
+    `scheduler.created`, a parameter in `sched.queued` (`SchedulerHook.traced_params`), or an event of a step.
+    """
+
+    def __init__(self, scheduler: Scheduler, config: VllmConfig, created: Event) -> None:
+        super().__init__(scheduler, config)
+
+    def before_arrival(self, message: EngineCoreRequest, params: Mapping[str, Any]) -> None:
+        """A request is about to be added. `params` are those of its `sched.queued`. `message` is made up in its place, and can be told to ask
+        the feature for the same."""
 
     def before_decision(self, step: RecordedStep) -> None:
         """This step is about to be decided again."""
 
-    def before_results(self, step: RecordedStep) -> None:
-        """The results of this step come next. Others may have been decided since it was."""
+    def before_results(self, step: RecordedStep, results: ModelRunnerOutput) -> None:
+        """The results of this step come next; what the runner's side of the feature had given can be added. Others may have been decided
+        since it was."""
 
 
 @dataclass
@@ -169,21 +167,10 @@ class RecordedStep:
                 self.events.setdefault(event.name, []).append(event)
 
     def runner_output(self, requests: dict[str, Request], block_size: int) -> ModelRunnerOutput:
-        """What the model gave in this step, with made-up tokens."""
-        sampled = {e.req or "": self._sampled(e, requests[e.req or ""], block_size) for e in self.tokens}
-        results: dict[str, dict[str, Any]] = {}  # as they come from a socket
-        for request_id, count in self.decision.scheduled.items():
-            if request_id not in requests:  # it ended after this step was decided: its results were dropped
-                continue
-            request, first = requests[request_id], self.computed[request_id]
-            last = min(first + count, request.num_prompt_tokens - 1)
-            if request.sampling_params.prompt_logprobs is not None and first < last:
-                results.setdefault(request_id, {})["prompt_logprobs"] = [first, [_NO_LOGPROBS] * (last - first)]
-        for event in self.named("spec.proposed"):
-            results.setdefault(event.req or "", {})["spec_decode"] = [[FILLER] * event.args["num_tokens"]]
-        for request_id in self.pooled:
-            results.setdefault(request_id, {})["pooling"] = [[b""]]
-        return ModelRunnerOutput(sampled, results=results)
+        """What the model gave in this step, with made-up tokens. Features add theirs (`RecordedHook.before_results`)."""
+        return ModelRunnerOutput(
+            {e.req or "": self._sampled(e, requests[e.req or ""], block_size) for e in self.tokens}
+        )
 
     def _sampled(self, event: Event, request: Request, block_size: int) -> list[int]:
         taken = event.args["num_tokens"]

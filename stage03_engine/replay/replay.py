@@ -7,54 +7,30 @@ this repository reproduces it exactly, and one of your own shows the first step 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from stage03_engine.config import CacheConfig, SchedulerConfig, VllmConfig
 from stage03_engine.core.block_pool import BlockPool
-from stage03_engine.core.hooks import SchedulerHook
 from stage03_engine.core.request import Request, RequestStatus
 from stage03_engine.core.sched_output import SchedulerOutput
 from stage03_engine.core.scheduler import Scheduler
-from stage03_engine.errors import ConfigError
 from stage03_engine.messages import EngineCoreOutput, FinishReason
-from stage03_engine.mixins import is_there, load
-from stage03_engine.plugins import wanted
-from stage03_engine.replay.recording import Decision, RecordedHook, RecordedStep, made_up_request
+from stage03_engine.plugins import find, keys, wanted
+from stage03_engine.replay.recording import OWN_PARAMS, Decision, RecordedHook, RecordedStep, made_up_request
 from stage03_engine.replay.report import MANY, Difference, Replayed, facts_that_differ, outcome_in_words
 from stagetrace import Event, Recording
 from stagetrace.commands.common import add_run
 from stagetrace.errors import TraceError
 from stagetrace.read.lanes import choose_engine
 
-_FEATURES = "stage03_engine.core.features."
-HOOKS = {
-    "drafts": _FEATURES + "spec_decode.draft_scheduler:DraftHook",
-    "swapping": _FEATURES + "swap_space.swap_space:SwapHook",
-    "kv_transfer": _FEATURES + "kv_transfer.recorded_transfers:RecordedTransfersHook",
-    "pooling": _FEATURES + "pooling.hooks:PoolingSchedulerHook",
-    "prompt_logprobs": _FEATURES + "prompt_logprobs.scheduler_hook:PromptLogprobsSchedulerHook",
-    "grammar": _FEATURES + "structured_output.recorded_grammars:RecordedGrammarHook",
-}
-"""What a recording may use -> the scheduler hook that replays it, loaded when it is first used: for a parameter of this name in
-`sched.queued`, or an event in USED_BY. In the order of an engine, where settings install hooks before requests do."""
-USED_BY = {"spec.proposed": "drafts", "kv_transfer.writing": "kv_transfer"}
-OVERLAPPING = {
-    "async_scheduling": _FEATURES + "async_scheduling.async_scheduler:AsyncScheduler",
-    "pipeline_parallel_size": _FEATURES + "distributed.pipeline_scheduler:PipelineScheduler",
-}
-"""What makes steps overlap -> the scheduler that decides them."""
+OWN_ARGS = ("max_num_seqs", "max_model_len", "max_num_batched_tokens", "num_blocks", "scheduler_config", "cache_config")
+"""What `scheduler.created` tells of every engine."""
 
 Snapshot = tuple[list[tuple[str, RequestStatus, int, int]], int]
 """(request, status, tokens computed, tokens) of everyone, and the free blocks."""
-
-
-def _feature(name: str, used: str) -> Any:
-    if not is_there(name.partition(":")[0]):
-        raise ConfigError(f"{used} (the recording uses it) is not installed")
-    return load(name)
 
 
 def _own(path: str, flag: str, *args: Any) -> Any:
@@ -75,35 +51,34 @@ class Replay:
         args = created.args
         self.config = _known(SchedulerConfig, args["scheduler_config"])
         self.cache_config = _known(CacheConfig, args["cache_config"])
-        self._overlap = _overlap(args["scheduler_config"])
-        self._hooks: dict[str, SchedulerHook] = {}  # name in HOOKS -> what this recording uses
-        self.pool: BlockPool = (
-            _own(block_pool_cls, "--block-pool-cls", args["num_blocks"])
-            if block_pool_cls
-            else BlockPool(args["num_blocks"])
-        )
+        self._created = created
+        reference = _reference(args["scheduler_config"].get("scheduler_cls"))
+        self._overlap = reference is not Scheduler
+        self._stand_ins = keys("replay")  # name in a recording -> what stands for a feature that it shows
+        self._hooks: dict[str, RecordedHook] = {}  # name -> those that this recording uses
+        make_pool = _own if block_pool_cls else lambda *_: BlockPool(args["num_blocks"])
+        self.pool: BlockPool = make_pool(block_pool_cls or "", "--block-pool-cls", args["num_blocks"])
         given = (self.config, self.cache_config, self.pool, args["max_model_len"], b"")
         self.scheduler: Scheduler = (
-            _own(scheduler_cls, "--scheduler-cls", *given) if scheduler_cls else self._reference()(*given)
+            _own(scheduler_cls, "--scheduler-cls", *given) if scheduler_cls else reference(*given)
         )
-        if args["num_swap_blocks"]:
-            self._use("swapping", args["num_swap_blocks"])
+        self._use_all(args, OWN_ARGS)
 
-    def _reference(self) -> type[Scheduler]:
-        """The scheduler of this repository that the recording is of. Raises ConfigError if it is not installed."""
-        name = self._overlap
-        return _feature(OVERLAPPING[name], name) if name else Scheduler
+    def _use_all(self, told: Mapping[str, Any], own: Collection[str]) -> None:
+        """Install what stands for each feature that these arguments show."""
+        for name, value in told.items():
+            if value and name not in own:
+                self._use(name)
 
-    def _use(self, name: str, *args: Any) -> None:
-        """Install one of HOOKS if it is not yet. Raises ConfigError if its feature is not installed."""
-        if name not in self._hooks:
+    def _use(self, name: str) -> None:
+        """Install what stands for one feature, if it is not yet; in the order of features. Raises ConfigError if the feature is not installed."""
+        if name in self._hooks:
+            return
+        kind: type[RecordedHook] = wanted("replay", name, f"{name} (the recording uses it)")
+        if kind not in map(type, self._hooks.values()):
             config = VllmConfig(scheduler_config=self.config, cache_config=self.cache_config)
-            kind = _feature(HOOKS[name], name)
-            self._hooks[name] = kind(self.scheduler, config, *args)
-            self.scheduler.hooks = [self._hooks[name] for name in HOOKS if name in self._hooks]
-
-    def _recorded_hooks(self) -> list[RecordedHook]:
-        return [hook for hook in self.scheduler.hooks if isinstance(hook, RecordedHook)]
+            self._hooks[name] = kind(self.scheduler, config, self._created)
+            self.scheduler.hooks = [self._hooks[name] for name in self._stand_ins if name in self._hooks]
 
     @property
     def done(self) -> bool:
@@ -155,12 +130,12 @@ class Replay:
     # What goes in
 
     def _arrive(self, event: Event) -> None:
-        for name in HOOKS:
-            if event.args["params"].get(name):
-                self._use(name)
-        for hook in self._recorded_hooks():
-            hook.before_arrival(event)
-        request = made_up_request(event, self.cache_config.block_size)
+        params = event.args["params"]
+        self._use_all(params, OWN_PARAMS)
+        message = made_up_request(event, self.cache_config.block_size)
+        for hook in self._hooks.values():
+            hook.before_arrival(message, params)
+        request = Request(message, seed=0)
         self.requests[request.request_id] = request
         self.result.requests += 1
         self._call(lambda: self.scheduler.add_request(request))
@@ -184,9 +159,8 @@ class Replay:
         """A step has ended. If steps overlap, the next ones had been decided before: the recorded order is kept."""
         for step in self._open.values():
             if step.output is None and not self.done:
-                for name, feature in USED_BY.items():
-                    if step.named(name):
-                        self._use(feature)
+                for name in step.events.keys() & self._stand_ins.keys():
+                    self._use(name)
                 step.output = self._decide(step, whole=step.step == number)
         if not self.done:
             self._update(self._open.pop(number))
@@ -197,8 +171,8 @@ class Replay:
         assert output is not None, "the decision is the same"
         self._now = step.step
         model = step.runner_output(self.requests, self.cache_config.block_size)
-        for hook in self._recorded_hooks():
-            hook.before_results(step)
+        for hook in self._hooks.values():
+            hook.before_results(step, model)
         before = self._snapshot()
         outputs = self._call(lambda: self.scheduler.update_from_output(output, model))
         if self.done:
@@ -216,7 +190,7 @@ class Replay:
                 f"step {step.step} has no decision: it was recorded with a scheduler of the user's own that emits no events"
             )
         self._now, before = step.step, self._snapshot()
-        for hook in self._recorded_hooks():
+        for hook in self._hooks.values():
             hook.before_decision(step)
         recorded, recorded.finished, self._finished = step.decision, sorted(self._finished), []
         output: SchedulerOutput | None = self._call(self.scheduler.schedule)
@@ -270,11 +244,14 @@ class Replay:
         return lines
 
 
-def _overlap(scheduler_config: dict[str, Any]) -> str | None:
-    """The setting in OVERLAPPING that made steps overlap, if any."""
-    if scheduler_config.get("async_scheduling"):
-        return "async_scheduling"
-    return "pipeline_parallel_size" if scheduler_config.get("pipeline_stages", 1) > 1 else None
+def _reference(recorded: str | None) -> type[Scheduler]:
+    """The scheduler of a feature that the recording is of, whose steps overlap; the walk's if it is of that, or of a user's own. Raises
+    ConfigError if the feature is not installed."""
+    if recorded is None:
+        return Scheduler
+    if recorded.startswith(__name__.partition(".")[0] + "."):
+        return wanted("replay", recorded, f"{recorded} (the recording uses it)")
+    return find("replay", recorded) or Scheduler
 
 
 def _known(kind: type[Any], settings: dict[str, Any]) -> Any:

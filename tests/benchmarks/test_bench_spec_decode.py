@@ -33,11 +33,11 @@ def test_tokens_per_second_with_drafts(benchmark: BenchmarkFixture, case: str) -
                 if round_:  # the first one warms up
                     times[llm].append(time.perf_counter() - started)
         benchmark.pedantic(lambda: drafting.generate(prompt, params), rounds=3)
-        counts = drafting.engine_core._core.scheduler.stats.counts
+        stats = drafting.engine_core._core.scheduler.stats.counts
         without, with_drafts = (statistics.median(seconds) for seconds in times.values())
         benchmark.extra_info["tokens_per_second_without"] = round(TOKENS / without)
         benchmark.extra_info["tokens_per_second_with"] = round(TOKENS / with_drafts)
         benchmark.extra_info["ratio"] = round(without / with_drafts, 2)
         benchmark.extra_info["accepted_share"] = round(
-            counts.get("num_accepted_tokens", 0) / max(1, counts.get("num_draft_tokens", 0)), 2
+            stats.get("spec_decode_num_accepted_tokens", 0) / max(1, stats.get("spec_decode_num_draft_tokens", 0)), 2
         )

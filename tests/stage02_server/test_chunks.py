@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 from hypothesis import given, strategies as st
 
 from stage02_server.features.logprobs.fields import CompletionLogProbs
@@ -15,6 +16,7 @@ from stage02_server.protocol_types import AnswerHook
 from stage02_server.serving_chat import ChatMaker, PlainAnswer
 from stage02_server.serving_completion import CompletionMaker
 from stage02_server.serving_engine import AnswerMaker, EngineRequests
+from stage02_server.streaming import server_sent_event
 from stage03_engine.outputs import CompletionOutput, RequestOutput
 
 ODD_NAMES = ["model", "\\", "a\"b\u2028'é\x00"]
@@ -60,8 +62,15 @@ def written(maker: AnswerMaker, steps: list[list[tuple[int, str, str | None]]]) 
     for step in steps:
         answers = [CompletionOutput(index, text, [1], finish_reason=reason) for index, text, reason in step]
         for prompt in (0, 1):
-            chunks += maker.chunks(prompt, [RequestOutput("r", None, [1], answers)])
-    return chunks
+            chunks += maker.chunks(prompt, RequestOutput("r", None, [1], answers))
+    return [json_of(chunk) for chunk in chunks]
+
+
+def json_of(event: bytes) -> bytes:
+    """What the server-sent event holds."""
+    data = event.removeprefix(b"data: ").removesuffix(b"\n\n")
+    assert event == server_sent_event(data)
+    return data
 
 
 TEXTS = st.one_of(st.text(), st.sampled_from([EVERYTHING, ""]))
@@ -97,7 +106,28 @@ def test_a_feature_sees_every_chunk_and_writes_into_none_but_its_own() -> None:
     for maker in makers("model", [Adds()]):
         chunks = written(maker, [[(0, "a", None)], [(0, "b", None)], [(0, "c", "stop")]])
         assert {json.loads(chunk)["model"] for chunk in chunks} == {"0: 0", "2: 2"}
-        assert maker._empty.model == "model"
+        assert maker._chunk.model == "model"
+
+
+class Keeps(Adds):
+    """A feature that keeps what it has seen, and how it looked."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Any, bytes]] = []
+
+    def chunk(self, index: int, chunk: Any) -> None:
+        self.seen += [(seen, msgspec.json.encode(seen, enc_hook=str)) for seen in (chunk, chunk.choices[0])]
+
+
+@given(STEPS)
+def test_what_a_feature_keeps_stays_as_it_was(steps: list[list[tuple[int, str, str | None]]]) -> None:
+    """Only without features a chunk is written over by the next."""
+    for kind in range(3):
+        keeper = Keeps()
+        chunks = written(list(makers("model", [keeper]))[kind], steps)
+        assert len(keeper.seen) == 2 * len(chunks)
+        for seen, then in keeper.seen:
+            assert msgspec.json.encode(seen, enc_hook=str) == then
 
 
 def test_what_is_held_back_makes_no_chunk_unless_a_feature_adds_to_it() -> None:

@@ -55,7 +55,7 @@ def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     llms = {name: LLM(model, dtype=request.param, **COMMON, **more) for name, more in ENGINES.items()}
     yield llms
     preemptions = llms["preemption"].engine_core._core.scheduler.stats.num_preemptions
-    accepted = llms["drafts"].engine_core._core.scheduler.stats.counts["num_accepted_tokens"]
+    accepted = llms["drafts"].engine_core._core.scheduler.stats.counts.get("spec_decode_num_accepted_tokens", 0)
     for llm in llms.values():
         llm.shutdown()
     assert preemptions and accepted, "the test is void if nothing was preempted, or no draft accepted"

@@ -87,7 +87,7 @@ def stress(engines: list[LLM]) -> tuple[int, int, int]:
     return (
         sum(s.num_preemptions for s in stats),
         sum(s.prefix_cache_hits for s in stats),
-        sum(s.counts.get("num_accepted_tokens", 0) for s in stats),
+        sum(s.counts.get("spec_decode_num_accepted_tokens", 0) for s in stats),
     )
 
 

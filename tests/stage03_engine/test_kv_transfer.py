@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 from patience import PATIENCE
+from prometheus_client import CollectorRegistry
 from safetensors.torch import load_file, save_file
 from small_adapters import write_adapter
 from small_gpt2 import first_layers
@@ -26,6 +27,8 @@ from stage03_engine.core.features.kv_transfer.block_store import BlockStore, com
 from stage03_engine.core.features.prefix_cache_reset.prefix_cache_reset import reset_prefix_cache
 from stage03_engine.core.kv_cache_size import kv_block_bytes
 from stage03_engine.errors import ConfigError
+from stage03_engine.frontend.features.prometheus.prometheus import PrometheusStatLogger
+from stage03_engine.frontend.metrics import IterationStats
 from stage03_engine.llm import LLM
 from stage03_engine.messages import EngineCoreRequest
 from stage03_engine.outputs import RequestOutput
@@ -590,6 +593,53 @@ def test_what_is_read_ahead_is_bounded(model: str, tmp_path: Path) -> None:
         assert_all_free(core_of(llm))
         assert reset_prefix_cache(core_of(llm))
         assert ask(llm, [("greedy", 0)])[0].num_cached_tokens == 12, "the memory is there again"
+
+
+# What is counted
+
+
+class Numbers:
+    """The counters of an engine, as Prometheus gets them."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._core, self._registry = core_of(llm), CollectorRegistry()
+        self._logger = PrometheusStatLogger(llm.vllm_config, self._registry, "m")
+
+    def __getitem__(self, name: str) -> float:
+        for _ in range(2):  # they count since the start: the same ones again add nothing
+            self._logger.record(self._core.scheduler.make_stats(), IterationStats())
+        found = self._registry.get_sample_value(f"vllm:{name}_total", {"model_name": "m", "engine": "0"})
+        assert found is not None
+        return found
+
+
+@pytest.mark.parametrize("role", ["kv_both", "kv_consumer", "kv_producer"])
+def test_lookups_and_hits_are_counted_in_tokens(role: str, model: str, tmp_path: Path) -> None:
+    """vLLM's counters: what the prefix cache does not have is looked up; what is in the folder, up to the prompt's last token, is a hit."""
+    names = ("external_prefix_cache_queries", "external_prefix_cache_hits")
+    with LLM(model, **SMALL, **folder_flag(tmp_path)) as llm:
+        assert [Numbers(llm)[name] for name in names] == [0, 0]
+        ask(llm, [("greedy", 0)])
+        assert [Numbers(llm)[name] for name in names] == [40, 0]
+    with LLM(model, **SMALL, **folder_flag(tmp_path, role)) as llm:
+        numbers, seen = Numbers(llm), []
+        for _ in range(2):  # the second time it is in the prefix cache
+            ask(llm, [("greedy", 0)])
+            seen.append([numbers[name] for name in names])
+        assert seen == ([[0, 0]] * 2 if role == "kv_producer" else [[40, 36], [44, 36]])
+
+
+def test_a_request_is_counted_once_however_often_it_is_preempted(model: str, tmp_path: Path) -> None:
+    mix = [("greedy", 0), ("seeded", 0), ("greedy", 1), ("seeded", 4), ("greedy", 3)] * 2
+    for start in range(2):
+        with LLM(model, **SMALL, num_gpu_blocks_override=27, **folder_flag(tmp_path)) as llm:
+            numbers = Numbers(llm)
+            outputs = ask(llm, mix)
+            assert numbers["num_preemptions"] > 0
+            queries, hits = numbers["external_prefix_cache_queries"], numbers["external_prefix_cache_hits"]
+            assert queries == numbers["prefix_cache_queries"] - numbers["prefix_cache_hits"]
+            assert hits == sum(output.num_cached_tokens for output in outputs) - numbers["prefix_cache_hits"]
+            assert start == 0 or hits > 0
 
 
 # What is refused

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from stage03_engine.mixins import load
-from stage03_engine.plugins import features
+from stage03_engine.plugins import HOOKS, features
 from stage03_engine.sampling_params import SamplingParams
 
 ROOT = Path(__file__).parent.parent.parent
@@ -59,4 +59,4 @@ def test_the_names_were_found() -> None:
 def test_the_hooks_name_fields_that_exist() -> None:
     for field, seams in SamplingParams.HOOKS.items():
         assert field in SamplingParams.__struct_fields__
-        assert seams.keys() <= {"input", "scheduler", "runner", "output"}
+        assert seams.keys() <= HOOKS.keys()

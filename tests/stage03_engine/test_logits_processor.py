@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from stage03_engine.config import VllmConfig
+from stage03_engine.core.hooks import RunnerHook
 from stage03_engine.errors import ConfigError, EngineDeadError, EngineStartError
 from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import SamplingParams
@@ -112,4 +117,24 @@ def test_drafts_are_off_while_a_processor_is_loaded() -> None:
     for processors, drafts in ((None, True), (["my_processors:TopOne"], False)):
         with LLM("gpt2-tiny", logits_processors=processors, speculative_config=ngram, **SMALL) as llm:
             llm.generate("my lord, my lord, my lord,", SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
-            assert ("num_drafts" in llm.engine_core._core.scheduler.make_stats().counts) == drafts
+            assert (llm.engine_core._core.scheduler.make_stats().counts.get("spec_decode_num_drafts", 0) > 0) == drafts
+
+
+class OnlyTheFirstToken(RunnerHook):
+    """Another feature's transform, which a processor must not push out."""
+
+    def sampling_metadata(self, metadata: Any, inputs: Any, scheduler_output: Any) -> Any:
+        def transform(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
+            return logits.index_fill(1, torch.arange(1, logits.shape[1]), -torch.inf)
+
+        return replace(metadata, before=[*metadata.before, transform])
+
+
+def test_a_processor_comes_beside_the_transforms_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other feature leaves only token 0, and the processor has nothing to say about this request."""
+    own = VllmConfig.hooks
+    first = {"runner": [f"{__name__}:{OnlyTheFirstToken.__name__}"]}
+    monkeypatch.setattr(VllmConfig, "hooks", lambda self, seam: [*first.get(seam, []), *own(self, seam)])
+    with LLM("gpt2-tiny", logits_processors=["my_processors:Always"], **SMALL) as llm:
+        (output,) = llm.generate(["To be"], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
+    assert output.outputs[0].token_ids == [0, 0, 0]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from hypothesis import given, strategies as st
@@ -16,10 +18,13 @@ from hypothesis import given, strategies as st
 from stage02_server.api_server import build_app
 from stage02_server.cli_args import FrontendArgs
 from stage03_engine import plugins
+from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.config import VllmConfig, option
 from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import gathered
 from stage03_engine.plugins import Feature, Part, absent_features, check_features, find, parts, with_features
+from stagetrace import vocabulary
+from stagetrace.vocabulary import PHASES, VOCABULARY, Row
 
 ROOT = Path(__file__).parent.parent.parent
 HERE = "stage03_engine.core.features.debug"
@@ -76,7 +81,7 @@ def test_two_cannot_be_one_thing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find("policy", "yours") is None and len(parts("policy", "mine")) == 2
 
 
-@pytest.mark.parametrize("place", ["core", "core_proc", "client", "executor", "weights"])
+@pytest.mark.parametrize("place", ["core", "core_proc", "client", "executor"])
 def test_two_hooks_for_one_place(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         VllmConfig, "hooks", lambda self, seam: ["builtins:list", "builtins:dict"] if seam == place else []
@@ -97,6 +102,47 @@ def test_what_a_manifest_must_not_say(plug: Part, room: str, said: str, monkeypa
     index(monkeypatch, feature("a", plug, room=room))
     with pytest.raises(ConfigError, match=said):
         check_features("stage01_cli")
+
+
+class Misplaced:
+    """Fields of a request whose hook hangs where nobody looks."""
+
+    __slots__ = ()
+    HOOKS: ClassVar[dict[str, dict[str, str]]] = {"heat": {"oven": "builtins:list"}}
+
+
+def test_hooks_where_nobody_looks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    index(monkeypatch, feature("a", Part("params", f"{__name__}:Misplaced")))
+    with pytest.raises(ConfigError, match=r"Misplaced has hooks at 'oven', which is none of process, .*runner"):
+        check_features("stage03_engine")
+
+
+def test_hooks_of_a_setting_where_nobody_looks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hooks(self: VllmConfig) -> dict[str, list[str]]:
+        return {"runer": ["builtins:list"]}
+
+    section = next(part for part in VllmConfig.__mro__[2:] if "hooks" in vars(part))
+    monkeypatch.setattr(section, "hooks", hooks)
+    with pytest.raises(ConfigError, match="hooks at 'runer', which is none of process"):
+        EngineArgs.from_kwargs(model="gpt2-tiny")
+
+
+def test_each_kind_of_seam_has_several_who_plug_in() -> None:
+    """Of features, by reflection; `fields` has settings as well, and `core`, `scheduler` and `runner` their hooks."""
+    users: dict[str, set[str]] = {kind: set() for kind in plugins.KINDS}
+    for each in plugins.features():
+        for part in each.parts:
+            users[plugins.SEAMS[part.seam].kind].add(each.name)
+            for seams in getattr(part.load(), "HOOKS", {}).values() if part.seam == "params" else ():
+                for seam in seams:
+                    users[plugins.HOOKS[seam].kind].add(each.name)
+        for section in each.settings.values():
+            source = inspect.getsource(section) if "hooks" in vars(section) else ""
+            for seam in plugins.HOOKS:
+                if f'"{seam}":' in source:
+                    users[plugins.HOOKS[seam].kind].add(each.name)
+    assert len(users) == 8 and {seam.kind for seam in (*plugins.SEAMS.values(), *plugins.HOOKS.values())} == set(users)
+    assert {kind: found for kind, found in users.items() if len(found) < 2} == {}
 
 
 def test_a_name_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,3 +253,43 @@ def test_every_part_is_asked_for_under_its_key() -> None:
     parts = [part for feature in plugins.features() for part in feature.parts]
     assert len(parts) > 100
     assert not [part for part in parts if not asked & {(part.seam, part.key), (part.seam, None)}]
+
+
+# Events of the trace
+
+
+def emitted() -> dict[str, set[str]]:
+    """Feature -> the events that its files emit. A file belongs to the innermost room that it lies in."""
+    rooms = {module.replace(".", "/"): each.name for each in plugins.features() for module in (each.room, *each.also)}
+    found: dict[str, set[str]] = {each.name: set() for each in plugins.features()}
+    for path in ROOT.glob("stage0?_*/**/*.py"):
+        place = path.relative_to(ROOT).with_suffix("")
+        room = next((rooms[str(each)] for each in (place, *place.parents) if str(each) in rooms), None)
+        if room is not None:
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Call) and ast.unparse(node.func) == "trace.emit":
+                    found[room].add(ast.literal_eval(node.args[0]))
+    return found
+
+
+def test_a_manifest_names_the_events_that_its_room_emits() -> None:
+    named = {each.name: set(each.events) for each in plugins.features()}
+    assert emitted() == named
+    assert sum(map(len, named.values())) > 60
+
+
+def test_an_event_is_known_and_one_feature_s() -> None:
+    """A feature of another package brings a row; it takes no name that means something else."""
+    with pytest.raises(ValueError, match=r"sched\.typo is no event of the trace"):
+        Feature("a", "emits", HERE, events=("sched.admit", "sched.typo"))
+    own = Row("lamp.lit", 8, "lamps", {"color": "str"}, "It shines.", "-", main_path=False)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, table in (("VOCABULARY", VOCABULARY), ("PHASES", PHASES)):
+            patch.setattr(f"stagetrace.vocabulary.{name}", dict(table))
+        for _ in range(2):
+            Feature("lamps", "emits", HERE, events=(own, "sched.admit"))
+        assert vocabulary.VOCABULARY["lamp.lit"] == own and vocabulary.PHASES["lamp.lit"] == 8
+        with pytest.raises(ValueError, match=r"lamp\.lit is another event of the trace"):
+            Feature("others", "emits", HERE, events=(replace(own, phase=7),))
+        with pytest.raises(ValueError, match=r"sched\.admit is another event of the trace"):
+            Feature("others", "emits", HERE, events=(replace(own, name="sched.admit"),))

@@ -46,9 +46,12 @@ def run(**settings: Any) -> tuple[list[CompletionOutput], dict[str, int]]:
         numbers = {}
         if not settings.get("multiprocess"):
             scheduler = llm.engine_core._core.scheduler
-            counts = scheduler.stats.counts
+            stats = scheduler.stats.counts
             numbers = {"steps": scheduler.step, "preempted": scheduler.stats.num_preemptions}
-            numbers |= {"drafted": counts.get("num_draft_tokens", 0), "accepted": counts.get("num_accepted_tokens", 0)}
+            numbers |= {
+                "drafted": stats.get("spec_decode_num_draft_tokens", 0),
+                "accepted": stats.get("spec_decode_num_accepted_tokens", 0),
+            }
             check_invariants(scheduler)
     return outputs, numbers
 
@@ -102,7 +105,8 @@ def test_a_stop_inside_accepted_tokens_cuts_the_rest() -> None:
             got = llm.generate("a a a a a a a a", params)[0].outputs[0]
             end = wanted.index(token) + 1
             assert (got.token_ids, len(got.logprobs), got.stop_reason) == (wanted[:end], end, token)
-        assert llm.engine_core._core.scheduler.stats.counts["num_accepted_tokens"] > 24
+        stats = llm.engine_core._core.scheduler.stats.counts
+        assert stats.get("spec_decode_num_accepted_tokens", 0) > 24
 
 
 def test_the_text_does_not_depend_on_how_many_tokens_come_at_once() -> None:

@@ -31,11 +31,10 @@ from typing import Any
 from stagetrace.event import FORMAT_VERSION, Event, encode
 from stagetrace.filters import EventFilter
 from stagetrace.redact import redact_argv
-from stagetrace.vocabulary import VOCABULARY
+from stagetrace.vocabulary import PHASES, VOCABULARY
 from stagetrace.writer import TraceFile, write_console_line
 
 WRITE_EVERY = 4096  # events: an emitter that is faster than the writer's thread helps it, so memory stays bounded
-_PHASES = {name: row.phase for name, row in VOCABULARY.items()}
 
 
 class Recorder:
@@ -147,7 +146,7 @@ class Recorder:
         """
         frame = sys._getframe(1)
         place = self._places.get((id(frame.f_code), frame.f_lasti)) or self._new_place(frame)
-        phase, add = _PHASES[name], self._add
+        phase, add = PHASES[name], self._add
         if add is None:
             return self._emit_slowly(name, phase, place, ph, req, step, cause, args)
         seq = next(self._seq)

@@ -1,4 +1,4 @@
-"""The closed vocabulary: every event that may be emitted, one row each.
+"""The closed vocabulary: every event that may be emitted, one row each. (Only features of other packages bring rows of their own.)
 
 `args` names the arguments and their types. `main_path` marks the rows that every served streaming request (start-up
 included) must produce; the others are for what does not always happen (preemption, abort, death, a non-streaming answer).
@@ -6,6 +6,7 @@ included) must produce; the others are for what does not always happen (preempti
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -311,3 +312,17 @@ _ROWS = [
 
 VOCABULARY: dict[str, Row] = {row.name: row for row in _ROWS}
 """Event name -> its row."""
+PHASES = {row.name: row.phase for row in _ROWS}
+
+
+def declare(events: Iterable[str | Row]) -> None:
+    """Take note of the events that a feature emits: names of rows that are here, or rows of its own, if it came with another package. Without
+    that package a recording can be read all the same: such an event has no meaning then. Raises ValueError for a name that is not here,
+    and for a row whose name is another event's."""
+    for event in events:
+        if isinstance(event, Row):
+            if VOCABULARY.setdefault(event.name, event) != event:
+                raise ValueError(f"{event.name} is another event of the trace")
+            PHASES[event.name] = event.phase
+        elif event not in VOCABULARY:
+            raise ValueError(f"{event} is no event of the trace: trace/stagetrace/vocabulary.py has them all")

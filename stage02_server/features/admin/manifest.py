@@ -68,4 +68,5 @@ FEATURE = Feature(
         Part("answers", ".admission:install"),
         Part("answers", ".request_logger:install", flags=("enable_log_requests",)),
     ),
+    events=("request.aborted",),
 )

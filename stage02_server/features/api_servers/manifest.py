@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stage03_engine.args.fields import option
 from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import is_there
 from stage03_engine.plugins import Feature, Part
+
+if TYPE_CHECKING:
+    from stage02_server.cli_args import FrontendArgs
+
 
 MAX_SERVERS = 64
 """More are refused, so that a typing error cannot start thousands of processes."""
@@ -38,20 +42,21 @@ class ApiServerFlags:
         at_least=0,
     )
 
-    def check(self: Any) -> None:
+    @staticmethod
+    def check(args: FrontendArgs) -> None:
         """Raises ConfigError for what needs one API server."""
-        if self.headless or self.api_server_count == 0:
-            _check_headless(self)
-        count = self.api_server_count or 1
+        if args.headless or args.api_server_count == 0:
+            _check_headless(args)
+        count = args.api_server_count or 1
         if count > MAX_SERVERS:
             raise ConfigError(f"api_server_count must be at most {MAX_SERVERS}, not {count}")
         if count > 1 and (missing := [name for name in NEEDS if not is_there(name)]):
             raise ConfigError(f"api_server_count above 1 needs {missing[0]}, which is not installed")
         for name, why in ALONE.items() if count > 1 else ():
-            if getattr(self, name, False):
+            if getattr(args, name, False):
                 raise ConfigError(f"{name} needs api_server_count 1: with {count}, {why}")
-        stored = next((field for field in fields(self) if field.name == "max_stored_responses"), None)
-        if count > 1 and stored is not None and getattr(self, stored.name) not in (0, stored.default):
+        stored = next((field for field in fields(args) if field.name == "max_stored_responses"), None)
+        if count > 1 and stored is not None and getattr(args, stored.name) not in (0, stored.default):
             raise ConfigError(
                 f"max_stored_responses needs api_server_count 1: with {count}, each server would know only its own responses, so none "
                 "is stored; set it to 0, or leave it out"
@@ -80,4 +85,5 @@ FEATURE = Feature(
         Part("routes", ".install:install", flags=("api_server_count",)),
     ),
     after=("responses", "hardening"),  # it checks settings that they declare
+    events=("api_server.ended", "api_server.spawned", "api_server.started", "server.stopped"),
 )

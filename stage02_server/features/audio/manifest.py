@@ -28,4 +28,5 @@ FEATURE = Feature(
     settings={"FrontendArgs": AudioFlags},
     parts=(Part("routes", ".routes:install", tasks=("transcription",), paths=PATHS),),
     needs=("whisper", "several_prompts"),
+    events=("request.language_detected", "request.validated", "sse.chunk"),
 )

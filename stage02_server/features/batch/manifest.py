@@ -9,4 +9,5 @@ FEATURE = Feature(
     help="answers a file of requests, as OpenAI's batches do",
     room=__package__,
     parts=(Part("server", ".run_batch:run_batch", key="batch"),),
+    events=("batch.finished", "batch.started"),
 )

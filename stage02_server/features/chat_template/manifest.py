@@ -38,4 +38,5 @@ FEATURE = Feature(
         Part("request", ".fields:ChatTemplateKwargs", key="ChatTemplateFields"),
         Part("request", ".fields:Continuation", key="ChatTemplateFields"),
     ),
+    events=("template.spawned",),
 )

@@ -12,4 +12,5 @@ FEATURE = Feature(
         Part("request", ".fields:EchoFields", key="CompletionRequest"),
         Part("request", ".fields:EchoedMessage", key="ChatCompletionRequest"),
     ),
+    events=("request.echoed",),
 )

@@ -30,4 +30,5 @@ FEATURE = Feature(
     room=__package__,
     settings={"FrontendArgs": EchoFlags},
     parts=(Part("client", ".echo_engine:EchoCoreClient", key="engine=echo"),),
+    events=("client.created",),
 )

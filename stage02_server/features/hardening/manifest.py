@@ -229,4 +229,5 @@ FEATURE = Feature(
         Part("answers", ".answers_in_flight:install"),
         Part("answers", ".loop_watch:install", flags=("event_loop_held_seconds",)),
     ),
+    events=("connection.ended", "loop.held"),
 )

@@ -19,4 +19,5 @@ FEATURE = Feature(
         Part("error", ".errors:error_json", key="/v1/messages"),
     ),
     needs=("tools", "structured_output"),
+    events=("answer.parsed", "sse.chunk"),
 )

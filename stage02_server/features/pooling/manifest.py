@@ -15,4 +15,5 @@ FEATURE = Feature(
     room=__package__,
     parts=(Part("routes", ".routes:install", tasks=("embed", "classify"), paths=PATHS, late=True),),
     needs=("pooling", "several_prompts"),
+    events=("request.templated", "request.validated"),
 )

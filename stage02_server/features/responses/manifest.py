@@ -44,4 +44,5 @@ FEATURE = Feature(
         ),
     ),
     needs=("tools", "structured_output", "logprobs"),
+    events=("answer.parsed", "request.validated", "response.stored", "sse.chunk"),
 )

@@ -51,4 +51,5 @@ FEATURE = Feature(
         Part("response", ".fields:MessageFields", key="ChatMessage"),
         Part("answers", ".install:install", flags=TOOL_FLAGS),
     ),
+    events=("answer.parsed", "request.templated"),
 )

@@ -9,13 +9,13 @@ token. The names of modules and parameters are those of the checkpoint.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from stage03_engine.core.models.layers import Linear, assign_weights, embedding
+from stage03_engine.core.models.layers import LanguageModel, Linear, assign_weights, embedding
 from stage03_engine.model_shape import ModelShape
 from stage04_kernels.attention import AttentionMetadata, get_backend
 from stage04_kernels.layers import activation, layer_kernels
@@ -108,10 +108,8 @@ class GPT2Block(nn.Module):
         return self.mlp(x), residual
 
 
-class GPT2LMHeadModel(nn.Module):
+class GPT2LMHeadModel(LanguageModel):
     """Token and position embedding, blocks, final norm; the output matrix is the token embedding again (tied weights), or one of its own."""
-
-    logits_product: Callable[[Tensor], Tensor] | None = None  # multiplies by the output matrix instead of plain torch
 
     def __init__(self, shape: ModelShape, backend: str = "torch") -> None:
         super().__init__()
@@ -124,15 +122,13 @@ class GPT2LMHeadModel(nn.Module):
     def forward(
         self, input_ids: Tensor, positions: Tensor, kv_caches: list[Tensor], metadata: AttentionMetadata
     ) -> Tensor:
-        """input_ids, positions: [num_tokens] int64; kv_caches: one per layer. Returns hidden states [num_tokens, hidden_size]."""
         x, residual = self.wte(input_ids) + self.wpe(positions), None
         for block, kv_cache in zip(self.h, kv_caches, strict=True):
             x, residual = block(x, residual, kv_cache, metadata)
         return self.ln_f(x, residual)[0]
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        """[num_rows, hidden_size] -> float32 [num_rows, vocab_size]. Only for sampled rows: this is the model's largest
-        matrix."""
+        """Only for sampled rows: this is the model's largest matrix."""
         own = self.logits_product
         return (F.linear(hidden_states, self.output_matrix) if own is None else own(hidden_states)).float()
 
@@ -142,7 +138,6 @@ class GPT2LMHeadModel(nn.Module):
         return (self.lm_head or self.wte).weight
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Raises ConfigError for a checkpoint that does not fit."""
         assign_weights(self, tensors, self._parameter_name)
 
     def _parameter_name(self, name: str) -> str | None:

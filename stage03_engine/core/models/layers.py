@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stage03_engine.errors import ConfigError
+from stage04_kernels.attention import AttentionMetadata
 
 
 def embedding(num_rows: int, hidden_size: int) -> nn.Embedding:
@@ -66,6 +67,27 @@ class Linear(nn.Module):
         for add in self.addends:
             y = add(x, y)
         return y if self.activation is None else self.activation(y)
+
+
+class LanguageModel(nn.Module):
+    """What the engine expects of a model (vllm/model_executor/models/interfaces_base.py, VllmModelForTextGeneration). It is made with
+    (shape, backend), without values."""
+
+    logits_product: Callable[[Tensor], Tensor] | None = None  # multiplies by the output matrix instead of plain torch
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, kv_caches: list[Tensor], metadata: AttentionMetadata
+    ) -> Tensor:
+        """input_ids, positions: [num_tokens] int64; kv_caches: one per layer. Returns hidden states [num_tokens, hidden_size]."""
+        raise NotImplementedError
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """[num_rows, hidden_size] -> float32 [num_rows, vocab_size], or [num_rows, num_labels]."""
+        raise NotImplementedError
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Assign (name, tensor) pairs as a checkpoint has them. Raises ConfigError for a checkpoint that does not fit."""
+        raise NotImplementedError
 
 
 def check_finite(name: str, tensor: Tensor) -> None:

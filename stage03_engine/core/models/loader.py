@@ -7,14 +7,16 @@ mapping: nothing is read until it is used, nothing is held twice, and two engine
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from stage03_engine.config import VllmConfig
+from stage03_engine.core.hooks import RunnerHook
+from stage03_engine.core.models.layers import LanguageModel
 from stage03_engine.core.models.registry import model_class
 from stage03_engine.errors import ConfigError
 from stage03_engine.model_path import weight_files
@@ -34,18 +36,21 @@ def checkpoint_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
             raise ConfigError(f"cannot read the weights in {file}: {error}") from error
 
 
-def get_model(config: VllmConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """The model with its weights, on its device, in evaluation mode."""
+def get_model(
+    config: VllmConfig, dtype: torch.dtype, device: torch.device, hooks: Sequence[RunnerHook] = ()
+) -> LanguageModel:
+    """The model with its weights, on its device, in evaluation mode. The weights pass through `hooks`, the first one first, tensor by tensor."""
     started, shape = time.monotonic(), config.shape
     with torch.device("meta"):  # shapes only: no memory is touched before the real weights arrive
         model = model_class(shape.architecture)(shape, config.device_config.attention_backend)
-    if own_tensors := config.chosen("weights", None):
-        tensors = own_tensors(config, model, dtype)
-    elif config.model_config.load_format == "dummy":
-        tensors = wanted("engine", "dummy_weights", "--load-format dummy")(model, config.model_config.seed, dtype)
+    tensors: Iterator[tuple[str, Tensor]]
+    if config.model_config.load_format == "dummy":
+        tensors = wanted("engine", "dummy_weights", "--load-format dummy")(config, dtype)
     else:
         tensors = checkpoint_tensors(Path(config.model_config.model_path or ""))
-    model.load_weights(tensors)  # type: ignore[operator]
+    for hook in hooks:
+        tensors = hook.weights(tensors, model)
+    model.load_weights(tensors)
     for parameter in model.parameters():  # those already in this format and on this device are not copied
         parameter.data = parameter.data.to(device=device, dtype=dtype)
     model.to(device)  # moves the buffers, which keep their format

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from stage03_engine.args.fields import option
 from stage03_engine.plugins import Feature, Part
+
+if TYPE_CHECKING:
+    from stage03_engine.config import VllmConfig
 
 
 @dataclass(frozen=True)
@@ -24,9 +27,10 @@ class LogConfigFlags:
 class LogConfigCheck:
     """Part of VllmConfig."""
 
-    def check(self: Any) -> None:
+    @staticmethod
+    def check(config: VllmConfig) -> None:
         """Raises ConfigError for a file that cannot be read."""
-        if (path := self.observability_config.log_config_file) is not None:
+        if (path := config.observability_config.log_config_file) is not None:
             from stage03_engine.args.features.log_config.log_config import read_log_config
 
             read_log_config(path)

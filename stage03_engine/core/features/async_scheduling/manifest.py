@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stage03_engine.args.fields import option
 from stage03_engine.errors import ConfigError
-from stage03_engine.plugins import Feature
+from stage03_engine.plugins import Feature, Part
+
+if TYPE_CHECKING:
+    from stage03_engine.config import VllmConfig
+
 
 _ROOM = "stage03_engine.core.features.async_scheduling."
 SCHEDULER = _ROOM + "async_scheduler:AsyncScheduler"
@@ -32,18 +36,20 @@ class AsyncSchedulingFlags:
         alone = values["async_scheduling"] and values.get("pipeline_parallel_size", 1) == 1  # they conflict
         return {"scheduler_cls": (SCHEDULER, "async_scheduling")} if alone else {}
 
-    def check(self: Any) -> None:
+    @staticmethod
+    def check(config: VllmConfig) -> None:
         """Raises ConfigError for settings that need the newest tokens before the next decision."""
-        if not self.scheduler_config.async_scheduling:
+        if not config.scheduler_config.async_scheduling:
             return
-        if self.scheduler_config.scheduler_cls != SCHEDULER:
+        if config.scheduler_config.scheduler_cls != SCHEDULER:
             raise ConfigError("async_scheduling brings its own scheduler: leave out scheduler_cls, or async_scheduling")
-        if "generate" not in self.supported_tasks:
+        if "generate" not in config.supported_tasks:
             raise ConfigError("async_scheduling is for models that generate text; leave it out for this one")
 
-    def hooks(self: Any) -> dict[str, list[str]]:
+    @staticmethod
+    def hooks(config: VllmConfig) -> dict[str, list[str]]:
         """Another core, whose steps overlap."""
-        return {"core": [_ROOM + "async_core:AsyncEngineCore"] * self.scheduler_config.async_scheduling}
+        return {"core": [_ROOM + "async_core:AsyncEngineCore"] * config.scheduler_config.async_scheduling}
 
 
 FEATURE = Feature(
@@ -51,5 +57,6 @@ FEATURE = Feature(
     help="decide a step while the model still runs the one before it",
     room=__package__,
     settings={"SchedulerConfig": AsyncScheduling, "VllmConfig": AsyncSchedulingFlags},
+    parts=(Part("replay", SCHEDULER, key=SCHEDULER),),
     conflicts={("async_scheduling", "speculative_config"): "drafts follow from tokens that are not known yet"},
 )

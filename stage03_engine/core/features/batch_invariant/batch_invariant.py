@@ -8,21 +8,22 @@ is a request of its own with a query of one token; the tokens before it are in t
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.hooks import RunnerHook
 from stage03_engine.core.model_runner import ModelRunner
+from stage03_engine.core.models.layers import LanguageModel
 from stage04_kernels.attention import AttentionMetadata
 from stage04_kernels.backends.batch_invariant import ROWS, rows_of
 from stagetrace import trace
 
 
-class BatchInvariantModel(nn.Module):
+class BatchInvariantModel(LanguageModel):
     """Takes the place of the model it wraps. `rows` is the number of rows of each call."""
 
-    def __init__(self, model: nn.Module, rows: int) -> None:
+    def __init__(self, model: LanguageModel, rows: int) -> None:
         super().__init__()
         self.model, self.rows = model, rows
 
@@ -40,7 +41,7 @@ class BatchInvariantModel(nn.Module):
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """As the model's own."""
         tiles = [self._padded(tile, 0.0) for tile in hidden_states.split(self.rows)]
-        return torch.cat([self.model.compute_logits(t) for t in tiles])[: len(hidden_states)]  # type: ignore[operator]
+        return torch.cat([self.model.compute_logits(t) for t in tiles])[: len(hidden_states)]
 
     def _padded(self, tile: Tensor, value: float) -> Tensor:
         """`self.rows` rows, in memory of their own: a kernel may choose its path by the alignment of its arguments."""
@@ -74,12 +75,14 @@ class BatchInvariantHook(RunnerHook):
             # seams, for a loop that rounds differently, and which ones depends on the place in the batch.
             torch.set_num_threads(1 << (config.device_config.num_threads.bit_length() - 1))
 
-    def model_loaded(self, model: nn.Module) -> nn.Module:
+    def model_loaded(self, model: LanguageModel) -> LanguageModel:
         """The model in tiles of one size."""
         return make_batch_invariant(model, self.config, self.runner.dtype, self.runner.device)
 
 
-def make_batch_invariant(model: nn.Module, config: VllmConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:
+def make_batch_invariant(
+    model: LanguageModel, config: VllmConfig, dtype: torch.dtype, device: torch.device
+) -> LanguageModel:
     """Wrap the model, with ROWS rows a call if its rows really are independent on this machine, else with one."""
     rows = ROWS if rows_are_independent(BatchInvariantModel(model, ROWS), config, dtype, device) else 1
     if trace.on:

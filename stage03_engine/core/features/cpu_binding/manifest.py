@@ -6,11 +6,15 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stage03_engine.args.fields import option
 from stage03_engine.errors import ConfigError
 from stage03_engine.plugins import Feature
+
+if TYPE_CHECKING:
+    from stage03_engine.config import VllmConfig
+
 
 _RANGE = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?", re.ASCII)
 
@@ -35,9 +39,10 @@ class BindingFlags:
         cores = cores_of(values["cpu_omp_threads_bind"])
         return {"num_threads": (len(cores), "--cpu-omp-threads-bind")} if cores and values["device"] != "cuda" else {}
 
-    def hooks(self: Any) -> dict[str, list[str]]:
+    @staticmethod
+    def hooks(config: VllmConfig) -> dict[str, list[str]]:
         """On a CPU the engine process binds itself."""
-        device = self.device_config
+        device = config.device_config
         binds = device.device == "cpu" and cores_of(device.cpu_omp_threads_bind)
         return {"process": ["stage03_engine.core.features.cpu_binding.bind:bind_process"]} if binds else {}
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from stage03_engine.args.fields import option
 from stage03_engine.plugins import Feature
+
+if TYPE_CHECKING:
+    from stage03_engine.config import VllmConfig
+
 
 _ROOM = "stage03_engine.core.features.cuda_graphs."
 
@@ -25,13 +29,14 @@ class EnforceEager:
 class CudaGraphFlags:
     """Part of VllmConfig."""
 
-    def hooks(self: Any) -> dict[str, list[str]]:
+    @staticmethod
+    def hooks(config: VllmConfig) -> dict[str, list[str]]:
         """On a GPU the runner compiles its kernels before the first request, and replays captured decode steps; a graph has no room
         for the spans of --trace-layers. With native.cpp on a CPU, decode steps are recorded too."""
-        device, layers = self.device_config, getattr(self.observability_config, "trace_layers", False)
+        device, layers = config.device_config, getattr(config.observability_config, "trace_layers", False)
         recorded = not (device.enforce_eager or layers)
-        several = getattr(getattr(self, "parallel_config", None), "world_size", 1) > 1  # what they send is not native
-        if device.attention_backend == "native" and "generate" in self.supported_tasks and not several:
+        several = getattr(getattr(config, "parallel_config", None), "world_size", 1) > 1  # what they send is not native
+        if device.attention_backend == "native" and "generate" in config.supported_tasks and not several:
             return {"runner": [_ROOM + "native_graphs:NativeGraphHook"] * recorded}
         if device.attention_backend != "triton":
             return {}

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from stage03_engine.core.hooks import RunnerHook
 from stage03_engine.core.input_batch import StepInputs
+from stage03_engine.core.models.layers import LanguageModel
 from stage03_engine.core.sched_output import SchedulerOutput
 from stage04_kernels.paged_attention import write_then_attend
 from stagetrace import trace
@@ -34,7 +35,7 @@ class LayerTraceHook(RunnerHook):
         """The step that the spans of the next forward pass belong to."""
         self.step = scheduler_output.step
 
-    def model_loaded(self, model: nn.Module) -> nn.Module:
+    def model_loaded(self, model: LanguageModel) -> LanguageModel:
         """Put hooks of torch on its modules. A pipeline stage has its own part of the layers, and perhaps neither embedding nor final norm:
         their placeholders there are no part of the model."""
         shape = self.config.shape

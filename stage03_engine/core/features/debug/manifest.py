@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from stage03_engine.args.fields import option
 from stage03_engine.plugins import Feature
+
+if TYPE_CHECKING:
+    from stage03_engine.config import VllmConfig
+
 
 _DEBUG = "stage03_engine.core.features.debug."
 
@@ -33,10 +37,11 @@ class TraceLayers:
 class DebugFlags:
     """Part of VllmConfig."""
 
-    def hooks(self: Any) -> dict[str, list[str]]:
+    @staticmethod
+    def hooks(config: VllmConfig) -> dict[str, list[str]]:
         """--check-invariants checks the scheduler's books; --trace-layers records the layers of each forward pass, and any
         trace the steps of the sampler."""
-        checks, observed = self.scheduler_config.check_invariants, self.observability_config
+        checks, observed = config.scheduler_config.check_invariants, config.observability_config
         traced = getattr(observed, "trace", None) is not None or getattr(observed, "trace_console", False)
         return {
             "scheduler": [_DEBUG + "scheduler_checks:CheckInvariantsHook"] * checks,
@@ -51,4 +56,14 @@ FEATURE = Feature(
     help="checks after every step, and spans of each layer in the trace",
     room=__package__,
     settings={"SchedulerConfig": CheckInvariants, "ObservabilityConfig": TraceLayers, "VllmConfig": DebugFlags},
+    events=(
+        "model.attention",
+        "model.embedding",
+        "model.final_norm",
+        "model.kv_write",
+        "model.mlp",
+        "model.positional_embedding",
+        "sampler.rules",
+        "sampler.transform",
+    ),
 )

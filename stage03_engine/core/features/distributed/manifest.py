@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stage03_engine.args.fields import internal, option
 from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import is_there
-from stage03_engine.plugins import Feature
+from stage03_engine.plugins import Feature, Part
+
+if TYPE_CHECKING:
+    from stage03_engine.config import VllmConfig
+
 
 _ROOM = "stage03_engine.core.features.distributed."
 EXECUTORS = {
@@ -101,18 +105,19 @@ class PipelineFlags:
         """The scheduler's copy of the number of stages."""
         return {"pipeline_stages": values.get("pipeline_parallel_size", 1)}
 
-    def check(self: Any) -> None:
+    @staticmethod
+    def check(config: VllmConfig) -> None:
         """Raises ConfigError for layers that cannot be split, and for what does not work over several stages."""
-        if self.parallel_config.pipeline_parallel_size == 1:
+        if config.parallel_config.pipeline_parallel_size == 1:
             return
         from stage03_engine.core.features.distributed.stages import layer_partition
 
-        layer_partition(self.shape.num_layers, self.parallel_config.pipeline_parallel_size)
-        device = self.device_config
+        layer_partition(config.shape.num_layers, config.parallel_config.pipeline_parallel_size)
+        device = config.device_config
         for refused, why in (
-            ("generate" not in self.supported_tasks, "is for models that generate text; leave it out for this one"),
+            ("generate" not in config.supported_tasks, "is for models that generate text; leave it out for this one"),
             (
-                self.scheduler_config.scheduler_cls != PIPELINE_SCHEDULER,
+                config.scheduler_config.scheduler_cls != PIPELINE_SCHEDULER,
                 "brings its own scheduler: leave out scheduler_cls, or pipeline_parallel_size",
             ),
             (
@@ -130,34 +135,35 @@ class ParallelFlags(PipelineFlags):
 
     parallel_config: ParallelConfig = ParallelConfig()
 
-    def check(self: Any) -> None:
+    @staticmethod
+    def check(config: VllmConfig) -> None:
         """Raises ConfigError for combinations that cannot work."""
-        parallel = self.parallel_config
-        _check_machines(self, parallel)
+        parallel = config.parallel_config
+        _check_machines(config, parallel)
         if parallel.executor == "uni" and parallel.world_size > 1:
             raise ConfigError(
                 f"distributed_executor_backend uni is one worker, and tensor_parallel_size x pipeline_parallel_size is {parallel.world_size}; use mp"
             )
         if parallel.executor != "uni":
-            _check_workers(self, parallel)
+            _check_workers(config, parallel)
         if parallel.world_size > 1:
             from stage03_engine.core.features.distributed.rank_config import check_divides
 
-            check_divides(self.shape, parallel.tensor_parallel_size)
+            check_divides(config.shape, parallel.tensor_parallel_size)
 
-    def hooks(self: Any) -> dict[str, list[str]]:
+    @staticmethod
+    def hooks(config: VllmConfig) -> dict[str, list[str]]:
         """The executor, and what each worker of several adds to the model."""
-        parallel = self.parallel_config
+        parallel = config.parallel_config
         several = parallel.world_size > 1
         executor = "several machines" if parallel.nnodes > 1 else parallel.executor
         return {
             "executor": [EXECUTORS[executor]] if executor != "uni" else [],
-            "weights": [_ROOM + "sharded_weights:sharded_tensors"] * several,
             "runner": [_ROOM + "parallel_model:ParallelModelHook"] * several,
             "core": [_ROOM + "pipeline_core:PipelineEngineCore"] * (parallel.pipeline_parallel_size > 1),
             # before the one that opens the trace
             "trace": [_ROOM + "launched_lane:name_lane"]
-            * (several and executor == "external_launcher" and _is_traced(self)),
+            * (several and executor == "external_launcher" and _is_traced(config)),
         }
 
 
@@ -220,10 +226,26 @@ FEATURE = Feature(
     help="several workers for one model: tensor parallelism, pipeline stages, processes, Ray, torchrun, several machines",
     room=__package__,
     settings={"SchedulerConfig": PipelineStages, "VllmConfig": ParallelFlags},
+    parts=(Part("replay", PIPELINE_SCHEDULER, key=PIPELINE_SCHEDULER),),
     conflicts={
         ("pipeline_parallel_size", "async_scheduling"): "the steps of several stages overlap already",
         ("pipeline_parallel_size", "speculative_config"): "only the last stage would know which drafts were accepted",
         ("pipeline_parallel_size", "batch_invariant"): "each stage would choose its own number of rows",
     },
     variables=("VLLM_PP_LAYER_PARTITION",),
+    events=(
+        "executor.created",
+        "executor.output_received",
+        "executor.step_sent",
+        "worker.collective",
+        "worker.dead",
+        "worker.failed",
+        "worker.hello",
+        "worker.init_sent",
+        "worker.output_sent",
+        "worker.ready",
+        "worker.spawned",
+        "worker.step_received",
+        "worker.stopped",
+    ),
 )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from stage03_engine.core.features.distributed.parallel_state import all_gather, all_reduce
 from stage03_engine.core.features.distributed.ranks import Ranks
-from stage03_engine.core.models.layers import Linear
+from stage03_engine.core.models.layers import LanguageModel, Linear
 from stage04_kernels.attention import AttentionMetadata
 
 
@@ -50,14 +50,14 @@ class VocabParallelEmbedding(nn.Module):
         return all_reduce(x.masked_fill(elsewhere[:, None], 0.0))
 
 
-class TensorParallelModel(nn.Module):
+class TensorParallelModel(LanguageModel):
     """Wraps a model, and gives the logits of the whole vocabulary.
 
     Every worker gets the same logits, bit for bit, because each slice is computed once and copied to all. The sampler is a function of logits,
     settings, seed and position. So every worker samples the same tokens and appends them to its batch; nothing is sent after sampling.
     """
 
-    def __init__(self, inner: nn.Module, vocab_size: int) -> None:
+    def __init__(self, inner: LanguageModel, vocab_size: int) -> None:
         super().__init__()
         self.inner, self.vocab_size = inner, vocab_size
         # The head of a classifier is whole on every worker.
@@ -72,7 +72,7 @@ class TensorParallelModel(nn.Module):
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """[num_rows, hidden_size] -> float32 [num_rows, vocab_size]. The padding of the last slices is cut off."""
-        logits: Tensor = self.inner.compute_logits(hidden_states)  # type: ignore[operator]
+        logits: Tensor = self.inner.compute_logits(hidden_states)
         return all_gather(logits)[:, : self.vocab_size].contiguous() if self.has_vocabulary else logits
 
 

@@ -1,19 +1,30 @@
-"""Adds the exchanges to a worker's model once its weights are loaded, before other hooks pack or quantize them."""
+"""Cuts a worker's part out of the weights, and adds the exchanges to its model, before other hooks pack or quantize them."""
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Iterator
+
+from torch import Tensor
 
 from stage03_engine.core.features.distributed import stages
 from stage03_engine.core.features.distributed.parallel_layers import TensorParallelModel, make_parallel
 from stage03_engine.core.features.distributed.parallel_state import ranks
+from stage03_engine.core.features.distributed.sharded_weights import cut_vocabulary, own_slices
 from stage03_engine.core.hooks import RunnerHook
+from stage03_engine.core.models.layers import LanguageModel
 
 
 class ParallelModelHook(RunnerHook):
     """Installed in each worker of several."""
 
-    def model_loaded(self, model: nn.Module) -> nn.Module:
+    def weights(self, tensors: Iterator[tuple[str, Tensor]], model: LanguageModel) -> Iterator[tuple[str, Tensor]]:
+        """The slices that this worker has; `model` loses what other workers have."""
+        own, whole = ranks(), self.config.shape.whole
+        cut_vocabulary(model, whole, own)
+        stages.leave_out(model, whole, own)
+        return own_slices(tensors, whole, own)
+
+    def model_loaded(self, model: LanguageModel) -> LanguageModel:
         """The model with its exchanges: within each layer, and with the neighbouring stages."""
         own = ranks()
         if own.tp_size > 1:

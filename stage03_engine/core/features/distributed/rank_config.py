@@ -20,11 +20,16 @@ from stage03_engine.model_shape import ModelShape
 
 @dataclass(frozen=True)
 class RankShape(ModelShape):
-    """The size of one worker's part of a model. `whole` is the size of all parts together, as in config.json; the first of the worker's
+    """The size of one worker's part of a model. `part_of` is the size of all parts together, as in config.json; the first of the worker's
     own layers is the model's layer `first_layer`."""
 
-    whole: ModelShape | None = None
+    part_of: ModelShape | None = None
     first_layer: int = 0
+
+    @property
+    def whole(self) -> ModelShape:
+        """The size of all parts together."""
+        return self.part_of or self
 
 
 def check_divides(shape: ModelShape, tp_size: int) -> None:
@@ -65,9 +70,4 @@ def own_slice(shape: ModelShape, whole: ModelShape, tp_size: int) -> RankShape:
         "intermediate_size": shape.intermediate_size // tp_size,
     }
     same = {field.name: getattr(shape, field.name) for field in fields(ModelShape)}
-    return RankShape(**same | divided | {"whole": whole})
-
-
-def whole_shape(shape: ModelShape) -> ModelShape:
-    """The size of the model that this shape is a part of; itself if it is no part."""
-    return getattr(shape, "whole", None) or shape
+    return RankShape(**same | divided | {"part_of": whole})

@@ -1,7 +1,7 @@
 """Each worker reads its slices of the checkpoint, and nothing else (vLLM: the `weight_loader` of each parallel layer).
 
 A column-parallel matrix is cut along its outputs, a row-parallel one along its inputs, an embedding along the vocabulary; norms, position
-embeddings and the biases of row-parallel layers are whole everywhere. safetensors files are mapped into memory: rows of a matrix that
+embeddings and the biases of row-parallel layers are whole everywhere. The checkpoint is mapped into memory: rows of a matrix that
 are contiguous stay where they are, and other slices are copied; pages that nobody uses are not kept in memory.
 """
 
@@ -9,25 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from stage03_engine.config import VllmConfig
-from stage03_engine.core.features.distributed.parallel_state import ranks
-from stage03_engine.core.features.distributed.rank_config import whole_shape
 from stage03_engine.core.features.distributed.ranks import Ranks
-from stage03_engine.core.features.distributed.stages import leave_out, local_name
+from stage03_engine.core.features.distributed.stages import local_name
 from stage03_engine.core.kv_cache_manager import cdiv
 from stage03_engine.core.models.layers import embedding
-from stage03_engine.core.models.registry import model_class
 from stage03_engine.errors import ConfigError
-from stage03_engine.model_path import weight_files
 from stage03_engine.model_shape import ModelShape
-from stage03_engine.plugins import wanted
 
 VOCABULARY = ("wte", "embed_tokens", "lm_head")
 """The parts of a model that have a row for each token."""
@@ -66,15 +57,12 @@ SPLITS = {
 """End of a tensor's name in the checkpoint -> how it is cut. Every other tensor is whole on every worker."""
 
 
-def sharded_tensors(config: VllmConfig, model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """(name, this worker's slice) of each tensor of its stage. `config` is the worker's own (`rank_config`). `model` has no values yet: this
-    cuts its vocabulary, and takes out what other stages have. Raises what `weight_files` raises, and ConfigError for a file that cannot be read or does not fit."""
-    own, whole = ranks(), whole_shape(config.shape)
-    cut_vocabulary(model, whole, own)
-    leave_out(model, whole, own)
-    if config.model_config.load_format == "dummy":
-        return _dummy_slices(config, whole, own, dtype)
-    return _checkpoint_slices(Path(config.model_config.model_path or ""), whole, own)
+def own_slices(tensors: Iterator[tuple[str, Tensor]], whole: ModelShape, own: Ranks) -> Iterator[tuple[str, Tensor]]:
+    """(name, this worker's slice) of each tensor of its stage. Raises ConfigError for a tensor that does not fit."""
+    for name, tensor in tensors:
+        if (local := _wanted(name, whole, own)) is not None:
+            split = split_of(name)
+            yield local, tensor if split is None else cut(name, tensor, split, whole, own)
 
 
 def cut_vocabulary(model: nn.Module, whole: ModelShape, own: Ranks) -> None:
@@ -83,34 +71,6 @@ def cut_vocabulary(model: nn.Module, whole: ModelShape, own: Ranks) -> None:
         if isinstance(layer := getattr(model, name, None), nn.Embedding):
             with torch.device("meta"):
                 setattr(model, name, embedding(cdiv(whole.vocab_size, own.tp_size), layer.embedding_dim))
-
-
-def _checkpoint_slices(folder: Path, whole: ModelShape, own: Ranks) -> Iterator[tuple[str, Tensor]]:
-    for file in weight_files(folder):
-        try:
-            with safe_open(file, framework="pt") as checkpoint:
-                for name in checkpoint.keys():  # noqa: SIM118 - not a dict
-                    if (local := _wanted(name, whole, own)) is None:
-                        continue
-                    if (split := split_of(name)) is None:
-                        yield local, checkpoint.get_tensor(name)
-                    else:
-                        yield local, cut(name, checkpoint.get_slice(name), split, whole, own)
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(f"cannot read the weights in {file}: {error}") from error
-
-
-def _dummy_slices(
-    config: VllmConfig, whole: ModelShape, own: Ranks, dtype: torch.dtype
-) -> Iterator[tuple[str, Tensor]]:
-    """Slices of the random model that a single worker would have, so that the tokens are the same."""
-    with torch.device("meta"):
-        model = model_class(whole.architecture)(whole, config.device_config.attention_backend)
-    dummy_tensors = wanted("engine", "dummy_weights", "--load-format dummy")
-    for name, tensor in dummy_tensors(model, config.model_config.seed, dtype):
-        if (local := _wanted(name, whole, own)) is not None:
-            split = split_of(name)
-            yield local, tensor if split is None else cut(name, tensor, split, whole, own)
 
 
 def _wanted(name: str, whole: ModelShape, own: Ranks) -> str | None:
@@ -124,9 +84,9 @@ def split_of(name: str) -> Split | None:
     return next((split for end, split in SPLITS.items() if name.endswith(end)), None)
 
 
-def cut(name: str, stored: Any, split: Split, whole: ModelShape, own: Ranks) -> Tensor:
-    """The worker's slice of a tensor, which is torch's or a lazy slice of a safetensors file. Raises ConfigError if its size is not the configured one."""
-    sizes = list(stored.shape if isinstance(stored, Tensor) else stored.get_shape())
+def cut(name: str, stored: Tensor, split: Split, whole: ModelShape, own: Ranks) -> Tensor:
+    """The worker's slice of a tensor. Raises ConfigError if its size is not the configured one."""
+    sizes = list(stored.shape)
     length = length_of(split.along, whole)
     if len(sizes) <= split.dim or sizes[split.dim] != split.parts * length:
         raise ConfigError(

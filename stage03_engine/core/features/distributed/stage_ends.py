@@ -18,13 +18,12 @@ from stage03_engine.core.features.distributed.parallel_state import (
     send_to_next_stage,
 )
 from stage03_engine.core.features.distributed.pipeline_scheduler import NEW_TOKENS
-from stage03_engine.core.features.distributed.rank_config import whole_shape
 from stage03_engine.core.features.distributed.ranks import Ranks
 from stage03_engine.core.features.distributed.stages import TIED, layer_range
 from stage03_engine.core.hooks import RunnerHook
 from stage03_engine.core.input_batch import StepInputs
 from stage03_engine.core.model_runner import ModelRunner
-from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
+from stage03_engine.core.sched_output import SchedulerOutput
 from stage03_engine.sampling_params import SamplingParams
 
 FINAL_NORMS = ("ln_f", "norm")
@@ -89,13 +88,8 @@ class EarlierStageHook(RunnerHook):
     Sampling settings and logprobs concern only the last stage, so the requests in this stage's batch have plain settings.
     """
 
-    def __init__(self, runner: ModelRunner) -> None:
-        super().__init__(runner, runner.config)
-        self._execute = runner.execute_model
-        runner.execute_model = self.execute_model  # type: ignore[method-assign]
-
-    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        """As ModelRunner.execute_model."""
+    def received(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
+        """Append the tokens of the steps before; let the requests be plain."""
         output, batch, new = scheduler_output, self.runner.batch, NEW_TOKENS.of(scheduler_output.extras)
         for request_id, token_ids in (new.token_ids if new else {}).items():
             if request_id in batch.row_of:
@@ -103,7 +97,7 @@ class EarlierStageHook(RunnerHook):
         if output.scheduled_new_reqs:
             plain = [msgspec.structs.replace(new, sampling_params=_PLAIN) for new in output.scheduled_new_reqs]
             output = msgspec.structs.replace(output, scheduled_new_reqs=plain)
-        return self._execute(output)
+        return output
 
     def after_forward(self, hidden: Tensor, inputs: StepInputs, scheduler_output: SchedulerOutput) -> bool:
         """Do not sample."""
@@ -133,7 +127,7 @@ def install_ends(model: nn.Module, runner: ModelRunner, own: Ranks) -> None:
             if hasattr(model, name):
                 setattr(model, name, SentStates(runner))
         model.compute_logits = _no_logits  # type: ignore[assignment]
-        runner.hooks.append(EarlierStageHook(runner))
+        runner.hooks.append(EarlierStageHook(runner, runner.config))
 
 
 def _number_layers(model: nn.Module, runner: ModelRunner, own: Ranks) -> None:
@@ -141,7 +135,7 @@ def _number_layers(model: nn.Module, runner: ModelRunner, own: Ranks) -> None:
     shape = runner.config.shape
     if shape.scale_attn_by_inverse_layer_idx and hasattr(model, "h"):
         unscaled = shape.head_dim**-0.5 if shape.scale_attn_weights else 1.0
-        for layer, block in zip(layer_range(whole_shape(shape), own), model.h, strict=True):  # type: ignore[arg-type]
+        for layer, block in zip(layer_range(shape.whole, own), model.h, strict=True):  # type: ignore[arg-type]
             block.attn.scale = unscaled / (layer + 1)
 
 

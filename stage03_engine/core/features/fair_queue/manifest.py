@@ -9,4 +9,5 @@ FEATURE = Feature(
     help="a scheduling policy that gives each HTTP request its turn, however many prompts and answers it asks for",
     room=__package__,
     parts=(Part("policy", ".fair_queue:FairQueue", key="fair"),),
+    events=("sched.turn",),
 )

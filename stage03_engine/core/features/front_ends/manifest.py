@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from stage03_engine.args.fields import internal
 from stage03_engine.plugins import Feature
+
+if TYPE_CHECKING:
+    from stage03_engine.config import VllmConfig
 
 
 @dataclass(frozen=True)
@@ -22,9 +25,10 @@ class FrontEndsFlags:
 
     front_ends: FrontEnds = FrontEnds()
 
-    def hooks(self: Any) -> dict[str, list[str]]:
+    @staticmethod
+    def hooks(config: VllmConfig) -> dict[str, list[str]]:
         """With several: the engine process that tells them apart, and the client of an engine that the launcher started."""
-        several = self.front_ends.num_front_ends > 1
+        several = config.front_ends.num_front_ends > 1
         return {
             "core_proc": ["stage03_engine.core.features.front_ends.core_proc:SharedEngineCoreProc"] * several,
             "client": ["stage03_engine.frontend.features.shared_engine:make_shared_client"] * several,
@@ -37,4 +41,5 @@ FEATURE = Feature(
     room=__package__,
     also=("stage03_engine.frontend.features.shared_engine",),
     settings={"VllmConfig": FrontEndsFlags},
+    events=("client.created",),
 )

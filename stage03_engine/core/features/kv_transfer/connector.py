@@ -22,7 +22,7 @@ from stage03_engine.config import VllmConfig
 from stage03_engine.core.features.kv_transfer.block_store import BlockStore
 from stage03_engine.core.hooks import SchedulerHook
 from stage03_engine.core.kv_cache_size import kv_block_bytes
-from stage03_engine.core.request import Request
+from stage03_engine.core.request import Request, RequestStatus
 from stage03_engine.core.sched_output import Extra, ModelRunnerOutput, SchedulerOutput
 from stage03_engine.core.scheduler import Scheduler
 from stage03_engine.messages import EngineCoreOutput
@@ -179,6 +179,9 @@ class KVConnectorHook(SchedulerHook):
             self._transfers.loads += zip(new_blocks[number : number + count], blocks, strict=True)
         self._num_saved[request_id] = (first + num_matched) // size
         self._forget(request_id)
+        if self._limits.loads and request.status != RequestStatus.PREEMPTED:  # like those of the prefix cache
+            queries = request.num_tokens - first
+            self.scheduler.stats.count(external_prefix_cache_queries=queries, external_prefix_cache_hits=num_matched)
 
     def _forget(self, request_id: str) -> None:
         """Give up what a request found, or may find."""

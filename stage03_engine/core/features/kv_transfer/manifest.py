@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stage03_engine.args.fields import internal, option
 from stage03_engine.args.parser import check_keys
 from stage03_engine.errors import ConfigError
-from stage03_engine.plugins import Feature
+from stage03_engine.plugins import Feature, Part
+
+if TYPE_CHECKING:
+    from stage03_engine.config import VllmConfig
+
 
 _ROOM = "stage03_engine.core.features.kv_transfer."
 CONNECTORS = ("SharedStorageConnector", "ExampleConnector")  # two names of one connector, in vLLM 0.11 and later
@@ -18,6 +22,11 @@ ROLES = {"kv_both": (True, True), "kv_producer": (True, False), "kv_consumer": (
 KEYS = ("kv_connector", "kv_role", "kv_buffer_size", "kv_connector_extra_config")
 EXTRA_KEYS = ("shared_storage_path", "max_bytes", "max_read_seconds")
 MOST_BYTES = 1 << 50
+COUNTS = {
+    "external_prefix_cache_queries": "Tokens looked up in the folder of KV-cache blocks: those that the prefix cache does not have.",
+    "external_prefix_cache_hits": "Tokens found there.",
+}
+"""Metric -> what it counts."""
 
 
 @dataclass(frozen=True)
@@ -48,23 +57,25 @@ class KVTransferFlags:
         """What the JSON says, key by key."""
         return parse_kv_transfer_config(values["kv_transfer_config"])
 
-    def check(self: Any) -> None:
+    @staticmethod
+    def check(config: VllmConfig) -> None:
         """Raises ConfigError if no block could ever be found again."""
-        if self.kv_transfer_config.path is None:
+        if config.kv_transfer_config.path is None:
             return
-        if not self.cache_config.enable_prefix_caching:
+        if not config.cache_config.enable_prefix_caching:
             raise ConfigError("kv_transfer_config needs enable_prefix_caching: blocks are found by the same hashes")
-        if self.cache_config.prefix_caching_hash_seed is None:
+        if config.cache_config.prefix_caching_hash_seed is None:
             raise ConfigError(
                 "kv_transfer_config needs prefix_caching_hash_seed, the same at each start: without it the hashes begin with a random text, "
                 "and no block is found again"
             )
-        if "generate" not in self.supported_tasks:
+        if "generate" not in config.supported_tasks:
             raise ConfigError("kv_transfer_config is for models that generate text; leave it out for this one")
 
-    def hooks(self: Any) -> dict[str, list[str]]:
+    @staticmethod
+    def hooks(config: VllmConfig) -> dict[str, list[str]]:
         """The scheduler finds blocks, the runner copies them."""
-        if self.kv_transfer_config.path is None:
+        if config.kv_transfer_config.path is None:
             return {}
         return {
             "scheduler": [_ROOM + "connector:KVConnectorHook"],
@@ -121,9 +132,17 @@ FEATURE = Feature(
     help="KV-cache blocks in a folder, which other engines and later starts find again",
     room=__package__,
     settings={"VllmConfig": KVTransferFlags},
+    parts=(
+        Part("stats", ".manifest:COUNTS", key="counts"),
+        *(
+            Part("replay", ".recorded_transfers:RecordedTransfersHook", key=used)
+            for used in ("kv_transfer", "kv_transfer.writing")
+        ),
+    ),
     after=("lora",),  # the hashes of a request's blocks must be whole before they are looked up
     conflicts={
         ("kv_transfer_config", "tensor_parallel_size"): "each worker has only a slice of a block",
         ("kv_transfer_config", "pipeline_parallel_size"): "each worker has only some layers of a block",
     },
+    events=("kv_transfer.found", "kv_transfer.loaded", "kv_transfer.writing", "kv_transfer.written"),
 )

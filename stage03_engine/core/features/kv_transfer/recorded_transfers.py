@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import Future
+from typing import Any
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.features.kv_transfer.connector import Found, KVConnectorHook
 from stage03_engine.core.request import Request
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
-from stage03_engine.messages import EngineCoreOutput
+from stage03_engine.messages import EngineCoreOutput, EngineCoreRequest
 from stage03_engine.replay.recording import RecordedHook, RecordedStep
-from stagetrace import Event
 
 
 class RecordedTransfersHook(RecordedHook, KVConnectorHook):
@@ -21,9 +22,9 @@ class RecordedTransfersHook(RecordedHook, KVConnectorHook):
         self._saving: list[int] = []
         self._written: list[int] = []
 
-    def before_arrival(self, queued: Event) -> None:
+    def before_arrival(self, message: EngineCoreRequest, params: Mapping[str, Any]) -> None:
         """Does the request wait for the folder?"""
-        self._waits = bool(queued.args["params"].get("kv_transfer"))
+        self._waits = bool(params.get("kv_transfer"))
 
     def added(self, request: Request) -> None:
         """It waits for an event of the recording."""
@@ -44,7 +45,7 @@ class RecordedTransfersHook(RecordedHook, KVConnectorHook):
         """The same blocks stay in use."""
         self._hold(self._saving)
 
-    def before_results(self, step: RecordedStep) -> None:
+    def before_results(self, step: RecordedStep, results: ModelRunnerOutput) -> None:
         """What was written by then."""
         self._written = [block for event in step.named("kv_transfer.written") for block in event.args["blocks"]]
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stage03_engine.args.fields import option
 from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import is_there, load
 from stage03_engine.plugins import Feature
+
+if TYPE_CHECKING:
+    from stage03_engine.config import VllmConfig
+
 
 KERNELS = "stage04_kernels.backends.linear"
 HOOK = "stage03_engine.core.features.linear_backend.pack:PackedWeightsHook"
@@ -36,19 +40,21 @@ class LinearBackendFlags:
             return {}
         return {"linear_backend": ("torch" if _problem("native") else "native", "--batch-invariant")}
 
-    def check(self: Any) -> None:
+    @staticmethod
+    def check(config: VllmConfig) -> None:
         """Raises ConfigError if the backend is unknown, or cannot run here."""
-        name, dtype = self.device_config.linear_backend, self.model_config.dtype
+        name, dtype = config.device_config.linear_backend, config.model_config.dtype
         if (problem := _problem(name)) is not None:
             raise ConfigError(f"linear_backend {name}: {problem}")
-        if name not in ("auto", "torch") and self.device_config.device != "cpu":
-            raise ConfigError(f"linear_backend {name} needs --device cpu, not {self.device_config.device}")
+        if name not in ("auto", "torch") and config.device_config.device != "cpu":
+            raise ConfigError(f"linear_backend {name} needs --device cpu, not {config.device_config.device}")
         if name in ("native", "onednn") and dtype not in ("float32", "bfloat16"):
             raise ConfigError(f"linear_backend {name} does not know {dtype}; use float32 or bfloat16")
 
-    def hooks(self: Any) -> dict[str, list[str]]:
+    @staticmethod
+    def hooks(config: VllmConfig) -> dict[str, list[str]]:
         """On a CPU the runner packs the weights once they are loaded; --quantization does it itself."""
-        device, quantized = self.device_config, getattr(self.model_config, "quantization", None) is not None
+        device, quantized = config.device_config, getattr(config.model_config, "quantization", None) is not None
         packs = device.device == "cpu" and device.linear_backend != "torch" and is_there(KERNELS) and not quantized
         return {"runner": [HOOK]} if packs else {}
 
@@ -67,4 +73,5 @@ FEATURE = Feature(
     room=__package__,
     settings={"DeviceConfig": LinearBackend, "VllmConfig": LinearBackendFlags},
     after=("distributed", "lora"),
+    events=("weights.packed",),
 )

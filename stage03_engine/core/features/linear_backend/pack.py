@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from stage03_engine.core.hooks import RunnerHook
-from stage03_engine.core.models.layers import Linear
+from stage03_engine.core.models.layers import LanguageModel, Linear
 from stage04_kernels.backends.linear import ByRows, Pack, fastest, get_linear_backend
 from stage04_kernels.layers import layer_kernels
 from stagetrace import trace
@@ -21,7 +21,7 @@ class PackedWeightsHook(RunnerHook):
     """Installed on a CPU, unless `--linear-backend torch`."""
 
     @torch.inference_mode()
-    def model_loaded(self, model: nn.Module) -> nn.Module:
+    def model_loaded(self, model: LanguageModel) -> LanguageModel:
         """The model with packed weights."""
         started, name = time.monotonic(), self.config.device_config.linear_backend
         layers = [module for module in model.modules() if isinstance(module, Linear)]
@@ -52,10 +52,10 @@ def pack_model(model: nn.Module, pack: Pack, gelu: object) -> None:
     for module in model.modules():
         if isinstance(module, Linear):
             pack_layer(module, pack, gelu)
-        elif hasattr(module, "logits_product"):
+        elif isinstance(module, LanguageModel):
             matrix = getattr(module, "output_matrix", None)
             if isinstance(matrix, Tensor):  # a classifier has none, nor has a stage of a pipeline that is not the last
-                module.logits_product = pack(matrix, None, None)  # type: ignore[assignment]
+                module.logits_product = pack(matrix, None, None)
 
 
 def pack_layer(layer: Linear, pack: Pack, gelu: object) -> None:

@@ -86,7 +86,11 @@ class LogitsProcessorHook(RunnerHook):
             for row in inputs.sampled
         ]
         before, after_temperature = transforms(self.processors, rows)
-        return replace(metadata, before=before, after_temperature=after_temperature)
+        return replace(
+            metadata,
+            before=[*metadata.before, *before],
+            after_temperature=[*metadata.after_temperature, *after_temperature],
+        )
 
 
 def transforms(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from stage03_engine.args.fields import option
 from stage03_engine.plugins import Feature, Part
+
+if TYPE_CHECKING:
+    from stage03_engine.config import VllmConfig
 
 
 @dataclass(frozen=True)
@@ -22,9 +25,10 @@ class LogitsProcessors:
 class LogitsProcessorFlags:
     """Part of VllmConfig."""
 
-    def hooks(self: Any) -> dict[str, list[str]]:
+    @staticmethod
+    def hooks(config: VllmConfig) -> dict[str, list[str]]:
         """With --logits-processors, the runner applies them to each step's logits."""
-        if not self.model_config.logits_processors:
+        if not config.model_config.logits_processors:
             return {}
         return {"runner": ["stage03_engine.core.features.logits_processor.logits_processor:LogitsProcessorHook"]}
 
@@ -37,4 +41,5 @@ FEATURE = Feature(
     settings={"ModelConfig": LogitsProcessors, "VllmConfig": LogitsProcessorFlags},
     parts=(Part("params", "stage03_engine.params.logits_processors:ExtraArgs"),),
     needs=("own_classes",),
+    events=("logits_processor.loaded",),
 )

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.features.lora.adapter import Adapter, Pair, read_adapter
 from stage03_engine.core.hooks import RunnerHook, SchedulerHook
 from stage03_engine.core.input_batch import StepInputs
 from stage03_engine.core.model_runner import ModelRunner
-from stage03_engine.core.models.layers import Linear
+from stage03_engine.core.models.layers import LanguageModel, Linear
 from stage03_engine.core.request import Request
 from stage03_engine.core.sched_output import SchedulerOutput
 from stagetrace import trace
@@ -65,7 +65,7 @@ class LoRARunnerHook(RunnerHook):
         self._rows = Rows()
 
     @torch.inference_mode()
-    def model_loaded(self, model: nn.Module) -> nn.Module:
+    def model_loaded(self, model: LanguageModel) -> LanguageModel:
         """The same model, whose linear layers add the pairs of all adapters of `--lora-modules`."""
         layers = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
         lora, sums = self.config.lora_config, dict[str, LowRankSum]()

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stage03_engine.args.fields import option
 from stage03_engine.args.parser import check_keys
 from stage03_engine.errors import ConfigError
 from stage03_engine.plugins import Feature, Part
+
+if TYPE_CHECKING:
+    from stage03_engine.config import VllmConfig
+
 
 _ROOM = "stage03_engine.core.features.lora."
 
@@ -56,20 +60,22 @@ class LoRAFlags:
 
     lora_config: LoRAConfig = LoRAConfig()
 
-    def check(self: Any) -> None:
+    @staticmethod
+    def check(config: VllmConfig) -> None:
         """Raises ConfigError if there is nothing to choose, or nothing that could be chosen."""
-        lora = self.lora_config
+        lora = config.lora_config
         if not lora.enable_lora:
             if lora.lora_modules:
                 raise ConfigError("lora_modules needs enable_lora")
             return
-        if "generate" not in self.supported_tasks:
+        if "generate" not in config.supported_tasks:
             raise ConfigError("enable_lora is for models that generate text; leave it out for this one")
         lora.adapters()
 
-    def hooks(self: Any) -> dict[str, list[str]]:
+    @staticmethod
+    def hooks(config: VllmConfig) -> dict[str, list[str]]:
         """The scheduler keeps the blocks of different adapters apart; the runner adds their products."""
-        if not self.lora_config.enable_lora:
+        if not config.lora_config.enable_lora:
             return {}
         return {"scheduler": [_ROOM + "hooks:LoRASchedulerHook"], "runner": [_ROOM + "hooks:LoRARunnerHook"]}
 
@@ -95,4 +101,5 @@ FEATURE = Feature(
         ("enable_lora", "pipeline_parallel_size"): "a stage does not know the adapters of its rows",
         ("enable_lora", "batch_invariant"): "it runs the model in tiles, whose rows belong to no request",
     },
+    events=("lora.loaded", "lora.rows"),
 )

@@ -56,7 +56,7 @@ def profile_run(runner: ModelRunner) -> None:
     hidden = runner.model(inputs.input_ids, inputs.positions, kv_caches, inputs.metadata)
     rows_per_request = max((hook.rows_per_request for hook in runner.hooks), default=1)
     rows = min(budget, scheduler_config.max_num_seqs * rows_per_request)
-    logits = runner.model.compute_logits(hidden[:rows])  # type: ignore[operator]
+    logits = runner.model.compute_logits(hidden[:rows])
     everything = runner.device.type != "cpu"
     most_likely = MAX_LOGPROBS if everything else None
     shape = (logits.shape[0], logits.shape[1])

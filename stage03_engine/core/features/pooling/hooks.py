@@ -80,7 +80,7 @@ class PoolingRunnerHook(RunnerHook):
     def after_forward(self, hidden: Tensor, inputs: StepInputs, scheduler_output: SchedulerOutput) -> bool:
         """Nothing is sampled."""
         head = self.runner.model.compute_logits
-        self._pooled = self._pooler.pool(self.runner.batch, scheduler_output, hidden, head)  # type: ignore[arg-type]
+        self._pooled = self._pooler.pool(self.runner.batch, scheduler_output, hidden, head)
         return True
 
     def collect(self, output: ModelRunnerOutput, scheduler_output: SchedulerOutput) -> None:

@@ -14,6 +14,7 @@ from stage03_engine.params.pooling_params import POOLING_TYPES
 from stage03_engine.plugins import Feature, Part
 
 if TYPE_CHECKING:
+    from stage03_engine.config import VllmConfig
     from stage03_engine.model_path import ModelFiles
 
 _OLD_NAMES = {"seq_pooling_type": "pooling_type", "normalize": "use_activation"}
@@ -67,12 +68,13 @@ class PoolingFlags:
         """True if these vectors classify a text."""
         return self.is_pooling and self.pooling_config.convert_type == "classify"
 
-    def tasks(self: Any) -> tuple[str, ...]:
+    @staticmethod
+    def tasks(config: VllmConfig) -> tuple[str, ...]:
         """The tasks of an embedding model or a classifier; none for a model that generates."""
-        if not self.is_classifier:
-            return ("embed", "token_embed", "score") if self.is_pooling else ()
+        if not config.is_classifier:
+            return ("embed", "token_embed", "score") if config.is_pooling else ()
         # With one class its probability is a score: the model is a cross-encoder.
-        return ("classify", "token_classify", *(("score",) if len(self.shape.labels) == 1 else ()))
+        return ("classify", "token_classify", *(("score",) if len(config.shape.labels) == 1 else ()))
 
     @staticmethod
     def resolve(values: Mapping[str, Any], files: ModelFiles) -> dict[str, Any]:
@@ -87,19 +89,21 @@ class PoolingFlags:
             computed |= parse_matryoshka(Path(files.model_path) / "config.json")
         return computed
 
-    def check(self: Any) -> None:
+    @staticmethod
+    def check(config: VllmConfig) -> None:
         """Raises ConfigError for dimensions that the vectors cannot have."""
-        size, hidden_size = self.pooling_config.dimensions, self.shape.hidden_size
+        size, hidden_size = config.pooling_config.dimensions, config.shape.hidden_size
         if size is not None and size > hidden_size:
             raise ConfigError(f"pooler_config: dimensions {size} is more than the model's hidden size, {hidden_size}")
-        if size is not None and self.is_classifier:
+        if size is not None and config.is_classifier:
             raise ConfigError(
                 "pooler_config: dimensions cuts embeddings; a classifier answers with one number per class"
             )
 
-    def hooks(self: Any) -> dict[str, list[str]]:
+    @staticmethod
+    def hooks(config: VllmConfig) -> dict[str, list[str]]:
         """The runner pools hidden states instead of sampling."""
-        if not self.is_pooling:
+        if not config.is_pooling:
             return {}
         return {
             "scheduler": ["stage03_engine.core.features.pooling.hooks:PoolingSchedulerHook"],
@@ -190,6 +194,8 @@ FEATURE = Feature(
     parts=(
         *(part for name in _CLASSIFIERS for part in _classifier(name)),
         Part("llm", "stage03_engine.frontend.features.pooling_inputs:encode", key="encode"),
+        Part("replay", ".recorded_pooling:RecordedPoolingHook", key="pooling"),
     ),
     needs=("model_formats",),
+    events=("pooler.classified", "sched.pooled"),
 )

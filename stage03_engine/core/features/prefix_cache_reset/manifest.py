@@ -9,4 +9,5 @@ FEATURE = Feature(
     help="forgets all cached prefixes",
     room=__package__,
     parts=(Part("call", ".prefix_cache_reset:reset_prefix_cache", key="reset_prefix_cache"),),
+    events=("kv.reset",),
 )

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from stage03_engine.args.fields import option
 from stage03_engine.plugins import Feature, Part
+
+if TYPE_CHECKING:
+    from stage03_engine.config import VllmConfig
 
 
 @dataclass(frozen=True)
@@ -21,9 +24,10 @@ class ProfilerDir:
 class ProfilerFlags:
     """Part of VllmConfig."""
 
-    def hooks(self: Any) -> dict[str, list[str]]:
+    @staticmethod
+    def hooks(config: VllmConfig) -> dict[str, list[str]]:
         """With --profiler-dir, the engine can record itself."""
-        if self.observability_config.profiler_dir is None:
+        if config.observability_config.profiler_dir is None:
             return {}
         return {"scheduler": ["stage03_engine.core.features.profiler.profiler:ProfilerHook"]}
 
@@ -37,4 +41,5 @@ FEATURE = Feature(
         Part("call", ".profiler:start_profile", key="start_profile"),
         Part("call", ".profiler:stop_profile", key="stop_profile"),
     ),
+    events=("profiler.started", "profiler.stopped"),
 )

@@ -17,6 +17,7 @@ FEATURE = Feature(
             for answer in ("CompletionChoice", "ChatCompletionResponse")
         ),
         Part("server", "stage02_server.features.prompt_logprobs.answer:PromptLogprobsHook", key="logprobs_of_prompt"),
+        Part("replay", ".recorded_prompts:RecordedPromptLogprobsHook", key="prompt_logprobs"),
     ),
     after=("beam_search",),
 )

@@ -56,7 +56,7 @@ class PromptLogprobsRunnerHook(RunnerHook):
                 last = min(first + count, num_prompt_tokens - 1)  # the prompt's last token predicts output
                 if first < last:
                     targets = torch.from_numpy(batch.token_ids[row, first + 1 : last + 1]).to(hidden.device)
-                    compute_logits: Callable[[Tensor], Tensor] = self.runner.model.compute_logits  # type: ignore[assignment]
+                    compute_logits: Callable[[Tensor], Tensor] = self.runner.model.compute_logits
                     entries = _gather(hidden[start : start + last - first], targets, num_logprobs, compute_logits)
                     self._found[request_id] = Found(first, entries)
             start += count

@@ -20,13 +20,14 @@ from typing import Any
 import numpy as np
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.features.linear_backend.pack import pack_model
 from stage03_engine.core.input_batch import make_metadata
+from stage03_engine.core.models.layers import LanguageModel
 from stage03_engine.core.models.loader import get_model
 from stage03_engine.errors import ConfigError
 from stage04_kernels.backends.int8_linear import TorchInt8Linear, native_int8_weight_only, native_int8_with_8_bits
@@ -54,7 +55,7 @@ class Sums:
     agreeing: int = 0
 
 
-def load_formats(model: str) -> tuple[VllmConfig, dict[str, nn.Module]]:
+def load_formats(model: str) -> tuple[VllmConfig, dict[str, LanguageModel]]:
     """The model in each format that this machine has. Raises ConfigError, ModelNotFoundError."""
     models, config = {}, None
     compiles = problem() is None
@@ -70,7 +71,7 @@ def load_formats(model: str) -> tuple[VllmConfig, dict[str, nn.Module]]:
 
 
 @torch.inference_mode()
-def logits_of(model: nn.Module, config: VllmConfig, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+def logits_of(model: LanguageModel, config: VllmConfig, tokens: Tensor, dtype: torch.dtype) -> Tensor:
     """tokens [n] int64 -> float32 [n, vocab_size], in one prefill on a cache of its own."""
     shape, size, count = config.shape, config.cache_config.block_size, len(tokens)
     blocks = -(-count // size)
@@ -80,11 +81,11 @@ def logits_of(model: nn.Module, config: VllmConfig, tokens: Tensor, dtype: torch
     positions = np.arange(count)
     metadata = make_metadata(np.array([0, count]), np.array([count]), table, positions + size, torch.device("cpu"))
     hidden = model(tokens, torch.from_numpy(positions), caches, metadata)
-    logits: Tensor = model.compute_logits(hidden)  # type: ignore[operator]
+    logits: Tensor = model.compute_logits(hidden)
     return logits
 
 
-def measure(config: VllmConfig, models: dict[str, nn.Module], tokens: Tensor) -> dict[str, Sums]:
+def measure(config: VllmConfig, models: dict[str, LanguageModel], tokens: Tensor) -> dict[str, Sums]:
     """Predict every token but the first of each window, in each format. tokens: [n] int64."""
     sums = {name: Sums() for name in models}
     for window in windows(tokens, config.max_model_len):

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stage03_engine.args.fields import option
 from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import is_there, load
 from stage03_engine.plugins import Feature
+
+if TYPE_CHECKING:
+    from stage03_engine.config import VllmConfig
+
 
 METHODS = ("int8", "int8_per_channel_weight_only")
 KERNELS = "stage04_kernels.backends.int8_linear"
@@ -32,9 +36,10 @@ class Quantization:
 class QuantizationFlags:
     """Part of VllmConfig."""
 
-    def check(self: Any) -> None:
+    @staticmethod
+    def check(config: VllmConfig) -> None:
         """Raises ConfigError for another method, and for settings that do not go with it."""
-        method, backend = self.model_config.quantization, getattr(self.device_config, "linear_backend", "auto")
+        method, backend = config.model_config.quantization, getattr(config.device_config, "linear_backend", "auto")
         if method is None:
             return
         if method not in METHODS:
@@ -47,14 +52,15 @@ class QuantizationFlags:
                 raise ConfigError(f"quantization {method} is not installed: {module} is missing")
         if backend not in ("auto", "native", "torch"):
             raise ConfigError(f"quantization {method} needs linear_backend auto, native or torch, not {backend}")
-        if backend == "native" and self.model_config.dtype == "float16":
+        if backend == "native" and config.model_config.dtype == "float16":
             raise ConfigError(
                 f"quantization {method} with linear_backend native needs float32 or bfloat16, not float16"
             )
 
-    def hooks(self: Any) -> dict[str, list[str]]:
+    @staticmethod
+    def hooks(config: VllmConfig) -> dict[str, list[str]]:
         """The runner quantizes the weights once they are loaded."""
-        return {} if self.model_config.quantization is None else {"runner": [HOOK]}
+        return {} if config.model_config.quantization is None else {"runner": [HOOK]}
 
 
 def product_of(config: Any) -> tuple[str, str]:
@@ -80,4 +86,5 @@ FEATURE = Feature(
     room=__package__,
     settings={"ModelConfig": Quantization, "VllmConfig": QuantizationFlags},
     after=("distributed", "lora"),
+    events=("weights.quantized",),
 )

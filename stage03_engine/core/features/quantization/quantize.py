@@ -7,11 +7,11 @@ import logging
 import time
 
 import torch
-from torch import nn
 
 from stage03_engine.core.features.linear_backend.pack import pack_model
 from stage03_engine.core.features.quantization.manifest import product_of
 from stage03_engine.core.hooks import RunnerHook
+from stage03_engine.core.models.layers import LanguageModel
 from stage03_engine.mixins import load
 from stage04_kernels.layers import layer_kernels
 from stagetrace import trace
@@ -23,7 +23,7 @@ class QuantizedWeightsHook(RunnerHook):
     """Installed with `--quantization`."""
 
     @torch.inference_mode()
-    def model_loaded(self, model: nn.Module) -> nn.Module:
+    def model_loaded(self, model: LanguageModel) -> LanguageModel:
         """The model with int8 matrices; embeddings, norms and biases stay as they are."""
         started = time.monotonic()
         name, reason = product_of(self.config)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stage03_engine.args.fields import option
 from stage03_engine.errors import ConfigError
 from stage03_engine.plugins import Feature
+
+if TYPE_CHECKING:
+    from stage03_engine.config import VllmConfig
+
 from stagetrace import EventFilter
 from stagetrace.writer import MIN_MAX_BYTES
 
@@ -40,13 +44,15 @@ class Trace:
 class RecordingFlags:
     """Part of VllmConfig."""
 
-    def check(self: Any) -> None:
+    @staticmethod
+    def check(config: VllmConfig) -> None:
         """Raises ConfigError that names the flag."""
-        event_filter(self.observability_config)
+        event_filter(config.observability_config)
 
-    def hooks(self: Any) -> dict[str, list[str]]:
+    @staticmethod
+    def hooks(config: VllmConfig) -> dict[str, list[str]]:
         """Each process opens its trace."""
-        observed = self.observability_config
+        observed = config.observability_config
         on = observed.trace is not None or observed.trace_console
         return {"trace": ["stage03_engine.core.features.recording.open:open_trace"]} if on else {}
 

@@ -13,4 +13,5 @@ FEATURE = Feature(
         Part("call", ".scheduler_watch:watch_scheduler", key="watch_scheduler"),
         Part("call", ".scheduler_watch:unwatch_scheduler", key="unwatch_scheduler"),
     ),
+    events=("sched.state",),
 )

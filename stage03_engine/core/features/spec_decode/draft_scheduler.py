@@ -28,8 +28,6 @@ class NextDrafts(msgspec.Struct, array_like=True):
 
 
 SCHEDULED_DRAFTS, NEXT_DRAFTS = Extra("spec_decode", ScheduledDrafts), Extra("spec_decode", NextDrafts)
-COUNTED = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
-"""In `SchedulerStats.counts`: drafts since the start, their tokens, and how many of these were accepted."""
 
 
 class DraftHook(SchedulerHook):
@@ -86,9 +84,11 @@ class DraftHook(SchedulerHook):
         accepted = len(runner_output.sampled_token_ids[request_id]) - 1
         request.num_computed_tokens -= len(drafts) - accepted
         self.scheduler.kv_cache_manager.trim(request_id, request.num_computed_tokens)
-        stats, more = self.scheduler.stats, zip(COUNTED, (1, len(drafts), accepted))
-        counts = {name: stats.counts.get(name, 0) + count for name, count in more}
-        stats.counts = stats.counts | counts  # a new one: the last may be being encoded
+        self.scheduler.stats.count(
+            spec_decode_num_drafts=1,
+            spec_decode_num_draft_tokens=len(drafts),
+            spec_decode_num_accepted_tokens=accepted,
+        )
         if trace.on:
             trace.emit("spec.verified", req=request_id, step=output.step, accepted=accepted, drafted=len(drafts))
         return None

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stage03_engine.args.fields import internal, option
 from stage03_engine.args.parser import check_keys
 from stage03_engine.errors import ConfigError
-from stage03_engine.plugins import Feature
+from stage03_engine.plugins import Feature, Part
+
+if TYPE_CHECKING:
+    from stage03_engine.config import VllmConfig
+
 
 KEYS = ("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
 DEFAULT_LOOKUP = 5  # vLLM's, when neither bound is given
 MAX_VALUE = 128  # of each number: longer drafts are useless, and every draft position costs a row of logits
+
+COUNTS = {
+    "spec_decode_num_drafts": "Steps in which a request had drafts.",
+    "spec_decode_num_draft_tokens": "Draft tokens verified.",
+    "spec_decode_num_accepted_tokens": "Draft tokens that stood.",
+}
+"""Metric -> what it counts."""
 
 
 @dataclass(frozen=True)
@@ -43,17 +54,19 @@ class SpecDecodeFlags:
         """What the JSON says, key by key."""
         return parse_speculative_config(values["speculative_config"])
 
-    def check(self: Any) -> None:
+    @staticmethod
+    def check(config: VllmConfig) -> None:
         """Raises ConfigError if the model generates nothing."""
-        if self.speculative_config.method is not None and "generate" not in self.supported_tasks:
+        if config.speculative_config.method is not None and "generate" not in config.supported_tasks:
             raise ConfigError(
                 "runner pooling generates nothing, so there is nothing to speculate; leave out one of the two"
             )
 
-    def hooks(self: Any) -> dict[str, list[str]]:
+    @staticmethod
+    def hooks(config: VllmConfig) -> dict[str, list[str]]:
         """The runner proposes drafts, the scheduler makes room for them. Not together with custom logits processors: they
         may look at the tokens before a position, which for a draft are not certain."""
-        if self.speculative_config.method is None or getattr(self.model_config, "logits_processors", None):
+        if config.speculative_config.method is None or getattr(config.model_config, "logits_processors", None):
             return {}
         return {
             "scheduler": ["stage03_engine.core.features.spec_decode.draft_scheduler:DraftHook"],
@@ -95,4 +108,9 @@ FEATURE = Feature(
     room=__package__,
     also=("stage04_kernels.features.rejection_sampler",),
     settings={"VllmConfig": SpecDecodeFlags},
+    parts=(
+        Part("replay", ".recorded_drafts:RecordedDraftHook", key="spec.proposed"),
+        Part("stats", ".manifest:COUNTS", key="counts"),
+    ),
+    events=("spec.proposed", "spec.scheduled", "spec.verified"),
 )

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from stage03_engine.args.fields import option
 from stage03_engine.errors import ConfigError
 from stage03_engine.plugins import Feature, Part
+
+if TYPE_CHECKING:
+    from stage03_engine.config import VllmConfig
 
 
 @dataclass(frozen=True)
@@ -48,14 +51,15 @@ class StructuredOutputsFlags:
 
     structured_outputs_config: StructuredOutputsConfig = StructuredOutputsConfig()
 
-    def check(self: Any) -> None:
+    @staticmethod
+    def check(config: VllmConfig) -> None:
         """Raises ConfigError for a time limit that is too short to do anything, or longer than an hour."""
         for name, least in {
             "grammar_compile_seconds": 0.01,
             "grammar_budget_seconds": 0.0001,
             "grammar_step_seconds": 0.01,
         }.items():
-            seconds = getattr(self.structured_outputs_config, name)
+            seconds = getattr(config.structured_outputs_config, name)
             if not least <= seconds <= 3600.0:
                 raise ConfigError(f"{name} must be in [{least}, 3600], not {seconds}")
 
@@ -78,6 +82,8 @@ FEATURE = Feature(
             "stage02_server.features.structured_outputs.fields:StructuredOutputsFields",
             key="SamplingRequest",
         ),
+        Part("replay", ".recorded_grammars:RecordedGrammarHook", key="grammar"),
     ),
     after=("beam_search",),
+    events=("grammar.compiled", "grammar.missed", "grammar.ready", "grammar.refused", "sampler.transform"),
 )

@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.features.structured_output.manager import Accepted, StructuredOutputManager
 from stage03_engine.core.features.structured_output.scheduler_hook import GrammarSchedulerHook
+from stage03_engine.core.sched_output import ModelRunnerOutput
 from stage03_engine.core.scheduler import Scheduler
-from stage03_engine.messages import EngineCoreOutput, FinishReason
+from stage03_engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
+from stage03_engine.params.structured_outputs import StructuredOutputsParams
 from stage03_engine.replay.recording import RecordedHook, RecordedStep
 from stage03_engine.sampling_params import SamplingParams
 from stagetrace import Event
+
+SOME_GRAMMAR = StructuredOutputsParams(json_object=True)
 
 
 class RecordedGrammarHook(RecordedHook, GrammarSchedulerHook):
     """The scheduler hook of structured output, over `RecordedGrammars`."""
 
-    def __init__(self, scheduler: Scheduler, config: VllmConfig) -> None:
+    def __init__(self, scheduler: Scheduler, config: VllmConfig, created: Event) -> None:
         self.grammars = RecordedGrammars()
-        super().__init__(scheduler, config, self.grammars)
+        GrammarSchedulerHook.__init__(self, scheduler, config, self.grammars)
+
+    def before_arrival(self, message: EngineCoreRequest, params: Mapping[str, Any]) -> None:
+        """Does the request have a grammar? Which one does not matter: the recording says when it was ready."""
+        if params.get("grammar"):
+            asked = msgspec.structs.replace(message.sampling_params, structured_outputs=SOME_GRAMMAR)
+            message.sampling_params = asked
 
     def before_decision(self, step: RecordedStep) -> None:
         """Which grammars were ready by then."""
         self._released |= dict.fromkeys(event.req or "" for event in step.named("grammar.ready"))
 
-    def before_results(self, step: RecordedStep) -> None:
+    def before_results(self, step: RecordedStep, results: ModelRunnerOutput) -> None:
         """Which requests the grammars ended, and whose token was held back. Other steps may have been decided meanwhile."""
         self.grammars.ends = step.ends
         for token in step.tokens:

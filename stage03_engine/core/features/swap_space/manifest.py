@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from stage03_engine.args.fields import option
-from stage03_engine.plugins import Feature
+from stage03_engine.plugins import Feature, Part
+
+if TYPE_CHECKING:
+    from stage03_engine.config import VllmConfig
 
 
 @dataclass(frozen=True)
@@ -31,9 +34,10 @@ class PreemptionMode:
 class SwapSpaceFlags:
     """Part of VllmConfig."""
 
-    def hooks(self: Any) -> dict[str, list[str]]:
+    @staticmethod
+    def hooks(config: VllmConfig) -> dict[str, list[str]]:
         """With --preemption-mode swap, the scheduler swaps blocks out and in, and the runner copies them."""
-        if self.scheduler_config.preemption_mode != "swap":
+        if config.scheduler_config.preemption_mode != "swap":
             return {}
         return {
             "scheduler": ["stage03_engine.core.features.swap_space.swap_space:SwapHook"],
@@ -46,4 +50,6 @@ FEATURE = Feature(
     help="a preempted request's KV-cache blocks go to CPU memory, instead of being computed again",
     room=__package__,
     settings={"CacheConfig": SwapSpaceSize, "SchedulerConfig": PreemptionMode, "VllmConfig": SwapSpaceFlags},
+    parts=(Part("replay", ".recorded_swaps:RecordedSwapHook", key="num_swap_blocks"),),
+    events=("kv.swapped",),
 )

@@ -9,6 +9,7 @@ from stage03_engine.errors import ConfigError
 from stage03_engine.plugins import Feature, Part
 
 if TYPE_CHECKING:
+    from stage03_engine.config import VllmConfig
     from stage03_engine.model_path import ModelFiles
 
 ARCHITECTURE = "WhisperForConditionalGeneration"
@@ -25,9 +26,10 @@ class WhisperFlags:
         """True for a model that turns speech into text."""
         return self.shape.architecture == ARCHITECTURE
 
-    def tasks(self: Any) -> tuple[str, ...]:
+    @staticmethod
+    def tasks(config: VllmConfig) -> tuple[str, ...]:
         """Speech to text, and nothing else."""
-        return ("transcription", "translation") if self.is_whisper else ()
+        return ("transcription", "translation") if config.is_whisper else ()
 
     @staticmethod
     def resolve(values: Mapping[str, Any], files: ModelFiles) -> dict[str, Any]:
@@ -52,4 +54,5 @@ FEATURE = Feature(
         Part("core", ".whisper_core:WhisperCore", key="transcription"),
     ),
     needs=("model_formats",),
+    events=("whisper.aligned", "whisper.encoded", "whisper.loaded"),
 )

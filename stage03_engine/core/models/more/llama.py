@@ -14,13 +14,13 @@ Sources: Touvron et al. 2023; Jiang et al. 2023, "Mistral 7B"; the technical rep
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from stage03_engine.core.models.layers import Linear, assign_weights, embedding
+from stage03_engine.core.models.layers import LanguageModel, Linear, assign_weights, embedding
 from stage03_engine.model_shape import ModelShape
 from stage04_kernels.attention import AttentionMetadata, get_backend
 from stage04_kernels.features.rope import Rotation, rope_cos_sin, rope_frequencies, scale_linear, scale_llama3
@@ -109,12 +109,10 @@ class LlamaDecoderLayer(nn.Module):
         return self.mlp(x), residual
 
 
-class LlamaForCausalLM(nn.Module):
+class LlamaForCausalLM(LanguageModel):
     """Token embedding, layers, final norm; an output matrix of its own, or the token embedding again (tied weights)."""
 
     frequencies: Tensor
-
-    logits_product: Callable[[Tensor], Tensor] | None = None  # multiplies by the output matrix instead of plain torch
 
     def __init__(self, shape: ModelShape, backend: str = "torch") -> None:
         super().__init__()

@@ -19,4 +19,5 @@ FEATURE = Feature(
             for body in ("CompletionRequest", "ChatCompletionRequest", "ResponsesRequest")
         ),
     ),
+    events=("beam.finished", "beam.start", "beam.step"),
 )

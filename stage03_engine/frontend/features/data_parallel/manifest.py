@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stage03_engine.args.cpu import find_cores
 from stage03_engine.args.fields import option
 from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import is_there
 from stage03_engine.plugins import Feature, Part
+
+if TYPE_CHECKING:
+    from stage03_engine.config import VllmConfig
+
 
 _CLIENT = "stage03_engine.frontend.features.data_parallel.client:"
 _HEAD_CLIENT = "stage03_engine.frontend.features.data_parallel.nodes.head:HeadClient"
@@ -130,9 +134,10 @@ class DataParallelFlags:
         cores = find_cores()
         return {"num_threads": (max(1, cores.compute // here), f"{cores}, shared by {here} engines")}
 
-    def check(self: Any) -> None:
+    @staticmethod
+    def check(config: VllmConfig) -> None:
         """Raises ConfigError for combinations that cannot work."""
-        parallel = self.data_parallel_config
+        parallel = config.data_parallel_config
         size, rank = parallel.data_parallel_size, parallel.data_parallel_rank
         if parallel.data_parallel_external_lb and rank is None:
             raise ConfigError("data_parallel_external_lb needs data_parallel_rank, the number of this server's engine")
@@ -143,19 +148,20 @@ class DataParallelFlags:
         if not parallel.is_external and size > MAX_ENGINES:
             raise ConfigError(f"data_parallel_size must be at most {MAX_ENGINES} in one server, not {size}")
         _check_machines(parallel)
-        if _names_cores(getattr(self.device_config, "cpu_omp_threads_bind", None)) and parallel.num_local > 1:
+        if _names_cores(getattr(config.device_config, "cpu_omp_threads_bind", None)) and parallel.num_local > 1:
             raise ConfigError(
                 "cpu_omp_threads_bind names the cores of one engine, and data_parallel_size is more; leave one of them out"
             )
-        if parallel.data_parallel_routing == "prefix" and not self.cache_config.enable_prefix_caching:
+        if parallel.data_parallel_routing == "prefix" and not config.cache_config.enable_prefix_caching:
             raise ConfigError(
                 "data_parallel_routing prefix needs the prefix cache, and enable_prefix_caching is off; leave out one of the two"
             )
 
-    def hooks(self: Any) -> dict[str, list[str]]:
+    @staticmethod
+    def hooks(config: VllmConfig) -> dict[str, list[str]]:
         """The client of the engines; several front ends have one that knows several engines, too."""
-        parallel = self.data_parallel_config
-        if getattr(getattr(self, "front_ends", None), "num_front_ends", 1) > 1:
+        parallel = config.data_parallel_config
+        if getattr(getattr(config, "front_ends", None), "num_front_ends", 1) > 1:
             return {}
         if parallel.is_external:
             return {"client": [_CLIENT + "DPAsyncMPClient"]}
@@ -212,4 +218,21 @@ FEATURE = Feature(
     settings={"VllmConfig": DataParallelFlags},
     parts=(Part("routes", "stage02_server.features.data_parallel.routes:install", key="client"),),
     after=("front_ends",),
+    events=(
+        "client.created",
+        "dp.counts_published",
+        "dp.counts_received",
+        "dp.counts_sent",
+        "dp.engine_joined",
+        "dp.engine_lost",
+        "dp.engines",
+        "dp.routed",
+        "dp.scaled",
+        "node.join_sent",
+        "node.joined",
+        "node.listening",
+        "node.lost",
+        "node.welcomed",
+        "request.aborted",
+    ),
 )

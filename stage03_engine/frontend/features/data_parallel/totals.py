@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import msgspec
 
 from stage03_engine.messages import SchedulerStats
@@ -34,5 +32,6 @@ class Totals:
 
 def _sum(stats: SchedulerStats, earlier: SchedulerStats) -> SchedulerStats:
     counts = {name: getattr(stats, name) + getattr(earlier, name) for name in COUNTED}
-    of_features = Counter(stats.counts) + Counter(earlier.counts)
-    return msgspec.structs.replace(stats, **counts, counts=dict(of_features))
+    summed = msgspec.structs.replace(stats, **counts)
+    summed.count(**earlier.counts)
+    return summed

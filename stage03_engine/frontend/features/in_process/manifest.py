@@ -30,4 +30,5 @@ FEATURE = Feature(
         Part("engine", "stage03_engine.llm:run", key="generate"),
         Part("client", ".async_inproc_client:serve_in_process", key="in_process=True"),
     ),
+    events=("client.created", "engine.failed"),
 )

@@ -13,4 +13,5 @@ FEATURE = Feature(
         Part("params", "stage03_engine.params.best_of:BestOf"),
         Part("engine", ".parallel_sampling:fan_out", key="fan_out"),
     ),
+    events=("request.fanned_out",),
 )

@@ -11,6 +11,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from stage03_engine.config import VllmConfig
 from stage03_engine.frontend.metrics import FinishedStats, IterationStats, StatLogger
 from stage03_engine.messages import FinishReason, SchedulerStats
+from stage03_engine.plugins import loaded
 
 TTFT_BUCKETS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0
@@ -109,10 +110,8 @@ class _EngineMetrics:
             "prefix_cache_queries": counter("prefix_cache_queries", "Tokens looked up in the prefix cache."),
             "prefix_cache_hits": counter("prefix_cache_hits", "Tokens found in the prefix cache."),
         }
-        self._drafts = {
-            "num_drafts": counter("spec_decode_num_drafts", "Steps in which a request had drafts."),
-            "num_draft_tokens": counter("spec_decode_num_draft_tokens", "Draft tokens verified."),
-            "num_accepted_tokens": counter("spec_decode_num_accepted_tokens", "Draft tokens that stood."),
+        self._counts = {
+            name: counter(name, text) for counts in loaded("stats", "counts") for name, text in counts.items()
         }
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens processed.")
         self._generation_tokens = counter("generation_tokens", "Tokens generated.")
@@ -186,9 +185,9 @@ class _EngineMetrics:
         for name, metric in self._totals.items():
             if more := getattr(now, name) - getattr(seen, name):
                 metric.inc(more)
-        for name, metric in self._drafts.items():
-            if more := now.counts.get(name, 0) - seen.counts.get(name, 0):
-                metric.inc(more)
+        if now.counts != seen.counts:
+            for name, count in now.counts.items():
+                self._counts[name].inc(count - seen.counts.get(name, 0))
 
     def _record_finished(self, request: FinishedStats) -> None:
         self._success[request.reason].inc()
