@@ -100,7 +100,7 @@ lab.table(rows, "phase", "process", "ms", "event", "source")
 # ## Two processes
 #
 # The same request as a picture: one lane per process, an arrow per message over ZMQ. The engine works in steps; after each one it
-# sends what the step brought, and goes on without waiting for anybody.
+# sends what the step brought, and goes on without waiting.
 
 # %%
 from stagetrace import figures

@@ -110,7 +110,7 @@ lab.claim("the API server has not, its engine has", [row[2] for row in rows] == 
 # One field of a config dataclass is a flag, an environment variable and a key of the config file. Nothing is written twice.
 
 # %%
-from stage03_engine.args import settings_of
+from stage03_engine.args.fields import settings_of
 from stage03_engine.config import SchedulerConfig
 
 rows = [(s.name, s.flag, s.variable, s.kind.__name__, s.default) for s in settings_of(SchedulerConfig)][:6]

@@ -82,7 +82,7 @@ lab.compare(served=["error" if "Error" in model else model.replace("gpt-2", "gpt
 # %% [markdown]
 # ## Where its files are
 #
-# In this order: a folder, the bundled models, the Hugging Face cache, the hub. `gpt-2` means `gpt2`, since everybody writes it so. With
+# In this order: a folder, the bundled models, the Hugging Face cache, the hub. `gpt-2` means `gpt2`, since everybody writes it that way. With
 # `--load-format dummy` a known shape is enough, and the hub is not asked. (This notebook works offline: `HF_HUB_OFFLINE=1`.)
 
 # %%

@@ -171,7 +171,7 @@ lab.claim("a few more messages than 12, not 60", 12 <= len(received) < 30)
 lab.compare(messages_of_five=len(received))
 
 # %% [markdown]
-# One message per engine step holds the outputs of everybody in that step. The requests did not arrive in the same instant, so the first and the last steps are not
+# One message per engine step holds the outputs of all requests in that step. The requests did not arrive in the same instant, so the first and the last steps are not
 # shared by all. Nothing is batched in the front end: the [`InputProcessor`](../stage03_engine/frontend/input_processor.py) turns one text into one request, and the scheduler in the other process decides
 # who shares a step.
 #

@@ -69,7 +69,7 @@ print("through the stream:", shown)
 lab.compare(tokens=len(ids), decoded_one_by_one="".join(row[2] for row in rows))
 
 # %% [markdown]
-# U+FFFD (�) stands for bytes that are no character. Sent once, it cannot be taken back. So bytes wait until they are whole, and the
+# U+FFFD (�) stands for bytes that form no character. Sent once, it cannot be taken back. So bytes wait until they are whole, and the
 # client gets nothing for a token that ends in the middle of a character.
 #
 # Could one turn everything into text again after each token, and send what is new? It would be right, and its cost would grow with the square of the

@@ -194,7 +194,7 @@ lab.claim("f, which came while e took all that was left, begins later", when(who
 lab.compare(steps_of_e=of_prompt, tokens_of_the_others="at the same steps" if set(same) == set("abcd") else "later")
 
 # %% [markdown]
-# Whoever runs is served first, so the chunks cost the decodes no step; they cost `e` itself, and the newcomer behind it. Chunks do not make the work less. They bound how much of it stands between two tokens of everybody else. That is a trade, and clients pay it in milliseconds.
+# Whoever runs is served first, so the chunks cost the decodes no step; they cost `e` itself, and the newcomer behind it. Chunks do not reduce the work. They limit how much of it comes between two tokens of every other request. That is a trade, and clients pay for it in milliseconds.
 
 # %% [markdown] tags=["predict"]
 # > **Predict.** Four requests decode, and then a prompt of more than 200 tokens arrives. With which budget, 16, 64 or 256, does the newcomer have its first token

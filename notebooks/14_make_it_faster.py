@@ -385,7 +385,7 @@ lab.compare(int8_alone=round(step[1] / step8[1], 1), int8_32=round(step[32] / st
 lab.claim("a step with one request is more than 1.5 times as fast", step[1] > 1.5 * step8[1], measured=True)
 
 # %% [markdown]
-# int8 is the first change with a price that is not time: the logits are others. How much others is measured too, and stands in
+# int8 is the first change with a price that is not time: the logits are different ones. How different is measured too, and stands in
 # [its README](../stage03_engine/core/features/quantization/README.md). All changes before kept every token.
 #
 # ## What a GPU changes

@@ -6,7 +6,8 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from stage03_engine.args import CLISubcommand, FlexibleArgumentParser, run_program
+from stage03_engine.args.command import CLISubcommand, run_program
+from stage03_engine.args.parser import FlexibleArgumentParser
 from stage03_engine.mixins import load
 from stage03_engine.plugins import keys
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from stage03_engine.args import FlexibleArgumentParser, run_program
+from stage03_engine.args.command import run_program
+from stage03_engine.args.parser import FlexibleArgumentParser
 
 PROGRAM = "python -m stage02_server"
 

@@ -10,8 +10,10 @@ import argparse
 from dataclasses import dataclass, fields
 
 from stage03_engine.arg_utils import AsyncEngineArgs, engine_settings
-from stage03_engine.args import FlexibleArgumentParser, Resolved, add_flags, check_at_least, resolve_cli, settings_of
+from stage03_engine.args.fields import add_flags, check_at_least, settings_of
 from stage03_engine.args.log import log_of_server
+from stage03_engine.args.parser import FlexibleArgumentParser
+from stage03_engine.args.resolve import Resolved, resolve_cli
 from stage03_engine.config import option
 from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import each

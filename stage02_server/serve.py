@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 
 from stage02_server.cli_args import add_serve_args, resolve_serve_args
-from stage03_engine.args import CLISubcommand, FlexibleArgumentParser
+from stage03_engine.args.command import CLISubcommand
+from stage03_engine.args.parser import FlexibleArgumentParser
 from stage03_engine.plugins import check_features, wanted
 from stage03_engine.tracing import open_trace
 from stagetrace import trace

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from importlib import import_module
 
-from stage03_engine.args import CLISubcommand, FlexibleArgumentParser
+from stage03_engine.args.command import CLISubcommand
+from stage03_engine.args.parser import FlexibleArgumentParser
 from stage03_engine.errors import ConfigError
 
 BENCHMARKS = {

@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from stage01_cli.bench.result import write_json
 from stage03_engine.arg_utils import AsyncEngineArgs, engine_settings
-from stage03_engine.args import CLISubcommand, FlexibleArgumentParser, Resolved, add_flags, resolve_cli, settings_of
+from stage03_engine.args.command import CLISubcommand
+from stage03_engine.args.fields import add_flags, settings_of
+from stage03_engine.args.parser import FlexibleArgumentParser
+from stage03_engine.args.resolve import Resolved, resolve_cli
 from stage03_engine.config import VllmConfig, option
 from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.plugins import wanted

@@ -15,7 +15,8 @@ from stage01_cli.bench.endpoint import RequestResult, request_body, send_request
 from stage01_cli.bench.metrics import calculate_metrics
 from stage01_cli.bench.result import check_result_file, print_serve_result, save_serve_result
 from stage01_cli.bench.serve_args import ServeBenchArgs, add_serve_bench_args, resolve_serve_bench_args
-from stage03_engine.args import CLISubcommand, FlexibleArgumentParser
+from stage03_engine.args.command import CLISubcommand
+from stage03_engine.args.parser import FlexibleArgumentParser
 from stage03_engine.errors import StagesError
 
 if TYPE_CHECKING:

@@ -9,7 +9,9 @@ from typing import Any
 
 from stage01_cli.bench.datasets import DatasetArgs, check_dataset
 from stage01_cli.bench.metrics import parse_goodput, parse_percentile_metrics, parse_percentiles
-from stage03_engine.args import FlexibleArgumentParser, add_flags, resolve_cli, settings_of
+from stage03_engine.args.fields import add_flags, settings_of
+from stage03_engine.args.parser import FlexibleArgumentParser
+from stage03_engine.args.resolve import resolve_cli
 from stage03_engine.config import option
 from stage03_engine.errors import ConfigError
 

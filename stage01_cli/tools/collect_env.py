@@ -11,8 +11,9 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from stage03_engine.args import CLISubcommand, FlexibleArgumentParser
+from stage03_engine.args.command import CLISubcommand
 from stage03_engine.args.cpu import find_cores
+from stage03_engine.args.parser import FlexibleArgumentParser
 from stage03_engine.args.resolve import detect_device
 from stage03_engine.plugins import STAGES, absent_features, features
 from stagetrace.vocabulary import Row

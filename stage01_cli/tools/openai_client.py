@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from stage03_engine.args import CLISubcommand, FlexibleArgumentParser
+from stage03_engine.args.command import CLISubcommand
 from stage03_engine.args.fields import parse_int
+from stage03_engine.args.parser import FlexibleArgumentParser
 from stage03_engine.errors import StagesError
 from stagetrace.text import printable
 

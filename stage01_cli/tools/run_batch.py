@@ -8,8 +8,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from stage02_server.cli_args import FrontendArgs, add_serve_args, resolve_serve_args
-from stage03_engine.args import CLISubcommand, FlexibleArgumentParser
+from stage03_engine.args.command import CLISubcommand
 from stage03_engine.args.fields import parse_int
+from stage03_engine.args.parser import FlexibleArgumentParser
 from stage03_engine.errors import ConfigError
 from stage03_engine.plugins import find
 from stage03_engine.tracing import open_trace

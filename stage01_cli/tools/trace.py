@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from stage03_engine.args import CLISubcommand, FlexibleArgumentParser
+from stage03_engine.args.command import CLISubcommand
+from stage03_engine.args.parser import FlexibleArgumentParser
 from stage03_engine.errors import ConfigError
 from stagetrace.commands import add_commands, run_chosen
 from stagetrace.errors import TraceError

@@ -19,7 +19,7 @@ from stage01_cli.bench.endpoint import RequestResult
 from stage01_cli.bench.metrics import METRICS, calculate_metrics, parse_goodput
 from stage01_cli.bench.serve import arrivals
 from stage01_cli.bench.serve_args import ServeBenchArgs, add_serve_bench_args, resolve_serve_bench_args
-from stage03_engine.args import FlexibleArgumentParser
+from stage03_engine.args.parser import FlexibleArgumentParser
 from stage03_engine.errors import ConfigError
 from stage03_engine.frontend.tokenizer import Tokenizer, get_tokenizer
 

@@ -16,7 +16,7 @@ import pytest
 from stage01_cli.main import main
 from stage02_server.cli_args import FrontendArgs
 from stage03_engine.arg_utils import EngineArgs, engine_settings
-from stage03_engine.args import settings_of
+from stage03_engine.args.fields import settings_of
 from stagetrace import read_run, trace
 
 BOTH = pytest.mark.parametrize("module", ["stage01_cli.main", "stage02_server.__main__"])

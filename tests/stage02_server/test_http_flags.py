@@ -19,7 +19,7 @@ from server_under_test import InProcessServer, ServerProcess
 
 from stage02_server.cli_args import FrontendArgs, add_serve_args, resolve_serve_args
 from stage02_server.features.hardening.unix_socket import create_server_unix_socket
-from stage03_engine.args import FlexibleArgumentParser
+from stage03_engine.args.parser import FlexibleArgumentParser
 from stage03_engine.errors import ConfigError, StagesError
 
 ECHO = ("gpt2-tiny", "--engine", "echo", "--port", "0")

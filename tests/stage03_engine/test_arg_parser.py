@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings as rules, strategies as st
 
 from stage03_engine.arg_utils import EngineArgs, engine_settings
-from stage03_engine.args import FlexibleArgumentParser, add_flags, settings_of
-from stage03_engine.args.fields import parse_int
+from stage03_engine.args.fields import add_flags, parse_int, settings_of
+from stage03_engine.args.parser import FlexibleArgumentParser
 from stage03_engine.config import SECTIONS, internal, option
 from stage03_engine.errors import ConfigError
 

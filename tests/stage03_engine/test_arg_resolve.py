@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from stage03_engine.arg_utils import EngineArgs, engine_settings
-from stage03_engine.args import FlexibleArgumentParser, Resolved, resolve_settings
+from stage03_engine.args.parser import FlexibleArgumentParser
+from stage03_engine.args.resolve import Resolved, resolve_settings
 from stage03_engine.errors import ConfigError
 
 PARSER = FlexibleArgumentParser(prog="test")

@@ -14,11 +14,12 @@ import pytest
 from hypothesis import given, strategies as st
 
 from stage03_engine.arg_utils import AsyncEngineArgs, EngineArgs
-from stage03_engine.args import FlexibleArgumentParser, cli_env_setup, resolve as detect, run_command
-from stage03_engine.args.command import WAITING
+from stage03_engine.args import resolve as detect
+from stage03_engine.args.command import WAITING, cli_env_setup, run_command
 from stage03_engine.args.cpu import Cores, find_cores
 from stage03_engine.args.features.number_format import number_format
 from stage03_engine.args.features.number_format.manifest import FastestFormat
+from stage03_engine.args.parser import FlexibleArgumentParser
 from stage03_engine.args.processes import engine_environment
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import ConfigError, EngineStartError

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import assume, given, strategies as st
 
 from stage01_cli.main import main, make_parser
-from stage03_engine.args import FlexibleArgumentParser
 from stage03_engine.args.features.refused_flags.refused import accepts_key_of, add_refused, refused_toml
+from stage03_engine.args.parser import FlexibleArgumentParser
 from stage03_engine.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent.parent

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import stage01_cli.tools.course as course
-from stage03_engine.args import CLISubcommand, FlexibleArgumentParser
+from stage03_engine.args.command import CLISubcommand
+from stage03_engine.args.parser import FlexibleArgumentParser
 from stage03_engine.errors import ConfigError
 
 WITH_NUMBER: dict[str, tuple[Callable[..., object], str]] = {

@@ -8,8 +8,9 @@ import sys
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING
 
-from stage03_engine.args import CLISubcommand, FlexibleArgumentParser
+from stage03_engine.args.command import CLISubcommand
 from stage03_engine.args.fields import parse_int
+from stage03_engine.args.parser import FlexibleArgumentParser
 from stage03_engine.errors import ConfigError
 from stagetrace.errors import TraceError
 from stagetrace.read.selection import phases_of

@@ -13,9 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from stage02_server.cli_args import FrontendArgs
-from stage03_engine.args import Resolved
 from stage03_engine.args.check import check_one_engine
-from stage03_engine.args.resolve import detect_device
+from stage03_engine.args.resolve import Resolved, detect_device
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.kv_cache_manager import cdiv
 from stage03_engine.errors import ConfigError

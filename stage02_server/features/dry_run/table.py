@@ -13,7 +13,8 @@ from typing import Any
 from stage02_server.cli_args import FrontendArgs
 from stage02_server.features.dry_run.memory import check_kv_cache, estimate_memory, rows
 from stage02_server.features.dry_run.start_checks import check_start, has_a_model
-from stage03_engine.args import Resolved, settings_of
+from stage03_engine.args.fields import settings_of
+from stage03_engine.args.resolve import Resolved
 from stage03_engine.config import SECTIONS, VllmConfig
 from stage03_engine.plugins import STAGES, absent_features, features
 from stagetrace.redact import HIDDEN

@@ -8,12 +8,7 @@ from __future__ import annotations
 
 from stage03_engine.core.models.gpt2 import GPT2LMHeadModel
 from stage03_engine.core.models.layers import LanguageModel
-from stage03_engine.plugins import keys, wanted
-
-
-def architectures() -> list[str]:
-    """Those that there is a class for."""
-    return ["GPT2LMHeadModel", *keys("model")]
+from stage03_engine.plugins import wanted
 
 
 def model_class(architecture: str) -> type[LanguageModel]:

@@ -65,7 +65,7 @@ class AsyncEngineCore(EngineCore):
         try:
             while self._in_flight:
                 output, future = self._in_flight.popleft()
-                if future.exception() is None:  # else an engine that fails has said why
+                if future.exception() is None:  # else the failing engine has already said why
                     self._end(output, future.result(), [])
         finally:
             super().shutdown()

@@ -37,7 +37,7 @@ class LayerTraceHook(RunnerHook):
 
     def model_loaded(self, model: LanguageModel) -> LanguageModel:
         """Put hooks of torch on its modules. A pipeline stage has its own part of the layers, and perhaps neither embedding nor final norm:
-        what stands in their place there is no part of the model."""
+        their placeholders there are no part of the model."""
         shape = self.config.shape
         first, whole = getattr(shape, "first_layer", 0), getattr(shape, "whole", None) or shape
         has_final_norm = first + shape.num_layers == whole.num_layers

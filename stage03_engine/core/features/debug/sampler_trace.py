@@ -48,7 +48,7 @@ def trace_rules(rules: LogitsRules | None, step: int) -> None:
 
 
 def _transforms(params: list[SamplingParams], metadata: SamplingMetadata) -> list[tuple[str, int]]:
-    """(name, number of rows that it concerns) of those that concern any."""
+    """(name, number of rows that it affects), of those that affect any."""
     random = [params[row] for row in metadata.random_rows]
     applied = _rules(metadata)
     applied += [(transform.__name__, len(params)) for transform in metadata.before]

@@ -1,4 +1,4 @@
-"""Once the workers have met, nobody else gets in.
+"""Once the workers have connected to each other, nobody else gets in.
 
 gloo listens on TCP, on the loopback interface or on the network, for as long as the worker lives. It keeps each connection that a stranger
 makes, even one that has been closed again, and aborts the process when there are no descriptors left. There is no way to tell it that all have
