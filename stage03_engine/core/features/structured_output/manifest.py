@@ -80,6 +80,7 @@ FEATURE = Feature(
         ),
         Part("replay", ".recorded_grammars:RecordedGrammarHook", key="grammar"),
     ),
+    needs=("turns",),
     after=("beam_search",),
     events=("grammar.compiled", "grammar.missed", "grammar.ready", "grammar.refused", "sampler.transform"),
 )
