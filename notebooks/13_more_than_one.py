@@ -429,6 +429,56 @@ lab.compare(requests_of_each=sorted(shares.values()), between_the_engines=betwee
 # Nothing crosses between engines: for a token the same crosses as with one engine, a share of the message that each step sends to the front end
 # (notebook [07](07_into_the_engine.ipynb)). So data parallelism scales as far as there are requests and devices. Its price is memory (each engine has all weights) and that a single request becomes no faster.
 #
+# ## A folder between engines
+#
+# What one engine has computed, another one computes again: each has a KV cache of its own. Unless they share a folder. With `--kv-transfer-config` each full
+# block is written to a file that is named after the block's hash, and a new request waits a moment while a thread reads what is there
+# ([how](../stage03_engine/core/features/README.md#blocks-that-outlive-the-engine); in vLLM: `SharedStorageConnector`). The hash stands for all tokens up to the block's end, so whoever has the
+# same beginning of a prompt finds it: a neighbour, or the same engine after a new start. The hashes must begin alike, which `prefix_caching_hash_seed` is for.
+
+# %% [markdown] tags=["predict"]
+# > **Predict.** One engine answers a prompt and ends. A second one, which starts later, gets the same prompt. A block has 16 tokens. How many tokens of the prompt does
+# > it compute: all, none, or how many?
+
+# %% tags=["predict"]
+lab.predict(second_engine_computes=None)  # tokens
+
+# %%
+SPEECH = "To be, or not to be, that is the question:\n" * 5
+PLACE = {"shared_storage_path": str(lab.new_folder()), "max_read_seconds": 60}
+SHARED = {
+    "prefix_caching_hash_seed": "the same for all",
+    "kv_transfer_config": {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": PLACE},
+}
+
+
+def one_engine():
+    """(text, recording) of an engine that starts, answers, and ends."""
+    folder = lab.new_folder()
+    common = {"dtype": "float32", "num_gpu_blocks_override": 64, "num_threads": 1, "trace": str(folder)}
+    with LLM("gpt2-tiny", **common, **SHARED) as llm:
+        [output] = llm.generate(SPEECH, SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True))
+    return output.outputs[0].text, read_run(folder)
+
+
+for number in (1, 2):
+    text, run = one_engine()
+    prompt = run.named("sched.admit")[0].args["num_prompt_tokens"]
+    first = run.named("sched.scheduled")[0].args
+    print(f"engine {number}: {prompt} tokens of prompt, {first['num_tokens']} of them computed; then {text!r}")
+    told = [event for event in run.events if event.name.startswith("kv_transfer.") and event.step == 1]
+    lab.table([(event.name, str(event.args)) for event in told], "in its first step", "with")
+    if number == 1:
+        expected_text = text
+lab.claim("the second engine writes what the first one wrote", text == expected_text)
+lab.claim("both together have computed the prompt little more than once", first["num_tokens"] <= 16)
+lab.compare(second_engine_computes=first["num_tokens"])
+
+# %% [markdown]
+# The second engine says `kv_transfer.found` before it decides, and `kv_transfer.loaded` in the step that admits the request: the blocks are in its cache as if it had computed them. The last token
+# of a prompt is always computed, because its logits are in no file; and blocks are whole, so the tokens before it in its block are too. Reading is faster than computing, and the longer the prompt, the more so ([measured](../tests/benchmarks/README.md)). And the decision
+# depends on nothing but this event: a replay decides the same without the folder.
+#
 # ## Several API servers
 #
 # Now the other way round: `-asc 2` puts two API servers in front of one engine. Each tokenizes, detokenizes and writes the chunks of its own requests.

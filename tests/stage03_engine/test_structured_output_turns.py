@@ -26,7 +26,7 @@ from stage03_engine.core.features.structured_output.lark import to_lark
 from stage03_engine.core.features.structured_output.manager import StructuredOutputManager
 from stage03_engine.core.features.structured_output.scheduler_hook import GrammarSchedulerHook
 from stage03_engine.core.features.structured_output.step_threads import Job, StepThreads
-from stage03_engine.core.features.structured_output.turns import Asker, Turns
+from stage03_engine.core.features.turns.turns import Asker, Turns
 from stage03_engine.grammar.vocabulary import Vocabulary
 from stage03_engine.llm import LLM
 from stage03_engine.messages import EngineCoreOutput

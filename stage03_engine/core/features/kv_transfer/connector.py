@@ -12,7 +12,7 @@ folder (recorded_transfers.py).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from time import monotonic
 from typing import Any
 
@@ -20,6 +20,8 @@ import msgspec
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.features.kv_transfer.block_store import BlockStore
+from stage03_engine.core.features.kv_transfer.reader import BlockReader, Found
+from stage03_engine.core.features.turns.turns import Asker
 from stage03_engine.core.hooks import SchedulerHook
 from stage03_engine.core.kv_cache_size import kv_block_bytes
 from stage03_engine.core.request import Request, RequestStatus
@@ -27,6 +29,7 @@ from stage03_engine.core.sched_output import Extra, ModelRunnerOutput, Scheduler
 from stage03_engine.core.scheduler import Scheduler
 from stage03_engine.messages import EngineCoreOutput
 from stagetrace import trace
+from stagetrace.ids import root_of
 
 WAIT_SECONDS = 0.02  # a request that arrives during it waits at most this long
 
@@ -47,16 +50,6 @@ class Written(msgspec.Struct, array_like=True):
 TRANSFERS, WRITTEN = Extra("kv_transfer", Transfers), Extra("kv_transfer", Written)
 
 
-class Found(msgspec.Struct):
-    """Blocks of one request, read from the folder: `blocks[0]` is its block number `first`. The thread adds to them until `is_over`."""
-
-    first: int
-    num_bytes: int  # that it takes, or may take while it is being read
-    blocks: list[bytes] = []
-    late_at: float = 0.0  # on the clock of `monotonic`
-    is_over: bool = False
-
-
 class KVConnectorHook(SchedulerHook):
     """Installed with `--kv-transfer-config`."""
 
@@ -74,9 +67,8 @@ class KVConnectorHook(SchedulerHook):
         self._open(config)
 
     def _open(self, config: VllmConfig) -> None:
-        self._store = BlockStore.of(config)
         self._block_bytes = kv_block_bytes(config)
-        self._reader = ThreadPoolExecutor(1, "kv-reader")
+        self._reader = BlockReader(BlockStore.of(config))
 
     # What a request finds
 
@@ -86,7 +78,8 @@ class KVConnectorHook(SchedulerHook):
         if wanted:
             found = Found(first, len(wanted) * self._block_bytes, late_at=monotonic() + self._limits.max_read_seconds)
             self._found[request.request_id], self._num_bytes = found, self._num_bytes + found.num_bytes
-            self._reading[request.request_id] = self._reader.submit(self._read, found, wanted)
+            asker = Asker(request.tenant, root_of(request.request_id))
+            self._reading[request.request_id] = self._reader.read(asker, found, wanted)
 
     def _wanted(self, request: Request) -> tuple[int, list[bytes]]:
         """(number of the first block that is not cached, hashes of it and those after it, as many as there is memory for). Whether they are
@@ -99,14 +92,6 @@ class KVConnectorHook(SchedulerHook):
         room = (self._limits.buffer_bytes - self._num_bytes) // self._block_bytes
         last = (request.num_tokens - 1) // self._manager.block_size
         return first, request.block_hashes[first : min(last, first + max(0, room))]
-
-    def _read(self, found: Found, hashes: list[bytes]) -> None:
-        """In a thread: the blocks up to the first that is missing."""
-        for block_hash in hashes:
-            data = self._store.read(block_hash)
-            if data is None or found.is_over:
-                break
-            found.blocks.append(data)
 
     def traced_params(self, request: Request) -> dict[str, Any]:
         """That it waits for the folder."""
@@ -131,15 +116,14 @@ class KVConnectorHook(SchedulerHook):
         for request_id, reading in list(self._reading.items()):
             found = self._found[request_id]
             if reading.done() or now >= found.late_at:
-                found.is_over, found.blocks = True, list(found.blocks)  # the thread may still add one to its own list
-                self._stop(self._reading.pop(request_id))
+                self._end(found, self._reading.pop(request_id))
                 self._num_bytes += sum(map(len, found.blocks)) - found.num_bytes
                 found.num_bytes = sum(map(len, found.blocks))
                 self._released[request_id] = None
 
-    @staticmethod
-    def _stop(reading: Future[None]) -> None:
-        if not reading.cancel() and reading.done():
+    def _end(self, found: Found, reading: Future[None]) -> None:
+        self._reader.end(found)
+        if reading.done():
             reading.result()  # raises what nobody expected
 
     def released(self) -> Iterable[str]:
@@ -187,10 +171,9 @@ class KVConnectorHook(SchedulerHook):
         """Give up what a request found, or may find."""
         found, reading = self._found.pop(request_id, None), self._reading.pop(request_id, None)
         if found is not None:
-            found.is_over = True
             self._num_bytes -= found.num_bytes
-        if reading is not None:
-            self._stop(reading)
+            if reading is not None:
+                self._end(found, reading)
 
     # What is written
 
@@ -251,4 +234,4 @@ class KVConnectorHook(SchedulerHook):
 
     def shutdown(self) -> None:
         """End the thread, once it comes back from the disk."""
-        self._reader.shutdown(wait=False, cancel_futures=True)
+        self._reader.shutdown()

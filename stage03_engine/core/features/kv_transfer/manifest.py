@@ -139,6 +139,7 @@ FEATURE = Feature(
             for used in ("kv_transfer", "kv_transfer.writing")
         ),
     ),
+    needs=("turns",),
     after=("lora",),  # the hashes of a request's blocks must be whole before they are looked up
     conflicts={
         ("kv_transfer_config", "tensor_parallel_size"): "each worker has only a slice of a block",

@@ -41,6 +41,9 @@ class RecordedTransfersHook(RecordedHook, KVConnectorHook):
                 self._released[request_id] = None
         self._saving = [block for event in step.named("kv_transfer.writing") for block in event.args["blocks"]]
 
+    def _end(self, found: Found, reading: Future[None]) -> None:
+        """There is no thread that adds to it."""
+
     def decided(self, output: SchedulerOutput) -> None:
         """The same blocks stay in use."""
         self._hold(self._saving)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from threading import Condition, Thread
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from stage03_engine.core.features.structured_output.turns import Asker, Turns
+from stage03_engine.core.features.turns.turns import Asker, Turns
 
 if TYPE_CHECKING:
     from stage03_engine.core.features.structured_output.backend_guidance import Guidance

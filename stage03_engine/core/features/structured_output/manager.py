@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.features.structured_output.compilers import Compilation, Compilers
 from stage03_engine.core.features.structured_output.step_threads import Job, StepThreads
-from stage03_engine.core.features.structured_output.turns import Asker, Turns
+from stage03_engine.core.features.turns.turns import Asker, Turns
 from stage03_engine.messages import EngineCoreOutput, FinishReason
 from stage03_engine.sampling_params import SamplingParams
 from stage03_engine.tracing import trace_message

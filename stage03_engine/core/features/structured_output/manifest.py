@@ -85,6 +85,7 @@ FEATURE = Feature(
         Part("replay", ".recorded_grammars:RecordedGrammarHook", key="grammar"),
         Part("content", "stage02_server.features.structured_outputs.fields:RefusalPart", key="refusal"),
     ),
+    needs=("turns",),
     after=("beam_search",),
     events=("grammar.compiled", "grammar.missed", "grammar.ready", "grammar.refused", "sampler.transform"),
 )

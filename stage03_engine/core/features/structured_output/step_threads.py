@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from threading import Condition, Lock, Thread
 from typing import TYPE_CHECKING
 
-from stage03_engine.core.features.structured_output.turns import Asker, Turns
+from stage03_engine.core.features.turns.turns import Asker, Turns
 
 if TYPE_CHECKING:
     from stage03_engine.core.features.structured_output.backend_guidance import GrammarState
