@@ -209,7 +209,7 @@ def test_no_address_that_somebody_else_could_take() -> None:
 def test_top_level_is_the_card() -> None:
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
     folders = {name.split("/")[0] for name in tracked if "/" in name}
-    assert folders <= {*STAGES, "notebooks", "tests", "trace", ".ci", ".devcontainer"}
+    assert folders <= {*STAGES, "notebooks", "tests", "trace", ".ci", ".devcontainer", ".github"}
     files = {name for name in tracked if "/" not in name and not name.startswith(".")}
     assert files <= {
         "pyproject.toml",
@@ -219,6 +219,7 @@ def test_top_level_is_the_card() -> None:
         "constraints.txt",
         "AGENTS.md",
         "CHANGELOG.md",
+        "CITATION.cff",
     }
 
 
