@@ -21,7 +21,7 @@ from stage02_server.cli_args import FrontendArgs
 from stage03_engine.args.log import announce
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import ConfigError, StagesError
-from stage03_engine.plugins import Part, keys, loaded, parts
+from stage03_engine.plugins import Part, features, keys, loaded, parts
 from stagetrace import trace
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ def make_core_client(vllm_config: VllmConfig, args: FrontendArgs) -> AsyncEngine
     """The client that a flag asks for; None for the default one, with an engine process."""
     for asked, part in keys("client").items():
         flag, _, value = asked.partition("=")
-        if str(getattr(args, flag, None)) == value:
+        if str(getattr(args, flag)) == value:
             client: AsyncEngineCoreClient = part.load()(vllm_config)
             return client
     return None
@@ -272,7 +272,8 @@ def build_app(args: FrontendArgs) -> FastAPI:
     from stage02_server.middleware import PREFIX, RequestGate, RequestMiddleware
     from stage02_server.routes import router
 
-    if lost := keys("middleware").keys() - set(LAYERS):
+    asked = {part.key for each in features("stage02_server") for part in each.parts if part.seam == "middleware"}
+    if lost := asked - set(LAYERS):
         raise ConfigError(
             f"there is no place {lost.pop()!r} for middleware; there are {', '.join(filter(None, LAYERS))}"
         )

@@ -10,6 +10,7 @@ import argparse
 from dataclasses import dataclass, fields
 
 from stage03_engine.arg_utils import AsyncEngineArgs, engine_settings
+from stage03_engine.args.check import check_conflicts
 from stage03_engine.args.fields import add_flags, check_at_least, settings_of
 from stage03_engine.args.log import log_of_server
 from stage03_engine.args.parser import FlexibleArgumentParser
@@ -44,6 +45,7 @@ class FrontendArgs(BaseFrontendArgs, Section):
         check_at_least(self)
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be in [0, 65535], not {self.port}")
+        check_conflicts([self], "stage02_server")
         for check in each(FrontendArgs, "check"):
             check(self)
 

@@ -25,7 +25,7 @@ from stage03_engine.config import SECTIONS, VllmConfig
 from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import gathered
 from stage03_engine.model_path import ModelFiles, resolve_model
-from stage03_engine.plugins import keys
+from stage03_engine.plugins import parts
 from stage04_kernels.attention import choose_backend
 from stagetrace import trace
 
@@ -49,7 +49,7 @@ class EngineArgs:
     @staticmethod
     def add_cli_args(parser: FlexibleArgumentParser) -> None:
         """Add one flag per engine setting, and `--config`."""
-        if "config_file" in keys("engine"):
+        if parts("engine", "config_file"):
             parser.add_argument("--config", metavar="FILE", help="YAML file with settings, one `name: value` per line")
         for section in SECTIONS.values():
             add_flags(parser, section)

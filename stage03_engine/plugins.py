@@ -112,6 +112,9 @@ INDEX: tuple[str | Feature, ...] = (
 """The rooms, each with a manifest (or the manifest itself). Features come into effect in this order, except where one says `after`."""
 
 STAGES = ("stage03_engine", "stage02_server", "stage01_cli")  # each sees its own features, and those before it
+SECTIONS = {"VllmConfig", "ModelConfig", "CacheConfig", "SchedulerConfig", "DeviceConfig", "ObservabilityConfig"} | {
+    "FrontendArgs"
+}
 ENTRY_POINT = "vllm_in_stages.features"
 PLUGINS = "STAGES_PLUGINS"  # names of installed packages' features that may come in, with commas; empty: none
 
@@ -125,7 +128,7 @@ KINDS = {
     "scheduler": "which request runs when",
     "runner": "weights, model, step, sampler",
 }
-"""The eight kinds of seam. At those where a feature takes a place there is room for one, which is named; all others compose, in order."""
+"""The kinds of seam. A place for one (a client, a core, an executor) refuses a second claimant; all others are chains, in the order of the index."""
 
 
 class Seam(NamedTuple):
@@ -153,7 +156,9 @@ SEAMS = {
     ),
     "request": Seam("fields", _SERVER, "fields of a request body: a RequestFields; the key is the body's class"),
     "response": Seam("fields", _SERVER, "fields of an answer: a pydantic model; the key is the answer's class"),
-    "content": Seam("fields", _SERVER, "a kind of part of a message's content: a ContentKind; the key is the part's type"),
+    "content": Seam(
+        "fields", _SERVER, "a kind of part of a message's content: a ContentKind; the key is the part's type"
+    ),
     "params": Seam("fields", _ENGINE, "fields of SamplingParams: a class for `struct_of`"),
     "shape": Seam("fields", _ENGINE, "fields of ModelShape: a dataclass"),
     "architecture": Seam(
@@ -168,9 +173,8 @@ SEAMS = {
     ),
     "core": Seam("core", _ENGINE, "a class in place of EngineCore; the key is the task of its models"),
     "llm": Seam("core", _ENGINE, "a method of LLM; the key is its name"),
-    "stats": Seam(
-        "core", _ENGINE, "a StatLogger of the engine or the server; or what a feature counts: metric -> what it is"
-    ),
+    "stats": Seam("core", _ENGINE, "a StatLogger; the key says who makes it: engine or server"),
+    "counts": Seam("core", _ENGINE, "what a feature counts: name of the metric -> what it is"),
     "engine": Seam("core", _ENGINE, "one thing that the engine asks for by its key, if it is there"),
     "replay": Seam(
         "scheduler", _ENGINE, "stands for a hook or a scheduler in a replay; the key is its name in a recording"
@@ -180,18 +184,29 @@ SEAMS = {
 }
 """Where a manifest's parts plug in. A feature also adds settings to its sections, and hooks."""
 
+
+class Hook(NamedTuple):
+    """A place where hooks attach that a setting (`hooks` of its section) or a request parameter (HOOKS of its fields) switches on."""
+
+    kind: str  # of KINDS
+    by: tuple[str, ...]  # what switches it on
+    hook: str  # what it is
+    single: bool = False  # there is room for one
+
+
+_SETTING, _EITHER = ("settings",), ("settings", "parameters")
+
 HOOKS = {
-    "process": Seam("core", _ENGINE, "called with (config) when a process starts"),
-    "trace": Seam("core", _ENGINE, "called with (config, run_id, private) when a process may begin to record"),
-    "client": Seam("core", _ENGINE, "an EngineCoreClient, in place of AsyncMPClient"),
-    "core_proc": Seam("core", _ENGINE, "an EngineCoreProc, in its place"),
-    "core": Seam("core", _ENGINE, "an EngineCore, in its place"),
-    "executor": Seam("core", _ENGINE, "an Executor, in place of UniProcExecutor"),
-    "input": Seam("message", _ENGINE, "an InputHook: a request on its way to the engine"),
-    "scheduler": Seam("scheduler", _ENGINE, "a SchedulerHook"),
-    "runner": Seam("runner", _ENGINE, "a RunnerHook"),
+    "process": Hook("core", _SETTING, "called with (config) when a process starts"),
+    "trace": Hook("core", _SETTING, "called with (config, run_id, private) when a process may begin to record"),
+    "client": Hook("core", _SETTING, "an EngineCoreClient, in place of AsyncMPClient", single=True),
+    "core_proc": Hook("core", _SETTING, "an EngineCoreProc, in its place", single=True),
+    "core": Hook("core", _SETTING, "an EngineCore, in its place", single=True),
+    "executor": Hook("core", _SETTING, "an Executor, in place of UniProcExecutor", single=True),
+    "input": Hook("message", ("parameters",), "an InputHook: a request on its way to the engine"),
+    "scheduler": Hook("scheduler", _EITHER, "a SchedulerHook"),
+    "runner": Hook("runner", _EITHER, "a RunnerHook"),
 }
-"""Where features take part whose settings (`hooks` of a section) or request parameters (HOOKS of their fields) are set."""
 
 
 @dataclass(frozen=True)
@@ -224,6 +239,12 @@ class Part:
         """True if it is on for these settings and a model with these tasks."""
         asked = not self.flags or any(getattr(args, flag, None) for flag in self.flags)
         return asked and (not self.tasks or not set(tasks).isdisjoint(self.tasks))
+
+    def request_hooks(self) -> list[tuple[str, str]]:
+        """(seam, "module:Class") of what the request parameters in this part switch on; none at other seams."""
+        if self.seam != "params" or not is_there(self.module):
+            return []
+        return [pair for seams in getattr(self.load(), "HOOKS", {}).values() for pair in seams.items()]
 
     def load(self) -> Any:
         """The function or class itself. Raises ConfigError if the manifest names what is not there."""
@@ -262,10 +283,9 @@ class Feature:
         return self.room.partition(".")[0]
 
     def pieces(self) -> list[str]:
-        """The modules that it consists of or names: also those that act when a request sets one of its parameters, which else would
-        be missed in the middle of a step."""
-        params = [part.load() for part in self.parts if part.seam == "params" and is_there(part.module)]
-        hooks = (hook for part in params for seams in getattr(part, "HOOKS", {}).values() for hook in seams.values())
+        """The modules that it consists of or names; also the hooks of request parameters: a missing one would otherwise be noticed only in
+        the middle of a step."""
+        hooks = [hook for part in self.parts for _, hook in part.request_hooks()]
         names = (*self.also, *(part.module for part in self.parts), *(hook.partition(":")[0] for hook in hooks))
         return list(dict.fromkeys(names))
 
@@ -349,24 +369,33 @@ def check_features(stage: str) -> None:
             raise ConfigError(
                 f"the feature {feature.name} is not whole, {missing[0]} is missing: restore it, or delete all of the feature ({rest})"
             )
+        if unknown := feature.settings.keys() - SECTIONS:
+            raise ConfigError(f"the feature {feature.name} adds to {min(unknown)}, which is no section of the settings")
         for part in feature.parts:
-            if part.seam not in SEAMS:
-                raise ConfigError(
-                    f"the feature {feature.name} plugs into {part.seam!r}, which is none of {', '.join(SEAMS)}"
-                )
-            for seams in getattr(part.load(), "HOOKS", {}).values() if part.seam == "params" else ():
-                check_hooks(part.name, seams)
-            if feature.stage in STAGES and STAGES.index(feature.stage) > STAGES.index(SEAMS[part.seam].stage):
-                raise ConfigError(
-                    f"the feature {feature.name} lies above {part.seam}: its manifest belongs into {SEAMS[part.seam].stage}"
-                )
+            _check_part(feature, part)
 
 
-def check_hooks(owner: str, seams: Iterable[str]) -> None:
-    """Raises ConfigError for a seam where nobody looks: the hooks there would never be called."""
+def _check_part(feature: Feature, part: Part) -> None:
+    if part.seam not in SEAMS:
+        raise ConfigError(f"the feature {feature.name} plugs into {part.seam!r}, which is none of {', '.join(SEAMS)}")
+    if feature.stage in STAGES and STAGES.index(feature.stage) > STAGES.index(SEAMS[part.seam].stage):
+        raise ConfigError(
+            f"the feature {feature.name} lies above {part.seam}: its manifest belongs into {SEAMS[part.seam].stage}"
+        )
+    own = {name for kind in feature.settings.values() for name in attributes(kind)}
+    if unknown := set(part.flags) - own:
+        raise ConfigError(f"the feature {feature.name} asks for {min(unknown)}, which is none of its settings")
+    if part.seam != "routes" and (part.paths or part.late or part.own_ids):
+        raise ConfigError(f"the feature {feature.name} has paths at {part.seam}, where there are no routes")
+    check_hooks(part.name, [seam for seam, _ in part.request_hooks()], "parameters")
+
+
+def check_hooks(owner: str, seams: Iterable[str], by: str) -> None:
+    """Raises ConfigError for a seam where nobody looks for hooks that `by` (settings, parameters) switch on: they would never be called."""
+    known = [name for name, hook in HOOKS.items() if by in hook.by]
     for seam in seams:
-        if seam not in HOOKS:
-            raise ConfigError(f"{owner} has hooks at {seam!r}, which is none of {', '.join(HOOKS)}")
+        if seam not in known:
+            raise ConfigError(f"{owner} has hooks at {seam!r}, which is none of {', '.join(known)}")
 
 
 @cache
@@ -385,8 +414,15 @@ def parts(seam: str, key: str = "") -> list[Part]:
 
 
 def keys(seam: str) -> dict[str, Part]:
-    """What plugs in there, by key."""
-    return {key: found[0] for key, found in _at(seam, INDEX).items()}
+    """What plugs in there, by key. Raises ConfigError if two features claim one."""
+    return {key: _the_only(found) for key, found in _at(seam, INDEX).items()}
+
+
+def _the_only(found: list[Part]) -> Part:
+    if len(found) > 1:
+        who, part = " and ".join(part.feature for part in found), found[0]
+        raise ConfigError(f"{who} both claim {part.seam} {part.key!r}: delete one of them")
+    return found[0]
 
 
 def loaded(seam: str, key: str = "") -> tuple[Any, ...]:
@@ -397,11 +433,7 @@ def loaded(seam: str, key: str = "") -> tuple[Any, ...]:
 def find(seam: str, key: str) -> Any | None:
     """The part with this key itself; None if its feature is not there. Raises ConfigError if two features claim it."""
     found = parts(seam, key)
-    if len(found) > 1:
-        raise ConfigError(
-            f"{' and '.join(part.feature for part in found)} both claim {seam} {key!r}: delete one of them"
-        )
-    return found[0].load() if found else None
+    return _the_only(found).load() if found else None
 
 
 def wanted(seam: str, key: str, what: str) -> Any:

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import fields
+from typing import Any
 
 from stage03_engine.args.fields import check_at_least
 from stage03_engine.config import SECTIONS, VllmConfig
 from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import each
-from stage03_engine.plugins import check_hooks, features
+from stage03_engine.plugins import HOOKS, check_hooks, features
 from stage04_kernels.attention import resolve_backend
 
 
 def check_config(config: VllmConfig) -> None:
     """Raises ConfigError for the first setting that is impossible, alone or together with another."""
     _check_ranges(config)
-    _check_conflicts(config)
+    check_conflicts([getattr(config, name) for name in SECTIONS], "stage03_engine")
     _check_attention_backend(config)
     _check_lengths(config)
     for check in each(VllmConfig, "check"):
         check(config)
     for hooks in each(VllmConfig, "hooks"):
-        check_hooks(hooks.__qualname__, hooks(config))
-    for place in ("core", "core_proc", "client", "executor"):
-        config.claim(place)
+        check_hooks(hooks.__qualname__, hooks(config), "settings")
+    for seam, hook in HOOKS.items():
+        if hook.single:
+            config.claim(seam)
 
 
 def check_one_engine(config: VllmConfig, who: str) -> None:
@@ -42,11 +45,11 @@ def _check_ranges(config: VllmConfig) -> None:
         raise ConfigError(f"gpu_memory_utilization must be in (0, 1], not {share}")
 
 
-def _check_conflicts(config: VllmConfig) -> None:
-    """What features declare: a setting is given if it differs from its default."""
-    sections = [getattr(config, name) for name in SECTIONS]
+def check_conflicts(sections: Iterable[Any], stage: str) -> None:
+    """Raises ConfigError for what features of `stage` and below declare. A setting is given if it differs from its default."""
+    sections = list(sections)
     given = {option.name for own in sections for option in fields(own) if getattr(own, option.name) != option.default}
-    for feature in features("stage03_engine"):
+    for feature in features(stage):
         for (one, other), why in feature.conflicts.items():
             if {one, other} <= given:
                 raise ConfigError(f"{one} cannot be combined with {other}: {why}; leave out one of the two")

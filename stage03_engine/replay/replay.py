@@ -56,8 +56,8 @@ class Replay:
         self._overlap = reference is not Scheduler
         self._stand_ins = keys("replay")  # name in a recording -> what stands for a feature that it shows
         self._hooks: dict[str, RecordedHook] = {}  # name -> those that this recording uses
-        make_pool = _own if block_pool_cls else lambda *_: BlockPool(args["num_blocks"])
-        self.pool: BlockPool = make_pool(block_pool_cls or "", "--block-pool-cls", args["num_blocks"])
+        size = args["num_blocks"]
+        self.pool: BlockPool = _own(block_pool_cls, "--block-pool-cls", size) if block_pool_cls else BlockPool(size)
         given = (self.config, self.cache_config, self.pool, args["max_model_len"], b"")
         self.scheduler: Scheduler = (
             _own(scheduler_cls, "--scheduler-cls", *given) if scheduler_cls else reference(*given)
@@ -247,7 +247,7 @@ class Replay:
 def _reference(recorded: str | None) -> type[Scheduler]:
     """The scheduler of a feature that the recording is of, whose steps overlap; the walk's if it is of that, or of a user's own. Raises
     ConfigError if the feature is not installed."""
-    if recorded is None:
+    if recorded in (None, f"{Scheduler.__module__}:{Scheduler.__name__}"):
         return Scheduler
     if recorded.startswith(__name__.partition(".")[0] + "."):
         return wanted("replay", recorded, f"{recorded} (the recording uses it)")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from stage03_engine.args.fields import option
-from stage03_engine.errors import ConfigError
 from stage03_engine.plugins import Feature, Part
 
 
@@ -18,11 +16,6 @@ class EchoFlags:
         "core", "core = the real engine; echo = answers with the prompt itself, without torch", ("core", "echo")
     )
 
-    def check(self: Any) -> None:
-        """Raises ConfigError for what is about the real engine."""
-        if self.engine == "echo" and getattr(self, "in_process", False):
-            raise ConfigError("in_process is about the real engine; the echo engine runs in the API process anyway")
-
 
 FEATURE = Feature(
     name="echo_engine",
@@ -30,5 +23,6 @@ FEATURE = Feature(
     room=__package__,
     settings={"FrontendArgs": EchoFlags},
     parts=(Part("client", ".echo_engine:EchoCoreClient", key="engine=echo"),),
+    conflicts={("engine", "in_process"): "the echo engine runs in the API process anyway"},
     events=("client.created",),
 )

@@ -133,7 +133,7 @@ FEATURE = Feature(
     room=__package__,
     settings={"VllmConfig": KVTransferFlags},
     parts=(
-        Part("stats", ".manifest:COUNTS", key="counts"),
+        Part("counts", ".manifest:COUNTS"),
         *(
             Part("replay", ".recorded_transfers:RecordedTransfersHook", key=used)
             for used in ("kv_transfer", "kv_transfer.writing")

@@ -110,7 +110,7 @@ FEATURE = Feature(
     settings={"VllmConfig": SpecDecodeFlags},
     parts=(
         Part("replay", ".recorded_drafts:RecordedDraftHook", key="spec.proposed"),
-        Part("stats", ".manifest:COUNTS", key="counts"),
+        Part("counts", ".manifest:COUNTS"),
     ),
     events=("spec.proposed", "spec.scheduled", "spec.verified"),
 )

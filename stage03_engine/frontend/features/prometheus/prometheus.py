@@ -110,9 +110,7 @@ class _EngineMetrics:
             "prefix_cache_queries": counter("prefix_cache_queries", "Tokens looked up in the prefix cache."),
             "prefix_cache_hits": counter("prefix_cache_hits", "Tokens found in the prefix cache."),
         }
-        self._counts = {
-            name: counter(name, text) for counts in loaded("stats", "counts") for name, text in counts.items()
-        }
+        self._counts = {name: counter(name, text) for counts in loaded("counts") for name, text in counts.items()}
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens processed.")
         self._generation_tokens = counter("generation_tokens", "Tokens generated.")
         self._step_tokens = histogram("iteration_tokens_total", "Tokens of one step.", STEP_BUCKETS)
@@ -186,8 +184,8 @@ class _EngineMetrics:
             if more := getattr(now, name) - getattr(seen, name):
                 metric.inc(more)
         if now.counts != seen.counts:
-            for name, count in now.counts.items():
-                self._counts[name].inc(count - seen.counts.get(name, 0))
+            for name, metric in self._counts.items():
+                metric.inc(now.counts.get(name, 0) - seen.counts.get(name, 0))
 
     def _record_finished(self, request: FinishedStats) -> None:
         self._success[request.reason].inc()
