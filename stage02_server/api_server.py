@@ -235,14 +235,19 @@ async def build_async_engine_client(
         engine.shutdown()
 
 
-def make_core_client(vllm_config: VllmConfig, args: FrontendArgs) -> AsyncEngineCoreClient | None:
-    """The client that a flag asks for; None for the default one, with an engine process."""
+def own_client(args: FrontendArgs) -> Part | None:
+    """What makes the client that a flag asks for; None for the default one, with an engine process."""
     for asked, part in keys("client").items():
         flag, _, value = asked.partition("=")
         if str(getattr(args, flag)) == value:
-            client: AsyncEngineCoreClient = part.load()(vllm_config)
-            return client
+            return part
     return None
+
+
+def make_core_client(vllm_config: VllmConfig, args: FrontendArgs) -> AsyncEngineCoreClient | None:
+    """The client that a flag asks for; None for the default one."""
+    part = own_client(args)
+    return None if part is None else part.load()(vllm_config)
 
 
 def used(seam: str, args: FrontendArgs, tasks: tuple[str, ...] = (), key: str = "") -> list[Part]:

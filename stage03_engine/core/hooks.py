@@ -124,8 +124,8 @@ class RunnerHook:
         self.runner, self.config = runner, config
 
     def weights(self, tensors: Iterator[tuple[str, Tensor]], model: LanguageModel) -> Iterator[tuple[str, Tensor]]:
-        """(name, values) of each tensor of the checkpoint, one at a time and mapped, not read. Returns those that `model` is to load, which
-        has no values yet: fewer, with other names, or changed (vLLM: the `weight_loader` of each parameter)."""
+        """Before the weights are loaded. `tensors` yields (name, values) one at a time. Returns what `model`, which has no values yet, is to
+        load: fewer tensors, renamed or changed ones. The hook may also take out of `model` what is not loaded (vLLM: `weight_loader`)."""
         return tensors
 
     def model_loaded(self, model: LanguageModel) -> LanguageModel:
@@ -140,7 +140,7 @@ class RunnerHook:
         """The KV cache is allocated. Raises MemoryError if there is not enough memory for the hook's own."""
 
     def received(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
-        """A decision came, and the batch is as the step before left it. Returns what this runner is to do."""
+        """First in each step, before the batch is updated. Returns the decision that this runner carries out."""
         return scheduler_output
 
     def request_added(self, new: NewRequestData) -> None:

@@ -48,7 +48,7 @@ def made_up_request(queued: Event, block_size: int) -> EngineCoreRequest:
 
 
 class RecordedHook(SchedulerHook):
-    """Stands for a feature's scheduler hook in a replay: takes from the recording what the hook would else find out by itself.
+    """A feature's hook in a replay: what the hook learned at run time (files, grammars, drafts) comes from the recording.
 
     A feature names it at the seam `replay`. The key is the name by which a recording shows that the feature was used: an argument of
     `scheduler.created`, a parameter in `sched.queued` (`SchedulerHook.traced_params`), or an event of a step.

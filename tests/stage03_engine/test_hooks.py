@@ -96,12 +96,11 @@ def noted(tmp_path_factory: pytest.TempPathFactory) -> list[Call]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [(kind, name) for kind in (RunnerHook, SchedulerHook) for name in methods(kind)]
+    ("kind", "name"),
+    [(kind, name) for kind in (RunnerHook, SchedulerHook) for name in methods(kind) if name not in ONLY_ON_A_GPU],
 )
 def test_both_hooks_are_called_in_turn(kind: type, name: str, noted: list[Call]) -> None:
     order = [who for who, called, _, _ in noted if called == f"{kind.__name__}.{name}"]
-    if name in ONLY_ON_A_GPU:
-        return
     assert order, f"no hook's {name} was called"
     if name == "forward":  # one around the other: the inner one returns first
         order.reverse()

@@ -177,6 +177,6 @@ def test_every_stand_in_is_one_that_a_replay_can_use() -> None:
         assert not issubclass(part.load(), Scheduler) or part.key == part.name
 
 
-def test_the_replay_names_no_feature() -> None:
+def test_the_replay_imports_no_feature() -> None:
     for path in (ROOT / "stage03_engine/replay").glob("*.py"):
         assert "stage03_engine.core.features" not in path.read_text(encoding="utf-8"), path

@@ -31,7 +31,7 @@ from typing import Any
 from stagetrace.event import FORMAT_VERSION, Event, encode
 from stagetrace.filters import EventFilter
 from stagetrace.redact import redact_argv
-from stagetrace.vocabulary import PHASES, VOCABULARY
+from stagetrace.vocabulary import VOCABULARY
 from stagetrace.writer import TraceFile, write_console_line
 
 WRITE_EVERY = 4096  # events: an emitter that is faster than the writer's thread helps it, so memory stays bounded
@@ -146,7 +146,7 @@ class Recorder:
         """
         frame = sys._getframe(1)
         place = self._places.get((id(frame.f_code), frame.f_lasti)) or self._new_place(frame)
-        phase, add = PHASES[name], self._add
+        phase, add = VOCABULARY[name].phase, self._add
         if add is None:
             return self._emit_slowly(name, phase, place, ph, req, step, cause, args)
         seq = next(self._seq)

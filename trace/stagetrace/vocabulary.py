@@ -312,17 +312,14 @@ _ROWS = [
 
 VOCABULARY: dict[str, Row] = {row.name: row for row in _ROWS}
 """Event name -> its row."""
-PHASES = {row.name: row.phase for row in _ROWS}
 
 
 def declare(events: Iterable[str | Row]) -> None:
-    """Take note of the events that a feature emits: names of rows that are here, or rows of its own, if it came with another package. Without
-    that package a recording can be read all the same: such an event has no meaning then. Raises ValueError for a name that is not here,
-    and for a row whose name is another event's."""
+    """Check the events that a feature names, and add the rows that a package brings. A reader without the package shows such events without
+    a meaning. Raises ValueError for a name that is not here, and for a row whose name is another event's."""
     for event in events:
         if isinstance(event, Row):
             if VOCABULARY.setdefault(event.name, event) != event:
                 raise ValueError(f"{event.name} is another event of the trace")
-            PHASES[event.name] = event.phase
         elif event not in VOCABULARY:
             raise ValueError(f"{event} is no event of the trace: trace/stagetrace/vocabulary.py has them all")

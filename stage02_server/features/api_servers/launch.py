@@ -16,7 +16,7 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
-from stage02_server.api_server import StopSignals, prepare_process, setup_server
+from stage02_server.api_server import StopSignals, own_client, prepare_process, setup_server
 from stage02_server.cli_args import FrontendArgs
 from stage02_server.features.api_servers.engines import Engines
 from stage02_server.features.api_servers.server_process import ApiServerProcess
@@ -75,7 +75,7 @@ def with_front_ends(config: VllmConfig, args: FrontendArgs) -> VllmConfig:
         )
     if count > cores.usable:
         logger.warning("%d API servers share %s: more of them than cores make nothing faster.", count, cores)
-    if getattr(args, "engine", "core") == "echo":  # each server has its own
+    if own_client(args) is not None:  # each server has its own engine
         return config
     several = replace(config.front_ends, num_front_ends=count)
     return replace(config, front_ends=several)  # type: ignore[call-arg]
@@ -110,7 +110,7 @@ class Launcher:
         self._config, self._args = config, args
         self._loop = asyncio.get_running_loop()
         self._folder = private_folder()  # of the metrics
-        self._num_engines = 0 if getattr(args, "engine", "core") == "echo" else num_engines(config)
+        self._num_engines = 0 if own_client(args) is not None else num_engines(config)
         self._engines = Engines(config, self._tell_all, self._is_up, self._engines_end)
         self._servers: list[ApiServerProcess] = []
         self._running: set[ApiServerProcess] = set()

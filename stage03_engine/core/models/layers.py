@@ -1,4 +1,4 @@
-"""What several models share: layers without initial values, and `assign_weights` (vLLM: AutoWeightsLoader).
+"""What models share: their type, layers without initial values, and `assign_weights` (vLLM: AutoWeightsLoader).
 
 torch's own layers fill themselves with random numbers. The loader brings the values; on the meta device the
 initialisation alone would make torch import a second's worth of modules.

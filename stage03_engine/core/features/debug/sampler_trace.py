@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 from stage03_engine.core.hooks import RunnerHook
 from stage03_engine.core.input_batch import StepInputs
@@ -26,9 +26,9 @@ class SamplerTraceHook(RunnerHook):
         """One event per transform."""
         step, batch = scheduler_output.step, self.runner.batch
         params = [batch.requests[row].sampling_params for row in inputs.sampled]
-        rules: Any = metadata.rules  # LogitsRules: nothing else makes any
+        rules = cast("LogitsRules | None", metadata.rules)  # nothing else makes any
         trace_rules(rules, step)
-        for transform, count in _transforms(params, metadata):
+        for transform, count in _transforms(params, metadata, rules):
             if trace.on:
                 trace.emit("sampler.transform", step=step, transform=transform, rows=count)
         return metadata
@@ -47,10 +47,12 @@ def trace_rules(rules: LogitsRules | None, step: int) -> None:
         )
 
 
-def _transforms(params: list[SamplingParams], metadata: SamplingMetadata) -> list[tuple[str, int]]:
+def _transforms(
+    params: list[SamplingParams], metadata: SamplingMetadata, rules: LogitsRules | None
+) -> list[tuple[str, int]]:
     """(name, number of rows that it affects), of those that affect any."""
     random = [params[row] for row in metadata.random_rows]
-    applied = _rules(metadata)
+    applied = _rules(rules)
     applied += [(transform.__name__, len(params)) for transform in metadata.before]
     applied.append(("argmax", len(params) - len(random)))
     applied.append(("temperature", len(random)))
@@ -65,8 +67,7 @@ def _transforms(params: list[SamplingParams], metadata: SamplingMetadata) -> lis
     return [(name, rows) for name, rows in applied if rows]
 
 
-def _rules(metadata: SamplingMetadata) -> list[tuple[str, int]]:
-    rules: Any = metadata.rules
+def _rules(rules: LogitsRules | None) -> list[tuple[str, int]]:
     if rules is None:
         return []
     pairs = [("allowed_tokens", rules.allowed), ("forbidden_tokens", rules.forbidden)]

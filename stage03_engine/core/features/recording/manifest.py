@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 from stage03_engine.args.fields import option
 from stage03_engine.errors import ConfigError
 from stage03_engine.plugins import Feature
+from stagetrace import EventFilter
+from stagetrace.writer import MIN_MAX_BYTES
 
 if TYPE_CHECKING:
     from stage03_engine.config import VllmConfig
-
-from stagetrace import EventFilter
-from stagetrace.writer import MIN_MAX_BYTES
 
 
 @dataclass(frozen=True)

@@ -48,8 +48,7 @@ def free_of_history() -> frozenset[str]:
 
 
 def needs_history(params: SamplingParams) -> bool:
-    """Must every token be known before the next one is sampled? So it is with each parameter that acts on a step, unless its
-    feature says otherwise: a wrong guess would be a wrong token."""
+    """True if a parameter acts on a step and its feature does not declare it WITHOUT_HISTORY: a wrong guess would then be a wrong token."""
     acting = (field for field, seams in params.used() if not seams.keys().isdisjoint(("scheduler", "runner")))
     return any(field not in free_of_history() for field in acting)
 
