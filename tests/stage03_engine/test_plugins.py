@@ -6,7 +6,7 @@ import ast
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -286,8 +286,8 @@ def test_every_part_is_asked_for_under_its_key() -> None:
 # Events of the trace
 
 
-def emitted() -> dict[str, set[str]]:
-    """Feature -> the events that its files emit. A file belongs to the innermost room that it lies in."""
+def in_rooms(named: Callable[[ast.Call], Iterable[str]]) -> dict[str, set[str]]:
+    """Feature -> what the calls in its files name. A file belongs to the innermost room that it lies in."""
     rooms = {module.replace(".", "/"): each.name for each in plugins.features() for module in (each.room, *each.also)}
     found: dict[str, set[str]] = {each.name: set() for each in plugins.features()}
     for path in ROOT.glob("stage0?_*/**/*.py"):
@@ -295,15 +295,32 @@ def emitted() -> dict[str, set[str]]:
         room = next((rooms[str(each)] for each in (place, *place.parents) if str(each) in rooms), None)
         if room is not None:
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.Call) and ast.unparse(node.func) == "trace.emit":
-                    found[room].add(ast.literal_eval(node.args[0]))
+                if isinstance(node, ast.Call):
+                    found[room].update(named(node))
     return found
+
+
+def emitted(call: ast.Call) -> list[str]:
+    return [ast.literal_eval(call.args[0])] if ast.unparse(call.func) == "trace.emit" else []
+
+
+def counted(call: ast.Call) -> list[str]:
+    return [word.arg or "" for word in call.keywords] if ast.unparse(call.func).endswith("stats.count") else []
 
 
 def test_a_manifest_names_the_events_that_its_room_emits() -> None:
     named = {each.name: set(each.events) for each in plugins.features()}
-    assert emitted() == named
+    assert in_rooms(emitted) == named
     assert sum(map(len, named.values())) > 60
+
+
+def test_a_manifest_names_what_its_room_counts() -> None:
+    """Without a name there is no metric."""
+    named = {
+        each.name: {name for part in each.parts if part.seam == "counts" for name in part.load()}
+        for each in plugins.features()
+    }
+    assert in_rooms(counted) == named and sum(map(len, named.values())) == 5
 
 
 def test_an_event_is_known_and_one_feature_s() -> None:

@@ -56,6 +56,7 @@ FEATURE = Feature(
     name="async_scheduling",
     help="decide a step while the model still runs the one before it",
     room=__package__,
+    needs=("own_classes",),  # the scheduler is one by name
     settings={"SchedulerConfig": AsyncScheduling, "VllmConfig": AsyncSchedulingFlags},
     parts=(Part("replay", SCHEDULER, key=SCHEDULER),),
     conflicts={("async_scheduling", "speculative_config"): "drafts follow from tokens that are not known yet"},
