@@ -36,9 +36,10 @@ from stage03_engine.frontend.features.data_parallel.coordinator import CountsLin
 from stage03_engine.frontend.features.data_parallel.engine import EngineState, share_of
 from stage03_engine.frontend.features.data_parallel.in_flight import LOST
 from stage03_engine.frontend.features.data_parallel.restart import WINDOW_SECONDS, RestartLimit
+from stage03_engine.frontend.features.data_parallel.totals import Totals
 from stage03_engine.frontend.features.dead_folders.dead_folders import remove_dead_folders
 from stage03_engine.llm import LLM
-from stage03_engine.messages import EngineCoreRequest, FinishReason
+from stage03_engine.messages import EngineCoreRequest, FinishReason, SchedulerStats
 from stage03_engine.sampling_params import RequestOutputKind, SamplingParams
 from stagetrace import read_run
 
@@ -857,3 +858,17 @@ def test_the_coordinator_ends_when_its_parent_is_killed() -> None:
     parent.stdin.close()
     gone, _ = psutil.wait_procs([process], timeout=PATIENCE)
     assert gone and not os.path.exists(folder)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["step", "end"]), st.sampled_from(["drafts", "hits"]), st.integers(0, 9))))
+def test_what_features_count_outlives_an_engine(life: list[tuple[str, str, int]]) -> None:
+    """A counter never goes back, also when an engine is started again and counts from 0."""
+    totals, stats, expected = Totals(), SchedulerStats(), {"drafts": 0, "hits": 0}
+    for what, name, number in life:
+        if what == "end":
+            stats, told = SchedulerStats(), totals.engine_ended(0)
+        else:
+            stats.count(**{name: number})
+            expected[name] += number
+            told = totals.add(0, stats)
+        assert {each: told.counts.get(each, 0) for each in expected} == expected
