@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
+from typing import Protocol
 
 from stage02_server.cli_args import FrontendArgs
 from stage02_server.protocol import CONTENT_KINDS, ChatMessageParam, ChatTemplateFields, ContentPart
@@ -20,19 +20,26 @@ logger = logging.getLogger(__name__)
 _PLAIN_FIELDS = {"role", "content", "name"}  # of a message; only templates use the others
 
 
+class Renderer(Protocol):
+    """The feature that renders templates."""
+
+    async def render(self, messages: list[ChatMessageParam], fields: ChatTemplateFields) -> str:
+        """The prompt. Raises as `ChatTemplate.apply` does."""
+
+
 class ChatTemplate:
     """Makes prompts. Raises ConfigError for a template that cannot be read or rendered."""
 
     def __init__(self, args: FrontendArgs, tokenizer: Tokenizer) -> None:
         self._args, self._tokenizer = args, tokenizer
-        self._jinja: Any = None  # the feature, once there is a template or a request has fields for one
+        self._jinja: Renderer | None = None  # once there is a template or a request has fields for one
         self._has_template = bool(args.chat_template or tokenizer.chat_template)
         if self._has_template:
             self._jinja = wanted("server", "chat_template", "the feature that renders chat templates")(args, tokenizer)
         else:
             logger.info("The model has no chat template: chats become the plain concatenation of their messages.")
 
-    def _load(self) -> Any:
+    def _load(self) -> Renderer:
         if self._jinja is None:
             if (kind := find("server", "chat_template")) is None:
                 raise InvalidRequestError("Chat templates belong to a feature that is not installed.", "messages")

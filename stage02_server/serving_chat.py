@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.requests import Request
@@ -16,7 +16,7 @@ from stage02_server.protocol_response import (
     ChatMessage,
     ChatStreamResponse,
 )
-from stage02_server.serving_engine import AnswerMaker, EngineRequests, OpenAIServing
+from stage02_server.serving_engine import AnswerMaker, EngineRequests, OpenAIServing, Result
 from stage02_server.streaming import run_until_disconnect
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.mixins import load
@@ -104,18 +104,14 @@ class OpenAIServingChat(OpenAIServing):
         self._template = services.template
         self.parsers: Any = None  # the feature that parses answers, once a flag or a request asks for it
 
-    async def create_chat_completion(
-        self, request: ChatCompletionRequest, raw_request: Request
-    ) -> ChatCompletionResponse | AsyncGenerator[bytes, None]:
+    async def create_chat_completion(self, request: ChatCompletionRequest, raw_request: Request) -> Result:
         """The whole answer, or its stream. Raises every refusal before a stream begins."""
         try:
             return await self._create(request, raw_request)
         except InvalidRequestError as error:
             raise _renamed(error, request) from None
 
-    async def _create(
-        self, request: ChatCompletionRequest, raw_request: Request
-    ) -> ChatCompletionResponse | AsyncGenerator[bytes, None]:
+    async def _create(self, request: ChatCompletionRequest, raw_request: Request) -> Result:
         ids, model = self.ids(request, raw_request), self.check(request)
         self.trace_validated(request, ids, model, 1)
         params, receive = request.to_sampling_params(self.defaults), raw_request.receive

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
 from typing import Any
 
 from starlette.requests import Request
@@ -14,7 +13,7 @@ from stage02_server.protocol_response import (
     CompletionChunkChoice,
     CompletionResponse,
 )
-from stage02_server.serving_engine import AnswerMaker, OpenAIServing
+from stage02_server.serving_engine import AnswerMaker, OpenAIServing, Result
 from stage03_engine.outputs import CompletionOutput
 
 
@@ -40,9 +39,7 @@ class CompletionMaker(AnswerMaker):
 class OpenAIServingCompletion(OpenAIServing):
     """Continues texts."""
 
-    async def create_completion(
-        self, request: CompletionRequest, raw_request: Request
-    ) -> CompletionResponse | AsyncGenerator[bytes, None]:
+    async def create_completion(self, request: CompletionRequest, raw_request: Request) -> Result:
         """The whole answer, or its stream. Raises every refusal before a stream begins."""
         ids, model, receive = self.ids(request, raw_request), self.check(request), raw_request.receive
         prompts = request.prompts()

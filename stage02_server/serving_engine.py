@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from stage02_server.api_server import Services
 
 Outputs = AsyncGenerator[tuple[int, RequestOutput], None]  # (number of the prompt, output)
+Result = BaseModel | AsyncGenerator[bytes, None]  # the whole answer, or its events
 Prompts = list[str | list[int]]
 Prompt = str | list[int] | tuple[str, str]  # two texts: what a model that compares them reads as one
 MAX_ANSWERS = 4096  # of one HTTP request with n or best_of above 1
@@ -129,18 +130,18 @@ class AnswerMaker:
         """The whole answer `index`."""
         raise NotImplementedError
 
-    def pieces(self, index: int, output: CompletionOutput) -> list[Any]:
+    def pieces(self, index: int, output: CompletionOutput) -> list[msgspec.Struct]:
         """What `output` adds to answer `index`, as choices, each for its own chunk."""
         raise NotImplementedError
 
-    def add_features(self, index: int, choice: Any, output: CompletionOutput) -> None:
+    def add_features(self, index: int, choice: BaseModel | msgspec.Struct, output: CompletionOutput) -> None:
         """Let the features add their part to a choice."""
         first = index not in self._begun
         self._begun.add(index)
         for hook in self.requests.hooks:
             hook.choice(index, choice, output, first)
 
-    def whole(self, outputs: list[RequestOutput]) -> Any:
+    def whole(self, outputs: list[RequestOutput]) -> BaseModel:
         """The answer, with all choices."""
         n = self.requests.n
         numbered = [(p * n + answer.index, answer) for p, output in enumerate(outputs) for answer in output.outputs]
@@ -160,7 +161,7 @@ class AnswerMaker:
                 events.append(server_sent_event(self._buffer))
         return events
 
-    def _shown_to_features(self, index: int, piece: Any) -> Any:
+    def _shown_to_features(self, index: int, piece: msgspec.Struct) -> msgspec.Struct:
         """A chunk of its own for a piece: features may write into it."""
         chunk = copy(self._chunk)
         chunk.choices = [piece]
@@ -168,12 +169,12 @@ class AnswerMaker:
             hook.chunk(index, chunk)
         return chunk
 
-    def usage_chunk(self) -> Any:
+    def usage_chunk(self) -> BaseModel:
         """The chunk without choices that ends a stream with `include_usage`."""
         return self._with_usage(self.last_class, [])
 
-    def _with_usage(self, kind: type[BaseModel], choices: list[BaseModel]) -> Any:
-        response: Any = kind(**self._same, choices=choices, usage=self.requests.usage())
+    def _with_usage(self, kind: type[BaseModel], choices: list[BaseModel]) -> BaseModel:
+        response = kind(**self._same, choices=choices, usage=self.requests.usage())
         for hook in self.requests.hooks:
             hook.response(response)
         return response
@@ -295,7 +296,7 @@ class OpenAIServing:
                 return flow
         return self.engine_client.generate(made)
 
-    async def answer(self, request: SamplingRequest, maker: AnswerMaker, outputs: Outputs, receive: Receive) -> Any:
+    async def answer(self, request: SamplingRequest, maker: AnswerMaker, outputs: Outputs, receive: Receive) -> Result:
         """The whole answer, or its stream before the first byte: a refusal can still set the HTTP status."""
         if not request.stream:
             return await run_until_disconnect(receive, self._whole(maker, outputs))
@@ -307,7 +308,7 @@ class OpenAIServing:
             outputs = await hook.begin(outputs, receive)
         return outputs
 
-    async def _whole(self, maker: AnswerMaker, outputs: Outputs) -> Any:
+    async def _whole(self, maker: AnswerMaker, outputs: Outputs) -> BaseModel:
         """The whole answer, from the last output of every prompt."""
         finished: dict[int, RequestOutput] = {}
         async with aclosing(outputs):

@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from stage03_engine.plugins import find, loaded
 
 T = TypeVar("T")
+Output = TypeVar("Output")
 LONG = 8192  # characters, or token ids, of one request take 1 to 3 ms to tokenize; a thread's round trip takes 0.04
 PER_PROMPT = 32  # characters take as long as the fixed work per prompt, 10 µs
 LONG_ANSWERS: tuple[Any, ...] = loaded("server", "long_answers")
@@ -73,7 +74,7 @@ async def in_thread_if_long(prompts: Iterable[Sized], receive: Receive, work: Ca
     return await in_thread(None if threads_for is None else threads_for(size), receive, work)
 
 
-async def made(make: Callable[[Any], T], outputs: list[Any]) -> T:
+async def made(make: Callable[[list[Output]], T], outputs: list[Output]) -> T:
     """What `make` makes of these outputs; the feature for long answers makes many in a thread."""
     return await LONG_ANSWERS[0].made(make, outputs) if LONG_ANSWERS else make(outputs)
 
