@@ -18,8 +18,8 @@ import socket
 import sys
 import tempfile
 import types
-from collections.abc import Callable
-from importlib.machinery import BuiltinImporter
+from collections.abc import Callable, Mapping
+from importlib.machinery import BuiltinImporter, SourceFileLoader
 from typing import Any
 
 import fork_image
@@ -106,7 +106,9 @@ def serve(link: Link, image: fork_image.Image, line: CommandLine) -> tuple[dict[
         if (
             len(descriptors) != len(request["descriptors"])
             or not alone
-            or not image.fits(environment, request["sets_threads"])
+            or not image.fits(
+                environment, folders(request["command"], request["cwd"], environment), request["sets_threads"]
+            )
         ):
             link.answer(0)
         elif fork(link, line, request["command"]):
@@ -144,9 +146,9 @@ def take_descriptors(numbers: list[int], received: list[int], kept: set[int]) ->
             os.closerange(low + 1, high)
 
 
-def standard_streams() -> None:
+def standard_streams(command: list[str]) -> None:
     """New files for Python's three streams, as it opens them at its start."""
-    through = bool(getattr(sys.stderr, "write_through", False))  # with PYTHONUNBUFFERED
+    through = command[1] == "-u" or bool(getattr(sys.stderr, "write_through", False))  # with PYTHONUNBUFFERED
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         old = getattr(sys, name)
         buffering = 0 if through and mode == "w" else -1
@@ -193,15 +195,34 @@ def become(request: dict[str, Any], image: fork_image.Image) -> None:
     image.seed()
 
 
+def libraries(path: list[str]) -> list[str]:
+    """Where Python finds what is installed: `path` without what PYTHONPATH and the command line add, which come first."""
+    return path[path.index(next(each for each in path if each.endswith(".zip"))) :]
+
+
+def extra(environment: Mapping[str, str]) -> list[str]:
+    """Where PYTHONPATH has Python look first."""
+    return [each for each in environment.get("PYTHONPATH", "").split(os.pathsep) if each]
+
+
+def folders(command: list[str], cwd: bytes, environment: Mapping[str, str]) -> list[str]:
+    """Where a new process would look for modules before it looks at the libraries."""
+    kind, what = fork_start.program_of(command)
+    own = os.fsdecode(cwd) if kind else os.path.dirname(what)
+    return [each for each in (own, *extra(environment)) if os.path.isdir(each)]
+
+
 def program(command: list[str], path: list[str]) -> Callable[[], None]:
-    """What Python does with this command line: `-c` or `-m`."""
-    _, kind, what, *rest = command
+    """What Python does with this command line: `-c`, `-m` or a file."""
+    kind, what = fork_start.program_of(command)
     main = types.ModuleType("__main__")
     vars(main).update(__loader__=BuiltinImporter, __builtins__=sys.modules["builtins"], __annotations__={})
     sys.modules["__main__"] = main
-    sys.argv[:] = [kind, *rest]
+    rest = command[command.index(what) + 1 :]
+    sys.argv[:] = [kind or what, *rest]
+    sys.path[:] = [{"-m": os.getcwd(), "-c": ""}.get(kind, os.path.dirname(what))]
+    sys.path += dict.fromkeys([*extra(os.environ), *libraries(path)])
     if kind == "-m":
-        sys.path[:] = [os.getcwd(), *path]
 
         def run() -> None:
             import runpy
@@ -209,8 +230,12 @@ def program(command: list[str], path: list[str]) -> Callable[[], None]:
             runpy._run_module_as_main(what)  # type: ignore[attr-defined]
 
         return run
-    sys.path[:] = ["", *path]
-    return lambda: exec(compile(what, "<string>", "exec", dont_inherit=True), vars(main))
+    if kind == "-c":
+        return lambda: exec(compile(what, "<string>", "exec", dont_inherit=True), vars(main))
+    vars(main).update(__file__=what, __cached__=None, __loader__=SourceFileLoader("__main__", what))
+    with open(what, "rb") as file:
+        code = file.read()
+    return lambda: exec(compile(code, what, "exec", dont_inherit=True), vars(main))
 
 
 def theirs_only(trace: types.TracebackType | None) -> types.TracebackType | None:
@@ -255,6 +280,6 @@ def main(before: set[str], imports: Callable[[], dict[str, set[str]]]) -> None:
     os.chdir(request["cwd"])
     take_descriptors(request["descriptors"], received, fork_start.kept())
     become(request, image)
-    standard_streams()
+    standard_streams(request["command"])
     signals(request["blocked"], request["ignored"])
     run(program(request["command"], path))

@@ -69,8 +69,14 @@ LIBRARIES = [
     "email.parser",
 ]
 READ_BY_LIBRARIES = ("OMP_", "GOMP_", "KMP_", "OPENBLAS_", "TORCH", "PYTORCH_", "TRITON_", "CUDA_", "LD_", "MALLOC_", "GLIBC_",
-                     "PYTHON", "LC_", "LANG", "HF_", "NUMPY_", "NPY_", "SSL_", "OPENSSL_", "GLOO_", "NCCL_", "DNNL_", "ONEDNN_", "LLVM_", "TQDM_", "tqdm_")  # fmt: skip
+                     "PYTHON", "LC_", "LANG", "HF_", "NUMPY_", "NPY_", "SSL_", "OPENSSL_", "DNNL_", "ONEDNN_", "LLVM_", "TQDM_", "tqdm_")  # fmt: skip
 """How the names of variables begin that compiled code reads when it is loaded, and some that are read before Python runs."""
+READ_LATER = ("TORCHELASTIC_", "TORCH_NCCL_", "PYTHONPATH")
+"""How some of these begin that are read later: when ranks meet, or by a fork server itself."""
+
+
+CUSTOM = {"sitecustomize", "usercustomize"}  # what Python imports first
+OURS = {"fork_child", "fork_image", "fork_start"}
 
 
 class Reads:
@@ -187,6 +193,7 @@ class Image:
             self._titles.getproctitle()  # it looks for the command line in memory, which is as Python knows it only now
         self.environment = dict(os.environ)
         self._numpy, self._torch = sys.modules.get("numpy.random.mtrand"), sys.modules.get("torch")
+        self._own = {name.partition(".")[0] for name in sys.modules if name not in before} - OURS | CUSTOM
         hidden = Hidden(before, imports())
         sys.meta_path.insert(0, hidden)
         ctypes.pythonapi.Py_IncRef(
@@ -215,12 +222,12 @@ class Image:
 
         titles.getproctitle, titles.setproctitle = (lambda: command), first  # type: ignore[attr-defined]
 
-    def fits(self, environment: Mapping[str, str], sets_threads: bool) -> bool:
-        """Would a process with this environment have loaded the libraries in the same way? `sets_threads`: it tells torch how many threads
-        compute, whatever the environment says."""
-        watched = self.names | {
-            name for name in {*self.environment, *environment} if name.startswith(READ_BY_LIBRARIES)
-        }
+    def fits(self, environment: Mapping[str, str], folders: Sequence[str], sets_threads: bool) -> bool:
+        """Would a process with this environment have loaded the same libraries in the same way? `folders`: where it looks for modules first.
+        `sets_threads`: it tells torch how many threads compute, whatever the environment says."""
+        watched = {name for name in {*self.environment, *environment} if name.startswith(READ_BY_LIBRARIES)}
+        watched = {name for name in watched if not name.startswith(READ_LATER)} | self.names
         if sets_threads:
             watched.discard("OMP_NUM_THREADS")
-        return all(environment.get(name) == self.environment.get(name) for name in watched)
+        alike = all(environment.get(name) == self.environment.get(name) for name in watched)
+        return alike and not any(name.partition(".")[0] in self._own for each in folders for name in os.listdir(each))

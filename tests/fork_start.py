@@ -118,7 +118,7 @@ def install() -> None:
     if os.environ.get(OFF) != "0" and sys.platform == "linux":
         _first = start_server
         psutil.Process.children = children  # type: ignore[method-assign, assignment]
-    hook()
+        hook()
 
 
 def hook() -> None:
@@ -177,14 +177,27 @@ def server() -> ForkServer | None:
 
 
 def can_be_forked(words: Sequence[str], program: Sequence[bytes], environment: dict[bytes, bytes]) -> bool:
-    """Is it this Python, without options, with something of the project to run?"""
-    if len(words) < 3 or [os.fsencode(words[0])] != list(program) or words[0] != sys.executable:
+    """Is it this Python, with no option but -u, with something of the project to run?"""
+    if len(words) < 2 or words[1:] == ["-u"] or [os.fsencode(words[0])] != list(program) or words[0] != sys.executable:
         return False
     if environment.get(OFF.encode()) == b"0":
         return False
-    kind, what = words[1], words[2]
-    size = sum(len(os.fsencode(word)) + 1 for word in words)
-    return kind == "-c" or (kind == "-m" and what.partition(".")[0] in MODULES and size < PADDING)
+    kind, what = program_of(words)
+    paths = environment.get(b"PYTHONPATH", b"").split(b":")
+    if paths != [b""] and not all(map(os.path.isabs, paths)):
+        return False
+    if kind == "-m":
+        size = sum(len(os.fsencode(word)) + 1 for word in words)
+        return (what.partition(".")[0] in MODULES or what == "torch.distributed.run") and size < PADDING
+    return kind == "-c" or (kind == "" and what.endswith(".py") and os.path.isabs(what) and os.path.isfile(what))
+
+
+def program_of(words: Sequence[str]) -> tuple[str, str]:
+    """`-m` and a module, `-c` and code, or nothing and a file, of a command line of Python's whose only other option is `-u`."""
+    first, *rest = words[2:] if words[1] == "-u" else words[1:]
+    if first in ("-c", "-m"):
+        return first, rest[0] if rest else ""
+    return ("?", "") if first.startswith("-") else ("", first)
 
 
 def fork_exec(*arguments: Any) -> int:
@@ -224,7 +237,7 @@ def _forked(
         "new_session": bool(new_session), "group": group, "umask": umask,
         "limits": {kind: resource.getrlimit(kind) for kind in LIMITS},
         "cores": sorted(os.sched_getaffinity(0)), "nice": os.getpriority(os.PRIO_PROCESS, 0),
-        "leaf": words[1] == "-m" and words[2] in LEAVES, "sets_threads": words[1] == "-m" and words[2] in SET_THREADS,
+        "leaf": program_of(words)[1] in LEAVES, "sets_threads": program_of(words)[1] in SET_THREADS,
     }  # fmt: skip
     return way.fork(request, [*numbers.values()])
 

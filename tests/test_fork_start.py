@@ -75,7 +75,7 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
         {"process_group": 0},
         {"umask": 0o27},
     ],
-    ids=str,
+    ids=["as it is", "environment", "folder", "input", "session", "group", "umask"],
 )
 def test_a_forked_process_sees_itself_as_another_does(how: dict[str, Any]) -> None:
     plain, forked = both(lambda: seen("a word", "--flag", "", **how))
@@ -141,6 +141,33 @@ def test_a_module_runs_as_another_does(words: list[str]) -> None:
     assert forked == plain
 
 
+def test_a_file_runs_as_another_does(tmp_path: Path) -> None:
+    script, more = tmp_path / "script.py", tmp_path / "more"
+    script.write_text(
+        "import beside, sys; print(__file__, __name__, sys.argv, sys.path, beside.X, sorted(vars()))\n1 / 0"
+    )
+    more.mkdir()
+    (more / "beside.py").write_text("X = 5")
+    environment = {**os.environ, "PYTHONPATH": f"{more}:/no/such/folder:{more}"}
+
+    def run() -> Any:
+        command = [sys.executable, "-u", str(script), "word"]
+        done = subprocess.run(command, capture_output=True, timeout=PATIENCE, env=environment)
+        return done.returncode, done.stdout, done.stderr
+
+    plain, forked = both(run)
+    assert forked == plain
+
+
+@pytest.mark.parametrize("name", ["sitecustomize.py", "torch.py", "numpy"])
+def test_a_folder_with_a_module_of_a_librarys_name_comes_first(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).mkdir()
+    before = fork_start.counts["forked"]
+    for how in ({"cwd": tmp_path}, {"env": {**os.environ, "PYTHONPATH": str(tmp_path)}}):
+        subprocess.run([sys.executable, "-c", ""], check=True, timeout=PATIENCE, **how)
+    assert fork_start.counts["forked"] == before
+
+
 def test_its_random_numbers_are_its_own() -> None:
     code = "import json, random, numpy, torch, uuid\nprint(json.dumps([random.random(), numpy.random.rand(), torch.rand(1).item(), torch.initial_seed(), str(uuid.uuid4())]))"
     first, second = seen(code=code), seen(code=code)
@@ -170,7 +197,7 @@ def test_it_is_found_by_its_command_line_and_is_a_child() -> None:
         {"close_fds": False},
         {"preexec_fn": lambda: None},
     ],
-    ids=str,
+    ids=["threads", "hashes", "Triton", "hub", "switched off", "bare", "open descriptors", "code before"],
 )
 def test_what_would_make_a_difference_is_not_forked(how: dict[str, Any]) -> None:
     before = fork_start.counts["forked"]
