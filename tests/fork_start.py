@@ -28,6 +28,9 @@ import psutil
 
 OFF = "STAGES_TESTS_FORK"
 """Set it to 0, and each process starts as a user starts it."""
+IS_ON = (
+    os.environ.get(OFF) != "0" and sys.platform == "linux"
+)  # now, as tests go without the variables of whoever runs them
 TESTS = Path(__file__).parent
 PADDING = 1024
 """Bytes that a fork server's command line has room for: that of a process which it forks stands there."""
@@ -115,7 +118,7 @@ def kept() -> set[int]:
 def install() -> None:
     """From now on `subprocess` of this process forks where it can. The fork server starts with the first process."""
     global _first
-    if os.environ.get(OFF) != "0" and sys.platform == "linux":
+    if IS_ON:
         _first = start_server
         psutil.Process.children = children  # type: ignore[method-assign, assignment]
         hook()

@@ -20,9 +20,7 @@ import pytest
 from patience import PATIENCE, wait_until
 from server_under_test import ServerProcess
 
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or os.environ.get(fork_start.OFF) == "0", reason="processes are not forked here"
-)
+pytestmark = pytest.mark.skipif(not fork_start.IS_ON, reason="processes are not forked here")
 
 SEES = """
 import json, os, resource, signal, sys
