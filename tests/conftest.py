@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 from collections.abc import Iterator
 
+import fork_start
 import httpx
 import pytest
 from hypothesis import HealthCheck, settings
@@ -29,11 +31,19 @@ for _name in [name for name in os.environ if name.startswith(("STAGES_", "VLLM_"
 for _part in ("connect", "read", "write", "pool"):  # httpx gives up after 5 seconds, which a busy machine may take
     setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, _part, PATIENCE)
 os.environ["STAGES_CHECK_INVARIANTS"] = "1"  # in every engine that a test starts, also in its own process
+fork_start.install()
 # How long an example takes says how busy the machine is, and nothing about the code.
 settings.register_profile(
     "tests", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 )
 settings.load_profile("tests")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def started_as_a_user_does(request: pytest.FixtureRequest) -> Iterator[None]:
+    """In some files no process is forked from one that has the libraries loaded."""
+    with fork_start.plainly() if request.path.name in fork_start.AS_A_USER else contextlib.nullcontext():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,233 @@
+"""What a fork server has loaded before it forks: libraries, out of sight until a process imports them.
+
+A forked process must look as if it had just been started. So everything that was imported is taken out of `sys.modules`, and a finder
+puts it back: a module, and what its own import brings, when somebody imports it. Nothing of the project is loaded: it is read afresh in each
+process, with that process's environment.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import importlib.abc
+import importlib.machinery
+import os
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import ModuleType
+
+LIBRARIES = [
+    "msgspec",
+    "msgspec.json",
+    "msgspec.msgpack",
+    "zmq",
+    "zmq.asyncio",
+    "psutil",
+    "jinja2",
+    "jinja2.sandbox",
+    "yaml",
+    "tokenizers",
+    "pydantic",
+    "pydantic.networks",
+    "fastapi",
+    "fastapi.openapi.utils",
+    "fastapi.responses",
+    "fastapi.exceptions",
+    "starlette.middleware.cors",
+    "starlette.staticfiles",
+    "python_multipart",
+    "uvicorn",
+    "uvicorn.protocols.http.httptools_impl",
+    "uvicorn.lifespan.on",
+    "uvicorn.loops.uvloop",
+    "httptools",
+    "uvloop",
+    "httpx",
+    "numpy",
+    "safetensors",
+    "torch",
+    "torch.nn.functional",
+    "safetensors.torch",
+    "setproctitle",
+    "llguidance",
+    "asyncio",
+    "concurrent.futures.thread",
+    "concurrent.futures.process",
+    "multiprocessing.shared_memory",
+    "torch.distributed",
+    "torch.utils.data",
+    "torch.profiler",
+    "tempfile",
+    "argparse",
+    "logging",
+    "shutil",
+    "uuid",
+    "runpy",
+    "email.parser",
+]
+READ_BY_LIBRARIES = ("OMP_", "GOMP_", "KMP_", "OPENBLAS_", "TORCH", "PYTORCH_", "TRITON_", "CUDA_", "LD_", "MALLOC_", "GLIBC_",
+                     "PYTHON", "LC_", "LANG", "HF_", "NUMPY_", "NPY_", "SSL_", "OPENSSL_", "DNNL_", "ONEDNN_", "LLVM_", "TQDM_", "tqdm_")  # fmt: skip
+"""How the names of variables begin that compiled code reads when it is loaded, and some that are read before Python runs."""
+READ_LATER = ("TORCHELASTIC_", "TORCH_NCCL_", "PYTHONPATH")
+"""How some of these begin that are read later: when ranks meet, or by a fork server itself."""
+
+
+CUSTOM = {"sitecustomize", "usercustomize"}  # what Python imports first
+OURS = {"fork_child", "fork_image", "fork_start"}
+
+
+class Reads:
+    """Which variables of the environment are read while the libraries are imported."""
+
+    def __enter__(self) -> set[str]:
+        self.names: set[str] = set()
+        names, kind = self.names, type(os.environ)
+        self._kind = kind
+
+        class Watched(kind):  # type: ignore[misc, valid-type]
+            def __getitem__(self, name: str) -> str:
+                names.add(name)
+                return kind.__getitem__(self, name)
+
+            def __contains__(self, name: object) -> bool:
+                names.add(str(name))
+                return kind.__contains__(self, name)
+
+        os.environ.__class__ = Watched
+        return self.names
+
+    def __exit__(self, *_: object) -> None:
+        os.environ.__class__ = self._kind
+
+
+MAIN_AGAIN = "__mp_main__"
+"""How multiprocessing calls the main module, which each process has its own of."""
+
+
+class Hidden(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds modules that are loaded and out of sight.
+
+    Invariant: a module is in `sys.modules` exactly if this process has imported it, itself or through another, as far as names go that
+    import statements contain.
+    """
+
+    def __init__(self, before: set[str], brought: Mapping[str, set[str]]) -> None:
+        """Hide what is loaded and was not `before`."""
+        self._modules = {name: module for name, module in sys.modules.items() if name not in before}
+        self._modules.pop(MAIN_AGAIN, None)
+        self._brought, self._lock = brought, threading.Lock()
+        self._specs = {name: getattr(module, "__spec__", None) for name, module in self._modules.items()}
+        self._attributes: dict[str, ModuleType] = {}
+        for name in [*self._modules, MAIN_AGAIN]:
+            sys.modules.pop(name, None)
+        for name, module in self._modules.items():
+            parent, _, last = name.rpartition(".")
+            holder = self._modules.get(parent) or sys.modules.get(parent)
+            imported = getattr(vars(module).get("__spec__"), "name", None) == name  # else somebody named it so himself
+            if holder is not None and imported and vars(holder).get(last) is module:
+                delattr(holder, last)
+                self._attributes[name] = holder
+
+    def _closure(self, name: str) -> Iterator[str]:
+        waiting, seen = [name], set()
+        while waiting:
+            name = waiting.pop()
+            if name in seen:
+                continue
+            seen.add(name)
+            if name in self._modules:
+                yield name
+                waiting.extend(self._brought.get(name, ()))
+            if parent := name.rpartition(".")[0]:
+                waiting.append(parent)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        module = self._modules.get(fullname)
+        if module is None:
+            return None
+        spec = importlib.machinery.ModuleSpec(
+            fullname, self, loader_state=module, is_package="__path__" in vars(module)
+        )
+        real = self._specs[fullname]
+        if real is not None:
+            spec.origin, spec.has_location = real.origin, real.has_location
+            spec.submodule_search_locations = real.submodule_search_locations
+        return spec
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        assert isinstance(spec.loader_state, ModuleType)
+        return spec.loader_state
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None
+        name = module.__spec__.name
+        with self._lock:
+            for each in [*self._closure(name)]:
+                sys.modules[each] = found = self._modules.pop(each)
+                if each in self._attributes:
+                    setattr(self._attributes[each], each.rpartition(".")[2], found)
+        module.__spec__ = self._specs[name]
+
+
+class Image:
+    """A process with the libraries loaded and hidden, and no thread. `names` are what it read of its environment."""
+
+    def __init__(self, before: set[str], imports: Callable[[], dict[str, set[str]]]) -> None:
+        """`before` is what Python loads in any case, `imports` tells, at the end, who imports whom."""
+        importlib.import_module(
+            "tqdm"
+        )  # torch brings it: looks through all variables for those that begin with its name
+        with Reads() as self.names:
+            for name in LIBRARIES:
+                try:
+                    importlib.import_module(name)
+                except ImportError:
+                    pass  # an extra that is not installed: whoever imports it learns so
+        self._titles = sys.modules.get("setproctitle")
+        if self._titles is not None:
+            self._titles.getproctitle()  # it looks for the command line in memory, which is as Python knows it only now
+        self.environment = dict(os.environ)
+        self._numpy, self._torch = sys.modules.get("numpy.random.mtrand"), sys.modules.get("torch")
+        self._own = {name.partition(".")[0] for name in sys.modules if name not in before} - OURS | CUSTOM
+        hidden = Hidden(before, imports())
+        sys.meta_path.insert(0, hidden)
+        ctypes.pythonapi.Py_IncRef(
+            ctypes.py_object(hidden)
+        )  # what was never shown is not taken apart at the end of the process either
+        gc.collect()
+        gc.freeze()
+
+    def seed(self) -> None:
+        """Begin random numbers anew, as in each new process."""
+        random.seed()
+        if self._numpy is not None:
+            self._numpy.seed()
+        if self._torch is not None:
+            self._torch.default_generator.seed()
+
+    def title_is(self, command: str) -> None:
+        """What the library for titles shall say until somebody sets one."""
+        if (titles := self._titles) is None:
+            return
+        get, put = titles.getproctitle, titles.setproctitle
+
+        def first(title: str) -> None:
+            titles.getproctitle, titles.setproctitle = get, put  # type: ignore[attr-defined]
+            put(title)
+
+        titles.getproctitle, titles.setproctitle = (lambda: command), first  # type: ignore[attr-defined]
+
+    def fits(self, environment: Mapping[str, str], folders: Sequence[str], sets_threads: bool) -> bool:
+        """Would a process with this environment have loaded the same libraries in the same way? `folders`: where it looks for modules first.
+        `sets_threads`: it tells torch how many threads compute, whatever the environment says."""
+        watched = {name for name in {*self.environment, *environment} if name.startswith(READ_BY_LIBRARIES)}
+        watched = {name for name in watched if not name.startswith(READ_LATER)} | self.names
+        if sets_threads:
+            watched.discard("OMP_NUM_THREADS")
+        alike = all(environment.get(name) == self.environment.get(name) for name in watched)
+        return alike and not any(name.partition(".")[0] in self._own for each in folders for name in os.listdir(each))
