@@ -31,12 +31,17 @@ for _name in [name for name in os.environ if name.startswith(("STAGES_", "VLLM_"
 for _part in ("connect", "read", "write", "pool"):  # httpx gives up after 5 seconds, which a busy machine may take
     setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, _part, PATIENCE)
 os.environ["STAGES_CHECK_INVARIANTS"] = "1"  # in every engine that a test starts, also in its own process
-fork_start.install()
 # How long an example takes says how busy the machine is, and nothing about the code.
 settings.register_profile(
     "tests", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 )
 settings.load_profile("tests")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Whoever starts the processes of tests starts them as ever: they are no processes of a test."""
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", 0):
+        fork_start.install()
 
 
 @pytest.fixture(autouse=True, scope="module")

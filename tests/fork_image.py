@@ -74,6 +74,8 @@ READ_BY_LIBRARIES = ("OMP_", "GOMP_", "KMP_", "OPENBLAS_", "TORCH", "PYTORCH_", 
 READ_LATER = ("TORCHELASTIC_", "TORCH_NCCL_", "PYTHONPATH")
 """How some of these begin that are read later: when ranks meet, or by a fork server itself."""
 
+LAZY = {"anyio"}
+"""Packages that import a module when somebody asks for one of its names, and keep the name: once loaded, nobody imports the module again."""
 
 CUSTOM = {"sitecustomize", "usercustomize"}  # what Python imports first
 OURS = {"fork_child", "fork_image", "fork_start"}
@@ -141,6 +143,8 @@ class Hidden(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             if name in self._modules:
                 yield name
                 waiting.extend(self._brought.get(name, ()))
+            if name in LAZY:
+                waiting.extend(each for each in self._modules if each.startswith(f"{name}."))
             if parent := name.rpartition(".")[0]:
                 waiting.append(parent)
 

@@ -58,6 +58,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 ELSEWHERE = {
     "nodes": "several machines, test_machines",
+    "in_process": "of the server, test_in_process",
     "pooling": "another kind of model, test_together",
     "data_parallel": "several engines, test_data_parallel",
     "front_ends": "several API servers, test_api_servers",

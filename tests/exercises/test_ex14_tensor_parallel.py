@@ -119,19 +119,6 @@ def test_slices_of_kv_heads(impl: ModuleType, kv_heads: int, workers: int, head_
         judge.equal("shared_kv" if kv_heads < workers else "slices", expected, slices(impl, "kv_heads", model))
 
 
-class Lazy:
-    """A tensor in a file."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    def get_shape(self) -> list[int]:
-        return list(self._tensor.shape)
-
-    def __getitem__(self, places: Any) -> Tensor:
-        return self._tensor[places].clone()
-
-
 def numbered(rows: int, columns: int) -> Tensor:
     """1, 2, 3, ..."""
     return torch.arange(1.0, 1 + rows * columns).view(rows, columns)
@@ -143,21 +130,19 @@ def numbered(rows: int, columns: int) -> Tensor:
     dim=st.integers(0, 1),
     along=st.sampled_from(["heads", "vocabulary"]),
     parts=st.integers(1, 3),
-    lazy=st.booleans(),
 )
-def test_the_cut(impl: ModuleType, model: Model, dim: int, along: str, parts: int, lazy: bool) -> None:
+def test_the_cut(impl: ModuleType, model: Model, dim: int, along: str, parts: int) -> None:
     dim, parts = (0, 1) if along == "vocabulary" else (dim, parts)
     length = model.vocabulary if along == "vocabulary" else model.heads * model.head_dim
     size = -(-length // model.workers)
     whole = numbered(*((parts * length, 2) if dim == 0 else (2, parts * length)))
     padded = torch.cat([whole, torch.zeros(size * model.workers - length, 2)]) if along == "vocabulary" else whole
-    with judge.case(matrix=whole.tolist(), model=model, split=f"dim {dim}, along {along}, {parts} parts", lazy=lazy):
+    with judge.case(matrix=whole.tolist(), model=model, split=f"dim {dim}, along {along}, {parts} parts"):
         for rank in range(model.workers):
-            stored = Lazy(whole.clone()) if lazy else whole.clone()
             own = Ranks(rank, model.workers)
             expected = torch.cat([part.chunk(model.workers, dim)[rank] for part in padded.chunk(parts, dim)], dim)
             with judge.case(rank=rank):
-                got = impl.cut("h.0.weight", stored, Split(dim, along, parts), model.shape, own)
+                got = impl.cut("h.0.weight", whole.clone(), Split(dim, along, parts), model.shape, own)
                 key = (
                     "padding"
                     if size * (rank + 1) > length and along == "vocabulary"

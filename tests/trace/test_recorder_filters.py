@@ -120,7 +120,7 @@ def test_the_root_of_an_id(request_id: str, root: str) -> None:
 
 @pytest.mark.parametrize("path", PREFIXES)
 def test_the_ids_of_every_path_have_a_root_and_a_short_form(path: str) -> None:
-    assert len(PREFIXES) == 15
+    assert len(PREFIXES) == 14
     assert root_of(f"{PREFIXES[path]}mine-0123abcd-0") == f"{PREFIXES[path]}mine-0123abcd"
     assert short_id(f"{PREFIXES[path]}mine-0123abcd-0") == "mine"
     assert short_id(f"1_{PREFIXES[path]}{'0123abcd' * 4}-2") == "1_0123abcd#2"

@@ -7,8 +7,6 @@ num_kv_heads, head_dim, intermediate_size, vocab_size. Matrices are cut by their
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch  # noqa: F401
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -41,11 +39,10 @@ def own_range(along: str, whole: ModelShape, own: Ranks) -> tuple[int, int]:
     raise NotImplementedError
 
 
-def cut(name: str, stored: Any, split: Split, whole: ModelShape, own: Ranks) -> Tensor:
+def cut(name: str, stored: Tensor, split: Split, whole: ModelShape, own: Ranks) -> Tensor:
     """This worker's slice of a tensor: own_range(split.along, ...) in dimension `split.dim` (0 or 1).
 
-    stored       a tensor, or a lazy one of a safetensors file, which has no `shape` but get_shape(), and is read by slicing:
-                 stored[a:b] or stored[:, a:b] are tensors
+    stored       the whole tensor, mapped from its file: what is not sliced out of it is never read
     split.parts  the tensor consists of so many equal parts in a row along that dimension (queries, keys and values in one matrix): this
                  worker's slice is its slice of each part, one after the other. Each part has length_of(split.along, whole).
     Rows of the range that lie after the end (of a vocabulary) are zeros. Raises ConfigError, with the name, if the tensor has no such
