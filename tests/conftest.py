@@ -42,6 +42,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Whoever starts the processes of tests starts them as ever: they are no processes of a test."""
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", 0):
         fork_start.install()
+    else:
+        os.environ[fork_start.OFF] = str(int(fork_start.IS_ON))  # for them to read
 
 
 @pytest.fixture(autouse=True, scope="module")
