@@ -102,6 +102,8 @@ _server: ForkServer | None = None
 _first: Callable[[], ForkServer] | None = None
 _blocks = 0  # of plainly()
 counts = {"forked": 0, "plain": 0}
+at_first: dict[str, str] = {}
+"""The environment before the first test, which may leave variables behind."""
 
 
 def adopt(link: socket.socket) -> None:
@@ -120,6 +122,7 @@ def install() -> None:
     global _first
     if IS_ON:
         _first = start_server
+        at_first.update(os.environ)
         psutil.Process.children = children  # type: ignore[method-assign, assignment]
         hook()
 
