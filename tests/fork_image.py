@@ -71,8 +71,8 @@ LIBRARIES = [
 READ_BY_LIBRARIES = ("OMP_", "GOMP_", "KMP_", "OPENBLAS_", "TORCH", "PYTORCH_", "TRITON_", "CUDA_", "LD_", "MALLOC_", "GLIBC_",
                      "PYTHON", "LC_", "LANG", "HF_", "NUMPY_", "NPY_", "SSL_", "OPENSSL_", "DNNL_", "ONEDNN_", "LLVM_", "TQDM_", "tqdm_")  # fmt: skip
 """How the names of variables begin that compiled code reads when it is loaded, and some that are read before Python runs."""
-READ_LATER = ("TORCHELASTIC_", "TORCH_NCCL_", "PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-"""How some of these begin that are read later: when ranks meet, by a fork server itself, or by a compiler (torch sets its folders by itself)."""
+READ_LATER = ("TORCHELASTIC_", "TORCH_NCCL_", "PYTHONPATH")
+"""How some of these begin that are read later: when ranks meet, or by a fork server itself."""
 
 LAZY = {"anyio"}
 """Packages that import a module when somebody asks for one of its names, and keep the name: once loaded, nobody imports the module again."""
