@@ -48,9 +48,11 @@ def stages(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     site = subprocess.run(
         [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], capture_output=True, text=True
     ).stdout.strip()
-    (Path(site) / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
     install = ["-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
     subprocess.run([sys.executable, *install], check=True)
+    (Path(site) / "libraries.pth").write_text(
+        sysconfig.get_path("purelib") + "\n"
+    )  # now: it shows this project as well
     return folder / "bin/stages"
 
 
