@@ -118,7 +118,7 @@ ENDS = {
     "error": "def f(): raise ValueError('é')\nf()",
     "hook": "import sys\nsys.excepthook = lambda kind, error, trace: print('hook', kind, trace.tb_lineno)\n1 / 0",
     "syntax": "1 +",
-    "Ctrl-C": "import os, signal; os.kill(os.getpid(), signal.SIGINT)\nimport time; time.sleep(300)",
+    "Ctrl-C": "import os, signal; os.kill(os.getpid(), signal.SIGINT)\nsignal.pause()",
     "killed": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
     "terminated": "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
     "abort": "import os; os.abort()",
