@@ -8,7 +8,7 @@ row of BACKENDS, or a user's own `module:function`. This file imports no torch, 
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -59,12 +59,21 @@ class AttentionMetadata:
     plans: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
 
+class Rotation(Protocol):
+    """The rotary embedding of a step's tokens, for models that have one: cos and sin, which kernels take apart."""
+
+    def __iter__(self) -> Iterator[Tensor]: ...
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Rotate x [num_tokens, num_heads, head_dim]."""
+
+
 class AttentionBackend(Protocol):
     """Stores this step's keys and values in the cache, then lets every query token attend to its context."""
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, scale: float,
-        window: int | None = None, rotation: tuple[Tensor, Tensor] | None = None, /,
+        window: int | None = None, rotation: Rotation | None = None, /,
     ) -> Tensor:  # fmt: skip
         """
         query       [num_tokens, num_heads, head_dim]

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stage04_kernels.attention import AttentionBackend, AttentionMetadata, load
+from stage04_kernels.attention import AttentionBackend, AttentionMetadata, Rotation
 
 PADDING_SLOT = -1
 CPU_GROUP_POSITIONS = 1024
@@ -33,7 +33,7 @@ def write_then_attend(write: Callable[..., None], attend: Callable[..., Tensor])
 
     def backend(
         query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, scale: float,
-        window: int | None = None, rotation: tuple[Tensor, Tensor] | None = None, /,
+        window: int | None = None, rotation: Rotation | None = None, /,
     ) -> Tensor:  # fmt: skip
         query, key = rotated(query, key, rotation)
         write(key, value, kv_cache, metadata.slot_mapping)
@@ -43,12 +43,11 @@ def write_then_attend(write: Callable[..., None], attend: Callable[..., Tensor])
     return backend
 
 
-def rotated(query: Tensor, key: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+def rotated(query: Tensor, key: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
     """Queries and keys after the model's rotary embedding, which comes with the models that have one."""
     if rotation is None:
         return query, key
-    apply_rope = load("stage04_kernels.features.rope:apply_rope")
-    return apply_rope(query, *rotation), apply_rope(key, *rotation)
+    return rotation.apply(query), rotation.apply(key)
 
 
 def write_kv(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:

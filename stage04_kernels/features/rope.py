@@ -8,12 +8,21 @@ Source: Su et al. 2021, "RoFormer".
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-Rotation = tuple[Tensor, Tensor]
-"""cos and sin of every token's angles, each float32 [num_tokens, 1, head_dim / 2]."""
+
+class Rotation(NamedTuple):
+    """cos and sin of every token's angles, each float32 [num_tokens, 1, head_dim / 2]."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Rotate x [num_tokens, num_heads, head_dim]."""
+        return apply_rope(x, self.cos, self.sin)
 
 
 def rope_frequencies(head_dim: int, theta: float) -> Tensor:
@@ -41,7 +50,7 @@ def rope_cos_sin(positions: Tensor, frequencies: Tensor) -> Rotation:
     frequencies [head_dim / 2] float32
     """
     angles = positions[:, None, None].float() * frequencies
-    return angles.cos(), angles.sin()
+    return Rotation(angles.cos(), angles.sin())
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from stage04_kernels.attention import AttentionMetadata
+from stage04_kernels.attention import AttentionMetadata, Rotation
 from stage04_kernels.triton_kernels.kv_write import rope_and_write_kv_triton, write_kv_triton
 from stage04_kernels.triton_kernels.layers import LAYER_KERNELS
 from stage04_kernels.triton_kernels.logprobs import SAMPLER_KERNELS
@@ -15,7 +15,7 @@ __all__ = ["LAYER_KERNELS", "SAMPLER_KERNELS", "triton_attention"]
 
 def triton_attention(
     query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, scale: float,
-    window: int | None = None, rotation: tuple[Tensor, Tensor] | None = None, /,
+    window: int | None = None, rotation: Rotation | None = None, /,
 ) -> Tensor:  # fmt: skip
     """As `AttentionBackend`: one launch writes keys and values, and rotates them on the way; one or two attend."""
     if rotation is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stage04_kernels.attention import AttentionMetadata
+from stage04_kernels.attention import AttentionMetadata, Rotation
 from stage04_kernels.backends.native.layers import functions_of
 from stage04_kernels.paged_attention import paged_attention_torch, rotated, torch_attention, write_kv
 
@@ -23,7 +23,7 @@ def is_supported(query: Tensor, kv_cache: Tensor) -> bool:
 
 def native_attention(
     query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, scale: float,
-    window: int | None = None, rotation: tuple[Tensor, Tensor] | None = None, /,
+    window: int | None = None, rotation: Rotation | None = None, /,
 ) -> Tensor:  # fmt: skip
     """As `AttentionBackend`. Number formats that it does not know take the torch path."""
     if not is_supported(query, kv_cache):
