@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import fork_start
 import httpx
@@ -44,6 +44,37 @@ def pytest_configure(config: pytest.Config) -> None:
         fork_start.install()
     else:
         os.environ[fork_start.OFF] = str(int(fork_start.IS_ON))  # for them to read
+    at_first.update(os.environ)
+
+
+at_first: dict[str, str] = {}
+
+
+def pytest_collection_finish() -> None:
+    restore_environment(at_first)
+
+
+def restore_environment(before: Mapping[str, str]) -> None:
+    """Undo what changed; what did not stays untouched, as other threads may be reading it."""
+    for name in os.environ.keys() - before.keys() - {"PYTEST_CURRENT_TEST"}:
+        del os.environ[name]
+    for name, value in before.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
+
+
+@pytest.fixture(autouse=True, scope="module")
+def leaves_no_variable() -> Iterator[None]:
+    """Commands, notebooks and torch's compiler set variables for their whole process, which here is pytest's."""
+    yield
+    restore_environment(at_first)
+
+
+@pytest.fixture(autouse=True)
+def leaves_none_to_the_next_test() -> Iterator[None]:
+    before = dict(os.environ)  # with what the file's fixtures have set
+    yield
+    restore_environment(before)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -39,16 +39,12 @@ class CommandLine:
             fields = file.read().rpartition(b")")[2].split()
         self._start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5), which counts from 1
         self._size = end - self._start
-        self._ours = ctypes.string_at(self._start, self._size)
 
     def show(self, command: list[str]) -> None:
-        """Show another one. Code that is too long is cut off."""
+        """Show this one. Code that is too long is cut off."""
         line = b"".join(os.fsencode(word) + b"\0" for word in command)
         ctypes.memmove(self._start, line[: self._size - 1].ljust(self._size, b"\0"), self._size)
         fork_start.libc.prctl(PR_SET_NAME, os.fsencode(os.path.basename(command[0])), 0, 0, 0)
-
-    def restore(self) -> None:
-        ctypes.memmove(self._start, self._ours, self._size)
 
 
 class Link:
@@ -75,29 +71,44 @@ class Link:
         self.end.send(str(pid).encode())
 
 
-def fork(link: Link, line: CommandLine, command: list[str]) -> bool:
-    """Fork a process, show its command line, and make it a child of the one that asked for it. True in the new process, once that is so."""
-    told, tell = os.pipe()
-    go, start = os.pipe()
+class Birth:
+    """What a forked process has in common with its fork server until the one that asked is its parent."""
+
+    def __init__(self) -> None:
+        self._told, self._tell = os.pipe()
+        self._go, self._start = os.pipe()
+
+    def in_child(self) -> None:
+        os.close(self._start)
+
+    def finish(self) -> None:
+        """The new process is as it shall look: wait until the process between is gone, and with it the parent that nobody knows."""
+        os.write(self._tell, str(os.getpid()).encode())
+        os.read(self._go, 1)
+
+    def attend(self, between: int) -> int:
+        """In the fork server: the new process's id."""
+        os.close(self._tell)
+        pid = int(os.read(self._told, 32))
+        os.waitpid(between, 0)
+        for each in (self._start, self._told, self._go):
+            os.close(each)
+        return pid
+
+
+def fork(link: Link) -> Birth | None:
+    """Fork a process, and make it a child of the one that asked for it. None in the fork server."""
+    birth = Birth()
     if (between := os.fork()) == 0:
         if os.fork() != 0:
             os._exit(0)
-        line.show(command)
-        os.write(tell, str(os.getpid()).encode())
-        os.close(start)
-        os.read(go, 1)  # until the process between is gone, and with it the parent that nobody knows
-        return True
-    os.close(tell)
-    pid = int(os.read(told, 32))
-    os.waitpid(between, 0)
-    os.close(start)
-    os.close(told)
-    os.close(go)
-    link.answer(pid)
-    return False
+        birth.in_child()
+        return birth
+    link.answer(birth.attend(between))
+    return None
 
 
-def serve(link: Link, image: fork_image.Image, line: CommandLine) -> tuple[dict[str, Any], list[int]]:
+def serve(link: Link, image: fork_image.Image) -> tuple[Birth, dict[str, Any], list[int]]:
     """Fork for every request. Returns in the forked processes only."""
     while True:
         request, descriptors = link.receive()
@@ -111,8 +122,8 @@ def serve(link: Link, image: fork_image.Image, line: CommandLine) -> tuple[dict[
             )
         ):
             link.answer(0)
-        elif fork(link, line, request["command"]):
-            return request, descriptors
+        elif birth := fork(link):
+            return birth, request, descriptors
         for each in descriptors:
             os.close(each)
 
@@ -264,7 +275,7 @@ def main(before: set[str], imports: Callable[[], dict[str, set[str]]]) -> None:
     image = fork_image.Image(before, imports)
     fork_start.hook()
     while True:
-        request, received = serve(link, image, line)
+        birth, request, received = serve(link, image)
         link.end.detach()
         if request["new_session"]:
             os.setsid()
@@ -275,8 +286,9 @@ def main(before: set[str], imports: Callable[[], dict[str, set[str]]]) -> None:
         further = None if request["leaf"] else stand_by()
         if further is None:
             break
-        line.restore()
         link = further
+    line.show(request["command"])
+    birth.finish()
     os.chdir(request["cwd"])
     take_descriptors(request["descriptors"], received, fork_start.kept())
     become(request, image)

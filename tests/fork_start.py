@@ -38,19 +38,23 @@ LINK = 900
 """The lowest number for the descriptor of the way to a fork server: the numbers below stay as they are without one."""
 PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37  # of prctl(2)
 MODULES = ("stage01_cli", "stage02_server", "stage03_engine", "stage04_kernels")
-LEAVES = (
-    "stage02_server.features.chat_template.process", "stage02_server.features.audio.decoder_process",
-    "stage03_engine.core.features.structured_output.grammar_checker", "stage03_engine.core.features.distributed.worker_process",
-)  # fmt: skip
+LEAVES = ("stage03_engine.core.features.distributed.worker_process",)
 """Modules that start no process of Python's."""
+BOUNDED = (
+    "stage02_server.features.chat_template.process", "stage02_server.features.audio.decoder_process",
+    "stage03_engine.core.features.structured_output.grammar_checker",
+)  # fmt: skip
+"""Modules that limit the memory of their process, in which the libraries of a fork server would count."""
 SET_THREADS = ("stage03_engine.core", "stage03_engine.core.features.distributed.worker_process")
 """Modules that tell torch how many threads compute, and so need not have been started with OMP_NUM_THREADS."""
 MAX_MESSAGE = 1 << 20
 AS_A_USER = {
     "test_serve.py": "memory and loaded libraries of the API process, signals at its start, the commands of the README",
+    "test_server_process.py": "memory of the API process, and signals to it",
     "test_readme.py": "the commands of every README",
     "test_cli_main.py": "what each command imports, and how it ends at its start",
     "test_house.py": "what each process imports",
+    "test_cli_walk.py": "a signal in the moment when a process is being started",
     "test_walk.py": "which files a request touches",
     "test_environment.py": "variables that libraries read when they are loaded",
     "test_loader.py": "memory of a process that loads weights",
@@ -103,7 +107,7 @@ _first: Callable[[], ForkServer] | None = None
 _blocks = 0  # of plainly()
 counts = {"forked": 0, "plain": 0}
 at_first: dict[str, str] = {}
-"""The environment before the first test, which may leave variables behind."""
+"""The environment before the first test: that of the fork server."""
 
 
 def adopt(link: socket.socket) -> None:
@@ -152,7 +156,7 @@ def start_server() -> ForkServer:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, str(TESTS / "fork_server.py"), str(theirs.fileno()), "-" * PADDING]
     with plainly(), theirs:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=at_first)
 
     def end() -> None:
         ours.close()
@@ -191,6 +195,8 @@ def can_be_forked(words: Sequence[str], program: Sequence[bytes], environment: d
     kind, what = program_of(words)
     paths = environment.get(b"PYTHONPATH", b"").split(b":")
     if paths != [b""] and not all(map(os.path.isabs, paths)):
+        return False
+    if what in BOUNDED:
         return False
     if kind == "-m":
         size = sum(len(os.fsencode(word)) + 1 for word in words)

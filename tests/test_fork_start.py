@@ -11,7 +11,6 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,19 +38,6 @@ import stage03_engine.config
 seen["after"] = sorted(sys.modules)
 print(json.dumps(seen))
 """
-
-
-@pytest.fixture(autouse=True, scope="module")
-def own_fork_server() -> Iterator[None]:
-    """In the environment of the first test. An earlier one may have left a variable behind that libraries read: then nothing is forked any more."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in os.environ.keys() - fork_start.at_first.keys() - {"PYTEST_CURRENT_TEST"}:
-            patch.delenv(name)
-        for name, value in fork_start.at_first.items():
-            patch.setenv(name, value)
-        patch.setattr(fork_start, "_server", None)
-        patch.setattr(fork_start, "_first", fork_start.start_server)
-        yield
 
 
 def both(run: Any) -> list[Any]:

@@ -111,7 +111,6 @@ OWN_PROCESS = {"|", "||", "2>&1", "--multiprocess", "--trace-console"}
 @pytest.fixture
 def run_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[list[str]], int | None]]:
     """A function that runs a command's words in this process; it returns the exit code, or None if it cannot."""
-    before = dict(os.environ)  # a command sets variables for its whole process
 
     def run(words: list[str]) -> int | None:
         for program, main in PROGRAMS.items():
@@ -126,8 +125,6 @@ def run_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[list[str]], 
 
     yield run
     trace.close()
-    os.environ.clear()
-    os.environ.update(before)
 
 
 def check_make(words: list[str]) -> None:

@@ -48,7 +48,18 @@ def stages(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     site = subprocess.run(
         [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], capture_output=True, text=True
     ).stdout.strip()
-    install = ["-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
+    install = [
+        "-m",
+        "pip",
+        "--python",
+        str(python),
+        "install",
+        "--quiet",
+        "--ignore-installed",
+        "--no-deps",
+        "--no-index",
+        str(wheel),
+    ]
     subprocess.run([sys.executable, *install], check=True)
     (Path(site) / "libraries.pth").write_text(
         sysconfig.get_path("purelib") + "\n"

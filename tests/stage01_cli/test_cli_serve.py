@@ -24,7 +24,7 @@ DUMMY = ["serve", "gpt2", "--load-format=dummy", "--device=cpu"]
 
 
 @pytest.fixture(autouse=True)
-def _no_settings(_own_environment: None) -> Iterator[None]:
+def _no_settings() -> Iterator[None]:
     for name in list(os.environ):
         if name.startswith("STAGES_"):
             del os.environ[name]
