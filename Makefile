@@ -21,7 +21,7 @@ serve: $(SERVE)  ## serve MODEL on HOST:PORT; ARGS are further flags of `serve`
 test: $(DEV)  ## all tests, in a process per core and four at most; ARGS goes to pytest, e.g. "-n 0 --pdb tests/trace"
 	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile $(ARGS)
 
-venv: $(DEV)  ## the whole virtual environment, and nothing else
+venv: $(DEV)  ## the virtual environment for tests and tools; `make notebooks` adds JupyterLab
 
 lint: $(DEV)  ## style and types, repairing what can be repaired
 	$(BIN)/ruff check --fix .

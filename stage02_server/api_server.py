@@ -111,13 +111,20 @@ class StopSignals:
 
 def serve(vllm_config: VllmConfig, args: FrontendArgs) -> int:
     """Run the server until a signal ends it; returns the exit code. Raises StagesError if it cannot start."""
-    import uvloop
-
     prepare_process(args)
     try:
-        return uvloop.run(run_server(vllm_config, args))
+        return run_loop(run_server(vllm_config, args))
     except KeyboardInterrupt:  # Ctrl-C in the moment before the event loop listens to signals
         return 0
+
+
+def run_loop(main: Coroutine[Any, Any, T]) -> T:
+    """Run `main` in an event loop, that of uvloop where it is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(main)
+    return uvloop.run(main)
 
 
 def prepare_process(args: FrontendArgs) -> None:

@@ -1,4 +1,4 @@
-"""The wheel, made from what git tracks and installed into an environment of its own, serves without the checkout."""
+"""The sdist, made from what git tracks, and the wheel that is made of it and installed into an environment of its own, serve without the checkout."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ import httpx
 import pytest
 from patience import PATIENCE, wait_until
 
+from stage01_cli import __version__
+
 ROOT = Path(__file__).parent.parent
 ELSEWHERE = {"notebooks", "tests"}
 """Folders with Python files that a wheel does not hold: the course and the notebooks need a checkout."""
@@ -28,13 +30,16 @@ def tracked() -> list[str]:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built by pip from a copy: a build leaves files behind."""
+    """Built from the sdist, and that from a copy: a build leaves files behind."""
     source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for name in tracked():
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, source / name)
+    build = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", build, str(folder)], cwd=source, check=True, capture_output=True)
+    [sdist] = folder.iterdir()
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index", "--no-build-isolation"]
-    subprocess.run([*pip, "--wheel-dir", str(folder), str(source)], check=True)
+    subprocess.run([*pip, "--wheel-dir", str(folder), str(sdist)], check=True)
     [made] = folder.glob("*.whl")
     return made
 
@@ -73,6 +78,13 @@ def test_it_holds_all_that_the_stages_need(wheel: Path) -> None:
     wanted = {name.removeprefix("trace/") for name in tracked() if name.startswith(("stage0", "trace/stagetrace"))}
     readmes = {name for name in wanted if name.endswith(".md") and "bundled" not in name}
     assert wanted - readmes - held == set()
+
+
+def test_its_version_is_the_one_that_is_cited(wheel: Path) -> None:
+    assert wheel.name.split("-")[1] == __version__
+    assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    newest = next(line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("## "))
+    assert newest.startswith(f"## {__version__}")
 
 
 @pytest.fixture

@@ -217,3 +217,12 @@ def test_the_trace_tells_start_request_and_stop_in_order(start_server: StartServ
     (chat_id,) = {event.req for event in mine[16:22]}
     assert chat_id == f"{answer['id']}-0"
     assert "generate.start" in {event.name for event in run.of_request(chat_id)}  # the engine knows it by the same name
+
+
+def test_without_uvloop_it_serves_on_asyncio(start_server: StartServer) -> None:
+    server = start_server(*ECHO, patch="import sys; sys.modules['uvloop'] = None")
+    *_, last, done = stream_lines(server.wait_until_ready(), max_tokens=4)
+    assert '"finish_reason":"length"' in last and done == "data: [DONE]"
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait() == 0
+    assert not any("Traceback" in line for line in server.lines)

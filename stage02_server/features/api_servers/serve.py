@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import NoReturn
 
 import msgspec
-import uvloop
 
 from stage02_server.api_server import (
     StopRequested,
     StopSignals,
     connection_settings,
     prepare_process,
+    run_loop,
     run_server_worker,
 )
 from stage02_server.features.api_servers.this_server import Start, set_this_server
@@ -50,7 +50,7 @@ def main(index: int) -> int:
         link.add_engine(number, inputs, outputs)
     prepare_process(start.args)
     try:
-        return uvloop.run(_serve(start, link))
+        return run_loop(_serve(start, link))
     except StagesError as error:  # several servers may fail alike: the launcher prints the reason, once
         link.tell(Failed(str(error), error.exit_code))
         return error.exit_code

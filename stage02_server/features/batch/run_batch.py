@@ -18,6 +18,7 @@ from stage02_server.api_server import (
     build_app,
     build_async_engine_client,
     init_app_state,
+    run_loop,
 )
 from stage02_server.cli_args import FrontendArgs
 from stage02_server.features.batch.batch_file import BatchOutput, BatchRequest
@@ -53,12 +54,10 @@ class BatchJob:
 
 def run_batch(vllm_config: VllmConfig, args: FrontendArgs, job: BatchJob) -> None:
     """Answer every request of the batch. Raises StagesError if the engine cannot start, and BatchInterruptedError."""
-    import uvloop
-
     announce(vllm_config, args)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line per request
     try:
-        uvloop.run(_run(vllm_config, args, job))
+        run_loop(_run(vllm_config, args, job))
     finally:
         job.output.close()
 
